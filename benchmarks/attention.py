@@ -6,7 +6,7 @@ python benchmarks/attention.py --ranks 2 --json benchmarks/results/attention.jso
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Case, main
 from benchmarks.rivals import unfused_groups
+from symm_cp.commands.harness.measure import backward_alone
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.load_balancers import HeadTail
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
@@ -27,17 +28,11 @@ TOKENS = 4096  # of the whole sequence
 CURVE = (512, 1024, 2048, 4096, 8192, 16384)
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _shards(group: dist.ProcessGroup, tokens: int, dtype: torch.dtype) -> Tensors:
     size = tokens // group.size()
     q, k, v = (torch.randn(1, HEADS, size, FEATURES).to(dtype) for _ in range(3))
-    return q, k, v
-
-
-def _leaves(tensors: Tensors) -> Tensors:
-    q, k, v = (t.detach().requires_grad_() for t in tensors)
     return q, k, v
 
 
@@ -52,14 +47,6 @@ class _GatheredKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return unfused_reduce_scatter(grad, "sum", 2, ctx.group), None  # type: ignore[attr-defined]
-
-
-def _backward_of(attention: Attention, tensors: Tensors) -> Callable[[], object]:
-    """The backward pass alone: the graph is made once."""
-    leaves = _leaves(tensors)
-    out = attention(*leaves)
-    grad = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
 def _cases(group: dist.ProcessGroup, tokens: int, dtype: torch.dtype) -> Iterator[Case]:
@@ -102,11 +89,11 @@ def _cases(group: dist.ProcessGroup, tokens: int, dtype: torch.dtype) -> Iterato
     yield Case(
         f"attention backward {label}",
         {
-            "attention alone": _backward_of(F.scaled_dot_product_attention, (q, *full)),
-            "fused": _backward_of(fused, (q, k, v)),
-            "fused, causal head-tail": _backward_of(causal, (q, k, v)),
+            "attention alone": backward_alone(F.scaled_dot_product_attention, q, *full),
+            "fused": backward_alone(fused, q, k, v),
+            "fused, causal head-tail": backward_alone(causal, q, k, v),
             **{
-                label: _backward_of(partial(unfused, over), (q, k, v))
+                label: backward_alone(partial(unfused, over), q, k, v)
                 for label, over in baselines.items()
             },
         },

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from benchmarks.harness import Case, main
 from symm_cp.ops.attention import native_tiles, tiles_by_matmuls
-from symm_cp.ops.attention.scoring import Scoring, Sight
+from symm_cp.ops.attention.scoring import Scoring, TileMask
 from tests import tile_kernels
 
 BATCH, HEADS, ROWS, FEATURES, WINDOW = 1, 8, 2048, 64, 512
-Kinds = dict[str, tuple[Scoring, Sight]]
+Kinds = dict[str, tuple[Scoring, TileMask]]
 Run = Callable[[], object]
 
 
@@ -32,14 +32,14 @@ def kinds() -> Kinds:
     """What our kernel computes, by name."""
     scale = FEATURES**-0.5
     bias = torch.randn(HEADS, 2 * ROWS - 1)
-    plain, everything = Scoring(scale=scale), Sight()
+    plain, everything = Scoring(scale=scale), TileMask()
     return {
         "plain": (plain, everything),
         "softcap": (Scoring(scale=scale, softcap=50.0), everything),
         "bias": (Scoring(scale=scale, bias=bias, bias_zero=ROWS - 1), everything),
         "dropout": (Scoring(scale=scale, dropout_p=0.1, dropout_seed=1), everything),
-        "causal": (plain, Sight(high=0)),
-        "window": (plain, Sight(low=1 - WINDOW, high=0)),
+        "causal": (plain, TileMask(high=0)),
+        "window": (plain, TileMask(low=1 - WINDOW, high=0)),
     }
 
 
@@ -80,8 +80,8 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
             rest = {key: value for key, value in options.items() if key != "is_causal"}
             out = forward[name]()
             backward[name] = partial(flash_backward, grad, q, k, v, *out, 0.0, causal, **rest)
-        for name, (scoring, sight) in ours.items():
-            given = (scoring, sight)
+        for name, (scoring, tile_mask) in ours.items():
+            given = (scoring, tile_mask)
             forward[name] = partial(tile_kernels.forward, native_tiles, q, k, v, *given)
             out = forward[name]()
             backward[name] = partial(

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 
 import symm_cp
 from benchmarks.harness import Case, main
-from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
-from symm_cp.kernels.arrival_attention import arrival_attention as arrival_attention_kernel
+from symm_cp.cuda.kernels.arrival_attention import Arrivals, Tiling, chunk_table
+from symm_cp.cuda.kernels.arrival_attention import arrival_attention as arrival_attention_kernel
 from symm_cp.ops.attention import arrival as arrival_attention
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.common import device_kernels

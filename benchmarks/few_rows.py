@@ -2,7 +2,7 @@
 
     python benchmarks/few_rows.py --ranks 2 --json benchmarks/results/few_rows.json
 
-Those with an all-reduce are served natively up to 512 KiB of result (csrc/matmul_all_reduce.cpp):
+Those with an all-reduce are served natively up to 512 KiB (csrc/ops/matmul_all_reduce.cpp):
 "chosen" is the bare call; the ways that are forced are carried out by the kernel in Python.
 """
 
@@ -21,22 +21,15 @@ import torch.distributed as dist
 import symm_cp
 from benchmarks.harness import Case, main
 from benchmarks.rivals import groups_over, unfused_groups
-from symm_cp import tuning
-from symm_cp.commands.bench.measure import Row
+from symm_cp.commands.harness.measure import Row, forced
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 
 ROWS, HIDDEN, FEED, REDUCED = 128, 4096, 14336, 1024
 
 
 def ways(run: Callable[[], object]) -> dict[str, Callable[[], object]]:
-    def forced(way: str | None) -> Callable[[], object]:
-        def go() -> object:
-            with tuning.forced(way):
-                return run()
-
-        return go
-
-    return {"shards": forced("shards"), "whole": forced("whole"), "chosen": forced(None)}
+    names = {"shards": "shards", "whole": "whole", "chosen": None}
+    return {name: forced(way, run) for name, way in names.items()}
 
 
 def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype, rows: int) -> Case:
@@ -51,8 +44,7 @@ def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype, rows: int) ->
         "matmul, one_shot_all_reduce": lambda: one_shot(x @ weight, "sum", name),
     }
     if rows > 1:
-        forced = ways(run)
-        variants |= {label: forced[label] for label in ("shards", "whole")}
+        variants |= {way: forced(way, run) for way in ("shards", "whole")}
     for backend, over in {**groups_over(group, "symm_cp"), "gloo": group}.items():
         variants[f"unfused ({backend})"] = lambda over=over: dist.all_reduce(x @ weight, group=over)
 

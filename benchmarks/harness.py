@@ -1,7 +1,8 @@
 """One harness for all benchmarks: starts ranks, and times cases as `symm-cp bench` does.
 
 A benchmark is a function `cases(group)` that yields `Case`s: named variants of one job, the first
-of which is the limit (compute alone, or a memcpy of the bytes): symm_cp/commands/bench/measure.py.
+of which is the limit (compute alone, or a memcpy of the bytes):
+symm_cp/commands/harness/measure.py.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import rivals
 from symm_cp import native
-from symm_cp.commands.bench import report
-from symm_cp.commands.bench.measure import Case, measure
+from symm_cp.commands.harness import report
+from symm_cp.commands.harness.measure import Case, measure
 from symm_cp.ranks import add_rendezvous, exit_as_rank, is_rank, positive, run_program
 
 __all__ = ["Case", "main"]

@@ -31,7 +31,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 import symm_cp
 from benchmarks.idle import IdleDevice, IdleSymmetricMemory, group_of, idle, torchs_workspace
 from symm_cp import native
-from symm_cp.commands.bench import report
+from symm_cp.commands.harness import report
 from symm_cp.ranks import positive
 
 Call = Callable[[], object]

@@ -2,7 +2,7 @@
 
 What is stubbed, and nothing else:
 
-- the driver: a library in which each function that csrc/driver.cpp looks up returns 0 at once;
+- the driver: a library in which each function that csrc/cuda/driver.cpp looks up returns 0 at once;
 - torch.cuda: streams, events, the current device and stream are constants in Python;
 - the peers: there are none. A "fake" process group has the ranks, every rank's workspace is this
   rank's memory, and nobody answers;
@@ -32,8 +32,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch.testing._internal.distributed import fake_pg
 
-from symm_cp import devices, kernels, native, tuning
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp import cuda, native, tuning
+from symm_cp.cuda import kernels
+from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import liveness, memory
 from symm_cp.group.hosts import SPREADS
 from symm_cp.ops.attention import kernels as attention_kernels
@@ -59,7 +60,8 @@ _BY_HAND = ("cuMemAllocHost_v2", "cuDriverGetVersion")
 @cache
 def build_driver(folder: Path) -> str:
     """Compiles the driver; returns the library's path."""
-    names = set(re.findall(r'"(cu[A-Z]\w+)"', (native.source_dir() / "driver.cpp").read_text()))
+    text = (native.source_dir() / "cuda/driver.cpp").read_text()
+    names = set(re.findall(r'"(cu[A-Z]\w+)"', text))
     idle = (f"int {name}() {{ ++calls; return 0; }}" for name in sorted(names - {*_BY_HAND}))
     source, library = folder / "idle.cpp", folder / "idle.so"
     source.write_text("\n".join(["#include <cstdint>", _SOURCE, *idle, "}", ""]))
@@ -81,7 +83,7 @@ class IdleStream:
     def record(self, stream: object = None) -> None: ...
 
 
-class _Workspace(devices.DeviceWorkspace):
+class _Workspace(cuda.DeviceWorkspace):
     """A workspace that every rank has at the same address."""
 
     def allocate(self, group: memory.Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
@@ -89,7 +91,7 @@ class _Workspace(devices.DeviceWorkspace):
         return memory, [memory.data_ptr()] * self.world_size
 
 
-_ALL_WORKS = devices.Verdict()
+_ALL_WORKS = cuda.Verdict()
 
 
 class IdleDevice(CudaDevice):
@@ -109,7 +111,7 @@ class IdleDevice(CudaDevice):
     def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
         """Does nothing: CPU tensors know no streams."""
 
-    def verdict(self, group: memory.Group) -> devices.Verdict:
+    def verdict(self, group: memory.Group) -> cuda.Verdict:
         """All of the driver works."""
         return _ALL_WORKS
 
@@ -120,8 +122,8 @@ class IdleDevice(CudaDevice):
         slot_bytes: int,
         *,
         graph: bool,
-        verdict: devices.Verdict,
-    ) -> devices.DeviceWorkspace:
+        verdict: cuda.Verdict,
+    ) -> cuda.DeviceWorkspace:
         """Makes a workspace of this rank's memory alone."""
         return _Workspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
 
@@ -254,7 +256,7 @@ def idle() -> Iterator[IdleDevice]:
         ]
         for patch in patches:
             stack.enter_context(patch)
-        stack.enter_context(devices.replaced(torch.device("cpu"), device))
+        stack.enter_context(cuda.replaced(torch.device("cpu"), device))
         yield device
 
 

@@ -27,7 +27,7 @@ import symm_cp
 from benchmarks.harness import Case, main
 from benchmarks.llama import ONE_PROCESS, has_result, in_one_process, llama, variants
 from benchmarks.rivals import Rival, groups_over
-from symm_cp.commands.demo.decoding.llama import cache_argument, static_cache
+from symm_cp.commands.harness.llama import next_logits, static_cache
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 
 DIM, HEADS, HIDDEN, LAYERS = 1024, 16, 2816, 4
@@ -200,25 +200,15 @@ def _decode_step(model: nn.Module, tokens: torch.Tensor) -> Step:
     cached = tokens.shape[1] - 1
     cache = static_cache(model, cached + 1)
 
-    def run(ids: torch.Tensor, position: int) -> torch.Tensor:
-        positions = torch.arange(position, position + ids.shape[1])[None]
-        return model(
-            input_ids=ids,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **{cache_argument(model): cache},
-        ).logits[:, -1]
-
     # Without gradients as in `generate`: transformers has a shorter way for this.
     @torch.no_grad()
     def step() -> torch.Tensor:
         for layer in cache.layers:
             layer.cumulative_length.fill_(cached)
-        return run(tokens[:, -1:], cached)
+        return next_logits(model, model, cache, tokens[:, -1:], cached)
 
     with torch.no_grad():
-        run(tokens[:, :-1], 0)
+        next_logits(model, model, cache, tokens[:, :-1], 0)
     return step
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import symm_cp
 from benchmarks.rivals import groups_over
-from symm_cp.commands.demo.decoding.llama import Exchanges, Parts, sharing_weights
+from symm_cp.commands.harness.llama import Exchanges, Parts, sharing_weights
 from symm_cp.ranks import threads, threads_of
 
 HIDDEN, LAYERS, HEADS, FEED_FORWARD = 1024, 8, 16, 2816

@@ -20,7 +20,7 @@ import symm_cp
 from benchmarks.harness import Case, main
 from benchmarks.rivals import unfused_groups
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
-from symm_cp.ops.matmul_all_reduce import unfused_all_reduce
+from symm_cp.ops.matmul.all_reduce import unfused_all_reduce
 
 M, K, N = 4096, 4096, 1024
 

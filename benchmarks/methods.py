@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import symm_cp
 from benchmarks.harness import Case, main
 from symm_cp import tuning
-from symm_cp.commands.bench.measure import Row
-from symm_cp.commands.bench.report import Written
+from symm_cp.commands.harness.measure import Row
+from symm_cp.commands.harness.report import Written
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer, Sequential
 from symm_cp.ops.attention.methods import METHODS, MethodName
 

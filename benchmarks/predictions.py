@@ -20,8 +20,8 @@ from benchmarks.harness import Case, main
 from symm_cp import tuning
 from symm_cp.commands.bench import calibrate, shapes
 from symm_cp.commands.bench.jobs import Setting
-from symm_cp.commands.bench.measure import FUSED, Row
 from symm_cp.commands.bench.timeline import predicted
+from symm_cp.commands.harness.measure import FUSED, Row
 
 SHAPES = {
     "matmul": "256x512x256,384x768x384,512x1024x512,768x1536x768,1024x2048x1024,1280x2560x1280",

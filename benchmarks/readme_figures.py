@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from symm_cp.commands.bench.measure import duration
-from symm_cp.commands.demo.names import is_dense
-from symm_cp.commands.demo.paired import ratio as ratio_of_steps
+from symm_cp.commands.harness.measure import duration
+from symm_cp.commands.harness.paired import is_dense
+from symm_cp.commands.harness.paired import ratio as ratio_of_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

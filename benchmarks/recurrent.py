@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import symm_cp
 from benchmarks.harness import Case, main
-from symm_cp.commands.bench.measure import Row
-from symm_cp.commands.bench.report import Written
-from symm_cp.ops.scan import pieces_of
+from symm_cp.commands.harness.measure import Row
+from symm_cp.commands.harness.report import Written
+from symm_cp.ops.recurrent.scan import pieces_of
 from symm_cp.schedule.patterns import RELAY
 from symm_cp.schedule.simulate import simulate
 from symm_cp.schedule.steps import Compute, Step

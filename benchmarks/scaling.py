@@ -22,9 +22,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from symm_cp.cli import main as symm_cp
-from symm_cp.commands.bench import plots, report
+from symm_cp.commands.bench import plots
 from symm_cp.commands.bench.jobs import IN_PLACE
-from symm_cp.commands.bench.measure import FUSED
+from symm_cp.commands.harness import report
+from symm_cp.commands.harness.measure import FUSED
 
 SIZES = {
     "collectives": "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB",

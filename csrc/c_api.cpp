@@ -4,23 +4,23 @@
 #include <stdexcept>
 #include <string>
 
-#include "blocks.h"
-#include "boxes.h"
-#include "channel.h"
-#include "copy.h"
-#include "error.h"
-#include "exchange.h"
-#include "group.h"
-#include "groups.h"
-#include "mapping.h"
-#include "pauses.h"
-#include "plan.h"
-#include "probe.h"
-#include "reduce.h"
-#include "slot_stores.h"
-#include "streams.h"
-#include "trace.h"
-#include "wire.h"
+#include "base/error.h"
+#include "base/pauses.h"
+#include "base/probe.h"
+#include "channel/channel.h"
+#include "channel/group.h"
+#include "channel/groups.h"
+#include "channel/plan.h"
+#include "channel/wire.h"
+#include "cuda/streams.h"
+#include "exchange/boxes.h"
+#include "exchange/copy.h"
+#include "exchange/exchange.h"
+#include "exchange/reduce.h"
+#include "exchange/trace.h"
+#include "memory/blocks.h"
+#include "memory/mapping.h"
+#include "memory/slot_stores.h"
 
 namespace {
 
@@ -157,7 +157,7 @@ int64_t symm_cp_slot_bytes(void* group, int channel) {
   return of(group).workspace(channel).slot_bytes();
 }
 
-// What the memory of a channel takes on this rank; 0 without one.
+// The bytes of a channel's memory on this rank; 0 without memory.
 int64_t symm_cp_workspace_bytes(void* group, int channel) {
   return of(group).workspace(channel).bytes();
 }
@@ -168,7 +168,7 @@ void symm_cp_skip(void* group, int channel, int64_t calls) {
   of(group).workspace(channel).skip(calls);
 }
 
-// Lets go of the memory of a channel; slots of what is made next are moved by `offset` bytes.
+// Releases the memory of a channel; the slots of the next memory are moved by `offset` bytes.
 void symm_cp_move(void* group, int channel, int64_t offset) {
   of(group).set_offset(offset);
   of(group).workspace(channel).drop();
@@ -429,7 +429,7 @@ void symm_cp_watch_stop() { Watcher::instance().stop(); }
 // Starts or ends the recording of steps.
 void symm_cp_record(int on) { Recorder::instance().record(on != 0); }
 
-// What was recorded, in memory that symm_cp_recorded_free frees; `count` says how much.
+// The recorded steps, in memory that symm_cp_recorded_free frees; `count`: their number.
 TraceEvent* symm_cp_recorded(int64_t* count) {
   const auto events = Recorder::instance().take();
   auto* copy = new TraceEvent[events.size()];

@@ -23,6 +23,7 @@ if _everything and _started.as_command():  # ends here for --help, --version and
     _import_module("symm_cp.cli").answer()
 if _everything:
     from symm_cp import backend as _backend
+    from symm_cp import integrations as _integrations  # noqa: F401
     from symm_cp import native as _native
     from symm_cp import ops as _ops
     from symm_cp.context_parallel import (
@@ -41,20 +42,27 @@ if _everything:
         ulysses_output_projection,
         ulysses_projection,
     )
-    from symm_cp.devices import read_in_place, reserve
+    from symm_cp.cuda import read_in_place, reserve
+    from symm_cp.group.hosts import register as _register_groups
     from symm_cp.group.memory import get_workspace
     from symm_cp.ops.attention import set_rotate_method
     from symm_cp.ops.attention.gather_kv import all_gather_kv
-    from symm_cp.ops.delta_rule import gated_delta_rule
-    from symm_cp.ops.halo import exchange_halo
-    from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
-    from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
-    from symm_cp.ops.matmul_all_reduce import matmul_all_reduce
+    from symm_cp.ops.collectives.low_contention import (
+        low_contention_all_gather,
+        low_contention_reduce_scatter,
+    )
+    from symm_cp.ops.matmul import (
+        all_gather_matmul,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+        scaled_all_gather_matmul,
+        scaled_matmul_all_reduce,
+        scaled_matmul_reduce_scatter,
+    )
     from symm_cp.ops.override import override_cuda_ops
-    from symm_cp.ops.scaled_all_reduce import scaled_matmul_all_reduce
-    from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
-    from symm_cp.ops.scan import scan_states
-    from symm_cp.runtime import known_groups as _known_groups
+    from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
+    from symm_cp.ops.recurrent.halo import exchange_halo
+    from symm_cp.ops.recurrent.scan import scan_states
     from symm_cp.runtime.recorder import Recording, trace
     from symm_cp.tensors.results import empty_cache
 
@@ -104,7 +112,7 @@ __all__ = [
 if _TYPE_CHECKING:
     from symm_cp import fsdp, inductor, tensor_parallel
     from symm_cp.context_parallel import ContextParallel, context_parallel
-    from symm_cp.devices import nvshmem
+    from symm_cp.cuda import nvshmem
 
 
 def __getattr__(name: str) -> object:
@@ -115,7 +123,7 @@ def __getattr__(name: str) -> object:
     if name in ("fsdp", "inductor", "tensor_parallel"):
         return _import_module(f"symm_cp.{name}")
     if name == "nvshmem":
-        return _import_module("symm_cp.devices.nvshmem")
+        return _import_module("symm_cp.cuda.nvshmem")
     if name == "ContextParallel":
         return _import_module("symm_cp.context_parallel").ContextParallel
     raise AttributeError(f"module 'symm_cp' has no attribute {name!r}")
@@ -126,7 +134,7 @@ if _everything:
     _backend.register()
     try:
         _native.load()
-        _known_groups.register()
+        _register_groups()
     except _native.BuildError as _error:
         _ops.register_without_native()
         _native.say(str(_error).splitlines()[0])

@@ -56,7 +56,8 @@ def _create(
 ) -> dist.Backend:
     """Makes the backend of one process group. Collective.
 
-    Of a group that spans hosts: shared memory within a host, gloo between them (csrc/two_level.h).
+    For a group that spans hosts: shared memory within a host, gloo between hosts
+    (csrc/backend/two_level.h).
     Where hosts hold different numbers of ranks it is gloo alone, which is said.
     """
     hosts = hosts_of_ranks(store, name, rank, size, timeout) if size > 1 else [""]

@@ -54,7 +54,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.tensor import DTensor
 
 from symm_cp import native
-from symm_cp.devices import has_streams, read_in_place, spans_hosts
+from symm_cp.cuda import has_streams, read_in_place, spans_hosts
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import resolve
 from symm_cp.modes import ordinary_tensors

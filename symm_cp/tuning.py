@@ -1,4 +1,4 @@
-"""Chooses the way in which an op runs, where there are two.
+"""Chooses the strategy of an op ("way" in names and settings), where there are two.
 
 A fused matmul runs shard by shard (`shards`) or as one matmul (`whole`).
 
@@ -39,7 +39,7 @@ from symm_cp import accelerators, env, native, trusted
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.liveness import read, share
 from symm_cp.group.memory import Group, StateKey, on_first_use
-from symm_cp.runtime.all_reduce_ways import in_one_shot
+from symm_cp.runtime.all_reduce import in_one_shot
 from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
 from symm_cp.schedule.patterns import (
@@ -51,6 +51,8 @@ from symm_cp.schedule.work import Work
 
 WAYS = ("shards", "whole")
 ATTENTION_WAYS = ("pipeline", "arrival")
+# Cached choices of a group; with more, all are dropped and simulated again. Without a bound,
+# programs with ever new shapes would leak memory.
 _MAX_CHOICES = 4096
 
 #: A matmul as (rows of the result, inner dimension, columns of the result).
@@ -94,7 +96,7 @@ class Question:
 
     @property
     def key(self) -> str:
-        """Names the question in the file of what was measured."""
+        """Names the question in the file of measurements."""
         shapes = ",".join("x".join(map(str, product)) for product in self.products)
         return f"{self.op} {str(self.dtype)[6:]} {shapes}"
 
@@ -138,7 +140,7 @@ class Question:
         dtype, item = str(self.dtype)[6:], self.dtype.itemsize
         total = 0.0
         for rows, inner, columns in self.products:
-            # The dimension that grows with the shards: rows, or what is summed over.
+            # The dimension that grows with the shards: rows, or the summed dimension.
             weight = inner * columns * item * (shards if self.accumulated else 1)
             total += machine.matmul(2.0 * shards * rows * inner * columns, dtype, weight)
         if self.accumulated and shards == 1:
@@ -155,21 +157,24 @@ def _nothing(machine: Machine) -> float:
 
 
 class Facts:
-    """What the ranks of a group choose by."""
+    """The facts by which the ranks of a group choose."""
 
     def __init__(self, reading: int, machine: str, tuned: str) -> None:
         self.reading = reading
         self.machine = from_toml(machine, "the calibrated machine") if machine else TYPICAL_CPU
-        self.tuned = parse_tuned(tuned, "what symm-cp tune has written")
+        self.tuned = parse_tuned(tuned, "the file of symm-cp tune")
         self.choices: dict[Question | AttentionWork, Choice] = {}
         #: Whether each rank has a GPU of its own; None: not known yet.
         self.apart: bool | None = None
 
-    def keep(self, question: Question | AttentionWork, choice: Choice) -> None:
-        """Keeps a choice for later calls."""
-        if len(self.choices) >= _MAX_CHOICES:
-            self.choices.clear()
-        self.choices[question] = choice
+    def choice(self, question: Question | AttentionWork, choose: Callable[[], Choice]) -> Choice:
+        """Returns the choice for a question; calls `choose` at the first time."""
+        known = self.choices.get(question)
+        if known is None:
+            if len(self.choices) >= _MAX_CHOICES:
+                self.choices.clear()
+            known = self.choices[question] = choose()
+        return known
 
 
 # By the ways to choose from.
@@ -218,9 +223,9 @@ def processor_name() -> str:
 
 
 def machine_key() -> str:
-    """Names what measurements hold for, in names of files: processor, its cores, and torch.
+    """Names the scope of measurements, in names of files: processor, its cores, and torch.
 
-    Machines of several kinds may share a home folder. The cores are those of the machine: ranks may
+    Machines of several kinds may share a home folder. All cores of the machine count: ranks may
     be bound to one each.
     """
     text = f"{processor_name()} {os.cpu_count()} cores torch {torch.__version__}"
@@ -233,7 +238,7 @@ def machine_path(ranks: int) -> Path:
 
 
 def tuned_path(ranks: int) -> Path:
-    """Returns the path of what `symm-cp tune` has measured here, for a number of ranks."""
+    """Returns the path of the measurements of `symm-cp tune` here, for a number of ranks."""
     return env.build_dir() / f"tuned_{ranks}_{machine_key()}.json"
 
 
@@ -289,12 +294,12 @@ _TUNING = StateKey[_Tuning]("tuning")
 
 
 def facts_read(group: Group) -> bool:
-    """Whether this rank has read what its group chooses by."""
+    """Whether this rank has read the facts by which its group chooses."""
     return group.state(_TUNING, _Tuning).facts is not None
 
 
 def facts_of(group: Group) -> Facts:
-    """Returns what a group's ranks choose by. Collective at the first call for a group.
+    """Returns the facts by which a group's ranks choose. Collective at the first call for a group.
 
     Warns on rank 0 about files that it does not use.
     """
@@ -342,7 +347,11 @@ def choose(group: Group, device: torch.device, question: Question) -> str:
     if group.world_size == 1:
         return "shards"
     way = _forced.get(WAYS) or env.way()
-    choice = Choice(way, "forced") if way is not None else _cached(group, device, question)
+    if way is not None:
+        choice = Choice(way, "forced")
+    else:
+        facts = facts_of(group)
+        choice = facts.choice(question, lambda: _choice(group, device, question, facts))
     if _listening is not None:
         _listening[_on(device, question.key)] = choice
     return choice.way
@@ -370,15 +379,14 @@ def choose_method(
     if group.world_size == 1:
         return "allgather"
     facts = facts_of(group)
-    choice = facts.choices.get(work)
-    if choice is None:
+
+    def simulated() -> Choice:
         spread = hosts_of(group, device)
         machine, source = _machine_of(device, facts.machine)
-        predicted = work.seconds(
-            machine, device=device.type, hosts=1 if spread is None else len(spread.ranks)
-        )
-        choice = Choice(min(predicted, key=predicted.__getitem__), source, predicted)
-        facts.keep(work, choice)
+        hosts = 1 if spread is None else len(spread.ranks)
+        return _fastest(work.seconds(machine, device=device.type, hosts=hosts), source)
+
+    choice = facts.choice(work, simulated)
     if _listening is not None:
         _listening[_on(device, work.key)] = choice
     return "ulysses" if choice.way == "ulysses" else "allgather"
@@ -403,7 +411,7 @@ def _apart(group: Group, device: torch.device, facts: Facts) -> bool:
 
 
 def _on(device: torch.device, key: str) -> str:
-    """The key of a question in the file of what was measured."""
+    """The key of a question in the file of measurements."""
     return key if device.type == "cpu" else f"{accelerators.name_of(device)}: {key}"
 
 
@@ -418,22 +426,17 @@ def listening() -> Iterator[dict[str, Choice]]:
         _listening = before
 
 
-def _cached(group: Group, device: torch.device, question: Question) -> Choice:
-    facts = facts_of(group)
-    choice = facts.choices.get(question)
-    if choice is None:
-        choice = _choice(group, device, question, facts)
-        facts.keep(question, choice)
-    return choice
-
-
 def _choice(group: Group, device: torch.device, question: Question, facts: Facts) -> Choice:
     machine, simulated = _machine_of(device, facts.machine)
     predicted = question.seconds(machine, group.world_size, device=device.type)
     measured = facts.tuned.get(_on(device, question.key))
     if measured in WAYS:
         return Choice(measured, "measured", predicted)
-    return Choice(min(predicted, key=predicted.__getitem__), simulated, predicted)
+    return _fastest(predicted, simulated)
+
+
+def _fastest(predicted: Mapping[str, float], source: str) -> Choice:
+    return Choice(min(predicted, key=predicted.__getitem__), source, predicted)
 
 
 def relearn(group: Group) -> None:

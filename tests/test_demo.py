@@ -24,8 +24,15 @@ from symm_cp.commands.demo.data import batches
 from symm_cp.commands.demo.decoding import options as decoding_options
 from symm_cp.commands.demo.decoding.report import compare
 from symm_cp.commands.demo.decoding.run import DecodeRun
-from symm_cp.commands.demo.names import COMPUTE, DENSE, FUSED, dense_with, is_dense, unfused_over
-from symm_cp.commands.demo.paired import ratio
+from symm_cp.commands.harness.paired import (
+    COMPUTE,
+    DENSE,
+    FUSED,
+    dense_with,
+    is_dense,
+    ratio,
+    unfused_over,
+)
 from symm_cp.ranks import threads_of
 from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks

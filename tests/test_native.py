@@ -22,17 +22,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from symm_cp import native, wire
+from symm_cp import native
+from symm_cp.native import building, objects, wire
+from symm_cp.native.compiler import link_flags, processor
+from symm_cp.native.sources import GLUE, LEVELS, Sources
 from tests.exhaustive import some
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
+SOURCES = Sources(native.source_dir())
 # Those with torch's headers are compiled together.
-UNITS = len(SOURCES) - len(native.TORCH_SOURCES) + len(native.TORCH_UNITS)
+UNITS = len(SOURCES.plain) + len(SOURCES.torch)
+COMPILED = sorted(name for name in SOURCES.contents if name.endswith(".cpp") and name != GLUE)
 
 # Writes down its arguments, then makes the file that -o names. (A build runs dozens of them, and
 # Python would take longer to start than the rest of a test.)
 _STAND_IN = """#!/bin/sh
+[ "$1" = --version ] && echo stand-in 1.0 && exit
 echo "$*" >> {log}
 {then}
 while [ "$1" != -o ]; do shift; done
@@ -49,8 +54,8 @@ class Compiler:
         self.log = folder / "log"
         self.build_dir = folder / "built"
 
-    def write(self, *, seconds: float = 0.0, fails: bool = False) -> None:
-        then = _FAILS if fails else f"sleep {seconds}" if seconds else ""
+    def write(self, *, seconds: float = 0.0, fails: bool = False, then: str = "") -> None:
+        then = _FAILS if fails else f"sleep {seconds}" if seconds else then
         self.path.write_text(_STAND_IN.format(log=shlex.quote(str(self.log)), then=then))
         self.path.chmod(0o755)
 
@@ -76,7 +81,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 # The package is imported with the library that is there; the stand-in's comes after.
 _BUILD_LATER = """
 import os, sys
-from symm_cp import native, wire
+from symm_cp import native
 os.environ.update({environment!r})
 print("ready", flush=True)
 sys.stdin.readline()
@@ -103,8 +108,8 @@ def test_build_compiles_each_source_once(compiler: Compiler) -> None:
     assert target.is_relative_to(compiler.build_dir)
     calls = compiler.calls()
     assert len(calls) == UNITS + 1
-    for source in SOURCES:
-        assert sum(f"/{source.name} " in call for call in calls) == 1
+    for name in COMPILED:
+        assert sum(f" {name} " in call for call in calls) == 1
     assert "-shared" in calls[-1]
     assert native.build() == target
     assert len(compiler.calls()) == len(calls)
@@ -151,8 +156,10 @@ def test_a_killed_build_blocks_nobody(compiler: Compiler) -> None:
     os.killpg(process.pid, signal.SIGKILL)  # its compilers too
     process.communicate()
     assert not native.library_path().exists()
+    assert not list(compiler.build_dir.glob("[0-9a-f]*"))  # no folder of a library
     compiler.write()
     assert native.build().is_file()
+    assert not compiler.leftovers()
 
 
 def test_a_failed_compilation_says_why(compiler: Compiler) -> None:
@@ -216,7 +223,7 @@ def test_the_cpp_runtime_is_that_of_torch(tmp_path: Path) -> None:
     source, library = tmp_path / "text.cpp", tmp_path / "libtext.so"
     source.write_text('#include <iostream>\nvoid text() { std::cout << "text"; }\n')
     compiler = [*shlex.split(native.find_compiler()), "-static-libstdc++", "-shared", "-fPIC"]
-    line = [*compiler, str(source), "-o", str(library), *native._torch_libraries("c10")]
+    line = [*compiler, str(source), "-o", str(library), *link_flags("c10")]
     subprocess.run(line, check=True)
     assert b"libstdc++.so.6\0" in library.read_bytes()  # among what it needs
 
@@ -255,7 +262,7 @@ def test_a_processor_that_does_not_say_what_it_is(
         return read(path, **options)
 
     monkeypatch.setattr(Path, "read_text", refused)
-    assert native._processor() == platform.machine()
+    assert processor() == platform.machine()
     native.build()
 
 
@@ -299,7 +306,9 @@ def test_a_library_is_the_users_own_whatever_the_umask(compiler: Compiler, umask
         folder = native.build().parent
     finally:
         os.umask(before)
-    assert not any(path.stat().st_mode & 0o022 for path in (folder, *folder.iterdir()))
+    cached = folder.with_name("objects")
+    paths = (folder, *folder.iterdir(), cached, *cached.iterdir())
+    assert not any(path.stat().st_mode & 0o022 for path in paths)
 
 
 def test_a_parent_that_others_can_write_is_not_trusted(
@@ -323,9 +332,8 @@ def test_a_parent_that_others_can_write_is_not_trusted(
 def test_a_link_instead_of_the_lock_empties_nothing(compiler: Compiler, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    folder = native.library_path().parent
-    folder.mkdir(parents=True)
-    (folder / "lock").symlink_to(victim)
+    compiler.build_dir.mkdir()
+    (compiler.build_dir / "lock").symlink_to(victim)
     with pytest.raises(native.BuildError, match=r"lock: it is a symbolic link"):
         native.build()
     assert victim.read_text() == "precious"
@@ -361,7 +369,7 @@ def test_a_shared_build_that_is_read_only(compiler: Compiler) -> None:
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = {path: path.stat().st_mtime_ns for path in library.parent.iterdir()}
     assert native.build() == library
-    os.close(native._open_verified(library))
+    os.close(building.open_verified(library))
     assert {path: path.stat().st_mtime_ns for path in library.parent.iterdir()} == before
     library.parent.chmod(0o700)
 
@@ -371,8 +379,229 @@ def test_a_library_without_its_hash_is_built_again(compiler: Compiler) -> None:
     calls = len(compiler.calls())
     library.with_suffix(".sha256").unlink()
     assert native.build() == library
-    assert len(compiler.calls()) == 2 * calls
-    os.close(native._open_verified(library))
+    assert len(compiler.calls()) == calls + 1
+    assert "-shared" in compiler.calls()[-1]
+    os.close(building.open_verified(library))
+
+
+@pytest.fixture
+def checkout(compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources that may be changed, once built."""
+    copy = tmp_path / "csrc"
+    shutil.copytree(native.source_dir(), copy)
+    monkeypatch.setattr(building, "source_dir", lambda: copy)
+    native.build()
+    return copy
+
+
+def change(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("// changed\n")
+
+
+def built_again(compiler: Compiler) -> set[str]:
+    """Builds; returns the last source of each unit that was compiled."""
+    before = len(compiler.calls())
+    native.build()
+    *calls, link = compiler.calls()[before:]
+    assert "-shared" in link
+    return {call.split(" -o ")[0].split()[-1] for call in calls}
+
+
+def test_a_change_of_a_source_compiles_that_source(compiler: Compiler, checkout: Path) -> None:
+    change(checkout / "exchange" / "reduce.cpp")
+    assert built_again(compiler) == {"exchange/reduce.cpp"}
+
+
+def test_a_change_of_a_header_compiles_what_includes_it(compiler: Compiler, checkout: Path) -> None:
+    change(checkout / "exchange" / "float16.h")
+    compiled = built_again(compiler)
+    # At any depth: attention/tile.cpp, which needs torch, by passes.h, products.h, rows.h and more.
+    assert {"exchange/reduce.cpp", "attention/rows.cpp", "attention/tile.cpp"} <= compiled
+    assert "memory/segment.cpp" not in compiled
+    assert not any(name.startswith("backend/") for name in compiled)
+
+
+def test_sources_with_torch_are_compiled_one_by_one_once_they_change(
+    compiler: Compiler, checkout: Path
+) -> None:
+    """With torch's headers precompiled; those of the unit that did not change stay one unit."""
+    change(checkout / "ops" / "gradients.cpp")
+    *parts, header = sorted(built_again(compiler), key=lambda name: name.endswith(".h"))
+    assert header.endswith(".h")
+    assert sorted(parts) == list(SOURCES.torch[0].sources)
+    change(checkout / "ops" / "gradients.cpp")
+    assert built_again(compiler) == {"ops/gradients.cpp"}
+    assert f"-include {header}" in compiler.calls()[-2]
+
+
+def test_precompiled_headers_are_those_of_an_installation_of_torch(
+    compiler: Compiler, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkout / "ops" / "gradients.cpp"
+    change(source)
+    native.build()
+    other = tmp_path / "torch.py"
+    other.touch()
+    for seconds in (1, 2):  # in another place, then there again
+        os.utime(other, (seconds, seconds))
+        monkeypatch.setattr(torch, "__file__", str(other))
+        change(source)
+        assert len(built_again(compiler)) == 2
+
+
+def test_an_installed_package_compiles_them_as_a_whole(
+    compiler: Compiler, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sources, "is_checkout", False)
+    change(checkout / "ops" / "gradients.cpp")
+    assert built_again(compiler) == {SOURCES.torch[0].sources[-1]}
+
+
+def test_sources_that_were_built_before_are_not_compiled_again(
+    compiler: Compiler, checkout: Path
+) -> None:
+    source = checkout / "exchange" / "reduce.cpp"
+    text = source.read_text()
+    change(source)
+    built_again(compiler)
+    shutil.rmtree(compiler.build_dir / native.cache_key())
+    source.write_text(text)
+    for library in compiler.build_dir.glob("*/libsymm_cp.so"):
+        library.unlink()
+    assert built_again(compiler) == set()
+
+
+@pytest.mark.parametrize("place", ["torch.__version__", "symm_cp.native.compiler.FLAGS"])
+def test_objects_are_those_of_the_same_torch_and_flags(
+    place: str, compiler: Compiler, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "2.13.1" if "torch" in place else ("-O0",))
+    if "FLAGS" in place:
+        monkeypatch.setattr(building, "FLAGS", ("-O0",))
+    assert len(built_again(compiler)) == UNITS
+
+
+def test_objects_are_those_of_the_same_compiler(compiler: Compiler, checkout: Path) -> None:
+    change(checkout / "exchange" / "reduce.cpp")
+    compiler.path.write_text(compiler.path.read_text().replace("stand-in 1.0", "stand-in 1.1"))
+    assert len(built_again(compiler)) == UNITS
+
+
+def test_an_object_that_others_can_write_is_not_linked(compiler: Compiler, checkout: Path) -> None:
+    change(checkout / "exchange" / "reduce.cpp")
+    for path in (compiler.build_dir / "objects").glob("c_api-*.o"):
+        path.chmod(0o666)
+    with pytest.raises(native.BuildError, match=r"c_api-.*: others can write"):
+        native.build()
+
+
+def test_objects_that_do_not_link_are_compiled_again(compiler: Compiler, checkout: Path) -> None:
+    change(checkout / "exchange" / "reduce.cpp")
+    compiler.write(then='case "$*" in *-shared*) exit 1;; esac')
+    with pytest.raises(native.BuildError, match="does not compile"):
+        native.build()
+    compiler.write()
+    assert len(built_again(compiler)) == UNITS
+
+
+def test_a_source_that_changes_during_a_build_is_not_mistaken(
+    compiler: Compiler, checkout: Path
+) -> None:
+    source = checkout / "exchange" / "reduce.cpp"
+    change(source)
+    text = source.read_text()
+    compiler.write(then=f"echo >> {source}")
+    with pytest.raises(native.BuildError, match=r"reduce.cpp changed while"):
+        native.build()
+    compiler.write()
+    source.write_text(text)
+    assert built_again(compiler) == {"exchange/reduce.cpp"}
+
+
+def test_objects_do_not_pile_up(
+    compiler: Compiler, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compiler.build_dir / "objects"
+
+    def count(name: str) -> int:
+        return len(list(folder.glob(f"{name}-*.o")))
+
+    change(checkout / "exchange" / "reduce.cpp")
+    native.build()
+    assert count("exchange_reduce") == 2
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    change(checkout / "exchange" / "reduce.cpp")
+    native.build()
+    assert count("exchange_reduce") == 1
+    assert count("c_api") == 1
+    assert len(list(folder.iterdir())) == UNITS
+    monkeypatch.setattr(objects, "_MAX_BYTES", -1)
+    change(checkout / "exchange" / "reduce.cpp")
+    native.build()
+    assert not list(folder.iterdir())
+
+
+def test_libraries_that_nobody_loads_do_not_pile_up(compiler: Compiler, checkout: Path) -> None:
+    used, unused = (compiler.build_dir / (digit * 20) for digit in "ab")
+    killed = compiler.build_dir / ("c" * 20)  # such as earlier versions left
+    for folder in (used, unused, killed):
+        folder.mkdir()
+        (folder / "lock").touch()
+    for folder in (used, unused):
+        (folder / "libsymm_cp.so").touch()
+    for path in (unused, *unused.iterdir(), killed, *killed.iterdir(), *used.iterdir()):
+        os.utime(path, (0, 0))
+    os.utime(used, (0, 0))
+    building.mark_used(used / "libsymm_cp.so")
+    change(checkout / "exchange" / "reduce.cpp")
+    target = native.build()
+    left = {path.parent for path in compiler.build_dir.glob("*/lock")}
+    assert left == {used}
+    assert target.is_file()
+
+
+def test_a_killed_build_leaves_its_objects_and_nothing_else(
+    compiler: Compiler, checkout: Path
+) -> None:
+    change(checkout / "exchange" / "reduce.cpp")
+    scratch = compiler.build_dir / "objects" / "tmpkilled"
+    scratch.mkdir()
+    (scratch / "c_api.o").touch()
+    assert built_again(compiler) == {"exchange/reduce.cpp"}
+    assert not compiler.leftovers()
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_ccache_is_used_once(
+    chosen: bool, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    ccache = tools / "ccache"
+    ccache.write_text(f'#!/bin/sh\necho "ccache $*" >> {compiler.log}.ccache\nexec "$@"\n')
+    ccache.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    if chosen:
+        monkeypatch.setenv("CXX", f"ccache {compiler.path}")
+    native.build()
+    calls = Path(f"{compiler.log}.ccache").read_text().splitlines()
+    assert sum(" -c " in call for call in calls) == UNITS
+    assert not any(call.startswith(f"ccache {ccache}") for call in calls)
+    assert len(compiler.calls()) == UNITS + 1
+
+
+def test_every_include_names_a_file_from_the_folder_of_the_sources() -> None:
+    for name, text in SOURCES.contents.items():
+        for quoted in re.findall(rb'#include "([^"]+)"', text):
+            assert quoted.decode() in SOURCES.contents, (name, quoted)
+
+
+def test_what_needs_torch_is_known_by_its_includes() -> None:
+    assert not SOURCES.torch_headers("exchange/reduce.cpp")
+    assert "ATen/core/Tensor.h" in SOURCES.torch_headers("ops/gather_kv.cpp")  # by kernels.h
+    assert set(LEVELS) <= {name for unit in SOURCES.plain for name in unit.sources}
 
 
 class _Renamed(ctypes.Structure):
@@ -419,16 +648,16 @@ def test_both_sides_of_the_contract_are_compared(
 
 
 def change_source(folder: Path) -> None:
-    with (folder / "reduce.cpp").open("a") as file:
+    with (folder / "exchange" / "reduce.cpp").open("a") as file:
         file.write("// changed\n")
 
 
 def add_header(folder: Path) -> None:
-    (folder / "new.h").write_text("")
+    (folder / "ops" / "new.h").write_text("")
 
 
 def rename(folder: Path) -> None:
-    (folder / "reduce.cpp").rename(folder / "renamed.cpp")
+    (folder / "exchange" / "reduce.cpp").rename(folder / "exchange" / "renamed.cpp")
 
 
 @pytest.mark.parametrize("change", [change_source, add_header, rename])
@@ -438,7 +667,7 @@ def test_key_follows_the_sources(
     original = native.cache_key()
     copy = tmp_path / "csrc"
     shutil.copytree(native.source_dir(), copy)
-    monkeypatch.setattr(native, "source_dir", lambda: copy)
+    monkeypatch.setattr(building, "source_dir", lambda: copy)
     assert native.cache_key() == original  # wherever the sources lie
     (copy / "notes.txt").write_text("no source")
     assert native.cache_key() == original
@@ -450,8 +679,8 @@ def test_key_follows_the_sources(
     ("place", "value"),
     [
         ("torch.__version__", "2.13.1"),
-        ("symm_cp.native._FLAGS", ("-O0",)),
-        ("symm_cp.native._processor", lambda: "another"),
+        ("symm_cp.native.building.FLAGS", ("-O0",)),
+        ("symm_cp.native.building.processor", lambda: "another"),
         ("sysconfig.get_config_var", lambda name: "cpython-399"),
     ],
 )
@@ -468,7 +697,7 @@ import torch
 import torch.distributed as dist
 import symm_cp
 print("imported")
-from symm_cp import native, wire
+from symm_cp import native
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for use in (
     native.load,

@@ -22,6 +22,7 @@ PACKAGE = ROOT / "symm_cp"
 README = (ROOT / "README.md").read_text()
 PAGES = (
     ROOT / "README.md",
+    *(ROOT / ".github").glob("*.md"),
     *(page for folder in ("benchmarks", "tests") for page in (ROOT / folder).glob("README.md")),
     *PACKAGE.rglob("README.md"),
 )
@@ -61,7 +62,7 @@ def test_readme_is_short() -> None:
 
 
 def test_the_example_that_needs_gpus_uses_existing_functions() -> None:
-    examples = blocks("python", (PACKAGE / "devices" / "README.md").read_text())
+    examples = blocks("python", (PACKAGE / "cuda" / "README.md").read_text())
     calls = [name for text in examples for name in re.findall(r"symm_cp\.nvshmem\.(\w+)\(", text)]
     assert calls == ["init", "enable"]
     assert all(callable(getattr(symm_cp.nvshmem, name)) for name in calls)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from symm_cp import native
-from symm_cp.wire import DType, ReduceOp
+from symm_cp.native.wire import DType, ReduceOp
 from tests.exhaustive import exhaustive
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -190,7 +190,7 @@ def test_copies_are_whole_and_nothing_else(streaming: bool) -> None:
 
 
 _ENTRY = """
-#include "reduce.h"
+#include "exchange/reduce.h"
 extern "C" int64_t symm_cp_reduce(void* out, const void* const* sources, int count,
                                   int64_t elements, int dtype, int op, int streaming) {
   symm_cp::reduce(out, sources, count, elements, static_cast<symm_cp::DType>(dtype),
@@ -221,7 +221,7 @@ def test_every_instruction_set_gives_the_same_bits(level: list[str], tmp_path: P
     folder = native.source_dir()
     options = ["-std=c++20", "-O2", *level, "-fPIC", "-shared", f"-I{folder}"]
     compiler = shlex.split(native.find_compiler())
-    sources = [str(entry), str(folder / "reduce.cpp")]
+    sources = [str(entry), str(folder / "exchange" / "reduce.cpp")]
     subprocess.run([*compiler, *options, *sources, "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))
     library.symm_cp_reduce.argtypes = native.load().symm_cp_reduce.argtypes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from symm_cp.ops.scaled_mm import scaled_mm_out
+from symm_cp.ops.matmul.scaled_mm import scaled_mm_out
 from tests import reference
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

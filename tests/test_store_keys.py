@@ -14,9 +14,9 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
+from symm_cp.cuda.streams import agree
 from symm_cp.group.liveness import PeerLostError, generation, share, share_made
 from symm_cp.group.memory import Group
-from symm_cp.runtime.agreement import agree
 from tests.exhaustive import some
 from tests.pool import Ranks
 

@@ -7,7 +7,8 @@ from types import ModuleType
 import torch
 
 from symm_cp.ops.attention import native_tiles, tiles_by_matmuls
-from symm_cp.ops.attention.scoring import Gradients, Scoring, Sight
+from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
+from symm_cp.tensors.dtypes import wide
 
 KERNELS = {"native": native_tiles, "matmuls": tiles_by_matmuls}
 
@@ -18,15 +19,14 @@ def forward(
     key: torch.Tensor,
     value: torch.Tensor,
     scoring: Scoring,
-    sight: Sight,
+    tile_mask: TileMask,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out and lse; a row that sees no key has out 0 and lse -inf."""
     if kernel is tiles_by_matmuls:
-        return tiles_by_matmuls.forward(query, key, value, scoring, sight)
-    wide = tiles_by_matmuls.wide_dtype(query.dtype)
+        return tiles_by_matmuls.forward(query, key, value, scoring, tile_mask)
     out = query.new_full((*query.shape[:3], value.shape[-1]), torch.nan)  # is not read
-    lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-    native_tiles.attend(query, key, value, scoring, sight, out, lse)
+    lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
+    native_tiles.attend(query, key, value, scoring, tile_mask, out, lse)
     return out, lse
 
 
@@ -39,7 +39,7 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     scoring: Scoring,
-    sight: Sight,
+    tile_mask: TileMask,
     *,
     grad_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -50,5 +50,5 @@ def backward(
     inner = native_tiles.inner_products(grad_out, out, grad_lse)
     seen = lse.masked_fill(lse == -torch.inf, torch.inf)
     grads = Gradients(like[0], like[1], like[2], of_bias)
-    kernel.add_gradients(grad_out, query, key, value, seen, inner, scoring, sight, grads)
+    kernel.add_gradients(grad_out, query, key, value, seen, inner, scoring, tile_mask, grads)
     return grads.query, grads.key, grads.value, None if of_bias is None else of_bias.sum(0)

@@ -36,8 +36,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from symm_cp.context_parallel.inspectors import plain
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.model_batch import plain
+from symm_cp.context_parallel.verdicts import Known
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
 
@@ -162,9 +163,9 @@ class _FirstStep:
             parameter = reference()
             if parameter is None or id(parameter) not in used or number in self.seen:
                 continue
-            grad = _local(parameter.grad) if parameter.grad is not None else None
+            grad = local_part(parameter.grad) if parameter.grad is not None else None
             if grad is not None and grad.layout == torch.strided:
-                values = [_sampled(grad), _sampled(_local(parameter))]
+                values = [_sampled(grad), _sampled(local_part(parameter))]
                 self.seen[number] = torch.cat(values).to(self.device)
 
     @torch.no_grad()
@@ -174,7 +175,7 @@ class _FirstStep:
         for number, values in self.seen.items():
             parameter = self.parameters[number][1]()
             if parameter is not None:
-                after = _sampled(_local(parameter)).to(self.device)
+                after = _sampled(local_part(parameter)).to(self.device)
                 rows[number] = torch.cat([values.new_ones(1), values, after])
         return rows
 
@@ -250,6 +251,18 @@ def _is_torchs(module: nn.Module) -> bool:
     return all(type(part).__module__.startswith("torch.nn.modules.") for part in module.modules())
 
 
+def compare_parts(op: str, group: str, model: Known) -> None:
+    """Compares the parts of a model that it has got since the model was compared. Collective."""
+    process_group = _resolve_process_group(group)  # type: ignore[arg-type]
+    if process_group in model.compared or not equal_inputs.enabled() or _transformed():
+        return
+    known = _known.get(process_group)
+    for part in model.parts()[1:]:  # the model itself is compared whenever it runs
+        if known is None or part not in known.met:  # see `compare_running`
+            compare_model(op, process_group, part)
+    model.compared.add(process_group)
+
+
 def _awaits_step(known: _Known, model: nn.Module) -> bool:
     """Whether gradients of a model, or of the one it wraps, are compared after its first step."""
     if not torch.is_grad_enabled():
@@ -293,14 +306,14 @@ def _must_be_equal(parameter: Any, ranks: Sequence[int]) -> bool:
     )
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
     """Returns this rank's part of a DTensor, and other tensors as they are."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _compare_parameters(op: str, group: dist.ProcessGroup, known: _Known, model: nn.Module) -> None:
     found = list(_equal_parameters(model, group))
-    if not equal_inputs.enabled(*(_local(p) for _, p in found)):
+    if not equal_inputs.enabled(*(local_part(p) for _, p in found)):
         return
     known.checked.update(model.modules())
     known.roots.add(model)
@@ -327,10 +340,10 @@ def _compare_parameters(op: str, group: dist.ProcessGroup, known: _Known, model:
 def _record_of(parameters: Sequence[tuple[str, Any]]) -> tuple[torch.Tensor, list[list[str]]]:
     """Returns a record of parameters, and the names of those that each of its words stands for."""
     fixed, names = [0] * _SLOTS, [list[str]() for _ in range(_SLOTS)]
-    device = _local(parameters[0][1]).device
+    device = local_part(parameters[0][1]).device
     sums = []
     for number, (name, parameter) in enumerate(parameters):
-        slot, local = number % _SLOTS, _local(parameter)
+        slot, local = number % _SLOTS, local_part(parameter)
         fixed[slot] = equal_inputs.text_hash((fixed[slot], name, local.dtype, local.shape))
         names[slot].append(name)
         sums.append((slot, _content(local).to(device) * (2 * number + 1)))
@@ -375,7 +388,7 @@ def _await_step(group: dist.ProcessGroup, known: _Known, model: nn.Module) -> No
         return
     chosen = found[:: math.ceil(len(found) / _SAMPLED)]
     references = [(name, weakref.ref(parameter)) for name, parameter in chosen]
-    known.stepping[model] = _FirstStep(references, _local(chosen[0][1]).device)
+    known.stepping[model] = _FirstStep(references, local_part(chosen[0][1]).device)
     if not _awaiting:
         _awaiting.append(register_optimizer_step_pre_hook(_before_step))
 

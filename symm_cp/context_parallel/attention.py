@@ -55,6 +55,7 @@ def all_gather_attention(
     query_load_balancer: LoadBalancer | None = None,
     method: MethodLike | Method | None = None,
     return_lse: bool = False,
+    prefix_lengths: torch.Tensor | int | None = None,
 ) -> Any:
     """Attends to the keys of all ranks without gathering them first.
 
@@ -107,6 +108,9 @@ def all_gather_attention(
             "allgather"). By default what `set_rotate_method` chose.
         return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64);
             it includes the sinks and knows nothing of dropout.
+        prefix_lengths: how many first keys of each sample all queries see, beside those that
+            `is_causal` and the window show them: (B or 1,) of int32 or int64, or an int for all
+            samples. The host reads it. Not together with documents.
 
     Inputs may be DTensors that are sharded along the sequence over this group; then the results
     are, too. Float64, float32, bfloat16 and float16; parts are merged in float32 (float64).
@@ -122,8 +126,14 @@ def all_gather_attention(
     """
     name, split = split_by(_OP, group, method, argument="group")
     like, told = query, split.told(name)
-    query, key, value = telling_peers(told, _local_parts, query, key, value, name)
-    documents = telling_peers(told, _document_options, cu_seqlens)
+    if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
+        query, key, value = telling_peers(told, _local_parts, query, key, value, name)
+    documents: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+    if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
+        documents = telling_peers(told, _document_options, cu_seqlens)
+    prefixes = prefix_lengths
+    if prefixes is not None and not isinstance(prefixes, torch.Tensor):
+        prefixes = telling_peers(told, _prefix_option, prefixes)
     if is_dtensor(like):
         sinks, bias = telling_peers(told, _local_options, like, name, sinks, bias, dropout_p)
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
@@ -143,6 +153,7 @@ def all_gather_attention(
         dropout_seed=dropout_seed,
         document_ids=document_ids,
         key_mask=key_mask,
+        prefix_lengths=prefixes,
         **_layout_options(load_balancer, query_load_balancer),
         **documents,
         **split.as_options(),
@@ -155,7 +166,6 @@ def all_gather_attention(
 def _layout_options(
     keys: LoadBalancer | torch.Tensor | None, queries: LoadBalancer | None
 ) -> dict[str, Any]:
-    """Returns how keys and queries are spread as the op takes it."""
     if isinstance(keys, torch.Tensor):
         return {"layouts": keys}
     options = {}
@@ -166,10 +176,15 @@ def _layout_options(
     return options
 
 
-def _document_options(cu_seqlens: torch.Tensor | Sequence[int] | None) -> dict[str, Any]:
-    """Returns the boundaries of documents as the op takes them."""
-    if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor):
-        return {"cu_seqlens": cu_seqlens}
+def _prefix_option(lengths: torch.Tensor | int | None) -> torch.Tensor | None:
+    if lengths is None or isinstance(lengths, torch.Tensor):
+        return lengths
+    if not isinstance(lengths, int | torch.SymInt):
+        raise TypeError(f"{_OP}: prefix_lengths must be a tensor or an int, is {lengths!r}")
+    return torch.full((1,), lengths, dtype=torch.int64, device="cpu")
+
+
+def _document_options(cu_seqlens: Sequence[int]) -> dict[str, Any]:
     for edge in cu_seqlens:
         if not isinstance(edge, int | torch.SymInt):
             raise TypeError(
@@ -181,12 +196,9 @@ def _document_options(cu_seqlens: torch.Tensor | Sequence[int] | None) -> dict[s
 def _local_parts(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: str
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the shards of DTensors, and tensors as they are."""
-    if is_dtensor(query):
-        return tuple(_local(tensor, group) for tensor in (query, key, value))
-    if is_dtensor(key) or is_dtensor(value):
+    if not is_dtensor(query):
         raise TypeError(f"{_OP}: key or value is a DTensor and query is not")
-    return query, key, value
+    return tuple(_local(tensor, group) for tensor in (query, key, value))
 
 
 def _local_options(

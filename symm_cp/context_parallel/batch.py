@@ -14,7 +14,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from symm_cp.context_parallel import agreement, model_batch
+from symm_cp.context_parallel import agreement
+from symm_cp.context_parallel.inspectors import BatchRules, batch_rules, positions
 from symm_cp.context_parallel.layouts import Cut, check_cut, cut, note_cut, remember
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
 from symm_cp.context_parallel.load_balancers import LoadBalancer
@@ -296,24 +297,25 @@ def _completed(
             f"{_OP}: batch has {of_samples}, which a model compares with the scores of all "
             "positions: gather the model's outputs, and compute the loss from them"
         )
-    if model is not None:
-        model_batch.add_decoder_input(_OP, model, batch)
+    rules = None if model is None else batch_rules(_OP, model)
+    if rules is not None:
+        rules.add_decoder_input(batch)
     sequence = sequence_of(batch, seq_dim)
-    decoder = model_batch.has_decoder(model) or any(name in batch for name in _DECODER)
+    decoder = rules is not None and rules.has_decoder
+    decoder = decoder or any(name in batch for name in _DECODER)
     if isinstance(batch.get("labels"), torch.Tensor):
         _check_labels(batch, seq_dim, decoder)
-        _shift(batch, model, seq_dim, shift_labels, ignore_index, decoder)
-    if model is not None:
-        model_batch.add_positions(model, batch, sequence)
+        _shift(batch, rules, seq_dim, shift_labels, ignore_index, decoder)
+    if rules is not None:
+        rules.add_positions(batch, sequence)
     elif "position_ids" not in batch and not decoder:
         embedded = sequence.is_floating_point() and sequence.dim() > 2
         shape = sequence.shape[:-1] if embedded else sequence.shape
-        batch["position_ids"] = model_batch.positions(shape, seq_dim, sequence.device)
+        batch["position_ids"] = positions(shape, seq_dim, sequence.device)
     return batch
 
 
 def _parts(value: Any) -> list[Any]:
-    """Returns what an encoder's outputs hold."""
     return list(value.values() if isinstance(value, Mapping) else value)
 
 
@@ -339,7 +341,6 @@ def sequence_of(batch: Mapping[str, Any], seq_dim: int) -> torch.Tensor:
 
 
 def _lengths(batch: Mapping[str, Any], seq_dim: int) -> list[int]:
-    """Returns the lengths of the sequences of a batch."""
     tensors = [sequence_of(batch, seq_dim)]
     tensors += [batch[name] for name in _DECODER if batch.get(name) is not None]
     return list(dict.fromkeys(tensor.shape[seq_dim] for tensor in tensors))
@@ -360,16 +361,16 @@ def _check_labels(batch: Mapping[str, Any], seq_dim: int, decoder: bool) -> None
 
 def _shift(
     batch: dict[str, Any],
-    model: nn.Module | None,
+    rules: BatchRules | None,
     seq_dim: int,
     shift_labels: bool | None,
     ignore_index: int,
     decoder: bool,
 ) -> None:
     """Shifts the labels of a whole batch, unless they are those of the positions themselves."""
-    by_model = model is not None and model_batch.shifts_labels(_OP, model)
+    by_model = rules is not None and rules.shifts_labels()
     if shift_labels is None:
-        shift_labels = not decoder if model is None else by_model
+        shift_labels = not decoder if rules is None else by_model
     if "shift_labels" in batch:  # already shifted by what collated the batch
         batch["labels"] = batch["shift_labels"]
     elif shift_labels:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Literal, TypeVar
@@ -13,14 +12,12 @@ from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention.flex_attention import BlockMask
 
-from symm_cp.context_parallel import agreement, guards
+from symm_cp.context_parallel import agreement, guards, inspectors
 from symm_cp.context_parallel.block_mask import local_block_mask
 from symm_cp.context_parallel.hooks import entered
 from symm_cp.context_parallel.layouts import cut, note_cut, remember, remembered
 from symm_cp.context_parallel.lengths import Balancers, BalancersByLength, balancer_for
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.model_masks import flex_masks
-from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, active, region_over
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike, split_by
@@ -135,7 +132,6 @@ def _compare(
     seq_dims: Sequence[int],
     balancers: Sequence[LoadBalancer],
 ) -> None:
-    """Raises on all ranks if ranks cut different buffers, or in different ways."""
     if buffers:
         named = [(f"buffers[{k}]", b) for k, b in enumerate(buffers) if isinstance(b, torch.Tensor)]
         agreement.compare_cut(op, group, named, balancers, list(seq_dims))
@@ -230,24 +226,35 @@ def context_parallel(
 def _attending(
     region: ParallelRegion, model: nn.Module | Sequence[nn.Module] | None
 ) -> Iterator[None]:
-    """Within it, models of transformers attend with symm_cp, or get masks of the whole sequence."""
+    """Within it, models attend to the whole sequence as their libraries' inspectors have it."""
     with ExitStack() as stack:
-        if region.world_size > 1:
-            stack.enter_context(flex_masks.in_use())
-        if model is not None:
-            telling_peers(region.told, _enter_models, stack, region, model)
+        watch = region.watch()  # of its own: none of the modules has run
+        guards.untraced(watch, lambda _: _enter_models(stack, region, watch, model))
         yield
 
 
 def _enter_models(
-    stack: ExitStack, region: ParallelRegion, model: nn.Module | Sequence[nn.Module]
+    stack: ExitStack,
+    region: ParallelRegion,
+    watch: guards.Watch,
+    model: nn.Module | Sequence[nn.Module] | None,
 ) -> None:
-    # A floor above this one, and it needs transformers.
-    integration = importlib.import_module("symm_cp.integrations.transformers")
-    modules: list[nn.Module] = stack.enter_context(integration.attending(model))
-    watch = region.watch()  # of its own: none of the modules has run
-    for module in modules:
-        watch.saw(module)
+    models = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
+    for each in models:
+        if not isinstance(each, nn.Module):
+            raise TypeError(
+                f"context_parallel: model is a {type(each).__name__}, must be a module or several"
+            )
+    is_known = False
+    for inspector in inspectors.loaded():
+        modules = stack.enter_context(inspector.attending(models, spread=region.world_size > 1))
+        is_known |= modules is not None
+        for module in modules or ():
+            if module not in watch.judged:
+                watch.saw(module)
+    if model is not None and not is_known:
+        names = ", ".join(sorted({type(each).__name__ for each in models[:1]}))
+        raise ValueError(f"context_parallel: model={names} has no model of transformers in it")
 
 
 @tells_peers

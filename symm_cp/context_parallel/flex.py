@@ -18,14 +18,13 @@ from torch.nn.attention.flex_attention import (
     create_block_mask,
 )
 
-from symm_cp.context_parallel import guards
+from symm_cp.context_parallel import guards, inspectors
 from symm_cp.context_parallel.attention import is_dtensor
 from symm_cp.context_parallel.block_mask import Cuts, local_score_mod
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential, gathered_rows_on
-from symm_cp.context_parallel.model_masks import TRANSFORMERS
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, active
-from symm_cp.devices.kept import capturing
+from symm_cp.cuda.kept import capturing
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.captures import captures_tensors
 from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
@@ -155,11 +154,9 @@ def _attend_parts(
 
 
 def _by_position(mask_mod: Modifier) -> bool:
-    """Tells whether a mask depends on positions alone, so that it holds for any sequence length.
-
-    Masks of transformers without lookup tables do, such as causal masks and windows.
-    """
-    return getattr(mask_mod, "__module__", None) == TRANSFORMERS and not captures_tensors(mask_mod)
+    """Tells whether a mask depends on positions alone, so that it holds for any sequence length."""
+    known = inspectors.by_position(getattr(mask_mod, "__module__", None))
+    return known and not captures_tensors(mask_mod)
 
 
 _cuts = Cuts()

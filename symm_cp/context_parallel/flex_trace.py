@@ -22,8 +22,8 @@ from torch.nn.attention.flex_attention import (
     FlexKernelOptions,
 )
 
+from symm_cp.context_parallel import inspectors
 from symm_cp.context_parallel.flex import FLEX, attend_compiled
-from symm_cp.context_parallel.model_masks import TRANSFORMERS
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.ops.attention.flex.modifiers import keep_modifiers
 
@@ -74,7 +74,7 @@ class _GraphFlexAttention(HigherOrderOperator):
             layouts,
             scale,
             options["enable_gqa"],
-            options["transformers"] and not mask_tensors,
+            options["by_position"] and not mask_tensors,
             **options["method"],
         )
 
@@ -96,11 +96,11 @@ class _GraphFlexVariable(dynamo_ops.FlexAttentionHigherOrderVariable):
         # The region's mode led here and need not see the call.
         *args, options = args
         mask_mod = args[4].items[-1]
-        by_transformers = _module(mask_mod) == TRANSFORMERS
+        by_position = inspectors.by_position(_module(mask_mod))
         build = dynamo_ops.VariableTracker.build
         options = options.clone()
         options.call_method(
-            tx, "__setitem__", [build(tx, "transformers"), build(tx, by_transformers)], {}
+            tx, "__setitem__", [build(tx, "by_position"), build(tx, by_position)], {}
         )
         return self._call_function(tx, [*args, options], kwargs)
 

@@ -22,7 +22,6 @@ from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
 from symm_cp.context_parallel.layouts import enter_cuts
 from symm_cp.context_parallel.refusals import telling_of_models, telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, pop, push
-from symm_cp.context_parallel.traced_functions import show_random_functions
 
 # Attention that calls `scaled_dot_product_attention` where no mode sees it, or does not call it.
 _HIDDEN: tuple[Any, ...] = (
@@ -51,7 +50,7 @@ def entered(region: ParallelRegion) -> Iterator[None]:
     """Within it, attention that this thread calls runs over the region's group."""
     watch = region.watch()
     telling_peers(region.told, _check_shards, region)
-    show_random_functions()
+    guards.show_random_functions()
     with RegionMode(region, watch):
         guards.enter(watch)
         flex_hook.acquire()
@@ -71,12 +70,8 @@ def _check_shards(region: ParallelRegion) -> None:
     enter_cuts(group, region.balancers, assumed=guesses)
 
 
-def _is_body(value: Any) -> bool:
-    """Tells a function that a checkpoint runs from the arguments of other functions."""
-    if isinstance(value, torch.Tensor):
-        return False
-    kinds = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)
-    return isinstance(value, kinds)
+# A function that a checkpoint runs, told from the arguments of other functions.
+_BODIES = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)
 
 
 class RegionMode(FlexMode):
@@ -85,11 +80,12 @@ class RegionMode(FlexMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Without a call of its own for most functions: it sees each that a model calls.
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.watch.called = True
             return sdpa.attend(self.region, *args, **kwargs)
-        if random_functions.is_random(func):
+        if func in random_functions.RANDOM:
             return random_functions.call(self.region, self.watch, func, args, kwargs)
         if func in _HIDDEN:
             raise NotImplementedError(
@@ -99,7 +95,7 @@ class RegionMode(FlexMode):
             )
         if func in _BACKWARD:
             return self._backward(func, args, kwargs)
-        if torch.compiler.is_dynamo_compiling() and args and _is_body(args[0]):
+        if args and isinstance(args[0], _BODIES) and torch.compiler.is_dynamo_compiling():
             args = (self._within(args[0]), *args[1:])
         if getattr(func, "__name__", None) in _CALLED_DIRECTLY:
             self.watch.called = True

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from symm_cp.devices.kept import kept
+from symm_cp.cuda.kept import kept
 from symm_cp.ops.attention.flex.mask import positions
 from symm_cp.schedule.layout import SequenceLayout, even_lengths, head_tail, sequential
 

@@ -22,7 +22,7 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.noise_places import Seen, Sequences
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.devices.kept import capturing
+from symm_cp.cuda.kept import capturing
 from symm_cp.ops import position_noise
 from symm_cp.ops.attention.layouts import decoded, encoded
 from symm_cp.ops.position_noise import Place, mixed

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.context_parallel import model_batch
+from symm_cp.context_parallel.agreement import local_part
 from symm_cp.context_parallel.batch import LossReduction, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
+from symm_cp.context_parallel.inspectors import batch_rules, plain
 from symm_cp.context_parallel.lengths import BalancersByLength
-from symm_cp.context_parallel.model_limits import uses_transformers
+from symm_cp.context_parallel.verdicts import of_library
 from symm_cp.group.memory import GroupLike
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
@@ -96,7 +97,7 @@ def training_step(
     """
     group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
     by_model = loss_function is None
-    transformers = any(uses_transformers(part) for part in model.modules())
+    transformers = of_library(model)
     whole, shift_labels = _prepared(group, model, batch, by_model, transformers, shift_labels)
     if average_gradients is None:
         average_gradients = _averages(model, group)
@@ -139,23 +140,24 @@ def _prepared(
     whole = dict(batch)
     if by_model and not transformers and shift_labels is None:
         raise ValueError(
-            f"{_OP}: {type(model_batch.plain(model)).__name__} is no model of transformers, and "
+            f"{_OP}: {type(plain(model)).__name__} is no model of transformers, and "
             "may shift labels by itself: pass loss_function=, which computes the mean loss of the "
             "model's output and of labels that are shifted already, or shift_labels if the model "
             "takes such labels"
         )
+    rules = batch_rules(_OP, model)
     if not by_model and transformers:
-        model_batch.add_decoder_input(_OP, model, whole)
-        model_batch.add_positions(model, whole, sequence_of(whole, 1))
+        rules.add_decoder_input(whole)
+        rules.add_positions(whole, sequence_of(whole, 1))
     if not by_model and shift_labels is None:
-        shift_labels = not (model_batch.has_decoder(model) or "decoder_input_ids" in whole)
+        shift_labels = not (rules.has_decoder or "decoder_input_ids" in whole)
     return whole, shift_labels
 
 
 def _inputs(model: nn.Module, local: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a model takes of a batch whose loss is computed from its output."""
     inputs = {n: v for n, v in local.items() if n not in ("labels", "shift_labels")}
-    names = inspect.signature(model_batch.plain(model).forward).parameters
+    names = inspect.signature(plain(model).forward).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
     if not anything and "position_ids" not in names:
         inputs.pop("position_ids", None)
@@ -169,13 +171,12 @@ def _loss(
     loss_function: LossFunction | None,
     reduce_loss: LossReduction,
 ) -> torch.Tensor:
-    """Returns the loss of the whole batch."""
     if loss_function is not None:
         return reduce_loss(loss_function(output, local))
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise ValueError(
-            f"{_OP}: {type(model_batch.plain(model)).__name__} returned no loss for a batch of "
+            f"{_OP}: {type(plain(model)).__name__} returned no loss for a batch of "
             f"{sorted(local)}: pass labels, or loss_function="
         )
     return reduce_loss(loss)
@@ -323,17 +324,13 @@ def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) ->
             parameter.grad = parameter.grad.to_dense()
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()
-        local = _local(parameter.grad)
+        local = local_part(parameter.grad)
         if averaged:
             local /= group.size()
         works.append(dist.all_reduce(local, group=group, async_op=True))
     for work in works:
         if work is not None:
             work.wait()
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _present_anywhere(group: dist.ProcessGroup, parameters: Sequence[Any]) -> list[bool]:
@@ -346,7 +343,7 @@ def _present_anywhere(group: dist.ProcessGroup, parameters: Sequence[Any]) -> li
     for number, parameter in enumerate(parameters):
         words[number // _BITS] |= (parameter.grad is not None) << number % _BITS
     with ordinary_tensors():
-        record = torch.tensor(words, device=_local(parameters[0]).device)
+        record = torch.tensor(words, device=local_part(parameters[0]).device)
         rows = equal_inputs.gather_records(str(group.group_name), _OP, record)
     return [
         any(row[number // _BITS] >> number % _BITS & 1 for row in rows)

@@ -13,7 +13,7 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer, permutation_on
 from symm_cp.context_parallel.noise import saw_queries
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.context_parallel.sequence_attention import attend_sequence
+from symm_cp.context_parallel.sequence_attention import attend_sequence, by_sample
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 
@@ -64,9 +64,20 @@ def _attend(
             dropout_p=dropout_p,
         )
     else:
-        samples = any(balancer.samples for balancer in region.balancers)
-        attend_batch = _attend_samples if samples else _attend_batch
-        out = attend_batch(region, query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+        def attend(
+            own: ParallelRegion,
+            index: int | None,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+        ) -> torch.Tensor:
+            mask = attn_mask
+            if mask is not None and index is not None and mask.dim() >= 4 and len(mask) != 1:
+                mask = mask[index : index + 1]
+            return _attend_batch(own, q, k, v, mask, is_causal, scale, enable_gqa)
+
+        out = by_sample(SDPA, region, (query, key, value), attend)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
 
@@ -80,7 +91,6 @@ def _attend_batch(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Attends with one layout for all samples."""
     if attn_mask is not None:
         if is_causal:
             raise ValueError(f"{SDPA}: attn_mask and is_causal=True exclude each other")
@@ -109,40 +119,6 @@ def _length(query: torch.Tensor) -> int:
     return int(local.shape[2])
 
 
-def _attend_samples(
-    region: ParallelRegion,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    """Attends sample by sample, each with its own layout."""
-    for balancer in (b for b in region.balancers if b.samples):
-        if len(balancer.samples) != query.shape[0]:
-            raise ValueError(
-                f"{SDPA}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
-                f"{balancer} is for {len(balancer.samples)}"
-            )
-    shared = attn_mask is None or attn_mask.dim() < 4 or attn_mask.shape[0] == 1
-    outs = [
-        _attend_batch(
-            region.of_sample(b),
-            query[b : b + 1],
-            key[b : b + 1],
-            value[b : b + 1],
-            attn_mask if shared or attn_mask is None else attn_mask[b : b + 1],
-            is_causal,
-            scale,
-            enable_gqa,
-        )
-        for b in range(query.shape[0])
-    ]
-    return torch.cat(outs)
-
-
 def _attend_masked(
     region: ParallelRegion,
     query: torch.Tensor,
@@ -152,7 +128,6 @@ def _attend_masked(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Attends with a mask of the whole sequence."""
     queries, keys = flex.spread(region, query, key)
     lengths = (queries.seq_length, keys.seq_length)
     if attn_mask.dim() > 4 or tuple(attn_mask.shape[-2:]) != lengths:

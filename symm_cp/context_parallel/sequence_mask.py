@@ -1,7 +1,7 @@
 """Masks of a sequence that is spread over ranks, described over positions in the whole of it.
 
-Shapes: B samples, S positions of the whole sequence, S_k of that of the keys. A `SequenceMask`
-holds no matrix: what attention ops take as options, and a function for what they do not.
+Shapes: B samples, S positions of the whole sequence, S_k positions of a sequence of keys. A
+`SequenceMask` holds no matrix but the options of attention ops, and a function for the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.ops.attention.flex.mask import Modifier
 from symm_cp.ops.attention.layouts import encoded
+from symm_cp.ops.attention.masks import MaskOptions
 
 _NO_MATRIX = (
     "context_parallel: a model takes {!r} of its attention mask, which is no matrix within "
@@ -22,28 +23,10 @@ _NO_MATRIX = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceMask:
-    """Which keys a query sees: those that every field allows; without any, all.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceMask(MaskOptions):
+    """Which keys a query sees: those that every option and `mask_mod` allow; without any, all."""
 
-    Same result as `F.scaled_dot_product_attention` of the whole sequence with::
-
-        mask_mod(b, h, q_idx, kv_idx)
-        & (kv_idx <= q_idx) & (q_idx - kv_idx <= window_left) & (kv_idx - q_idx <= window_right)
-        & (document_ids[b, q_idx] == document_ids[b, kv_idx]) & key_mask[b, kv_idx]
-    """
-
-    #: A query sees no later key.
-    is_causal: bool = False
-    #: How many positions before and after its own a query sees.
-    window_left: int | None = None
-    window_right: int | None = None
-    #: (B or 1, S) of int64: contiguous runs of equal ids are documents.
-    document_ids: torch.Tensor | None = None
-    #: Boundaries of documents packed into the only sample, of int32 or int64.
-    cu_seqlens: torch.Tensor | None = None
-    #: (B or 1, S_k) of bool: keys that any query may see.
-    key_mask: torch.Tensor | None = None
     #: For everything else: evaluated tile by tile.
     mask_mod: Modifier | None = None
     #: Where it was made: attention that is computed again outside of the region, by a checkpoint,
@@ -72,12 +55,6 @@ class SequenceMask:
         """As `__getattr__`."""
         raise NotImplementedError(_NO_MATRIX.format("[...]"))
 
-    @property
-    def relates_positions(self) -> bool:
-        """Whether queries and keys must be of one sequence."""
-        limits = (self.window_left, self.window_right, self.document_ids, self.cu_seqlens)
-        return self.is_causal or any(limit is not None for limit in limits)
-
     def sample(self, index: int) -> SequenceMask:
         """The mask of one sample of the batch."""
         mask_mod = self.mask_mod
@@ -86,44 +63,18 @@ class SequenceMask:
             assert mask_mod is not None
             return mask_mod(b + index, h, q, kv)
 
-        return replace(
-            self,
-            document_ids=_row(self.document_ids, index),
-            key_mask=_row(self.key_mask, index),
-            mask_mod=None if mask_mod is None else own,
-        )
+        return replace(super().sample(index), mask_mod=None if mask_mod is None else own)
 
     def as_mask_mod(self) -> Modifier:
         """The whole mask as one function of the indices of sample, head, query and key."""
+        by_options, mask_mod = super().as_mask_mod(), self.mask_mod
+        if mask_mod is None:
+            return by_options
 
         def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> Any:
-            distance = kv - q
-            seen = distance == distance
-            if self.is_causal:
-                seen = seen & (distance <= 0)
-            if self.window_left is not None:
-                seen = seen & (distance >= -self.window_left)
-            if self.window_right is not None:
-                seen = seen & (distance <= self.window_right)
-            if (ids := self.document_ids) is not None:
-                seen = seen & (_entry(ids, b, q) == _entry(ids, b, kv))
-            if (edges := self.cu_seqlens) is not None:
-                seen = seen & ((edges <= q).sum() == (edges <= kv).sum())
-            if self.key_mask is not None:
-                seen = seen & _entry(self.key_mask, b, kv)
-            if self.mask_mod is not None:
-                seen = seen & self.mask_mod(b, h, q, kv)
-            return seen
+            return by_options(b, h, q, kv) & mask_mod(b, h, q, kv)
 
         return visible
-
-
-def _row(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
-    return tensor if tensor is None or len(tensor) == 1 else tensor[index : index + 1]
-
-
-def _entry(tensor: torch.Tensor, b: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    return tensor[b, position] if len(tensor) > 1 else tensor[0][position]
 
 
 def runs(*ids: torch.Tensor) -> torch.Tensor:
@@ -140,7 +91,7 @@ def gather_sequence(
 ) -> torch.Tensor:
     """Returns a tensor (B, S) of the whole sequence from this rank's part of it. Collective.
 
-    `name` is that of the argument, for errors. `lengths` are the numbers of queries of this rank,
+    `name` is the argument's, for errors. `lengths` are the numbers of queries of this rank,
     and of positions of the sequence that the shard is of. Raises `ValueError` unless the shard has
     as many columns as the load balancer gives this rank.
     """

@@ -3,16 +3,18 @@
 Two ranks are on one host when they run under the same boot of a kernel and in the same network
 namespace: symmetric memory is passed over sockets of that namespace. Host names are not compared,
 because containers and copied images repeat them. GPUs that cannot map each other's memory (no peer
-access) count as on different hosts, and so does every rank where the self-test finds no way in
-which the ranks of a group can signal each other.
+access) count as on different hosts, and so does every rank where the self-test finds no
+means by which the ranks of a group can signal each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import json
 import secrets
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -25,8 +27,16 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import accelerators, env, native
 from symm_cp.group.liveness import host_identity, read, share, wait_limit
-from symm_cp.group.memory import Group, StateKey, on_first_use, resolve
+from symm_cp.group.memory import Group, StateKey, on_first_use, reported, resolve
 from symm_cp.group.stores import TimedStore, timeout_of
+from symm_cp.native import wire
+
+_CPU = torch.device("cpu")
+#: The numbers of each rank.
+Numbers: TypeAlias = "tuple[tuple[int, ...], ...]"
+
+#: Begins the names of calls in which ranks exchange where the inputs of an op lie.
+QUESTION = b"inputs of "
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Hosts:
     host: int
     place: int
     local: Group
-    #: That of `local`, kept alive with this object.
+    #: The process group of `local`, kept alive with this object.
     process_group: dist.ProcessGroup
     #: Why ranks that share memory are treated as if on different hosts, if they are.
     reason: str = ""
@@ -56,7 +66,7 @@ class Place:
 
 
 #: Says why the ranks of a group, which map each other's memory on a device, cannot work on it
-#: together; an empty text if they can, None if nobody has to ask. Collective. By devices/registry.
+#: together; an empty text if they can, None if nobody has to ask. Collective. By cuda/registry.
 Check: TypeAlias = "Callable[[Group, torch.device], str | None]"
 checks: list[Check] = []
 
@@ -154,7 +164,7 @@ def _publish(group: Group) -> None:
     """
     if group.world_size > 1:
         store, keys = _keys(group)
-        store.set(keys[group.rank], _place_as_text(torch.device("cpu")))
+        store.set(keys[group.rank], _place_as_text(_CPU))
 
 
 on_first_use.append(_publish)
@@ -172,8 +182,8 @@ def _place_of_text(text: str) -> Place:
 def _keys(group: Group) -> tuple[TimedStore, list[str]]:
     """The store and the keys under which a group's ranks publish where their CPU tensors are.
 
-    Those of the group itself when its ranks are not in the world, or when the user names the hosts:
-    a rank may then be on different hosts for different groups.
+    The keys are the group's own when its ranks are not in the world, or when the user names the
+    hosts: a rank may then be on different hosts for different groups.
     """
     process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
     world = dist.distributed_c10d._world
@@ -224,13 +234,13 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
 def _why_not_together(group: Group, part: Group, device: torch.device) -> str:
     """Why the ranks of some part of a group cannot work on a device together. Collective.
 
-    Who finds out (devices/selftest.py) warns.
+    The check that finds a reason (cuda/selftest.py) warns.
     """
     reasons = [check(part, device) for check in checks]
     if all(reason is None for reason in reasons):
         return ""
-    told = share(group, f"together/{device.type}", "; ".join(filter(None, reasons)))
-    return next(filter(None, told), "")
+    answers = share(group, f"together/{device.type}", "; ".join(filter(None, reasons)))
+    return next(filter(None, answers), "")
 
 
 def _part_of(
@@ -260,8 +270,8 @@ def local_group(
     # A group gets its name and its time-out from a backend. The loopback device is enough.
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-    # Longer than that of the links between hosts: a rank that loses one tells the ranks that wait
-    # for it on this host.
+    # Longer than the time-out of links between hosts: a rank that loses a link notifies the ranks
+    # on this host that wait for it.
     options._timeout = timeout * 1.5
     backend = dist.ProcessGroupGloo(store, place, size, options)
     local._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)
@@ -272,3 +282,73 @@ def local_group(
     alone: dict[str, Hosts | None] = {"cpu": None}  # its ranks need not ask each other
     resolve(local).put(SPREADS, alone)
     return local
+
+
+def numbers_of_all(group: Group, name: str, numbers: Sequence[int]) -> Numbers:
+    """Returns the numbers that each rank passes, in rank order; all pass equally many. Collective.
+
+    They travel through memory on one host, which takes some microseconds, and through the group's
+    store between hosts, whatever device the op's tensors are on. `name` names the call in errors.
+    Raises `RuntimeError` when a peer fails or makes another call.
+    """
+    if group.world_size == 1:
+        return (tuple(numbers),)
+    if hosts_of(group, _CPU) is None:
+        return numbers_on_host(group, name.encode(), numbers)
+    texts = share(group, name, " ".join(map(str, numbers)))
+    return tuple(tuple(map(int, text.split())) for text in texts)
+
+
+def numbers_on_host(group: Group, name: bytes, numbers: Sequence[int]) -> Numbers:
+    """As `numbers_of_all`, in a group of several ranks that are all on this host."""
+    ranks, count = group.world_size, len(numbers)
+    given = (ctypes.c_int64 * count)(*numbers)
+    taken = (ctypes.c_int64 * (count * ranks))()
+    nbytes, begin = count * 8, ctypes.addressof(taken)
+    done = native.load().symm_cp_exchange(
+        group.handle,
+        wire.CHANNELS.index("sync"),
+        wire.ExchangeKind.ALL_GATHER,
+        False,
+        name,
+        (ctypes.c_void_p * 1)(ctypes.addressof(given)),
+        (ctypes.c_int64 * 1)(nbytes),
+        1,
+        (ctypes.c_void_p * ranks)(*(begin + rank * nbytes for rank in range(ranks))),
+        (ctypes.c_int64 * ranks)(*(nbytes,) * ranks),
+        ranks,
+        wire.DType.UINT8,
+        0,
+    )
+    if done < 0:
+        raise reported(RuntimeError(native.error()))
+    return tuple(tuple(taken[at : at + count]) for at in range(0, count * ranks, count))
+
+
+def _find_by_name(name: bytes) -> int:
+    """Collective at the first call for a group, as it is an op's first call."""
+    library = native.load()
+    try:
+        group = resolve(name.decode())
+        try:
+            together = hosts_of(group, _CPU) is None
+        except NotImplementedError:
+            together = False  # the op says why
+        library.symm_cp_set_on_one_host(group.handle, together)
+        library.symm_cp_group_known(group.handle)
+    except BaseException as error:
+        library.symm_cp_explain(str(error).encode())
+        if not isinstance(error, Exception):
+            # Ctrl-C: raised as soon as Python runs again in this thread, as C++ cannot pass it on.
+            thread = ctypes.c_ulong(threading.get_ident())
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(type(error)))
+        return -1
+    return 0
+
+
+_callback = native.FindGroup(_find_by_name)  # C++ calls it as long as the process lives
+
+
+def register() -> None:
+    """Lets kernels in C++ look groups up by name (csrc/channel/groups.h)."""
+    native.load().symm_cp_on_unknown_group(_callback)

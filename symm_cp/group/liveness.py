@@ -1,10 +1,10 @@
 """Whether the ranks of a group are alive, and how long to wait for them.
 
-Ranks tell each other things in the group's store before they share memory. Reading there ends when
+Ranks exchange facts through the group's store before they share memory. Reading there ends when
 the group's time-out has elapsed, or when a rank is lost: the native part keeps a link to each rank
-from `init_process_group` on (csrc/group.h), which breaks when that rank's process exits.
+from `init_process_group` on (csrc/channel/group.h), which breaks when that rank's process exits.
 
-A store may hold what an earlier group of the same name wrote, perhaps by processes that are gone.
+A store may hold keys of an earlier group of the same name, perhaps of processes that are gone.
 So the ranks of a group first agree on its *generation*, a random text in all their keys.
 """
 
@@ -29,6 +29,8 @@ from symm_cp.group.memory import Group, StateKey
 from symm_cp.group.stores import TimedStore, wait_limit_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Seconds between two looks at the store, which double from the first to the second number: short
+# for ranks that come together, long so that hundreds of waiting ranks do not flood the store.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
 
@@ -43,7 +45,7 @@ def wait_limit(group: Group) -> datetime.timedelta:
 
 @dataclass
 class _Keys:
-    """What a group's keys in the store begin with, and how often each was shared."""
+    """The prefix of a group's keys in the store, and how often each was shared."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     #: What this rank has drawn, also for a call after one that failed: peers may have seen it.
@@ -130,17 +132,17 @@ def share_made(group: Group, key: str, make: Callable[[], str]) -> list[str]:
     except Exception as error:
         share(group, key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
         raise
-    told = [json.loads(said) for said in share(group, key, json.dumps({"text": text}))]
-    for rank, said in enumerate(told):
+    answers = [json.loads(said) for said in share(group, key, json.dumps({"text": text}))]
+    for rank, said in enumerate(answers):
         if "error" in said:
             raise RuntimeError(f"rank {rank} of group {group.name!r} failed: {said['error']}")
-    return [said["text"] for said in told]
+    return [said["text"] for said in answers]
 
 
 def read(
     group: Group, store: TimedStore, keys: Sequence[str], *, seconds: float | None = None
 ) -> list[str]:
-    """Returns what a store has under the key of each rank, when all have written theirs.
+    """Returns the store's value under the key of each rank, when all have written theirs.
 
     Raises `PeerLostError` when a rank exits first, or the time-out elapses (see `share`).
     """
@@ -163,7 +165,7 @@ def wait_for_keys(
 def _patience(
     group: Group, seconds: float | None = None
 ) -> Iterator[Callable[[int, str, Callable[[], bool]], bool]]:
-    """Yields a function that waits a little for what a rank is to write under a key.
+    """Yields a function that waits a little for the value that a rank writes under a key.
 
     It asks once more, by the function that it is handed, when the rank is lost or the time-out has
     elapsed: a rank may have written just before it exited. Then it returns True, or raises
@@ -201,7 +203,7 @@ def _patience(
 
 @contextmanager
 def _links(group: Group) -> Iterator[Callable[[int], int | None]]:
-    """Yields a function that tells because of which rank nothing may come from a rank any more.
+    """Yields a function that names the rank because of which no answer of a rank may come any more.
 
     That rank itself, when the link to it is broken, or a dead one of which it missed a message;
     None when nothing is known. Opens links lazily.
@@ -235,7 +237,7 @@ def host_identity() -> str:
     return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
-# The process ids of a group's ranks; -1 for those that have no name here, and for this one.
+# The process ids of a group's ranks; -1 for ranks whose ids are unknown here, and for this rank.
 _PROCESSES: StateKey[list[int]] = StateKey("processes")
 
 

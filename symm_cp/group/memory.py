@@ -1,8 +1,8 @@
 """Groups and their workspaces: the only place that knows how bytes are laid out.
 
 A group has up to two workspaces for CPU tensors, one for each *channel*: `"sync"` for ops that run
-in the calling thread, `"async"` for those that a copy engine carries out, so that both kinds may be
-in flight at once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; a
+in the calling thread, `"async"` for ops of a copy engine, so that both kinds may be in flight at
+once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; a
 call that a rank refuses counts as well. The calls of a workspace are numbered from 1, too (the
 *epoch*); call e uses slot e % 2. A workspace takes
 
@@ -10,9 +10,9 @@ call that a rank refuses counts as well. The calls of a workspace are numbered f
         + 2 * 4096 * ceil(slot / 4096)
 
 bytes on each rank for a slot of `slot` bytes and W ranks: flags (a cache line for each name and
-writer), records (what each of the two calls under way is), the reasons of the last failed calls,
-how many bytes the rank gives to each rank in the two calls, then the two slots. The slot is as
-large as the largest call so far; a larger call replaces the workspace, which is collective but
+writer), records (the identity of each of the two calls in flight), the reasons of the last failed
+calls, how many bytes the rank gives to each rank in the two calls, then the two slots. The slot is
+as large as the largest call so far; a larger call replaces the workspace, which is collective but
 happens inside an op that is collective anyway, on sizes that all ranks know. So does the call after
 `wire.LAST_CPU_EPOCH`. Nothing is collective when memory is returned.
 """
@@ -24,8 +24,7 @@ import ctypes
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -34,11 +33,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
-from symm_cp import env, native, wire
+from symm_cp import env, native
 from symm_cp.group.stores import TimedStore, wait_limit_of
 from symm_cp.modes import ordinary_tensors
+from symm_cp.native import wire
 from symm_cp.tensors.alignment import debug_offset
 
+# Cached tensors over a workspace; with more, all are dropped and made again.
 _MAX_VIEWS = 1024
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ def group_name(group: GroupLike) -> str:
 
 
 def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a contiguous tensor over memory that somebody else keeps alive."""
+    """Returns a contiguous tensor over memory that its owner keeps alive."""
     count = math.prod(shape)
     with ordinary_tensors():
         if count == 0:
@@ -120,8 +121,8 @@ class Calls:
 class Workspace:
     """Symmetric memory of one channel of a group, with two slots that its calls take in turn.
 
-    The first call allocates the memory, and a call that needs more replaces it (csrc/group.h). Not
-    thread-safe: `Group.lock` serialises calls.
+    The first call allocates the memory, and a call that needs more replaces it
+    (csrc/channel/group.h). Not thread-safe: `Group.lock` serialises calls.
     """
 
     def __init__(self, group: Group, channel: str) -> None:
@@ -138,7 +139,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """What the workspace takes on each rank; 0 before the first call."""
+        """The bytes of the workspace on each rank; 0 before the first call."""
         size: int = self._library.symm_cp_workspace_bytes(self.handle, self._index)
         return size
 
@@ -156,10 +157,9 @@ class Workspace:
         """Releases the memory; the next call allocates it anew. Collective. For tests."""
         self._library.symm_cp_move(self.handle, self._index, debug_offset("slots"))
 
-    def began(self, epoch: int) -> None:
-        """Tells the workspace that a call has begun."""
-        if epoch == 1:
-            self._views.clear()  # they were of the memory that this one has replaced
+    def forget_views(self) -> None:
+        """Drops cached tensors: they lie in memory that was replaced."""
+        self._views.clear()
 
     def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a cached tensor over workspace or peer memory; never hand it to the user."""
@@ -172,14 +172,15 @@ class Workspace:
         return tensor
 
     def slot(self) -> int:
-        """Returns the address of this rank's slot in the call that is under way."""
-        return self._address(self._library.symm_cp_slot(self.handle))
+        """Returns the address of this rank's slot in the current call."""
+        address: int | None = self._library.symm_cp_slot(self.handle)
+        if address is None:
+            raise reported(RuntimeError(native.error()))
+        return address
 
     def shard(self, peer: int) -> int:
         """Returns where the shard of `peer` lies, after its ready flag was waited for."""
-        return self._address(self._library.symm_cp_shard(self.handle, peer))
-
-    def _address(self, address: int | None) -> int:
+        address: int | None = self._library.symm_cp_shard(self.handle, peer)
         if address is None:
             raise reported(RuntimeError(native.error()))
         return address
@@ -202,7 +203,7 @@ def is_reported(error: BaseException) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class StateKey(Generic[T]):
-    """Names what one module keeps with each group; that module owns the key.
+    """Names the state that one module has with each group; that module owns the key.
 
     `close` is called with the state when it is dropped, or when the process group is gone.
     """
@@ -227,8 +228,53 @@ class _CallLock:
         self._unlock(self._handle)
 
 
+class _Call:
+    """The context manager of `Group.call`: a class, which takes half the calls of a generator.
+
+    Like a generator it ends the call when it is dropped: Ctrl-C may come just before `__exit__`.
+    """
+
+    _under_way = False
+
+    def __init__(self, group: Group, slot_bytes: int, call_name: bytes) -> None:
+        self._group, self._slot_bytes, self._name = group, slot_bytes, call_name
+        if os.getpid() != group._process:
+            group.own_lock()  # raises
+        self._library, self._handle = group._library, group.handle
+
+    def __enter__(self) -> tuple[Workspace, int]:
+        if self._library.symm_cp_lock(self._handle) < 0:
+            raise reported(RuntimeError(native.error()))
+        try:
+            epoch = self._library.symm_cp_begin(self._handle, self._slot_bytes, self._name)
+            if epoch < 0:
+                raise reported(RuntimeError(native.error()))
+            workspace = self._group._workspaces["sync"]
+            if epoch == 1:
+                workspace.forget_views()
+        except BaseException:
+            self._library.symm_cp_unlock(self._handle)
+            raise
+        self._under_way = True
+        return workspace, epoch
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            if error is not None:
+                reason = _reason(self._group, self._name, error)
+                self._library.symm_cp_fail(self._handle, reason)
+                reported(error)
+        finally:
+            self._under_way = False
+            self._library.symm_cp_unlock(self._handle)
+
+    def __del__(self) -> None:
+        if self._under_way:
+            self.__exit__(None, KeyboardInterrupt("the call was interrupted"), None)
+
+
 class Group:
-    """One process group: its workspaces for CPU tensors, and what other modules keep with it."""
+    """One process group: its workspaces for CPU tensors, and the states of other modules."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.name = str(process_group.group_name)
@@ -256,20 +302,20 @@ class Group:
             prepare(self)
 
     def state(self, key: StateKey[T], make: Callable[[], T]) -> T:
-        """Returns what is kept under a key; made at the first call. Not collective."""
+        """Returns the state under a key; makes it at the first call. Not collective."""
         state: T | None = self._states.get(key)
         return self._states.setdefault(key, make()) if state is None else state
 
     def find(self, key: StateKey[T]) -> T | None:
-        """Returns what is kept under a key, or None."""
+        """Returns the state under a key, or None."""
         return self._states.get(key)
 
     def put(self, key: StateKey[T], state: T) -> None:
-        """Keeps something under a key, instead of what was there; that is not closed."""
+        """Sets the state under a key. Does not close the previous one."""
         self._states[key] = state
 
     def drop(self, key: StateKey[T]) -> None:
-        """Closes and forgets what is kept under a key, if anything."""
+        """Closes and forgets the state under a key, if any."""
         state = self._states.pop(key, None)
         if state is not None and key.close is not None:
             key.close(state)
@@ -310,25 +356,13 @@ class Group:
                 if self._library.symm_cp_reserve(self.handle, index, slot_bytes) < 0:
                     raise reported(RuntimeError(native.error()))
 
-    @contextmanager
-    def call(self, slot_bytes: int, call_name: bytes) -> Iterator[tuple[Workspace, int]]:
-        """Begins a call of the channel `"sync"`; yields its workspace and epoch.
+    def call(self, slot_bytes: int, call_name: bytes) -> _Call:
+        """Begins a call of the channel `"sync"`; gives its workspace and epoch to `with`.
 
         An exception inside the `with` block ends the call on this rank: peers that wait for it
         raise an error with the reason. The next call uses the same workspace.
         """
-        with self.own_lock():
-            workspace = self._workspaces["sync"]
-            epoch = self._library.symm_cp_begin(self.handle, slot_bytes, call_name)
-            if epoch < 0:
-                raise reported(RuntimeError(native.error()))
-            workspace.began(epoch)
-            try:
-                yield workspace, epoch
-            except BaseException as error:
-                self._library.symm_cp_fail(self.handle, _reason(self, call_name, error))
-                reported(error)
-                raise
+        return _Call(self, slot_bytes, call_name)
 
     def refuse(self, channel: str, error: BaseException) -> None:
         """Tells the peers that this rank does not make the call that they may be making now.
@@ -350,7 +384,7 @@ class Group:
 
 
 def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
-    """What peers are told of an error on this rank."""
+    """Returns the text of an error on this rank for its peers."""
     op = f"{call_name.decode()}: " if call_name else ""
     return f"{op}{type(error).__name__} on rank {group.rank}: {error}".encode()
 
@@ -359,7 +393,7 @@ def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
 on_creation: list[Callable[[Group], object]] = []
 
 #: Called when a group is first used, whichever op comes first; not collective. They publish in the
-#: group's store what peers may ask of this rank.
+#: group's store the facts that peers may need of this rank.
 on_first_use: list[Callable[[Group], object]] = []
 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}

@@ -1,4 +1,17 @@
 """Other libraries' models on symm_cp, through these libraries' own extension points.
 
-Each is imported only when asked for, and needs the library that it is named after.
+Each is imported only when asked for, and needs the library that it is named after; that of
+transformers also as soon as a context is entered while a model of transformers may exist.
 """
+
+from contextlib import suppress as _suppress
+
+from symm_cp.context_parallel import inspectors as _inspectors
+
+
+def _inspect_transformers() -> None:
+    with _suppress(ImportError):  # a release whose masks are not known: models are still judged
+        from symm_cp.integrations import transformers  # noqa: F401
+
+
+_inspectors.register("transformers.modeling_utils", _inspect_transformers)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from symm_cp.context_parallel import HeadTail, LoadBalancer, context_parallel
-from symm_cp.context_parallel.model_batch import plain
+from symm_cp.context_parallel.inspectors import plain
 from symm_cp.ops.attention.methods import (
     METHODS,
     MethodName,
@@ -45,8 +45,6 @@ _KNOWN = ((1, 15),)
 
 @dataclass(frozen=True)
 class _Options:
-    """What `enable` was given."""
-
     load_balancer: Callable[[int, int], LoadBalancer]
     method: MethodName | None
 
@@ -126,7 +124,6 @@ def _check_release() -> None:
 
 
 def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    """Puts `make(original)` in place of a method."""
     original = vars(owner)[name]
     _replaced.append((owner, name, original))
     setattr(owner, name, wraps(original)(make(original)))

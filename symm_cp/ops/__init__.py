@@ -1,50 +1,25 @@
-"""The ops of the `symm_mem` namespace: one file or folder a family."""
-
-from __future__ import annotations
+"""The ops of `torch.ops.symm_mem`: one file or folder a family, each op declared once (op.py)."""
 
 from symm_cp.ops import (
     attention,
     collectives,
-    common,
-    delta_rule,
     equal_inputs,
-    exchange_heads,
-    halo,
-    head_projection,
-    low_contention,
     matmul,
-    matmul_all_reduce,
-    matmul_derivatives,
-    matmul_grad,
-    scaled_all_reduce,
-    scaled_matmul,
-    scan,
-    transforms,
-    unsupported,
 )
+from symm_cp.ops.heads import exchange_heads, projection
+from symm_cp.ops.recurrent import delta_rule, halo, scan
+from symm_cp.ops.registration import register, register_without_native
 
-
-def register() -> None:
-    """Registers all kernels with torch."""
-    matmul.register()
-    matmul_all_reduce.register()
-    matmul_grad.register()
-    matmul_derivatives.register()
-    scaled_matmul.register()
-    scaled_all_reduce.register()
-    collectives.register()
-    equal_inputs.register()
-    exchange_heads.register()
-    head_projection.register()
-    low_contention.register()
-    attention.register()
-    halo.register()
-    scan.register()
-    delta_rule.register()
-    transforms.register()
-    unsupported.register()
-
-
-def register_without_native() -> None:
-    """Has ops whose kernels are native say why the native part is missing."""
-    common.register_without_native()
+__all__ = [
+    "attention",
+    "collectives",
+    "delta_rule",
+    "equal_inputs",
+    "exchange_heads",
+    "halo",
+    "matmul",
+    "projection",
+    "register",
+    "register_without_native",
+    "scan",
+]

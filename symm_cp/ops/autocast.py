@@ -9,20 +9,17 @@ compute nothing: autocast does not reach them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.amp.autocast_mode import _cast
 
-from symm_cp import devices
-from symm_cp.ops.common import Op, device_kernels, keys_of_ours, lib, named_with_sizes
-
-#: Takes the arguments of an op and the device; returns the arguments to use under autocast.
-Prepare: TypeAlias = Callable[[tuple[Any, ...], str], tuple[Any, ...]]
+from symm_cp import cuda
+from symm_cp.ops.common import keys_of_ours, lib
+from symm_cp.ops.op import Kernel, Op, Prepare, untouched
 
 #: What `symm_cp.override_cuda_ops` registers for torch's ops, by dispatch key and name.
-device_autocast: dict[tuple[str, str], Op] = {}
+device_autocast: dict[tuple[str, str], Kernel] = {}
 
 
 def cast(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
@@ -51,8 +48,7 @@ def as_they_are(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     return args
 
 
-def _rule(name: str, device: str, key: str, prepare: Prepare) -> Op:
-    op = getattr(torch.ops.symm_mem, name).default
+def _rule(op: Any, device: str, key: str, prepare: Prepare) -> Kernel:
     keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(key))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -62,18 +58,19 @@ def _rule(name: str, device: str, key: str, prepare: Prepare) -> Op:
     return kernel
 
 
-def register(prepare: Prepare, *names: str) -> None:
-    """Registers what ops, and those that take sizes, do with their inputs under autocast.
+def register_autocast(op: Op) -> None:
+    """Registers what an op does with its inputs under autocast.
 
     The kernels are called only while autocast is on for the device of an input. Where torch has
     kernels, autocast leaves the inputs of torch's ops alone until ours are installed instead.
     """
-    kinds = ((kind.torch_type, kind.dispatch_key) for kind in devices.known())
+    if op.autocast is None or op.autocast is untouched:
+        return
+    kinds = ((kind.torch_type, kind.dispatch_key) for kind in cuda.known())
     for device, dispatch_key in (("cpu", "CPU"), *kinds):
         key = f"Autocast{dispatch_key}"
-        for name in named_with_sizes(*names):
-            rule = _rule(name, device, key, prepare)
-            if name in device_kernels and dispatch_key not in keys_of_ours():
-                device_autocast[key, name] = rule
-            else:
-                lib.impl(name, rule, key)
+        rule = _rule(op.overload, device, key, op.autocast)
+        if op.replaces_torch and dispatch_key not in keys_of_ours():
+            device_autocast[key, op.name] = rule
+        else:
+            lib.impl(op.name, rule, key)

@@ -7,8 +7,8 @@ import functools
 import inspect
 import threading
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-from symm_cp import devices, native, wire
+from symm_cp import cuda, native
 from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import (
     Group,
@@ -28,10 +28,12 @@ from symm_cp.group.memory import (
     resolve,
     unknown_group,
 )
-from symm_cp.ops.compiled import called_in_order
+from symm_cp.native import wire
+from symm_cp.ops.op import Kernel
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
 from symm_cp.runtime import process_group
-from symm_cp.runtime.api import REDUCIBLE, Collective
+from symm_cp.runtime.api import Collective
+from symm_cp.tensors.dtypes import SUMMABLE, summable
 from symm_cp.tensors.shards import Split
 
 #: What a checkpoint raises as soon as it has recomputed what it needs.
@@ -39,18 +41,16 @@ END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError"
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
-SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
 _MAX_PLANS = 512
 _LONG_SIZES = 48  # of the characters of a call's name that peers compare
 # Dispatch keys at which no call is made: fake kernels, what records calls, what other keys follow.
 _NOT_CALLS = ("Meta", "Functionalize", "Composite", "ADInplaceOrView")
-_DEVICES = tuple(kind.dispatch_key for kind in devices.known())
+_DEVICES = tuple(kind.dispatch_key for kind in cuda.known())
 
 
 class _Library(torch.library.Library):
-    """Kernels for CPU tensors tell the peers when they refuse a call; graphs keep the order."""
+    """Kernels for CPU tensors tell the peers when they refuse a call."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -61,8 +61,6 @@ class _Library(torch.library.Library):
     ) -> None:
         if not dispatch_key.startswith(_NOT_CALLS) and dispatch_key not in _DEVICES:
             fn = self._telling(str(op_name), fn, dispatch_key, bool(kwargs.get("with_keyset")))
-        if dispatch_key == "Meta" and self.ns == "symm_mem":
-            fn = called_in_order(str(op_name).rpartition("::")[2], fn)
         super().impl(op_name, fn, dispatch_key, *args, **kwargs)
 
     def _telling(self, name: str, kernel: Any, dispatch_key: str, with_keyset: bool) -> Any:
@@ -97,7 +95,7 @@ def tells_peers(
     def group_of_call(args: Any, kwargs: Any) -> Any:
         return signature.bind(*args, **kwargs).arguments[group]
 
-    return _telling(function, group_of_call, channel, op)
+    return _telling(function, group_of_call, channel, op, traced=True)
 
 
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:
@@ -107,17 +105,26 @@ def entry_point(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _telling(
-    function: Callable[P, R], group_of_call: Callable[[Any, Any], Any], channel: str, op: str
+    function: Callable[P, R],
+    group_of_call: Callable[[Any, Any], Any],
+    channel: str,
+    op: str,
+    *,
+    traced: bool = False,
 ) -> Callable[P, R]:
+    """`traced`: compilers read the function, which kernels and gradients are hidden from."""
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if traced and torch.compiler.is_compiling():
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
         except END_OF_RECOMPUTATION:  # nothing failed
             raise
         except Exception as error:
+            if torch.compiler.is_compiling():
+                raise
             if op:
                 _name_op(op, error)
             with contextlib.suppress(Exception):  # no group, nobody to tell
@@ -187,14 +194,11 @@ PLANS: StateKey[Plans] = StateKey("plans")
 lib = _Library("symm_mem", "FRAGMENT")
 
 #: Holds kernels in Python of ops whose kernels for CPU tensors are native, under the same names.
-_in_python = _Library("symm_cp", "FRAGMENT")
-_with_native_kernels: list[str] = []
-
-Op: TypeAlias = Callable[..., Any]
+in_python = _Library("symm_cp", "FRAGMENT")
 
 #: Kernels for devices, by name, of ops that torch has kernels for as well:
 #: `symm_cp.override_cuda_ops` installs ours.
-device_kernels: dict[str, Op] = {}
+device_kernels: dict[str, Kernel] = {}
 
 
 def keys_of_ours() -> tuple[str, ...]:
@@ -203,7 +207,7 @@ def keys_of_ours() -> tuple[str, ...]:
     What is registered for the others changes torch's ops there. Importing must not do that, except
     to add what is right for torch's kernels as well.
     """
-    kinds = [kind.dispatch_key for kind in devices.known() if not kind.torch_has_kernels]
+    kinds = [kind.dispatch_key for kind in cuda.known() if not kind.torch_has_kernels]
     return ("CPU", *kinds)
 
 
@@ -211,56 +215,6 @@ def device_behind(tensor: torch.Tensor) -> torch.device:
     """Returns the device of a tensor; in fake kernels, the one that it stands for."""
     fake: torch.device | None = getattr(tensor, "fake_device", None)
     return tensor.device if fake is None else fake
-
-
-def register_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
-    """Registers an op's kernel for CPU tensors and for those of every known device.
-
-    With `replaces_torch`, torch has a kernel for some devices; ours is kept in `device_kernels`,
-    and `override_cuda_ops` installs it.
-    """
-    lib.impl(name, kernel, "CPU")
-    register_device_kernel(name, kernel, replaces_torch=replaces_torch)
-
-
-def register_device_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
-    """As `register_kernel`, but not for CPU tensors."""
-    if replaces_torch:
-        device_kernels[name] = kernel
-    for device in devices.known():
-        if not (replaces_torch and device.torch_has_kernels):
-            lib.impl(name, kernel, device.dispatch_key)
-
-
-def register_in_python(name: str, kernel: Op) -> None:
-    """Registers what a native kernel (csrc/kernels.h) calls where it cannot serve CPU tensors.
-
-    In groups that span hosts, in torch's test mode, and where tests have streams serve them.
-    """
-    schema = str(getattr(torch.ops.symm_mem, name).default._schema)
-    _in_python.define(schema.removeprefix("symm_mem::"))
-    _in_python.impl(name, kernel, "CPU")
-    lib.on_cpu.add(name)
-    _with_native_kernels.append(name)
-
-
-def register_planner(name: str, schema: str, plan: Op) -> None:
-    """Registers what a native kernel asks once for each kind of arguments, as the overload `plan`.
-
-    It checks the arguments. `schema` is its own, without a name.
-    """
-    _in_python.define(f"{name}.plan{schema}")
-    _in_python.impl(f"{name}.plan", plan, "CPU")
-
-
-def register_without_native() -> None:
-    """Has ops whose kernels are native say why the native part is missing."""
-
-    def refuses(*args: Any) -> Any:
-        native.load()
-
-    for name in _with_native_kernels:
-        lib.impl(name, refuses, "CPU")
 
 
 def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail: str = "") -> bytes:
@@ -272,9 +226,11 @@ def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail:
     return _name_of(op, tuple([(t.dtype, t.shape) for t in tensors]), split, detail)
 
 
-def name_of(op: str, dtype: torch.dtype, shape: Sequence[int], detail: str) -> bytes:
-    """As `what_is`, for a result that is not made yet."""
-    return _name_of(op, ((dtype, torch.Size(shape)),), None, detail)
+def name_of(
+    op: str, dtype: torch.dtype, shape: Sequence[int], detail: str, split: Split | None = None
+) -> bytes:
+    """As `what_is`, for a tensor that is not there."""
+    return _name_of(op, ((dtype, torch.Size(shape)),), split, detail)
 
 
 @functools.lru_cache(maxsize=_MAX_PLANS)
@@ -320,6 +276,26 @@ def check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: to
     check_dense(op, name, out)
 
 
+def into_output(op: str, argument: str, fake: Kernel, call: Kernel) -> dict[str, Kernel]:
+    """Returns two parts of an op whose last argument takes the result: `fake` and `functional`.
+
+    The arguments are those of the same op without that argument: its fake kernel, and a call.
+    """
+
+    def checked(*args: Any) -> torch.Tensor:
+        *given, out = args
+        made = fake(*given)
+        check_out(op, argument, out, list(made.shape), made.dtype)
+        return out
+
+    def functional(*args: Any) -> torch.Tensor:
+        *given, out = args
+        checked(*args)
+        return out.copy_(call(*given))
+
+    return {"fake": checked, "functional": functional}
+
+
 def in_test_mode() -> bool:
     """Tells whether torch's `_test_mode()` asks for the unfused definitions of the ops."""
     return torch_symm_mem._is_test_mode
@@ -330,11 +306,6 @@ def check_dim(op: str, name: str, dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise ValueError(f"{op}: {name}={dim} is out of range for a {ndim}-D tensor")
     return dim % ndim
-
-
-def summable(dtype: torch.dtype) -> bool:
-    """Returns whether elements of a dtype can be added up."""
-    return dtype.to_real() in REDUCIBLE
 
 
 def check_reduce_op(op: str, name: str, dtype: torch.dtype, reduce_op: str = "sum") -> bool:
@@ -424,6 +395,37 @@ def group_of(group_name: str, rank: int | None = None) -> Group:
     return group
 
 
+class Place(NamedTuple):
+    """Where a call is made; without a group where only the shapes of results are asked for."""
+
+    rank: int
+    world_size: int
+    group: Group | None = None
+
+
+def kernel_and_fake(function: Callable[..., Any]) -> tuple[Kernel, Kernel]:
+    """Returns the kernel and the fake kernel of a function of a `Place` and an op's arguments.
+
+    The function checks the arguments; without a group it returns new tensors of the results'
+    shapes, strides and dtypes, and with one the results.
+    """
+    names = list(inspect.signature(function).parameters)[1:]
+    group_at = names.index("group_name")
+    rank_at = names.index("rank") if "rank" in names else len(names)
+
+    @functools.wraps(function)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        group = group_of(args[group_at], args[rank_at] if rank_at < len(args) else None)
+        return function(Place(group.rank, group.world_size, group), *args, **kwargs)
+
+    @functools.wraps(function)
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        rank = args[rank_at] if rank_at < len(args) else None
+        return function(Place(rank or 0, world_size_of(args[group_at])), *args, **kwargs)
+
+    return kernel, fake
+
+
 def world_size_of(group_name: str) -> int:
     """Returns the size of a group; in fake kernels too, where nothing native may be needed."""
     try:
@@ -481,16 +483,6 @@ def public_name(op: str) -> str:
     return next((name for name, split in WITH_SIZES.items() if split == op), op)
 
 
-def named_with_sizes(*ops: str) -> tuple[str, ...]:
-    """Returns the names of ops, and of their counterparts that take sizes."""
-    return (*ops, *(WITH_SIZES[op] for op in ops if op in WITH_SIZES))
-
-
-def with_sizes(by_op: Mapping[str, T]) -> dict[str, T]:
-    """Returns what there is for each op, which serves its counterpart with sizes as well."""
-    return {name: value for op, value in by_op.items() for name in named_with_sizes(op)}
-
-
 def op_for(name: str, device: torch.device) -> Any:
     """Returns the op that runs our kernel on a device: torch's of that name, or else ours.
 
@@ -498,15 +490,16 @@ def op_for(name: str, device: torch.device) -> Any:
     gathered or scattered, negative dimensions, float8 results), round more often (the last
     dimension in 16 bits), and wait without end.
     """
-    kind = devices.kind_for(device)
+    kind = cuda.kind_for(device)
     of_torch = kind is not None and kind.torch_has_kernels
     return getattr(torch.ops.symm_mem, WITH_SIZES[name] if of_torch else name)
 
 
 def call_op(name: str, tensor: torch.Tensor, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:
     """Runs our kernel on the device of a tensor, the first argument."""
-    ours = getattr(torch.ops.symm_mem, WITH_SIZES[name]) if uneven else op_for(name, tensor.device)
-    return ours(tensor, *args, *uneven, **kwargs)
+    kind = cuda.kind_for(tensor.device)
+    ours = WITH_SIZES[name] if uneven or (kind is not None and kind.torch_has_kernels) else name
+    return getattr(torch.ops.symm_mem, ours)(tensor, *args, *uneven, **kwargs)
 
 
 # Renamed in torch 2.13, where the old names warn.

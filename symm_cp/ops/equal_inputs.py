@@ -21,12 +21,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from symm_cp import env, runtime
-from symm_cp.devices import has_streams
-from symm_cp.devices.kept import capturing, kept
+from symm_cp.cuda import has_streams
+from symm_cp.cuda.kept import capturing, kept
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import GroupLike, reported, resolve
 from symm_cp.modes import ordinary_tensors
-from symm_cp.ops.common import lib, register_kernel, tells_peers
+from symm_cp.ops.common import tells_peers
+from symm_cp.ops.op import LEFT_TO_TORCH, Elsewhere, Op, arguments, declare, untouched
 
 #: How errors say that the comparison can be turned off.
 OFF = "SYMM_CP_COMPARE_INPUTS=0 turns this check off"
@@ -235,8 +236,6 @@ def _differing_values(items: Sequence[Item], records: Sequence[Record]) -> list[
 _SAME = "_same_on_all_ranks"
 _PIECE = 28  # bits of a hash in one addend: sums over any number of ranks do not overflow
 
-lib.define(f"{_SAME}(Tensor input, str op, str name, str remedy, str group_name) -> Tensor")
-
 
 def _compare_input(input: torch.Tensor, op: str, name: str, remedy: str, group: str) -> None:
     """As `compare` of one tensor, in a quarter of its time where that is equal on all ranks."""
@@ -305,7 +304,17 @@ def same_on_all_ranks(
     return input
 
 
-def register() -> None:
-    """Adds the op that compares in graphs."""
-    register_kernel(_SAME, _same_kernel)
-    torch.library.register_fake(f"symm_mem::{_SAME}", _same_fake, lib=lib)
+declare(
+    Op(
+        name=_SAME,
+        schema="(Tensor input, str op, str name, str remedy, str group_name) -> Tensor",
+        kernel=_same_kernel,
+        fake=_same_fake,
+        gradient=Elsewhere("graphs compare integers and bools", differentiable=False),
+        autocast=untouched,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(torch.ones(4, 6), "op", "input", "", on.group_name),
+        mixes_devices=True,
+        internal=True,
+    )
+)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from symm_cp import devices, native
-from symm_cp.devices.selftest import known_verdict
+from symm_cp import cuda, native
+from symm_cp.cuda.selftest import known_verdict
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, StateKey, resolve
 from symm_cp.ops.autocast import device_autocast
-from symm_cp.ops.common import Op, device_behind, device_kernels
+from symm_cp.ops.common import device_behind, device_kernels
+from symm_cp.ops.op import Kernel
 
 _installed: CudaOverride | None = None
 
@@ -37,7 +38,7 @@ def _serves(group: Group, device: torch.device) -> bool:
     elif group.world_size == 1:
         reason = ""
     else:
-        verdict = devices.device_for(group, device).verdict(group)
+        verdict = cuda.device_for(group, device).verdict(group)
         reason = "" if verdict.passed else verdict.reason
     if not reason:
         return True
@@ -51,9 +52,9 @@ def _serves(group: Group, device: torch.device) -> bool:
     return False
 
 
-def _or_torchs(name: str, ours: Op) -> Op:
+def _or_torchs(name: str, ours: Kernel) -> Kernel:
     """Returns our kernel of an op, and torch's for groups that ours do not serve."""
-    torchs: Op = getattr(torch_symm_mem, name if name.startswith("_") else f"_{name}")
+    torchs: Kernel = getattr(torch_symm_mem, name if name.startswith("_") else f"_{name}")
     arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
     group_name = [argument.name for argument in arguments].index("group_name")
 
@@ -68,7 +69,7 @@ def _or_torchs(name: str, ours: Op) -> Op:
 class CudaOverride:
     """Our kernels, installed; `undo()`, or the end of a `with` block, restores torch's."""
 
-    def __init__(self, kinds: list[type[devices.Device]]) -> None:
+    def __init__(self, kinds: list[type[cuda.Device]]) -> None:
         self._library: torch.library.Library | None = torch.library.Library("symm_mem", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is a kernel already
@@ -100,7 +101,7 @@ class CudaOverride:
         self.undo()
 
 
-def fake_kernel(ours: Op, torchs: str) -> Op:
+def fake_kernel(ours: Kernel, torchs: str) -> Kernel:
     """Returns a fake kernel of torch's op: torch's own for devices where torch's kernel runs.
 
     `torchs` is its name in torch.distributed._symmetric_memory.
@@ -108,7 +109,7 @@ def fake_kernel(ours: Op, torchs: str) -> Op:
 
     @functools.wraps(ours)
     def fake(*args: Any, **kwargs: Any) -> Any:
-        kind = devices.kind_for(device_behind(args[0]))
+        kind = cuda.kind_for(device_behind(args[0]))
         of_torch = kind is not None and kind.torch_has_kernels and _installed is None
         return (getattr(torch_symm_mem, torchs) if of_torch else ours)(*args, **kwargs)
 
@@ -128,7 +129,7 @@ def override_cuda_ops() -> CudaOverride:
     driver_level = native.load().symm_cp_driver
     kinds = [
         kind
-        for kind in devices.known()
+        for kind in cuda.known()
         if kind.torch_has_kernels and driver_level(kind.driver.encode()) >= 0
     ]
     if not kinds:

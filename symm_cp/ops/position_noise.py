@@ -5,8 +5,8 @@ generator of each rank, its random numbers would be those of other positions on 
 they are functions of a seed, which ranks draw alike, and of the sample, position and feature that a
 number belongs to:
 
-    dropout masks   Philox by counter (csrc/dropout_mask.cpp; attention/philox.py where that is not
-                    available): costs what this rank's part does
+    dropout masks   Philox by counter (csrc/attention/dropout_mask.cpp; attention/philox.py where
+                    that is not available): costs what this rank's part does
     other numbers   those of the whole sequence, of which this rank takes its rows
 """
 

@@ -2,7 +2,7 @@
 
 A kernel reads the bytes of a dense tensor. Other kinds come with dispatch keys of their own
 (unsupported.py); what comes to a kernel all the same, and would make it read memory that is not
-there, is refused here. Native kernels say the same (csrc/kernels.cpp).
+there, is refused here. Native kernels say the same (csrc/ops/kernels.cpp).
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class TensorArguments:
         self.group_name = next(
             (i for i, each in enumerate(schema.arguments) if each.name == "group_name"), None
         )
-        self._arguments = []
+        self.places: list[_Argument] = []
         for index, argument in enumerate(schema.arguments):
             kind = str(argument.type)
             if "Tensor" in kind:
                 required = "Optional" not in kind
                 is_list = kind.startswith("List")
-                self._arguments.append(_Argument(index, argument.name, is_list, required))
+                self.places.append(_Argument(index, argument.name, is_list, required))
 
     def named(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors and their names, "A" or "Bs[0]"; a required one may be None."""
-        for index, name, is_list, required in self._arguments:
+        for index, name, is_list, required in self.places:
             given = args[index] if index < len(args) else kwargs.get(name)
             if not is_list:
                 if given is not None or (required and index < len(args)):
@@ -96,16 +96,28 @@ def missing_memory(tensor: torch.Tensor) -> str:
 def checking_memory(op: str, arguments: TensorArguments, kernel: Callable[P, R]) -> Callable[P, R]:
     """Returns the kernel of an op, which first refuses tensors whose memory is not there."""
 
-    @functools.wraps(kernel)
-    def check(*args: P.args, **kwargs: P.kwargs) -> R:
+    def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for name, tensor in arguments.named(args, kwargs):
             if tensor is None:
                 raise TypeError(f"{op}: {name} is None, must be a tensor")
             if missing := missing_memory(tensor):
                 raise ValueError(f"{op}: {name} {missing}")
+
+    @functools.wraps(kernel)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Contiguous tensors are looked at here: a call of a function for each takes as long.
+        try:
+            for index, name, is_list, _ in arguments.places:
+                given: Any = args[index] if index < len(args) else kwargs.get(name)
+                for x in given if is_list else (given,):
+                    end = (x.storage_offset() + x.numel()) * x.element_size()
+                    if not x.is_contiguous() or x.untyped_storage().nbytes() < end:
+                        raise ValueError
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            check(args, kwargs)
         return kernel(*args, **kwargs)
 
-    return check
+    return checked
 
 
 def concerns_peers(given: Sequence[Any]) -> bool:

@@ -17,7 +17,8 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from symm_cp.ops.common import keys_of_ours, lib, named_with_sizes
+from symm_cp.ops.common import keys_of_ours, lib
+from symm_cp.ops.op import Op
 
 _NAMESPACE = torch.ops.symm_mem
 # Results that autograd knew as views could not be modified in place: kernels run below its key.
@@ -54,11 +55,13 @@ def register_gradient(
     backward: Callable[..., Any],
     setup_context: Callable[..., Any] | None = None,
     keys: Sequence[str] = ("Autograd",),
+    library: torch.library.Library = lib,
 ) -> None:
     """Registers the backward pass of an op, as `torch.library.register_autograd` does.
 
     The backward pass has to be built of ops that are differentiable themselves: then there are
     second derivatives. Transforms that it cannot serve are refused. `keys`: for which devices.
+    `library`: where the op of this name gets the kernel.
     """
     op = getattr(_NAMESPACE, name).default
 
@@ -80,7 +83,7 @@ def register_gradient(
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     for key in keys:
-        lib.impl(name, kernel, key, with_keyset=True)
+        library.impl(name, kernel, key, with_keyset=True)
 
 
 def register_no_gradient(name: str, instead: str, *, is_torchs: bool = False) -> None:
@@ -139,8 +142,13 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
     return decorate
 
 
-def _register_vmap(name: str, complete: Callable[[Any], Any] | None) -> None:
-    op = getattr(_NAMESPACE, name).default
+def register_vmap(declaration: Op) -> None:
+    """Has `torch.func.vmap` call an op for one element of the batch after the other.
+
+    torch would do the same, but not with lists of tensors, and it would copy the result of a
+    low-contention op before `complete` has waited for it.
+    """
+    op, name, complete = declaration.overload, declaration.name, declaration.complete
 
     def one_by_one(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
         flat, arguments = pytree.tree_flatten(args)
@@ -167,36 +175,3 @@ def _register_vmap(name: str, complete: Callable[[Any], Any] | None) -> None:
 
     torch.library.register_vmap(f"symm_mem::{name}", one_by_one, lib=lib)
     lib.impl(name, refuse_batched, "Batched")  # the key of torch's first vmap, used only there
-
-
-def register() -> None:
-    """Has `torch.func.vmap` call an op for one element of the batch after the other.
-
-    torch would do the same, but not with lists of tensors, and it would copy the result of a
-    low-contention op before it is complete. The ops that are not named here are left to torch.
-    """
-    for name in named_with_sizes(
-        "fused_all_gather_matmul",
-        "fused_matmul_reduce_scatter",
-        "fused_matmul_all_reduce",
-        "fused_all_gather_scaled_matmul",
-        "fused_scaled_matmul_reduce_scatter",
-        "fused_scaled_matmul_all_reduce",
-        "one_shot_all_reduce",
-        "one_shot_all_reduce_copy",
-        "all_gather_kv",
-        "_all_gather_kv_backward",
-        "exchange_halo",
-        "_add_halo",
-        "scan_states",
-        "exchange_heads",
-        "project_to_heads",
-        "project_from_heads",
-        "_fused_matmuls_reduce_scatter",
-        "_fused_matmuls_all_reduce",
-        "_fused_all_gather_weight_grad",
-        "_fused_matmul_reduce_scatter_backward",
-    ):
-        _register_vmap(name, None)
-    for name in named_with_sizes("_low_contention_all_gather", "_low_contention_reduce_scatter"):
-        _register_vmap(name, torch.ops._c10d_functional.wait_tensor)

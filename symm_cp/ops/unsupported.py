@@ -5,17 +5,16 @@ which torch would refuse a call before any kernel of ours knows of it: the peers
 rank until their time-out. So each op that runs on CPU tensors has a kernel there, which raises.
 
 What torch refuses elsewhere (named tensors, wrappers without a rule for the op) is told by the
-kernels of autograd, through which all calls go (common.py, csrc/kernels.cpp).
+kernels of autograd, through which all calls go (common.py, csrc/ops/kernels.cpp).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from symm_cp.ops.attention import mesh_calls
 from symm_cp.ops.common import lib, public_name
+from symm_cp.ops.op import Op
 from symm_cp.ops.tensor_checks import TensorArguments, unsupported
 
 _KEYS = (
@@ -28,10 +27,9 @@ _KEYS = (
 )
 
 
-def _refusal(name: str) -> Any:
-    schema = getattr(torch.ops.symm_mem, name).default._schema
-    arguments = TensorArguments(schema)
-    op = public_name(name)
+def _refusal(declaration: Op) -> Any:
+    arguments = TensorArguments(declaration.overload._schema)
+    op = public_name(declaration.name)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         error: Exception = NotImplementedError(f"{op}: takes dense tensors only")
@@ -49,9 +47,8 @@ def _refusal(name: str) -> Any:
     return refuse
 
 
-def register() -> None:
-    """Has every op that runs on CPU tensors refuse those without dense memory."""
-    for name in sorted(lib.on_cpu):
-        refuse = _refusal(name)
-        for key in _KEYS:
-            lib.impl(name, refuse, key)
+def refuse_without_memory(op: Op) -> None:
+    """Has an op refuse CPU tensors without dense memory."""
+    refuse = _refusal(op)
+    for key in _KEYS:
+        lib.impl(op.name, refuse, key)

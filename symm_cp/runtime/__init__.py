@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+from typing import TypeAlias
+
 import torch
 
-from symm_cp.devices import has_streams, spans_hosts
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.cpu import CpuRuntime, boxes_of
 from symm_cp.runtime.hosts import HostsRuntime
-from symm_cp.runtime.streams import StreamRuntime
 
-__all__ = ["background_of", "boxes_of", "of"]
+__all__ = ["Choose", "background_of", "boxes_of", "of", "serve"]
 
-_cpu: Runtime = CpuRuntime()
-_streams = StreamRuntime()
+#: Returns the runtime for a group's tensors on a device.
+Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
+#: The types of torch devices that are served by other runtimes, which `choose` returns.
+_served: list[tuple[Container[str], Choose]] = []
+
+_cpu = CpuRuntime()
 _cpu_over_hosts = HostsRuntime(_cpu)
-_streams_over_hosts = HostsRuntime(_streams)
+
+
+def serve(types: Container[str], choose: Choose) -> None:
+    """Has `choose` return the runtime for devices of these types, to which others may be added."""
+    _served.append((types, choose))
 
 
 def of(tensor: torch.Tensor, group: Group) -> Runtime:
     """Returns the runtime for the device of a tensor and the ranks of a group."""
     device = tensor.device
-    on_streams = has_streams(device)
-    if (on_streams and spans_hosts(group, device)) or hosts_of(group, device) is None:
-        return _streams if on_streams else _cpu
-    return _streams_over_hosts if on_streams else _cpu_over_hosts
+    for types, choose in _served:
+        if device.type in types:
+            return choose(device, group)
+    return _cpu if hosts_of(group, device) is None else _cpu_over_hosts
 
 
 def background_of(tensor: torch.Tensor, group: Group) -> BackgroundRuntime:
-    """Returns what runs collectives in the background where that is not native."""
+    """Returns the runtime for background collectives where these are not native."""
     found = of(tensor, group)
-    assert isinstance(found, StreamRuntime | HostsRuntime), found
+    assert isinstance(found, BackgroundRuntime), found
     return found

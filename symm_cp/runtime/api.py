@@ -1,8 +1,14 @@
-"""What a runtime does: pipelines and collectives for tensors of one kind of device.
+"""The interface of runtimes: pipelines and collectives for tensors of one kind of device.
 
 Pipelines know no matmul and no attention: they take `consume(shard, rank)` and
 `produce(rank, out)`. `call_name` is the bytes that name the call in errors, and by which ranks
 notice that they make different calls.
+
+`Runtime` declares each method once: its arguments, defaults and contract. The method completes the
+arguments (`Shards`, partial shapes, splits) and passes one record of them, such as `GatherCall`, to
+the method that each kind of runtime implements. A generic `run(pattern, operands, callbacks)` would
+be shorter here, but callers would lose the types of callbacks and options. Where a method follows
+from another one, it has its implementation here, and a runtime overrides it only to be faster.
 
 Slots, their parts, staging memory and partial sums begin at multiples of 64 bytes. Where a shard is
 read in place, or in the caller's gathered tensor, it may begin anywhere and have other strides:
@@ -11,14 +17,16 @@ kernels whose bits depend on that take it through `symm_cp.tensors.alignment.ali
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from symm_cp import wire
 from symm_cp.group.memory import Group
-from symm_cp.tensors.shards import Shape, Shapes, Split
+from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Shape, Shapes, Shards, Split
 
 #: Takes the tensors of a rank's shard, and the rank.
 Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
@@ -31,35 +39,21 @@ ConsumeAndProduce: TypeAlias = Callable[[list[torch.Tensor], int, torch.Tensor],
 #: Takes the peers' shards (one tensor for each part, in the order of `peers`), words of int32, a
 #: step and an epoch: shard i is there once word i * step is the epoch, or a later one.
 Poll: TypeAlias = Callable[[list[torch.Tensor], torch.Tensor, int, int], None]
-#: Takes a piece, what the rank before passes on of it (None: this rank is the first of the chain),
-#: and the memory for what this rank passes on (None: it is the last).
+#: Takes a piece, its input from the previous rank (None: this rank is the first of the chain), and
+#: the memory for its output to the next rank (None: this rank is the last).
 RelayStep: TypeAlias = Callable[[int, torch.Tensor | None, torch.Tensor | None], None]
 
-#: Works on what is here already.
+#: Processes local data while remote data is in flight.
 ConsumeHere: TypeAlias = Callable[[], None]
 #: Takes the rank that this one gives to or takes from, and the memory that passes between them.
 Pass: TypeAlias = Callable[[int, torch.Tensor], None]
-
-#: The element types that can be summed.
-REDUCIBLE: dict[torch.dtype, wire.DType] = {
-    torch.uint8: wire.DType.UINT8,
-    torch.int8: wire.DType.INT8,
-    torch.int16: wire.DType.INT16,
-    torch.int32: wire.DType.INT32,
-    torch.int64: wire.DType.INT64,
-    torch.float16: wire.DType.FLOAT16,
-    torch.float32: wire.DType.FLOAT32,
-    torch.float64: wire.DType.FLOAT64,
-    torch.bfloat16: wire.DType.BFLOAT16,
-}
-
 
 #: Bytes that each rank (first index) gives to each (second index).
 Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class PlacedBox(NamedTuple):
-    """`planes` times `rows` runs of `row` bytes of a tensor; see `Box` in csrc/wire.h."""
+    """`planes` times `rows` runs of `row` bytes of a tensor; see `Box` in csrc/channel/wire.h."""
 
     peer: int
     piece: int
@@ -73,37 +67,125 @@ class PlacedBox(NamedTuple):
     row: int
 
 
-class Parcels(Protocol):
-    """What each rank gives to each: parts of the caller's tensors, which it copies itself."""
+class PackedBoxes(Protocol):
+    """Which parts of its tensors each rank sends to each, packed into one message for each peer.
+
+    Kernels of torch copy the parts by `give`, `take` and `keep`, native code by `boxes`.
+    """
 
     def __hash__(self) -> int:
-        """Equal ones have equal boxes, which are made once."""
+        """Equal objects have equal boxes, which are made once."""
 
     @property
     def sizes(self) -> Sizes:
-        """How many bytes each rank (first index) gives to each (second index)."""
+        """The bytes of the message from each rank (first index) to each (second index)."""
 
     @property
     def joins(self) -> bool:
-        """Whether what comes from all ranks lies side by side, rather than what goes to all."""
+        """Whether the parts from all ranks lie side by side; else those for all ranks do."""
 
     def give(self, tensors: Sequence[torch.Tensor], to: int, memory: torch.Tensor) -> None:
-        """Writes what goes to a peer to memory of that size."""
+        """Writes the message for a peer to memory of that size."""
 
     def take(self, outputs: Sequence[torch.Tensor], source: int, memory: torch.Tensor) -> None:
-        """Writes what a peer has given to where it belongs."""
+        """Copies the parts in a peer's message to their places in the outputs."""
 
     def keep(self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Copies what stays on this rank."""
+        """Copies the parts that stay on this rank."""
 
     def boxes(
         self, strides: Sequence[tuple[int, ...]], room: int
     ) -> tuple[list[PlacedBox], list[PlacedBox]]:
-        """The same as boxes: what is given and what is taken, in order of peers and pieces.
+        """Returns the parts that are sent and those that arrive, in order of peers and pieces.
 
-        `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. What a
-        rank keeps it gives and takes in equal boxes.
+        `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. A part
+        that stays on this rank is one box of both lists.
         """
+
+
+class GatherCall(NamedTuple):
+    """The arguments of `Runtime.all_gather_and_consume`; `split` is given with `gathered`."""
+
+    group: Group
+    shards: Shards
+    consume: Consume
+    name: bytes
+    gathered: torch.Tensor | None = None
+    split: Split | None = None
+
+
+class CombineCall(NamedTuple):
+    """The arguments of `Runtime.all_gather_and_combine`; shards are of one tensor each."""
+
+    group: Group
+    shards: Shards
+    combine: Combine
+    name: bytes
+
+
+class ScatterCall(NamedTuple):
+    """The arguments of `Runtime.produce_and_reduce_scatter`.
+
+    `partials` and `nbytes` are the shape and the size of each rank's partial sum.
+    """
+
+    group: Group
+    produce: Produce
+    out: torch.Tensor
+    name: bytes
+    partials: Sequence[Shape]
+    nbytes: tuple[int, ...]
+    mean: bool
+
+
+class AllReduceCall(NamedTuple):
+    """The arguments of `Runtime.produce_and_all_reduce`."""
+
+    group: Group
+    produce: Produce
+    out: torch.Tensor
+    name: bytes
+    split: Split | None
+    mean: bool
+
+
+class ExchangeCall(NamedTuple):
+    """The arguments of `Runtime.exchange_and_consume`."""
+
+    group: Group
+    give: Pass
+    consume: ConsumeHere
+    take: Pass
+    device: torch.device
+    name: bytes
+    sizes: Sizes
+
+
+class GatherAndScatterCall(NamedTuple):
+    """The arguments of `Runtime.consume_and_reduce_scatter`.
+
+    `partials` and `nbytes` are the shape and the size of the partial sum for each rank.
+    """
+
+    group: Group
+    shards: Shards
+    consume: ConsumeAndProduce
+    out: torch.Tensor
+    name: bytes
+    partials: Sequence[Shape]
+    nbytes: tuple[int, ...]
+    ring: bool
+
+
+class RelayCall(NamedTuple):
+    """The arguments of `Runtime.relay`."""
+
+    group: Group
+    step: RelayStep
+    like: torch.Tensor
+    shapes: Sequence[Shape]
+    name: bytes
+    reverse: bool
 
 
 class Collective(Protocol):
@@ -119,7 +201,7 @@ class Collective(Protocol):
         """
 
 
-class Runtime(Protocol):
+class Runtime(ABC):
     """Runs schedules on one kind of device; all methods are collective over the group."""
 
     def all_gather_and_consume(
@@ -141,6 +223,10 @@ class Runtime(Protocol):
         contiguous and receives the first tensor of all ranks, divided by `split` (by default into
         equal parts of dimension 0).
         """
+        shards = Shards(shard, group.world_size, shapes)
+        if gathered is not None and split is None:
+            split = Split.equal(shard[0].shape[0], group.world_size)
+        self._gather(GatherCall(group, shards, consume, call_name, gathered, split))
 
     def all_gather_and_combine(
         self,
@@ -155,15 +241,19 @@ class Runtime(Protocol):
 
         `shapes` gives the shape of each rank's shard where they differ.
         """
+        parts = None if shapes is None else [(shape,) for shape in shapes]
+        shards = Shards([shard], group.world_size, parts)
+        self._combine(CombineCall(group, shards, combine, call_name))
 
     def all_gather_and_poll(
         self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
     ) -> None:
-        """Calls `kernel` once, while the peers' shards are on their way: it polls for them.
+        """Calls `kernel` once, while the peers' shards are in flight: it polls for them.
 
         `shard` is one or more tensors, of equal shapes on all ranks. Raises `NotImplementedError`
         where kernels cannot poll.
         """
+        raise NotImplementedError(f"{call_name.decode()}: kernels on this device cannot poll")
 
     def produce_and_reduce_scatter(
         self,
@@ -178,9 +268,15 @@ class Runtime(Protocol):
         """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
 
         `produce` writes this rank's contribution to rank r's output into the contiguous `partial`,
-        of shape `shapes[r]` (by default that of `out`). Contributions are added in rank order, in
-        float32 for the 16-bit types.
+        of shape `shapes[r]` (by default the shape of `out`). Contributions are added in rank order,
+        in float32 for the 16-bit types.
         """
+        if shapes is None:
+            partials: Sequence[Shape] = (tuple(out.shape),) * group.world_size
+            nbytes = (out.nbytes,) * group.world_size
+        else:
+            partials, nbytes = shapes, _bytes_of(shapes, out.element_size())
+        self._scatter(ScatterCall(group, produce, out, call_name, partials, nbytes, mean))
 
     def produce_and_all_reduce(
         self,
@@ -199,6 +295,7 @@ class Runtime(Protocol):
         once, with this rank and memory for all of `out`. Contributions are added in rank order, in
         float32 for the 16-bit types. All ranks get the same bits.
         """
+        self._all_reduce(AllReduceCall(group, produce, out, call_name, split, mean))
 
     def exchange_and_consume(
         self,
@@ -213,14 +310,15 @@ class Runtime(Protocol):
     ) -> None:
         """Calls `give(r, memory)` for each peer r, `consume()`, and `take(r, memory)` for each.
 
-        `give` writes what goes to r to the memory, and `take` finds there what r has given, which
+        `give` writes the data for r to the memory, and `take` finds there the data from r, which
         travels while `consume` runs. Memory is 1-D and contiguous, of `sizes[source][to]` bytes.
         """
+        self._exchange(ExchangeCall(group, give, consume, take, device, call_name, sizes))
 
     def exchange(
         self,
         group: Group,
-        parcels: Parcels,
+        packed: PackedBoxes,
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         call_name: bytes,
@@ -229,6 +327,15 @@ class Runtime(Protocol):
 
         Tensors may have any strides, but 1 in the last dimension.
         """
+        self.exchange_and_consume(
+            group,
+            lambda to, memory: packed.give(tensors, to, memory),
+            lambda: packed.keep(tensors, outputs),
+            lambda source, memory: packed.take(outputs, source, memory),
+            tensors[0].device,
+            call_name,
+            sizes=packed.sizes,
+        )
 
     def consume_and_reduce_scatter(
         self,
@@ -242,13 +349,18 @@ class Runtime(Protocol):
         partials: Sequence[Shape],
         ring: bool = False,
     ) -> None:
-        """Calls `consume(shard of rank r, r, partial)` for each rank r; `out` sums what is for it.
+        """Calls `consume(shard of rank r, r, partial)` for each rank r; sums the partials in `out`.
 
         As `all_gather_and_consume`; and `consume` writes this rank's contribution to rank r into
         the contiguous `partial` of shape `partials[r]` and the dtype of `out`. Its own shard it
         gets as given. Contributions are added in rank order; with `ring` in the order rank,
         rank-1, ..., and then there is room for two of them at a time instead of one for each rank.
         """
+        shards = Shards(shard, group.world_size, shapes)
+        nbytes = _bytes_of(partials, out.element_size())
+        self._gather_and_scatter(
+            GatherAndScatterCall(group, shards, consume, out, call_name, partials, nbytes, ring)
+        )
 
     def relay(
         self,
@@ -262,16 +374,88 @@ class Runtime(Protocol):
     ) -> None:
         """Calls `step(piece, received, passed)` for each piece; ranks form a chain.
 
-        `received` is what the rank before has written to its `passed` for this piece: it begins
-        with the next piece while this rank works on this one. `shapes` are those of the pieces, of
-        the dtype and device of `like`; memory is contiguous. With `reverse` the chain goes from the
-        last rank to the first.
+        `received` has the contents that the previous rank wrote to its `passed` for this piece;
+        that rank begins with the next piece while this one works on this piece. `shapes` are the
+        shapes of the pieces, of the dtype and device of `like`; memory is contiguous. With
+        `reverse` the chain goes from the last rank to the first.
         """
+        self._relay(RelayCall(group, step, like, shapes, call_name, reverse))
+
+    def give_up(self, group: Group, error: BaseException) -> None:
+        """After an error in the middle of a call: ends waits of peers that have no time-out."""
+        return  # CPUs have none
+
+    @abstractmethod
+    def _gather(self, call: GatherCall) -> None: ...
+
+    @abstractmethod
+    def _combine(self, call: CombineCall) -> None: ...
+
+    @abstractmethod
+    def _scatter(self, call: ScatterCall) -> None: ...
+
+    @abstractmethod
+    def _all_reduce(self, call: AllReduceCall) -> None: ...
+
+    @abstractmethod
+    def _exchange(self, call: ExchangeCall) -> None: ...
+
+    @abstractmethod
+    def _gather_and_scatter(self, call: GatherAndScatterCall) -> None: ...
+
+    def _relay(self, call: RelayCall) -> None:
+        """The ranks take turns, each of which ends with an all-gather, where flags have no pieces.
+
+        In turn t the rank at place r of the chain works on piece t - r, so the next rank has its
+        input for its turn. Ranks wait for all others after each turn, not only for the one before.
+        """
+        group, shapes, like = call.group, call.shapes, call.like
+        rank, ranks = group.rank, group.world_size
+        places = [ranks - 1 - r if call.reverse else r for r in range(ranks)]
+        before = rank + 1 if call.reverse else rank - 1
+        place, pieces = places[rank], len(shapes)
+        received: torch.Tensor | None = None
+        turns = pieces + ranks - 1
+        for turn in range(turns):
+            passing = [turn - each for each in places]
+            piece = passing[rank]
+            passed: torch.Tensor | None = None
+            if 0 <= piece < pieces:
+                passed = new_result(like, shapes[piece]) if place < ranks - 1 else None
+                call.step(piece, received, passed)
+            if ranks == 1 or turn == turns - 1:
+                continue
+            # 1-D: a runtime may take shards of the same size for shards of the same shape.
+            sent = [
+                math.prod(shapes[each]) if 0 <= each < pieces and places[r] < ranks - 1 else 0
+                for r, each in enumerate(passing)
+            ]
+            own = new_result(like, (0,)) if passed is None else passed.view(-1)
+            following = new_result(like, (sent[before],)) if place > 0 else None
+
+            def consume(
+                shards: list[torch.Tensor], owner: int, into: torch.Tensor | None = following
+            ) -> None:
+                if owner == before and into is not None:
+                    into.copy_(shards[0])
+
+            self.all_gather_and_consume(
+                group, [own], consume, call.name, shapes=[((numel,),) for numel in sent]
+            )
+            # From the rank before, which was one piece ahead.
+            received = None
+            if following is not None and 0 <= piece + 1 < pieces:
+                received = following.view(shapes[piece + 1])
 
 
-class BackgroundRuntime(Protocol):
-    """Runs collectives in the background, where that is not native (csrc/low_contention.cpp)."""
+def _bytes_of(shapes: Sequence[Shape], item: int) -> tuple[int, ...]:
+    return tuple([math.prod(shape) * item for shape in shapes])
 
+
+class BackgroundRuntime(Runtime):
+    """Runs collectives in the background unless that is native (csrc/ops/low_contention.cpp)."""
+
+    @abstractmethod
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
     ) -> Collective:
@@ -280,6 +464,7 @@ class BackgroundRuntime(Protocol):
         `split` divides the result.
         """
 
+    @abstractmethod
     def prepare_reduce_scatter(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
     ) -> Collective:

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
-from symm_cp import native, wire
-from symm_cp.group.memory import Group, Workspace, has_symmetric, is_symmetric, reported
+from symm_cp import native
+from symm_cp.group.hosts import QUESTION, numbers_on_host
+from symm_cp.group.memory import Group, has_symmetric, is_symmetric, reported
+from symm_cp.native import wire
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
-from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
+from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
 from symm_cp.runtime.api import (
-    REDUCIBLE,
-    Combine,
-    Consume,
-    ConsumeAndProduce,
-    ConsumeHere,
-    Parcels,
-    Pass,
-    Poll,
-    Produce,
-    RelayStep,
+    AllReduceCall,
+    CombineCall,
+    ExchangeCall,
+    GatherAndScatterCall,
+    GatherCall,
+    PackedBoxes,
+    RelayCall,
+    Runtime,
+    ScatterCall,
     Sizes,
 )
-from symm_cp.runtime.binding import Binding
-from symm_cp.runtime.numbers import QUESTION, numbers_on_host
-from symm_cp.runtime.program import Kernel, Program, Reduction, lower
+from symm_cp.runtime.program import Binding, Kernel, Program, Reduction, lower
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets
+from symm_cp.tensors.dtypes import REDUCIBLE
 from symm_cp.tensors.results import contiguous
-from symm_cp.tensors.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split
+from symm_cp.tensors.shards import Extent, Shape, ShardSizes, Split
 
 _NATIVE_COPIES: frozenset[str] = frozenset()
 #: Copies of inputs that are strided, or several tensors to be laid out in a slot.
@@ -87,18 +86,18 @@ def _produce_program(
 
 @lru_cache(maxsize=512)
 def _all_reduce_program(
-    rank: int, chunks: tuple[int, ...], way: AllReduceWay, dtype: int, mean: bool
+    rank: int, chunks: tuple[int, ...], variant: AllReduceVariant, dtype: int, mean: bool
 ) -> tuple[Program, tuple[int, ...]]:
     """The program, and where the chunks begin in a slot; the last offset is its size."""
-    variant = patterns.PRODUCE_AND_ALL_REDUCE.direct(**way.options)
-    offsets = way.offsets(chunks)
+    pattern = patterns.PRODUCE_AND_ALL_REDUCE.direct(**variant.options)
+    offsets = variant.offsets(chunks)
     binding = Binding(
         {
             "slot": (Extent(None, offsets[:-1], chunks),),
             "output": (Extent.consecutive(0, chunks),),
         }
     )
-    program = lower(variant, rank, len(chunks), binding, reduction=Reduction(dtype, mean))
+    program = lower(pattern, rank, len(chunks), binding, reduction=Reduction(dtype, mean))
     return program, offsets
 
 
@@ -146,53 +145,49 @@ Boxes: TypeAlias = "tuple[ctypes.Array[wire.Box], ctypes.Array[wire.Box]]"
 
 
 @lru_cache(maxsize=128)
-def boxes_of(parcels: Parcels, strides: tuple[tuple[int, ...], ...], world_size: int) -> Boxes:
-    """What is given and what is taken, as native code wants it; `strides` as `Parcels.boxes`."""
+def boxes_of(packed: PackedBoxes, strides: tuple[tuple[int, ...], ...], world_size: int) -> Boxes:
+    """The boxes that are given and taken, for native code; `strides` as in `PackedBoxes.boxes`."""
     room = wire.EXCHANGE_PIECE // world_size // wire.EXCHANGE_PART * wire.EXCHANGE_PART
-    given, taken = parcels.boxes(strides, room)
+    given, taken = packed.boxes(strides, room)
     given_boxes, taken_boxes = ([wire.Box(*box) for box in boxes] for boxes in (given, taken))
     return (wire.Box * len(given))(*given_boxes), (wire.Box * len(taken))(*taken_boxes)
 
 
-class CpuRuntime:
-    """The runtime for CPU tensors of ranks on one host; see `runtime.api.Runtime`."""
+_C = TypeVar("_C", GatherCall, CombineCall)
 
-    def all_gather_and_consume(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: Consume,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shapes] | None = None,
-        gathered: torch.Tensor | None = None,
-        split: Split | None = None,
-    ) -> None:
-        """See `Runtime`. A peer's shard is read where it lies, with strides of a new tensor."""
-        rank = group.rank
-        shards = Shards(shard, group.world_size, shapes)
-        strided = not shards.contiguous
+
+class CpuRuntime(Runtime):
+    """The runtime for CPU tensors of ranks on one host."""
+
+    def _gather(self, call: GatherCall) -> None:
+        _run_in_place_if_all_can(call, self._gather_shards)
+
+    def _gather_shards(self, call: GatherCall, in_place: bool) -> None:
+        """A peer's shard is read where it lies, with strides of a new tensor."""
+        group, shards, gathered, split = call.group, call.shards, call.gathered, call.split
+        rank, own, strided = group.rank, shards.own, not shards.contiguous
         target = None
-        if gathered is not None:
-            split = split or Split.equal(shard[0].shape[0], group.world_size)
+        if gathered is not None and split is not None:
             target = (split, tuple(gathered.shape), gathered.element_size())
-        with _call_of(shards, group, call_name) as (workspace, epoch, in_place):
+        with group.call(0 if in_place else shards.nbytes, call.name) as (workspace, epoch):
             program = _consume_program(rank, shards.sizes, in_place, strided, target)
 
             def copy_to_gathered(chunk: int) -> None:
                 assert gathered is not None
                 assert split is not None
-                split.of(chunk, gathered).copy_(shard[0])
+                split.of(chunk, gathered).copy_(own[0])
 
             def run_consume(source: int) -> None:
                 if source != rank:
-                    consume(shards.views(source, workspace.view, workspace.shard(source)), source)
+                    at = workspace.shard(source)
                 elif strided and group.world_size > 1:
-                    consume(shards.views(rank, workspace.view, workspace.slot()), rank)
+                    at = workspace.slot()
                 else:
-                    consume([contiguous(t) for t in shard], rank)
+                    call.consume([contiguous(t) for t in own] if strided else list(own), rank)
+                    return
+                call.consume(shards.views(source, workspace.view, at), source)
 
-            operands = [t.data_ptr() for t in shard]
+            operands = [t.data_ptr() for t in own]
             if gathered is not None:
                 operands.append(gathered.data_ptr())
             kernels: dict[str, Kernel] = {
@@ -200,22 +195,16 @@ class CpuRuntime:
                 "input->slot": lambda _: shards.pack(rank, workspace.view, workspace.slot()),
                 "input->gathered": copy_to_gathered,
             }
-            program.run(workspace, epoch, operands, call_name, kernels)
+            program.run(workspace, epoch, operands, call.name, kernels)
 
-    def all_gather_and_combine(
-        self,
-        group: Group,
-        shard: torch.Tensor,
-        combine: Combine,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shape] | None = None,
-    ) -> None:
-        """See `Runtime`. All shards are read where they lie."""
+    def _combine(self, call: CombineCall) -> None:
+        _run_in_place_if_all_can(call, self._combine_shards)
+
+    def _combine_shards(self, call: CombineCall, in_place: bool) -> None:
+        """All shards are read where they lie."""
+        group, shards, shard = call.group, call.shards, call.shards.own[0]
         rank = group.rank
-        parts = None if shapes is None else [(shape,) for shape in shapes]
-        shards = Shards([shard], group.world_size, parts)
-        with _call_of(shards, group, call_name) as (workspace, epoch, in_place):
+        with group.call(0 if in_place else shards.nbytes, call.name) as (workspace, epoch):
             program = _combine_program(rank, shards.sizes, in_place, not shards.contiguous)
 
             def shard_of(source: int) -> torch.Tensor:
@@ -225,209 +214,144 @@ class CpuRuntime:
                 return shards.views(source, workspace.view, at)[0]
 
             kernels: dict[str, Kernel] = {
-                "combine": lambda _: combine([shard_of(r) for r in range(group.world_size)]),
+                "combine": lambda _: call.combine([shard_of(r) for r in range(group.world_size)]),
                 "input->slot": lambda _: shards.pack(rank, workspace.view, workspace.slot()),
             }
-            program.run(workspace, epoch, [shard.data_ptr()], call_name, kernels)
+            program.run(workspace, epoch, [shard.data_ptr()], call.name, kernels)
 
-    def all_gather_and_poll(
-        self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
-    ) -> None:
-        """Raises `NotImplementedError`: kernels on CPU are torch's, which do not poll."""
-        raise NotImplementedError(f"{call_name.decode()}: kernels on CPU cannot poll for shards")
-
-    def produce_and_reduce_scatter(
-        self,
-        group: Group,
-        produce: Produce,
-        out: torch.Tensor,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shape] | None = None,
-        mean: bool = False,
-    ) -> None:
-        """See `Runtime`. Contributions are written where the peers read them."""
-        rank, item = group.rank, out.element_size()
-        if shapes is None:
-            partials: Sequence[Shape] = (tuple(out.shape),) * group.world_size
-            sizes = (out.numel() * item,) * group.world_size
-        else:
-            partials, sizes = shapes, tuple(math.prod(shape) * item for shape in shapes)
-        program, offsets = _produce_program(rank, sizes, REDUCIBLE[out.dtype], mean)
+    def _scatter(self, call: ScatterCall) -> None:
+        """Contributions are written where the peers read them."""
+        group, out = call.group, call.out
+        rank, dtype = group.rank, REDUCIBLE[out.dtype]
+        program, offsets = _produce_program(rank, call.nbytes, dtype, call.mean)
         # The peers' slots are as large as this rank's: the sizes of all are known to all.
-        with group.call(offsets[-1], call_name) as (workspace, epoch):
+        with group.call(offsets[-1], call.name) as (workspace, epoch):
 
             def run_produce(target: int) -> None:
                 if target == rank:
-                    produce(target, out)
+                    call.produce(target, out)
                 else:
                     at = workspace.slot() + offsets[target]
-                    produce(target, workspace.view(at, partials[target], out.dtype))
+                    call.produce(target, workspace.view(at, call.partials[target], out.dtype))
 
             kernels: dict[str, Kernel] = {"produce": run_produce}
-            program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
+            program.run(workspace, epoch, [out.data_ptr()], call.name, kernels)
 
-    def produce_and_all_reduce(
-        self,
-        group: Group,
-        produce: Produce,
-        out: torch.Tensor,
-        call_name: bytes,
-        *,
-        split: Split | None = None,
-        mean: bool = False,
-    ) -> None:
-        """See `Runtime`. Contributions and sums are written where the peers read them."""
-        way, chunks = all_reduce_way(out, split, group.world_size)
-        program, offsets = _all_reduce_program(group.rank, chunks, way, REDUCIBLE[out.dtype], mean)
-        with group.call(offsets[-1], call_name) as (workspace, epoch):
+    def _all_reduce(self, call: AllReduceCall) -> None:
+        """Contributions and sums are written where the peers read them."""
+        group, out, split = call.group, call.out, call.split
+        variant, chunks = all_reduce_variant(out, split, group.world_size)
+        dtype = REDUCIBLE[out.dtype]
+        program, offsets = _all_reduce_program(group.rank, chunks, variant, dtype, call.mean)
+        with group.call(offsets[-1], call.name) as (workspace, epoch):
 
             def run_produce(target: int) -> None:
                 if group.world_size == 1:
-                    produce(target, out)
+                    call.produce(target, out)
                 elif split is None:
-                    produce(target, workspace.view(workspace.slot(), out.shape, out.dtype))
+                    call.produce(target, workspace.view(workspace.slot(), out.shape, out.dtype))
                 else:
                     at, shape = offsets[target], tuple(split.shape_of(target, out.shape))
-                    produce(target, workspace.view(workspace.slot() + at, shape, out.dtype))
+                    call.produce(target, workspace.view(workspace.slot() + at, shape, out.dtype))
 
             kernels: dict[str, Kernel] = {"produce": run_produce}
-            program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
+            program.run(workspace, epoch, [out.data_ptr()], call.name, kernels)
 
-    def exchange_and_consume(
-        self,
-        group: Group,
-        give: Pass,
-        consume: ConsumeHere,
-        take: Pass,
-        device: torch.device,
-        call_name: bytes,
-        *,
-        sizes: Sizes,
-    ) -> None:
-        """See `Runtime`. What the peers give is taken where they have written it."""
-        rank = group.rank
+    def _exchange(self, call: ExchangeCall) -> None:
+        """The peers' parts are taken where they have written them."""
+        rank, sizes = call.group.rank, call.sizes
         program, offsets, slot_bytes = _exchange_and_consume_program(rank, sizes)
-        with group.call(slot_bytes, call_name) as (workspace, epoch):
+        with call.group.call(slot_bytes, call.name) as (workspace, epoch):
 
             def run_give(to: int) -> None:
                 at = workspace.slot() + offsets[rank][to]
-                give(to, workspace.view(at, (sizes[rank][to],), torch.uint8))
+                call.give(to, workspace.view(at, (sizes[rank][to],), torch.uint8))
 
             def run_take(source: int) -> None:
                 at = workspace.shard(source) + offsets[source][rank]
-                take(source, workspace.view(at, (sizes[source][rank],), torch.uint8))
+                call.take(source, workspace.view(at, (sizes[source][rank],), torch.uint8))
 
             kernels: dict[str, Kernel] = {
                 "give": run_give,
-                "consume": lambda _: consume(),
+                "consume": lambda _: call.consume(),
                 "take": run_take,
             }
-            program.run(workspace, epoch, [], call_name, kernels)
+            program.run(workspace, epoch, [], call.name, kernels)
 
     def exchange(
         self,
         group: Group,
-        parcels: Parcels,
+        packed: PackedBoxes,
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         call_name: bytes,
     ) -> None:
-        """See `Runtime`. One copy into the slot and one out of it, in pieces (csrc/boxes.h)."""
+        """See `Runtime`. One copy into the slot and one out of it (csrc/exchange/boxes.h)."""
         used = (*tensors, *outputs)
         strides = tuple([t.stride() for t in used])
-        given, taken = boxes_of(parcels, strides, group.world_size)
+        given, taken = boxes_of(packed, strides, group.world_size)
         addresses = (ctypes.c_void_p * len(used))(*[t.data_ptr() for t in used])
         run = native.load().symm_cp_exchange_boxes
         lists = given, len(given), taken, len(taken)
-        if run(group.handle, call_name, *lists, parcels.joins, addresses, len(used)) < 0:
+        if run(group.handle, call_name, *lists, packed.joins, addresses, len(used)) < 0:
             raise reported(RuntimeError(native.error()))
 
-    def consume_and_reduce_scatter(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: ConsumeAndProduce,
-        out: torch.Tensor,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shapes] | None,
-        partials: Sequence[Shape],
-        ring: bool = False,
-    ) -> None:
-        """See `Runtime`. The slot holds the partial sums, and behind them the shard."""
-        rank, item = group.rank, out.element_size()
-        shards = Shards(shard, group.world_size, shapes)
-        sizes = tuple(math.prod(shape) * item for shape in partials)
-        program, offsets = _exchange_program(rank, sizes, REDUCIBLE[out.dtype], ring)
+    def _gather_and_scatter(self, call: GatherAndScatterCall) -> None:
+        """The slot holds the partial sums, and behind them the shard."""
+        group, shards, out, ring = call.group, call.shards, call.out, call.ring
+        rank, dtype = group.rank, REDUCIBLE[out.dtype]
+        program, offsets = _exchange_program(rank, call.nbytes, dtype, ring)
         turns = {peer: turn for turn, peer in enumerate(peers(rank, group.world_size))}
-        with group.call(offsets[-1] + shards.nbytes, call_name) as (workspace, epoch):
+        with group.call(offsets[-1] + shards.nbytes, call.name) as (workspace, epoch):
 
             def run_consume(source: int) -> None:
                 if source == rank:
-                    consume(list(shard), rank, out)
+                    call.consume(list(shards.own), rank, out)
                     return
                 at = workspace.slot() + offsets[turns[source] % 2 if ring else source]
-                partial = workspace.view(at, partials[source], out.dtype)
+                partial = workspace.view(at, call.partials[source], out.dtype)
                 base = workspace.shard(source) + offsets[-1]
-                consume(shards.views(source, workspace.view, base), source, partial)
+                call.consume(shards.views(source, workspace.view, base), source, partial)
 
             def publish(_: int) -> None:
                 shards.pack(rank, workspace.view, workspace.slot() + offsets[-1])
 
             kernels: dict[str, Kernel] = {"consume": run_consume, "input->slot": publish}
-            program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
+            program.run(workspace, epoch, [out.data_ptr()], call.name, kernels)
 
-    def relay(
-        self,
-        group: Group,
-        step: RelayStep,
-        like: torch.Tensor,
-        shapes: Sequence[Shape],
-        call_name: bytes,
-        *,
-        reverse: bool = False,
-    ) -> None:
-        """See `Runtime`. What is passed on is read where it was written."""
-        rank, ranks = group.rank, group.world_size
-        offsets = part_offsets([math.prod(shape) * like.element_size() for shape in shapes])
-        program = _relay_program(rank, ranks, len(shapes), reverse)
-        before, after = (rank + 1, rank - 1) if reverse else (rank - 1, rank + 1)
-        with group.call(offsets[-1], call_name) as (workspace, epoch):
+    def _relay(self, call: RelayCall) -> None:
+        """The next rank reads its input where this rank has written it."""
+        rank, ranks, shapes = call.group.rank, call.group.world_size, call.shapes
+        item, dtype = call.like.element_size(), call.like.dtype
+        offsets = part_offsets([math.prod(shape) * item for shape in shapes])
+        program = _relay_program(rank, ranks, len(shapes), call.reverse)
+        before, after = (rank + 1, rank - 1) if call.reverse else (rank - 1, rank + 1)
+        with call.group.call(offsets[-1], call.name) as (workspace, epoch):
 
             def run_step(piece: int) -> None:
                 def view(base: int) -> torch.Tensor:
-                    return workspace.view(base + offsets[piece], shapes[piece], like.dtype)
+                    return workspace.view(base + offsets[piece], shapes[piece], dtype)
 
                 received = view(workspace.shard(before)) if 0 <= before < ranks else None
-                step(piece, received, view(workspace.slot()) if 0 <= after < ranks else None)
+                call.step(piece, received, view(workspace.slot()) if 0 <= after < ranks else None)
 
-            program.run(workspace, epoch, [], call_name, {"step": run_step})
-
-
-@contextmanager
-def _call_of(
-    shards: Shards, group: Group, call_name: bytes
-) -> Iterator[tuple[Workspace, int, bool]]:
-    """As `Group.call`, for shards; yields also whether all ranks' are read in place."""
-    with group.own_lock():
-        in_place = _readable(shards, group, call_name)
-        with group.call(0 if in_place else shards.nbytes, call_name) as (workspace, epoch):
-            yield workspace, epoch, in_place
+            program.run(workspace, epoch, [], call.name, {"step": run_step})
 
 
-def _readable(shards: Shards, group: Group, call_name: bytes) -> bool:
-    """Whether the shards of all ranks are read in place. Collective where some might be.
+def _run_in_place_if_all_can(call: _C, run: Callable[[_C, bool], None]) -> None:
+    """Runs a call: in place if all ranks' shards can be read there. Collective.
 
-    Whether its own shard can be, no rank knows of the others: it may be contiguous on one rank and
-    not on another one, if only because a dimension was moved to the front that has length 1 there.
+    A rank cannot know for its peers: a shard may be contiguous on one rank and not on another, if
+    only because a dimension that was moved to the front has length 1 there. So ranks ask each other
+    where some may have symmetric shards.
     """
-    ranks = group.world_size
+    group, shards = call.group, call.shards
     if len(shards.own) > 1 or shards.sizes.some_empty or not has_symmetric(group):
-        return False
-    own = shards.contiguous and is_symmetric(shards.own[0], group)
-    if ranks == 1:
-        return own
-    name = (QUESTION + call_name)[: wire.MAX_CALL_NAME]
-    of_all = numbers_on_host(group, name, [own])
-    return all(readable for (readable,) in of_all)
+        run(call, False)
+        return
+    with group.own_lock():  # the question and the call are one turn of this rank
+        readable = shards.contiguous and is_symmetric(shards.own[0], group)
+        if group.world_size > 1:
+            name = (QUESTION + call.name)[: wire.MAX_CALL_NAME]
+            readable = all(each for (each,) in numbers_on_host(group, name, [readable]))
+        run(call, readable)

@@ -1,12 +1,12 @@
 """Pipelines of groups that span hosts: symmetric memory within a host, a ring between hosts.
 
 In each turn a host works on the shards of one host through its own symmetric memory, while the
-process group's point-to-point operations pass on what the next turn needs: each rank sends to the
+process group's point-to-point operations send the shards of the next turn: each rank sends to the
 rank of its place on the next host. So all links between hosts are busy at once, and every shard
 crosses each of them once.
 
-Turn t works on the shards of host `host - t`. Gradients and other sums go the same way round, and
-are added on the way in a fixed order, in float32 for the 16-bit types.
+Turn t works on the shards of host `host - t`. Gradients and other sums travel in the same
+direction, and are added on the way in a fixed order, in float32 for the 16-bit types.
 
 Source: ring attention (Liu et al., 2023) between hosts; two levels as in NCCL's rings.
 """
@@ -22,33 +22,30 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.devices import give_up
 from symm_cp.group.hosts import Hosts, hosts_of
 from symm_cp.group.memory import Group
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import (
+    AllReduceCall,
+    BackgroundRuntime,
     Collective,
-    Combine,
+    CombineCall,
     Consume,
     ConsumeAndProduce,
-    ConsumeHere,
-    Parcels,
-    Pass,
-    Poll,
+    ExchangeCall,
+    GatherAndScatterCall,
+    GatherCall,
     Produce,
-    RelayStep,
     Runtime,
-    Sizes,
+    ScatterCall,
 )
-from symm_cp.runtime.parcels import exchange_parcels
-from symm_cp.runtime.sums import wide
-from symm_cp.runtime.turns import relay_in_turns
 from symm_cp.tensors.alignment import part_offsets, scratch
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import copied, new_result
-from symm_cp.tensors.shards import Shape, Shapes, Shards, Split, viewing
+from symm_cp.tensors.shards import Shards, Split, viewing
 
 _SHARD, _SUM = 1, 2  # tags of messages
-#: Memory, and where the message of each peer begins there; last, where the last one ends.
+#: Memory, and where each peer's message begins there; last, where the last one ends.
 _InTurn: TypeAlias = "tuple[torch.Tensor, tuple[int, ...]]"
 
 
@@ -90,7 +87,7 @@ class _Ring:
             raise self._lost(error) from error
 
     def finish(self, works: list[dist.Work]) -> None:
-        """Returns when what was started has ended; raises `RuntimeError` when a link failed."""
+        """Returns when all works have ended; raises `RuntimeError` when a link failed."""
         for work in works:
             try:
                 work.wait()
@@ -117,14 +114,17 @@ class _Ring:
         )
 
     @contextmanager
-    def call(self) -> Iterator[_Ring]:
-        """A failure in the middle ends the calls of this host's other ranks, too."""
+    def call(self, inner: Runtime) -> Iterator[_Ring]:
+        """Begins the call; a failure in the middle also ends the calls of this host's other ranks.
+
+        `inner` is the runtime within the host.
+        """
         with self.group.lock:
             try:
                 yield self
             except BaseException as error:
                 self.hosts.local.refuse("sync", error)
-                give_up(self.hosts.local, error)
+                inner.give_up(self.hosts.local, error)
                 raise
 
 
@@ -146,40 +146,28 @@ class _Messages:
         return self.shards.views(rank, viewing(message))
 
 
-class HostsRuntime:
-    """The runtime for groups that span hosts, each of which runs `inner`; see `api.Runtime`."""
+class HostsRuntime(BackgroundRuntime):
+    """The runtime for groups that span hosts; within each host it runs `inner`."""
 
     def __init__(self, inner: Runtime) -> None:
         self._inner = inner
 
-    def all_gather_and_consume(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: Consume,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shapes] | None = None,
-        gathered: torch.Tensor | None = None,
-        split: Split | None = None,
-    ) -> None:
-        """See `Runtime`. Own host first, then host by host."""
-        shards = Shards(shard, group.world_size, shapes)
+    def _gather(self, call: GatherCall) -> None:
+        """Own host first, then host by host."""
+        group, shards, gathered, split = call.group, call.shards, call.gathered, call.split
         messages = _Messages(shards)
-        if gathered is not None:
-            split = split or Split.equal(shard[0].shape[0], group.world_size)
 
         def consume_of(ranks: tuple[int, ...]) -> Consume:
             def run(parts: list[torch.Tensor], index: int) -> None:
                 if gathered is not None and split is not None:
                     split.of(ranks[index], gathered).copy_(parts[0])
-                consume(parts, ranks[index])
+                call.consume(parts, ranks[index])
 
             return run
 
-        with _Ring(group, shard[0].device, call_name).call() as ring:
+        with _Ring(group, shards.own[0].device, call.name).call(self._inner) as ring:
             current = messages.packed(group.rank)
-            parts = list(shard)
+            parts = list(shards.own)
             for turn in range(ring.count):
                 works, following = [], messages.empty()
                 if turn + 1 < ring.count:
@@ -189,203 +177,131 @@ class HostsRuntime:
                     ring.hosts.local,
                     parts,
                     consume_of(ranks),
-                    call_name,
+                    call.name,
                     shapes=[shards.shapes[rank] for rank in ranks],
                 )
                 ring.finish(works)
                 current = following
                 parts = messages.parts(current, ring.counterpart(turn + 1))
 
-    def all_gather_and_combine(
-        self,
-        group: Group,
-        shard: torch.Tensor,
-        combine: Combine,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shape] | None = None,
-    ) -> None:
-        """See `Runtime`. Keeps a copy of every shard."""
-        kept: dict[int, torch.Tensor] = {}
+    def _combine(self, call: CombineCall) -> None:
+        """Copies every shard."""
+        copies: dict[int, torch.Tensor] = {}
 
-        def keep(parts: list[torch.Tensor], rank: int) -> None:
-            kept[rank] = copied(parts[0])
+        def copy(parts: list[torch.Tensor], rank: int) -> None:
+            copies[rank] = copied(parts[0])
 
-        all_shapes = None if shapes is None else [(shape,) for shape in shapes]
-        self.all_gather_and_consume(group, [shard], keep, call_name, shapes=all_shapes)
-        combine([kept[rank] for rank in range(group.world_size)])
+        self._gather(GatherCall(call.group, call.shards, copy, call.name))
+        call.combine([copies[rank] for rank in range(call.group.world_size)])
 
-    def all_gather_and_poll(
-        self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
-    ) -> None:
-        """Raises `NotImplementedError`: shards of other hosts do not come by copy engine."""
-        raise NotImplementedError(
-            f"{call_name.decode()}: kernels cannot poll for the shards of other hosts"
-        )
-
-    def produce_and_reduce_scatter(
-        self,
-        group: Group,
-        produce: Produce,
-        out: torch.Tensor,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shape] | None = None,
-        mean: bool = False,
-    ) -> None:
-        """See `Runtime`. Own host last.
+    def _scatter(self, call: ScatterCall) -> None:
+        """Own host last.
 
         Sums are in float32 for the 16-bit types, also within a host: a sum for each host would
         else be rounded.
         """
-        partials = [tuple(out.shape)] * group.world_size if shapes is None else shapes
+        group, out, partials = call.group, call.out, call.partials
         total_dtype = wide(out.dtype)
 
         def produce_for(ranks: tuple[int, ...]) -> Produce:
             def run(index: int, partial: torch.Tensor) -> None:
                 if total_dtype == out.dtype:
-                    produce(ranks[index], partial)
+                    call.produce(ranks[index], partial)
                     return
                 narrow = new_result(partial, partial.shape, out.dtype)
-                produce(ranks[index], narrow)
+                call.produce(ranks[index], narrow)
                 partial.copy_(narrow)
 
             return run
 
-        with _Ring(group, out.device, call_name).call() as ring:
+        with _Ring(group, out.device, call.name).call(self._inner) as ring:
             works: list[dist.Work] = []
             received: torch.Tensor | None = None
             for turn in range(1, ring.count + 1):
-                ranks = ring.host(turn)  # after the last turn one is back at home
+                ranks = ring.host(turn)  # the last turn is that of the own host
                 own = partials[ring.counterpart(turn)]
                 total = new_result(out, own, total_dtype)
                 self._inner.produce_and_reduce_scatter(
                     ring.hosts.local,
                     produce_for(ranks),
                     total,
-                    call_name,
+                    call.name,
                     shapes=[partials[rank] for rank in ranks],
                 )
                 ring.finish(works)
                 if received is not None:
                     total.add_(received)
                 if turn < ring.count:
-                    # What is for a rank of the next turn's host.
+                    # The sum for a rank of the next turn's host.
                     shape = partials[ring.counterpart(turn + 1)]
                     received = new_result(out, shape, total_dtype)
                     works = ring.pass_on(total, received, _SUM)
-            out.copy_(total.div_(group.world_size) if mean else total)
+            out.copy_(total.div_(group.world_size) if call.mean else total)
 
-    def produce_and_all_reduce(
-        self,
-        group: Group,
-        produce: Produce,
-        out: torch.Tensor,
-        call_name: bytes,
-        *,
-        split: Split | None = None,
-        mean: bool = False,
-    ) -> None:
-        """See `Runtime`. Each rank sums a part, and all gather the parts."""
+    def _all_reduce(self, call: AllReduceCall) -> None:
+        """Each rank sums a part, and all gather the parts."""
+        group, out = call.group, call.out
         produced: list[torch.Tensor] = []
-        whole, parts = out, split
-        if split is None:
-            whole = out.view(-1)
-            parts = Split.nearly_equal(out.numel(), group.world_size)
-        assert parts is not None
-        divided = parts
+        if call.split is None:
+            whole, split = out.view(-1), Split.nearly_equal(out.numel(), group.world_size)
+        else:
+            whole, split = out, call.split
 
         def produce_part(rank: int, partial: torch.Tensor) -> None:
-            if split is not None:
-                produce(rank, partial)
+            if call.split is not None:
+                call.produce(rank, partial)
                 return
             if not produced:
                 produced.append(new_result(out, out.shape))
-                produce(group.rank, produced[0])
-            partial.copy_(divided.of(rank, produced[0].view(-1)))
+                call.produce(group.rank, produced[0])
+            partial.copy_(split.of(rank, produced[0].view(-1)))
 
-        own = new_result(out, divided.shape_of(group.rank, whole.shape))
-        shapes = [tuple(divided.shape_of(rank, whole.shape)) for rank in range(group.world_size)]
+        own = new_result(out, split.shape_of(group.rank, whole.shape))
+        shapes = [tuple(split.shape_of(rank, whole.shape)) for rank in range(group.world_size)]
         self.produce_and_reduce_scatter(
-            group, produce_part, own, call_name, shapes=shapes, mean=mean
+            group, produce_part, own, call.name, shapes=shapes, mean=call.mean
         )
         self.all_gather_and_consume(
             group,
             [own],
             lambda shard, rank: None,
-            call_name,
+            call.name,
             shapes=[(shape,) for shape in shapes],
             gathered=whole,
-            split=divided,
+            split=split,
         )
 
-    def exchange_and_consume(
-        self,
-        group: Group,
-        give: Pass,
-        consume: ConsumeHere,
-        take: Pass,
-        device: torch.device,
-        call_name: bytes,
-        *,
-        sizes: Sizes,
-    ) -> None:
-        """See `Runtime`. By the process group's all-to-all, which starts when all was given."""
+    def _exchange(self, call: ExchangeCall) -> None:
+        """By the process group's all-to-all, which starts when all parts were written."""
+        group, sizes = call.group, call.sizes
         peers = [rank for rank in range(group.world_size) if rank != group.rank]
-        with _Ring(group, device, call_name).call() as ring:
+        with _Ring(group, call.device, call.name).call(self._inner) as ring:
             outgoing = part_offsets([sizes[group.rank][peer] for peer in peers])
             arriving = part_offsets([sizes[peer][group.rank] for peer in peers])
-            like = torch.empty(0, dtype=torch.uint8, device=device)
+            like = torch.empty(0, dtype=torch.uint8, device=call.device)
             sent, arrived = scratch(like, outgoing[-1]), scratch(like, arriving[-1])
-            for index, peer in enumerate(peers):
-                begin = outgoing[index]
-                give(peer, sent[begin : begin + sizes[group.rank][peer]])
+            for begin, peer in zip(outgoing, peers, strict=False):
+                call.give(peer, sent[begin : begin + sizes[group.rank][peer]])
             works = ring.all_to_all(peers, (sent, outgoing), (arrived, arriving))
-            consume()
+            call.consume()
             ring.finish(works)
-            for index, peer in enumerate(peers):
-                begin = arriving[index]
-                take(peer, arrived[begin : begin + sizes[peer][group.rank]])
+            for begin, peer in zip(arriving, peers, strict=False):
+                call.take(peer, arrived[begin : begin + sizes[peer][group.rank]])
 
-    def exchange(
-        self,
-        group: Group,
-        parcels: Parcels,
-        tensors: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        call_name: bytes,
-    ) -> None:
-        """See `Runtime`."""
-        exchange_parcels(self, group, parcels, tensors, outputs, call_name)
-
-    def consume_and_reduce_scatter(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: ConsumeAndProduce,
-        out: torch.Tensor,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shapes] | None,
-        partials: Sequence[Shape],
-        ring: bool = False,
-    ) -> None:
-        """See `Runtime`.
-
-        Between hosts the sum for a shard follows it round the ring, and comes home with the last
-        message.
-        """
-        messages = _Messages(Shards(shard, group.world_size, shapes))
+    def _gather_and_scatter(self, call: GatherAndScatterCall) -> None:
+        """The sum for a shard follows it round the ring, and reaches its owner last."""
+        group, out, partials = call.group, call.out, call.partials
+        messages = _Messages(call.shards)
 
         def consume_of(ranks: tuple[int, ...]) -> ConsumeAndProduce:
             def run(parts: list[torch.Tensor], index: int, partial: torch.Tensor) -> None:
-                consume(parts, ranks[index], partial)
+                call.consume(parts, ranks[index], partial)
 
             return run
 
-        with _Ring(group, out.device, call_name).call() as around:
+        with _Ring(group, out.device, call.name).call(self._inner) as around:
             current = messages.packed(group.rank)
-            parts = list(shard)
+            parts = list(call.shards.own)
             sums: list[dist.Work] = []
             received: torch.Tensor | None = None
             for turn in range(around.count):
@@ -398,16 +314,16 @@ class HostsRuntime:
                     parts,
                     consume_of(ranks),
                     total,
-                    call_name,
-                    shapes=[messages.shards.shapes[rank] for rank in ranks],
+                    call.name,
+                    shapes=[call.shards.shapes[rank] for rank in ranks],
                     partials=[partials[rank] for rank in ranks],
-                    ring=ring,
+                    ring=call.ring,
                 )
                 around.finish(works)
                 around.finish(sums)
                 if received is not None:
                     total.add_(received)
-                # What follows a shard goes on to where the shard goes, in the end to its owner.
+                # The sum goes where its shard goes, in the end to the shard's owner.
                 received = new_result(out, partials[around.counterpart(turn + 1)])
                 sums = around.pass_on(total, received, _SUM)
                 current = following
@@ -415,19 +331,6 @@ class HostsRuntime:
             around.finish(sums)
             assert received is not None
             out.copy_(received)
-
-    def relay(
-        self,
-        group: Group,
-        step: RelayStep,
-        like: torch.Tensor,
-        shapes: Sequence[Shape],
-        call_name: bytes,
-        *,
-        reverse: bool = False,
-    ) -> None:
-        """See `Runtime`. The ranks take turns, whatever host they are on."""
-        relay_in_turns(self, group, step, like, shapes, call_name, reverse=reverse)
 
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes

@@ -1,6 +1,7 @@
-"""Lowers looped patterns to the steps of one piece, which csrc/exchange.cpp runs for each piece.
+"""Lowers looped patterns to the steps of one piece.
 
-They know no sizes and no addresses, so each group gets them once, when it is made.
+csrc/exchange/exchange.cpp runs them for each piece. They know no sizes and no addresses, so each
+group gets them once, when it is made.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
-from symm_cp import native, wire
+from symm_cp import native
 from symm_cp.group.memory import Group, on_creation
+from symm_cp.native import wire
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import Pattern, Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait, accesses
@@ -29,7 +31,7 @@ PATTERNS: dict[_Kind, tuple[Pattern, Pattern]] = {
     _Kind.REDUCE_SCATTER: (patterns.REDUCE_SCATTER, patterns.BACKGROUND_REDUCE_SCATTER),
     _Kind.ALL_TO_ALL: (patterns.ALL_TO_ALL, patterns.BACKGROUND_ALL_TO_ALL),
 }
-#: In the calling thread only. What it produces itself is one piece.
+#: In the calling thread only. Its own contribution is one piece.
 IN_CALLER: dict[_Kind, Variant] = {
     _Kind.PRODUCED_ALL_REDUCE: patterns.PRODUCE_AND_ALL_REDUCE.direct(one_shot=True),
     _Kind.PRODUCED_TWO_SHOT_ALL_REDUCE: patterns.PRODUCE_AND_ALL_REDUCE.direct(whole=True),
@@ -38,7 +40,7 @@ IN_CALLER: dict[_Kind, Variant] = {
 
 
 class Loop(NamedTuple):
-    """The lowered steps of one piece; see `Loop` in csrc/exchange.h."""
+    """The lowered steps of one piece; see `Loop` in csrc/exchange/exchange.h."""
 
     steps: ctypes.Array[wire.LoopStep]
     sources: ctypes.Array[wire.Area]

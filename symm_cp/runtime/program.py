@@ -7,20 +7,56 @@ the addresses of the operands and the epoch differ.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from symm_cp import native, wire
+from symm_cp import native
 from symm_cp.group.memory import Workspace
-from symm_cp.runtime import probe, recorder
-from symm_cp.runtime.binding import Binding, buffers_of
+from symm_cp.native import wire
+from symm_cp.runtime import recorder
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
-from symm_cp.tensors.shards import Run, joint_rows
+from symm_cp.tensors.shards import Extent, Run, joint_rows
 
+#: The parts of a buffer: a shard may be several tensors that travel together.
+Parts: TypeAlias = tuple[Extent, ...]
 #: A Python kernel takes the index of its step.
 Kernel: TypeAlias = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where each buffer lies; `by_rank` is for buffers that differ from rank to rank."""
+
+    buffers: Mapping[str, Parts] = field(default_factory=dict)
+    by_rank: Mapping[str, Mapping[int, Parts]] = field(default_factory=dict)
+
+    def parts(self, region: Region) -> Parts:
+        """The parts of the buffer that a region is in."""
+        by_rank = self.by_rank.get(region.buffer)
+        return self.buffers[region.buffer] if by_rank is None else by_rank[region.rank]
+
+    def runs(self, region: Region) -> Iterator[tuple[int | None, Run]]:
+        """The operand (None: the slot) and the bytes of each part of a region."""
+        for extent in self.parts(region):
+            yield extent.operand, extent.run(region.chunk)
+
+
+#: Where a part of a region begins, and its bytes.
+Place: TypeAlias = tuple[wire.Reference, Run]
+
+
+def copied_parts(sources: Iterable[Place], targets: Iterable[Place]) -> Iterator[dict[str, Any]]:
+    """Yields the fields of the command that copies each part of a region to another region.
+
+    A target with fewer parts ("gathered") takes the first ones.
+    """
+    for (source, from_run), (to, to_run) in zip(sources, targets, strict=False):
+        nbytes, rows, to_pitch, from_pitch = joint_rows(from_run, to_run)
+        sizes = {"bytes": nbytes, "rows": rows, "to_pitch": to_pitch, "from_pitch": from_pitch}
+        yield {"to": to, "source": source, **sizes}
 
 
 @dataclass(frozen=True)
@@ -29,6 +65,34 @@ class Reduction:
 
     dtype: int
     mean: bool = False
+
+
+class Steps:
+    """The number of steps, once the block has ended."""
+
+    count = 0
+
+
+#: Whether the native part counts the steps that run in Python.
+_probing = False
+
+
+@contextmanager
+def probing(*, seed: int = 0, delay_us: int = 0, fatal: int = -1) -> Iterator[Steps]:
+    """For tests: delays each step of this process by up to `delay_us`, or kills it before one.
+
+    Delays are random. `fatal` is the number of that step, from 0, among those inside; -1: none.
+    """
+    global _probing
+    library = native.load()
+    steps = Steps()
+    library.symm_cp_probe_begin(seed, delay_us, fatal)
+    _probing = True
+    try:
+        yield steps
+    finally:
+        _probing = False
+        steps.count = library.symm_cp_probe_end()
 
 
 @dataclass(frozen=True)
@@ -48,7 +112,7 @@ class Program:
     ) -> None:
         """Runs the program in the calling thread; raises `RuntimeError` if a peer fails.
 
-        The call in progress on the workspace is that of `Group.call`.
+        Runs inside `Group.call`.
         """
         run = native.load().symm_cp_run
         addresses = (ctypes.c_void_p * len(operands))(*operands)
@@ -56,14 +120,22 @@ class Program:
         for item, number in self.items:
             if isinstance(item, str):
                 assert kernels is not None
-                if probe.active:
-                    probe.step()
+                if _probing:
+                    native.load().symm_cp_probe_step()
                 if recording is None:
                     kernels[item](number)
                 else:
                     recording.kernel(kernels[item], item, number, call_name, epoch)
             elif run(workspace.handle, item, number, self.references, addresses) < 0:
                 raise RuntimeError(native.error())
+
+
+def _buffers_of(step: Step) -> set[str]:
+    if isinstance(step, Copy):
+        return {step.src.buffer, step.dst.buffer}
+    if isinstance(step, Compute):
+        return {region.buffer for region in (*step.reads, *step.writes)}
+    return set()
 
 
 class Lowering:
@@ -82,7 +154,7 @@ class Lowering:
         self.reduction = reduction
         self.python_copies = python_copies
         self.steps = steps
-        self.in_place = any("symmetric" in buffers_of(step) for step in steps)
+        self.in_place = any("symmetric" in _buffers_of(step) for step in steps)
         self.items: list[tuple[object, int]] = []
         self.commands: list[wire.Command] = []
         self.references: list[wire.Reference] = []
@@ -93,7 +165,7 @@ class Lowering:
         for step in self.steps:
             self._lower(step)
         if any(isinstance(step, Wait) for step in self.steps):
-            # No step of the schedule: what was read counts unless its owner has left the call.
+            # Not a step of the schedule: discards data whose owner has left the call.
             self.commands.append(wire.Command(kind=wire.Kind.VERIFY))
         self._flush()
         references = (wire.Reference * max(1, len(self.references)))(*self.references)
@@ -148,8 +220,7 @@ class Lowering:
             command.source, _ = next(self._places(Region(self.rank, "symmetric")))
         self.commands.append(command)
 
-    def _places(self, region: Region) -> Iterator[tuple[wire.Reference, Run]]:
-        """Where each part of a region begins, and its bytes."""
+    def _places(self, region: Region) -> Iterator[Place]:
         for operand, run in self.binding.runs(region):
             if region.rank != self.rank:
                 # In an op on symmetric tensors a peer's slot is no shard: it announced its tensor.
@@ -162,27 +233,13 @@ class Lowering:
             yield wire.Reference(space, index, run.offset), run
 
     def _copy(self, step: Copy) -> None:
-        # A target with fewer parts ("gathered") takes the first ones.
-        for (source, from_run), (to, to_run) in zip(
-            self._places(step.src), self._places(step.dst), strict=False
-        ):
-            nbytes, rows, to_pitch, from_pitch = joint_rows(from_run, to_run)
-            self.commands.append(
-                wire.Command(
-                    kind=wire.Kind.COPY,
-                    to=to,
-                    source=source,
-                    bytes=nbytes,
-                    rows=rows,
-                    to_pitch=to_pitch,
-                    from_pitch=from_pitch,
-                )
-            )
+        for fields in copied_parts(self._places(step.src), self._places(step.dst)):
+            self.commands.append(wire.Command(kind=wire.Kind.COPY, **fields))
 
     def _reduce(self, step: Compute, reduction: Reduction) -> None:
         first = len(self.references)
         to, to_run = next(self._places(step.writes[0]))
-        # All sources that are not the target itself are laid out alike.
+        # All sources that are not the target itself have one layout.
         from_run = to_run
         for region in step.reads:
             source, run = next(self._places(region))

@@ -1,8 +1,8 @@
 """Records when the lanes of this rank ran each step: `symm_cp.trace()`.
 
-Steps that run in Python are recorded here, native ones in csrc/trace.cpp. Both read the monotonic
-clock, which all processes of a host share, so the ranks' recordings fit together. When nothing is
-recorded, a native batch costs the test of one flag.
+Steps that run in Python are recorded here, native ones in csrc/exchange/trace.cpp. Both read the
+monotonic clock, which all processes of a host share, so the ranks' recordings fit together. When
+nothing is recorded, a native batch costs the test of one flag.
 """
 
 from __future__ import annotations
@@ -13,21 +13,35 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import torch.distributed as dist
 
-from symm_cp import native, wire
-from symm_cp.devices import Device, Mark
+from symm_cp import native
 from symm_cp.group.memory import GroupLike, group_name
+from symm_cp.native import wire
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
 
 _NANO = 1e-9
 
+#: Returns a time in nanoseconds of the monotonic clock; call it after `Clock.synchronize`.
+Mark: TypeAlias = Callable[[], int]
+
+
+class Clock(Protocol):
+    """A device whose lanes work on their own; see `symm_cp.cuda.base.Device`."""
+
+    def mark(self, lane: str, channel: str) -> Mark:
+        """Records the time at which a lane reaches this point."""
+
+    def synchronize(self) -> None:
+        """Returns when all work on the device has ended."""
+
 
 class Recording:
-    """What was recorded on this rank; complete once the `with` block has ended."""
+    """The recorded steps of this rank; complete once the `with` block has ended."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -35,7 +49,7 @@ class Recording:
         # Several threads may append to a list.
         self._kernels: list[tuple[str, int, bytes, int, int, int]] = []
         self._marked: list[tuple[Step, str, int, bytes, Mark, Mark]] = []
-        self._devices: dict[int, Device] = {}
+        self._devices: dict[int, Clock] = {}
         self._native: Iterable[wire.TraceEvent] = ()
 
     def kernel(
@@ -50,7 +64,7 @@ class Recording:
     def on_lane(
         self,
         step: Step | None,
-        device: Device,
+        device: Clock,
         lane: str,
         channel: str,
         epoch: int,
@@ -67,7 +81,7 @@ class Recording:
         self._devices[id(device)] = device
 
     def finish(self) -> None:
-        """Takes over what the native part has recorded; waits for the devices that took part."""
+        """Takes over the records of the native part; waits for the devices that took part."""
         for device in self._devices.values():
             device.synchronize()
         library = native.load()
@@ -151,8 +165,8 @@ active: Recording | None = None
 def trace() -> Iterator[Recording]:
     """Records each copy, signal, wait and kernel of symm_cp's ops on this rank.
 
-    Gives a `Recording`, whose `timeline`, `save` and `draw` are there after the block. Steps are
-    those of the ops' own groups: a rank in a step is a rank of the group. Recording costs under 2%
+    Gives a `Recording`, whose `timeline`, `save` and `draw` are there after the block. Ranks
+    in steps are ranks of the op's group. Recording costs under 2%
     of an op of a millisecond. Raises `RuntimeError` inside of another `trace`.
     """
     global active
@@ -179,21 +193,13 @@ def step_of(command: wire.Command, rank: int) -> Step | None:
     """Returns the step that a native command carries out, as far as the command tells."""
     if command.kind == wire.Kind.REDUCE:
         return Compute("reduce", rank, (), ())
-    if command.kind == wire.Kind.PRODUCE:
-        return Compute("produce", rank, (), ())
-    return _exchange_of(command, rank)
+    if command.kind in (wire.Kind.PRODUCE, wire.Kind.CONSUME):
+        return Compute(wire.Kind(command.kind).name.lower(), rank, (), ())
+    return exchange_of(command, rank)
 
 
-def step_of_stream(command: wire.StreamCommand, rank: int) -> Step | None:
-    """Returns the step that a command for a stream carries out, as far as the command tells."""
-    if command.kind == wire.StreamKind.WAIT_EVENT:
-        return Wait(rank, f"event {command.event}")
-    if command.kind == wire.StreamKind.ARRIVED:
-        return Signal(rank, "arrived")
-    return _exchange_of(command, rank)
-
-
-def _exchange_of(command: wire.Command | wire.StreamCommand, rank: int) -> Step | None:
+def exchange_of(command: wire.Command | wire.StreamCommand, rank: int) -> Step | None:
+    """Returns the copy, signal or wait that a command of a CPU or a stream carries out, if any."""
     # These kinds have the same numbers in both enumerations.
     if command.kind == wire.Kind.COPY:
         return Copy(_region(command.source, rank), _region(command.to, rank))

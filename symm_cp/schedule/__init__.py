@@ -1,6 +1,6 @@
 """Schedules: who copies what, who signals whom, and when a kernel runs, as plain data.
 
-``patterns`` declares what may run, each pattern with its direct and its staged form; ``check``
+``patterns`` declares all that may run, each pattern with its direct and its staged form; ``check``
 proves schedules free of races and deadlocks, and ``check_issue_order`` that the order in which the
 host hands steps out lets all ranks finish. README.md explains the proof. Pure Python, no torch.
 """

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from symm_cp.schedule.layout import SequenceLayout, even_lengths, sequential
 from symm_cp.schedule.machine import Machine
+from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.patterns import (
     ALL_GATHER_AND_CONSUME,
     ALL_TO_ALL,
@@ -23,7 +24,7 @@ from symm_cp.schedule.patterns import (
 )
 from symm_cp.schedule.simulate import simulate
 from symm_cp.schedule.steps import Compute, Copy, Step
-from symm_cp.schedule.tiles import Mask, Tile, tiles, tiles_of_rows
+from symm_cp.schedule.tiles import Tile, tiles
 
 _WIDE = 4  # bytes of float32, in which partial results are merged and gradients are summed
 _BACKWARD = 2.5  # times the operations of the forward pass
@@ -118,7 +119,9 @@ class AttentionWork:
         total = 0.0
         each = self.batch if len(self.masks) == 1 else 1
         for mask in self.masks:
-            for tile in self._tiles(self.queries, self.keys, mask, rank, owner):
+            for tile in tiles(
+                self.keys, mask, rank, owner, self.queries, self.queries.lengths[rank]
+            ):
                 total += self._kernel(machine, tile, each * self.heads)
                 if merged:
                     rows = each * self.heads * (tile.q_end - tile.q_begin)
@@ -130,14 +133,6 @@ class AttentionWork:
         flops = 2.0 * heads * tile.pairs * (self.features + self.value_features)
         seconds = machine.attention(flops * (_BACKWARD if self.backward else 1.0), self.dtype)
         return seconds + machine.kernel_seconds
-
-    @staticmethod
-    def _tiles(
-        queries: SequenceLayout, keys: SequenceLayout, mask: Mask, rank: int, owner: int
-    ) -> tuple[Tile, ...]:
-        if mask.relates_positions:
-            return tiles(keys, mask, rank, owner, None if queries == keys else queries)
-        return tiles_of_rows(keys, mask.keys, queries.lengths[rank], owner)
 
     def _by_heads(self, machine: Machine) -> float:
         heads = even_lengths(self.heads, self._ranks)
@@ -160,7 +155,7 @@ class AttentionWork:
         kernels = sum(
             self._kernel(machine, tile, each * max(heads))
             for mask in self.masks
-            for tile in self._tiles(whole[0], whole[1], mask, 0, 0)
+            for tile in tiles(whole[1], mask, 0, 0, whole[0], whole[0].length)
         )
         return self._exchange(machine, there, 1) + kernels + self._exchange(machine, back, -1)
 

@@ -1,6 +1,6 @@
 """Proof, by happens-before, that schedules have no races and no deadlocks.
 
-The method is that of vector clocks (Lamport 1978, Mattern 1989): every lane counts its steps and
+The method is vector clocks (Lamport 1978, Mattern 1989): every lane counts its steps and
 carries the latest count that it knows of each other lane. A ``Signal`` publishes the clock of its
 lane; a ``Wait`` joins the clock of the *earliest* signal that satisfies it, the weakest guarantee
 that any timing gives. Two accesses to one region, of which at least one writes, must be ordered by
@@ -12,11 +12,11 @@ able to run whatever the others do, every timing runs the same steps, and they e
 state; a lane that is stuck in one timing is stuck in all (README.md has the argument in full).
 
 A kernel that polls (``Compute.awaits``) may keep all multiprocessors of its rank until the peers'
-shards have come. A copy within the rank may need one, and signals follow copies: those of the same
-call must be ordered before the kernel begins, or ranks could wait for each other. (Those of earlier
-and later calls are: a runtime starts each call where the caller's stream is.)
+shards have come. A copy within the rank may need one, and signals follow copies: in the same
+call both must be ordered before the kernel begins, or ranks could wait for each other. (In earlier
+and later calls they are: a runtime starts each call where the caller's stream is.)
 
-What the run assumes beyond the steps themselves
+Assumptions of the run beyond the steps themselves
     * Between two calls, before the first and after the last, each rank's caller writes its
       symmetric tensor: it may do so as soon as the call has returned. The write is placed in the
       lane that the schedule names (``Schedule.caller``), or, if it is not there, in the first:
@@ -155,7 +155,7 @@ Problem: TypeAlias = Race | Deadlock | UninitialisedRead | ForeignAccess | TwoWr
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What a check found; a race between the same two steps is listed for one call only."""
+    """The result of a check; a race between the same two steps is listed for one call only."""
 
     problems: tuple[Problem, ...]
     calls: int
@@ -180,7 +180,7 @@ class CheckReport:
 
 
 def check(calls: Sequence[Sequence[Schedule]]) -> CheckReport:
-    """Prove ``calls`` free of races and deadlocks, or report what is wrong.
+    """Prove ``calls`` free of races and deadlocks, or report the problems.
 
     ``calls[c][r]`` is the schedule of rank r in call c. All calls share one workspace. A run of
     ``slots + 2`` calls shows every hazard of reusing a slot; the report of fewer says so.
@@ -270,7 +270,8 @@ class _Run:
         # access elsewhere, so do the earlier ones of the same kind.
         self.accesses: dict[_Place, dict[_Part, _Access]] = {}
         self.written: dict[tuple[_Place, int], set[tuple[int | None, int | None]]] = {}
-        # Of each rank and call: what may need a multiprocessor, and kernels that keep them all.
+        # By rank and call: steps that may need a multiprocessor, and kernels that occupy all of
+        # them.
         self.needing: dict[tuple[int, int], list[tuple[int, _Lane, _Event]]] = {}
         self.polling: dict[tuple[int, int], list[tuple[int, _Lane, _Event]]] = {}
         self.lanes = _lanes(calls, world_size)
@@ -312,7 +313,7 @@ class _Run:
                     self._access(lane, event, region, writes=True)
 
     def _occupy(self, lane: _Lane, event: _Event) -> None:
-        """Note what may need a multiprocessor, and who may keep it from that."""
+        """Record steps that may need a multiprocessor, and kernels that may occupy all of them."""
         place = (lane.rank, event.call)
         now = lane.clock[lane.number]
         if event.polls:

@@ -21,8 +21,8 @@ Why that covers every machine
     A wait for an own flag that is handed out before the signal never ends in one queue, so the
     replay rejects that, too. (A stream cannot wait for an event that has not been recorded.)
 
-What the proof assumes
-    * All ranks make their calls in the same order, those of both channels taken together.
+Assumptions of the proof
+    * All ranks make their calls in the same order, both channels taken together.
     * Each rank has a queue of its own: ranks that share a device take turns on it.
 """
 

@@ -26,8 +26,8 @@ from pathlib import Path
 class Curve:
     """Seconds by size, from measured points.
 
-    Linear in the logarithms between points. Beyond the last point the rate is that of the last
-    point; below the first one the time is that of the first point.
+    Linear in the logarithms between points. Beyond the last point the last point's rate
+    holds; below the first point its time.
     """
 
     sizes: tuple[float, ...]

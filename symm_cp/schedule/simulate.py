@@ -167,7 +167,7 @@ class _Simulation:
         """When a step ends whose flags were raised at these times."""
         if isinstance(step, Wait):
             return max(lane.time, *came)
-        # A kernel that polls spends equal shares on what it reads at once and behind each flag.
+        # A kernel that polls spends equal shares on its initial reads and behind each flag.
         share = self.cost(lane.rank, step) / (1 + len(came))
         time = lane.time + share
         for flag in came:

@@ -156,7 +156,7 @@ class Schedule:
     named ``"compute"`` (the calling thread, or the current stream) and ``"copy"`` (a copy engine).
     A lane continues from call to call in program order; lanes of a call do not start or end
     together, only flags order them. ``slots`` is the number of slots of the workspace. The caller
-    may write its symmetric tensor after the steps of lane ``caller``: that of the calling thread,
+    may write its symmetric tensor after the steps of lane ``caller``: the calling thread's,
     or in the background the one whose end the caller waits for first.
 
     Raises ``ValueError`` if a step names a rank outside ``range(world_size)``.
@@ -198,12 +198,12 @@ class Schedule:
                 )
 
 
-#: What a flag is raised to: the number of a call, from 1, and a piece of it.
+#: The value of a flag: the number of a call, from 1, and a piece of it.
 Epoch: TypeAlias = tuple[int, int]
 
 
 def awaited(call: int, step: Wait) -> Epoch:
-    """What a wait in that call waits for."""
+    """The value that a wait in that call needs."""
     return call - step.lag, step.piece
 
 
@@ -214,7 +214,7 @@ def epoch_text(epoch: Epoch) -> str:
 
 
 def accesses(step: Step) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
-    """The regions that a step reads and those that it writes."""
+    """The regions that a step reads, and the regions that it writes."""
     if isinstance(step, Copy):
         return (step.src,), (step.dst,)
     if isinstance(step, Compute):

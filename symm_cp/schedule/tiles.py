@@ -15,42 +15,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from symm_cp.schedule.layout import SequenceLayout, Span
+from symm_cp.schedule.mask import Keys, Mask, Region, overlapping, within
 
 # Query rows in a part of a tile with a band: bounds the memory of its mask and the wasted work.
 _BAND_ROWS = 256
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Query i sees key j of its document when -left <= j - i <= right (None: no limit).
-
-    `documents` are boundaries, from 0 to the length of the sequence. Only keys in one of the ranges
-    `keys` (first, end; ascending and apart) are seen by any query.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    documents: tuple[int, ...] | None = None
-    keys: tuple[tuple[int, int], ...] | None = None
-
-    def __bool__(self) -> bool:
-        return self != NO_MASK
-
-    @property
-    def relates_positions(self) -> bool:
-        """Whether what a query sees depends on its position."""
-        return (self.left, self.right, self.documents) != (None, None, None)
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether it is the causal mask of one sequence, and nothing else."""
-        return self == CAUSAL
-
-
-#: Every query sees every key.
-NO_MASK = Mask()
-#: What is_causal means.
-CAUSAL = Mask(right=0)
 
 
 @dataclass(frozen=True)
@@ -159,37 +127,54 @@ def tiles(
     rank: int,
     owner: int,
     queries: SequenceLayout | None = None,
+    rows: int | None = None,
 ) -> tuple[Tile, ...]:
     """The tiles of a rank's queries against the keys of rank `owner`, for one sample.
 
-    Queries are spread as the keys are, unless `queries` says how.
+    Queries are spread as the keys are, unless `queries` says how. If their positions do not matter,
+    there may be any number of them: `rows`.
     """
     queries = layout if queries is None else queries
-    same = rank == owner and queries == layout
-    if same and mask.is_causal and _ascends(layout.spans(rank)):
+    spans = queries.spans(rank)
+    if rows is not None and not mask.relates_positions:
+        spans = (Span(0, rows, 0),) if rows else ()
+    elif rank == owner and queries == layout and mask.is_causal and _ascends(spans):
         rows = layout.lengths[rank]
         return (Tile(0, rows, 0, rows, high=0),) if rows else ()
-    keys: dict[int, list[Span]] = {}
-    for document, k in _by_document(_visible(layout.spans(owner), mask.keys), mask):
-        keys.setdefault(document, []).append(k)
-    found = [
-        tile
-        for document, q in _by_document(queries.spans(rank), mask)
-        for k in keys.get(document, ())
-        for tile in _cut(q, k, mask)
-    ]
+    held = sorted(layout.spans(owner), key=_start_of)
+    starts = [span.start for span in held]
+    found: list[Tile] = []
+    seen: dict[int, list[tuple[Span, Keys]]] = {}
+    for span in spans:
+        for region in mask.regions_of(span):
+            if region.first not in seen:
+                seen[region.first] = sorted(_held(held, starts, region), key=_row_of)
+            if seen[region.first]:
+                q = within(span, region.first, region.end)
+                found += (tile for k, keys in seen[region.first] for tile in _cut(q, k, keys))
     return tuple(_join_rows(_join_keys(found)))
 
 
-@lru_cache(maxsize=1024)
-def tiles_of_rows(
-    layout: SequenceLayout, keys: tuple[tuple[int, int], ...] | None, rows: int, owner: int
-) -> tuple[Tile, ...]:
-    """The tiles of `rows` queries of any sequence against the visible keys of rank `owner`."""
-    if rows == 0:
-        return ()
-    found = [Tile(0, rows, k.row, k.row + k.length) for k in _visible(layout.spans(owner), keys)]
-    return tuple(_join_keys(found))
+def _held(
+    spans: Sequence[Span], starts: Sequence[int], region: Region
+) -> Iterator[tuple[Span, Keys]]:
+    """Yields the parts of ascending spans that queries of a region see."""
+    for keys in region.keys:
+        place = max(0, bisect_right(starts, keys.first) - 1)
+        for span in itertools.islice(spans, place, None):
+            if span.start >= keys.end:
+                break
+            part = within(span, keys.first, keys.end)
+            if part.length > 0:
+                yield part, keys
+
+
+def _start_of(span: Span) -> int:
+    return span.start
+
+
+def _row_of(held: tuple[Span, Keys]) -> int:
+    return held[0].row
 
 
 def for_samples(masks: Sequence[Mask], tiles_of: Callable[[Mask], Sequence[Tile]]) -> list[Tile]:
@@ -218,34 +203,24 @@ def seen_by_peers(
 ) -> tuple[tuple[int, int], ...]:
     """For each rank, the first row of its keys that queries of others may see, and the last's end.
 
-    `masks` are those of the samples. The limits may be too wide.
+    `masks` are the masks of the samples. The limits may be too wide.
     """
     queries = layout if queries is None else queries
+    ranks = range(layout.world_size)
+    seen = [[mask.seen_by(queries.spans(rank)) for mask in masks] for rank in ranks]
     found = []
-    for owner in range(layout.world_size):
-        others = [rank for rank in range(layout.world_size) if rank != owner]
-        spans = [span for rank in others for span in queries.spans(rank)]
-        rows = [
-            (k.row + max(first, k.start) - k.start, k.row + min(end, k.start + k.length) - k.start)
-            for mask in masks
-            for first, end in (_positions_seen(q, mask, layout.length) for q in spans)
-            for k in _visible(layout.spans(owner), mask.keys)
-            if max(first, k.start) < min(end, k.start + k.length)
+    for owner in ranks:
+        parts = [
+            within(span, ranges[0][0], ranges[-1][1])
+            for span in layout.spans(owner)
+            for rank in ranks
+            if rank != owner
+            for of_mask in seen[rank]
+            if (ranges := overlapping(of_mask, span.start, span.start + span.length))
         ]
-        found.append((min(row for row, _ in rows), max(end for _, end in rows)) if rows else (0, 0))
+        ends = [part.row + part.length for part in parts]
+        found.append((min(part.row for part in parts), max(ends)) if parts else (0, 0))
     return tuple(found)
-
-
-def _positions_seen(q: Span, mask: Mask, length: int) -> tuple[int, int]:
-    """The first position that some queries of a span may see, and the end of the last."""
-    last = q.start + q.length - 1
-    first = 0 if mask.left is None else q.start - mask.left
-    end = length if mask.right is None else last + mask.right + 1
-    if mask.documents is not None:
-        edges = mask.documents
-        first = max(first, edges[bisect_right(edges, q.start) - 1])
-        end = min(end, edges[bisect_right(edges, last)])
-    return first, end
 
 
 def most_parts(tiles: Sequence[Tile]) -> int:
@@ -266,44 +241,11 @@ def _ascends(spans: tuple[Span, ...]) -> bool:
     return all(a.start < b.start for a, b in itertools.pairwise(spans))
 
 
-def _visible(spans: tuple[Span, ...], keys: tuple[tuple[int, int], ...] | None) -> Sequence[Span]:
-    """The parts of spans that lie in one of the ranges."""
-    if keys is None:
-        return spans
-    found = []
-    for span in spans:
-        stop = span.start + span.length
-        # The ranges from the first one that ends after the span begins.
-        for first, end in keys[bisect_right(keys, span.start, key=_end_of) :]:
-            if first >= stop:
-                break
-            begin = max(first, span.start)
-            found.append(Span(begin, min(end, stop) - begin, span.row + begin - span.start))
-    return found
-
-
-def _end_of(keys: tuple[int, int]) -> int:
-    return keys[1]
-
-
-def _by_document(spans: Sequence[Span], mask: Mask) -> Iterator[tuple[int, Span]]:
-    """Cuts spans at document boundaries; yields each part with the number of its document."""
-    edges = mask.documents or ()
-    for span in spans:
-        begin, end = span.start, span.start + span.length
-        while begin < end:
-            # Boundaries may repeat (empty documents): the last one not beyond `begin` counts.
-            document = bisect_right(edges, begin)
-            stop = min(end, edges[document]) if document < len(edges) else end
-            yield document, Span(begin, stop - begin, span.row + begin - span.start)
-            begin = stop
-
-
-def _cut(q: Span, k: Span, mask: Mask) -> Iterator[Tile]:
+def _cut(q: Span, k: Span, keys: Keys) -> Iterator[Tile]:
     """The tiles of two spans, with the band's limits in rows instead of positions."""
     shift = k.start - q.start
-    low = None if mask.left is None else -mask.left - shift
-    high = None if mask.right is None else mask.right - shift
+    low = None if keys.left is None else -keys.left - shift
+    high = None if keys.right is None else keys.right - shift
     whole = Tile(q.row, q.row + q.length, k.row, k.row + k.length, low, high)
     if low is None or low <= -(q.length - 1):  # the left limit excludes no key
         yield from _below(whole)

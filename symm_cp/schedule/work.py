@@ -15,8 +15,8 @@ from symm_cp.schedule.steps import Compute, Copy, Schedule, Step
 class Work:
     """An op with equal work on all ranks: the variant that it runs, and the size of each step.
 
-    `kernel` returns the seconds of the kernel for one shard. `shard` is the bytes that each peer
-    reads of a rank, `partial` those of a partial sum, `fresh` those of the newly allocated result.
+    `kernel` returns the seconds of the kernel for one shard. `shard`, `partial` and
+    `fresh` are bytes: read by each peer of a rank, of a partial sum, of newly allocated results.
     `op` is the key of the machine's fixed cost per call.
     """
 
@@ -34,7 +34,7 @@ class Work:
     def cost(self, machine: Machine, ranks: int) -> Cost:
         """Returns the cost of each step."""
         steps = [step for lane in self.schedules(ranks)[0].lanes.values() for step in lane]
-        # Spread the fixed cost of a call, and that of new memory, over its kernels and copies.
+        # Spreads the fixed costs of a call and of new memory over its kernels and copies.
         busy = sum(isinstance(step, (Compute, Copy)) for step in steps)
         fixed = (machine.calls.get(self.op, 0.0) + machine.fresh(self.fresh)) / max(1, busy)
         one = self.kernel(machine)

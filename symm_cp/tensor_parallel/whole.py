@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.group.memory import group_name
-from symm_cp.ops.low_contention import low_contention_all_gather
+from symm_cp.ops.collectives.low_contention import low_contention_all_gather
 
 
 class Seat(NamedTuple):
@@ -43,7 +43,7 @@ def gather(part: torch.Tensor, dim: int, seat: Seat, sizes: Sequence[int]) -> to
 
 
 def own_part(whole: torch.Tensor, dim: int, seat: Seat, sizes: Sequence[int]) -> torch.Tensor:
-    """Returns this rank's part along `dim`; `sizes` are those of all ranks."""
+    """Returns this rank's part along `dim`; `sizes` are the lengths of all ranks' parts."""
     result: torch.Tensor = _OwnPart.apply(whole, dim % whole.dim(), seat, tuple(sizes))
     return result
 

@@ -23,7 +23,7 @@ import torch
 from symm_cp import env
 from symm_cp.tensors.results import new_result
 
-#: The alignment of buffers in bytes: a cache line, and that of torch's allocations on CPU.
+#: The alignment of buffers in bytes: a cache line, and the alignment of torch's CPU allocations.
 ALIGN = 64
 
 #: Debug offsets are multiples of this, up to a page; tests set it to 8 to see that they would fail.

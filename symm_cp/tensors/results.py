@@ -2,7 +2,8 @@
 
 Fresh memory costs more than a transfer: the kernel clears each page and maps it at the first
 access. So memory of freed results of at least 1 MiB is kept, in huge pages where the system has
-them, for the next result of about that size (csrc/blocks.h). The tensors behave as all others do.
+them, for the next result of about that size (csrc/memory/blocks.h). The tensors
+behave as all others do.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 
 from symm_cp import native
 
-_POOLED_BYTES = 1 << 20  # csrc/pool.h: smaller results come from torch's allocator
+# Bytes from which on results come from the pool; csrc/memory/pool.h has the same number. Smaller
+# results come from torch's allocator: with a smaller number the pool would hold many small blocks.
+_POOLED_BYTES = 1 << 20
 
 
 class ResultMemory(NamedTuple):
-    """Memory of results in this process, in bytes: in use, kept for later, and the most to keep."""
+    """Memory of results in this process, in bytes: in use, cached, and the most to cache."""
 
     in_use: int
     kept: int

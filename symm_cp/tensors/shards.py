@@ -5,6 +5,7 @@ All arithmetic of a call's bytes is here: parts of shards, slots, staging memory
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -91,11 +92,11 @@ class Split:
         return self.along(0), [shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :]]
 
     def shape_of(self, rank: int, shape: Sequence[int]) -> list[int]:
-        """Returns the shape of a rank's part, given that of the whole or of any part."""
+        """Returns the shape of a rank's part, given the shape of the whole or of any part."""
         return self._replaced(shape, self.sizes[rank])
 
     def shapes(self, shape: Sequence[int]) -> list[Shape] | None:
-        """Returns the shape of every part, given that of any; None when all are equal."""
+        """Returns the shape of every part, given the shape of any; None when all are equal."""
         if self.is_equal:
             return None
         return [tuple(self._replaced(shape, size)) for size in self.sizes]
@@ -110,11 +111,11 @@ class Split:
         ]
 
     def largest_shape(self, shape: Sequence[int]) -> list[int]:
-        """Returns the shape of the largest part, given that of any."""
+        """Returns the shape of the largest part, given the shape of any."""
         return self._replaced(shape, max(self.sizes))
 
     def whole_shape(self, shape: Sequence[int]) -> list[int]:
-        """Returns the shape of the whole, given that of any part."""
+        """Returns the shape of the whole, given the shape of any part."""
         return self._replaced(shape, self.length)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
@@ -217,7 +218,7 @@ class ShardSizes:
         """Where the parts begin, and last the bytes that a shard takes."""
         return part_offsets([max(sizes) for sizes in zip(*self.parts, strict=True)])
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The bytes that a shard takes."""
         return self.offsets[-1]
@@ -266,16 +267,24 @@ class ShardSizes:
         return zip(self.offsets, zip(*self.parts, strict=True), strict=False)
 
 
-@lru_cache(maxsize=512)
-def _equal_sizes(shapes: tuple[Shape, ...], items: tuple[int, ...], ranks: int) -> ShardSizes:
-    return _sizes_of((shapes,) * ranks, items)
+#: The shapes of each rank's tensors, and their dtypes.
+_Layout: TypeAlias = tuple[tuple[tuple[Shape, ...], ...], tuple[torch.dtype, ...], ShardSizes]
 
 
 @lru_cache(maxsize=512)
-def _sizes_of(shapes: tuple[tuple[Shape, ...], ...], items: tuple[int, ...]) -> ShardSizes:
+def _equal_layout(parts: tuple[tuple[Shape, torch.dtype], ...], ranks: int) -> _Layout:
+    shapes, dtypes = (tuple(shape for shape, _ in parts),) * ranks, tuple(d for _, d in parts)
+    return shapes, dtypes, _sizes_of(shapes, dtypes)
+
+
+@lru_cache(maxsize=512)
+def _sizes_of(shapes: tuple[tuple[Shape, ...], ...], dtypes: tuple[torch.dtype, ...]) -> ShardSizes:
     return ShardSizes(
         tuple(
-            tuple(math.prod(shape) * item for shape, item in zip(rank_shapes, items, strict=True))
+            tuple(
+                math.prod(shape) * dtype.itemsize
+                for shape, dtype in zip(rank_shapes, dtypes, strict=True)
+            )
             for rank_shapes in shapes
         )
     )
@@ -284,29 +293,33 @@ def _sizes_of(shapes: tuple[tuple[Shape, ...], ...], items: tuple[int, ...]) -> 
 class Shards:
     """The shards of all ranks in a call: this rank's tensors, and how every rank's lie in memory.
 
-    A shard is one or more tensors that travel together. `shapes` are those of each rank's tensors;
-    without it all ranks' are as this rank's.
+    A shard is one or more tensors that travel together. `shapes` are the shapes of each rank's
+    tensors; without it all ranks have the shapes of this rank.
     """
 
     def __init__(
         self, own: Sequence[torch.Tensor], ranks: int, shapes: Sequence[Shapes] | None = None
     ) -> None:
         self.own = own
-        self.dtypes = tuple([t.dtype for t in own])
-        items = tuple([dtype.itemsize for dtype in self.dtypes])
+        #: Whether the own tensors can be copied as bytes.
+        self.contiguous = True
+        parts = []
+        for tensor in own:
+            parts.append((tensor.shape, tensor.dtype))
+            self.contiguous = self.contiguous and tensor.is_contiguous()
         if shapes is None:
-            equal = tuple([t.shape for t in own])
-            self.shapes: tuple[tuple[Shape, ...], ...] = (equal,) * ranks
-            self.sizes = _equal_sizes(equal, items, ranks)
+            self.shapes, self.dtypes, self.sizes = _equal_layout(tuple(parts), ranks)
         else:
+            self.dtypes = tuple([dtype for _, dtype in parts])
             self.shapes = tuple(tuple(tuple(shape) for shape in parts) for parts in shapes)
-            self.sizes = _sizes_of(self.shapes, items)
+            self.sizes = _sizes_of(self.shapes, self.dtypes)
         self.nbytes = self.sizes.nbytes
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether the own tensors can be copied as bytes."""
-        return all(t.is_contiguous() for t in self.own)
+    def packed(self) -> Shards:
+        """Returns the same shards, the own tensors contiguous: copy engines move runs of bytes."""
+        packed = copy.copy(self)
+        packed.own, packed.contiguous = [t.contiguous() for t in self.own], True
+        return packed
 
     def views(self, rank: int, view_at: ViewAt, base: int = 0) -> list[torch.Tensor]:
         """Returns a rank's shard that lies at `base`."""

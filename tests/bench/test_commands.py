@@ -14,9 +14,10 @@ import torch
 
 from symm_cp import native, trusted, tuning
 from symm_cp.cli import main
-from symm_cp.commands.bench import parsers, report, timeline
+from symm_cp.commands.bench import parsers, timeline
 from symm_cp.commands.bench.jobs import TORCH
-from symm_cp.commands.bench.measure import COMMUNICATION, LIMIT, UNFUSED
+from symm_cp.commands.harness import report
+from symm_cp.commands.harness.measure import COMMUNICATION, LIMIT, UNFUSED
 from symm_cp.parsing import plot_file
 from symm_cp.schedule.machine import CURVES, machine
 from symm_cp.schedule.simulate import Event, Timeline

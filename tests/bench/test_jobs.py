@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from symm_cp.commands.bench import jobs, shapes
 from symm_cp.commands.bench.jobs import Setting
-from symm_cp.commands.bench.measure import UNFUSED
+from symm_cp.commands.harness.measure import UNFUSED
 from symm_cp.commands.plan.models import MODELS
 from tests.exhaustive import some
 from tests.pool import Ranks

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch.distributed as dist
 
-from symm_cp.commands.bench import measure, report
-from symm_cp.commands.bench.measure import FUSED, LIMIT, UNFUSED, Case, Row, bootstrap, duration
+from symm_cp.commands.harness import measure, report
+from symm_cp.commands.harness.measure import FUSED, LIMIT, UNFUSED, Case, Row, bootstrap, duration
 from tests.exhaustive import some
 from tests.pool import Ranks
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
-from symm_cp import devices, tuning
+from symm_cp import cuda, tuning
 from symm_cp.group import memory
-from symm_cp.ops.scaled_mm import torch_scales_rows_on_cpu
+from symm_cp.ops.matmul.scaled_mm import torch_scales_rows_on_cpu
 from symm_cp.tensors import alignment
 from tests import device as test_device
 from tests.bits.products import watched
@@ -50,13 +50,13 @@ def moved(group: dist.ProcessGroup, unit: int = alignment.ALIGN) -> Iterator[Non
     ):
         dist.barrier(group)
         state.workspace("sync").renew()
-        devices.workspaces_of(state).current.clear()
+        cuda.workspaces_of(state).current.clear()
         yield
         dist.barrier(group)
         if streams:
-            devices.device_of(torch.device("cpu")).synchronize()
+            cuda.device_of(torch.device("cpu")).synchronize()
         state.workspace("sync").renew()
-        devices.workspaces_of(state).current.clear()
+        cuda.workspaces_of(state).current.clear()
 
 
 def flattened(results: Any) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from symm_cp import devices
+from symm_cp import cuda
 from symm_cp.group import memory
 from tests.bits.products import watched
 from tests.cuda.simulated import simulation
@@ -21,7 +21,7 @@ def random_ops(group: dist.ProcessGroup, mode: dict[str, Any] | None, count: int
             test_random.repeat(group, test_random.gathers, count)
             return
         with simulation(delays_us=0, **mode) as made:
-            devices.reserve_on(memory.resolve(group), made, 1 << 20)
+            cuda.reserve_on(memory.resolve(group), made, 1 << 20)
             test_random.repeat(group, test_random.gathers, count)
 
 

@@ -8,7 +8,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import symm_cp
 from symm_cp.schedule.layout import SequenceLayout
-from symm_cp.schedule.tiles import Mask, pairs
+from symm_cp.schedule.mask import Mask
+from symm_cp.schedule.tiles import pairs
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 

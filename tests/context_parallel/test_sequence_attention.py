@@ -43,6 +43,8 @@ def masks(length: int) -> list[SequenceMask]:
         SequenceMask(window_left=3, window_right=6, document_ids=documents),
         SequenceMask(is_causal=True, document_ids=documents[:1], key_mask=holes),
         SequenceMask(key_mask=holes[:1]),
+        SequenceMask(is_causal=True, prefix_lengths=torch.tensor([9, length])),
+        SequenceMask(is_causal=True, window_left=4, prefix_lengths=torch.tensor([11])),
         SequenceMask(mask_mod=even),
         SequenceMask(mask_mod=by_head, document_ids=documents, key_mask=holes, window_left=9),
     ]

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import symm_cp
-from symm_cp.context_parallel import model_masks
+from symm_cp.integrations.transformers import inspector
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import some
 from tests.pool import Ranks
@@ -215,7 +215,7 @@ def flex_refuses_packing(group: dist.ProcessGroup) -> None:
     for forward in (split, torch.compile(split, backend="aot_eager")):
         with (
             # As with releases of transformers whose masks are not known.
-            unittest.mock.patch.object(model_masks, "_replace", return_value=None),
+            unittest.mock.patch.object(inspector, "_replace", return_value=None),
             quick_masks(),
             symm_cp.context_parallel(mesh_of(group)),
             pytest.raises(ValueError, match="a BlockMask of the whole sequence as attention_mask"),

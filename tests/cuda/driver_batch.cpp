@@ -1,7 +1,7 @@
 // The batched copies of one kind of driver; its other functions are driver.cpp's, which this is
 // linked with. BATCH is the number of arguments that tells the kinds apart: 9 from CUDA 12.8 on
 // (with the index of the copy that failed), 8 from 13.0 on, 0: none.
-#include "../../csrc/driver.h"
+#include "cuda/driver.h"
 
 using namespace symm_cp::driver;
 

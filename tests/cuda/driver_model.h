@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../csrc/driver.h"
+#include "cuda/driver.h"
 
 namespace simulated {
 

@@ -1,4 +1,4 @@
-// Compares csrc/driver.h and driver.cpp, which are written by hand, with a cuda.h.
+// Compares csrc/cuda/driver.h and driver.cpp, which are written by hand, with a cuda.h.
 // test_driver_types.py compiles it; driver_names.inc is made by it from what driver.h and
 // driver.cpp name.
 #define __CUDA_API_VERSION_INTERNAL  // declares functions by the names that the library exports
@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "../../csrc/driver.h"
+#include "cuda/driver.h"
 
 using namespace symm_cp::driver;
 

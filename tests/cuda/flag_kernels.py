@@ -1,4 +1,4 @@
-"""What the kernels of symm_cp/kernels/signals.py do, on CPU memory and in the stream's thread."""
+"""The kernels of symm_cp/cuda/kernels/signals.py on CPU memory, in the stream's thread."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from symm_cp import kernels
-from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
-from symm_cp.kernels.arrival_attention import arrival_attention as attention
-from symm_cp.kernels.signals import signal, wait
+from symm_cp.cuda import kernels
+from symm_cp.cuda.kernels.arrival_attention import Arrivals, Tiling, chunk_table
+from symm_cp.cuda.kernels.arrival_attention import arrival_attention as attention
+from symm_cp.cuda.kernels.signals import signal, wait
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import scratch_rows

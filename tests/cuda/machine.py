@@ -27,7 +27,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = ("driver.cpp", "driver_streams.cpp", "driver_capture.cpp", "driver_memory.cpp")
 _BATCHES = {0: 0, 12080: 9, 13000: 8}  # the arguments of a batched copy, from a version on
 _TORCH = Path(torch.__file__).parent
-_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-pthread")
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-pthread", f"-I{native.source_dir()}")
 
 #: The order of `simulated_set`.
 SETTINGS = ("delays_us", "driver_version", "patience_ms", "one_queue", "multiprocessors",
@@ -60,7 +60,7 @@ def _folder() -> Path:
         "driver_batch.cpp",
         "driver_poison.cpp",
         "driver_model.h",
-        "../../csrc/driver.h",
+        "../../csrc/cuda/driver.h",
     ):
         digest.update((_FOLDER / name).read_bytes())
     made = Path(tempfile.gettempdir()) / f"symm_cp_simulated_driver_{digest.hexdigest()[:16]}"

@@ -33,10 +33,11 @@ from unittest import mock
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import devices
-from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
+from symm_cp import cuda
+from symm_cp.cuda.stream_program import Launch
+from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group import memory
-from symm_cp.runtime.stream_program import Launch
+from symm_cp.runtime.recorder import Mark
 from tests.cuda import pools
 from tests.cuda.flag_kernels import FlagKernels
 from tests.cuda.graphs import Graph, refuse
@@ -109,7 +110,7 @@ class Mode:
     patience_ms: int = 30_000
 
 
-class SimulatedDevice(FlagKernels, devices.Device):
+class SimulatedDevice(FlagKernels, cuda.Device):
     """A device whose memory is the CPU's. Its null stream is one stream for all threads."""
 
     torch_type, dispatch_key = "cpu", "CPU"
@@ -131,7 +132,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self.poisoned = False
         self.graph: Graph | None = None  # that is captured
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one
-        self._groups: weakref.WeakKeyDictionary[devices.DeviceWorkspace, str] = (
+        self._groups: weakref.WeakKeyDictionary[cuda.DeviceWorkspace, str] = (
             weakref.WeakKeyDictionary()
         )
         # The last signal op of each group, for each capture.
@@ -177,7 +178,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         name = getattr(function, "__qualname__", "a kernel")
         stream = self.current_stream() if lane == "compute" else self._side(channel)
         workspace = getattr(function, "__self__", None)
-        signals = isinstance(workspace, devices.DeviceWorkspace)
+        signals = isinstance(workspace, cuda.DeviceWorkspace)
         if self.graph is not None and not signals:  # its ops are recorded one by one
             self._lane = stream
             try:
@@ -213,8 +214,8 @@ class SimulatedDevice(FlagKernels, devices.Device):
 
         return replay
 
-    def offers(self) -> tuple[devices.Signals, ...]:
-        return (*super().offers(), devices.Signals.KERNEL, devices.Signals.TORCH)
+    def offers(self) -> tuple[cuda.Signals, ...]:
+        return (*super().offers(), cuda.Signals.KERNEL, cuda.Signals.TORCH)
 
     def _open_stream(self) -> int:
         return self.machine.stream(self.index)
@@ -224,7 +225,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         return super().ended(stream)
 
     @contextlib.contextmanager
-    def _guarded(self, stream: int, workspace: devices.DeviceWorkspace | None) -> Iterator[None]:
+    def _guarded(self, stream: int, workspace: cuda.DeviceWorkspace | None) -> Iterator[None]:
         """torch 2.15's GroupStreamGuard: one stream after the other signals in a group."""
         if workspace is None or not self.mode.stream_guard or not self._by_torch(workspace):
             yield
@@ -238,15 +239,15 @@ class SimulatedDevice(FlagKernels, devices.Device):
         yield
         self._guards[place] = stream, _Event(self, stream)
 
-    def _by_torch(self, workspace: devices.DeviceWorkspace) -> bool:
-        return workspace.signals is devices.Signals.TORCH
+    def _by_torch(self, workspace: cuda.DeviceWorkspace) -> bool:
+        return workspace.signals is cuda.Signals.TORCH
 
     def call(self, stream: int, function: Callable[[], object]) -> None:
         """Has a stream call a function."""
         keep = None if self.graph is None else self.graph.kept
         self.machine.call(stream or self.current_stream(), function, keep=keep)
 
-    def mark(self, lane: str, channel: str) -> devices.Mark:
+    def mark(self, lane: str, channel: str) -> Mark:
         times: list[int] = []
         stream = self.current_stream() if lane == "compute" else self._side(channel)
         self.call(stream, lambda: times.append(time.monotonic_ns()))
@@ -312,8 +313,8 @@ class SimulatedDevice(FlagKernels, devices.Device):
     def capture_id(self) -> int:
         return super().capture_id() or -self._times_in_capture
 
-    def verdict(self, group: memory.Group) -> devices.Verdict:
-        return devices.Verdict(devices.Signals(self.mode.signals))
+    def verdict(self, group: memory.Group) -> cuda.Verdict:
+        return cuda.Verdict(cuda.Signals(self.mode.signals))
 
     def workspace(
         self,
@@ -322,8 +323,8 @@ class SimulatedDevice(FlagKernels, devices.Device):
         slot_bytes: int,
         *,
         graph: bool,
-        verdict: devices.Verdict,
-    ) -> devices.DeviceWorkspace:
+        verdict: cuda.Verdict,
+    ) -> cuda.DeviceWorkspace:
         if self.graph is not None:
             refuse("cuMemCreate")
         made = SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
@@ -348,7 +349,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         kinds = ("local", "peer", "local, overlapping", "peer, overlapping")
         return {kind: self.library.simulated_count(5 + i) for i, kind in enumerate(kinds)}
 
-    def run(self, issue: Callable[[], None], workspace: devices.DeviceWorkspace) -> None:
+    def run(self, issue: Callable[[], None], workspace: cuda.DeviceWorkspace) -> None:
         """Issues a call as the mode wants it, and lets its caller see the result."""
         if self.in_capture and self.graph is None:
             graph = self._captured(issue)
@@ -427,7 +428,7 @@ def simulation(**options: Any) -> Iterator[SimulatedDevice]:
     run = _running(inspect.unwrap(Launch.run))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Launch, "run", run))
-        stack.enter_context(devices.replaced(torch.device("cpu"), made))
+        stack.enter_context(cuda.replaced(torch.device("cpu"), made))
         if offsets:
             stack.enter_context(mock.patch.object(symm_mem, "empty", pools.empty))
         made.poison(poison)

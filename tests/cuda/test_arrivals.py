@@ -25,12 +25,12 @@ UNKNOWN: list[dict[str, Any]] = [
 
 def attends(group: dist.ProcessGroup, seed: int) -> None:
     # Triton chooses its interpreter when it is imported.
+    from symm_cp.cuda.kernels import arrival_attention as module
     from symm_cp.group import memory
-    from symm_cp.kernels import arrival_attention as module
     from symm_cp.ops.attention import arrival as arrival_attention
     from symm_cp.ops.attention.spec import AttentionSpec
     from symm_cp.schedule.layout import head_tail, sequential
-    from symm_cp.schedule.tiles import Mask
+    from symm_cp.schedule.mask import Mask
     from tests.cuda import interpreted
     from tests.cuda.simulated import simulation
 

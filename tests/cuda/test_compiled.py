@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from symm_cp.kernels import arrival_attention as arrival
-from symm_cp.kernels.attention_merge import merge_attention
-from symm_cp.kernels.row_sums import add_rows
+from symm_cp.cuda.kernels import arrival_attention as arrival
+from symm_cp.cuda.kernels.attention_merge import merge_attention
+from symm_cp.cuda.kernels.row_sums import add_rows
 from tests.cuda.launches import TOOLS, recorded, resources
 from tests.exhaustive import exhaustive, some
 

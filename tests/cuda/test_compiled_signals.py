@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from symm_cp import wire
-from symm_cp.kernels import signals
+from symm_cp.cuda.kernels import signals
+from symm_cp.native import wire
 from tests.cuda.launches import recorded
 
 ARCHITECTURES = pytest.mark.parametrize("architecture", [80, 90, 100])

@@ -1,4 +1,4 @@
-"""csrc/driver.h declares by hand what cuda.h does: a compiler compares them, for CUDA 12 and 13.
+"""csrc/cuda/driver.h declares by hand what cuda.h does: a compiler compares them, CUDA 12 and 13.
 
 The headers come with Triton and with the packages of the CUDA runtime, which the extra `test` of
 pyproject.toml installs; CUDA_HOME adds another.
@@ -43,8 +43,8 @@ def version(header: Path) -> int:
 def names() -> tuple[dict[str, str], dict[str, str]]:
     """What driver.cpp looks up, with the members of `Api`; the constants of driver.h."""
     lookup = r'(?:require|find)\(library, (?:path, )?"(\w+)", api\.(\w+)\)'
-    functions = dict(re.findall(lookup, (_CSRC / "driver.cpp").read_text()))
-    text = (_CSRC / "driver.h").read_text()
+    functions = dict(re.findall(lookup, (_CSRC / "cuda/driver.cpp").read_text()))
+    text = (_CSRC / "cuda/driver.h").read_text()
     constants = dict(re.findall(r"constexpr \w+ (k\w+) = [^;]+;\s*// (CU\w+)", text))
     members = set(re.findall(r"Result \(\*(\w+)\)\(", text))
     assert members == set(functions.values()), "a member that driver.cpp does not look up"
@@ -62,7 +62,7 @@ def compiled(header: Path, folder: Path, edit: tuple[str, str] = ("", "")) -> st
     lines = "\n".join(checks)
     (folder / "driver_names.inc").write_text(lines.replace(*edit) if edit[0] else lines)
     command = [*shlex.split(native.find_compiler()), "-std=c++20", "-fsyntax-only"]
-    command += [f"-I{header.parent}", f"-I{folder}", str(_SOURCE)]
+    command += [f"-I{header.parent}", f"-I{folder}", f"-I{_CSRC}", str(_SOURCE)]
     return subprocess.run(command, capture_output=True, text=True, check=False).stderr
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices
+from symm_cp import cuda
 from symm_cp.group import memory
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.common import device_kernels
@@ -120,7 +120,7 @@ def fails_everywhere(group: dist.ProcessGroup, op: Op, mode: dict[str, Any], apa
             made.machine.errors.clear()
             op(group)
             dist.barrier(group)
-            assert not devices.workspaces._holding or made.capturing()
+            assert not cuda.workspaces._holding or made.capturing()
     return steps
 
 
@@ -159,7 +159,7 @@ def one_dies_one_fails(group: dist.ProcessGroup) -> str:
         with no_memory(group.size()), contextlib.suppress(MemoryError):
             scatter(group)
         made.synchronize()
-        kept = devices.workspaces_of(memory.resolve(group)).current.values()
+        kept = cuda.workspaces_of(memory.resolve(group)).current.values()
         assert all(space.ended() for space in kept)
     return "ended"
 
@@ -175,21 +175,21 @@ def test_streams_of_a_rank_that_failed_end_when_no_peer_is_left(ranks: Ranks) ->
 def leaks(group: dist.ProcessGroup) -> None:
     """Workspaces are freed when the streams have ended and the device is well, and not before."""
     own = dist.new_group(list(range(group.size())))
-    retired = devices.workspaces._retired
+    retired = cuda.workspaces._retired
     with simulation() as made:
         state = memory.resolve(own)
-        devices.workspace(state, made, "sync", 1 << 12)
+        cuda.workspace(state, made, "sync", 1 << 12)
         with unittest.mock.patch.object(made, "failed", return_value=True):
-            devices.workspaces_of(state).clear()
-            devices.workspaces._free_retired()
+            cuda.workspaces_of(state).clear()
+            cuda.workspaces._free_retired()
             assert len(retired) == 1
         with unittest.mock.patch.object(made, "capturing", return_value=True):
-            devices.workspaces._free_retired()
+            cuda.workspaces._free_retired()
             assert len(retired) == 1
-        with unittest.mock.patch.object(devices.DeviceWorkspace, "ended", return_value=False):
-            devices.workspaces._free_retired()
+        with unittest.mock.patch.object(cuda.DeviceWorkspace, "ended", return_value=False):
+            cuda.workspaces._free_retired()
             assert len(retired) == 1
-        devices.workspaces._free_retired()
+        cuda.workspaces._free_retired()
         assert not retired
         assert not made.failed()
     dist.destroy_process_group(own)

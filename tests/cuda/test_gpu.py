@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import symm_cp
-from symm_cp import kernels, native
-from symm_cp.devices import device_of
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp import native
+from symm_cp.cuda import device_of, kernels
+from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.ops.override import CudaOverride
 from tests.cuda import kernel_cases

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices
+from symm_cp import cuda
 from symm_cp.group import memory
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
@@ -25,7 +25,7 @@ def two_graphs(group: dist.ProcessGroup, replays: int) -> None:
         return lambda: symm_cp.all_gather_matmul(inputs[index], weight, gather_dim=0, group=own)
 
     with simulation(delays_us=300, deferred=True) as made:
-        devices.reserve_on(memory.resolve(own), made, 1 << 10, graphs=2)
+        cuda.reserve_on(memory.resolve(own), made, 1 << 10, graphs=2)
         captured = [graphed(made, step(index)) for index in range(2)]
         with pytest.raises(RuntimeError, match=r"each of the 2 belongs to a graph.*graphs=n\)"):
             graphed(made, step(2))
@@ -39,9 +39,9 @@ def two_graphs(group: dist.ProcessGroup, replays: int) -> None:
             for index, (_, out) in enumerate(captured):
                 made.library.simulated_drain(streams[index])
                 torch.testing.assert_close(out, rows[index].flatten(0, 1) @ weight)
-        devices.reserve_on(memory.resolve(own), made, 1 << 10)
+        cuda.reserve_on(memory.resolve(own), made, 1 << 10)
         graphed(made, step(2))
-        kinds = devices.workspaces_of(memory.resolve(own)).graphs.values()
+        kinds = cuda.workspaces_of(memory.resolve(own)).graphs.values()
         assert sorted(len(kind.by_capture) for kind in kinds) == [0, 3]
     dist.destroy_process_group(own)
 

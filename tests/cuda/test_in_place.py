@@ -19,9 +19,9 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _resolve_process_group, _SymmetricMemory
 
 import symm_cp
-from symm_cp import devices
-from symm_cp.devices import rendezvous
-from symm_cp.devices import symmetric as symmetric_memory
+from symm_cp import cuda
+from symm_cp.cuda import rendezvous
+from symm_cp.cuda import symmetric as symmetric_memory
 from symm_cp.group import memory
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
@@ -42,7 +42,7 @@ def gathers(x: torch.Tensor, group: dist.ProcessGroup, turn: int) -> None:
 
 
 def is_in_place(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    return devices.found_in_place(x, memory.resolve(group)) is not None
+    return cuda.found_in_place(x, memory.resolve(group)) is not None
 
 
 def parts_of_blocks(group: dist.ProcessGroup) -> None:
@@ -115,7 +115,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     cases = [
         (torch.empty(4, 4), "the tensor of rank 1 was not allocated as symmetric memory"),
         (symmetric(4, 4).t(), "the tensor of rank 1 is not contiguous"),
-        (symmetric(5, 4), "the tensor of rank 1 has 80 bytes, that of rank 0 64"),
+        (symmetric(5, 4), "the tensor of rank 1 has 80 bytes, the tensor of rank 0 has 64"),
     ]
     with simulation():
         for other, reason in cases:
@@ -195,7 +195,7 @@ def histories(group: dist.ProcessGroup) -> None:
     """A sub-group that leaves a rank out makes rendezvous first; then the whole group does."""
     pair = dist.new_group([0, 1])
     torchs = TorchOnCuda(group, allocations=group.rank())
-    devices.workspaces_of(memory.resolve(group)).current.clear()  # of earlier tests
+    cuda.workspaces_of(memory.resolve(group)).current.clear()  # of earlier tests
     with (
         simulation(delays_us=0),
         mock.patch.object(rendezvous, "_SymmetricMemory", torchs),

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import symm_cp
-from symm_cp import devices
-from symm_cp.devices.kept import HostReads
+from symm_cp import cuda
+from symm_cp.cuda.kept import HostReads
 from symm_cp.group import memory
 from symm_cp.ops.attention.arrival import _tables
-from symm_cp.ops.attention.spec import _host_edges
+from symm_cp.ops.attention.masks import _host_edges
 from symm_cp.ops.attention.tiles import _band
 from symm_cp.schedule.layout import head_tail
 from tests.cuda.graphs import graphed
@@ -96,7 +96,7 @@ def windows(group: dist.ProcessGroup, seed: int) -> None:
         return out
 
     with simulation() as made:
-        devices.reserve_on(memory.resolve(group), made, 1 << 16)
+        cuda.reserve_on(memory.resolve(group), made, 1 << 16)
         graph, captured = graphed(made, call)
         for _ in range(2):
             # What the capture made holds nothing yet, and belongs to the graph.

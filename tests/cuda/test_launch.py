@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from symm_cp import wire
-from symm_cp.devices import Signals
-from symm_cp.runtime.binding import Binding
-from symm_cp.runtime.stream_program import Launch, StreamLowering, _ExchangeCall, _KernelCall, lower
+from symm_cp.cuda import Signals
+from symm_cp.cuda.stream_program import Launch, StreamLowering, _ExchangeCall, _KernelCall, lower
+from symm_cp.native import wire
+from symm_cp.runtime.program import Binding
 from symm_cp.schedule import Copy, Region, Signal, Step, Wait, patterns
 from symm_cp.tensors.shards import Extent
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices
+from symm_cp import cuda
 from symm_cp.group import memory
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import random_mode, simulation
@@ -48,7 +48,7 @@ def replays(group: dist.ProcessGroup, seed: int, signals: str) -> None:
     shard, full, weight = torch.zeros(3, 8), torch.zeros(2 * W, 8), torch.zeros(8, 5)
     q, k, v = torch.zeros(3, 1, 2, 8, 16)
     with simulation(signals=signals) as made:
-        devices.reserve_on(memory.resolve(group), made, 1 << 16, graphs=3)
+        cuda.reserve_on(memory.resolve(group), made, 1 << 16, graphs=3)
         ops = [
             lambda: symm_cp.all_gather_matmul(shard, weight, gather_dim=0, group=group),
             lambda: symm_cp.matmul_reduce_scatter(full, weight, scatter_dim=0, group=group),
@@ -88,7 +88,7 @@ def replays_at_once(group: dist.ProcessGroup) -> None:
     """Two graphs on two streams, which the host starts in the same order on all ranks."""
     rank, W = group.rank(), group.size()
     with simulation(delays_us=300, deferred=True) as made:
-        devices.reserve_on(memory.resolve(group), made, 1 << 16, graphs=2)
+        cuda.reserve_on(memory.resolve(group), made, 1 << 16, graphs=2)
         shards, weight = torch.zeros(2, 3, 8), torch.randn(8, 5)
         captured = [
             graphed(made, partial(symm_cp.all_gather_matmul, shard, weight, group=group))

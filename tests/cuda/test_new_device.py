@@ -1,4 +1,4 @@
-"""A new kind of device takes one file and one entry in the registry (symm_cp/devices/README.md).
+"""A new kind of device takes one file, which registers itself (symm_cp/cuda/README.md).
 
 In a copy of the package, on torch's device type for backends outside its source tree. What the ops
 do on streams is tested on the simulated device.
@@ -20,9 +20,11 @@ import symm_cp
 from symm_cp.ops.common import device_kernels
 
 TOY = """
-from symm_cp.devices.base import Device
+from symm_cp.cuda import registry
+from symm_cp.cuda.base import Device
 
 
+@registry.register
 class ToyDevice(Device):
     torch_type, dispatch_key = "toy", "PrivateUse1"
     driver = "libtoy.so"
@@ -56,14 +58,11 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("with_toy")
     source = Path(symm_cp.__file__).parent
     shutil.copytree(source, folder / "symm_cp", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "symm_cp/devices/toy.py").write_text(TOY)
-    registry = folder / "symm_cp/devices/registry.py"
-    text = registry.read_text()
-    kinds = "for kind in (CudaDevice,)"
-    assert text.count(kinds) == 1
-    imported = "from symm_cp.devices.toy import ToyDevice\nfrom symm_cp.group.memory"
-    text = text.replace("from symm_cp.group.memory", imported, 1)
-    registry.write_text(text.replace(kinds, "for kind in (CudaDevice, ToyDevice)"))
+    (folder / "symm_cp/cuda/toy.py").write_text(TOY)
+    wing = folder / "symm_cp/cuda/__init__.py"
+    text, imported = wing.read_text(), "from symm_cp.cuda import gpu as _gpu"
+    assert text.count(imported) == 1
+    wing.write_text(text.replace(imported, f"from symm_cp.cuda import toy\n{imported}"))
     return folder
 
 
@@ -138,14 +137,14 @@ for function in (accelerators.index_of, accelerators.uuid_of):
 @pytest.mark.exhaustive
 def test_what_a_group_chose_for_cuda_does_not_serve_it(package: Path) -> None:
     served = run(package, """
-from symm_cp import devices
+from symm_cp import cuda as wing
 from symm_cp.group import memory
-from symm_cp.devices import nvshmem
+from symm_cp.cuda import nvshmem
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 group, cuda = memory.resolve(torch.distributed.group.WORLD), torch.device("cuda", 0)
-devices.choose(group, nvshmem.NvshmemDevice(cuda, None))
-result = [repr(devices.device_for(group, device)) for device in (cuda, torch.device("toy"))]
+wing.choose(group, nvshmem.NvshmemDevice(cuda, None))
+result = [repr(wing.device_for(group, device)) for device in (cuda, torch.device("toy"))]
 torch.distributed.destroy_process_group()
 """)  # fmt: skip
     assert served == ["NvshmemDevice(cuda:0)", "ToyDevice(toy:1)"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import devices
+from symm_cp import cuda
 from symm_cp.group import memory
 from tests.cuda.simulated import simulation
 from tests.exhaustive import exhaustive, some
@@ -37,7 +37,7 @@ MODES = pytest.mark.parametrize(
 
 def random_ops(group: dist.ProcessGroup, mode: dict[str, Any], count: int) -> None:
     with simulation(**mode) as made:
-        devices.reserve_on(memory.resolve(group), made, 1 << 20)
+        cuda.reserve_on(memory.resolve(group), made, 1 << 20)
         for index in range(count):
             test_random.gathers(group, index)
             test_random.scatters(group, index)
@@ -71,7 +71,7 @@ def attention(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None
         for rotate, dtype in (("allgather", torch.float32), ("alltoall", torch.bfloat16))
     ]
     with simulation(**mode) as made:
-        devices.reserve_on(memory.resolve(group), made, 1 << 20)
+        cuda.reserve_on(memory.resolve(group), made, 1 << 20)
         test_attention.run_all(group, cases, seed)
 
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
-from symm_cp import devices, wire
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp import cuda
+from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
+from symm_cp.native import wire
 from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import simulated_device, simulation
 from tests.exhaustive import exhaustive
@@ -54,7 +55,7 @@ def stacked(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
 def transfers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
     rank, W = group.rank(), group.size()
     with simulation(**mode) as made:
-        devices.reserve_on(memory.resolve(group), made, 1 << 16)
+        cuda.reserve_on(memory.resolve(group), made, 1 << 16)
         for turn in range(6):
             rows = stacked(group, 3, 5)
             full = stacked(group, W * 2, 3)
@@ -162,7 +163,7 @@ def mixes(group: dist.ProcessGroup, count: int, seed: int, mode: dict[str, Any])
     """Ops of all kinds in a row, of sizes that grow and shrink, on both channels at once."""
     rank, W, choose = group.rank(), group.size(), random.Random(seed)
     with simulation(**mode) as made:
-        devices.reserve_on(memory.resolve(group), made, 1 << 18)
+        cuda.reserve_on(memory.resolve(group), made, 1 << 18)
         pending = []
         for _ in range(count):
             n, kind = choose.choice([1, 3, 40]), choose.randrange(5)
@@ -198,7 +199,7 @@ def test_mixes_of_ops(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> No
 def epochs_end(group: dist.ProcessGroup) -> None:
     with simulation() as made:
         state = memory.resolve(group)
-        space = devices.workspace(state, made, "sync", 1 << 12)
+        space = cuda.workspace(state, made, "sync", 1 << 12)
         dist.barrier(group)
         space.epoch = wire.LAST_EPOCH - 4
         for _ in range(8):
@@ -208,7 +209,7 @@ def epochs_end(group: dist.ProcessGroup) -> None:
             )
             assert torch.equal(out, rows.flatten(0, 1))
         assert space.epoch == wire.LAST_EPOCH
-        assert devices.workspace(state, made, "sync", 1 << 12).epoch == 4
+        assert cuda.workspace(state, made, "sync", 1 << 12).epoch == 4
 
 
 def test_a_workspace_is_replaced_before_its_epochs_end(ranks: Ranks) -> None:
@@ -223,14 +224,14 @@ def capture_refuses(group: dist.ProcessGroup) -> None:
         return symm_cp.all_gather_matmul(rows[group.rank()], weight, gather_dim=0, group=group)
 
     with simulation() as made:
-        devices.workspaces_of(memory.resolve(group)).current.clear()
+        cuda.workspaces_of(memory.resolve(group)).current.clear()
         dist.barrier(group)
         expected = call()
         made.in_capture = True
         with pytest.raises(RuntimeError, match=r"of 64 bytes.*reserve\(group, 64"):
             call()
         made.in_capture = False
-        devices.reserve_on(memory.resolve(group), made, 64)
+        cuda.reserve_on(memory.resolve(group), made, 64)
         made.in_capture = True
         assert torch.equal(call(), expected)
 
@@ -244,12 +245,12 @@ def graph_workspaces_stay(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))
     with simulation() as made:
         state = memory.resolve(own)
-        devices.reserve_on(state, made, 1 << 12)
+        cuda.reserve_on(state, made, 1 << 12)
         made.in_capture = True
-        first = devices.workspace(state, made, "sync", 64)
+        first = cuda.workspace(state, made, "sync", 64)
         made.in_capture = False
-        devices.reserve_on(state, made, 1 << 22)
-        workspaces = devices.workspaces_of(state)
+        cuda.reserve_on(state, made, 1 << 22)
+        workspaces = cuda.workspaces_of(state)
         assert any(kept is first for kept in workspaces.all())
         state.close()
         assert not list(workspaces.all())

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import devices, wire
+from symm_cp import cuda
 from symm_cp.commands.first_run.checks import checks
-from symm_cp.devices import Signals, Verdict, selftest
-from symm_cp.devices.symmetric import SymmetricWorkspace
+from symm_cp.cuda import Signals, Verdict, selftest
+from symm_cp.cuda.symmetric import SymmetricWorkspace
 from symm_cp.group import memory
+from symm_cp.native import wire
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.pool import Ranks
 
@@ -238,7 +239,7 @@ def in_training(group: dist.ProcessGroup, kind: type[SimulatedDevice]) -> tuple[
     ):
         warnings.simplefilter("ignore")
         device = type("Device", (Judged, kind), {})()
-        with devices.replaced(CPU, device):
+        with cuda.replaced(CPU, device):
             wrong = [
                 f"{check.name}: {check.wrong(check.run())}"
                 for check in checks(group, CPU)

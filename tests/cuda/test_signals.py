@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp import cuda
+from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
 from symm_cp.ops.common import device_kernels
 from tests.cuda import test_pipelines, test_runtime
@@ -42,7 +42,7 @@ def a_call(group: dist.ProcessGroup) -> None:
 
 def of_version(group: dist.ProcessGroup, version: int, graph: bool, signals: str) -> None:
     with simulation(graph=graph, signals=signals, driver_version=version) as made:
-        devices.reserve_on(memory.resolve(group), made, 1 << 10)
+        cuda.reserve_on(memory.resolve(group), made, 1 << 10)
         for _ in range(3):
             a_call(group)
 
@@ -116,7 +116,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 
 def test_what_the_driver_refuses_is_raised(ranks: Ranks) -> None:
     """Also that the peers cannot be told then."""
-    not_told = "symm_cp: the peers cannot be told: cuMemcpyAsync"
+    not_told = "symm_cp: the peers cannot be notified: cuMemcpyAsync"
     refusal = "failed: CUDA_ERROR_NOT_SUPPORTED"
     expected = [
         f"symm_cp: cuStreamBatchMemOp {refusal}",

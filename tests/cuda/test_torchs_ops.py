@@ -15,8 +15,8 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
 from symm_cp import native
-from symm_cp.devices import Signals, Verdict
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp.cuda import Signals, Verdict
+from symm_cp.cuda.gpu import CudaDevice
 from tests.cuda.simulated import simulated_device, simulation
 from tests.pool import Ranks
 

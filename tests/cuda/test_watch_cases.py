@@ -12,7 +12,10 @@ from symm_cp import native
 
 SOURCES = [
     Path(__file__).with_name("watch_cases.cpp"),
-    *(native.source_dir() / name for name in ("watch.cpp", "driver.cpp", "segment.cpp")),
+    *(
+        native.source_dir() / name
+        for name in ("cuda/watch.cpp", "cuda/driver.cpp", "memory/segment.cpp")
+    ),
 ]
 
 
@@ -20,6 +23,7 @@ SOURCES = [
 @pytest.mark.parametrize("sanitizer", ["", "thread"], ids=["plain", "tsan"])
 def test_waits_are_judged_without_the_driver(tmp_path: Path, sanitizer: str) -> None:
     command = [*shlex.split(native.find_compiler()), "-std=c++20", "-O1", "-g", "-pthread"]
+    command += [f"-I{native.source_dir()}"]
     command += [f"-fsanitize={sanitizer}"] if sanitizer else []
     program = tmp_path / "cases"
     subprocess.run([*command, "-o", str(program), *map(str, SOURCES), "-ldl"], check=True)

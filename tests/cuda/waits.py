@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices
+from symm_cp import cuda
 from symm_cp.ops.common import device_kernels
 
 #: How long ranks wait for each other, where a time-out is to elapse, or not to.
@@ -57,7 +57,7 @@ def stops(group: dist.ProcessGroup, op: Op) -> None:
 def fails(group: dist.ProcessGroup, op: Op) -> str:
     """In the middle of the call, and lives on."""
     no_memory = MemoryError("no memory")
-    kind = type(devices.device_of(torch.empty(0).device))
+    kind = type(cuda.device_of(torch.empty(0).device))
     with unittest.mock.patch.object(kind, "launch", side_effect=no_memory):
         try:
             op(group)

@@ -1,5 +1,5 @@
-// The watch over stream waits (csrc/watch.h) on a driver that can be made to answer nothing: flags
-// are words of this process, and reader and judge are called by hand. Prints "ok".
+// The watch over stream waits (csrc/cuda/watch.h) on a driver that can be made to answer nothing:
+// flags are words of this process, and reader and judge are called by hand. Prints "ok".
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,8 +13,8 @@
 #include <future>
 #include <thread>
 
-#include "../../csrc/watch.h"
-#include "../../csrc/wire.h"
+#include "channel/wire.h"
+#include "cuda/watch.h"
 
 using namespace symm_cp;
 using namespace std::chrono_literals;

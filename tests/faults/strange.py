@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import wait_tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 import symm_cp
+from symm_cp.ops import op as declaration
+from tests.ops.calls import caller, completed
 
 OPS = torch.ops.symm_mem
 FLOAT8 = torch.float8_e4m3fn
@@ -233,20 +235,6 @@ class Op:
     writes: int | None = None  # the argument that takes the result
 
 
-def _named(op: str, tensors: Callable[[int], Tensors], *options: Any, **named: Any) -> Op:
-    """Of an op whose tensors come first; "group" in the options stands for its name."""
-
-    def call(given: Tensors, group: dist.ProcessGroup) -> Any:
-        rest = [_option(option, group) for option in options]
-        return getattr(OPS, op)(*given, *rest, **named)
-
-    return Op(tensors, call)
-
-
-def _option(option: Any, group: dist.ProcessGroup) -> Any:
-    return {"group": group.group_name, "rank": group.rank()}.get(str(option), option)
-
-
 def _r(*shape: int) -> torch.Tensor:
     return torch.randn(shape)
 
@@ -259,180 +247,46 @@ def _scaled(W: int) -> Tensors:
     return [_f8(4 * W, 16), _f8(16, 16).t(), torch.tensor(1.0), torch.tensor(1.0)]
 
 
+def _declared(op: declaration.Op) -> Op:
+    """The example call of an op; parts that may be uneven have 4 rows on all ranks."""
+
+    def flat(on: declaration.Caller) -> tuple[list[Any], Any]:
+        assert op.example is not None
+        return tree_flatten(tuple(op.example(on)))
+
+    def tensors(W: int) -> Tensors:
+        leaves, _ = flat(declaration.Caller("", 0, W, [4] * W))
+        return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+    def call(given: Tensors, group: dist.ProcessGroup) -> Any:
+        leaves, spec = flat(caller(group, sizes=[4] * group.size()))
+        remaining = iter(given)
+        filled = [next(remaining) if isinstance(x, torch.Tensor) else x for x in leaves]
+        args, kwargs = tree_unflatten(filled, spec)
+        return completed(op, getattr(OPS, op.name)(*args, **kwargs))
+
+    kinds = [
+        argument for argument in op.overload._schema.arguments if "Tensor" in str(argument.type)
+    ]
+    written = [
+        argument.alias_info is not None and argument.alias_info.is_write for argument in kinds
+    ]
+    return Op(tensors, call, written.index(True) if any(written) else None)
+
+
+#: The first returns memory of the peers. Only graphs call the others, with tensors of the program
+#: beside what graphs hold (layouts, modifiers): strange ones are refused before.
+LEFT_OUT = (
+    "get_remote_tensors",
+    "_gather_sequence",
+    "_same_on_all_ranks",
+    "flex_all_gather_attention",
+    "flex_all_gather_attention_backward",
+)
+
+
 def _raw_ops() -> dict[str, Op]:
-    def gather_scaled(t: Tensors, group: dist.ProcessGroup) -> Any:
-        return OPS.fused_all_gather_scaled_matmul(
-            t[0], [t[1]], t[2], [t[3]], 0, group.group_name, [None], [None], [torch.float32],
-            [False],
-        )  # fmt: skip
-
-    def scatter_scaled(t: Tensors, group: dist.ProcessGroup) -> Any:
-        return OPS.fused_scaled_matmul_reduce_scatter(
-            *t, "sum", 0, 0, group.group_name, [4 * group.size(), 16], None, None, torch.float32
-        )
-
-    def attention_backward(t: Tensors, group: dist.ProcessGroup) -> Any:
-        return OPS.fused_all_gather_attention_backward(*t, group.group_name)
-
-    return {
-        "fused_all_gather_matmul": Op(
-            lambda W: [_r(4, 6), _r(6, 5), _r(6, 3)],
-            lambda t, g: OPS.fused_all_gather_matmul(t[0], t[1:], 0, g.group_name),
-        ),
-        "_all_gather_matmul_split": Op(
-            lambda W: [_r(4, 6), _r(6, 5)],
-            lambda t, g: OPS._all_gather_matmul_split(
-                t[0], t[1:], 0, g.group_name, [4] * g.size(), g.rank()
-            ),
-        ),
-        "fused_matmul_reduce_scatter": _named(
-            "fused_matmul_reduce_scatter", lambda W: [_r(4 * W, 6), _r(6, 5)], "sum", 0, "group"
-        ),
-        "_matmul_reduce_scatter_split": Op(
-            lambda W: [_r(4 * W, 6), _r(6, 5)],
-            lambda t, g: OPS._matmul_reduce_scatter_split(
-                *t, "sum", 0, g.group_name, [4] * g.size(), g.rank()
-            ),
-        ),
-        "_fused_matmuls_reduce_scatter": Op(
-            lambda W: [_r(4 * W, 6), _r(6, 5), _r(4 * W, 5)],
-            lambda t, g: OPS._fused_matmuls_reduce_scatter(
-                t[:1], t[1:2], t[2], "sum", 0, g.group_name
-            ),
-        ),
-        "_fused_all_gather_weight_grad": Op(
-            lambda W: [_r(4, 6), _r(4 * W, 3)],
-            lambda t, g: OPS._fused_all_gather_weight_grad(t[0], t[1:], 0, g.group_name),
-        ),
-        "_fused_matmul_reduce_scatter_backward": _named(
-            "_fused_matmul_reduce_scatter_backward",
-            lambda W: [_r(4, 5), _r(4 * W, 6), _r(6, 5)], "sum", 0, "group", True, True,
-        ),
-        "fused_matmul_all_reduce": _named(
-            "fused_matmul_all_reduce", lambda W: [_r(4, 6), _r(6, 5), torch.ones(5)], "sum", "group"
-        ),
-        "_fused_matmuls_all_reduce": Op(
-            lambda W: [_r(4, 6), _r(6, 5), torch.ones(5)],
-            lambda t, g: OPS._fused_matmuls_all_reduce(
-                t[:1], t[1:2], None, t[2], "sum", g.group_name
-            ),
-        ),
-        "fused_all_gather_scaled_matmul": Op(_scaled, gather_scaled),
-        "fused_scaled_matmul_reduce_scatter": Op(_scaled, scatter_scaled),
-        "fused_scaled_matmul_all_reduce": _named(
-            "fused_scaled_matmul_all_reduce", _scaled, "sum", "group", out_dtype=torch.float32
-        ),
-        "_low_contention_all_gather": Op(
-            lambda W: [_r(4, 6)],
-            lambda t, g: wait_tensor(OPS._low_contention_all_gather(*t, g.group_name)),
-        ),
-        "_low_contention_all_gather_split": Op(
-            lambda W: [_r(4, 6)],
-            lambda t, g: wait_tensor(
-                OPS._low_contention_all_gather_split(t[0], g.group_name, [4] * g.size(), g.rank())
-            ),
-        ),
-        "_low_contention_all_gather_out": Op(
-            lambda W: [_r(4, 6), torch.empty(4 * W, 6)],
-            lambda t, g: wait_tensor(
-                OPS._low_contention_all_gather_out(t[0], g.group_name, t[1])
-            ),
-            writes=1,
-        ),
-        "_low_contention_reduce_scatter": Op(
-            lambda W: [_r(4 * W, 6)],
-            lambda t, g: wait_tensor(OPS._low_contention_reduce_scatter(*t, "sum", g.group_name)),
-        ),
-        "_low_contention_reduce_scatter_split": Op(
-            lambda W: [_r(4 * W, 6)],
-            lambda t, g: wait_tensor(
-                OPS._low_contention_reduce_scatter_split(
-                    t[0], "sum", g.group_name, [4] * g.size(), g.rank()
-                )
-            ),
-        ),
-        "_low_contention_reduce_scatter_out": Op(
-            lambda W: [_r(4 * W, 6), torch.empty(4, 6)],
-            lambda t, g: wait_tensor(
-                OPS._low_contention_reduce_scatter_out(t[0], "sum", g.group_name, t[1])
-            ),
-            writes=1,
-        ),
-        "one_shot_all_reduce": _named("one_shot_all_reduce", lambda W: [_r(4, 6)], "sum", "group"),
-        "_one_shot_all_reduce": _named(
-            "_one_shot_all_reduce", lambda W: [_r(4, 6)], "sum", "group"
-        ),
-        "_all_reduce": _named("_all_reduce", lambda W: [_r(4, 6)], "sum", "group"),
-        "one_shot_all_reduce_out": Op(
-            lambda W: [_r(4, 6), torch.empty(4, 6)],
-            lambda t, g: OPS.one_shot_all_reduce_out(t[0], "sum", g.group_name, t[1]),
-            writes=1,
-        ),
-        "one_shot_all_reduce_copy": _named(
-            "one_shot_all_reduce_copy", lambda W: [_r(4, 6), _r(4, 6)], "sum", "group"
-        ),
-        "one_shot_all_reduce_copy_out": Op(
-            lambda W: [_r(4, 6), _r(4, 6), torch.empty(4, 6)],
-            lambda t, g: OPS.one_shot_all_reduce_copy_out(*t[:2], "sum", g.group_name, t[2]),
-            writes=2,
-        ),
-        "two_shot_all_reduce_": Op(
-            lambda W: [_r(4, 6)],
-            lambda t, g: OPS.two_shot_all_reduce_(t[0], "sum", g.group_name),
-            writes=0,
-        ),
-        "two_shot_all_reduce_out": Op(
-            lambda W: [_r(4, 6), torch.empty(4, 6)],
-            lambda t, g: OPS.two_shot_all_reduce_out(t[0], "sum", g.group_name, t[1]),
-            writes=1,
-        ),
-        "reduce_scatter_out": Op(
-            lambda W: [_r(4 * W, 6), torch.empty(4, 6)],
-            lambda t, g: OPS.reduce_scatter_out(t[0], g.group_name, False, t[1]),
-            writes=1,
-        ),
-        "_reduce_scatter": _named("_reduce_scatter", lambda W: [_r(4 * W, 6)], "group", False),
-        "all_gather_kv": _named(
-            "all_gather_kv", lambda W: [_r(1, 2, 4, 3), _r(1, 2, 4, 3)], 2, "group"
-        ),
-        "_all_gather_kv_backward": _named(
-            "_all_gather_kv_backward",
-            lambda W: [_r(1, 2, 4 * W, 3), _r(1, 2, 4 * W, 3)], 2, "group",
-        ),
-        "exchange_halo": _named("exchange_halo", lambda W: [_r(1, 4, 3)], 1, 1, 1, "group"),
-        "_add_halo": _named("_add_halo", lambda W: [_r(1, 6, 3)], 1, 1, 1, "group"),
-        "scan_states": _named(
-            "scan_states", lambda W: [_r(2, 3, 3), _r(2, 3, 3)], True, False, "group"
-        ),
-        "_delta_rule_states": _named(
-            "_delta_rule_states",
-            lambda W: [_r(2, 3, 4, 5), _r(2, 3, 4, 5), _r(2, 3, 4, 6), _r(2, 3)], "group",
-        ),
-        "_delta_rule_grads": _named(
-            "_delta_rule_grads",
-            lambda W: [
-                _r(2, 3, 4, 6), _r(2, 4, 5, 6), _r(2, 3, 4, 5), _r(2, 3, 4, 5), _r(2, 3),
-            ], "group",
-        ),
-        "exchange_heads": Op(
-            lambda W: [_r(1, 2 * W, 4, 3), _r(1, 2 * W, 4, 3)],
-            lambda t, g: OPS.exchange_heads(t, True, g.group_name),
-        ),
-        "project_to_heads": Op(
-            lambda W: [_r(1, 4, 6), _r(6, 4 * W), _r(4 * W)],
-            lambda t, g: OPS.project_to_heads(t[0], t[1:2], t[2:], 2, g.group_name),
-        ),
-        "project_from_heads": Op(
-            lambda W: [_r(1, 2, 4 * W, 3), _r(6 * W, 5)],
-            lambda t, g: OPS.project_from_heads(t[:1], t[1:], g.group_name),
-        ),
-        "fused_all_gather_attention": _named(
-            "fused_all_gather_attention", lambda W: [_r(1, 2, 4, 8) for _ in range(3)], "group"
-        ),
-        "fused_all_gather_attention_backward": Op(
-            lambda W: [*(_r(1, 2, 4, 8) for _ in range(5)), _r(1, 2, 4)], attention_backward
-        ),
-    }  # fmt: skip
+    return {op.name: _declared(op) for op in declaration.declared() if op.name not in LEFT_OUT}
 
 
 def _recurrence(W: int) -> Tensors:

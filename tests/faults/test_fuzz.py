@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp.runtime.probe import probing
+from symm_cp.runtime.program import probing
 from tests.exhaustive import some
 from tests.faults.ops import ALL, results
 from tests.pool import Ranks

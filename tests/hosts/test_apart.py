@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import devices
+from symm_cp import cuda
 from symm_cp.group import hosts, memory
 from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import simulation
@@ -31,7 +31,7 @@ def exchanges(group: dist.ProcessGroup) -> list[str]:
         assert spread is not None
         assert spread.ranks == tuple((rank,) for rank in range(group.size()))
         assert spread.local.world_size == 1
-        assert not devices.workspaces_of(state).current, "ranks waited for each other's signals"
+        assert not cuda.workspaces_of(state).current, "ranks waited for each other's signals"
     dist.destroy_process_group(own)
     return spread.reason
 

@@ -195,6 +195,12 @@ def images(length: int) -> Tensors:
     return {"ids": torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=-1)}
 
 
+def first_image(length: int) -> Tensors:
+    """A block at the begin of each sample, as PaliGemma makes of image and prompt."""
+    ends = torch.tensor([random.randrange(1, length), length][:BATCH]).unsqueeze(1)
+    return {"ids": torch.where(torch.arange(length) < ends, 0, -1)}
+
+
 def every_other(batch: Any, head: Any, q: Any, kv: Any) -> Any:
     return (q - kv) % 2 == 0
 
@@ -225,6 +231,12 @@ def composed(group: dist.ProcessGroup, layout: str, length: int) -> None:
         # With a cache, as in training with use_cache=True, transformers looks for no documents.
         around = Around({}, lambda whole: {kinds.CACHE: DynamicCache()})
         check(group, factory, every["packed"], balancer, around)
+    around = Around(first_image(length), lambda whole: {"block_sequence_ids": whole["ids"]})
+    for name in ("nothing", "left", "packed"):
+        mask = check(group, "causal", every[name], balancer, around)
+        assert (mask.mask_mod is None) == (mask.prefix_lengths is not None) == (name != "packed")
+    mask = check(group, "sliding", every["nothing"], balancer, around)
+    assert mask.prefix_lengths is None  # later queries do not see the whole block
     around = Around(
         images(length),
         lambda whole: {

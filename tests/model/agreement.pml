@@ -1,5 +1,5 @@
 /* Ranks of which some miss calls that the others make: which call of one rank is the same as which
- * call of another (csrc/channel.cpp, Channel::agree_on_call).
+ * call of another (csrc/channel/channel.cpp, Channel::agree_on_call).
  *
  * A program makes the calls 1, 2, ..., LAST. A rank may miss some without knowing it (an error in
  * the caller's own code, or in what runs before the op does), so the number of a call (`number`)

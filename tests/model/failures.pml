@@ -1,6 +1,6 @@
-/* Ranks that give up a call, or refuse to make it, and go on with the next one (csrc/channel.h); and
+/* Ranks that give up a call, or refuse to make it, and go on with the next one (csrc/channel/channel.h); and
  * calls that go through the slot in pieces, of which the ranks have different numbers
- * (csrc/exchange.h).
+ * (csrc/exchange/exchange.h).
  *
  * Checked: nobody takes data of another call, or half of it, for that of its call; when nobody gives
  * up any more, every rank comes to its end.

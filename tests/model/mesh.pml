@@ -1,5 +1,5 @@
 /* Ranks that find each other, and give up a call meanwhile or refuse it, and go on with the next one
- * (csrc/mesh.cpp).
+ * (csrc/rendezvous/mesh.cpp).
  *
  * Checked: every rank comes to its end. So nobody waits for a peer that has given up his call, and
  * nobody loses a peer that lives.

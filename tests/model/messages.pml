@@ -1,4 +1,4 @@
-/* Two ranks that send each other messages through two rings (csrc/ring.h, csrc/messages.cpp): short
+/* Two ranks that send each other messages through two rings (csrc/messages/ring.h, csrc/messages/messages.cpp): short
  * ones in a frame, long ones as an offer, its acceptance in the other ring, and pieces. A rank that
  * has nothing to do sleeps; it is woken only where it has counted itself asleep, and for room in its
  * ring only where it has asked for that.

@@ -1,4 +1,4 @@
-/* How a rank goes to sleep on a word of its memory, and is woken (csrc/wait.h): the writer of the
+/* How a rank goes to sleep on a word of its memory, and is woken (csrc/channel/wait.h): the writer of the
  * word makes the system call only when somebody counts itself asleep.
  *
  * Checked: nobody sleeps for ever. (csrc/ looks around every 50 ms all the same, for the dead.)

@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from symm_cp import native
-from symm_cp.wire import FLAGS
+from symm_cp.native.sources import Sources
+from symm_cp.native.wire import FLAGS
 from tests.native import plans
 
 HERE = Path(__file__).resolve().parent
@@ -83,12 +84,13 @@ def why_not(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path
 
 def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
     """Compiles the programs here with all of csrc/ that does without torch and CUDA."""
-    streams = {"driver.cpp", "streams.cpp", "watch.cpp", "watcher.cpp"}
-    others = {*streams, "c_api.cpp", *native.TORCH_SOURCES}
-    sources = [p for p in native.source_dir().glob("*.cpp") if p.name not in others]
-    sources += HERE.glob("*.cpp")
-    flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
-    objects = [folder / f"{source.stem}.o" for source in sources]
+    csrc = native.source_dir()
+    names = [name for unit in Sources(csrc).plain for name in unit.sources]
+    names = [name for name in names if name != "c_api.cpp" and not name.startswith("cuda/")]
+    sources = [*(csrc / name for name in names), *HERE.glob("*.cpp")]
+    flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{csrc}"]
+    flags.append(f"-fsanitize={sanitizer}")
+    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
 
     def compile_one(source: Path, target: Path) -> None:
         done = _run([*compiler, *flags, "-c", str(source), "-o", str(target)])

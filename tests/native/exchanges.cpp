@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../csrc/reduce.h"
+#include "exchange/reduce.h"
 #include "exchanges.h"
 
 namespace native_test {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/exchange.h"
+#include "exchange/exchange.h"
 #include "threads.h"
 
 namespace native_test {

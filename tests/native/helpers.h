@@ -10,7 +10,7 @@
 #include <optional>
 #include <string>
 
-#include "../../csrc/peers.h"
+#include "rendezvous/peers.h"
 
 namespace native_test {
 

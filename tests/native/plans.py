@@ -12,10 +12,9 @@ import random
 import struct
 from collections.abc import Sequence
 
-from symm_cp import wire
+from symm_cp.native import wire
 from symm_cp.runtime import loops
-from symm_cp.runtime.binding import Binding
-from symm_cp.runtime.program import Lowering, Program, Reduction
+from symm_cp.runtime.program import Binding, Lowering, Program, Reduction
 from symm_cp.schedule.patterns import Variant, variants
 from symm_cp.schedule.steps import Compute, Copy, Region, Step, accesses
 from symm_cp.tensors.shards import Extent

@@ -21,10 +21,10 @@
 #include <random>
 #include <thread>
 
-#include "../../csrc/error.h"
-#include "../../csrc/group.h"
-#include "../../csrc/plan.h"
-#include "../../csrc/segment.h"
+#include "base/error.h"
+#include "channel/group.h"
+#include "channel/plan.h"
+#include "memory/segment.h"
 #include "threads.h"
 
 namespace {

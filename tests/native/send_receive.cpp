@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "../../csrc/messages.h"
 #include "helpers.h"
+#include "messages/messages.h"
 
 namespace {
 

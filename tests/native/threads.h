@@ -8,10 +8,10 @@
 #include <memory>
 #include <string>
 
-#include "../../csrc/group.h"
-#include "../../csrc/mapping.h"
-#include "../../csrc/segment.h"
+#include "channel/group.h"
 #include "helpers.h"
+#include "memory/mapping.h"
+#include "memory/segment.h"
 
 namespace native_test {
 

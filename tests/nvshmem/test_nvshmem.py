@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices
-from symm_cp.devices import nvshmem
+from symm_cp import cuda
+from symm_cp.cuda import nvshmem
 from symm_cp.group import memory
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.exhaustive import some
@@ -49,7 +49,7 @@ class _Both(SimulatedDevice):
         slot_bytes: int,
         *,
         graph: bool,
-        verdict: devices.Verdict,
+        verdict: cuda.Verdict,
     ) -> nvshmem.NvshmemWorkspace:
         return nvshmem.NvshmemWorkspace(
             group, self, channel, slot_bytes, graph=graph, verdict=verdict, heap=self._heap
@@ -76,12 +76,12 @@ def running(
             heap = nvshmem.heap()
             assert heap is not None
             both = _Both(heap)
-            devices.workspaces_of(state).current.clear()
-            with devices.replaced(cpu, both):
+            cuda.workspaces_of(state).current.clear()
+            with cuda.replaced(cpu, both):
                 yield double
                 both.synchronize()
             dist.barrier()
-            devices.workspaces_of(state).current.clear()
+            cuda.workspaces_of(state).current.clear()
             nvshmem.finalize()
         assert double.calls[-2:] == [("free",), ("finalize",)]
 
@@ -193,7 +193,7 @@ def no_index(group: dist.ProcessGroup) -> None:
             nvshmem.init(device=given)
             gpus.Device.assert_called_with(rank)
             nvshmem.enable(group, device=given)
-            served = devices.device_for(memory.resolve(group), torch.device("cuda"))
+            served = cuda.device_for(memory.resolve(group), torch.device("cuda"))
             assert served.torch_device == own
             with pytest.raises(ValueError, match=rf"on {other}, but init\(\) was for {own}"):
                 nvshmem.enable(group, device=other)

@@ -1,4 +1,4 @@
-"""Each public op as a function of its floating inputs, for tests that run all of them."""
+"""Each declared op as a function of its floating inputs, for tests that run all of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
+from symm_cp.ops.common import WITH_SIZES
+from symm_cp.ops.op import Caller, Op, declared
 from symm_cp.schedule.layout import SequenceLayout
 
 OPS = torch.ops.symm_mem
@@ -37,14 +40,54 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
+def caller(
+    group: dist.ProcessGroup,
+    rand: Callable[..., torch.Tensor] = torch.randn,
+    sizes: list[int] | None = None,
+) -> Caller:
+    sizes = [*range(1, group.size() + 1)] if sizes is None else sizes
+    return Caller(group.group_name, group.rank(), group.size(), sizes, rand)
+
+
+def completed(op: Op, result: Any) -> Any:
+    """The result of an op, which may have to be waited for."""
+    return result if op.complete is None else op.complete(result)
+
+
+def call_of(op: Op, on: Caller) -> Call:
+    """The example call of a declared op, as a function of its floating tensors."""
+    assert op.example is not None
+    given, spec = tree_flatten(tuple(op.example(on)))
+    places = [i for i, x in enumerate(given) if isinstance(x, torch.Tensor) and is_real(x)]
+
+    def run(*inputs: torch.Tensor) -> Tensors:
+        filled = list(given)
+        for place, tensor in zip(places, inputs, strict=True):
+            filled[place] = tensor
+        args, kwargs = tree_unflatten(filled, spec)
+        result = completed(op, op.overload(*args, **kwargs))
+        return [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+
+    return Call(run, [given[place] for place in places])
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+
+
 def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[str, Call]:
     """Ops that have a gradient, on inputs which are the same on all ranks but for a factor."""
     W, name = group.size(), group.group_name
-    rank = group.rank()
 
     def rand(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape) * (1 + rank)).to(dtype)
+        return (torch.randn(*shape) * (1 + group.rank())).to(dtype)
 
+    on = caller(group, rand)
+    found = {
+        op.name: call_of(op, on)
+        for op in declared()
+        if op.differentiable and (not op.internal or op.name in WITH_SIZES.values())
+    }
     q, k, v = (rand(1, 2, 20, 4) for _ in range(3))
     layout = SequenceLayout(W, tuple(range(W)), (20,) * W)
 
@@ -55,99 +98,29 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
             )
         )
 
-    def gather(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Tensors:
-        full, outs = OPS.fused_all_gather_matmul(x, [a, b], 0, name)
-        return [full, *outs]
-
-    def in_place(x: torch.Tensor) -> Tensors:
-        return [OPS.two_shot_all_reduce_(x * 1, "avg", name)]
-
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         return list(OPS.fused_all_gather_attention(q, k, v, name, is_causal=True))
 
-    x = rand(2 * W, 4)
-    sizes = [*range(1, W + 1)]
-    uneven = (sizes, rank)
-    return {
-        "fused_all_gather_matmul": Call(gather, [rand(3, 4), rand(4, 5), rand(4, 2)]),
-        "fused_matmul_reduce_scatter": Call(
-            lambda x, w: [OPS.fused_matmul_reduce_scatter(x, w, "avg", 0, name)], [x, rand(4, 3)]
+    def of_copy(x: torch.Tensor) -> Tensors:
+        return [OPS.one_shot_all_reduce_copy(x.new_empty(2 * W * 4), x, "sum", name)]
+
+    def first(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
+        return lambda *inputs: run(*inputs)[:1]
+
+    collect = found["project_from_heads"]
+    # Longer sequences, a mask; a buffer that is no input, a copy to be overwritten.
+    return found | {
+        "project_from_heads": Call(first(collect.run), collect.inputs),
+        "one_shot_all_reduce_copy": Call(of_copy, [rand(2 * W, 4)]),
+        "two_shot_all_reduce_": Call(
+            lambda x: [OPS.two_shot_all_reduce_(x * 1, "avg", name)], [rand(2 * W, 4)]
         ),
-        "fused_matmul_all_reduce": Call(
-            lambda x, w, b: [OPS.fused_matmul_all_reduce(x, w, b, "avg", name)],
-            [rand(5, rank), rand(rank, 3), rand(3)],
-        ),
-        "all_gather_kv": Call(lambda k, v: list(OPS.all_gather_kv(k, v, 2, name)), [k, v]),
-        "exchange_heads": Call(
-            lambda x, y: OPS.exchange_heads([x, y], True, name),
-            [rand(1, W, 3, 4), rand(1, W, 3, 2)],
-        ),
-        "project_to_heads": Call(
-            lambda x, w, b: OPS.project_to_heads(x, [w, w], [b, b], 2, name),
-            [rand(1, 3, 4), rand(4, 2 * W), rand(2 * W)],
-        ),
-        "project_from_heads": Call(
-            lambda x, w: OPS.project_from_heads([x], [w], name)[:1],
-            [rand(1, 2, 3 * W, 4), rand(8 * W, 3)],
-        ),
-        "exchange_halo": Call(lambda x: [OPS.exchange_halo(x, 1, 2, 0, name)], [x]),
-        "scan_states": Call(
-            lambda x, t: [OPS.scan_states(x, t, True, False, name)], [rand(2, 3, 4), rand(2, 3, 3)]
-        ),
-        "_low_contention_all_gather": Call(
-            lambda x: [waited(OPS._low_contention_all_gather(x, name))], [x]
-        ),
-        "_low_contention_reduce_scatter": Call(
-            lambda x: [waited(OPS._low_contention_reduce_scatter(x, "avg", name))], [x]
-        ),
-        "_all_gather_matmul_split": Call(
-            lambda x, w: OPS._all_gather_matmul_split(x, [w], 0, name, *uneven, return_A=False)[1],
-            [rand(sizes[rank], 4), rand(4, 3)],
-        ),
-        "_matmul_reduce_scatter_split": Call(
-            lambda x, w: [OPS._matmul_reduce_scatter_split(x, w, "sum", 0, name, *uneven)],
-            [rand(sum(sizes), 4), rand(4, 3)],
-        ),
-        "_low_contention_all_gather_split": Call(
-            lambda x: [waited(OPS._low_contention_all_gather_split(x, name, *uneven))],
-            [rand(sizes[rank], 4)],
-        ),
-        "_low_contention_reduce_scatter_split": Call(
-            lambda x: [waited(OPS._low_contention_reduce_scatter_split(x, "avg", name, *uneven))],
-            [rand(sum(sizes), 4)],
-        ),
-        "one_shot_all_reduce": Call(lambda x: [OPS.one_shot_all_reduce(x, "sum", name)], [x]),
-        "one_shot_all_reduce_copy": Call(
-            lambda x: [OPS.one_shot_all_reduce_copy(x.new_empty(2 * W * 4), x, "sum", name)], [x]
-        ),
-        "two_shot_all_reduce_": Call(in_place, [x]),
         "fused_all_gather_attention": Call(attention, [q, k, v]),
         "flex_all_gather_attention": Call(flex, [q, k, v]),
     }
 
 
 ATTENTION = ("fused_all_gather_attention", "flex_all_gather_attention")
-NAMES = (
-    "fused_all_gather_matmul",
-    "fused_matmul_reduce_scatter",
-    "fused_matmul_all_reduce",
-    "all_gather_kv",
-    "exchange_heads",
-    "project_to_heads",
-    "project_from_heads",
-    "exchange_halo",
-    "scan_states",
-    "_low_contention_all_gather",
-    "_low_contention_reduce_scatter",
-    "_all_gather_matmul_split",
-    "_matmul_reduce_scatter_split",
-    "_low_contention_all_gather_split",
-    "_low_contention_reduce_scatter_split",
-    "one_shot_all_reduce",
-    "one_shot_all_reduce_copy",
-    "two_shot_all_reduce_",
-    *ATTENTION,
-)
 
 
 def leaves(tensors: Tensors) -> Tensors:

@@ -15,7 +15,7 @@ from symm_cp.ops.attention import masks as module
 from symm_cp.ops.attention.masks import SHORT_GAP, documents_of, keys_of
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
-from symm_cp.schedule.tiles import CAUSAL, NO_MASK, Mask
+from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
 from tests.allocations import allocated
 from tests.attention_reference import Problem, check
 from tests.exhaustive import exhaustive, some
@@ -46,6 +46,9 @@ class Case:
             seen &= offset >= -self.options["window_left"]
         if "window_right" in self.options:
             seen &= offset <= self.options["window_right"]
+        if "prefix_lengths" in self.options:
+            prefixes = self.options["prefix_lengths"].view(-1, 1, 1, 1)
+            seen = seen | (torch.arange(self.layout.length) < prefixes)
         if "cu_seqlens" in self.options:
             number = torch.bucketize(
                 torch.arange(self.layout.length), self.options["cu_seqlens"], right=True
@@ -150,6 +153,9 @@ def cases_of(layout: SequenceLayout) -> list[Case]:
     chunks = torch.arange(length).div(7, rounding_mode="floor").unsqueeze(0)  # Llama 4's
     causal, window = {"is_causal": True}, {"is_causal": True, "window_left": 5}
     edges = torch.tensor([0, length // 3, length])
+    prefixes = torch.randint(0, length + 1, (batch,))
+    prefixes[0] = 0
+    prefixed = {"prefix_lengths": prefixes}
     return [
         Case(layout, batch, packed(batch, length)),
         Case(layout, batch, packed(batch, length), options=causal, with_lse=True),
@@ -164,6 +170,11 @@ def cases_of(layout: SequenceLayout) -> list[Case]:
         Case(layout, batch, None, holes, options=causal, with_lse=True),
         Case(layout, batch, chunks, holes, options=window),
         Case(layout, batch, packed(batch, length), holes[1:2], options={"window_left": 3}),
+        Case(layout, batch, options=causal | prefixed, with_lse=True),
+        Case(layout, batch, options=window | {"prefix_lengths": prefixes[1:2].int()}),
+        Case(layout, batch, options={"window_left": 2, "window_right": 1, **prefixed}),
+        Case(layout, batch, None, holes, options=causal | prefixed),
+        Case(layout, batch, None, padded(batch, length, "left"), options=window | prefixed),
     ]
 
 
@@ -216,12 +227,23 @@ def refused(group: dist.ProcessGroup) -> None:
     torn = ids.clone()
     torn[1, 2:4] = 5
     seen = ids == 0
+
+    def prefix(*lengths: float) -> dict[str, Any]:
+        return {"is_causal": True, "prefix_lengths": torch.tensor(lengths)}
+
+    prefixed = prefix(3)
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"document_ids": torn}, ValueError, "document_ids of sample 1 has document 0 at pos"),
         ({"document_ids": ids[:, 1:]}, ValueError, "document_ids has shape"),
         ({"document_ids": ids.float()}, TypeError, "document_ids is torch.float32"),
         ({"key_mask": ids}, TypeError, "key_mask is torch.int64"),
         ({"key_mask": seen.repeat(2, 1)}, ValueError, "key_mask has shape"),
+        (prefixed | {"document_ids": ids}, ValueError, "prefix_lengths and document_ids are both"),
+        ({"prefix_lengths": torch.tensor([3])}, ValueError, "prefix_lengths requires is_causal=Tr"),
+        (prefix(3.0), ValueError, "prefix_lengths is torch.float32"),
+        (prefix(3, 4, 5), ValueError, r"prefix_lengths is torch.int64 \[3\], must be int32 or"),
+        (prefix(1, -1), ValueError, r"prefix_lengths=\[1, -1\] must be between 0 and"),
+        (prefix(6 * W + 1), ValueError, "prefix_lengths=.* must be between 0 and"),
     ]
     for options, kind, message in wrong:
         with pytest.raises(kind, match=f"^fused_all_gather_attention: {message}"):
@@ -235,6 +257,8 @@ def refused(group: dist.ProcessGroup) -> None:
         different[0, 1] = rank == 0
         with pytest.raises(RuntimeError, match="fused_all_gather_attention"):
             OP(q, q, q, name, key_mask=different)
+        with pytest.raises(RuntimeError, match="fused_all_gather_attention"):
+            OP(q, q, q, name, **prefix(rank + 1))
     out, _ = OP(q, q, q, name, key_mask=seen, document_ids=torn.sort(1).values)
     assert out.isfinite().all()
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from symm_cp.ops import common, operands, scaled_operands
+from symm_cp.ops import common
 from symm_cp.ops.common import WITH_SIZES
+from symm_cp.ops.matmul import operands
 from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
@@ -112,10 +113,7 @@ def refuses(group: dist.ProcessGroup) -> None:
             call(name)
     # The kernels make the same checks; here they take their tensors for those of a GPU.
     gpu = torch.device("cuda", 0)
-    with (
-        unittest.mock.patch.object(operands, "device_behind", return_value=gpu),
-        unittest.mock.patch.object(scaled_operands, "device_behind", return_value=gpu),
-    ):
+    with unittest.mock.patch.object(operands, "device_behind", return_value=gpu):
         for error, match, call in _REFUSED.values():
             with pytest.raises(error, match=match):
                 call(name)

@@ -13,19 +13,16 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.ops import (
-    exchange_heads,
-    halo,
-    matmul_all_reduce,
-    matmul_grad,
-    scaled_gather,
-    scaled_scatter,
-    scan,
-)
+from symm_cp.ops import exchange_heads, halo, scan
 from symm_cp.ops.attention import gather_kv
 from symm_cp.ops.attention import op as attention
-from symm_cp.ops.matmul_gather import all_gather_matmul_kernel
-from symm_cp.ops.matmul_scatter import matmul_reduce_scatter_kernel, matmuls_reduce_scatter_kernel
+from symm_cp.ops.matmul import all_reduce, backward
+from symm_cp.ops.matmul.gather import all_gather_matmul_kernel, all_gather_scaled_matmul_kernel
+from symm_cp.ops.matmul.scatter import (
+    matmul_reduce_scatter_kernel,
+    matmuls_reduce_scatter_kernel,
+    scaled_matmul_reduce_scatter_kernel,
+)
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.shards import Split
 from tests.exhaustive import exhaustive, some
@@ -148,7 +145,7 @@ def matmuls(rng: random.Random, ranks: int) -> Op:
             )
         if kind == 1:
             grads = [torch.zeros(*whole[:-1], N, dtype=dtype)]
-            return matmul_grad._weight_grad_kernel(placed(rank, rng, own, dtype), grads, dim, *last)
+            return backward._weight_grad_kernel(placed(rank, rng, own, dtype), grads, dim, *last)
         # K and what is needed differ between ranks.
         a = placed(rank, rng, [*whole[:-1], N], dtype)
         weight = torch.zeros(N, whole[-1], dtype=dtype)
@@ -161,7 +158,7 @@ def matmuls(rng: random.Random, ranks: int) -> Op:
             )
         need = some_need[rank.rank]
         grad = placed(rank, rng, own, dtype)
-        return matmul_grad._backward_kernel(
+        return backward._backward_kernel(
             grad, a, weight, reduce_op, dim, "world", need & 1 > 0, need & 2 > 0, sizes, rank.rank
         )
 
@@ -178,7 +175,7 @@ def all_reduces(rng: random.Random, ranks: int) -> Op:
         a = placed(rank, random.Random(seed), [rows, inner[rank.rank]], dtype)
         weight = torch.zeros(inner[rank.rank], columns, dtype=dtype)
         added = torch.zeros(columns, dtype=dtype) if bias else None
-        return matmul_all_reduce._matmul_all_reduce_kernel(a, weight, added, reduce_op, "world")
+        return all_reduce._matmul_all_reduce_kernel(a, weight, added, reduce_op, "world")
 
     return run
 
@@ -238,11 +235,11 @@ def scaled(rng: random.Random, ranks: int) -> Op:
         weight = torch.zeros(16, 16).to(FLOAT8).t()
         one = torch.ones(())
         if gather:
-            return scaled_gather.all_gather_scaled_matmul_kernel(
+            return all_gather_scaled_matmul_kernel(
                 x, [weight], scale, [one], 1, "world", [None], [None], [torch.float32], [False],
                 sizes, rank.rank,
             )  # fmt: skip
-        return scaled_scatter.scaled_matmul_reduce_scatter_kernel(
+        return scaled_matmul_reduce_scatter_kernel(
             x, weight, scale, one, "sum", 1, 1, "world", [rows, sum(sizes), 16], None, None,
             torch.float32, False, sizes, rank.rank,
         )  # fmt: skip

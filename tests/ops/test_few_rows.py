@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from symm_cp import tuning
-from symm_cp.ops import matmul_all_reduce
+from symm_cp.ops.matmul import all_reduce
 from tests import reference
 from tests.exhaustive import some
 from tests.patience import patient
 from tests.pool import Ranks
 
 OP = torch.ops.symm_mem.fused_matmul_all_reduce
-FEW_BYTES = 512 << 10  # kFewBytes of csrc/matmul_all_reduce.cpp
+FEW_BYTES = 512 << 10  # kFewBytes of csrc/ops/matmul_all_reduce.cpp
 #: Leading dimensions and columns: one row, none, several, two exchanges with 3 ranks and more, and
 #: parts that end within a row.
 SHAPES = (((1,), 1024), ((0,), 5), ((2, 3), 0), ((2, 5), 33), ((7,), 9_001), ((3, 1, 2), 10_000))
@@ -34,17 +34,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def natively() -> Iterator[None]:
     """Fails where a call is served by the kernel in Python."""
     calls: list[str] = []
-    check = matmul_all_reduce._check
+    check = all_reduce._check
 
     def seen(op: str, *args: object) -> object:
         calls.append(op)
         return check(op, *args)
 
-    matmul_all_reduce._check = seen
+    all_reduce._check = seen
     try:
         yield
     finally:
-        matmul_all_reduce._check = check
+        all_reduce._check = check
     assert calls == []
 
 

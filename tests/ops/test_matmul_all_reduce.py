@@ -1,7 +1,7 @@
 """Fused matmul-all-reduce against dense float64 references, on all ranks together.
 
-Results above csrc/matmul_all_reduce.cpp's bound, and sums of several products, take the kernel in
-Python; so do all with devices whose streams are simulated.
+Results above csrc/ops/matmul_all_reduce.cpp's bound, and sums of several products, take the kernel
+in Python; so do all with devices whose streams are simulated.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 
 from symm_cp import native
 from symm_cp.ops.attention import native_tiles, philox, tiles_by_matmuls
-from symm_cp.ops.attention.scoring import Scoring, Sight
+from symm_cp.ops.attention.scoring import Scoring, TileMask
 from tests import processors
 from tests.exhaustive import exhaustive, pairs, some
 from tests.tile_kernels import KERNELS, backward, forward
@@ -61,7 +61,7 @@ class Tile:
     grad_out: torch.Tensor
     grad_lse: torch.Tensor
     scoring: Scoring
-    sight: Sight
+    tile_mask: TileMask
 
     def solve(self) -> dict[str, torch.Tensor]:
         """Results and gradients in float64, by autograd."""
@@ -69,13 +69,19 @@ class Tile:
         inputs = [q, k, v]
         repeats = q.shape[1] // k.shape[1]
         keys, values = (t.repeat_interleave(repeats, 1) for t in (k, v))
-        scoring, sight = self.scoring, self.sight
+        scoring, tile_mask = self.scoring, self.tile_mask
         score = torch.einsum("bhse,bhke->bhsk", q, keys) * scoring.scale
         if scoring.softcap is not None:
             score = scoring.softcap * torch.tanh(score / scoring.softcap)
         S, K = score.shape[2:]
-        q_at = list(range(S)) if sight.query_positions is None else sight.query_positions.tolist()
-        k_at = list(range(K)) if sight.key_positions is None else sight.key_positions.tolist()
+        q_at = (
+            list(range(S))
+            if tile_mask.query_positions is None
+            else tile_mask.query_positions.tolist()
+        )
+        k_at = (
+            list(range(K)) if tile_mask.key_positions is None else tile_mask.key_positions.tolist()
+        )
         if scoring.bias is not None:
             bias = scoring.bias.double().requires_grad_()
             inputs.append(bias)
@@ -83,18 +89,18 @@ class Tile:
                 [torch.stack([bias[:, j - i + scoring.bias_zero] for j in k_at], 1) for i in q_at],
                 1,
             )
-        if sight.mask is not None:
-            score = score + sight.mask.double()
+        if tile_mask.mask is not None:
+            score = score + tile_mask.mask.double()
         offset = torch.arange(K) - torch.arange(S).unsqueeze(1)
-        if sight.low is not None:
-            score = score.masked_fill(offset < sight.low, -torch.inf)
-        if sight.high is not None:
-            score = score.masked_fill(offset > sight.high, -torch.inf)
-        blind = (score == -torch.inf).all(-1, keepdim=True)
+        if tile_mask.low is not None:
+            score = score.masked_fill(offset < tile_mask.low, -torch.inf)
+        if tile_mask.high is not None:
+            score = score.masked_fill(offset > tile_mask.high, -torch.inf)
+        fully_masked = (score == -torch.inf).all(-1, keepdim=True)
         # Rows of -inf have gradients of NaN in autograd.
-        seen = score.masked_fill(blind, 0.0)
+        seen = score.masked_fill(fully_masked, 0.0)
         lse = seen.logsumexp(-1)
-        weights = torch.exp(seen - lse.unsqueeze(-1)).masked_fill(blind, 0.0)
+        weights = torch.exp(seen - lse.unsqueeze(-1)).masked_fill(fully_masked, 0.0)
         if scoring.dropout_p > 0:
             kept = [
                 [
@@ -113,15 +119,15 @@ class Tile:
             ]
             weights = weights * torch.tensor(kept) / (1 - scoring.dropout_p)
         out = weights @ values
-        grad_lse = self.grad_lse.double().masked_fill(blind.squeeze(-1), 0.0)
+        grad_lse = self.grad_lse.double().masked_fill(fully_masked.squeeze(-1), 0.0)
         grads = torch.autograd.grad([out, lse], inputs, [self.grad_out.double(), grad_lse])
-        lse = lse.masked_fill(blind.squeeze(-1), -torch.inf)
+        lse = lse.masked_fill(fully_masked.squeeze(-1), -torch.inf)
         names = ("out", "lse", "query", "key", "value", "bias")
         return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=False))
 
     def run(self, kernel: Any) -> dict[str, torch.Tensor]:
         """The same by a kernel."""
-        out, lse = forward(kernel, self.q, self.k, self.v, self.scoring, self.sight)
+        out, lse = forward(kernel, self.q, self.k, self.v, self.scoring, self.tile_mask)
         grads = _backward(kernel, self, out, lse)
         names = ("out", "lse", "query", "key", "value", "bias")
         found = zip(names, (out, lse, *grads), strict=True)
@@ -131,7 +137,7 @@ class Tile:
 def _backward(
     kernel: Any, tile: Tile, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    given = (tile.grad_out, tile.q, tile.k, tile.v, out, lse, tile.scoring, tile.sight)
+    given = (tile.grad_out, tile.q, tile.k, tile.v, out, lse, tile.scoring, tile.tile_mask)
     result: tuple[torch.Tensor | None, ...] = backward(kernel, *given, grad_lse=tile.grad_lse)
     return result
 
@@ -162,12 +168,12 @@ def _random_tile(
     H, E, V = G * repeats, random.choice([1, 8, 21, 40]), random.choice([1, 16, 33])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scoring = Scoring(scale=random.choice([0.3, E**-0.5]))
-    sight = Sight()
+    tile_mask = TileMask()
     if "softcap" in features:
         scoring = replace(scoring, softcap=random.choice([0.7, 5.0]))
     if "positions" in features:
-        sight = replace(
-            sight,
+        tile_mask = replace(
+            tile_mask,
             query_positions=_spans(rows, 300),
             key_positions=_spans(keys, 300) + random.choice([0, 5]),
         )
@@ -184,11 +190,11 @@ def _random_tile(
             head_offset=random.choice([0, 8]),
         )
     if "mask" in features:
-        sight = replace(sight, mask=_mask(B, H, rows, keys, wide))
+        tile_mask = replace(tile_mask, mask=_mask(B, H, rows, keys, wide))
     if "band" in features:
         low = random.choice([None, random.randint(-rows, keys // 2)])
         high = random.choice([None, random.randint(-rows // 2, keys)])
-        sight = replace(sight, low=low, high=high)
+        tile_mask = replace(tile_mask, low=low, high=high)
     return Tile(
         _strided(B, H, rows, E, dtype=dtype),
         _strided(B, G, keys, E, dtype=dtype),
@@ -196,7 +202,7 @@ def _random_tile(
         _strided(B, H, rows, V, dtype=dtype),
         torch.randn(B, H, rows, dtype=wide),
         scoring,
-        sight,
+        tile_mask,
     )
 
 
@@ -296,7 +302,7 @@ def test_window_moves_on(width: int, features: str, dtype: torch.dtype, shape: A
     tile = _random_tile(dtype, rows, rows + random.randint(-99, 99), features, heads)
     high = random.choice([0, 77, -random.randint(1, rows // 3)])
     _check_with_matmuls(
-        dtype, replace(tile, sight=replace(tile.sight, low=high - width + 1, high=high))
+        dtype, replace(tile, tile_mask=replace(tile.tile_mask, low=high - width + 1, high=high))
     )
 
 
@@ -305,8 +311,8 @@ def test_corner_of_a_window(dtype: torch.dtype) -> None:
     # Behind or before the window: what is left of it in a peer's keys, or a short causal tile.
     for side in ("low", "high"):
         tile = _random_tile(dtype, random.randint(130, 600), random.randint(130, 600))
-        sight = Sight(**{side: random.randint(-100, 100)})
-        _check_with_matmuls(dtype, replace(tile, sight=sight))
+        tile_mask = TileMask(**{side: random.randint(-100, 100)})
+        _check_with_matmuls(dtype, replace(tile, tile_mask=tile_mask))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -331,7 +337,7 @@ def test_keys_in_parts_with_a_sink(kernel: str) -> None:
     merged = torch.zeros_like(out), sink.detach().view(-1, 1).expand_as(lse)
     grad_q, others = torch.zeros_like(q), []
     for key, value in parts:
-        found, found_lse = forward(run, tile.q, key, value, tile.scoring, tile.sight)
+        found, found_lse = forward(run, tile.q, key, value, tile.scoring, tile.tile_mask)
         total = torch.logaddexp(merged[1], found_lse)
         weights = [torch.exp(part - total).unsqueeze(-1) for part in (merged[1], found_lse)]
         merged = weights[0] * merged[0] + weights[1] * found, total
@@ -362,9 +368,9 @@ def test_nan_spreads(kernel: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nan_behind_a_band_is_not_seen(kernel: str) -> None:
     tile = _random_tile(torch.float32, 8, 8)
-    tile = replace(tile, sight=Sight(high=0))
+    tile = replace(tile, tile_mask=TileMask(high=0))
     tile.k[:, :, 5, 0] = torch.nan
-    out, lse = forward(KERNELS[kernel], tile.q, tile.k, tile.v, tile.scoring, tile.sight)
+    out, lse = forward(KERNELS[kernel], tile.q, tile.k, tile.v, tile.scoring, tile.tile_mask)
     assert not out[:, :, :5].isnan().any()
     assert not lse[:, :, :5].isnan().any()
     assert out[:, :, 5:].isnan().all()
@@ -383,9 +389,9 @@ def test_sizes_of_zero(kernel: str, empty: str) -> None:
         )
         bias = torch.zeros(G, 9)
         scoring = Scoring(scale=0.5, softcap=3.0, bias=bias, bias_zero=3)
-        sight = Sight(low=7) if empty == "band" else Sight()
+        tile_mask = TileMask(low=7) if empty == "band" else TileMask()
         run = KERNELS[kernel]
-        out, lse = forward(run, q, k, v, scoring, sight)
+        out, lse = forward(run, q, k, v, scoring, tile_mask)
         assert out.shape == (B, G, S, V)
         assert lse.dtype == wide
         if empty in ("K", "band"):
@@ -394,7 +400,7 @@ def test_sizes_of_zero(kernel: str, empty: str) -> None:
         elif empty == "E":
             torch.testing.assert_close(lse, torch.full_like(lse, K).log())
         grads = backward(
-            run, grad, q, k, v, out, lse, scoring, sight, grad_lse=torch.ones_like(lse)
+            run, grad, q, k, v, out, lse, scoring, tile_mask, grad_lse=torch.ones_like(lse)
         )
         for tensor, given in zip(grads, (q, k, v, bias), strict=True):
             assert tensor.shape == given.shape
@@ -434,8 +440,8 @@ def _kept_by(
     K = len(keys)
     q = torch.zeros(1, heads, len(queries), 8)
     k, v = torch.zeros(1, heads, K, 8), torch.eye(K).expand(1, heads, K, K)
-    sight = Sight(query_positions=torch.tensor(queries), key_positions=torch.tensor(keys))
-    out, lse = forward(kernel, q, k, v, scoring, sight)
+    tile_mask = TileMask(query_positions=torch.tensor(queries), key_positions=torch.tensor(keys))
+    out, lse = forward(kernel, q, k, v, scoring, tile_mask)
     torch.testing.assert_close(lse, torch.full_like(lse, K).log())
     kept = out[0] != 0
     weight = torch.full_like(out[0][kept], 1 / K / (1 - scoring.dropout_p))
@@ -526,9 +532,17 @@ def test_bits_do_not_depend_on_vectors(options: str, tmp_path: Path) -> None:
         pytest.skip("options of x86-64 compilers")
     if missing := {name[2:] for name in options.split()} - processors.features():
         pytest.skip(f"no {missing} here")
-    sources = [Path(__file__).with_name("philox_bits.cpp"), native.source_dir() / "philox.cpp"]
+    csrc = native.source_dir()
+    sources = [Path(__file__).with_name("philox_bits.cpp"), csrc / "attention" / "philox.cpp"]
     library = tmp_path / "philox.so"
-    command = [*shlex.split(native.find_compiler()), "-std=c++20", "-O2", "-fPIC", "-shared"]
+    command = [
+        *shlex.split(native.find_compiler()),
+        "-std=c++20",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        f"-I{csrc}",
+    ]
     subprocess.run([*command, *options.split(), *sources, "-o", library], check=True)
     kept_bits = ctypes.CDLL(str(library)).kept_bits
     for _ in range(20):
@@ -561,7 +575,7 @@ def test_bits_do_not_depend_on_vectors(options: str, tmp_path: Path) -> None:
 def test_bad_scoring(changed: dict[str, Any], error: type[Exception], words: str) -> None:
     q, k = torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)
     with pytest.raises(error, match=words):
-        forward(native_tiles, q, k, k, Scoring(scale=1.0, **changed), Sight())
+        forward(native_tiles, q, k, k, Scoring(scale=1.0, **changed), TileMask())
 
 
 def test_bad_tensors() -> None:
@@ -573,12 +587,12 @@ def test_bad_tensors() -> None:
         (torch.zeros(2, 5, 4), torch.zeros(2, 5, 4), "4 dimensions"),
     ):
         with pytest.raises(ValueError, match=words):
-            forward(native_tiles, q, key, value, scoring, Sight())
+            forward(native_tiles, q, key, value, scoring, TileMask())
     with pytest.raises(TypeError, match="dtypes differ"):
-        forward(native_tiles, q, q.double(), q, scoring, Sight())
+        forward(native_tiles, q, q.double(), q, scoring, TileMask())
     for positions, words in (
         (torch.arange(4), "must be 5 contiguous int64 numbers"),
         (torch.arange(5) - 1, "must not be negative"),
     ):
         with pytest.raises(ValueError, match=words):
-            forward(native_tiles, q, q, q, scoring, Sight(query_positions=positions))
+            forward(native_tiles, q, q, q, scoring, TileMask(query_positions=positions))

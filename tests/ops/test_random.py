@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor as wait
 
 import symm_cp
-from symm_cp import devices, tuning
+from symm_cp import cuda, tuning
 from symm_cp.group import memory
 from tests import device, reference
 from tests.pool import Ranks
@@ -38,9 +38,9 @@ def laid_out(x: torch.Tensor, group: dist.ProcessGroup, kind: int) -> torch.Tens
         block = symm_mem.empty(x.numel() + group.size(), dtype=x.dtype, device=device.name())
         part = block.narrow(0, group.rank(), x.numel()).view(x.shape).copy_(x)
         state = memory.resolve(group)
-        if not devices.has_streams(part.device):
+        if not cuda.has_streams(part.device):
             symm_mem.rendezvous(block, group)
-        elif devices.device_for(state, part.device).is_symmetric(part, state):
+        elif cuda.device_for(state, part.device).is_symmetric(part, state):
             symm_cp.read_in_place(part, group)
         return part
     return x.clone()

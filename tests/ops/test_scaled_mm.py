@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.ops import scaled_mm
+from symm_cp.ops.matmul import scaled_mm
 from tests.pool import Ranks
 
 FLOAT8 = torch.float8_e4m3fn

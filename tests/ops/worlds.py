@@ -16,8 +16,9 @@ from unittest import mock
 
 import torch
 
-from symm_cp import tuning, wire
+from symm_cp import tuning
 from symm_cp.group.memory import tensor_at
+from symm_cp.native import wire
 from symm_cp.ops import common
 from symm_cp.runtime import cpu, program
 

@@ -9,7 +9,7 @@ import pytest
 from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.layout import head_tail, sequential
 from symm_cp.schedule.machine import TYPICAL_CPU, Curve, Machine
-from symm_cp.schedule.tiles import CAUSAL, NO_MASK, Mask
+from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
 
 #: A multiplication or addition takes a second, moving anything nothing.
 COMPUTING = Machine(

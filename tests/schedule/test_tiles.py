@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import (
-    Mask,
     Tile,
     for_samples,
     in_bands,
@@ -20,7 +20,6 @@ from symm_cp.schedule.tiles import (
     seen_by_peers,
     squares,
     tiles,
-    tiles_of_rows,
 )
 
 CAUSAL = Mask(right=0)
@@ -38,8 +37,13 @@ def wanted(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> set[tup
         (row, key)
         for row, i in enumerate(layout.positions(rank))
         for key, j in enumerate(layout.positions(owner))
-        if (mask.left is None or j - i >= -mask.left)
-        and (mask.right is None or j - i <= mask.right)
+        if (
+            (mask.prefix is not None and j < mask.prefix)
+            or (
+                (mask.left is None or j - i >= -mask.left)
+                and (mask.right is None or j - i <= mask.right)
+            )
+        )
         and document(i) == document(j)
         and visible(mask, j)
     }
@@ -76,7 +80,8 @@ def masks(draw: st.DrawFn, length: int) -> Mask:
     documents = None if inner is None else tuple(sorted([0, *inner, length]))
     ends = draw(st.none() | st.sets(st.integers(0, length), max_size=6))
     keys = None if ends is None else tuple(zip(*[iter(sorted(ends))] * 2, strict=False))
-    return Mask(draw(side), draw(side), documents, keys)  # type: ignore[arg-type]
+    prefix = draw(st.none() | st.integers(0, length + 3))
+    return Mask(draw(side), draw(side), documents, keys, prefix)  # type: ignore[arg-type]
 
 
 problems = layouts().flatmap(lambda layout: st.tuples(st.just(layout), masks(layout.length)))
@@ -112,7 +117,7 @@ def test_queries_of_another_sequence_see_ranges_of_keys(
             for key, j in enumerate(layout.positions(owner))
             if visible(mask, j)
         }
-        assert covered(tiles_of_rows(layout, mask.keys, rows, owner)) == seen
+        assert covered(tiles(layout, Mask(keys=mask.keys), 0, owner, rows=rows)) == seen
 
 
 def test_neighbours_with_equal_masks_share_tiles() -> None:
@@ -194,6 +199,7 @@ KINDS: dict[str, Callable[[int], tuple[object, ...]]] = {
     "right": lambda length: (0, 2, length),
     "documents": lambda length: ((0, length // 3, length // 2, length),),
     "keys": lambda length: (((1, length // 4), (length // 2, length - 1)), ()),
+    "prefix": lambda length: (length // 2 + 1,),
 }
 
 
@@ -209,8 +215,8 @@ def test_peers_are_sent_the_keys_of_every_kind_of_mask() -> None:
     fields = [field.name for field in dataclasses.fields(Mask)]
     for name in fields:
         assert name in KINDS, (
-            f"Mask.{name} is new: `seen_by_peers` must know which keys it lets peers see. Add "
-            "values of it to KINDS"
+            f"Mask.{name} is new: add values of it to KINDS, so that its tiles and the keys that "
+            "peers are sent are compared"
         )
     for layout in (sequential(24, 2), head_tail(24, 3), sequential(24, 4), head_tail(32, 4)):
         values = [(None, *KINDS[name](layout.length)) for name in fields]

@@ -23,15 +23,13 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 
 import symm_cp
-from symm_cp import native, trusted
-from symm_cp.commands.bench.measure import duration
-from symm_cp.commands.bench.report import keep, processor
-from symm_cp.commands.demo.progress import Progress
+from symm_cp import trusted
+from symm_cp.commands.harness.measure import duration, slowest
+from symm_cp.commands.harness.progress import Progress
+from symm_cp.commands.harness.report import keep, processor
+from symm_cp.commands.harness.start import run_command
 from symm_cp.ranks import (
-    exit_as_rank,
-    is_rank,
     quick_barrier,
-    run_ranks,
 )
 from symm_cp.schedule.machine import Curve, Machine, from_toml, machine, to_toml
 from symm_cp.tensors.results import new_result
@@ -52,8 +50,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MIN_REPETITIONS, _MAX_REPETITIONS = 5, 50
 _BRIEF_SECONDS = 0.01  # for each point
 _MIN_SECONDS = 1e-9  # a curve must not contain zeros
-# What is left after a subtraction of two times is at least this share of the first: noise may be
-# larger than the difference.
+# The least difference of two times, as a share of the first: noise may be larger than the
+# difference. A smaller share lets noise make a cost vanish; a larger one hides small costs.
 _LEAST_DIFFERENCE = 0.01
 # More work cannot take less time: a point is measured again, this often, if it takes longer than a
 # larger one by this factor and by this many seconds, both beyond the noise of an idle machine.
@@ -140,9 +138,7 @@ class _Meter:
         """
         spent = max(self._once(run, before, cold) for _ in range(2))
         own = [self._once(run, before, cold) for _ in range(self._repetitions(spent))]
-        times = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
-        return max(_MIN_SECONDS, statistics.median(times.tolist()))
+        return max(_MIN_SECONDS, statistics.median(slowest(own, self.group)))
 
     def _once(self, run: Callable[[], object], before: Callable[[], object], cold: bool) -> float:
         before()
@@ -155,15 +151,14 @@ class _Meter:
 
     def _repetitions(self, spent: float) -> int:
         """Returns how many repetitions fit into the time, identically on all ranks."""
-        slowest = torch.tensor(spent, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-        fitting = int(self._budget / max(1e-9, float(slowest)))
+        (longest,) = slowest([spent], self.group)
+        fitting = int(self._budget / max(1e-9, longest))
         return max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, fitting))
 
     def curve(self, name: str, point: Callable[[int], Point], numbers: Sequence[int]) -> Curve:
         """Returns the curve through the points for `numbers`, each larger than the one before.
 
-        All ranks get the same times, and so decide alike what to measure again.
+        All ranks get the same times, and so all measure the same points again.
         """
         points = [point(number) for number in numbers]
         for _ in range(_ATTEMPTS - 1):
@@ -214,7 +209,7 @@ def _difference(seconds: float, others: float) -> float:
 
 
 class _Slots:
-    """Two slots of symmetric memory, used in turn, as those of a workspace."""
+    """Two slots of symmetric memory, used in turn as the slots of a workspace are."""
 
     def __init__(self, meter: _Meter, nbytes: int) -> None:
         self._own = [symm_mem.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
@@ -258,7 +253,7 @@ def _moves(meter: _Meter) -> dict[str, Curve]:
         return meter.seconds(lambda: plain[:nbytes].copy_(slots.peer(nbytes)), write, cold=True)
 
     def remote(nbytes: int) -> float:
-        """How much longer it takes to read a peer's memory than one's own, both just written."""
+        """How much longer it takes to read a peer's memory than own memory, both just written."""
 
         def total(slot: Callable[[int], torch.Tensor]) -> float:
             write = partial(slots.write, nbytes)
@@ -326,7 +321,7 @@ def _matmuls(meter: _Meter, name: str, dtype: torch.dtype) -> dict[str, Curve]:
 
     def cube(size: int) -> Point:
         seconds = _matmul(meter, size, size, dtype)
-        # At least half: what is subtracted was measured with some noise.
+        # At least half: the subtracted time was measured with some noise.
         operations = max(seconds / 2, seconds - weight(size * size * dtype.itemsize))
         return 2.0 * size**3, operations
 
@@ -454,14 +449,7 @@ def _signal(meter: _Meter) -> float:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `symm-cp calibrate`; returns 0 if the file was written."""
-    if is_rank():
-        exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)
-    try:
-        native.load()
-    except native.BuildError as error:
-        print(f"symm-cp calibrate: {error}", file=sys.stderr)
-        return 2
-    return run_ranks("calibrate", args.ranks, args.arguments)
+    return run_command(args, lambda _: None, run_rank)
 
 
 def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symm_cp import native
-from symm_cp.commands.bench import measure, parsers, plots, report, shapes
+from symm_cp.commands.bench import parsers, plots, shapes
 from symm_cp.commands.bench.jobs import IN_PLACE, TORCH, Setting
-from symm_cp.commands.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
-from symm_cp.commands.demo.names import unfused_over
-from symm_cp.commands.demo.progress import Progress
+from symm_cp.commands.harness import measure, report
+from symm_cp.commands.harness.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
+from symm_cp.commands.harness.paired import unfused_over
+from symm_cp.commands.harness.progress import Progress
+from symm_cp.commands.harness.start import run_command
 from symm_cp.parsing import STDOUT
-from symm_cp.ranks import check_device, exit_as_rank, is_rank, run_ranks
+from symm_cp.ranks import check_device, run_ranks
 from symm_cp.schedule.trace import load_pyplot
 
 DTYPES = {name: getattr(torch, name) for name in parsers.DTYPES}
@@ -96,14 +97,10 @@ def check(args: argparse.Namespace) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `symm-cp bench`; returns 0 if everything was measured."""
-    if is_rank():
-        exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)
-    try:
-        check(args)
-        native.load()
-    except (ValueError, RuntimeError) as error:
-        print(f"symm-cp bench: {error}", file=sys.stderr)
-        return 2
+    return run_command(args, check, run_rank, _start)
+
+
+def _start(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory(prefix="symm-cp-") as folder:

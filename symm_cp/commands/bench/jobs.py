@@ -18,13 +18,20 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 
-from symm_cp.commands.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
 from symm_cp.commands.demo import arguments as demo_arguments
 from symm_cp.commands.demo import variants
+from symm_cp.commands.harness.measure import (
+    COMMUNICATION,
+    FUSED,
+    LIMIT,
+    UNFUSED,
+    Case,
+    backward_alone,
+)
 from symm_cp.context_parallel import all_gather_attention
-from symm_cp.devices import read_in_place
+from symm_cp.cuda import read_in_place
 from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter
-from symm_cp.ops.matmul_all_reduce import unfused_all_reduce
+from symm_cp.ops.matmul.all_reduce import unfused_all_reduce
 from symm_cp.schedule.machine import Machine
 from symm_cp.schedule.patterns import (
     ALL_GATHER_AND_CONSUME,
@@ -283,15 +290,7 @@ def attention_backward(
     def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return all_gather_attention(q, k, v, group=setting.group, enable_gqa=grouped)
 
-    def backward(
-        forward: Callable[..., torch.Tensor], *inputs: torch.Tensor
-    ) -> Callable[[], tuple[torch.Tensor, ...]]:
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        out = forward(*leaves)
-        grad = torch.ones_like(out)
-        return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
-
-    whole, ours = backward(attend, q, keys, values), backward(fused, q, k, v)
+    whole, ours = backward_alone(attend, q, keys, values), backward_alone(fused, q, k, v)
 
     def exchange(grads: tuple[torch.Tensor, ...], name: str) -> list[torch.Tensor]:
         return [unfused_reduce_scatter(g, "sum", 2, name) for g in grads[1:]]

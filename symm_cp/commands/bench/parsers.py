@@ -17,7 +17,7 @@ DEFAULTS = {
 }
 KINDS = tuple(DEFAULTS)
 DTYPES = ("bfloat16", "float32", "float64")
-#: What a device's ranks communicate by.
+#: The backends by which a device's ranks communicate.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 #: What fused ops are timed against; a backend stands for unfused ops over it.
 AGAINST = ("limit", "unfused", "communication", "torch", "gloo", "nccl", "symm_cp")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from symm_cp.commands.bench.report import Written
+from symm_cp.commands.harness.report import Written
 from symm_cp.parsing import plot_file
 from symm_cp.schedule.trace import load_pyplot, plain_numbers, save_figure
 

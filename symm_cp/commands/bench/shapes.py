@@ -48,7 +48,7 @@ def _numbers(text: str, names: str, max_count: int | None = None) -> list[int]:
 
 
 def wanted(kind: str, shapes: str, ranks: int, tokens: int) -> Iterator[Wanted]:
-    """Yields the jobs of a kind. `tokens` are those of all ranks, for models by name.
+    """Yields the jobs of a kind. `tokens`: of all ranks, for models by name.
 
     Raises `ValueError` for malformed shapes, and for sizes not divisible by the number of ranks.
     """

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from symm_cp import native, tuning
-from symm_cp.commands.bench import calibrate, measure, shapes
+from symm_cp import tuning
+from symm_cp.commands.bench import calibrate, shapes
 from symm_cp.commands.bench.command import DTYPES
 from symm_cp.commands.bench.jobs import Job, Setting
-from symm_cp.commands.bench.measure import FUSED, Case, duration
 from symm_cp.commands.bench.parsers import OPS
+from symm_cp.commands.harness import measure
+from symm_cp.commands.harness.measure import FUSED, Case, duration
+from symm_cp.commands.harness.start import run_command
+from symm_cp.group.hosts import QUESTION
 from symm_cp.parsing import plot_file
-from symm_cp.ranks import exit_as_rank, is_rank, quick_barrier, run_ranks
-from symm_cp.runtime.numbers import QUESTION
+from symm_cp.ranks import quick_barrier
 from symm_cp.runtime.recorder import trace
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.machine import Machine
@@ -38,20 +39,17 @@ def _job(args: argparse.Namespace) -> shapes.Wanted:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `symm-cp trace`; returns 0 if the files were written."""
-    if is_rank():
-        exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)
-    try:
-        if (args.shapes or "").count(","):
-            raise ValueError(f"--shapes {args.shapes}: must be a single shape")
-        _job(args)
-        calibrate.find(args.machine, args.ranks)
-        native.load()
-        if args.plot is not None:
-            drawing.load_pyplot()
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"symm-cp trace: {error}", file=sys.stderr)
-        return 2
-    return run_ranks("trace", args.ranks, args.arguments)
+    return run_command(args, check, run_rank)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises `ValueError` or `RuntimeError` for wrong arguments, before any rank is started."""
+    if (args.shapes or "").count(","):
+        raise ValueError(f"--shapes {args.shapes}: must be a single shape")
+    _job(args)
+    calibrate.find(args.machine, args.ranks)
+    if args.plot is not None:
+        drawing.load_pyplot()
 
 
 def with_measured_kernel(work: Work, seconds: float) -> Work:
@@ -104,7 +102,7 @@ def _record(
 
 
 def without_questions(timeline: Timeline) -> Timeline:
-    """Leaves out the calls in which ranks tell each other where their inputs lie."""
+    """Leaves out the calls in which ranks exchange where their inputs lie."""
     question = QUESTION.decode()
     return Timeline(tuple(e for e in timeline.events if not e.op.startswith(question)))
 

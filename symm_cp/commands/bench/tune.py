@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import native, trusted, tuning
-from symm_cp.commands.bench import measure, report, shapes
+from symm_cp import trusted, tuning
+from symm_cp.commands.bench import shapes
 from symm_cp.commands.bench.command import DTYPES
 from symm_cp.commands.bench.jobs import Setting
-from symm_cp.commands.bench.measure import duration
+from symm_cp.commands.harness import measure, report
+from symm_cp.commands.harness.measure import duration
+from symm_cp.commands.harness.start import run_command
 from symm_cp.ranks import (
     check_device,
-    exit_as_rank,
-    is_rank,
-    run_ranks,
 )
 from symm_cp.schedule.layout import head_tail_order
 
@@ -47,20 +46,12 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("attention has two ways only with --device cuda and --dtype bfloat16")
     check_device(args.device)
     list(_sizes(args))
+    _read_tuned(args.out, args.ranks)
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs `symm-cp tune`; returns 0 if the file was written."""
-    if is_rank():
-        exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)
-    try:
-        check(args)
-        native.load()
-        _read_tuned(args.out, args.ranks)
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"symm-cp tune: {error}", file=sys.stderr)
-        return 2
-    return run_ranks("tune", args.ranks, args.arguments)
+    return run_command(args, check, run_rank)
 
 
 def _matmuls(setting: Setting, kind: str, sizes: tuple[int, ...]) -> Runs:
@@ -112,14 +103,7 @@ def _runs(args: argparse.Namespace, setting: Setting) -> Runs:
 def _measured(
     setting: Setting, run: Run, ways: tuple[str, ...], seconds: float
 ) -> dict[str, float]:
-    def forced(way: str) -> Run:
-        def go() -> object:
-            with tuning.forced(way):
-                return run()
-
-        return go
-
-    case = setting.case("", {way: forced(way) for way in ways})
+    case = setting.case("", {way: measure.forced(way, run) for way in ways})
     row = measure.measure(case, setting.group, seconds)
     return {way: row.median(way) for way in ways}
 

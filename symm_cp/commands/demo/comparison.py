@@ -9,11 +9,20 @@ from dataclasses import asdict, dataclass
 import torch
 
 from symm_cp.commands.demo.arguments import DemoOptions
-from symm_cp.commands.demo.names import COMPUTE, DENSE, FUSED, is_dense, threads_of_name
-from symm_cp.commands.demo.paired import Ratio, against_one_process, ratio
+from symm_cp.commands.harness.paired import (
+    COMPUTE,
+    DENSE,
+    FUSED,
+    Ratio,
+    against_one_process,
+    is_dense,
+    ratio,
+    threads_of_name,
+)
 from symm_cp.trusted import write_output
 
-#: Of the interval of the fused step's time to that of the compute alone.
+#: The widest interval of the ratio of the fused step's time to the compute alone that is certain: a
+#: wider limit ends the demo on noisy figures, a narrower one takes more steps than most users wait.
 WIDEST_INTERVAL = 0.05
 # The first steps allocate workspaces and pack weights.
 _WARM_UP = 2
@@ -41,7 +50,7 @@ class Result:
         return 50 * epsilon * max(max(self.losses[DENSE]), 1.0) * self.options.steps
 
     def differences(self) -> list[float]:
-        """Returns how much each loss differs from that of the one process at the same step."""
+        """Returns the differences of each loss to the one process at the same step."""
         return [
             abs(loss - dense)
             for name in self.losses
@@ -62,7 +71,7 @@ class Result:
         return [n for n in self.seconds if not is_dense(n) and n not in (FUSED, COMPUTE)]
 
     def ratio(self, name: str) -> Ratio:
-        """Returns a variant's time to that of the compute alone, from steps made in turn."""
+        """Returns the ratio of a variant's time to the compute alone, from steps made in turn."""
         return ratio(self.timed(name), self.timed(COMPUTE))
 
     def hidden(self, name: str) -> float | None:

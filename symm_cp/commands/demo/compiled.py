@@ -17,9 +17,9 @@ from torch import nn
 
 from symm_cp import inductor
 from symm_cp.commands.demo.model import Transformer, attend
-from symm_cp.commands.demo.names import FUSED, unfused_over
 from symm_cp.commands.demo.sequence import Attend
 from symm_cp.commands.demo.variants import ModelVariant, RankGrid, blocks, keep_part
+from symm_cp.commands.harness.paired import FUSED, unfused_over
 from symm_cp.context_parallel import HeadTail
 
 # Renamed in torch 2.13, where the old names warn.

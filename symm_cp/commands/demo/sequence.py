@@ -18,7 +18,7 @@ from symm_cp.context_parallel import HeadTail, all_gather_attention
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import Backward, Forward
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
-from symm_cp.schedule.tiles import CAUSAL
+from symm_cp.schedule.mask import CAUSAL
 
 Exchange: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Run:
-    """A demo whose arguments are right: how many ranks it takes, and what a rank does."""
+    """A demo with checked arguments: its number of ranks, and the work of a rank."""
 
     world_size: int
     rank: Callable[[dist.ProcessGroup], int]
@@ -48,10 +48,8 @@ def _training(args: argparse.Namespace) -> _Run:
 
 
 def _decoding(args: argparse.Namespace) -> _Run:
-    from symm_cp.commands.demo.decoding import llama
-
     options = decoding_options.check(args)
-    llama.config_of(options)  # raises for what ranks could only report one by one
+    decoding_options.config_of(options)  # raises errors that ranks could only report one by one
 
     def rank(group: dist.ProcessGroup) -> int:
         from symm_cp.commands.demo.decoding.run import run_rank

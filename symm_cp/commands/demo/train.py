@@ -16,10 +16,10 @@ from symm_cp.commands.demo.arguments import DemoOptions
 from symm_cp.commands.demo.comparison import WIDEST_INTERVAL, Result, after_warm_up, show
 from symm_cp.commands.demo.data import batches, read_text
 from symm_cp.commands.demo.model import VOCABULARY, Rotation, Transformer, rotation
-from symm_cp.commands.demo.names import COMPUTE, FUSED
-from symm_cp.commands.demo.paired import ratio
-from symm_cp.commands.demo.progress import Progress
 from symm_cp.commands.demo.variants import ModelVariant, RankGrid
+from symm_cp.commands.harness.measure import slowest
+from symm_cp.commands.harness.paired import COMPUTE, FUSED, ratio
+from symm_cp.commands.harness.progress import Progress
 from symm_cp.context_parallel import HeadTail
 from symm_cp.ranks import threads, threads_of
 
@@ -94,7 +94,7 @@ class DemoRun:
                 t.variant.name: self.total(t.losses[: self.options.steps]).tolist()
                 for t in (*dense, *spread)
             },
-            seconds={t.variant.name: self.slowest(t.seconds).tolist() for t in (*dense, *spread)},
+            seconds={t.variant.name: slowest(t.seconds, self.group) for t in (*dense, *spread)},
         )
 
     def train_dense(self, count: int) -> Trainer:
@@ -133,7 +133,7 @@ class DemoRun:
 
     def is_certain(self, spread: list[Trainer]) -> bool:
         """Tells, identically on all ranks, whether the fused step's interval is narrow enough."""
-        seconds = {t.variant.name: after_warm_up(self.slowest(t.seconds).tolist()) for t in spread}
+        seconds = {t.variant.name: after_warm_up(slowest(t.seconds, self.group)) for t in spread}
         return ratio(seconds[FUSED], seconds[COMPUTE]).width <= WIDEST_INTERVAL
 
     def rows(self) -> torch.Tensor:
@@ -150,12 +150,6 @@ class DemoRun:
         total = torch.tensor(losses, dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
         return total
-
-    def slowest(self, seconds: list[float]) -> torch.Tensor:
-        """Returns the time of the slowest rank for each step."""
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-        return slowest
 
     def _variants(self) -> int:
         return 2 + len({1, self.all_threads}) + len(self.grids)

@@ -14,8 +14,8 @@ threads as all ranks together.
 With context parallelism, ranks that share a sequence have two chunks of it each, and attention
 gathers keys and values as well: see `sequence.py`.
 
-The results of `compute alone` are meaningless; its time is that of the others if communication took
-no time.
+The results of `compute alone` are meaningless; its time is the time of the others if communication
+took no time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from symm_cp.commands.demo import sequence
 from symm_cp.commands.demo.model import Transformer
-from symm_cp.commands.demo.names import COMPUTE, FUSED, dense_with, unfused_over
 from symm_cp.commands.demo.sequence import Exchange, Exchanged
+from symm_cp.commands.harness.paired import COMPUTE, FUSED, dense_with, unfused_over
 from symm_cp.context_parallel import HeadTail
 from symm_cp.group.memory import group_name
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
@@ -70,7 +70,7 @@ class ModelVariant:
         """Sums gradients over the ranks that have other parts of the sequence.
 
         For parameters outside the blocks' linears these are all ranks; for the linears, which are
-        split over features, those that share the sequence. Each sum is one all-reduce.
+        split over features, the ranks that share the sequence. Each sum is one all-reduce.
         """
         split = tuple(f".{name}.weight" for name in (*_BY_ROWS, *_BY_COLUMNS))
         named = list(self.model.named_parameters())
@@ -174,7 +174,7 @@ class _StandIn:
 def _exchange_around(
     block: nn.Module, inward: tuple[Exchange, Exchange], outward: tuple[Exchange, Exchange]
 ) -> None:
-    """Adds an exchange, and that of its gradient, before and after a block."""
+    """Adds an exchange, and the exchange of its gradient, before and after a block."""
     block.register_forward_pre_hook(
         lambda _, inputs: (Exchanged.apply(inputs[0], *inward), *inputs[1:])
     )

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, devices, env, native, trusted, tuning
+from symm_cp import __version__, cuda, env, native, trusted, tuning
 from symm_cp.commands.doctor import accelerated
 from symm_cp.commands.doctor.findings import Finding
 from symm_cp.parsing import STDOUT, write_json
 from symm_cp.tensors.results import result_memory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_KEYS = ("CPU", *(kind.dispatch_key for kind in devices.known()), "Meta", "Autograd")
+_KEYS = ("CPU", *(kind.dispatch_key for kind in cuda.known()), "Meta", "Autograd")
 
 
 def _versions() -> list[Finding]:
@@ -113,7 +113,7 @@ def huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
 
 
 def _files(kind: str, command: str, pattern: str, without: str) -> list[Finding]:
-    """Lists the files that a command has written; `without` says what ops do without one."""
+    """Lists the files that a command has written; `without`: how ops behave without one."""
     findings = []
     with suppress(env.NoHomeError, OSError):
         for path in sorted(env.build_dir().glob(pattern)):
@@ -185,7 +185,7 @@ def examine() -> list[Finding]:
         *measured(),
         *_results(),
         _cpu(),
-        *itertools.chain.from_iterable(map(accelerated.devices_of, devices.known())),
+        *itertools.chain.from_iterable(map(accelerated.devices_of, cuda.known())),
         accelerated.nvshmem_works(),
         *op_findings(),
     ]

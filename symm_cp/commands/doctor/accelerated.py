@@ -1,4 +1,4 @@
-"""What the report says about GPUs and other accelerators, and about the settings of CUDA."""
+"""Findings about GPUs and other accelerators, and about the settings of CUDA."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import accelerators, env, native
 from symm_cp.commands.doctor.findings import Finding
-from symm_cp.devices import Device, nvshmem
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp.cuda import Device, nvshmem
+from symm_cp.cuda.gpu import CudaDevice
 
 _SELF_TEST = Finding(
     "backends",
@@ -23,7 +23,7 @@ _SELF_TEST = Finding(
 
 
 def _driver(kind: type[Device], name: str) -> Finding:
-    """Checks whether the driver has what the runtime for streams requires."""
+    """Checks whether the driver meets the requirements of the runtime for streams."""
     name += " driver"
     try:
         level = native.load().symm_cp_driver(kind.driver.encode())

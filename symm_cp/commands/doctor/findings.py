@@ -1,4 +1,4 @@
-"""What the report consists of."""
+"""The findings of the report."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ On the CPU, and on GPUs where there are any, ranks try signals, collectives and 
 
 Each part runs in processes of its own, which are killed when its time is over, so the command ends
 within two minutes whatever hangs. Ranks write down each item before they begin it and when it has
-ended: what was begun and did not end is what hung.
+ended: items that were begun and did not end have hung.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices, env
+from symm_cp import cuda, env
 from symm_cp.commands import doctor
 from symm_cp.commands.first_run import checks
 from symm_cp.commands.first_run.checks import Check
-from symm_cp.devices import Signals
+from symm_cp.cuda import Signals
 from symm_cp.group.memory import resolve
 from symm_cp.parsing import STDOUT, write_json
 from symm_cp.ranks import exit_as_rank, is_rank, run_limited
@@ -47,7 +47,7 @@ _PREFIXES = ("SYMM_CP_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "NVIDIA_", "TRI
 
 #: Starts the ranks for a part: its name, their number, seconds, and environment variables.
 Start: TypeAlias = "Callable[[str, int, float, Mapping[str, str]], Part]"
-#: Writes down an item: its name, and what is known of it.
+#: Writes down an item: its name and its facts.
 Say: TypeAlias = "Callable[[str, Mapping[str, Any]], object]"
 
 
@@ -55,7 +55,7 @@ Say: TypeAlias = "Callable[[str, Mapping[str, Any]], object]"
 class Item:
     """One test of a part, on all ranks: "ok", "failed" or "hung".
 
-    What was not tested is "info", or "missing" here.
+    Untested items are "info", or "missing" here.
     """
 
     name: str
@@ -139,7 +139,7 @@ def _parts(ranks: int, start: Start) -> Iterator[Part]:
         used = used or next((i.detail.split()[0] for i in part.items if i.name == _VERDICT), "-")
 
 
-# What the ranks do.
+# The work of ranks.
 
 _VERDICT = "self-test"
 
@@ -156,7 +156,7 @@ def writer(folder: Path, rank: int) -> Say:
 
 
 def describe_environment(say: Say) -> int:
-    """Writes down what a reader of the report must know about this machine."""
+    """Writes down facts about this machine for readers of the report."""
     if torch.cuda.is_available():
         torch.cuda.init()
         say("GPUs", {"state": "info", "detail": str(torch.cuda.device_count())})
@@ -227,14 +227,14 @@ def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
     """Tests a group as one of its ranks; returns 1 when something does not work."""
     state, failed = resolve(group), False
     say(_VERDICT, {"state": "hung"})
-    verdict = devices.device_for(state, device).verdict(state)
+    verdict = cuda.device_for(state, device).verdict(state)
     batches, graphs = ("yes" if b else "NO" for b in (verdict.batches, verdict.graphs))
     detail = f"{verdict.signals.value} signals; batches: {batches}; graphs: {graphs}"
     if verdict.reason:
         detail += f"; {verdict.reason}"
     works = "ok" if verdict.passed else "failed"
     say(_VERDICT, {"state": works, "detail": detail, "milliseconds": verdict.seconds * 1e3})
-    synchronize = devices.device_for(state, device).synchronize
+    synchronize = cuda.device_for(state, device).synchronize
     override = symm_cp.override_cuda_ops() if device.type == "cuda" else nullcontext()
     with override:
         for check in checks.checks(group, device):
@@ -254,7 +254,7 @@ def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
 
 
 def _in_graph(check: Check, group: dist.ProcessGroup, device: torch.device) -> str:
-    """Captures a call and replays it three times; says what is wrong with the result."""
+    """Captures a call and replays it three times; returns the error of the result, if any."""
     symm_cp.reserve(group, 1 << 20, device=device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -271,13 +271,13 @@ def _in_graph(check: Check, group: dist.ProcessGroup, device: torch.device) -> s
     return f"in a graph: {wrong}" if wrong else ""
 
 
-# What the command does with it.
+# The work of the command.
 
 
 def run_part(
     arguments: list[str], part: str, ranks: int, seconds: float, variables: Mapping[str, str]
 ) -> Part:
-    """Starts the ranks for a part, ends them in time, and reads what they wrote down."""
+    """Starts the ranks for a part, ends them in time, and reads their items."""
     with tempfile.TemporaryDirectory(prefix="symm-cp-") as folder:
         line = ["-m", "symm_cp", *arguments, "--part", part, "--results", folder]
         codes = run_limited(

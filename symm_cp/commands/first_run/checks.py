@@ -28,7 +28,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Check:
-    """An op, called again and again on the same inputs, and what it must return on this rank."""
+    """An op that is called repeatedly on the same inputs, and its right results on this rank."""
 
     name: str
     run: Callable[[], Tensors]
@@ -36,7 +36,7 @@ class Check:
     tolerance: float
 
     def wrong(self, results: Sequence[torch.Tensor]) -> str:
-        """Says what is wrong with results, or nothing."""
+        """Returns the errors of results; empty without any."""
         for index, (result, expected) in enumerate(zip(results, self.expected, strict=True)):
             if result.shape != expected.shape:
                 return f"result {index}: {list(result.shape)=}, not {list(expected.shape)}"
@@ -124,7 +124,7 @@ def _with_gradients(
 def _expected(
     own: Sequence[torch.Tensor], of_all: Sequence[torch.Tensor], leaves: Tensors
 ) -> Tensors:
-    """This rank's results, and the gradients of what all ranks' losses add up to."""
+    """This rank's results, and the gradients of the sum of all ranks' losses."""
     loss = torch.stack([result.square().sum() for result in of_all]).sum()
     return [t.detach() for t in (*own, *torch.autograd.grad(loss, leaves, retain_graph=True))]
 
@@ -246,7 +246,7 @@ def _scaled(inputs: _Inputs) -> Check:
 
 
 def _signals(inputs: _Inputs) -> Check:
-    """Each rank signals to all that its tensor is there, and reads those of all."""
+    """Each rank signals to all that its tensor is there, and reads all tensors."""
     x, peers = inputs.each(_ROWS), range(inputs.ranks)
     own = inputs.own(x, grad=False)
     symmetric = symm_mem.empty(_ROWS, dtype=own.dtype, device="cpu")

@@ -9,8 +9,8 @@ With fully sharded data parallelism (FSDP, ZeRO-3) each rank of a shard group ke
 weights, gradients and optimizer state that it has under tensor parallelism. A layer's weights are
 gathered in bfloat16 before its forward and again before its backward pass, while the preceding
 layer is computed; its gradients are reduce-scattered in float32 during the next one. These
-transfers and those of the ops are assumed to share one link, so a layer takes at least as long as
-all of them; the first gather and the last reduce-scatter cannot be hidden.
+transfers are assumed to share one link with the ops' transfers, so a layer takes at least as long
+as all of them; the first gather and the last reduce-scatter cannot be hidden.
 
 With activation checkpointing a layer keeps its input alone, and its forward pass, communication
 included, runs a second time just before its backward pass (Chen et al., 2016).

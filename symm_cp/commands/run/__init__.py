@@ -62,7 +62,7 @@ def _check() -> None:
 
 @contextmanager
 def _environment(names: str) -> Iterator[None]:
-    """What the programs inherit, inside."""
+    """Sets the environment that programs inherit, inside."""
     path = os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH")]))
     before = dict(os.environ)
     os.environ.update(PYTHONPATH=path, SYMM_CP_BACKEND_FOR=names)

@@ -18,8 +18,8 @@ _NAME = "symm_cp"
 def replaced(requested: str, names: Collection[str]) -> str | None:
     """Returns the backends to make instead of the requested ones; None: those.
 
-    `requested` is what a program gives to `init_process_group`: "gloo", "cpu:gloo,cuda:nccl", or
-    "undefined", which torch resolves by the machine's accelerator.
+    `requested` is the backend that a program gives to `init_process_group`: "gloo",
+    "cpu:gloo,cuda:nccl", or "undefined", which torch resolves by the machine's accelerator.
     """
     backends = dict(c10d.BackendConfig(c10d.Backend(requested)).get_device_backend_map())
     if backends.get("cpu") not in names:
@@ -60,7 +60,7 @@ def make_group(
 def _record(
     group: dist.ProcessGroup, store: dist.Store | None, requested: str, backends: str
 ) -> None:
-    """Has `get_backend` return what the program asked for.
+    """Has `get_backend` return the backend that the program asked for.
 
     Programs compare it with "gloo", as do `monitored_barrier` and others of torch's functions.
     """

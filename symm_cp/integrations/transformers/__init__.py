@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+# First: with releases whose masks are not known, of which the next import raises, models are still
+# judged.
+from symm_cp.integrations.transformers import inspector as _inspector  # noqa: F401
 from symm_cp.integrations.transformers.attention import NAME, attention_function, mask_function
 from symm_cp.integrations.transformers.models import attending
 

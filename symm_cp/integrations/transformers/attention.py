@@ -14,12 +14,12 @@ from transformers import masking_utils
 
 from symm_cp.context_parallel import sdpa
 from symm_cp.context_parallel.flex_hook import current_region
-from symm_cp.context_parallel.model_limits import SYMM_CP
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.integrations.transformers import outside
+from symm_cp.integrations.transformers.limits import SYMM_CP
 from symm_cp.integrations.transformers.masks import OP, sequence_mask, with_packing
 from symm_cp.integrations.transformers.positions import rescaled
 from symm_cp.integrations.transformers.tables import bias_by_distance

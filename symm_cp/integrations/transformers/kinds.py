@@ -1,6 +1,6 @@
 """The kinds of functions that transformers composes masks from, told apart by their code.
 
-All functions of a kind share one code object, also those that Dynamo makes while it traces. What a
+All functions of a kind share one code object, also when Dynamo makes them while it traces. What a
 kind means is checked once, on import: another release of transformers may change it.
 """
 
@@ -82,6 +82,9 @@ def check_meanings() -> None:
         made.sliding_window_bidirectional_overlay(3): SequenceMask(window_left=3, window_right=3),
         made.chunked_overlay(2, one): SequenceMask(document_ids=chunks),
         made.padding_mask_function(keys): SequenceMask(key_mask=keys),
+        made.or_masks(
+            made.causal_mask_function, made.blockwise_overlay(-(positions[None] // 3))
+        ): SequenceMask(is_causal=True, prefix_lengths=3 * one),
         made.packed_sequence_mask_function(ids): SequenceMask(document_ids=ids),
         made.and_masks(made.sliding_window_overlay(3), made.causal_mask_function): SequenceMask(
             is_causal=True, window_left=2

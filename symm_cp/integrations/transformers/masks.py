@@ -3,8 +3,8 @@
 transformers composes a mask from functions of `(batch, head, query, key)` indices and hands the
 composition, with what it captures of this rank's part of the batch, to the mask function of the
 attention implementation. Here it is taken apart: functions are recognised by their code, tensors of
-this rank's part are gathered to those of the whole sequence, and what follows from a part alone
-(where documents begin, how much padding precedes) is made anew from the whole.
+this rank's part are gathered to the whole sequence, and what depends on the whole (where documents
+begin, how much padding precedes) is computed anew.
 
 Shapes: B samples, S positions of the whole sequence.
 """
@@ -21,10 +21,10 @@ import transformers
 from transformers import masking_utils as made
 from transformers.utils.import_utils import is_tracing
 
-from symm_cp.context_parallel.closures import captured
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask, gather_sequence, runs
 from symm_cp.integrations.transformers import kinds
+from symm_cp.integrations.transformers.closures import captured
 from symm_cp.ops.attention.flex.captures import captures_tensors
 
 OP = "transformers' mask"
@@ -45,12 +45,21 @@ class _Whole:
     positions: torch.Tensor | None
 
     _made: dict[str, torch.Tensor] = field(default_factory=dict)
+    _blocks: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def gathered(self, name: str, shard: torch.Tensor, *, keys: bool = False) -> torch.Tensor:
         """Returns the whole of a tensor over queries or keys."""
         queries = self.lengths[0]
         lengths = self.lengths if keys else (queries, queries)
         return gather_sequence(OP, name, shard, self.region, lengths)
+
+    def blocks(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the whole of a tensor of the blocks that positions are in."""
+        if self._blocks is not None and self._blocks[0] is ids:
+            return self._blocks[1]
+        whole = self.gathered("block_sequence_ids", ids)
+        self._blocks = ids, whole
+        return whole
 
     def _once(self, name: str, shard: torch.Tensor, *, keys: bool = False) -> torch.Tensor:
         # By hand: Dynamo does not trace the lock of Python 3.11's cached_property.
@@ -117,13 +126,19 @@ class _Parts:
     right: int | None = None
     packed: bool = False
     chunks: list[tuple[int, bool]] = field(default_factory=list)
+    #: A causal mask whose first block attends in both directions, and the lengths of these blocks.
+    prefixed: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
     rest: list[Callable[..., Any]] = field(default_factory=list)
 
     @property
     def relates_positions(self) -> bool:
         """Whether queries and keys must be of one sequence."""
-        limited = self.left is not None or self.right is not None
-        return self.causal or self.packed or limited or bool(self.chunks)
+        return self.causal or self.packed or self.limited or bool(self.prefixed)
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a window, or chunks."""
+        return self.left is not None or self.right is not None or bool(self.chunks)
 
     def limit(self, left: int | None, right: int | None) -> None:
         """Narrows the window."""
@@ -159,12 +174,20 @@ class _Parts:
             self.limit(size, size)
         elif code is kinds.CHUNKS:
             self.chunks.append((captured(function)["chunk_size"], remapped))
+        elif not packed and (lengths := _prefixes(whole, function)) is not None:
+            self.prefixed.append((function, lengths))
         elif code is not kinds.BIDIRECTIONAL:
             rest = rebuilt(whole, function, packed=packed)
             self.rest.append(_remapped(whole, rest) if remapped else rest)
 
     def mask(self, whole: _Whole) -> SequenceMask:
         """Returns the mask of the whole sequence."""
+        prefixes = None
+        for function, lengths in self.prefixed:
+            if len(self.prefixed) == 1 and not self.limited:
+                self.causal, prefixes = True, lengths
+            else:  # other limits hold for the prefix, too
+                self.rest.append(rebuilt(whole, function))
         ids = [whole.chunks(size, remapped=remapped) for size, remapped in self.chunks]
         if self.packed and whole.documents is not None:
             ids.append(whole.documents)
@@ -175,6 +198,7 @@ class _Parts:
             window_right=self.right,
             document_ids=runs(*ids) if ids else None,
             key_mask=_with_holes(whole.key_mask),
+            prefix_lengths=prefixes,
             mask_mod=rest or (self.rest[0] if self.rest else None),
             region=whole.region,
         )
@@ -185,6 +209,24 @@ def _with_holes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
     if key_mask is None or _traced(key_mask) or not bool(key_mask.all()):
         return key_mask
     return None
+
+
+def _prefixes(whole: _Whole, function: Any) -> torch.Tensor | None:
+    """Returns how many first positions of each sample a causal mask joins into a block, (B,).
+
+    None for any other function, and if there are further blocks or the host cannot read them.
+    """
+    if _kind(function) is not kinds.OR:
+        return None
+    parts = captured(function)["mask_functions"]
+    if [_kind(part) for part in parts] != [kinds.CAUSAL, kinds.BLOCKS]:
+        return None
+    ids = captured(parts[1])["block_sequence_ids"]
+    if _traced(ids):
+        return None
+    ids = whole.blocks(ids)
+    lengths = ((ids >= 0) & (ids == ids[:, :1])).cumprod(1).sum(1)
+    return lengths if bool((lengths == (ids >= 0).sum(1)).all()) else None
 
 
 def _kind(function: Any) -> Any:
@@ -241,8 +283,7 @@ def rebuilt(whole: _Whole, function: Any, *, packed: bool = False) -> Callable[.
         ids = whole.gathered("ids of sequences", captured(function)["packed_sequence_mask"])
         return made.packed_sequence_mask_function(ids)
     if code is kinds.BLOCKS:
-        ids = whole.gathered("block_sequence_ids", captured(function)["block_sequence_ids"])
-        return made.blockwise_overlay(ids)
+        return made.blockwise_overlay(whole.blocks(captured(function)["block_sequence_ids"]))
     if code is None or _holds_tensors(function):
         name = getattr(function, "__qualname__", repr(function))
         where = getattr(function, "__module__", "")

@@ -7,17 +7,18 @@ many positions come before them in the tensor, whatever `position_ids` say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.flex_hook import spread_region
 from symm_cp.context_parallel.load_balancers import positions_on
-from symm_cp.context_parallel.model_limits import length_dependent_rotary, position_scaled
 from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.verdicts import Select
+from symm_cp.integrations.transformers.limits import length_dependent_rotary, position_scaled
 from symm_cp.ops.attention.layouts import encoded
 from symm_cp.schedule.layout import sequential
 
@@ -28,28 +29,22 @@ _NAME = "position_ids"
 
 
 @contextmanager
-def by_longest_position(modules: Iterable[nn.Module]) -> Iterator[None]:
+def by_longest_position(select: Select) -> Iterator[None]:
     """Within it, and within a region, rotary embeddings see the longest position of all ranks.
 
     A further column with it is added to `position_ids`, and removed from the results.
     """
     with ExitStack() as stack:
-        for module in modules:
-            if length_dependent_rotary(module):
-                before = module.register_forward_pre_hook(_before, with_kwargs=True)
-                stack.callback(before.remove)
-                after = module.register_forward_hook(_after, with_kwargs=True)
-                stack.callback(after.remove)
+        for module in select(length_dependent_rotary):
+            before = module.register_forward_pre_hook(_before, with_kwargs=True)
+            stack.callback(before.remove)
+            after = module.register_forward_hook(_after, with_kwargs=True)
+            stack.callback(after.remove)
         yield
 
 
-def _spread() -> ParallelRegion | None:
-    within = current_region()
-    return None if within is None or within[0].world_size == 1 else within[0]
-
-
 def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    region = _spread()
+    region = spread_region()
     if region is None:
         return None
     if _NAME in kwargs:
@@ -57,7 +52,7 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return (args[0], _with_longest(region, args[1]), *args[2:]), kwargs
 
 
-#: How `model_limits` knows that a module needs no refusal.
+#: How limits.py knows that a module needs no refusal.
 _before.sees_all_ranks = True  # type: ignore[attr-defined]
 
 
@@ -73,7 +68,7 @@ def _with_longest(region: ParallelRegion, positions: torch.Tensor) -> torch.Tens
 
 
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-    if _spread() is None:
+    if spread_region() is None:
         return None
     columns = (kwargs[_NAME] if _NAME in kwargs else args[1]).shape[-1]
     parts = result if isinstance(result, tuple) else (result,)

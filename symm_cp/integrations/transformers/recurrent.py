@@ -7,9 +7,10 @@ functions that, within a region, see the ranks before this one.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,15 +21,16 @@ from transformers.activations import ACT2FN
 
 from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.context_parallel.load_balancers import in_rank_order
-from symm_cp.context_parallel.model_limits import (
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.verdicts import Select
+from symm_cp.integrations.transformers.in_use import InUse
+from symm_cp.integrations.transformers.limits import (
     RECURRENCE_KNOWN,
     SEES_ALL_RANKS,
     uses_transformers,
 )
-from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.integrations.transformers.in_use import InUse
-from symm_cp.ops.delta_rule import gated_delta_rule
-from symm_cp.ops.halo import exchange_halo
+from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
+from symm_cp.ops.recurrent.halo import exchange_halo
 
 _OP = "context_parallel"
 _CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
@@ -37,31 +39,33 @@ _forwards, _marks, _known = InUse(), InUse(), InUse()
 
 
 @contextmanager
-def by_sequence_before(modules: Iterable[nn.Module]) -> Iterator[None]:
+def by_sequence_before(select: Select) -> Iterator[None]:
     """Within it, and within a region, gated delta nets continue what the ranks before ended with.
 
     Other modules of the models that have a convolution are still refused.
     """
-    parts = list(modules)
+    nets = select(_is_delta_net)
     with ExitStack() as stack:
-        found = False
-        for module in parts:
+        for module in nets:
             function = inspect.unwrap(type(module).forward)
-            if not {_CONVOLUTION, _DELTA_RULE} <= {*function.__code__.co_names}:
-                continue
-            found = True
             _forwards.acquire(module, "forward", types.MethodType(_spread(function), module))
             stack.callback(_forwards.release, module, "forward")
             for part in module.modules():
                 _marks.acquire(part, SEES_ALL_RANKS, True)
                 stack.callback(_marks.release, part, SEES_ALL_RANKS)
-        for module in parts if found else ():
-            if uses_transformers(module):
-                _known.acquire(module, RECURRENCE_KNOWN, True)
-                stack.callback(_known.release, module, RECURRENCE_KNOWN)
+        for module in select(uses_transformers) if nets else ():
+            _known.acquire(module, RECURRENCE_KNOWN, True)
+            stack.callback(_known.release, module, RECURRENCE_KNOWN)
         yield
 
 
+def _is_delta_net(module: nn.Module) -> bool:
+    function = inspect.unwrap(type(module).forward)
+    code = getattr(function, "__code__", None)
+    return code is not None and {_CONVOLUTION, _DELTA_RULE} <= {*code.co_names}
+
+
+@functools.cache
 def _spread(function: Any) -> types.FunctionType:
     """The same code with other functions under the names of those that mix positions."""
     known = function.__globals__

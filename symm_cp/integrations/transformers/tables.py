@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.flex_hook import current_region, spread_region
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.verdicts import Select
 from symm_cp.integrations.transformers.in_use import InUse
 
 _OP = "context_parallel"
@@ -30,22 +31,22 @@ _computed, _has_table = InUse(), InUse()
 
 
 @contextmanager
-def by_position_in_sequence(modules: Iterable[nn.Module]) -> Iterator[None]:
+def by_position_in_sequence(select: Select) -> Iterator[None]:
     """Within it, and within a region, tables of positions are those of the whole sequence."""
     with ExitStack() as stack:
-        for module in modules:
-            if _has_relative_bias(module):
-                _computed.acquire(module, _COMPUTE, types.MethodType(_compute_bias, module))
-                stack.callback(_computed.release, module, _COMPUTE)
-                # Without a table transformers would allocate zeros for each pair of positions.
-                _has_table.acquire(module, _HAS_TABLE, True)
-                stack.callback(_has_table.release, module, _HAS_TABLE)
+        for module in select(_has_relative_bias):
+            _computed.acquire(module, _COMPUTE, types.MethodType(_compute_bias, module))
+            stack.callback(_computed.release, module, _COMPUTE)
+            # Without a table transformers would allocate zeros for each pair of positions.
+            _has_table.acquire(module, _HAS_TABLE, True)
+            stack.callback(_has_table.release, module, _HAS_TABLE)
+        for module in select(_counted_tables):
             for table in _counted_tables(module):
                 hook = table.register_forward_pre_hook(_with_positions, with_kwargs=True)
                 stack.callback(hook.remove)
-            if _makes_decoder_input(module):
-                hook = module.register_forward_pre_hook(_check_decoder_input, with_kwargs=True)
-                stack.callback(hook.remove)
+        for module in select(_makes_decoder_input):
+            hook = module.register_forward_pre_hook(_check_decoder_input, with_kwargs=True)
+            stack.callback(hook.remove)
         yield
 
 
@@ -131,10 +132,9 @@ def _takes_positions(module: nn.Module) -> bool:
 
 
 def _with_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    within = current_region()
-    if within is None or within[0].world_size == 1:
+    region = spread_region()
+    if region is None:
         return None
-    region = within[0]
     like = args[0] if args else kwargs.get("input_ids", kwargs.get("input_ids_shape"))
     shape = like.shape if isinstance(like, torch.Tensor) else like
     balancer = region.layout(shape[1])
@@ -169,8 +169,7 @@ def _makes_decoder_input(module: nn.Module) -> bool:
 
 def _check_decoder_input(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuses calls in which a model would shift this rank's part of the labels."""
-    within = current_region()
-    if within is None or within[0].world_size == 1:
+    if spread_region() is None:
         return
     names = tuple(inspect.signature(module.forward).parameters)
     given = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from symm_cp import runtime, tuning
-from symm_cp.devices import Signals, device_of, has_streams
-from symm_cp.devices.kept import capturing, kept
+from symm_cp.cuda import Signals, device_of, has_streams
+from symm_cp.cuda.kept import capturing, kept
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.pipeline import fake_results
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule.mask import CAUSAL, NO_MASK
 from symm_cp.schedule.patterns import peers
-from symm_cp.schedule.tiles import CAUSAL, NO_MASK
+from symm_cp.tensors.dtypes import NARROW
 
-_DTYPES = (torch.bfloat16, torch.float16)
 _FEATURES = (64, 128)
 
 
@@ -51,12 +51,12 @@ def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str
 def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
     """Tells whether the kernel supports a call: 16 bits, equal shards, causal or unmasked.
 
-    The same on all ranks, of which one may hold no queries.
+    All ranks get the same answer, also a rank without queries.
     """
     known = AttentionSpec(layout=spec.layout, mask=spec.mask, scale=spec.scale, method=spec.method)
     return (
         group.world_size > 1
-        and query.dtype in _DTYPES
+        and query.dtype in NARROW
         and query.shape[3] in _FEATURES
         and len(set(spec.layout.lengths)) == 1
         and spec == known
@@ -71,7 +71,7 @@ def _tables(
     device: torch.device, layout: SequenceLayout, rank: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of this rank's queries; of each shard's chunks (begin, length, position)."""
-    from symm_cp.kernels.arrival_attention import chunk_table
+    from symm_cp.cuda.kernels.arrival_attention import chunk_table
 
     shards = [
         [(span.row, span.length, span.start) for span in layout.spans(owner)]
@@ -92,7 +92,7 @@ def attend(
     call_name: bytes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the attention over all ranks' keys, and its log-sum-exp. Collective."""
-    from symm_cp.kernels.arrival_attention import Arrivals, arrival_attention
+    from symm_cp.cuda.kernels.arrival_attention import Arrivals, arrival_attention
 
     positions, chunks = _tables(query.device, spec.layout, group.rank, query.shape[2])
     query = dense_features(query)

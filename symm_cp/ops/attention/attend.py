@@ -1,7 +1,7 @@
 """Attention of one rank's queries to the keys of a group, and its gradients, given the spec.
 
 Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this rank's shards; H, G
-and the lengths are those of the ranks that gather keys, which may have exchanged heads before.
+and the lengths are counted after an exchange of heads, if there is one.
 Without a group this rank's keys are all.
 """
 
@@ -16,21 +16,21 @@ import torch.nn.functional as F
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.pipeline import Grad, Tensors, consume_keys, reduce_gradients
-from symm_cp.ops.attention.scored import ScoredTiles
+from symm_cp.ops.attention.scoring import ScoredTiles
 from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
 from symm_cp.ops.attention.tiles import Backward, Forward, as_dtype, dense_features
 from symm_cp.schedule.tiles import most_parts
 
 
-class Added(NamedTuple):
+class ScoreTerms(NamedTuple):
     """Learnt tensors that a call adds to scores: sinks (H,) and a bias by distance (H, D)."""
 
     sinks: Grad = None
     bias: Grad = None
 
 
-class Given(NamedTuple):
-    """What a backward pass is given: inputs, results, and what flows back to these."""
+class AttentionInputs(NamedTuple):
+    """Inputs of a backward pass: query, key and value, the results, and their gradients."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -42,15 +42,15 @@ class Given(NamedTuple):
 
 
 def attend(
-    op: str, spec: AttentionSpec, group: Group | None, tensors: Tensors, added: Added
+    op: str, spec: AttentionSpec, group: Group | None, tensors: Tensors, terms: ScoreTerms
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output and its log-sum-exp. `tensors` are query, key and value. Collective."""
     query, key, value = tensors
     rank, ranks = place_of(group)
     tiles = [spec.tiles(rank, owner, query.shape[2]) for owner in range(ranks)]
     query, parts = dense_features(query), most_parts([tile for some in tiles for tile in some])
-    scored = ScoredTiles.of(query, spec, rank, added.bias)
-    forward = Forward(query, spec, parts, sinks=added.sinks, scored=scored)
+    scored = ScoredTiles.of(query, spec, rank, terms.bias)
+    forward = Forward(query, spec, parts, sinks=terms.sinks, scored=scored)
 
     def consume(shards: list[torch.Tensor], owner: int) -> None:
         first = spec.first_sent(rank, owner, tiles[owner])
@@ -65,25 +65,25 @@ def attend_backward(
     op: str,
     spec: AttentionSpec,
     group: Group | None,
-    given: Given,
-    added: Added,
+    inputs: AttentionInputs,
+    terms: ScoreTerms,
     wide_keys: bool = False,
     bias_grad: bool = True,
 ) -> tuple[Tensors, Grad]:
-    """Returns the gradients of query, key and value, and that of the bias if wanted. Collective.
+    """Returns the gradients of query, key and value, and of the bias if wanted. Collective.
 
-    With `wide_keys` those of keys and values are not rounded to their dtype.
+    With `wide_keys` the gradients of keys and values are not rounded to their dtype.
     """
-    E, V = given.query.shape[3], given.value.shape[3]
-    key_dtype = given.key.dtype
+    E, V = inputs.query.shape[3], inputs.value.shape[3]
+    key_dtype = inputs.key.dtype
     rank, _ = place_of(group)
-    given = given._replace(query=dense_features(given.query))
-    scored = ScoredTiles.of(given.query, spec, rank, added.bias)
-    if given.grad_lse is not None and scored is None:
-        spec, given = _with_grad_lse(spec, given)
-    query, key, value, out, lse, grad_out, grad_lse = given
+    inputs = inputs._replace(query=dense_features(inputs.query))
+    scored = ScoredTiles.of(inputs.query, spec, rank, terms.bias)
+    if inputs.grad_lse is not None and scored is None:
+        spec, inputs = _with_grad_lse(spec, inputs)
+    query, key, value, out, lse, grad_out, grad_lse = inputs
     rows = query.shape[2]
-    bias = added.bias if bias_grad else None
+    bias = terms.bias if bias_grad else None
     backward = Backward(
         grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=bias
     )
@@ -106,13 +106,15 @@ def place_of(group: Group | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank, group.world_size)
 
 
-def _with_grad_lse(spec: AttentionSpec, given: Given) -> tuple[AttentionSpec, Given]:
+def _with_grad_lse(
+    spec: AttentionSpec, inputs: AttentionInputs
+) -> tuple[AttentionSpec, AttentionInputs]:
     """Returns a backward pass for torch's kernels that adds what flows back to the log-sum-exp.
 
     They take weight * (grad_out . v - grad_out . out) for the gradient of a score. One more
     feature, 0 in v, 1 in grad_out and -grad_lse in out, adds weight * grad_lse.
     """
-    query, key, value, out, lse, grad_out, grad_lse = given
+    query, key, value, out, lse, grad_out, grad_lse = inputs
     assert grad_lse is not None
     # CUDA kernels need a multiple of 8 features.
     padding = 1 if query.device.type == "cpu" else -value.shape[3] % 8 or 8
@@ -124,4 +126,4 @@ def _with_grad_lse(spec: AttentionSpec, given: Given) -> tuple[AttentionSpec, Gi
     grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, padding - 1))
     extra = -grad_lse.unsqueeze(-1).to(out.dtype)
     out = F.pad(torch.cat((out, extra), -1), (0, padding - 1))
-    return spec, Given(query, key, value, out, lse, grad_out, None)
+    return spec, AttentionInputs(query, key, value, out, lse, grad_out, None)

@@ -9,12 +9,9 @@ import math
 
 import torch
 
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import Options, ScoreOptions
 from symm_cp.schedule.layout import SequenceLayout
-
-#: The dtypes of queries, keys, values, sinks and biases.
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_DTYPE_NAMES = "float64, float32, bfloat16 or float16"
+from symm_cp.tensors.dtypes import FLOATING, one_of
 
 
 def check_tensors(
@@ -27,8 +24,8 @@ def check_tensors(
                 f"{op}: {name} must be (batch, heads, sequence, features), has shape "
                 f"{list(tensor.shape)}"
             )
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {_DTYPE_NAMES}")
+        if tensor.dtype not in FLOATING:
+            raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {one_of(FLOATING)}")
         if tensor.dtype != query.dtype:
             raise TypeError(f"{op}: {name} is {tensor.dtype} and query {query.dtype}")
         if tensor.device != query.device:
@@ -63,7 +60,7 @@ def check_windows(op: str, options: Options) -> None:
             raise ValueError(f"{op}: {name}={size} must not be negative; None is no limit")
 
 
-def check_scores(op: str, query: torch.Tensor, options: Options) -> None:
+def check_scores(op: str, query: torch.Tensor, options: ScoreOptions) -> None:
     """Raises unless what changes scores and weights fits the queries, where no layout is needed."""
     softcap, sinks, bias = options.softcap, options.sinks, options.bias
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
@@ -89,8 +86,8 @@ def check_scores(op: str, query: torch.Tensor, options: Options) -> None:
 
 
 def _check_like_query(op: str, name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {_DTYPE_NAMES}")
+    if tensor.dtype not in FLOATING:
+        raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {one_of(FLOATING)}")
     if tensor.device != query.device:
         raise ValueError(f"{op}: {name} is on {tensor.device} and query on {query.device}")
 
@@ -110,7 +107,7 @@ def _check_dropout(op: str, dropout_p: float, seed: torch.Tensor | None) -> None
         )
 
 
-def seed_of(options: Options) -> int | None:
+def seed_of(options: ScoreOptions) -> int | None:
     """Returns the seed of dropout; None without dropout."""
     seed = options.dropout_seed
     return int(seed) if options.dropout_p > 0 and seed is not None else None
@@ -126,24 +123,4 @@ def check_bias_length(
             f"{op}: bias has shape {list(bias.shape)}, must be [{bias.shape[0]}, {required}]: an "
             f"entry for each distance of the {queries.length} queries and {keys.length} keys of "
             "the whole sequence"
-        )
-
-
-def check_over_sequence(
-    op: str,
-    name: str,
-    tensor: torch.Tensor,
-    query: torch.Tensor,
-    length: int,
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """Raises unless a tensor has an entry of these dtypes for each position of each sample."""
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype)[6:] for dtype in dtypes)
-        raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {expected}")
-    batch = query.shape[0]
-    if tensor.dim() != 2 or tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:
-        raise ValueError(
-            f"{op}: {name} has shape {list(tensor.shape)}, must be [{batch} or 1, {length}]: the "
-            "samples and the positions of the whole sequence"
         )

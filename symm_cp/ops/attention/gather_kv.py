@@ -22,29 +22,17 @@ from symm_cp.ops.common import (
     entry_point,
     gather_split,
     group_of,
-    lib,
-    register_device_kernel,
-    register_in_python,
-    register_kernel,
     scatter_split,
     uneven_of,
     uneven_parts,
     what_is,
     world_size_of,
 )
-from symm_cp.ops.transforms import register_gradient
+from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Gradient, Op, arguments, declare, untouched
 from symm_cp.tensors.results import copied, new_result
 
 _GATHER = "all_gather_kv"
 _SCATTER = "_all_gather_kv_backward"
-
-lib.define(
-    f"{_GATHER}(Tensor key, Tensor value, int seq_dim, str group_name, {SIZES}) -> (Tensor, Tensor)"
-)
-lib.define(
-    f"{_SCATTER}(Tensor grad_key, Tensor grad_value, int seq_dim, str group_name, "
-    f"{SIZES}) -> (Tensor, Tensor)"
-)
 
 
 def _check(key: torch.Tensor, value: torch.Tensor, seq_dim: int) -> int:
@@ -169,16 +157,37 @@ def _scatter_backward(
     return (*grads, None, None, *(None for _ in ctx.uneven))
 
 
-def register() -> None:
-    """Adds the kernels, the fake kernels and the gradients."""
-    register_in_python(_GATHER, _gather_kernel)  # the native kernel is in csrc/gather_kv.cpp
-    register_device_kernel(_GATHER, _gather_kernel)
-    register_kernel(_SCATTER, _scatter_kernel)
-    lib.impl(_GATHER, _gather_fake, "Meta")
-    lib.impl(_SCATTER, _scatter_fake, "Meta")
-    autocast.register(autocast.widen, _GATHER)
-    # Each is the gradient of the other; that of the gather is in csrc/gradients.cpp.
-    register_gradient(_SCATTER, _scatter_backward, _setup)
+declare(
+    Op(
+        name=_GATHER,
+        schema=(
+            f"(Tensor key, Tensor value, int seq_dim, str group_name, {SIZES}) -> (Tensor, Tensor)"
+        ),
+        kernel=_gather_kernel,  # csrc/ops/gather_kv.cpp serves CPU tensors
+        fake=_gather_fake,
+        gradient=NATIVE_GRADIENT,
+        autocast=autocast.widen,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(on.rand(1, 2, 4, 3), on.rand(1, 2, 4, 3), 2, on.group_name),
+        native=True,
+    ),
+    Op(
+        name=_SCATTER,
+        schema=(
+            "(Tensor grad_key, Tensor grad_value, int seq_dim, str group_name, "
+            f"{SIZES}) -> (Tensor, Tensor)"
+        ),
+        kernel=_scatter_kernel,
+        fake=_scatter_fake,
+        gradient=Gradient(_scatter_backward, _setup),
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            *(on.rand(1, 2, 4 * on.world_size, 3) for _ in range(2)), 2, on.group_name
+        ),
+        internal=True,
+    ),
+)
 
 
 @entry_point

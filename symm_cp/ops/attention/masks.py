@@ -1,32 +1,135 @@
-"""What tensors say of a batch: which keys each sample shows, and which documents it holds.
+"""Masks as callers give them, `MaskOptions`, and what the host reads of them: a `Mask` by sample.
 
-`document_ids` (B or 1, S) and `key_mask` (B or 1, S_k) become a `Mask` for each sample, so that
-tiles are exact. Only short gaps between visible keys are left to an additive mask (`HiddenKeys`):
-cutting tiles there would cost more than the hidden keys do.
+Shapes: B samples, S_k positions of the whole sequence of keys, S of one that has queries, too.
+
+Tensors become a `Mask` for each sample, so that tiles are exact. Only short gaps between visible
+keys are left to an additive mask (`HiddenKeys`): cutting tiles there would cost more than the
+hidden keys do.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
-from symm_cp.devices.kept import HostReads, capturing, kept
+from symm_cp.cuda.kept import HostReads, capturing, kept
 from symm_cp.schedule.layout import SequenceLayout
-from symm_cp.schedule.tiles import Mask, Tile
+from symm_cp.schedule.mask import Mask
+from symm_cp.schedule.tiles import Tile
 
 Bools: TypeAlias = np.ndarray
 Edges: TypeAlias = tuple[int, ...]
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
+#: Numbers that a graph may not know.
+SymInts: TypeAlias = list[int]
 T = TypeVar("T")
 
 # Fewer hidden keys than this between visible ones are masked: a tile more costs its call, and the
 # merging of all its rows.
 SHORT_GAP = 128
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MaskOptions:
+    """Which keys a query sees: those that every field allows; without any, all.
+
+    Same result as `F.scaled_dot_product_attention` of the whole sequence with::
+
+        limits = (kv_idx <= q_idx) & (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+        (limits | (kv_idx < prefix_lengths[b])) & key_mask[b, kv_idx]
+        & (document_ids[b, q_idx] == document_ids[b, kv_idx])
+    """
+
+    #: A query sees no later key.
+    is_causal: bool = False
+    #: Boundaries of documents packed into the only sample, of int32 or int64.
+    cu_seqlens: torch.Tensor | None = None
+    #: The same as numbers.
+    document_edges: SymInts | None = None
+    #: How many positions before and after its own a query sees.
+    window_left: int | None = None
+    window_right: int | None = None
+    #: (B or 1, S) of int64: contiguous runs of equal ids are documents.
+    document_ids: torch.Tensor | None = None
+    #: (B or 1, S_k) of bool: keys that any query may see.
+    key_mask: torch.Tensor | None = None
+    #: (B or 1,) of int32 or int64: every query sees this number of first keys, whatever the limits.
+    prefix_lengths: torch.Tensor | None = None
+
+    @property
+    def by_position(self) -> list[str]:
+        """The options that depend on the positions of queries."""
+        causal = ["is_causal"] if self.is_causal else []
+        return [*causal, *self._given("window_left", "window_right"), *self.of_documents]
+
+    @property
+    def of_documents(self) -> list[str]:
+        """The options that give documents."""
+        return self._given("cu_seqlens", "document_edges", "document_ids")
+
+    def _given(self, *names: str) -> list[str]:
+        return [name for name in names if getattr(self, name) is not None]
+
+    @property
+    def relates_positions(self) -> bool:
+        """Whether queries and keys must be of one sequence."""
+        return bool(self.by_position)
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the options of the mask as `all_gather_attention` takes them."""
+        options = {name: getattr(self, name) for name in _NAMES}
+        edges = options.pop("document_edges")
+        return options if edges is None else {**options, "cu_seqlens": edges}
+
+    def sample(self, index: int) -> Self:
+        """Returns the options of one sample of the batch."""
+        names = ("document_ids", "key_mask", "prefix_lengths")
+        rows: dict[str, Any] = {name: _row(getattr(self, name), index) for name in names}
+        return replace(self, **rows)
+
+    def as_mask_mod(self) -> Callable[..., torch.Tensor]:
+        """Returns the mask as a function of the indices of sample, head, query and key."""
+        edges = self.cu_seqlens
+        if self.document_edges is not None:
+            edges = torch.tensor(self.document_edges)
+
+        def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> Any:
+            distance = kv - q
+            seen = distance == distance
+            if self.is_causal:
+                seen = seen & (distance <= 0)
+            if self.window_left is not None:
+                seen = seen & (distance >= -self.window_left)
+            if self.window_right is not None:
+                seen = seen & (distance <= self.window_right)
+            if (lengths := self.prefix_lengths) is not None:
+                seen = seen | (kv < (lengths[b] if len(lengths) > 1 else lengths[0]))
+            if (ids := self.document_ids) is not None:
+                seen = seen & (_entry(ids, b, q) == _entry(ids, b, kv))
+            if edges is not None:
+                seen = seen & ((edges <= q).sum() == (edges <= kv).sum())
+            if self.key_mask is not None:
+                seen = seen & _entry(self.key_mask, b, kv)
+            return seen
+
+        return visible
+
+
+def _row(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
+    return tensor if tensor is None or len(tensor) == 1 else tensor[index : index + 1]
+
+
+def _entry(tensor: torch.Tensor, b: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    return tensor[b, position] if len(tensor) > 1 else tensor[0][position]
+
+
+_NAMES = tuple(field.name for field in fields(MaskOptions))
 
 
 def check_readable(
@@ -69,11 +172,10 @@ class HiddenKeys:
     def mask(
         self, tile: Tile, layout: SequenceLayout, owner: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns the visible keys of a tile, (b, 1, 1, K), and its blind rows, (b, 1, rows).
+        """Returns a tile's visible keys, (b, 1, 1, K), and its fully masked rows, (b, 1, rows).
 
-        b is the number of the tile's samples or 1. Blind rows, None if there are none, see no key
-        of the tile. Returns None if the tile sees all of its keys. `owner` is the rank whose keys
-        they are.
+        b is the number of the tile's samples or 1; the rows are None if every row sees some key.
+        Returns None if the tile sees all of its keys. `owner` is the rank whose keys they are.
         """
         samples = slice(0, 1) if len(self.visible) == 1 else tile.samples
         counts = _counts(self, layout, owner)[samples]
@@ -83,17 +185,17 @@ class HiddenKeys:
             return None
         rows = _visible_rows(device, self, layout, owner)[samples]
         visible = rows[:, None, None, tile.k_begin : tile.k_end]
-        blind = _blind(tile, counts)[:, None]
-        return visible, torch.from_numpy(blind).to(device) if blind.any() else None
+        fully_masked = _fully_masked(tile, counts)[:, None]
+        return visible, torch.from_numpy(fully_masked).to(device) if fully_masked.any() else None
 
 
-def _blind(tile: Tile, counts: np.ndarray) -> Bools:
+def _fully_masked(tile: Tile, counts: np.ndarray) -> Bools:
     """Which rows of a tile see no key, for each sample."""
     i, keys = np.arange(tile.q_end - tile.q_begin), tile.k_end - tile.k_begin
     first = np.zeros_like(i) if tile.low is None else np.clip(i + tile.low, 0, keys)
     end = np.full_like(i, keys) if tile.high is None else np.clip(i + tile.high + 1, 0, keys)
-    blind: Bools = counts[:, tile.k_begin + end] <= counts[:, tile.k_begin + first]
-    return blind
+    fully_masked: Bools = counts[:, tile.k_begin + end] <= counts[:, tile.k_begin + first]
+    return fully_masked
 
 
 def _in_rows(hidden: HiddenKeys, layout: SequenceLayout, owner: int) -> Bools:
@@ -153,7 +255,7 @@ def _read_documents(op: str, document_ids: torch.Tensor) -> list[Edges]:
 def keys_of(key_mask: torch.Tensor) -> tuple[list[Ranges], HiddenKeys | None]:
     """Returns the ranges of each sample in which keys are visible, from a mask (B or 1, S_k).
 
-    The ranges leave out all hidden keys but those of gaps shorter than `SHORT_GAP`, and where there
+    The ranges leave out all hidden keys except in gaps shorter than `SHORT_GAP`, and where there
     are such gaps the mask itself is returned, too.
     """
     return _mask_read.get(key_mask, lambda: _read_keys(key_mask))
@@ -180,46 +282,132 @@ def _ranges(visible: Bools) -> Ranges:
 
 
 def masks_of(
-    op: str,
-    mask: Mask,
-    batch: int,
-    document_ids: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    device: torch.device,
+    op: str, options: MaskOptions, query: torch.Tensor, length: int
 ) -> tuple[Mask | tuple[Mask, ...], HiddenKeys | None]:
-    """Returns a mask with the documents and visible keys of each sample; one if all are equal.
+    """Returns the mask of all samples or of each, and the further hidden keys.
 
-    The tensors have the right shape and dtype. The host reads them: for tensors on a device it
-    waits, once for each change that torch sees; while a graph is captured on `device` they must be
-    on CPU.
+    `length` is the length of the whole sequence of keys. The host reads the tensors. For a tensor
+    on a device it waits, once for each change that torch sees; while a graph is captured on the
+    device of `query`, tensors must be on CPU.
     """
-    tensors = {"document_ids": document_ids, "key_mask": key_mask}
-    for name, tensor in tensors.items():
-        if tensor is not None:
+    batch, device = query.shape[0], query.device
+    edges, cu_seqlens = options.document_edges, options.cu_seqlens
+    if cu_seqlens is not None and edges is not None:
+        raise ValueError(f"{op}: cu_seqlens and document_edges are both given, must be one")
+    if cu_seqlens is not None:
+        edges = _host_edges(op, cu_seqlens, device)
+    right = 0 if options.is_causal else options.window_right
+    mask = Mask(options.window_left, right, _documents(op, edges, length))
+    for name, dtypes in (("document_ids", _INTS), ("key_mask", (torch.bool,))):
+        if (tensor := getattr(options, name)) is not None:
+            _check_over_sequence(op, name, tensor, query, length, dtypes)
             check_readable(op, name, tensor, device)
-    if batch == 0:
+    prefixes = _prefixes(op, options, query, length)
+    of_all = options.document_ids is None and options.key_mask is None and prefixes == [None]
+    if batch == 0 or of_all:
         return mask, None
     documents: list[Edges | None] = [mask.documents]
-    if document_ids is not None:
-        documents = [_united(mask.documents, edges) for edges in documents_of(op, document_ids)]
+    if options.document_ids is not None:
+        found = documents_of(op, options.document_ids)
+        documents = [_united(mask.documents, edges) for edges in found]
     ranges: list[Ranges | None] = [None]
     hidden = None
-    if key_mask is not None:
-        visible, hidden = keys_of(key_mask)
-        whole = ((0, key_mask.shape[1]),)
-        ranges = [None if keys == whole else keys for keys in visible]
+    if options.key_mask is not None:
+        visible, hidden = keys_of(options.key_mask)
+        ranges = [None if keys == ((0, length),) else keys for keys in visible]
     masks = tuple(
-        replace(mask, documents=edges, keys=keys)
-        for edges, keys in zip(_each(documents, batch), _each(ranges, batch), strict=True)
+        replace(mask, documents=edges, keys=keys, prefix=prefix)
+        for edges, keys, prefix in zip(
+            *(_each(values, batch) for values in (documents, ranges, prefixes)), strict=True
+        )
     )
     if masks.count(masks[0]) == len(masks):
         return masks[0], hidden
     return masks, hidden
 
 
-def _each(values: list[T], batch: int) -> list[T]:
+_INTS = (torch.int32, torch.int64)
+_edges_read: HostReads[list[int]] = HostReads()
+
+
+def _check_over_sequence(
+    op: str,
+    name: str,
+    tensor: torch.Tensor,
+    query: torch.Tensor,
+    length: int,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """Raises unless a tensor has an entry of these dtypes for each position of each sample."""
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype)[6:] for dtype in dtypes)
+        raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {expected}")
+    batch = query.shape[0]
+    if tensor.dim() != 2 or tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:
+        raise ValueError(
+            f"{op}: {name} has shape {list(tensor.shape)}, must be [{batch} or 1, {length}]: the "
+            "samples and the positions of the whole sequence"
+        )
+
+
+def _host_edges(op: str, cu_seqlens: torch.Tensor, device: torch.device) -> list[int]:
+    """Returns the values of `cu_seqlens`, for a call on `device`."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in _INTS:
+        raise ValueError(
+            f"{op}: cu_seqlens must be a 1-D tensor of int32 or int64, is {cu_seqlens.dtype} "
+            f"{list(cu_seqlens.shape)}"
+        )
+    check_readable(op, "cu_seqlens", cu_seqlens, device, "a sequence of ints or a CPU tensor")
+    return _edges_read.get(cu_seqlens, cu_seqlens.tolist)
+
+
+def _documents(op: str, edges: list[int] | None, length: int) -> Edges | None:
+    if edges is None:
+        return None
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
+        raise ValueError(
+            f"{op}: cu_seqlens={edges} must ascend from 0 to {length}, the length of the whole "
+            "sequence"
+        )
+    return tuple(edges)
+
+
+def _prefixes(
+    op: str, options: MaskOptions, query: torch.Tensor, length: int
+) -> Sequence[int | None]:
+    """Returns the length of each sample's prefix, or one for all; None: no prefix."""
+    lengths, batch = options.prefix_lengths, query.shape[0]
+    if lengths is None:
+        return [None]
+    if lengths.dtype not in _INTS or lengths.dim() != 1 or lengths.shape[0] not in (1, batch):
+        raise ValueError(
+            f"{op}: prefix_lengths is {lengths.dtype} {list(lengths.shape)}, must be int32 or "
+            f"int64 [{batch} or 1], a length for each sample"
+        )
+    if options.of_documents:
+        raise ValueError(
+            f"{op}: prefix_lengths and {options.of_documents[0]} are both given, must be one: a "
+            "prefix begins with the sequence, where only the first document does"
+        )
+    if not options.is_causal and options.window_left is None and options.window_right is None:
+        raise ValueError(
+            f"{op}: prefix_lengths requires is_causal=True, window_left or window_right: without "
+            "a limit every query sees all keys"
+        )
+    check_readable(op, "prefix_lengths", lengths, query.device)
+    found = _edges_read.get(lengths, lengths.tolist)
+    for each in found:
+        if not 0 <= each <= length:
+            raise ValueError(
+                f"{op}: prefix_lengths={found} must be between 0 and {length}, the length of the "
+                "whole sequence of the keys"
+            )
+    return [each or None for each in found]
+
+
+def _each(values: Sequence[T], batch: int) -> Sequence[T]:
     """Returns a value for each sample."""
-    return values * batch if len(values) == 1 else values
+    return [values[0]] * batch if len(values) == 1 else values
 
 
 def _united(one: Edges | None, other: Edges) -> Edges | None:

@@ -4,7 +4,7 @@ Shapes: query (B, H, S, E), key (B, G, K, E) and value (B, G, K, V) for a diviso
 contiguous. A score is `scale * q.k`; `softcap * tanh(score / softcap)`; plus a bias by distance;
 plus a mask. Its weight is dropped or divided by 1 - p, which the log-sum-exp does not know of.
 
-    CPU       csrc/attention_tile.cpp
+    CPU       csrc/attention/tile.cpp
     others    matmuls, a block of rows at a time
 
 Which keys a query sees is said by `mask`, additive and broadcastable to (B, H, S, K), and by a
@@ -19,7 +19,8 @@ from functools import cache
 import torch
 
 from symm_cp.ops.attention import kernels, tiles_by_matmuls
-from symm_cp.ops.attention.scoring import Gradients, Scoring, Sight
+from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
+from symm_cp.tensors import dtypes
 
 
 @cache
@@ -28,18 +29,18 @@ def has_blocks(dtype: torch.dtype) -> bool:
     return bool(torch.ops.symm_cp.attention_has_blocks(dtype))
 
 
-def _options(scoring: Scoring, sight: Sight) -> tuple[object, ...]:
+def _options(scoring: Scoring, tile_mask: TileMask) -> tuple[object, ...]:
     """The arguments of the native ops behind their tensors."""
     return (
-        sight.mask,
-        sight.low,
-        sight.high,
+        tile_mask.mask,
+        tile_mask.low,
+        tile_mask.high,
         scoring.scale,
         scoring.softcap,
         scoring.bias,
         scoring.bias_zero,
-        sight.query_positions,
-        sight.key_positions,
+        tile_mask.query_positions,
+        tile_mask.key_positions,
         scoring.dropout_p,
         scoring.dropout_seed,
         scoring.sample_offset,
@@ -52,21 +53,21 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     scoring: Scoring,
-    sight: Sight,
+    tile_mask: TileMask,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
     """Merges attention to further keys into `out` and `lse`.
 
-    `out` (B, H, S, V) is of the query's dtype or that of `lse` (B, H, S), float32 or float64. A row
+    `out` (B, H, S, V) has the dtype of the query or of `lse` (B, H, S), float32 or float64. A row
     that has seen no key has lse -inf and, on CPU, anything in `out`; one that still sees none then
     has 0.
     """
     if query.device.type == "cpu":
-        options = _options(scoring, sight)
+        options = _options(scoring, tile_mask)
         torch.ops.symm_cp.attention_tile(query, key, value, out, lse, *options)
         return
-    kernels.merge(out, lse, *tiles_by_matmuls.forward(query, key, value, scoring, sight))
+    kernels.merge(out, lse, *tiles_by_matmuls.forward(query, key, value, scoring, tile_mask))
 
 
 def inner_products(
@@ -78,7 +79,7 @@ def inner_products(
     """
     if out.device.type == "cpu":
         return torch.ops.symm_cp.attention_inner(grad_out, out, grad_lse)  # type: ignore[no-any-return]
-    wide = tiles_by_matmuls.wide_dtype(out.dtype)
+    wide = dtypes.wide(out.dtype)
     inner = (grad_out.to(wide) * out.to(wide)).sum(-1)
     return inner if grad_lse is None else inner - grad_lse.to(wide)
 
@@ -91,17 +92,19 @@ def add_gradients(
     lse: torch.Tensor,
     inner: torch.Tensor,
     scoring: Scoring,
-    sight: Sight,
+    tile_mask: TileMask,
     grads: Gradients,
 ) -> None:
     """Adds the gradients by a tile to `grads`, which have lse's dtype.
 
-    `lse` and `inner` (see `inner_products`) are those of all keys, of which the tile's are a part;
+    `lse` and `inner` (see `inner_products`) cover all keys, not only the tile's;
     lse is inf in rows that see no key.
     """
     if query.device.type == "cpu":
         torch.ops.symm_cp.attention_tile_backward(
-            grad_out, query, key, value, lse, inner, *grads, *_options(scoring, sight)
+            grad_out, query, key, value, lse, inner, *grads, *_options(scoring, tile_mask)
         )
         return
-    tiles_by_matmuls.add_gradients(grad_out, query, key, value, lse, inner, scoring, sight, grads)
+    tiles_by_matmuls.add_gradients(
+        grad_out, query, key, value, lse, inner, scoring, tile_mask, grads
+    )

@@ -16,6 +16,7 @@ Source: ring attention (Liu et al., 2023); FlashAttention (Dao et al., 2022) for
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,32 +24,19 @@ import torch
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import arrival, choice, mesh_calls, ulysses
-from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
+from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.options import OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, fake_results, heads_in_rows
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.spread import spread_of_queries
 from symm_cp.ops.attention.tiles import grad_of_sinks
-from symm_cp.ops.common import attention_runs, group_of, lib, register_kernel
-from symm_cp.ops.compiled import called_in_order
+from symm_cp.ops.common import attention_runs, group_of
+from symm_cp.ops.op import LEFT_TO_TORCH, Caller, GradientByHand, Op, arguments, declare
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 
 _FORWARD = "fused_all_gather_attention"
 _BACKWARD = "fused_all_gather_attention_backward"
-
-lib.define(
-    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, str group_name, *, {OPTIONS})"
-    " -> (Tensor out, Tensor logsumexp)"
-)
-# Gradients of sinks and bias are empty unless both given and wanted: torch.func.vmap takes no ops
-# with optional results.
-lib.define(
-    f"{_BACKWARD}(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    f"Tensor logsumexp, str group_name, *, Tensor? grad_logsumexp=None, {OPTIONS}, "
-    "bool sinks_grad=True, bool bias_grad=True)"
-    " -> (Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor bias)"
-)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -65,15 +53,33 @@ def _by_heads(
     backward: bool = False,
 ) -> ulysses.UlyssesCall | None:
     """Returns the call of a method that exchanges heads, None of one that does not."""
-    given = Options(**options)
-    if given.method == "allgather":
+    parsed = Options(**options)
+    if parsed.method == "allgather":
         return None
-    queries = spread_of_queries(op, group, query, (spec.layout, spec.queries), given)
-    method = choice.settled(op, group, query, key, spec, given, queries=queries, backward=backward)
+    queries = spread_of_queries(op, group, query, (spec.layout, spec.queries), parsed)
+    method = choice.settled(op, group, query, key, spec, parsed, queries=queries, backward=backward)
     if method.name == "allgather":
         return None
     heads, layouts = (query.shape[1], key.shape[1]), (queries, spec.layout)
     return ulysses.call_of(op, method, group, spec, heads, layouts, query.device)
+
+
+def _attend_heads(
+    call: ulysses.UlyssesCall, index: int, tensors: Tensors, terms: ScoreTerms
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return attend(_FORWARD, call.specs[index], call.of_keys, tensors, terms)
+
+
+def _backward_of_heads(
+    call: ulysses.UlyssesCall,
+    bias_grad: bool,
+    index: int,
+    inputs: AttentionInputs,
+    terms: ScoreTerms,
+    wide_keys: bool,
+) -> tuple[Tensors, Grad]:
+    spec, of_keys = call.specs[index], call.of_keys
+    return attend_backward(_BACKWARD, spec, of_keys, inputs, terms, wide_keys, bias_grad)
 
 
 def _attention_kernel(
@@ -82,23 +88,17 @@ def _attention_kernel(
     attention_runs.count += 1
     group = group_of(group_name)
     tensors = query, key, value
-    with mesh_calls.telling(*options.get("method_groups") or ()):
+    with mesh_calls.propagates_failure(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
         call = _by_heads(_FORWARD, group, spec, query, key, options)
-    added = Added(options.get("sinks"), options.get("bias"))
+    terms = ScoreTerms(options.get("sinks"), options.get("bias"))
     if call is not None:
-        by_heads = call
-
-        def attend_group(
-            index: int, tensors: Tensors, added: Added
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            return attend(_FORWARD, by_heads.specs[index], by_heads.of_keys, tensors, added)
-
-        with mesh_calls.telling(*call.mesh_groups):
-            return call.attend(_FORWARD, tensors, added, attend_group)
+        attend_heads = partial(_attend_heads, call)
+        with mesh_calls.propagates_failure(*call.mesh_groups):
+            return call.attend(_FORWARD, tensors, terms, attend_heads)
     if arrival.takes(group, query, key, spec):
         return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
-    return attend(_FORWARD, spec, group, tensors, added)
+    return attend(_FORWARD, spec, group, tensors, terms)
 
 
 def _attention_backward_kernel(
@@ -116,26 +116,17 @@ def _attention_backward_kernel(
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     group = group_of(group_name)
-    with mesh_calls.telling(*options.get("method_groups") or ()):
+    with mesh_calls.propagates_failure(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
         call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
-    sinks, _ = added = Added(options.get("sinks"), options.get("bias"))
-    given = Given(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+    sinks, _ = terms = ScoreTerms(options.get("sinks"), options.get("bias"))
+    inputs = AttentionInputs(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if call is not None:
-        by_heads = call
-
-        def backward_of_group(
-            index: int, given: Given, added: Added, wide_keys: bool
-        ) -> tuple[Tensors, Grad]:
-            spec, of_keys = by_heads.specs[index], by_heads.of_keys
-            return attend_backward(
-                _BACKWARD, spec, of_keys, given, added, wide_keys, bias_grad=bias_grad
-            )
-
-        with mesh_calls.telling(*call.mesh_groups):
-            grads, of_bias = call.attend_backward(_BACKWARD, given, added, backward_of_group)
+        backward_of_heads = partial(_backward_of_heads, call, bias_grad)
+        with mesh_calls.propagates_failure(*call.mesh_groups):
+            grads, of_bias = call.attend_backward(_BACKWARD, inputs, terms, backward_of_heads)
     else:
-        grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added, bias_grad=bias_grad)
+        grads, of_bias = attend_backward(_BACKWARD, spec, group, inputs, terms, bias_grad=bias_grad)
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
     if sinks is not None and sinks_grad:
         grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
@@ -152,9 +143,9 @@ def _attention_fake(
     group_name: str,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    given = Options(**options)
-    check_tensors(_FORWARD, query, key, value, given.enable_gqa)
-    check_scores(_FORWARD, query, given)
+    parsed = Options(**options)
+    check_tensors(_FORWARD, query, key, value, parsed.enable_gqa)
+    check_scores(_FORWARD, query, parsed)
     return fake_results(query, value)
 
 
@@ -259,16 +250,42 @@ def _attention_backward_autograd(
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
 
 
-def register() -> None:
-    """Adds the kernels, the fake kernels and the gradient."""
-    for name, kernel, fake in (
-        (_FORWARD, _attention_kernel, _attention_fake),
-        (_BACKWARD, _attention_backward_kernel, _attention_backward_fake),
-    ):
-        register_kernel(name, kernel)
-        # Not as a kernel for "Meta", for which tensors, cu_seqlens too, must be on one device.
-        torch.library.register_fake(f"symm_mem::{name}", called_in_order(name, fake), lib=lib)
-    autocast.register(autocast.cast, _FORWARD)
-    autocast.register(autocast.as_they_are, _BACKWARD)
-    lib.impl(_FORWARD, _attention_autograd, "Autograd")
-    lib.impl(_BACKWARD, _attention_backward_autograd, "Autograd", with_keyset=True)
+def _example(on: Caller, tensors: int) -> list[torch.Tensor]:
+    return [on.rand(1, 2, 4, 8) for _ in range(tensors)]
+
+
+declare(
+    Op(
+        name=_FORWARD,
+        schema=(
+            f"(Tensor query, Tensor key, Tensor value, str group_name, *, {OPTIONS})"
+            " -> (Tensor out, Tensor logsumexp)"
+        ),
+        kernel=_attention_kernel,
+        fake=_attention_fake,
+        gradient=GradientByHand(_attention_autograd),
+        autocast=autocast.cast,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(*_example(on, 3), on.group_name, is_causal=True),
+        mixes_devices=True,  # cu_seqlens
+    ),
+    # Gradients of sinks and bias are empty unless both given and wanted: torch.func.vmap takes no
+    # ops with optional results.
+    Op(
+        name=_BACKWARD,
+        schema=(
+            "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+            f"Tensor logsumexp, str group_name, *, Tensor? grad_logsumexp=None, {OPTIONS}, "
+            "bool sinks_grad=True, bool bias_grad=True)"
+            " -> (Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor bias)"
+        ),
+        kernel=_attention_backward_kernel,
+        fake=_attention_backward_fake,
+        gradient=GradientByHand(_attention_backward_autograd, with_keyset=True),
+        autocast=autocast.as_they_are,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(*_example(on, 5), on.rand(1, 2, 4), on.group_name),
+        mixes_devices=True,
+        internal=True,
+    ),
+)

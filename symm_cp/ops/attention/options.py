@@ -1,80 +1,98 @@
-"""The options of the attention ops, as their schemas and their kernels have them."""
+"""The options of the attention ops: their schemas are made of the fields of `Options`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
 
 import torch
 
-#: In a schema: a `Method` of methods.py.
-METHOD_OPTIONS = 'str method="allgather", str[]? method_groups=None, int[]? method_columns=None'
+from symm_cp.ops.attention.masks import MaskOptions, SymInts
 
-#: In a schema; `Options` has the same.
-OPTIONS = (
-    "bool is_causal=False, float? scale=None, bool enable_gqa=False, int[]? chunk_order=None, "
-    "SymInt[]? chunk_lengths=None, Tensor? cu_seqlens=None, SymInt[]? document_edges=None, "
-    "int? window_left=None, int? window_right=None, float? softcap=None, Tensor? sinks=None, "
-    "Tensor? bias=None, float dropout_p=0.0, Tensor? dropout_seed=None, "
-    "Tensor? document_ids=None, Tensor? key_mask=None, int[]? query_chunk_order=None, "
-    "SymInt[]? query_chunk_lengths=None, Tensor? layouts=None, SymInt head_offset=0, "
-    f"{METHOD_OPTIONS}"
-)
+#: A number that a graph may not know.
+SymInt: TypeAlias = int
+
+_TYPES = {
+    "torch.Tensor": "Tensor",
+    "list[int]": "int[]",
+    "list[str]": "str[]",
+    "SymInts": "SymInt[]",
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Options:
-    """The options of a call; torch leaves out those that have the default of the schema.
+class ScoreOptions:
+    """How scores and weights change, and how the work is split: the options of all attention ops.
 
-    `document_edges` are those that `cu_seqlens` would hold, `layouts` (see layouts.py) say how keys
-    and queries are spread instead of their chunks. `head_offset` is the number of the first of the
-    call's query heads among all of the model, which dropout depends on. `Method.of` knows what the
-    options of a method mean. The others are those of `all_gather_attention`.
+    `all_gather_attention` describes them. `head_offset` is the number of the call's first query
+    head among all of the model, which dropout depends on. `Method.of` interprets the options of a
+    method.
     """
 
-    is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
-    chunk_order: list[int] | None = None
-    chunk_lengths: list[int] | None = None
-    cu_seqlens: torch.Tensor | None = None
-    document_edges: list[int] | None = None
-    window_left: int | None = None
-    window_right: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: torch.Tensor | None = None
-    document_ids: torch.Tensor | None = None
-    key_mask: torch.Tensor | None = None
-    query_chunk_order: list[int] | None = None
-    query_chunk_lengths: list[int] | None = None
-    layouts: torch.Tensor | None = None
-    head_offset: int = 0
+    head_offset: SymInt = 0
     method: str = "allgather"
     method_groups: list[str] | None = None
     method_columns: list[int] | None = None
 
     @property
-    def of_documents(self) -> list[str]:
-        """The options that give documents."""
-        return [
-            name
-            for name in ("cu_seqlens", "document_edges", "document_ids")
-            if getattr(self, name) is not None
-        ]
+    def scored_by_position(self) -> list[str]:
+        """The options that depend on the positions of queries for every score, not as a mask."""
+        bias = ["bias"] if self.bias is not None else []
+        return [*bias, "dropout_p"] if self.dropout_p > 0 else bias
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options(MaskOptions, ScoreOptions):
+    """The options of a call; torch leaves out options that have the default of the schema.
+
+    `layouts` (see layouts.py) say how keys and queries are spread instead of their chunks.
+    """
+
+    chunk_order: list[int] | None = None
+    chunk_lengths: SymInts | None = None
+    query_chunk_order: list[int] | None = None
+    query_chunk_lengths: SymInts | None = None
+    layouts: torch.Tensor | None = None
 
     @property
     def by_position(self) -> list[str]:
         """The options that depend on the positions of queries."""
-        limits = [
-            name for name in ("window_left", "window_right") if getattr(self, name) is not None
-        ]
-        causal = ["is_causal"] if self.is_causal else []
-        return [*causal, *limits, *self.of_documents, *self.scored_by_position]
+        return [*super().by_position, *self.scored_by_position]
 
-    @property
-    def scored_by_position(self) -> list[str]:
-        """The options that do so for every score, not as a mask."""
-        bias = ["bias"] if self.bias is not None else []
-        return [*bias, "dropout_p"] if self.dropout_p > 0 else bias
+
+def schema_of(*names: str) -> str:
+    """Returns options as an op's schema declares them."""
+    declared = {field.name: field for field in fields(Options)}
+    return ", ".join(
+        f"{_schema_type(declared[name].type)} {name}={_schema_default(declared[name].default)}"
+        for name in names
+    )
+
+
+def _schema_type(annotation: Any) -> str:
+    of_value, *optional = str(annotation).split(" | ")
+    return _TYPES.get(of_value, of_value) + ("?" if optional else "")
+
+
+def _schema_default(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+# The order of the first options in the schemas, which stays; later ones follow.
+_FIRST = (
+    *("is_causal", "scale", "enable_gqa", "chunk_order", "chunk_lengths", "cu_seqlens"),
+    *("document_edges", "window_left", "window_right", "softcap", "sinks", "bias", "dropout_p"),
+    *("dropout_seed", "document_ids", "key_mask", "query_chunk_order", "query_chunk_lengths"),
+    *("layouts", "head_offset", "method", "method_groups", "method_columns"),
+)
+#: All options, in a schema.
+OPTIONS = schema_of(*dict.fromkeys((*_FIRST, *(field.name for field in fields(Options)))))
+#: Those of flex attention, whose mask is a function; its first two arguments are no options.
+FLEX_OPTIONS = schema_of(*(field.name for field in fields(ScoreOptions)[2:]))

@@ -13,8 +13,8 @@ The key at position k takes number k % 128 // 16 of the eight 16-bit numbers of 
 are the low halves of the words, 4 to 7 the high halves. So 16 counters side by side give 128 keys
 in order. A weight is kept when its number is at least `threshold(p)`.
 
-csrc/philox.h computes the same bits. Source: Salmon et al., "Parallel random numbers: as easy as 1,
-2, 3" (2011).
+csrc/attention/philox.h computes the same bits. Source: Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3" (2011).
 """
 
 from __future__ import annotations

@@ -1,16 +1,26 @@
-"""What is computed of the scores of a tile beyond products of queries and keys."""
+"""Changes of scores and weights of a tile: scale, soft cap, bias, dropout.
+
+`ScoredTiles` tells this project's kernels (native_tiles.py) what torch's lack.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from symm_cp.cuda.kept import kept
+from symm_cp.ops.attention.kernels import factor_of
+from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule.tiles import Tile
+from symm_cp.tensors.dtypes import wide
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What makes weights of products of queries and keys, the same for all tiles of a call.
+    """How products of queries and keys become weights, the same for all tiles of a call.
 
     `bias` (H, D), float32 or the query's dtype, is added by distance: entry
     [h, key position - query position + bias_zero]. `dropout_p` is from 0 to 1; dropout depends on
@@ -29,9 +39,11 @@ class Scoring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class TileMask:
     """Which keys the queries of a tile see, and where both are in the whole sequence.
 
+    Query i sees key j when low <= j - i <= high (None: no limit), unless the additive `mask` hides
+    it. `fully_masked` marks rows that see no key, which only torch's kernels must be told.
     `query_positions` (S,) and `key_positions` (K,) are int64, on the query's device; None means 0,
     1, 2 and so on. Only bias and dropout look at them.
     """
@@ -39,17 +51,86 @@ class Sight:
     mask: torch.Tensor | None = None
     low: int | None = None
     high: int | None = None
+    fully_masked: torch.Tensor | None = None
     query_positions: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
 
+    @property
+    def causal(self) -> bool:
+        """Whether query i sees no key after i, before `mask`."""
+        return self.low is None and self.high == 0
+
 
 class Gradients(NamedTuple):
-    """What gradients are added to, with the shapes of the tensors that they are of.
+    """Sums of gradients, with the shapes of query, key and value.
 
-    But `bias` is (B, H, D): samples are added up in the end. None if it is not wanted.
+    `bias` is (B, H, D): samples are added up in the end. None if it is not wanted.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     bias: torch.Tensor | None = None
+
+
+@kept(maxsize=64)
+def _positions(device: torch.device, layout: SequenceLayout, rank: int) -> torch.Tensor:
+    """The position in the sequence of each row of a rank."""
+    return torch.tensor(list(layout.positions(rank)), dtype=torch.int64, device=device)
+
+
+class ScoredTiles:
+    """Arguments of the kernels for the tiles of one call on this rank.
+
+    The rank matters only to calls with a bias or dropout.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        spec: AttentionSpec,
+        rank: int = 0,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        self._device, self._spec, self._rank = query.device, spec, rank
+        queries = spec.queries or spec.layout
+        if bias is not None and bias.dtype not in (torch.float32, query.dtype):
+            bias = bias.to(wide(query.dtype))
+        self._scoring = Scoring(
+            scale=factor_of(query, spec.scale),
+            softcap=spec.softcap,
+            bias=bias,
+            bias_zero=queries.length - 1,
+            dropout_p=spec.dropout_p,
+            dropout_seed=spec.dropout_seed or 0,
+            head_offset=spec.head_offset,
+        )
+        self._by_position = spec.bias or spec.dropout_p > 0
+
+    @staticmethod
+    def of(
+        query: torch.Tensor, spec: AttentionSpec, rank: int, bias: torch.Tensor | None
+    ) -> ScoredTiles | None:
+        """Returns what a call needs; None if torch's kernels can compute it."""
+        on_cpu = query.device.type == "cpu"
+        if spec.rescores or (on_cpu and spec.value_features is not None):
+            return ScoredTiles(query, spec, rank, bias)
+        return None
+
+    def scoring(self, tile: Tile) -> Scoring:
+        """Returns how scores and weights of a tile are made."""
+        return replace(self._scoring, sample_offset=tile.b_begin) if tile.b_begin else self._scoring
+
+    def tile_mask(self, tile: Tile, owner: int, mask: torch.Tensor | None) -> TileMask:
+        """Returns what the queries of a tile see of rank `owner`'s keys, under an additive mask."""
+        if not self._by_position:
+            return TileMask(mask=mask, low=tile.low, high=tile.high)
+        queries = _positions(self._device, self._spec.queries or self._spec.layout, self._rank)
+        keys = _positions(self._device, self._spec.layout, owner)
+        return TileMask(
+            mask=mask,
+            low=tile.low,
+            high=tile.high,
+            query_positions=queries[tile.q_begin : tile.q_end],
+            key_positions=keys[tile.k_begin : tile.k_end],
+        )

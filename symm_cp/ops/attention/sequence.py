@@ -12,21 +12,21 @@ import zlib
 import torch
 
 from symm_cp import runtime
-from symm_cp.ops.attention.layouts import decoded, layout_held
-from symm_cp.ops.common import group_of, lib, register_kernel, what_is
+from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
+from symm_cp.ops.common import group_of, what_is
+from symm_cp.ops.op import LEFT_TO_TORCH, Elsewhere, Op, arguments, declare, untouched
+from symm_cp.schedule.layout import head_tail, sequential
 
 _GATHER = "_gather_sequence"
-
-lib.define(f"{_GATHER}(Tensor shard, Tensor layouts, SymInt length, str group_name) -> Tensor")
 
 
 def _gather_kernel(
     shard: torch.Tensor, layouts: torch.Tensor, length: int, group_name: str
 ) -> torch.Tensor:
-    """Returns the (B, S) tensor of which each rank holds some columns, S = `length`."""
+    """Gathers the columns of all ranks as one tensor (B, S), S = `length`."""
     group = group_of(group_name)
     known = decoded(_GATHER, layouts, group.world_size)
-    layout = layout_held(_GATHER, known, shard.shape[1], group.rank, group.world_size)
+    layout = layout_held(_GATHER, known, shard.shape[1], group.rank, group.world_size, head_tail)
     if (layout.length, layout.lengths[group.rank]) != (length, shard.shape[1]):
         raise ValueError(
             f"{_GATHER}: this rank has {shard.shape[1]} of {length} positions, but the load "
@@ -54,8 +54,22 @@ def _gather_fake(
     return shard.new_empty(shard.shape[0], length)
 
 
-def register() -> None:
-    """Adds the kernel and the fake kernel; the result has no gradient."""
-    register_kernel(_GATHER, _gather_kernel)
-    # Not as a kernel for "Meta", for which tensors must be on one device; the layouts are on CPU.
-    torch.library.register_fake(f"symm_mem::{_GATHER}", _gather_fake, lib=lib)
+declare(
+    Op(
+        name=_GATHER,
+        schema="(Tensor shard, Tensor layouts, SymInt length, str group_name) -> Tensor",
+        kernel=_gather_kernel,
+        fake=_gather_fake,
+        gradient=Elsewhere("positions and masks have none", differentiable=False),
+        autocast=untouched,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(
+            on.rand(2, 4),
+            encoded((sequential(4 * on.world_size, on.world_size),)),
+            4 * on.world_size,
+            on.group_name,
+        ),
+        mixes_devices=True,  # layouts are on CPU
+        internal=True,
+    )
+)

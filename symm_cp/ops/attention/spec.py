@@ -14,31 +14,22 @@ from typing import Any
 
 import torch
 
-from symm_cp.devices.kept import HostReads
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.checks import (
     check_bias_length,
-    check_over_sequence,
     check_scores,
     check_tensors,
     check_windows,
     seed_of,
 )
-from symm_cp.ops.attention.masks import HiddenKeys, check_readable, masks_of
+from symm_cp.ops.attention.masks import HiddenKeys, masks_of
 from symm_cp.ops.attention.methods import ROTATE_METHODS, rotate_method
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import Options, ScoreOptions
 from symm_cp.ops.attention.spread import spread_of
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
-from symm_cp.schedule.tiles import (
-    NO_MASK,
-    Mask,
-    Tile,
-    for_samples,
-    seen_by_peers,
-    tiles,
-    tiles_of_rows,
-)
+from symm_cp.schedule.mask import NO_MASK, Mask
+from symm_cp.schedule.tiles import Tile, for_samples, seen_by_peers, tiles
 
 # Of more masks than this, which differ from sample to sample, peers are sent all keys: finding out
 # which they see would cost more than it saves.
@@ -90,42 +81,56 @@ class AttentionSpec:
     ) -> AttentionSpec:
         """Returns the spec of a call; raises `ValueError` or `TypeError` for arguments that clash.
 
-        `options` are those of `Options`.
+        `options` are fields of `Options`.
         """
-        given = Options(**options)
-        check_tensors(op, query, key, value, given.enable_gqa)
-        check_windows(op, given)
-        check_scores(op, query, given)
-        layout, queries = spread_of(op, group, query, key, given)
-        mask, hidden = _mask_of(op, query, layout, given)
-        if given.bias is not None:
-            check_bias_length(op, given.bias, queries or layout, layout)
+        parsed = Options(**options)
+        check_tensors(op, query, key, value, parsed.enable_gqa)
+        check_windows(op, parsed)
+        check_scores(op, query, parsed)
+        layout, queries = spread_of(op, group, query, key, parsed)
+        mask, hidden = masks_of(op, parsed, query, layout.length)
+        return cls.over(op, query, value, parsed, layout, queries, mask=mask, hidden=hidden)
+
+    @classmethod
+    def over(
+        cls,
+        op: str,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        options: ScoreOptions,
+        layout: SequenceLayout,
+        queries: SequenceLayout | None,
+        **mask: Any,
+    ) -> AttentionSpec:
+        """Returns the spec of checked options over known layouts; `mask` are fields of the spec."""
+        if options.bias is not None:
+            check_bias_length(op, options.bias, queries or layout, layout)
         return cls(
             layout=layout,
-            mask=mask,
-            hidden=hidden,
-            scale=given.scale,
+            scale=options.scale,
             method=rotate_method(),
             queries=queries,
             value_features=value_features_of(query, value),
-            softcap=given.softcap,
-            sinks=given.sinks is not None,
-            bias=given.bias is not None,
-            dropout_p=given.dropout_p,
-            dropout_seed=seed_of(given),
-            head_offset=given.head_offset if given.dropout_p > 0 else 0,
+            softcap=options.softcap,
+            sinks=options.sinks is not None,
+            bias=options.bias is not None,
+            dropout_p=options.dropout_p,
+            dropout_seed=seed_of(options),
+            head_offset=options.head_offset if options.dropout_p > 0 else 0,
+            **mask,
         )
 
     @property
     def rescores(self) -> bool:
-        """Whether scores or weights are more than a scale and a mask make of them."""
+        """Whether scores or weights change by more than a scale and a mask."""
         return self.softcap is not None or self.bias or self.dropout_p > 0
 
     def tiles(self, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
         """Returns the tiles of a rank's `rows` queries and the keys of rank `owner`."""
+        place = rank, owner, self.queries, rows
         if isinstance(self.mask, Mask):
-            return self._tiles(self.mask, rank, owner, rows)
-        return tuple(for_samples(self.mask, lambda mask: self._tiles(mask, rank, owner, rows)))
+            return tiles(self.layout, self.mask, *place)
+        return tuple(for_samples(self.mask, lambda mask: tiles(self.layout, mask, *place)))
 
     def hidden_keys(
         self, tile: Tile, owner: int, device: torch.device
@@ -133,13 +138,8 @@ class AttentionSpec:
         """Returns `HiddenKeys.mask` of a tile of rank `owner`'s keys; None if it hides none."""
         return None if self.hidden is None else self.hidden.mask(tile, self.layout, owner, device)
 
-    def _tiles(self, mask: Mask, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
-        if mask.relates_positions:
-            return tiles(self.layout, mask, rank, owner, self.queries)
-        return tiles_of_rows(self.layout, mask.keys, rows, owner)  # maybe of another sequence
-
     def sent_rows(self, owner: int) -> slice:
-        """Returns the rows of a rank's keys and values that its peers are sent."""
+        """Returns the rows of a rank's keys and values that it sends to its peers."""
         masks = (self.mask,) if isinstance(self.mask, Mask) else tuple(set(self.mask))
         related = all(mask.relates_positions and not mask.is_causal for mask in masks)
         if not related or len(masks) > _MOST_MASKS:
@@ -147,10 +147,7 @@ class AttentionSpec:
         return slice(*seen_by_peers(self.layout, masks, self.queries)[owner])
 
     def first_sent(self, rank: int, owner: int, tiles: Sequence[Tile]) -> int:
-        """Returns the first row of rank `owner`'s keys that this rank has, for its tiles of them.
-
-        A key of a tile that was not sent is a mask that `seen_by_peers` does not know.
-        """
+        """Returns the first row of rank `owner`'s keys that this rank was sent, for its tiles."""
         if owner == rank:
             return 0
         sent = self.sent_rows(owner)
@@ -202,8 +199,8 @@ def _call_name(
     if spec.value_features is not None:
         shape[3:] = [f"{E}/{spec.value_features}"]
     if spec.dropout_seed is not None:
-        # What is likely to differ comes first: names are cut off at `wire.MAX_CALL_NAME` bytes.
-        seed = f"{digest:08x} dropout_seed={spec.dropout_seed}: seed ranks alike"
+        # The part that is likely to differ comes first: names end after `wire.MAX_CALL_NAME` bytes.
+        seed = f"{digest:08x} dropout_seed={spec.dropout_seed}: must be equal"
         return what_is(op, detail=f"{seed}; {dtype}{_listed(shape)}")
     text = f"{dtype}{_listed(shape)} layout+mask {digest:08x}"
     return what_is(op, detail=text)
@@ -216,49 +213,3 @@ def _listed(shape: list[int | str]) -> str:
 def value_features_of(query: torch.Tensor, value: torch.Tensor) -> int | None:
     """Returns the number of features of a value, if queries have another."""
     return None if value.shape[3] == query.shape[3] else value.shape[3]
-
-
-def _mask_of(
-    op: str, query: torch.Tensor, keys: SequenceLayout, options: Options
-) -> tuple[Mask | tuple[Mask, ...], HiddenKeys | None]:
-    """Returns the mask of all samples or of each, and the further hidden keys."""
-    right = 0 if options.is_causal else options.window_right
-    edges, cu_seqlens = options.document_edges, options.cu_seqlens
-    if cu_seqlens is not None and edges is not None:
-        raise ValueError(f"{op}: cu_seqlens and document_edges are both given, must be one")
-    if cu_seqlens is not None:
-        edges = _host_edges(op, cu_seqlens, query.device)
-    mask = Mask(options.window_left, right, _documents(op, edges, keys.length))
-    document_ids, key_mask = options.document_ids, options.key_mask
-    for name, tensor, dtypes in (
-        ("document_ids", document_ids, (torch.int32, torch.int64)),
-        ("key_mask", key_mask, (torch.bool,)),
-    ):
-        if tensor is not None:
-            check_over_sequence(op, name, tensor, query, keys.length, dtypes)
-    return masks_of(op, mask, query.shape[0], document_ids, key_mask, query.device)
-
-
-def _host_edges(op: str, cu_seqlens: torch.Tensor, device: torch.device) -> list[int]:
-    """Returns the values of `cu_seqlens`, for a call on `device`."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{op}: cu_seqlens must be a 1-D tensor of int32 or int64, is {cu_seqlens.dtype} "
-            f"{list(cu_seqlens.shape)}"
-        )
-    check_readable(op, "cu_seqlens", cu_seqlens, device, "a sequence of ints or a CPU tensor")
-    return _edges_read.get(cu_seqlens, cu_seqlens.tolist)
-
-
-_edges_read: HostReads[list[int]] = HostReads()
-
-
-def _documents(op: str, edges: list[int] | None, length: int) -> tuple[int, ...] | None:
-    if edges is None:
-        return None
-    if len(edges) < 2 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
-        raise ValueError(
-            f"{op}: cu_seqlens={edges} must ascend from 0 to {length}, the length of the whole "
-            "sequence"
-        )
-    return tuple(edges)

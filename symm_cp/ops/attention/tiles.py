@@ -9,23 +9,16 @@ number of parts. torch's CPU kernel crashes the process without keys, so it is n
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from symm_cp.devices import has_streams
-from symm_cp.devices.kept import kept
+from symm_cp.cuda import has_streams
+from symm_cp.cuda.kept import kept
 from symm_cp.ops.attention import kernels, native_tiles
-from symm_cp.ops.attention.scored import ScoredTiles
-from symm_cp.ops.attention.scoring import Gradients
+from symm_cp.ops.attention.scoring import Gradients, ScoredTiles, TileMask
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.tiles import Tile, in_bands, in_rows, squares
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that partial results are merged in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -63,6 +56,8 @@ def dense_features(tensor: torch.Tensor) -> torch.Tensor:
     Also where positions share elements: what torch allocates like such a tensor has its features
     apart, and torch's kernel writes wrong values there.
     """
+    if tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous():
+        return tensor  # the usual strides, known at once
     features = tensor.shape[-1]
     apart = all(
         stride >= features or stride == 0 or length == 1
@@ -102,33 +97,22 @@ def _band(
     return additive(visible, dtype), visible.any(1).logical_not()
 
 
-class _TileMask(NamedTuple):
-    """How kernels are told of a tile's mask: causal, additive or both; and its blind rows."""
-
-    causal: bool = False
-    mask: torch.Tensor | None = None
-    blind: torch.Tensor | None = None
-
-
-def _mask_of(tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int) -> _TileMask:
+def _mask_of(
+    tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int, own: ScoredTiles | None
+) -> TileMask:
+    """Returns the mask of a tile as this project's kernels (`own`) or torch's take it."""
+    hidden = spec.hidden_keys(tile, owner, query.device)
+    visible, fully_masked = (None, None) if hidden is None else hidden
+    mask = None if visible is None else additive(visible, query.dtype)
+    if own is not None:
+        return own.tile_mask(tile, owner, mask)
+    if tile.full or (tile.causal and (mask is None or query.device.type == "cpu")):
+        return TileMask(mask=mask, high=tile.high, fully_masked=fully_masked)
     rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
-    hidden = spec.hidden_keys(tile, owner, query.device)
-    if tile.full or (tile.causal and (hidden is None or query.device.type == "cpu")):
-        band = blind = None
-    else:
-        band, blind = _band(query.device, rows, keys, tile.low, tile.high, query.dtype)
-    causal = tile.causal and band is None
-    if hidden is None:
-        return _TileMask(causal, band, blind)
-    visible, blind = hidden
-    mask = additive(visible, query.dtype)
-    return _TileMask(causal, mask if band is None else band + mask, blind)
-
-
-def _hidden(tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int) -> _TileMask:
-    """The mask for this project's kernels, which are told the tile's limits, too."""
-    hidden = spec.hidden_keys(tile, owner, query.device)
-    return _TileMask() if hidden is None else _TileMask(mask=additive(hidden[0], query.dtype))
+    band, without_keys = _band(query.device, rows, keys, tile.low, tile.high, query.dtype)
+    if mask is None:
+        return TileMask(mask=band, fully_masked=without_keys)
+    return TileMask(mask=band + mask, fully_masked=fully_masked)
 
 
 # The fewest queries and keys for which this project's kernels are faster than torch's.
@@ -144,11 +128,11 @@ def _own(
     *,
     backward: bool = False,
 ) -> ScoredTiles | None:
-    """What this project's kernels are told of a tile; None if torch's compute it.
+    """Arguments of this project's kernels for a tile; None if torch's compute it.
 
-    They compute what `scored` is given for and, on CPU, bands, of which they waste little, and what
-    they are faster at: tiles that are not small. Their backward pass takes a thread for each group
-    of key heads.
+    They compute all tiles if there is `scored` and, on CPU, bands, of which they waste little, and
+    tiles that are not small, at which they are faster. Their backward pass takes a thread for each
+    group of key heads.
     """
     if scored is not None or query.device.type != "cpu":
         return scored
@@ -221,38 +205,44 @@ class Forward:
     def add(
         self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int, first: int = 0
     ) -> None:
-        """Adds a tile of the keys and values of rank `owner`, of which `first` is the first row."""
+        """Adds a tile of rank `owner`'s keys and values, whose first row is `first`."""
         for part in _for_kernels(tile, self._query, self._spec):
             own = _own(self._scored, part, self._query, key, self._spec)
-            mask_of = _mask_of if own is None else _hidden
-            causal, mask, blind = mask_of(part, self._query, self._spec, owner)
-            given = (part, key, value, mask, owner)
-            self.add_masked(*given, blind=blind, is_causal=causal, first=first)
+            mask = _mask_of(part, self._query, self._spec, owner, own)
+            self._add(part, key, value, own, mask, first)
 
     def add_masked(
+        self, tile: Tile, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, owner: int
+    ) -> None:
+        """Adds a tile with a mask, (B or 1, H or 1, rows, keys) of bool."""
+        own = _own(self._scored, tile, self._query, key, self._spec)
+        mask = additive(visible, self._query.dtype)
+        if own is not None:
+            self._add(tile, key, value, own, own.tile_mask(tile, owner, mask))
+            return
+        fully_masked = visible.any(-1).logical_not()
+        self._add(tile, key, value, None, TileMask(mask=mask, fully_masked=fully_masked))
+
+    def _add(
         self,
         tile: Tile,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
-        owner: int,
-        *,
-        blind: torch.Tensor | None = None,
-        is_causal: bool = False,
+        own: ScoredTiles | None,
+        mask: TileMask,
         first: int = 0,
     ) -> None:
-        """Adds a tile under an additive mask; `blind` marks rows that see no key of it."""
         q, k, v = _queries(tile, self._query), *(_keys(tile, t, first) for t in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
-        own = _own(self._scored, tile, self._query, key, self._spec)
         if own is not None:
             merged = (_queries(tile, tensor) for tensor in self._so_far())
-            native_tiles.attend(q, k, v, own.scoring(tile), own.sight(tile, owner, mask), *merged)
+            native_tiles.attend(q, k, v, own.scoring(tile), mask, *merged)
             return
-        out, lse = kernels.forward(q, k, v, mask, causal=is_causal, scale=self._spec.scale)
-        if blind is not None:  # the kernel returns 0 for them
-            lse = lse.masked_fill(blind, -torch.inf)
+        scale = self._spec.scale
+        out, lse = kernels.forward(q, k, v, mask.mask, causal=mask.causal, scale=scale)
+        if mask.fully_masked is not None:  # the kernel returns 0 for them
+            lse = lse.masked_fill(mask.fully_masked, -torch.inf)
         self.merge(tile, out, lse)
 
     def merge(self, tile: Tile, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -283,9 +273,9 @@ class Forward:
         """Returns the output, in the dtype of the queries, and its log-sum-exp."""
         out, lse = self._so_far()
         if not has_streams(out.device):
-            blind = lse == -torch.inf
-            if blind.any():
-                out.masked_fill_(blind.unsqueeze(-1), 0.0)
+            fully_masked = lse == -torch.inf
+            if fully_masked.any():
+                out.masked_fill_(fully_masked.unsqueeze(-1), 0.0)
         if self._sinks is not None:
             lse = _with_sinks(out, lse, self._sinks)
         return as_dtype(out, self._query.dtype), lse.contiguous()
@@ -396,36 +386,48 @@ class Backward:
         for tile in tiles:
             for part in _for_kernels(tile, self._query, self._spec):
                 own = _own(self._scored, part, self._query, key, self._spec, backward=True)
-                mask_of = _mask_of if own is None else _hidden
-                causal, mask, _ = mask_of(part, self._query, self._spec, owner)
-                self.add(part, key, value, totals, mask, owner, is_causal=causal, first=first)
+                mask = _mask_of(part, self._query, self._spec, owner, own)
+                self._add(part, key, value, totals, own, mask, first)
         for total in totals:
             total.finish()
 
-    def add(
+    def add_masked(
         self,
         tile: Tile,
         key: torch.Tensor,
         value: torch.Tensor,
         totals: tuple[Total, Total],
-        mask: torch.Tensor | None,
+        visible: torch.Tensor | None,
         owner: int,
-        *,
-        is_causal: bool = False,
+    ) -> None:
+        """Adds a tile with a mask or without; `totals` get the gradients of its keys and values."""
+        own = _own(self._scored, tile, self._query, key, self._spec, backward=True)
+        additive_mask = None if visible is None else additive(visible, self._query.dtype)
+        mask = TileMask(mask=additive_mask)
+        if own is not None:
+            mask = own.tile_mask(tile, owner, additive_mask)
+        self._add(tile, key, value, totals, own, mask)
+
+    def _add(
+        self,
+        tile: Tile,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        totals: tuple[Total, Total],
+        own: ScoredTiles | None,
+        mask: TileMask,
         first: int = 0,
     ) -> None:
-        """Adds one tile; `totals` receive the gradients of its keys and values."""
         q, k, v = _queries(tile, self._query), *(_keys(tile, t, first) for t in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
         grad_out, lse = (_queries(tile, tensor) for tensor in (self._grad_out, self._lse))
         keys = (tile.k_begin - first, tile.k_end - first)
         places = (self._grad_query, (tile.q_begin, tile.q_end)), *((t, keys) for t in totals)
-        own = _own(self._scored, tile, self._query, key, self._spec, backward=True)
         if own is None:
             out, scale = _queries(tile, self._out), self._spec.scale
             parts = kernels.backward(
-                grad_out, q, k, v, out, lse, mask, causal=is_causal, scale=scale
+                grad_out, q, k, v, out, lse, mask.mask, causal=mask.causal, scale=scale
             )
             for (total, extent), part in zip(places, parts, strict=True):
                 total.add(*extent, part, tile.samples)
@@ -436,8 +438,7 @@ class Backward:
         of_bias = None if self._grad_bias is None else self._grad_bias[tile.samples]
         of_query, of_key, of_value = (t.rows(*extent, tile.samples) for t, extent in places)
         grads = Gradients(of_query, of_key, of_value, of_bias)
-        scoring, sight = own.scoring(tile), own.sight(tile, owner, mask)
-        native_tiles.add_gradients(grad_out, q, k, v, lse, inner, scoring, sight, grads)
+        native_tiles.add_gradients(grad_out, q, k, v, lse, inner, own.scoring(tile), mask, grads)
 
     def grad_query(self) -> torch.Tensor:
         """Returns the gradient of the queries, in their dtype."""

@@ -7,19 +7,15 @@ from collections.abc import Iterator
 import torch
 
 from symm_cp.ops.attention import philox
-from symm_cp.ops.attention.scoring import Gradients, Scoring, Sight
+from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
+from symm_cp.tensors import dtypes
 
-# Scores in a block of rows: bounds the memory of what is computed by matmuls.
+# Scores in a block of rows: bounds the temporary memory (32 MiB in float64 for 2^22).
 _BLOCK_SCORES = 1 << 22
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of sums: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _positions(given: torch.Tensor | None, length: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(length, device=like.device) if given is None else given
+def _positions(known: torch.Tensor | None, length: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(length, device=like.device) if known is None else known
 
 
 class _Rows:
@@ -30,12 +26,12 @@ class _Rows:
         query: torch.Tensor,
         key: torch.Tensor,
         scoring: Scoring,
-        sight: Sight,
+        tile_mask: TileMask,
         rows: range,
     ) -> None:
         self.rows, self._scoring = rows, scoring
         at = slice(rows.start, rows.stop)
-        wide = wide_dtype(query.dtype)
+        wide = dtypes.wide(query.dtype)
         groups = key.shape[1]
         # (B, G, H / G, rows, E): the heads of a group share its keys.
         self.query = query[:, :, at].to(wide).unflatten(1, (groups, -1))
@@ -46,15 +42,15 @@ class _Rows:
             capped = torch.tanh(score / scoring.softcap)
             self.slope = 1 - capped * capped
             score = capped * scoring.softcap
-        q_at = _positions(sight.query_positions, query.shape[2], query)[at]
-        k_at = _positions(sight.key_positions, key.shape[2], query)
+        q_at = _positions(tile_mask.query_positions, query.shape[2], query)[at]
+        k_at = _positions(tile_mask.key_positions, key.shape[2], query)
         self.distance = k_at - q_at.unsqueeze(1) + scoring.bias_zero
         if scoring.bias is not None:
             score = score + scoring.bias.to(wide)[:, self.distance]
-        if sight.mask is not None:
-            mask = sight.mask
+        if tile_mask.mask is not None:
+            mask = tile_mask.mask
             score = score + (mask[..., at, :] if mask.dim() > 1 and mask.shape[-2] > 1 else mask)
-        self.score = _under_band(score, sight.low, sight.high, rows.start)
+        self.score = _under_band(score, tile_mask.low, tile_mask.high, rows.start)
         self.factor: torch.Tensor | None = None  # of dropout
         if scoring.dropout_p > 0:
             B, H = score.shape[:2]
@@ -66,8 +62,8 @@ class _Rows:
 
     def weights(self, lse: torch.Tensor) -> torch.Tensor:
         """Returns the weights before dropout; rows that see no key have none."""
-        blind = lse.abs() == torch.inf
-        return torch.exp(self.score - lse.masked_fill(blind, torch.inf).unsqueeze(-1))
+        fully_masked = lse.abs() == torch.inf
+        return torch.exp(self.score - lse.masked_fill(fully_masked, torch.inf).unsqueeze(-1))
 
     def dropped(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns weights after dropout, or what flows back to those before it."""
@@ -90,13 +86,13 @@ def _under_band(score: torch.Tensor, low: int | None, high: int | None, first: i
 
 
 def _blocks(
-    query: torch.Tensor, key: torch.Tensor, scoring: Scoring, sight: Sight
+    query: torch.Tensor, key: torch.Tensor, scoring: Scoring, tile_mask: TileMask
 ) -> Iterator[_Rows]:
     scores_in_row = max(1, query.shape[0] * query.shape[1] * key.shape[2])
     step = max(1, _BLOCK_SCORES // scores_in_row)
     for begin in range(0, query.shape[2], step):
         rows = range(begin, min(begin + step, query.shape[2]))
-        yield _Rows(query, key, scoring, sight, rows)
+        yield _Rows(query, key, scoring, tile_mask, rows)
 
 
 def _grouped(weights: torch.Tensor, groups: int) -> torch.Tensor:
@@ -108,20 +104,20 @@ def forward(
     key: torch.Tensor,
     value: torch.Tensor,
     scoring: Scoring,
-    sight: Sight,
+    tile_mask: TileMask,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out (B, H, S, V) in the query's dtype and lse (B, H, S), on any device.
 
     A row that sees no key has out 0 and lse -inf.
     """
     B, H, S, _ = query.shape
-    wide = wide_dtype(query.dtype)
+    wide = dtypes.wide(query.dtype)
     out = query.new_zeros(B, S, H, value.shape[-1]).transpose(1, 2)
     lse = query.new_full((B, H, S), -torch.inf, dtype=wide)
     if query.shape[:3].numel() == 0 or key.shape[2] == 0:
         return out, lse
     values = value.to(wide).unsqueeze(2)
-    for block in _blocks(query, key, scoring, sight):
+    for block in _blocks(query, key, scoring, tile_mask):
         at = slice(block.rows.start, block.rows.stop)
         lse[:, :, at] = torch.logsumexp(block.score, -1)
         weights = block.dropped(block.weights(lse[:, :, at]))
@@ -137,15 +133,15 @@ def add_gradients(
     lse: torch.Tensor,
     inner: torch.Tensor,
     scoring: Scoring,
-    sight: Sight,
+    tile_mask: TileMask,
     grads: Gradients,
 ) -> None:
     """As `native_tiles.add_gradients`, on any device."""
-    wide, groups = wide_dtype(query.dtype), key.shape[1]
+    wide, groups = dtypes.wide(query.dtype), key.shape[1]
     if query.shape[:3].numel() == 0 or key.shape[2] == 0:
         return
     values = value.to(wide).unsqueeze(2)
-    for block in _blocks(query, key, scoring, sight):
+    for block in _blocks(query, key, scoring, tile_mask):
         at = slice(block.rows.start, block.rows.stop)
         weights = block.weights(lse[:, :, at])
         grad = _grouped(grad_out[:, :, at].to(wide), groups)

@@ -12,16 +12,8 @@ Source: DeepEP V2's batched copies with the call number as epoch.
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import (
-    Draft,
-    Form,
-    Options,
-    Pattern,
-    loop_in_background,
-    loop_in_caller,
-    subsets,
-)
-from symm_cp.schedule.steps import Copy, Region
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, exchange, subsets
+from symm_cp.schedule.steps import Copy
 
 # Rank 0 of 3, direct, in pieces (lane "compute", or "copy" in the background). The own shard is
 # copied from the slot: the caller may have carried out the steps up to the signals itself, and have
@@ -32,7 +24,7 @@ from symm_cp.schedule.steps import Copy, Region
 
 def _direct(draft: Draft, options: Options, lane: str) -> None:
     rank, in_place = draft.rank, "in_place" in options
-    source = draft.own("symmetric" if in_place else "input")
+    source = draft.source(options)
     if draft.peers:
         # Publishes the shard.
         draft.add(lane, *draft.publish(source))
@@ -41,7 +33,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
     for peer in draft.peers:
         # Awaits the peer's shard.
         draft.add(lane, draft.wait(peer, "ready"))
-        shard = draft.of(peer, "symmetric" if in_place else "slot")
+        shard = draft.shard(peer, options)
         draft.add(lane, Copy(shard, draft.own("output", peer)))
         draft.add(lane, *draft.release(peer, in_place=in_place))
     if in_place:
@@ -50,7 +42,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
 
 
 # Rank 0 of 3, staged. All waits come before all pulls, so that a runtime may batch either. "done"
-# is that of the call two before; in place the copy lane does all, and waits for "done" of this one.
+# belongs to the call two before; in place the copy lane does all, and waits for this call's "done".
 #
 #   compute  wait done 1, 2 | copy own, copy>slot |
 #   copy                                          | signal 1, 2 | wait 1, 2 | pull 1, 2 | done 1, 2
@@ -58,7 +50,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
 
 def _staged(draft: Draft, options: Options) -> None:
     others, in_place = draft.peers, "in_place" in options
-    source = draft.own("symmetric" if in_place else "input")
+    source = draft.source(options)
     own = Copy(source, draft.own("output", draft.rank))
     if in_place:
         draft.copy(*draft.signals("ready"), *draft.waits("ready"), own)
@@ -66,7 +58,7 @@ def _staged(draft: Draft, options: Options) -> None:
         draft.publish_in_background(own, *([Copy(source, draft.own("slot"))] if others else []))
         draft.copy(*draft.waits("ready"))
     for peer in others:
-        shard = Region(peer, "symmetric" if in_place else "slot")
+        shard = draft.shard(peer, options)
         draft.copy(Copy(shard, draft.own("output", peer)))
     draft.copy(*draft.signals("done"))
     if in_place:
@@ -74,10 +66,9 @@ def _staged(draft: Draft, options: Options) -> None:
         draft.copy(*draft.waits("done"))
 
 
-ALL_GATHER = Pattern("ALL_GATHER", "sync", direct=loop_in_caller(_direct, subsets("in_place")))
-BACKGROUND_ALL_GATHER = Pattern(
-    "BACKGROUND_ALL_GATHER",
-    "async",
-    direct=loop_in_background(_direct, subsets("in_place")),
+ALL_GATHER, BACKGROUND_ALL_GATHER = exchange(
+    "ALL_GATHER",
+    _direct,
+    subsets("in_place"),
     staged=Form(_staged, subsets("in_place"), one_slot=True),
 )

@@ -1,8 +1,8 @@
 """All-gather and combine: one kernel that reads all shards at once; also one-shot all-reduce.
 
 ``Compute("combine", rank, reads, ("output",))`` reads the shards of all ranks, in rank order. For
-what needs all shards together, and for sums of small tensors, where the exchange costs more than
-reading W times as much.
+kernels that need all shards together, and for sums of small tensors, where the exchange costs more
+than reading W times as much.
 
 Options
     ``in_place``  the shards are symmetric tensors, which peers read where they lie
@@ -13,7 +13,7 @@ Source: torch's ``one_shot_all_reduce``.
 from __future__ import annotations
 
 from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
-from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
+from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
 
 # Rank 0 of 3, direct. The kernel reads the slots of all ranks.
 #
@@ -21,9 +21,8 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
 
 def _direct(draft: Draft, options: Options) -> None:
-    source = draft.own("symmetric" if "in_place" in options else "input")
-    buffer = "symmetric" if "in_place" in options else "slot"
-    parts = tuple(Region(owner, buffer) for owner in range(draft.world_size))
+    source = draft.source(options)
+    parts = tuple(draft.shard(owner, options) for owner in range(draft.world_size))
     combine = Compute("combine", draft.rank, parts, (draft.own("output"),))
     draft.publish_and_reduce("compute", source, combine)
 
@@ -36,14 +35,14 @@ def _direct(draft: Draft, options: Options) -> None:
 
 def _staged(draft: Draft, options: Options) -> None:
     rank, others, in_place = draft.rank, draft.peers, "in_place" in options
-    source = draft.own("symmetric" if in_place else "input")
+    source = draft.source(options)
     parts = tuple(draft.own("gathered", owner) for owner in range(draft.world_size))
     keep = Copy(source, parts[rank])
     if others:
         draft.begin_staged(source)
         draft.copy(keep, *draft.waits("ready"))
         for peer in others:
-            draft.copy(Copy(Region(peer, "symmetric" if in_place else "slot"), parts[peer]))
+            draft.copy(Copy(draft.shard(peer, options), parts[peer]))
         for peer in others:
             draft.copy(*draft.release(peer, in_place=in_place))
         if in_place:

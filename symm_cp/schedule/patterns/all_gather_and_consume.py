@@ -1,4 +1,4 @@
-"""All-gather and consume: a kernel for each rank's shard, one's own first, the others as they come.
+"""All-gather and consume: a kernel for each rank's shard, its own first, the others on arrival.
 
 ``Compute("consume", p, reads=(shard of p,), ...)`` runs for each rank p in the order rank, rank+1,
 ... It may write any part of ``"output"``: chunk p, or a sum over shards.
@@ -24,7 +24,7 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
 def _direct(draft: Draft, options: Options) -> None:
     in_place = "in_place" in options
-    source = draft.own("symmetric" if in_place else "input")
+    source = draft.source(options)
 
     def consume(shard: Region) -> None:
         if "keep" in options:
@@ -32,13 +32,13 @@ def _direct(draft: Draft, options: Options) -> None:
         draft.compute(Compute("consume", shard.rank, (shard,), (draft.own("output"),)))
 
     if draft.peers:
-        # Publishes the shard: the copy just made or, in place, what the caller wrote.
+        # Publishes the shard: the copy just made or, in place, the caller's tensor.
         draft.compute(*draft.publish(source))
     consume(source)
     for peer in draft.peers:
         # Awaits the peer's shard.
         draft.compute(Wait(peer, "ready"))
-        consume(Region(peer, "symmetric" if in_place else "slot"))
+        consume(draft.shard(peer, options))
         draft.compute(*draft.release(peer, in_place=in_place))
     if in_place:
         # Awaits the end of all reading here: the caller may overwrite the tensor after this.
@@ -54,8 +54,8 @@ def _direct(draft: Draft, options: Options) -> None:
 def _staged(draft: Draft, options: Options) -> None:
     rank, others = draft.rank, draft.peers
     in_place, bounded, keep = (name in options for name in ("in_place", "bounded", "keep"))
-    source = draft.own("symmetric" if in_place else "input")
-    kept = [Copy(source, draft.own("gathered", rank))] if keep else []
+    source = draft.source(options)
+    own = [Copy(source, draft.own("gathered", rank))] if keep else []
     last = others[-1] if others else rank
 
     def place(turn: int) -> Region:
@@ -67,10 +67,10 @@ def _staged(draft: Draft, options: Options) -> None:
             # The shard that lies there has been consumed.
             draft.copy(Wait(rank, f"consumed{turn - 2}"))
         if peer == last:
-            draft.copy(*kept)
+            draft.copy(*own)
         # Awaits the peer's shard.
         draft.copy(Wait(peer, "ready"))
-        draft.copy(Copy(Region(peer, "symmetric" if in_place else "slot"), place(turn)))
+        draft.copy(Copy(draft.shard(peer, options), place(turn)))
         draft.copy(Signal(rank, f"pulled{turn}"), *draft.release(peer, in_place=in_place))
 
     def consume(shard: Region, index: int) -> None:
@@ -84,7 +84,7 @@ def _staged(draft: Draft, options: Options) -> None:
         draft.begin_staged(source)
         pull(0)
     else:
-        draft.compute(*kept)
+        draft.compute(*own)
     consume(source, rank)
     for turn, peer in enumerate(others):
         if turn + 1 < len(others):

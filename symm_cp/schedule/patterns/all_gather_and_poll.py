@@ -1,4 +1,4 @@
-"""All-gather and poll: one kernel consumes all shards and polls for those that are on their way.
+"""All-gather and poll: one kernel consumes all shards and polls for those in flight.
 
 ``Compute("consume", rank, ...)`` starts with the own shard where it is (``"input"``). It reads
 chunk p of the private buffer ``"gathered"`` only after it has seen the own flag of that pull:
@@ -12,8 +12,8 @@ from __future__ import annotations
 from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
-# Rank 0 of 3, staged. The whole copy lane is handed out before the kernel: what is handed out
-# after it might run only once the kernel has ended. The kernel starts only when the peers have what
+# Rank 0 of 3, staged. The whole copy lane is handed out before the kernel: later steps might run
+# only once the kernel has ended. The kernel starts only when the peers have what
 # they wait for: it may fill all multiprocessors, and copies within a device may need one.
 #
 #   copy     copy>slot | signal 1, 2 | wait 1 | pull 1 | wait 2 | pull 2 |

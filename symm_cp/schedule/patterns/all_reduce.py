@@ -1,4 +1,4 @@
-"""One-shot all-reduce: every rank sums what all ranks give, in rank order, into ``"output"``.
+"""One-shot all-reduce: every rank sums all ranks' inputs, in rank order, into ``"output"``.
 
 For sums of small tensors, where an exchange costs more than reading W times as much, and for two
 ranks, where TWO_SHOT_ALL_REDUCE reads no less. ALL_REDUCE runs in the calling thread,
@@ -12,14 +12,7 @@ Direct only, in pieces. Source: torch's ``one_shot_all_reduce``.
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import (
-    Draft,
-    Options,
-    Pattern,
-    loop_in_background,
-    loop_in_caller,
-    subsets,
-)
+from symm_cp.schedule.patterns.pattern import Draft, Options, exchange, subsets
 from symm_cp.schedule.steps import Compute
 
 # Rank 0 of 3, direct (lane "compute", or "copy" in the background). The kernel reads the slots of
@@ -29,7 +22,7 @@ from symm_cp.schedule.steps import Compute
 
 
 def _direct(draft: Draft, options: Options, lane: str) -> None:
-    source = draft.own("symmetric" if "in_place" in options else "input")
+    source = draft.source(options)
     buffer = "slot" if draft.peers and source.buffer == "input" else source.buffer
     parts = tuple(draft.of(owner, buffer) for owner in range(draft.world_size))
     reduce = Compute("reduce", draft.rank, parts, (draft.own("output"),))
@@ -39,7 +32,4 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, reduce)
 
 
-ALL_REDUCE = Pattern("ALL_REDUCE", "sync", direct=loop_in_caller(_direct, subsets("in_place")))
-BACKGROUND_ALL_REDUCE = Pattern(
-    "BACKGROUND_ALL_REDUCE", "async", direct=loop_in_background(_direct, subsets("in_place"))
-)
+ALL_REDUCE, BACKGROUND_ALL_REDUCE = exchange("ALL_REDUCE", _direct, subsets("in_place"))

@@ -8,13 +8,7 @@ Direct only, in pieces. Source: torch's ``all_to_all_single``.
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import (
-    Draft,
-    Options,
-    Pattern,
-    loop_in_background,
-    loop_in_caller,
-)
+from symm_cp.schedule.patterns.pattern import Draft, Options, Pattern, exchange, loop
 from symm_cp.schedule.steps import Copy
 
 # Rank 0 of 3, direct. Copies that follow each other may be one pass over memory in which the chunks
@@ -51,8 +45,7 @@ def _joining(draft: Draft, options: Options, lane: str) -> None:
     draft.add(lane, _own(draft), *(_taken(draft, peer) for peer in draft.peers))
 
 
-ALL_TO_ALL = Pattern("ALL_TO_ALL", "sync", direct=loop_in_caller(_direct))
-JOINING_ALL_TO_ALL = Pattern("JOINING_ALL_TO_ALL", "sync", direct=loop_in_caller(_joining))
-BACKGROUND_ALL_TO_ALL = Pattern(
-    "BACKGROUND_ALL_TO_ALL", "async", direct=loop_in_background(_direct)
+ALL_TO_ALL, BACKGROUND_ALL_TO_ALL = exchange("ALL_TO_ALL", _direct)
+JOINING_ALL_TO_ALL = Pattern(
+    "JOINING_ALL_TO_ALL", "sync", direct=loop(_joining, "compute", (frozenset(),))
 )

@@ -1,4 +1,4 @@
-"""Consume and reduce-scatter: what each shard yields is summed at the rank that the shard is from.
+"""Consume and reduce-scatter: each shard's partial sums are added up at the rank that owns it.
 
 ``Compute("consume", p, ...)`` runs for each rank p in the order rank, rank+1, ... and writes this
 rank's partial sum for rank p. The slot holds the own shard as chunk W, behind the partial sums.
@@ -68,7 +68,7 @@ def _direct(draft: Draft, options: Options) -> None:
             if turn + 2 < len(others):
                 draft.compute(Signal(source, "taken"))
     if not ring:
-        # Awaits what the peers computed for this rank.
+        # Awaits the peers' partial sums for this rank.
         draft.compute(*draft.waits("partial"))
         draft.compute(Compute("reduce", rank, draft.partials_in_slots(), (output,)))
 

@@ -1,12 +1,12 @@
-"""Exchange and consume: parts for all ranks travel while a kernel works on what is here already.
+"""Exchange and consume: parts for all ranks travel while a kernel works on local data.
 
-``Compute("give", p, (), ...)`` runs for each peer p and writes what goes there. Then ``Compute(
-"consume", rank, ...)`` runs while that travels, and ``Compute("take", p, (what p gave,), ...)`` for
-each peer as its part arrives; both may write any part of ``"output"``.
+``Compute("give", p, (), ...)`` runs for each peer p and writes its part. Then ``Compute("consume",
+rank, ...)`` runs while the parts travel, and ``Compute("take", p, (part from p,), ...)`` for each
+peer as its part arrives; both may write any part of ``"output"``.
 
 An all-to-all with work at its ends and meanwhile. A pipeline over groups of heads is one call a
 step: group i+1 is given, group i is consumed, and the results of group i-1 travel back in the same
-messages (``runtime/head_groups.py``). Source: torch's ``_pipelined_produce_and_all2all``,
+messages (``runtime/round_trips.py``). Source: torch's ``_pipelined_produce_and_all2all``,
 DeepSpeed-Ulysses.
 """
 

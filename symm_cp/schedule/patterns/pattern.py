@@ -1,4 +1,4 @@
-"""What a pattern is: a name, a channel, and the variants that may run.
+"""Patterns: each has a name, a channel, and the variants that may run.
 
 W stands for the world size. A rank visits its peers in the order rank+1, rank+2, ... (mod W), so
 that at no time all ranks read from the same one.
@@ -15,8 +15,8 @@ Forms
 Issue order
     A builder lists the steps of all lanes in the order in which the host hands them out, and the
     lanes follow from that list. ``check_issue_order`` proves that all ranks make progress even if
-    all their steps share one queue. Three rules achieve it: what peers wait for goes out first; a
-    rank waits for a peer only after its own kernels and signals of that turn; and a step that
+    all their steps share one queue. Three rules achieve it: steps that peers wait for go out first;
+    a rank waits for a peer only after its own kernels and signals of that turn; and a step that
     waits for an own flag comes after the step that raises it (a stream cannot wait for an event
     that has not been recorded).
 
@@ -45,10 +45,10 @@ Pieces
 Flags between ranks
     The writer is the same lane in all patterns of a channel and form, as given here.
 
-    ``"ready"``    what the peer wants to read has been written. Signalled to each peer once per
+    ``"ready"``    the data that the peer reads has been written. Signalled to each peer once per
                    call. Writer: copy; in direct form the only lane.
     ``"ready in place"``  the same, where a staged variant reads in place. If only some ranks do
-                   that, their waits time out, and no rank reads what is not meant for it. (In
+                   that, their waits time out, and no rank reads wrong data. (In
                    direct form they compare records.)
     ``"partial"``  the partial sum for the peer has been written. Signalled to each peer once per
                    call by the patterns that produce partial sums. Writer: compute.
@@ -57,10 +57,10 @@ Flags between ranks
     ``"taken"``    ring only: the peer's partial sum has been read, so the peer may overwrite it
                    within the call. Writer: copy; in direct form compute.
     ``"done"``     this rank has read the peer's memory. Signalled in three cases. *In place*: the
-                   caller may overwrite the symmetric tensor once the call has returned, so the
-                   call ends by waiting for it. *One slot*: the next call overwrites what this one
-                   reads, so the next writer waits for it with ``lag=1``. *Background, staged*: by
-                   all, see below. Writer: copy; in direct form the only lane.
+                   caller may overwrite the symmetric tensor once the call has returned, so the call
+                   ends by waiting for it. *One slot*: the next call overwrites the data that this
+                   one reads, so the next writer waits for it with ``lag=1``. *Background, staged*:
+                   by all, see below. Writer: copy; in direct form the only lane.
 
     In staged form with one slot, each is signalled exactly as often as it is awaited, so a runtime
     may have the waiter reset the flag instead of comparing epochs: a graph has no epoch, as
@@ -75,15 +75,15 @@ The background in staged form
     it may be awaited whatever the earlier call was.
 
 Flags to oneself (staged form; a runtime may turn them into events)
-    ``"begun"``                         what the caller wrote to its symmetric tensor is complete
+    ``"begun"``                         the caller's writes to its symmetric tensor are complete
                                         (writer: compute)
-    ``"published"``                     what the slot is to hold has been written there (compute);
+    ``"published"``                     the contents of the slot have been written (compute);
                                         in the background, the input is needed no more
     ``"pulled<i>"``, ``"collected<i>"`` the i-th shard, or partial sum, has arrived (copy)
     ``"collected"``                     all partial sums for this rank have arrived (copy)
     ``"summed"``                        the slot holds the sum of this rank's chunk (compute)
-    ``"offered"``                       before a kernel that polls: the slot has been written, and
-                                        the peers have been told (copy)
+    ``"offered"``                       before a kernel that polls: the slot has been written and
+                                        signalled to the peers (copy)
     ``"arrived<i>"``                    the i-th shard has arrived; a running kernel polls it (copy)
     ``"consumed<i>"``, ``"added<i>"``   the i-th shard, or partial sum, has been used (compute)
     ``"ended"``                         the copy lane has nothing left that kernels wait for (copy)
@@ -142,10 +142,18 @@ class Draft:
         return self.of(self.rank, buffer, chunk)
 
     def of(self, rank: int, buffer: str, chunk: int | None = None) -> Region:
-        """Memory of a rank; in a loop that of the present piece, for which the slot has halves."""
+        """Memory of a rank; in a loop only the present piece, for which the slot has halves."""
         if self.piece is None:
             return Region(rank, buffer, chunk)
         return Region(rank, buffer, chunk, self.piece % 2 if buffer == "slot" else self.piece)
+
+    def source(self, options: Options) -> Region:
+        """The own input: a symmetric tensor if peers read it in place."""
+        return self.own("symmetric" if "in_place" in options else "input")
+
+    def shard(self, peer: int, options: Options) -> Region:
+        """The place where a peer's input is read: its slot, or in place its tensor."""
+        return self.of(peer, "symmetric" if "in_place" in options else "slot")
 
     def signals(self, flag: str) -> list[Step]:
         """A signal to each peer."""
@@ -160,9 +168,9 @@ class Draft:
         return [self.wait(peer, flag) for peer in self.peers]
 
     def claim_slot(self) -> list[Step]:
-        """What must be awaited before the slot is written."""
-        # With one slot the peers may still be reading what the last call left in it. All of them:
-        # that call may have had another pattern, in which any peer read any chunk.
+        """The waits before the slot is written."""
+        # With one slot any peer may still be reading the data of the last call: that call may have
+        # had another pattern, in which any peer read any chunk.
         return [Wait(peer, "done", lag=1) for peer in self.peers] if self.slots == 1 else []
 
     def publish(self, source: Region, chunks: Iterable[int | None] = (None,)) -> list[Step]:
@@ -224,7 +232,7 @@ class Form:
 
     With ``one_slot`` its variants that do not read in place also run on one slot. With ``looped``
     the builder lists the steps of one piece, and is called for each piece of a call; with `chained`
-    it lists those of all pieces.
+    it lists the steps of all pieces.
     """
 
     build: Builder
@@ -250,16 +258,9 @@ class OnLane:
         self.build(draft, options, self.lane)
 
 
-def loop_in_caller(build: LaneBuilder, combinations: tuple[Options, ...] = (frozenset(),)) -> Form:
-    """The direct form of an exchange in the calling thread, by the steps of a piece."""
-    return Form(OnLane(build, "compute"), combinations, looped=True)
-
-
-def loop_in_background(
-    build: LaneBuilder, combinations: tuple[Options, ...] = (frozenset(),)
-) -> Form:
-    """The direct form of an exchange in the background, by the steps of a piece."""
-    return Form(OnLane(build, "copy"), combinations, looped=True)
+def loop(build: LaneBuilder, lane: str, combinations: tuple[Options, ...]) -> Form:
+    """The direct form of an exchange on a lane, by the steps of a piece."""
+    return Form(OnLane(build, lane), combinations, looped=True)
 
 
 def subsets(*options: str) -> tuple[Options, ...]:
@@ -413,6 +414,22 @@ class Pattern:
 
     def __repr__(self) -> str:
         return self.name
+
+
+def exchange(
+    name: str,
+    build: LaneBuilder,
+    combinations: tuple[Options, ...] = (frozenset(),),
+    *,
+    staged: Form | None = None,
+) -> tuple[Pattern, Pattern]:
+    """The patterns NAME in the calling thread, and BACKGROUND_NAME in lane ``"copy"``."""
+    return (
+        Pattern(name, "sync", direct=loop(build, "compute", combinations)),
+        Pattern(
+            f"BACKGROUND_{name}", "async", direct=loop(build, "copy", combinations), staged=staged
+        ),
+    )
 
 
 def _union(sets: Iterable[Options]) -> Options:

@@ -1,4 +1,4 @@
-"""Produce and all-reduce: what all ranks produce is summed, in rank order, into every ``"output"``.
+"""Produce and all-reduce: all ranks' contributions are summed, in rank order, in each ``"output"``.
 
 In two shots: each rank sums one chunk, where all ranks' contributions to it lie, and all collect
 the others' chunks. ``Compute("produce", p, (), ...)`` runs for each peer's chunk, and for the own
@@ -26,7 +26,7 @@ def _produce_alone(draft: Draft) -> None:
 
 
 def _contributions(draft: Draft, options: Options) -> tuple[Region, ...]:
-    """What this rank sums, in rank order."""
+    """The terms of this rank's sum, in rank order."""
     chunk = None if "one_shot" in options else draft.rank
     return tuple(Region(source, "slot", chunk) for source in range(draft.world_size))
 
@@ -70,7 +70,7 @@ def _direct(draft: Draft, options: Options) -> None:
         draft.compute(Copy(Region(peer, "slot", peer), draft.own("output", peer)))
 
 
-# Rank 0 of 3, staged. "get p" waits for rank p, then pulls what it contributes to chunk 0. As in
+# Rank 0 of 3, staged. "get p" waits for rank p, then pulls its contribution to chunk 0. As in
 # produce_and_reduce_scatter, rank r produces for r+t+1 in turn t and pulls from r-t-1. Copies read
 # the own slot in lane "copy", from where later calls may write to it.
 #

@@ -1,7 +1,7 @@
 """Reduce-scatter: chunk ``rank`` of all ranks' inputs is summed, in rank order, into ``"output"``.
 
-``Compute("reduce", rank, ...)`` reads chunk ``rank`` of what every rank contributes: ``"input"``,
-of W chunks. REDUCE_SCATTER runs in the calling thread, BACKGROUND_REDUCE_SCATTER in lane ``"copy"``
+``Compute("reduce", rank, ...)`` reads chunk ``rank`` of every rank's contribution: ``"input"``, of
+W chunks. REDUCE_SCATTER runs in the calling thread, BACKGROUND_REDUCE_SCATTER in lane ``"copy"``
 while the caller goes on. In direct form it leaves the input alone after its signals; in staged form
 lane ``"compute"`` copies the input away first.
 
@@ -11,15 +11,7 @@ Options
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import (
-    Draft,
-    Form,
-    Options,
-    Pattern,
-    loop_in_background,
-    loop_in_caller,
-    subsets,
-)
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, exchange, subsets
 from symm_cp.schedule.steps import Compute, Copy, Region
 
 # Rank 0 of 3, direct, in pieces (lane "compute", or "copy" in the background: there the own chunk
@@ -30,7 +22,7 @@ from symm_cp.schedule.steps import Compute, Copy, Region
 
 def _direct(draft: Draft, options: Options, lane: str) -> None:
     rank = draft.rank
-    source = draft.own("symmetric" if "in_place" in options else "input")
+    source = draft.source(options)
     buffer = "slot" if source.buffer == "input" else source.buffer
     published = range(draft.world_size) if lane == "copy" else draft.peers
     own = buffer if rank in published and draft.peers else source.buffer
@@ -45,7 +37,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
 
 
 # Rank 0 of 3, staged: the slot holds the chunks for peers; chunk 0 of all comes to "partials". As
-# above, "done" is that of the call two before, and in place the copy lane does all.
+# above, "done" is the signal of the call two before, and in place the copy lane does all.
 #
 #   compute  wait done 1, 2 | copy own, copy chunks>slot |
 #   copy       signal 1, 2 (when they are there) | wait 1, 2 | pull 1, 2 | done 1, 2 | reduce
@@ -70,12 +62,9 @@ def _staged(draft: Draft, options: Options) -> None:
         draft.copy(*draft.waits("done"))
 
 
-REDUCE_SCATTER = Pattern(
-    "REDUCE_SCATTER", "sync", direct=loop_in_caller(_direct, subsets("in_place"))
-)
-BACKGROUND_REDUCE_SCATTER = Pattern(
-    "BACKGROUND_REDUCE_SCATTER",
-    "async",
-    direct=loop_in_background(_direct, subsets("in_place")),
+REDUCE_SCATTER, BACKGROUND_REDUCE_SCATTER = exchange(
+    "REDUCE_SCATTER",
+    _direct,
+    subsets("in_place"),
     staged=Form(_staged, subsets("in_place"), one_slot=True),
 )

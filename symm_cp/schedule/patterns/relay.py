@@ -1,4 +1,4 @@
-"""Relay: a chain of ranks, each of which takes what the rank before passes on, piece by piece.
+"""Relay: a chain of ranks, each of which takes the output of the previous one, piece by piece.
 
 ``Compute("step", p, reads=(chunk p of the slot of the rank before,), ...)`` runs for each piece p,
 and writes chunk p of the own slot for the rank after. The first rank reads nothing, the last one
@@ -42,9 +42,9 @@ def _direct(draft: Draft, options: Options) -> None:
             draft.compute(Signal(after, "ready", piece))
     for peer in draft.peers:
         if peer != before:
-            # As in every call: the peer has read what the last one left in the slot. Of ranks
-            # further up the chain the pieces say so already, but a rank that fails a call must hear
-            # directly from each peer that it has come to it.
+            # As in every call: the peer has read the slot of the last call. For ranks further up
+            # the chain the pieces prove that already, but a rank that fails a call needs a direct
+            # signal of each peer that has reached the call.
             draft.compute(Wait(peer, "ready"))
 
 

@@ -1,6 +1,6 @@
 """Two-shot all-reduce: each rank reduces one chunk, then all collect the others' chunks.
 
-``Compute("reduce", rank, ...)`` sums chunk ``rank`` of what all ranks give, in rank order, into the
+``Compute("reduce", rank, ...)`` sums chunk ``rank`` of all ranks' inputs, in rank order, into the
 slot, from where all ranks copy it. TWO_SHOT_ALL_REDUCE runs in the calling thread,
 BACKGROUND_TWO_SHOT_ALL_REDUCE in lane ``"copy"``.
 
@@ -14,14 +14,7 @@ Direct only, in pieces. Source: torch's ``two_shot_all_reduce_``.
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import (
-    Draft,
-    Options,
-    Pattern,
-    loop_in_background,
-    loop_in_caller,
-    subsets,
-)
+from symm_cp.schedule.patterns.pattern import Draft, Options, exchange, subsets
 from symm_cp.schedule.steps import Compute, Copy
 
 # Rank 0 of 3, direct (lane "compute", or "copy" in the background).
@@ -53,11 +46,6 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, Copy(draft.of(peer, "slot", peer), draft.own(taken, peer)))
 
 
-TWO_SHOT_ALL_REDUCE = Pattern(
-    "TWO_SHOT_ALL_REDUCE", "sync", direct=loop_in_caller(_direct, subsets("in_place"))
-)
-BACKGROUND_TWO_SHOT_ALL_REDUCE = Pattern(
-    "BACKGROUND_TWO_SHOT_ALL_REDUCE",
-    "async",
-    direct=loop_in_background(_direct, subsets("in_place")),
+TWO_SHOT_ALL_REDUCE, BACKGROUND_TWO_SHOT_ALL_REDUCE = exchange(
+    "TWO_SHOT_ALL_REDUCE", _direct, subsets("in_place")
 )

@@ -1,8 +1,9 @@
-"""The arguments of `symm-cp demo --decode`, parsed and checked; what both demos check alike."""
+"""The arguments of `symm-cp demo --decode`, parsed and checked; checks that both demos share."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from symm_cp.ranks import is_rank, positive
 if TYPE_CHECKING:  # `symm-cp --help` does without
     import torch
 
+HEAD_DIMS = (64, 32, 16, 8)
+_HIDDEN_UNIT = 32  # the hidden features of a rank are a multiple of this
 DTYPES = ("bfloat16", "float32", "float64")
-#: The arguments that only --decode has, and those that only training has.
+#: The arguments that only --decode has, and the arguments that only training has.
 ONLY = ("prompt", "tokens", "config")
 _NEVER = ("cp", "steps", "most_steps", "text", "seq", "batch")
 _DEFAULTS = {"dim": 1024, "layers": 8, "prompt": 32, "tokens": 64}
@@ -57,14 +60,20 @@ class DecodeOptions:
     rendezvous: Path | None
 
 
+def in_units(features: float, ranks: int) -> int:
+    """Returns a number of features, rounded up so that each rank has a multiple of 32."""
+    unit = _HIDDEN_UNIT * ranks
+    return math.ceil(features / unit) * unit
+
+
 def with_defaults(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:
-    """Returns the arguments, with defaults for those that were not given."""
+    """Returns the arguments, with defaults for missing ones."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     return argparse.Namespace(**{**vars(arguments), **defaults, **given})
 
 
 def world_size(ranks: int | None, default: int, environment: Mapping[str, str] | None) -> int:
-    """Returns the number of ranks; under torchrun, that of the ranks that are running."""
+    """Returns the number of ranks; under torchrun, the number of running ranks."""
     environment = os.environ if environment is None else environment
     if not is_rank(environment):
         return ranks or default
@@ -110,4 +119,55 @@ def check(
         seed=arguments.seed,
         json=arguments.json,
         rendezvous=arguments.rendezvous,
+    )
+
+
+def config_of(options: DecodeOptions) -> Any:
+    """Returns the model's configuration, as transformers has it.
+
+    Raises `ValueError` without transformers, for a file that is none, and for sizes that the number
+    of ranks does not divide.
+    """
+    from symm_cp.commands.harness import llama
+
+    transformers = llama.load_transformers()
+    if options.config is None:
+        config = _llama_config(transformers, options)
+    else:
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(options.config))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--config {options.config}: {error}") from error
+    if not getattr(config, "base_model_tp_plan", None):
+        raise ValueError(
+            f"--config {options.config}: transformers has no tensor-parallel plan for "
+            f"{config.model_type!r}"
+        )
+    llama.check_styles(set(config.base_model_tp_plan.values()))
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, name) % options.ranks != 0:
+            raise ValueError(
+                f"{name}={getattr(config, name)} is not divisible by --ranks {options.ranks}"
+            )
+    return config
+
+
+def _llama_config(transformers: Any, options: DecodeOptions) -> Any:
+    dim, ranks = options.dim, options.ranks
+    for head_dim in HEAD_DIMS:
+        if dim % (ranks * head_dim) == 0:
+            break
+    else:
+        raise ValueError(
+            f"--dim {dim} cannot be split into heads over {ranks} ranks: must be a multiple of "
+            f"{ranks * HEAD_DIMS[-1]}"
+        )
+    heads = dim // head_dim
+    return transformers.LlamaConfig(
+        hidden_size=dim,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2 if heads % (2 * ranks) == 0 else heads,
+        intermediate_size=in_units(8 * dim / 3, ranks),
+        vocab_size=in_units(32000, ranks),
     )

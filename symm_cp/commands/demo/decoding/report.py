@@ -10,8 +10,15 @@ from typing import Any
 import torch
 
 from symm_cp.commands.demo.decoding.options import DecodeOptions
-from symm_cp.commands.demo.names import COMPUTE, FUSED, is_dense, threads_of_name
-from symm_cp.commands.demo.paired import Ratio, against_one_process, ratio
+from symm_cp.commands.harness.paired import (
+    COMPUTE,
+    FUSED,
+    Ratio,
+    against_one_process,
+    is_dense,
+    ratio,
+    threads_of_name,
+)
 from symm_cp.trusted import write_output
 
 #: Of the steps after the prompt: the first compiles or allocates workspaces, the next ones warm up.
@@ -32,7 +39,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """What was generated, and the seconds of the slowest rank for each token."""
+    """The generated tokens, and the seconds of the slowest rank for each token."""
 
     options: DecodeOptions
     config: Any
@@ -54,11 +61,11 @@ class DecodeResult:
         return steps[WARM_UP:] or steps
 
     def ratio(self, name: str) -> Ratio:
-        """Returns a variant's time to that of the compute alone, from steps made in turn."""
+        """Returns the ratio of a variant's time to the compute alone, from steps made in turn."""
         return ratio(self.timed(name), self.timed(COMPUTE))
 
     def share(self, name: str) -> float:
-        """Returns the share of a step's time that is communication, and what comes with it."""
+        """Returns the share of communication, and of its side effects, in a step's time."""
         return max(0.0, 1 - 1 / self.ratio(name).median)
 
 

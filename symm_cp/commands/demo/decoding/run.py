@@ -1,16 +1,17 @@
-"""Generates with all variants, a token of each in turn, and compares tokens and times."""
+"""Generates greedily with all variants, a token of each in turn; compares tokens and times."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from symm_cp import inductor
-from symm_cp.commands.demo.decoding import llama, variants
-from symm_cp.commands.demo.decoding.generation import Generator
-from symm_cp.commands.demo.decoding.options import DecodeOptions
+from symm_cp.commands.demo.decoding import variants
+from symm_cp.commands.demo.decoding.options import DecodeOptions, config_of
 from symm_cp.commands.demo.decoding.report import (
     Agreement,
     DecodeResult,
@@ -19,11 +20,43 @@ from symm_cp.commands.demo.decoding.report import (
     tolerance_of,
 )
 from symm_cp.commands.demo.decoding.variants import DecodeVariant
-from symm_cp.commands.demo.names import COMPUTE, FUSED, dense_with, unfused_over
-from symm_cp.commands.demo.progress import Progress
+from symm_cp.commands.harness import llama
+from symm_cp.commands.harness.measure import slowest
+from symm_cp.commands.harness.paired import COMPUTE, FUSED, dense_with, unfused_over
+from symm_cp.commands.harness.progress import Progress
 from symm_cp.ranks import quick_barrier, threads, threads_of
 
 T = TypeVar("T")
+
+
+class Generator:
+    """Generates with one variant: its tokens so far, and how long each took."""
+
+    def __init__(self, variant: DecodeVariant, prompt: torch.Tensor, tokens: int) -> None:
+        self.variant = variant
+        self.tokens: list[int] = []
+        self.logits: list[torch.Tensor] = []  # of each token, (vocabulary,)
+        self.seconds: list[float] = []
+        self._prompt = prompt
+        self._cache = llama.static_cache(variant.model, prompt.shape[1] + tokens)
+
+    def prefill(self) -> None:
+        """Processes the prompt, which gives the first token."""
+        # As it is written, also for compiled variants: it happens once, with a shape of its own.
+        self._take(self.variant.model, self._prompt, 0)
+
+    def step(self, token: int) -> None:
+        """Processes a token, which gives the next one."""
+        position = self._prompt.shape[1] + len(self.tokens) - 1
+        self._take(self.variant.run, torch.tensor([[token]]), position)
+
+    @torch.no_grad()
+    def _take(self, run: Callable[..., Any], ids: torch.Tensor, position: int) -> None:
+        start = time.perf_counter()
+        logits = llama.next_logits(self.variant.model, run, self._cache, ids, position)[0]
+        self.tokens.append(int(logits.argmax()))
+        self.seconds.append(time.perf_counter() - start)
+        self.logits.append(logits.float())
 
 
 class DecodeRun:
@@ -35,7 +68,7 @@ class DecodeRun:
         self.options = options
         self.group = group
         self.barrier = quick_barrier(group)
-        self.config = llama.config_of(options)
+        self.config = config_of(options)
         self.model = llama.make(self.config, options.dtype, options.seed)
         generator = torch.Generator().manual_seed(options.seed)
         size = (1, options.prompt)
@@ -63,7 +96,7 @@ class DecodeRun:
             config=self.config,
             parameters=sum(p.numel() for p in self.model.parameters()),
             agreements=self.first(agreements),
-            seconds={g.variant.name: self.slowest(g.seconds) for g in generators},
+            seconds={g.variant.name: slowest(g.seconds, self.group) for g in generators},
             tolerance=self.first(tolerance),
         )
 
@@ -112,12 +145,6 @@ class DecodeRun:
         if self.group.rank() != 0:
             return Agreement(0, 0, 0, 0.0, ranks_agree)
         return Agreement(*compare(own.tokens, own.logits, dense.logits, tolerance), ranks_agree)
-
-    def slowest(self, seconds: list[float]) -> list[float]:
-        """Returns the time of the slowest rank for each token."""
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-        return slowest.tolist()
 
     def first(self, value: T) -> T:
         """Returns rank 0's value."""

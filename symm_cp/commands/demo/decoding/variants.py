@@ -6,8 +6,8 @@
 | `fused` | inside the linears, by `symm_cp.tensor_parallel.apply`; with --compile, by the passes |
 | `compute alone` | not at all |
 
-The tokens of `compute alone` are meaningless; its time is that of the others if communication took
-no time.
+The tokens of `compute alone` are meaningless; its time is the time of the others if communication
+took no time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from symm_cp.commands.demo.decoding.llama import Exchanges, sharing_weights
+from symm_cp.commands.harness.llama import Exchanges, sharing_weights
 from symm_cp.tensor_parallel import apply
 
 # Renamed in torch 2.13, where the old names warn.
@@ -36,7 +36,7 @@ _gather_functional: Callable[..., torch.Tensor] = (
 
 @dataclass(frozen=True)
 class DecodeVariant:
-    """A model, and the function that runs it: the model itself, or what it compiles to."""
+    """A model, and the function that runs it: the model itself, or its compiled form."""
 
     name: str
     model: nn.Module

@@ -7,7 +7,7 @@ The op is given `mask_mod` and `score_mod` as a key (see modifiers.py) and what 
                               enable_gqa, by_position, *, softcap, sinks, bias, dropout_p,
                               dropout_seed, head_offset, method, method_groups, method_columns)
 
-`blocks` are kv_num_blocks, kv_indices and, if there are any, those of full blocks of a `BlockMask`,
+`blocks` are kv_num_blocks, kv_indices and, if it has full blocks, full_kv_* of a `BlockMask`,
 `sizes` its sequence lengths and block sizes; both are empty without one, if there is no mask or
 only a function. `layouts` say how the sequences are spread (see layouts.py).
 """
@@ -23,16 +23,26 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.ops import autocast
 from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
-from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
+from symm_cp.ops.attention.flex.modifiers import TracedModifier, keep_modifiers, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
-from symm_cp.ops.attention.layouts import decoded, layout_held
-from symm_cp.ops.attention.mesh_calls import telling
-from symm_cp.ops.attention.options import METHOD_OPTIONS, Options
+from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
+from symm_cp.ops.attention.mesh_calls import propagates_failure
+from symm_cp.ops.attention.options import FLEX_OPTIONS, ScoreOptions
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.spread import keys_held
-from symm_cp.ops.attention.tiles import wide
-from symm_cp.ops.common import attention_runs, group_of, lib
+from symm_cp.ops.common import attention_runs, group_of
+from symm_cp.ops.op import (
+    LEFT_TO_TORCH,
+    Caller,
+    Elsewhere,
+    GradientByHand,
+    Op,
+    arguments,
+    declare,
+)
 from symm_cp.ops.transforms import check_transforms, once_differentiable
+from symm_cp.schedule.layout import head_tail, sequential
+from symm_cp.tensors.dtypes import wide
 
 _FORWARD = "flex_all_gather_attention"
 _BACKWARD = "flex_all_gather_attention_backward"
@@ -52,21 +62,7 @@ _REST = (
     "Tensor[] mask_tensors, SymInt[] mask_numbers, str modifiers, str group_name, Tensor layouts, "
     "float? scale, bool enable_gqa, bool by_position"
 )
-_OPTIONS = (
-    "float? softcap=None, Tensor? sinks=None, Tensor? bias=None, float dropout_p=0.0, "
-    f"Tensor? dropout_seed=None, SymInt head_offset=0, {METHOD_OPTIONS}"
-)
 _TENSORS = ("sinks", "bias", "dropout_seed")
-lib.define(
-    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}, *, {_OPTIONS})"
-    " -> (Tensor, Tensor)"
-)
-# `wanted`: which gradients of the score tensors, then whether those of sinks and of bias.
-lib.define(
-    f"{_BACKWARD}(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
-    f"Tensor query, Tensor key, Tensor value, {_REST}, *, {_OPTIONS})"
-    " -> (Tensor, Tensor, Tensor, Tensor[])"
-)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -123,7 +119,7 @@ class _Arguments(NamedTuple):
         place = (group.rank, group.world_size)
         assert self.layouts is not None
         known = decoded(_FORWARD, self.layouts, group.world_size)
-        queries = layout_held(_FORWARD, known, local[0], *place)
+        queries = layout_held(_FORWARD, known, local[0], *place, head_tail)
         keys = keys_held(_FORWARD, group, local, known, ordered=ordered)
         block_mask, mask_mod = whole_mask(
             self.block_mask(mask),
@@ -146,12 +142,12 @@ class _Arguments(NamedTuple):
             block_mask=block_mask,
             score_mod=score_mod,
             captures=captures,
-            options=Options(scale=self.scale, **options),
+            options=ScoreOptions(scale=self.scale, **options),
         )
 
 
 class _WantedCaptures:
-    """Captured tensors of a `score_mod`, some of which a backward pass wants gradients of."""
+    """Captured tensors of a `score_mod`; `wanted` marks the ones that get gradients."""
 
     def __init__(
         self, score: TracedModifier, arguments: _Arguments, wanted: Sequence[bool]
@@ -182,10 +178,10 @@ def _kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     attention_runs.count += 1  # also when it is refused
     with _transforms():
-        with telling(*options.get("method_groups") or ()):
+        with propagates_failure(*options.get("method_groups") or ()):
             attention = _Arguments(*rest).attention(query, key, value, options)
-        added = options.get("sinks"), options.get("bias")
-        out, lse = attention.forward(query, key, value, *added)
+        terms = options.get("sinks"), options.get("bias")
+        out, lse = attention.forward(query, key, value, *terms)
     return heads_in_rows(out), lse
 
 
@@ -204,16 +200,16 @@ def _backward_kernel(
     arguments = _Arguments(*rest)
     *of_score, of_sinks, of_bias = wanted
     captured = itertools.compress(arguments.score_tensors, of_score)
-    added = options.get("sinks"), options.get("bias")
+    terms = options.get("sinks"), options.get("bias")
     # Collective: every rank takes part, also without a gradient of its own.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     with _transforms(), torch.no_grad():
-        with telling(*options.get("method_groups") or ()):
+        with propagates_failure(*options.get("method_groups") or ()):
             attention = arguments.attention(query, key, value, options, of_score)
         saved = (query, key, value, out, lse, *captured)
-        grads, of_added, of_captured = attention.backward(saved, *added, grad_out, grad_lse)
+        grads, of_terms, of_captured = attention.backward(saved, *terms, grad_out, grad_lse)
     of_query, of_key, of_value = (heads_in_rows(grad, own_memory=True) for grad in grads)
-    found = [*of_captured, *itertools.compress(of_added, (of_sinks, of_bias))]
+    found = [*of_captured, *itertools.compress(of_terms, (of_sinks, of_bias))]
     return of_query, of_key, of_value, [t.contiguous() for t in found if t is not None]
 
 
@@ -267,7 +263,7 @@ class _FlexOp(torch.autograd.Function):
             query, key, value, out, lse, arguments.layouts, *blocks, *masks, *added
         )
         ctx.counts = len(blocks), len(masks)
-        # The tensors are those that were saved.
+        # The tensors are saved above.
         ctx.arguments = arguments._replace(
             layouts=None, blocks=[], mask_tensors=[], score_tensors=[]
         )
@@ -310,12 +306,46 @@ def _autograd(
     return _FlexOp.apply(query, key, value, arguments, options, *added)  # type: ignore[no-any-return]
 
 
-def register() -> None:
-    """Adds the kernels, the fake kernels and the gradient."""
-    lib.impl(_FORWARD, _kernel, "CPU")
-    lib.impl(_BACKWARD, _backward_kernel, "CPU")
-    lib.impl(_FORWARD, _fake, "Meta")
-    lib.impl(_BACKWARD, _backward_fake, "Meta")
-    autocast.register(autocast.cast_query_key_value, _FORWARD)
-    autocast.register(autocast.as_they_are, _BACKWARD)
-    lib.impl(_FORWARD, _autograd, "Autograd")
+def _example(on: Caller) -> tuple[Any, ...]:
+    """The arguments behind query, key and value: no mask, no blocks."""
+    lists: list[Any] = [[] for _ in range(6)]
+    layouts = encoded((sequential(4 * on.world_size, on.world_size),))
+    return *lists, keep_modifiers(None, [], None, []), on.group_name, layouts, None, False, True
+
+
+declare(
+    Op(
+        name=_FORWARD,
+        schema=(
+            f"(Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
+            " -> (Tensor, Tensor)"
+        ),
+        kernel=_kernel,
+        fake=_fake,
+        gradient=GradientByHand(_autograd),
+        autocast=autocast.cast_query_key_value,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(*(on.rand(1, 2, 4, 8) for _ in range(3)), *_example(on)),
+        cpu_only=True,
+    ),
+    # `wanted`: which gradients of the score tensors, then whether those of sinks and of bias.
+    Op(
+        name=_BACKWARD,
+        schema=(
+            "(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
+            f"Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
+            " -> (Tensor, Tensor, Tensor, Tensor[])"
+        ),
+        kernel=_backward_kernel,
+        fake=_backward_fake,
+        gradient=Elsewhere("attention is differentiated once", differentiable=False),
+        autocast=autocast.as_they_are,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(
+            on.rand(1, 2, 4, 8), None, [False, False], on.rand(1, 2, 4, 8), on.rand(1, 2, 4),
+            *(on.rand(1, 2, 4, 8) for _ in range(3)), *_example(on),
+        ),
+        cpu_only=True,
+        internal=True,
+    ),
+)  # fmt: skip

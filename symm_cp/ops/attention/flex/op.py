@@ -23,19 +23,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import choice
-from symm_cp.ops.attention.attend import Added, Given, place_of
-from symm_cp.ops.attention.checks import (
-    check_bias_length,
-    check_scores,
-    check_tensors,
-    seed_of,
-)
+from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms, place_of
+from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
-from symm_cp.ops.attention.mesh_calls import telling
+from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.methods import ALLGATHER, Method, rotate_method
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.attention.pipeline import (
     Grad,
     Tensors,
@@ -44,22 +39,21 @@ from symm_cp.ops.attention.pipeline import (
     fake_results,
     reduce_gradients,
 )
-from symm_cp.ops.attention.scored import ScoredTiles
-from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
+from symm_cp.ops.attention.scoring import ScoredTiles
+from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import (
     Backward,
     Forward,
     Total,
-    additive,
     as_dtype,
     dense_features,
     grad_of_sinks,
-    wide,
 )
 from symm_cp.ops.attention.ulysses import UlyssesCall, call_of
 from symm_cp.ops.common import attention_runs
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.tensors.dtypes import wide
 
 _OP = "flex_all_gather_attention"
 
@@ -75,15 +69,8 @@ def flex_all_gather_attention(
     score_mod: Modifier | None = None,
     block_mask: BlockMask | None = None,
     kv_layout: SequenceLayout | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: torch.Tensor | None = None,
-    head_offset: int = 0,
     method: Method = ALLGATHER,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flex attention of this rank's queries over the keys of all ranks. Collective.
 
@@ -100,11 +87,10 @@ def flex_all_gather_attention(
     defaults to that of `block_mask`, whose blocks decide where `mask_mod` is evaluated.
 
     `head_offset` is the number of the first of these query heads among all of the model:
-    `mask_mod`, `score_mod` and dropout are given numbers from it on. `block_mask` is that of these
-    heads.
+    `mask_mod`, `score_mod` and dropout count heads from it. `block_mask` is for these heads only.
 
-    `softcap`, `sinks`, `bias` and dropout are those of `all_gather_attention`; of these only sinks
-    go together with a `score_mod`. `method` is as there.
+    `options` are `ScoreOptions`, `method` is as in `all_gather_attention`. Of what changes scores
+    only sinks go together with a `score_mod`.
 
     Differentiable, also through lse, in sinks and bias and in tensors that `score_mod` captures:
     these get this rank's part of their gradient, to be summed over ranks like that of any
@@ -115,22 +101,13 @@ def flex_all_gather_attention(
     if torch.is_autocast_enabled(device):
         query, key, value = autocast.cast((query, key, value), device)
     kv_layout = layout if kv_layout is None else kv_layout
-    options = Options(
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        bias=bias,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        head_offset=head_offset,
-        **method.as_options(),
-    )
+    parsed = ScoreOptions(**options, **method.as_options())
     if mask_mod is None and block_mask is not None:
         mask_mod = block_mask.mask_mod
     score_mod = None if _is_identity(score_mod) else score_mod
     captures: Captures | None = None
-    with telling(*options.method_groups or ()):
-        check_flex(query, key, value, group, (layout, kv_layout), block_mask, enable_gqa)
+    with propagates_failure(*parsed.method_groups or ()):
+        check_flex(query, key, value, group, (layout, kv_layout), block_mask, parsed.enable_gqa)
         if score_mod is not None and torch.is_grad_enabled() and layout.length:
             captures = Captures(score_mod)
         attention = FlexAttention.of(
@@ -141,12 +118,13 @@ def flex_all_gather_attention(
             block_mask=block_mask,
             score_mod=score_mod,
             captures=captures,
-            options=options,
+            options=parsed,
         )
     tensors = captures.tensors if captures is not None else []
-    check_transforms(_OP, query, key, value, sinks, bias, *tensors)
+    terms = ScoreTerms(parsed.sinks, parsed.bias)
+    check_transforms(_OP, query, key, value, *terms, *tensors)
     with torch.autocast(device, enabled=False):
-        out, lse = _FlexFunction.apply(query, key, value, attention, sinks, bias, *tensors)
+        out, lse = _FlexFunction.apply(query, key, value, attention, *terms, *tensors)
     return out, lse
 
 
@@ -203,26 +181,13 @@ def flex_spec(
     value: torch.Tensor,
     layouts: tuple[SequenceLayout, SequenceLayout],
     score_mod: Modifier | None,
-    options: Options,
+    options: ScoreOptions,
 ) -> AttentionSpec:
     """Returns the spec of a call; raises for options that clash. `layouts`: of queries and keys."""
     check_scores(_OP, query, options)
     queries, keys = layouts
-    if options.bias is not None:
-        check_bias_length(_OP, options.bias, queries, keys)
-    spec = AttentionSpec(
-        layout=keys,
-        scale=options.scale,
-        method=rotate_method(),
-        queries=None if queries == keys else queries,
-        value_features=value_features_of(query, value),
-        softcap=options.softcap,
-        sinks=options.sinks is not None,
-        bias=options.bias is not None,
-        dropout_p=options.dropout_p,
-        dropout_seed=seed_of(options),
-        head_offset=options.head_offset if options.dropout_p > 0 else 0,
-    )
+    others = None if queries == keys else queries
+    spec = AttentionSpec.over(_OP, query, value, options, keys, others)
     if score_mod is not None and spec.rescores:
         raise NotImplementedError(
             f"{_OP}: softcap, bias and dropout_p cannot be used together with a score_mod: compute "
@@ -257,11 +222,11 @@ class FlexAttention:
         block_mask: BlockMask | None,
         score_mod: Modifier | None,
         captures: Rebinding | None,
-        options: Options,
+        options: ScoreOptions,
     ) -> FlexAttention:
         """Returns the call of a group that `check_flex` has checked; raises for options that clash.
 
-        `tensors` are query, key and value, `layouts` those of queries and keys.
+        `tensors` are query, key and value; `layouts` are for queries and for keys.
         """
         query, key, value = tensors
         spec = flex_spec(query, value, layouts, score_mod, options)
@@ -304,20 +269,20 @@ class FlexAttention:
         if isinstance(query, FakeTensor):
             return fake_results(query, value)
         attention_runs.count += 1
-        tensors, added = (query, key, value), Added(sinks, bias)
+        tensors, terms = (query, key, value), ScoreTerms(sinks, bias)
         if self.by_heads is not None:
             call, of_heads = self.by_heads
-            with telling(*call.mesh_groups):
+            with propagates_failure(*call.mesh_groups):
                 return call.attend(
-                    _OP, tensors, added, lambda index, *args: of_heads[index]._attend(*args)
+                    _OP, tensors, terms, lambda index, *args: of_heads[index]._attend(*args)
                 )
-        return self._attend(tensors, added)
+        return self._attend(tensors, terms)
 
-    def _attend(self, tensors: Tensors, added: Added) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(self, tensors: Tensors, terms: ScoreTerms) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value = tensors
         query = dense_features(query)
-        scored = ScoredTiles.of(query, self.spec, place_of(self.group)[0], added.bias)
-        merged = Forward(query, self.spec, sinks=added.sinks, scored=scored)
+        scored = ScoredTiles.of(query, self.spec, place_of(self.group)[0], terms.bias)
+        merged = Forward(query, self.spec, sinks=terms.sinks, scored=scored)
         scores = None
         if self.score_mod is not None:
             scores = Scores(query, self.spec.scale, self.score_mod, self.masks.head_offset)
@@ -331,9 +296,7 @@ class FlexAttention:
                 elif visible is None:
                     merged.add(tile, key, value, owner)
                 else:
-                    blind = visible.any(-1).logical_not()
-                    mask = additive(visible, query.dtype)
-                    merged.add_masked(tile, key, value, mask, owner, blind=blind)
+                    merged.add_masked(tile, key, value, visible, owner)
 
         queries = (self.masks.queries, query.shape[1])
         consume_keys(_OP, self.spec, self.group, key, value, consume, *queries)
@@ -355,19 +318,20 @@ class FlexAttention:
         if isinstance(query, FakeTensor):
             of_inputs = fake_like(query), fake_like(key), fake_like(value)
             return of_inputs, (sinks, bias), tuple(torch.empty_like(t) for t in captured)
-        given, added = Given(query, key, value, out, lse, grad_out, grad_lse), Added(sinks, bias)
+        inputs = AttentionInputs(query, key, value, out, lse, grad_out, grad_lse)
+        terms = ScoreTerms(sinks, bias)
         sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in captured]
         if self.by_heads is not None:
             call, of_heads = self.by_heads
-            with telling(*call.mesh_groups):
+            with propagates_failure(*call.mesh_groups):
                 grads, of_bias = call.attend_backward(
                     f"{_OP}_backward",
-                    given,
-                    added,
+                    inputs,
+                    terms,
                     lambda index, *args: of_heads[index]._attend_backward(captured, sums, *args),
                 )
         else:
-            grads, of_bias = self._attend_backward(captured, sums, given, added, False)
+            grads, of_bias = self._attend_backward(captured, sums, inputs, terms, False)
         of_sinks = None
         if sinks is not None:
             of_sinks = grad_of_sinks(sinks, grad_out, grad_lse, out, lse)
@@ -378,22 +342,22 @@ class FlexAttention:
         self,
         captured: list[torch.Tensor],
         of_captured: list[torch.Tensor],
-        given: Given,
-        added: Added,
+        inputs: AttentionInputs,
+        terms: ScoreTerms,
         wide_keys: bool,
     ) -> tuple[Tensors, Grad]:
-        """Returns the gradients of query, key, value and bias; adds to those of captured tensors.
+        """Returns the gradients of query, key, value and bias; adds up those of captured tensors.
 
-        With `wide_keys` those of keys and values are not rounded to their dtype.
+        With `wide_keys` the gradients of keys and values are not rounded to their dtype.
         """
-        query, key, value, out, lse, grad_out, grad_lse = given
+        query, key, value, out, lse, grad_out, grad_lse = inputs
         query = dense_features(query)
         spec = replace(self.spec, method=rotate_method())  # the one that holds now
         kernels: Backward | None = None
-        scored = ScoredTiles.of(query, spec, place_of(self.group)[0], added.bias)
+        scored = ScoredTiles.of(query, spec, place_of(self.group)[0], terms.bias)
         if self.score_mod is None and (grad_lse is None or scored is not None):
             kernels = Backward(
-                grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=added.bias
+                grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=terms.bias
             )
         else:
             score_mod, leaves = self.score_mod, captured
@@ -407,8 +371,7 @@ class FlexAttention:
             indices = self._indices(owner)
             for tile, visible in self.masks.tiles(owner):
                 if kernels is not None:
-                    mask = None if visible is None else additive(visible, query.dtype)
-                    kernels.add(tile, shards[0], shards[1], totals, mask, owner)
+                    kernels.add_masked(tile, shards[0], shards[1], totals, visible, owner)
                 else:
                     gradients.add(tile, visible, shards, indices, totals)
             for total in totals:
@@ -419,7 +382,7 @@ class FlexAttention:
         if not wide_keys:
             of_keys = tuple(as_dtype(grad, key.dtype) for grad in of_keys)
         if kernels is not None:
-            of_bias = None if added.bias is None else kernels.grad_bias(added.bias)
+            of_bias = None if terms.bias is None else kernels.grad_bias(terms.bias)
             return (kernels.grad_query(), *of_keys), of_bias
         of_query = as_dtype(gradients.grad_query.total, query.dtype)
         for total, grad in zip(of_captured, gradients.grad_captured, strict=True):

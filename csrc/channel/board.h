@@ -1,0 +1,138 @@
+// The status of each rank of a group, in a page of shared memory for each rank.
+//
+// Only the rank that owns a board writes it. Peers read it when they have waited for a while, to
+// tell a slow peer from one that will never make the call.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+
+#include "channel/wire.h"
+
+namespace symm_cp {
+
+// A call as peers see it.
+struct CallSite {
+  int channel;
+  int64_t number;  // 1, 2, ... in each channel, identically on all ranks
+  std::string call_name;
+  int64_t ordinal = 0;  // of the calls of all channels
+};
+
+// The next call of a rank on which a call failed, and the calls that failed on it in a row before,
+// the latest first. Digests of names identify calls; 0: the call was refused before it had a name.
+struct Standing {
+  static constexpr size_t kFailed = 8;
+  uint64_t digest = 0;
+  bool movable = false;  // whether the call may take another number
+  // For a call that has taken another number: the farthest index in `failed` of a peer that was
+  // behind. Peers that are behind for the same reason come back at most that far. -1: none.
+  int64_t reach = -1;
+  std::array<uint64_t, kFailed> failed{};
+};
+
+class Board {
+ public:
+  // The number of the last call that was made or refused on a channel.
+  int64_t made(int channel) const { return made_[channel].load(); }
+  void set_made(int channel, int64_t number) { made_[channel].store(number); }
+  // The number of the last call that began or failed; an engine may lag behind `made`.
+  int64_t entered(int channel) const { return entered_[channel].load(); }
+  void set_entered(int channel, int64_t number) { entered_[channel].store(number); }
+  // The call for which the memory of a channel was made; 0 without memory. Negative: it is being
+  // made for that call.
+  int64_t generation(int channel) const { return generation_[channel].load(); }
+  void set_generation(int channel, int64_t number) { generation_[channel].store(number); }
+  // Sets it unless it was set already.
+  void begin_generation(int channel, int64_t number) {
+    int64_t none = 0;
+    generation_[channel].compare_exchange_strong(none, number);
+  }
+  // Whether all calls were made by one thread: then a call in which it is blocked is the only one
+  // that can go on.
+  bool single_threaded() const { return threads_.load() == 1; }
+  void set_threads(uint32_t count) { threads_.store(count); }
+
+  // The call in which the only thread is blocked, if it is.
+  std::optional<CallSite> blocked() const {
+    const uint32_t before = version_.load();
+    CallSite site{blocked_channel_.load(), blocked_number_.load(), {}, blocked_ordinal_.load()};
+    char text[sizeof(blocked_name_) + 1] = {};
+    for (size_t i = 0; i < blocked_name_.size(); ++i) {
+      const uint64_t word = blocked_name_[i].load();
+      std::memcpy(text + i * sizeof(word), &word, sizeof(word));
+    }
+    if (before % 2 != 0 || version_.load() != before || site.number == 0) return std::nullopt;
+    site.call_name = text;
+    return site;
+  }
+  void set_blocked(int channel, int64_t number, int64_t ordinal, const char* call_name) {
+    ++version_;
+    blocked_channel_.store(channel);
+    blocked_number_.store(number);
+    blocked_ordinal_.store(ordinal);
+    char text[sizeof(blocked_name_)] = {};
+    std::strncpy(text, call_name, sizeof(text) - 1);
+    for (size_t i = 0; i < blocked_name_.size(); ++i) {
+      uint64_t word = 0;
+      std::memcpy(&word, text + i * sizeof(word), sizeof(word));
+      blocked_name_[i].store(word);
+    }
+    ++version_;
+  }
+  void clear_blocked() { set_blocked(0, 0, 0, ""); }
+
+  // Where the rank stands before its call of that number; nothing when it came there without a
+  // failure, or not yet. Kept for a few numbers: ranks that agree are at most one apart.
+  std::optional<Standing> standing(int channel, int64_t number) const {
+    const Entry& entry = standings_[channel][static_cast<size_t>(number) % kStandings];
+    if (entry.number.load() != number) return std::nullopt;
+    Standing found{entry.digest.load(), entry.movable.load() != 0, entry.reach.load(), {}};
+    for (size_t i = 0; i < Standing::kFailed; ++i) found.failed[i] = entry.failed[i].load();
+    return found;
+  }
+  void set_standing(int channel, int64_t number, const Standing& standing) {
+    Entry& entry = standings_[channel][static_cast<size_t>(number) % kStandings];
+    entry.digest.store(standing.digest);
+    entry.movable.store(standing.movable ? 1 : 0);
+    entry.reach.store(standing.reach);
+    for (size_t i = 0; i < Standing::kFailed; ++i) entry.failed[i].store(standing.failed[i]);
+    entry.number.store(number);
+  }
+
+  // A lost rank of which a failed message informed this one; it may make no more calls then.
+  std::optional<int> missed() const {
+    const uint32_t found = missed_.load();
+    return found == 0 ? std::nullopt : std::optional<int>(static_cast<int>(found) - 1);
+  }
+  void set_missed(int rank) { missed_.store(static_cast<uint32_t>(rank) + 1); }
+
+ private:
+  static constexpr size_t kStandings = 4;
+  struct Entry {
+    std::atomic<int64_t> number;
+    std::atomic<uint64_t> digest;
+    std::atomic<uint32_t> movable;
+    std::atomic<int64_t> reach;
+    std::array<std::atomic<uint64_t>, Standing::kFailed> failed;
+  };
+
+  std::atomic<int64_t> made_[kChannels];
+  std::atomic<int64_t> entered_[kChannels];
+  std::atomic<int64_t> generation_[kChannels];
+  std::atomic<uint32_t> threads_;
+  std::atomic<uint32_t> missed_;   // the rank, plus 1
+  std::atomic<uint32_t> version_;  // odd while the rest is being written
+  std::atomic<int32_t> blocked_channel_;
+  std::atomic<int64_t> blocked_number_;
+  std::atomic<int64_t> blocked_ordinal_;
+  std::array<std::atomic<uint64_t>, 13> blocked_name_;
+  Entry standings_[kChannels][kStandings];
+};
+static_assert(sizeof(Board) <= 4096 && std::atomic<int64_t>::is_always_lock_free);
+
+}  // namespace symm_cp

@@ -1,0 +1,392 @@
+#include "channel/group.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/probe.h"
+
+namespace symm_cp {
+
+namespace {
+
+// How long the boards may show different memory: a rank begins a call a moment before it says that
+// it makes new memory for it.
+constexpr std::chrono::seconds kSettleTime{1};
+
+int64_t pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
+std::string text(int64_t value) { return std::to_string(value); }
+
+thread_local bool engine = false;
+
+}  // namespace
+
+WorkspaceLayout layout_of(int world_size, int64_t slot_bytes) {
+  WorkspaceLayout layout{};
+  layout.flag_count = kFlags;
+  layout.slot_count = kSlots;
+  layout.records = flag_offset(kFlags, 0, world_size);
+  layout.slots = pages(layout.records + layout.slot_count * kRecordBytes +
+                       kFailures * static_cast<int64_t>(sizeof(Failure)) +
+                       layout.slot_count * sizes_bytes(world_size));
+  layout.slot_bytes = pages(slot_bytes);
+  return layout;
+}
+
+// --- Workspace -----------------------------------------------------------------------------------
+
+Workspace::~Workspace() { close(); }
+
+void Workspace::close() {
+  if (channel_ != nullptr) channel_->close();
+}
+
+void Workspace::drop() {
+  close();
+  channel_.reset();
+  memory_ = Segment();
+  group_.set_generation(index_, 0);
+}
+
+bool Workspace::serves(int64_t number, int64_t slot_bytes) const {
+  return channel_ != nullptr && channel_->layout().slot_bytes >= slot_bytes &&
+         number - base_ <= kLastCpuEpoch;
+}
+
+bool Workspace::begins_at_once(int64_t slot_bytes) const {
+  return serves(base_, slot_bytes) && !channel_->has_failed_call();
+}
+
+Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& call_name,
+                      std::chrono::milliseconds timeout) {
+  group_.check_owned(call_name);
+  Call call{number, static_cast<uint32_t>(number - base_), call_name.substr(0, kMaxCallName),
+            Place::kSlot, group_.budget(timeout)};
+  call.digest = digest_of(call.call_name);
+  group_.set_entered(index_, number);
+  last_ = number;
+  if (channel_ != nullptr) agree_with_peers(call);
+  if (serves(call.number, slot_bytes)) return call;
+  // All ranks make new memory for this call, or one of them makes another call.
+  if (channel_ != nullptr) channel_->agree_to_replace(call);
+  open(call, std::max({slot_bytes, reserved_, this->slot_bytes()}));
+  call.epoch = 1;
+  call.place = Place::kSlot;
+  return call;
+}
+
+// Takes the next number as long as peers are behind: they fail calls that have failed here before.
+void Workspace::agree_with_peers(Call& call) {
+  const bool movable = group_.made(index_) == call.number;
+  while (!channel_->begin(call, movable)) {
+    channel_->fail(call.epoch, "rank " + text(group_.rank()) + " has gone on to " + call.call_name);
+    ++call.number;
+    ++call.epoch;
+    group_.move_to(index_, call.number);
+    group_.set_entered(index_, call.number);
+    last_ = call.number;
+  }
+}
+
+// A peer may have failed the call in the old memory, when this rank had left that already.
+void Workspace::check_peer(const CallSite& site, const Call& call, int peer) {
+  if (channel_ != nullptr) channel_->throw_if_failed(peer, call);
+  try {
+    group_.check_agreement(site, peer, false);
+  } catch (const OutOfStep&) {
+    if (channel_ != nullptr) channel_->throw_if_failed(peer, call);
+    throw;
+  }
+}
+
+// Says on the board, for as long as it lives, that this rank makes the workspace of a call.
+class Workspace::Opening {
+ public:
+  Opening(Workspace& workspace, int64_t number)
+      : workspace_(workspace), at_the_end_(workspace.group_.generation(workspace.index_)) {
+    say(-number);
+  }
+  ~Opening() { say(at_the_end_); }
+  Opening(const Opening&) = delete;
+  Opening& operator=(const Opening&) = delete;
+  void made(int64_t number) { at_the_end_ = number; }
+
+ private:
+  void say(int64_t generation) { workspace_.group_.set_generation(workspace_.index_, generation); }
+
+  Workspace& workspace_;
+  int64_t at_the_end_;
+};
+
+void Workspace::open(Call& call, int64_t slot_bytes) {
+  opening_ = call.number;
+  Opening opening(*this, call.number);
+  const CallSite site{index_, call.number, call.call_name};
+  const Blocked blocked(group_);
+  Clock::time_point looked = Clock::now();
+  const Rendezvous rendezvous{key_of_call(index_, call.number), call.call_name, call.budget, [&] {
+                                group_.throw_if_closing();
+                                if (Clock::now() - looked < kSlice) return;
+                                for (int peer = 0; peer < group_.world_size(); ++peer)
+                                  if (peer != group_.rank()) check_peer(site, call, peer);
+                                looked = Clock::now();
+                              }};
+  const auto peers = group_.peers(rendezvous);
+  WorkspaceLayout layout = layout_of(group_.world_size(), slot_bytes);
+  layout.slots += group_.offset();
+  layout.slot_bytes += group_.offset();
+  const int64_t bytes = layout.slots + layout.slot_count * layout.slot_bytes;
+  Segment memory = [&] {
+    try {
+      return Segment::create(static_cast<size_t>(bytes), "symm_cp");
+    } catch (const std::exception& error) {
+      peers->refuse(rendezvous.key, cause_of(error, group_.rank()));
+      throw;
+    }
+  }();
+  std::shared_ptr<Mapping> mapping =
+      std::make_shared<Mapping>(peers, memory, memory.size(), 64, -1, rendezvous);
+  if (Probe& probe = Probe::instance(); probe.on()) probe.step();
+  auto fresh = std::make_shared<Channel>(group_, index_, mapping, layout);
+  close();
+  channel_ = std::move(fresh);
+  std::swap(memory_, memory);
+  base_ = call.number - 1;
+  opening_ = 0;
+  opening.made(call.number);
+}
+
+void Workspace::fail(int64_t number, const std::string& cause, const CallSite* other) {
+  if (!group_.owned()) return;
+  number = std::max(number, last_);  // the call may have got another one
+  group_.set_entered(index_, number);
+  last_ = number;
+  const std::string key = key_of_call(index_, number);
+  const bool opening = opening_ == number;
+  opening_ = 0;
+  if (channel_ != nullptr) channel_->fail(static_cast<uint32_t>(number - base_), cause, other);
+  if (channel_ != nullptr && !opening) return;
+  // Peers may be on their way to make memory for this call.
+  if (const auto peers = group_.known_peers())
+    peers->refuse(key, cause, other);
+  else if (group_.world_size() > 1)
+    refuse_peers(group_.name(), key, cause, other);
+}
+
+// --- Group ---------------------------------------------------------------------------------------
+
+Group::Group(std::string name, int rank, int world_size, std::chrono::milliseconds timeout,
+             int64_t offset)
+    : name_(std::move(name)),
+      rank_(rank),
+      world_size_(world_size),
+      timeout_(timeout.count() > 0 ? timeout : timeout_of(name_)),
+      offset_(offset),
+      forks_(fork_count()),
+      workspaces_{Workspace(*this, kSync), Workspace(*this, kAsync)},
+      lane_(*this) {}
+
+Group::~Group() {
+  closing_ = true;
+  lane_.close();
+}
+
+void Group::enter_engine() { engine = true; }
+bool Group::in_engine() { return engine; }
+
+int64_t Group::next(int index, bool by_user) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (by_user) {
+    const auto self = std::this_thread::get_id();
+    if (first_thread_ == std::thread::id()) first_thread_ = self;
+    if (first_thread_ != self) several_threads_ = true;
+    board().set_threads(several_threads_ ? 2 : 1);
+  }
+  const int64_t number = board().made(index) + 1;
+  ordinal_of(index, number) = board().made(kSync) + board().made(kAsync) + 1;
+  board().set_made(index, number);
+  return number;
+}
+
+void Group::move_to(int index, int64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ordinal_of(index, number) = board().made(kSync) + board().made(kAsync) + 1;
+  board().set_made(index, number);
+}
+
+void Group::acquire(std::recursive_timed_mutex& mutex) {
+  if (mutex.try_lock()) return;
+  const WithoutGil without_gil;
+  while (!mutex.try_lock_for(kSlice)) throw_if_interrupted();
+}
+
+const Loop& Group::loop(int index, ExchangeKind kind, bool in_place) const {
+  const auto& found = loops_[index][static_cast<int>(kind)][in_place ? 1 : 0];
+  if (!found) throw std::logic_error("group '" + name_ + "' has no steps for such an exchange");
+  return *found;
+}
+
+void Group::set_loop(int index, ExchangeKind kind, bool in_place, Loop loop) {
+  loops_[index][static_cast<int>(kind)][in_place ? 1 : 0] = std::move(loop);
+}
+
+std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {
+  auto known = known_peers();
+  if (known != nullptr) return known;
+  auto found = peers_of(name_, rendezvous);
+  std::lock_guard<std::mutex> lock(mutex_);
+  Board& shared = found->board(rank_);
+  // Another thread may be in a call of the other channel: what it notes meanwhile is later.
+  board_.store(&shared);
+  for (int index = 0; index < kChannels; ++index) {
+    shared.set_made(index, std::max(shared.made(index), own_board_.made(index)));
+    shared.set_entered(index, std::max(shared.entered(index), own_board_.entered(index)));
+    shared.begin_generation(index, own_board_.generation(index));
+  }
+  shared.set_threads(several_threads_ ? 2 : 1);
+  std::atomic_store(&peers_, found);
+  return found;
+}
+
+void Group::refuse(int index, const std::string& reason) {
+  if (owned()) end(index, next(index), reason, nullptr);
+}
+
+void Group::give_up_at(int index, int64_t number, const std::string& cause, const CallSite* other) {
+  // All that the peer has started there, in order.
+  while (owned() && board().made(index) < number) end(index, next(index, false), cause, other);
+}
+
+void Group::end(int index, int64_t number, const std::string& cause, const CallSite* other) {
+  if (index == kAsync)
+    lane_.refuse(number, cause, other);  // behind what is in flight
+  else
+    workspaces_[index].fail(number, cause, other);
+}
+
+void Group::failed(int index, int64_t number, const std::exception& error) {
+  const std::string cause = cause_of(error, rank_);
+  const CallSite* other = other_of(error);
+  if (other != nullptr && other->channel != index) {
+    const CallSite own{index, number, {}};
+    give_up_at(other->channel, other->number, cause, &own);
+  }
+  workspaces_[index].fail(number, cause, other);
+  number = workspaces_[index].last();
+  if (dynamic_cast<const OutOfStep*>(&error) == nullptr || !owned()) return;
+  if (const auto peers = known_peers()) peers->refuse(key_of_call(index, number), cause);
+  workspaces_[index].drop();
+}
+
+void Group::throw_if_closing() const {
+  if (closing_.load()) throw PeerError(closed_text());
+}
+
+std::string Group::closed_text() const {
+  return "group '" + name_ + "' was closed with work in flight";
+}
+
+void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
+  throw_if_closing();
+  const auto peers = known_peers();
+  if (peers == nullptr) return;
+  if (!in_engine()) block(call);
+  const Board& mine = board();
+  const Board& theirs = peers->board(peer);
+  const std::string who = "rank " + text(peer);
+  if (theirs.entered(call.channel) > call.number) {
+    if (!on_memory) {
+      // Its refusal is in a message, or in the store if it knew no peers then.
+      const std::string key = key_of_call(call.channel, call.number);
+      peers->check_refused(key, call.call_name, peer);
+      WaitBudget none(std::chrono::milliseconds(0));
+      check_refused_peers(name_, {key, call.call_name, none}, peer);
+    }
+    throw OutOfStep(call.call_name + ": " + who + " has gone on without call " + text(call.number) +
+                    " of channel '" + kChannelNames[call.channel] + "'");
+  }
+  throw_if_missed(call, peer);
+  if (on_memory) check_generation(call, peer);
+  const auto blocked = theirs.blocked(), own = mine.blocked();
+  if (!blocked || !own || blocked->channel == call.channel) return;
+  if (!mine.single_threaded() || !theirs.single_threaded()) return;
+  if (theirs.made(call.channel) >= call.number) return;  // it is on its way
+  if (mine.made(blocked->channel) >= blocked->number) return;
+  compare(call, peer, *blocked);
+}
+
+// A dead rank may have done its part in this call before it died, so its death alone is no reason
+// to give up. But a rank that has not come to the call, and was told that a message of the dead one
+// was lost, need not come any more: a short send ends before it leaves the sender's memory.
+void Group::throw_if_missed(const CallSite& call, int peer) const {
+  const auto peers = known_peers();
+  const Board& theirs = peers->board(peer);
+  const auto missed = theirs.missed();
+  if (!missed || !peers->dead(*missed) || theirs.made(call.channel) >= call.number) return;
+  const std::string cause = "rank " + text(*missed) + " died (noticed by rank " + text(peer) + ")";
+  throw PeerError(call.call_name + ": " + cause, cause);
+}
+
+// Two ranks are blocked in different calls, and neither has made the other's. The one whose call
+// comes first by the number of all its calls fails: the other rank has refused or failed its own
+// call of that number, and gone on. Both pass over what the other one has made.
+void Group::compare(const CallSite& call, int peer, const CallSite& theirs) {
+  const int64_t mine = ordinal_of(call.channel, call.number);
+  const std::string me = "rank " + text(rank_), who = "rank " + text(peer);
+  if (mine > theirs.ordinal) {
+    const CallSite before{call.channel, call.number - 1, {}};
+    const std::string cause = "ranks disagree: " + who + " calls " + theirs.call_name + ", " + me +
+                              " has gone on to " + call.call_name;
+    give_up_at(theirs.channel, theirs.number, cause, &before);
+    return;
+  }
+  CallSite all{theirs.channel, theirs.number - 1, {}};
+  std::string call_name = "ranks disagree: " + me + " calls " + call.call_name + ", " + who;
+  if (mine == theirs.ordinal) {
+    all.number = known_peers()->board(peer).made(theirs.channel);
+    call_name += " calls " + theirs.call_name;
+  } else {
+    call_name += " has gone on to " + theirs.call_name;
+  }
+  throw GaveUp(call_name, call_name, all);
+}
+
+void Group::check_generation(const CallSite& call, int peer) {
+  const Board& theirs = known_peers()->board(peer);
+  Clock::time_point& since = mismatch_since_[call.channel];
+  const int64_t mine = board().generation(call.channel), its = theirs.generation(call.channel);
+  // A peer that still makes the workspace which this rank has may be slow, on a busy machine.
+  const bool apart = theirs.entered(call.channel) == call.number && its != mine && its != -mine;
+  if (!apart) {
+    since = {};
+  } else if (since == Clock::time_point{}) {
+    since = Clock::now();
+  } else if (Clock::now() - since > kSettleTime) {
+    since = {};
+    throw OutOfStep(call.call_name + ": rank " + text(peer) + " and rank " + text(rank_) +
+                    " use different workspaces after a failure; the next call makes a new one");
+  }
+}
+
+void Group::block(const CallSite& call) {
+  const auto known = board().blocked();
+  if (known && known->channel == call.channel && known->number == call.number) return;
+  board().set_blocked(call.channel, call.number, ordinal_of(call.channel, call.number),
+                      call.call_name.c_str());
+}
+
+void Group::unblock() {
+  if (board().blocked()) board().clear_blocked();
+}
+
+int64_t Group::generation(int index) const { return board().generation(index); }
+void Group::set_generation(int index, int64_t number) { board().set_generation(index, number); }
+void Group::set_entered(int index, int64_t number) { board().set_entered(index, number); }
+
+void Group::check_owned(const std::string& call_name) const {
+  if (!owned())
+    throw PeerError(call_name + ": this process was forked from rank " + text(rank_) +
+                    " of group '" + name_ +
+                    "' and is no rank of it: call it in the parent process only");
+}
+
+}  // namespace symm_cp

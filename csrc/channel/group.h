@@ -1,0 +1,217 @@
+// The ranks of a process group as one process sees them: which calls they make, on which memory.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "channel/channel.h"
+#include "exchange/exchange.h"
+#include "exchange/lane.h"
+
+namespace symm_cp {
+
+class Group;
+
+// The memory of one channel: made at the first call, replaced by larger memory when a call needs
+// it, dropped when the ranks may no longer have the same one. For one thread at a time.
+class Workspace {
+ public:
+  Workspace(Group& group, int index) : group_(group), index_(index) {}
+  ~Workspace();
+
+  // Begins the call of that number, whose slots take `slot_bytes`. Collective, and waits for the
+  // peers, when memory has to be made, or after a call that failed.
+  Call begin(int64_t number, int64_t slot_bytes, const std::string& call_name,
+             std::chrono::milliseconds timeout = kGroupTimeout);
+  // Whether `begin` would return at once.
+  bool begins_at_once(int64_t slot_bytes) const;
+  // Ends a call that failed on this rank or that it refuses to make. `other` is a call of another
+  // channel that was given up with it. Never waits.
+  void fail(int64_t number, const std::string& cause, const CallSite* other = nullptr);
+  // Makes slots of at least `slot_bytes` at the next call that needs new memory.
+  void reserve(int64_t slot_bytes) { reserved_ = std::max(reserved_, slot_bytes); }
+  // Skips `calls` calls, as if they had been made. For tests.
+  void skip(int64_t calls) { base_ -= calls; }
+
+  Channel* channel() const { return channel_.get(); }
+  // The number of the last call that began or failed.
+  int64_t last() const { return last_; }
+  int64_t slot_bytes() const { return channel_ == nullptr ? 0 : channel_->layout().slot_bytes; }
+  // The number of the last call that began, counted from the first call on this memory.
+  int64_t epoch() const { return channel_ == nullptr ? 0 : last_ - base_; }
+  int64_t bytes() const { return static_cast<int64_t>(memory_.size()); }
+  void close();
+  // Releases the memory: the next call makes new memory, with ranks that have done the same.
+  void drop();
+
+ private:
+  class Opening;
+  bool serves(int64_t number, int64_t slot_bytes) const;
+  void agree_with_peers(Call& call);
+  void open(Call& call, int64_t slot_bytes);
+  void check_peer(const CallSite& site, const Call& call, int peer);
+
+  Group& group_;
+  int index_;
+  Segment memory_;
+  std::shared_ptr<Channel> channel_;
+  int64_t base_ = 0;     // the number of the last call before this memory was made
+  int64_t last_ = 0;     // the number of the last call that began
+  int64_t opening_ = 0;  // the call for which memory is being made
+  int64_t reserved_ = 0;
+};
+
+// A peer has continued without this rank's call, or uses different memory: the result of failures
+// on different ranks while memory was being replaced.
+class OutOfStep : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
+// Where the parts of a workspace lie (memory.py gives the formula).
+WorkspaceLayout layout_of(int world_size, int64_t slot_bytes);
+
+class Group {
+ public:
+  // `timeout`: how long a call waits for its peers; zero stands for the process group's time-out.
+  // `offset`: bytes by which slots are moved, the same on all ranks; for tests.
+  Group(std::string name, int rank, int world_size, std::chrono::milliseconds timeout,
+        int64_t offset = 0);
+  ~Group();
+
+  const std::string& name() const { return name_; }
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  int64_t offset() const { return offset_; }
+  void set_offset(int64_t offset) { offset_ = offset; }
+  WaitBudget budget(std::chrono::milliseconds timeout) const {
+    return WaitBudget(timeout == kGroupTimeout ? timeout_.load() : timeout);
+  }
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  Workspace& workspace(int index) { return workspaces_[index]; }
+  Lane& lane() { return lane_; }
+
+  // The number of a new call on a channel. For the threads that call ops, in the order of the
+  // calls.
+  int64_t next(int index, bool by_user = true);
+  // Gives the call that was numbered last another number, which is the next one.
+  void move_to(int index, int64_t number);
+  // How many calls of a channel have begun.
+  int64_t made(int index) const { return board().made(index); }
+  // The peers, once they are known.
+  std::shared_ptr<Peers> known_peers() const { return std::atomic_load(&peers_); }
+  // The steps of an exchange, which Python has lowered for this group.
+  const Loop& loop(int index, ExchangeKind kind, bool in_place) const;
+  void set_loop(int index, ExchangeKind kind, bool in_place, Loop loop);
+  // Whether all ranks share this host's memory.
+  bool on_one_host() const { return on_one_host_; }
+  void set_on_one_host(bool all) { on_one_host_ = all; }
+  // For Python, whose calls on the channel `sync` have several parts. See CallLock.
+  void lock_calls() { acquire(call_locks_[kSync]); }
+  void unlock_calls() { call_locks_[kSync].unlock(); }
+  // Collective at the first call.
+  std::shared_ptr<Peers> peers(const Rendezvous& rendezvous);
+
+  // Refuses to make a call: its peers, which may be making it, hear why at once. Never waits.
+  void refuse(int index, const std::string& reason);
+  // Ends a call that threw: tells the peers.
+  void failed(int index, int64_t number, const std::exception& error);
+  // Gives up all calls up to that number that this rank has not made. `other` is the last call of
+  // another channel that is given up with them.
+  void give_up_at(int index, int64_t number, const std::string& cause,
+                  const CallSite* other = nullptr);
+  // Throws `GaveUp` when this rank and the peer are each blocked in a call that the other one can
+  // never make, and `OutOfStep` when the peer has left this rank's call behind.
+  // `on_memory`: the call waits in the memory of its channel, not for new memory.
+  void check_agreement(const CallSite& call, int peer, bool on_memory);
+  // Throws when this object is being destroyed, or was aborted.
+  void throw_if_closing() const;
+  std::string closed_text() const;
+  // Fails the calls that wait, within a moment, and later ones that have to wait.
+  void abort() { closing_ = true; }
+
+  // Marks the calling thread as blocked in a call, until `unblock`.
+  void block(const CallSite& call);
+  void unblock();
+  int64_t generation(int index) const;
+  void set_generation(int index, int64_t number);
+  void set_entered(int index, int64_t number);
+  // The call that is under way on the channel `sync`.
+  Call* current() { return current_ ? &*current_ : nullptr; }
+  void set_current(Call call) { current_ = std::move(call); }
+  void end_current() { current_.reset(); }
+  // Throws PeerError in a process that was forked from the one that made this object.
+  void check_owned(const std::string& call_name) const;
+  bool owned() const { return forks_ == fork_count(); }
+  // For lane.cpp: this thread makes no calls of its own.
+  static void enter_engine();
+  static bool in_engine();
+
+ private:
+  Board& board() const { return *board_.load(); }
+  std::atomic<int64_t>& ordinal_of(int index, int64_t number) {
+    return ordinals_[index][static_cast<size_t>(number) % kOrdinals];
+  }
+  void compare(const CallSite& call, int peer, const CallSite& theirs);
+  void throw_if_missed(const CallSite& call, int peer) const;
+  void end(int index, int64_t number, const std::string& cause, const CallSite* other);
+  void check_generation(const CallSite& call, int peer);
+
+  std::string name_;
+  int rank_;
+  int world_size_;
+  std::atomic<std::chrono::milliseconds> timeout_;
+  int64_t offset_;
+  int forks_;
+  std::mutex mutex_;  // numbers, and making the peers
+  std::thread::id first_thread_;
+  bool several_threads_ = false;  // more than one thread has made calls
+  Board own_board_{};             // until there are peers
+  std::atomic<Board*> board_{&own_board_};
+  std::shared_ptr<Peers> peers_;
+  Workspace workspaces_[kChannels];
+  static constexpr size_t kOrdinals = 1024;
+  std::atomic<int64_t> ordinals_[kChannels][kOrdinals]{};  // of the last calls
+  std::optional<Call> current_;
+  Clock::time_point mismatch_since_[kChannels]{};  // since when a peer seems to use other memory
+  std::atomic<bool> closing_{false};
+  // Throws Interrupted when a handler of a signal raises while it waits.
+  static void acquire(std::recursive_timed_mutex& mutex);
+  static constexpr int kKinds = 8;
+  std::optional<Loop> loops_[kChannels][kKinds][2];
+  std::atomic<bool> on_one_host_{true};
+  std::recursive_timed_mutex call_locks_[kChannels];
+  friend class CallLock;
+  Lane lane_;
+};
+
+// Calls of several threads on one channel take turns.
+class CallLock {
+ public:
+  CallLock(Group& group, int index) : mutex_(group.call_locks_[index]) { Group::acquire(mutex_); }
+  ~CallLock() { mutex_.unlock(); }
+  CallLock(const CallLock&) = delete;
+  CallLock& operator=(const CallLock&) = delete;
+
+ private:
+  std::recursive_timed_mutex& mutex_;
+};
+
+// In its scope the calling thread may be marked as blocked (`Group::block`); unmarks it at the end.
+class Blocked {
+ public:
+  explicit Blocked(Group& group) : group_(group) {}
+  ~Blocked() {
+    if (!Group::in_engine()) group_.unblock();
+  }
+  Blocked(const Blocked&) = delete;
+  Blocked& operator=(const Blocked&) = delete;
+
+ private:
+  Group& group_;
+};
+
+}  // namespace symm_cp

@@ -1,0 +1,79 @@
+#include "channel/groups.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <atomic>
+#include <mutex>
+#include <stdexcept>
+#include <unordered_map>
+
+#include "channel/group.h"
+
+namespace symm_cp {
+
+namespace {
+
+// Names are used again after a group was destroyed, so a group belongs to a process group object.
+struct KnownGroup {
+  std::weak_ptr<Group> group;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group;
+};
+
+struct KnownGroups {
+  std::mutex mutex;
+  std::unordered_map<std::string, KnownGroup> by_name;
+};
+
+// Never destroyed: threads may look groups up while the process ends.
+KnownGroups& known_groups() {
+  static auto* all = new KnownGroups;
+  return *all;
+}
+
+std::atomic<int (*)(const char*)> find_in_python{nullptr};
+thread_local std::string explanation;
+
+c10::intrusive_ptr<c10d::ProcessGroup> process_group_of(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const c10::Error&) {
+    throw std::invalid_argument("group: there is no process group named '" + name + "'");
+  }
+}
+
+std::shared_ptr<Group> known_group(const std::string& name, const c10d::ProcessGroup* of) {
+  KnownGroups& all = known_groups();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.by_name.find(name);
+  if (found == all.by_name.end() || found->second.process_group._unsafe_get_target() != of)
+    return nullptr;
+  return found->second.group.lock();
+}
+
+}  // namespace
+
+std::shared_ptr<Group> group_of(const std::string& name) {
+  const auto process_group = process_group_of(name);
+  if (auto known = known_group(name, process_group.get())) return known;
+  const auto find = find_in_python.load();
+  if (find == nullptr) throw std::runtime_error("symm_cp is not imported");
+  if (find(name.c_str()) != 0) throw std::runtime_error(explanation);
+  auto made = known_group(name, process_group.get());
+  if (made == nullptr) throw std::runtime_error("group '" + name + "' is being destroyed");
+  return made;
+}
+
+void known_as(const std::shared_ptr<Group>& group) {
+  const auto process_group = process_group_of(group->name());
+  KnownGroups& all = known_groups();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.by_name.insert_or_assign(
+      group->name(), KnownGroup{group, c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group)});
+}
+
+void on_unknown_group(int (*find)(const char* name)) { find_in_python.store(find); }
+
+void explain(const char* why) { explanation = why; }
+
+}  // namespace symm_cp

@@ -1,0 +1,263 @@
+// The contract between the native part and Python, mirrored by symm_cp/wire.py: what crosses the C
+// functions, and how a workspace is laid out. native.py compares both sides (symm_cp_wire) when it
+// loads the library.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace symm_cp {
+
+// A word in shared memory that other processes read and write.
+using Word = std::atomic<uint32_t>;
+static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
+
+// An enumeration, and its enumerators as text for the comparison with Python.
+#define SYMM_CP_WIRE_ENUM(Name, ...)         \
+  enum class Name : int32_t { __VA_ARGS__ }; \
+  inline constexpr const char* k##Name##Text = #__VA_ARGS__
+
+// Where a step's bytes are: kOperand is an address given with the call (operands[index]), kSlot the
+// workspace slot of rank `index` in this call, kShard the shard that rank `index` published in this
+// call (its slot, or its symmetric tensor).
+SYMM_CP_WIRE_ENUM(Space, kOperand, kSlot, kShard);
+
+struct Reference {
+  Space space;
+  int32_t index;
+  int64_t offset;
+};
+
+// The steps of native programs. kPublish writes the record of this rank's call; kVerify is the last
+// step of a call and throws if a peer has failed it meanwhile. kProduce has the caller write what
+// this rank gives; only loops have it. kConsume is for recordings: a kernel on what was gathered.
+SYMM_CP_WIRE_ENUM(Kind, kCopy, kSignal, kWait, kReduce, kPublish, kVerify, kProduce, kConsume);
+
+// `bytes` is per row; rows are `pitch` bytes apart.
+struct Command {
+  Kind kind;
+  int32_t peer;      // signal: to; wait: from
+  int32_t flag;      // signal, wait: index in kFlagNames
+  int32_t lag;       // wait: for the signal of that many calls ago
+  Reference to;      // copy, reduce
+  Reference source;  // copy; publish: the shard when it is in place
+  int64_t bytes;     // copy, reduce
+  int64_t rows;
+  int64_t to_pitch;
+  int64_t from_pitch;
+  int32_t dtype;         // reduce: DType
+  int32_t mean;          // reduce: 1 to average; publish: 1 when the shard is in place
+  int32_t first_source;  // reduce: its sources are references[first_source ...]
+  int32_t sources;
+  int32_t piece;  // signal, wait: of the call, from 0
+};
+
+// The steps of programs for streams. kRecord records an event on the lane, kWaitEvent makes the
+// lane wait for one; kArrived writes the epoch to number `peer` of this rank's own flags `flag`,
+// which a kernel polls.
+SYMM_CP_WIRE_ENUM(StreamKind, kCopy, kSignal, kWait, kRecord, kWaitEvent, kArrived);
+
+// Only the fields of its kind are read.
+struct StreamCommand {
+  StreamKind kind;
+  int32_t lane;
+  int32_t peer;      // signal: to; wait: from
+  int32_t flag;      // signal, wait, arrived: index in kFlagNames
+  int32_t lag;       // wait: for the signal of that many calls ago
+  int32_t event;     // record, wait for an event
+  int32_t alone;     // copy: it depends on the one before and must not share a batch with it
+  int32_t remote;    // copy: it reads or writes the memory of a peer
+  Reference to;      // copy; never kShard: the caller knows the peers' addresses
+  Reference source;  // copy
+  int64_t bytes;     // per row
+  int64_t rows;
+  int64_t to_pitch;
+  int64_t from_pitch;
+};
+
+// A step that was carried out. Times are of the monotonic clock, which all processes of a host
+// share.
+struct TraceEvent {
+  Command command;
+  int64_t start;  // nanoseconds
+  int64_t end;
+  uint32_t epoch;
+  int32_t engine;  // 1: on the copy engine; 0: in a calling thread
+  char call_name[40];
+};
+
+// Element types of native reductions, numbered as torch numbers its scalar types.
+SYMM_CP_WIRE_ENUM(DType, kUint8, kInt8, kInt16, kInt32, kInt64, kFloat16, kFloat32, kFloat64,
+                  kComplex64 = 9, kComplex128, kBool, kBfloat16 = 15);
+
+// How native reductions combine elements, numbered as c10d numbers its operators.
+SYMM_CP_WIRE_ENUM(ReduceOp, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor);
+
+// What ranks do with each other's data, see exchange.h. kTwoShotAllReduce is an all-reduce whose
+// inputs and outputs are given by the parts that the ranks reduce. A kProduced... kind has no
+// input: the caller writes to the slot. In a kJoiningAllToAll a rank takes from all at once.
+SYMM_CP_WIRE_ENUM(ExchangeKind, kAllGather, kAllReduce, kTwoShotAllReduce, kReduceScatter,
+                  kAllToAll, kProducedAllReduce, kProducedTwoShotAllReduce, kJoiningAllToAll);
+
+// The buffers of a loop: this rank's input and output, a rank's slot, and a rank's input where that
+// lies in symmetric memory.
+SYMM_CP_WIRE_ENUM(Buffer, kInput, kOutput, kPeerSlot, kSymmetric);
+
+// Part `chunk` of a buffer, or all of it (-1).
+struct Area {
+  Buffer buffer;
+  int32_t rank;
+  int32_t chunk;
+};
+
+// A step of the loop over the pieces of an exchange. Only the fields of its kind are read.
+struct LoopStep {
+  Kind kind;
+  int32_t peer;          // signal: to; wait: from
+  int32_t flag;          // signal, wait: index in kFlagNames
+  Area to;               // copy, reduce, produce
+  Area source;           // copy
+  int32_t first_source;  // reduce: its sources are sources[first_source ...]
+  int32_t source_count;
+};
+
+// Elements of a tensor that travel in one piece of an exchange with strides: `planes` times `rows`
+// runs of `row` bytes. They lie in the slot without gaps.
+struct Box {
+  int32_t peer;     // gives or takes them
+  int32_t piece;    // in which they travel
+  int64_t operand;  // number of the tensor
+  int64_t offset;   // where they begin there, in bytes
+  int64_t in_slot;  // and in the peers' part of the slot
+  int64_t planes;
+  int64_t plane_pitch;
+  int64_t rows;
+  int64_t pitch;
+  int64_t row;
+};
+
+// The channels of a group.
+enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };
+inline constexpr const char* kChannelNames[] = {"sync", "async"};
+
+// Flags of a workspace. The first kFlags are raised by a rank at a peer; the others exist on
+// devices only: "arrived", for a rank's own polling kernel; "gave up", of a rank that has aborted
+// the call; "sent", the words that streams copy to peers' flags, see sent_offset; and "ready in
+// place".
+inline constexpr const char* kFlagNames[] = {
+    "ready", "partial", "reduced", "taken", "done", "arrived", "gave up", "sent", "ready in place"};
+inline constexpr int kFlags = 5;
+inline constexpr int kDeviceFlags = 9;
+inline constexpr int kReadyFlag = 0;
+inline constexpr int kPartialFlag = 1;
+inline constexpr int kGaveUpFlag = 6;
+inline constexpr int kSentFlag = 7;
+inline constexpr int kReadyInPlaceFlag = 8;
+inline constexpr int64_t kFlagBytes = 64;  // a cache line for each flag and writer
+
+// Where the flag that `writer` raises lies behind the first flag of its owner.
+constexpr int64_t flag_offset(int flag, int writer, int world_size) {
+  return (int64_t{flag} * world_size + writer) * kFlagBytes;
+}
+
+// Streams raise a peer's flag by copying a word of this rank to it, as they cannot write there
+// themselves (CUDA 13.1 and later). There is a word for each lane, which the lane sets to the epoch
+// of its call before it signals; behind them stand a word that always holds 1, for graphs, and
+// the mark of a rank that has aborted.
+inline constexpr int kLanes = 2;
+inline constexpr int kConstantOne = kLanes;
+inline constexpr int kMark = kLanes + 1;
+
+// Where the word of a lane, or the constant, lies behind the first flag.
+constexpr int64_t sent_offset(int word, int rank, int world_size) {
+  return flag_offset(kSentFlag, rank, world_size) + word * int64_t{sizeof(Word)};
+}
+
+// The last call that a workspace takes. A wait compares 32-bit numbers by their difference: a flag
+// that few ops raise would, 2^31 calls later, look as if it had been raised
+// (tests/model/protocol.pml, WRAP). The call after it announces that the workspace is replaced.
+inline constexpr int64_t kLastEpoch = (int64_t{1} << 31) - 2;
+
+// On CPU a flag is raised to a call and a piece of it: pieces are numbered from 0 in each call.
+inline constexpr int kPieceBits = 14;
+inline constexpr int64_t kMaxPieces = int64_t{1} << kPieceBits;
+inline constexpr int64_t kLastCpuEpoch = (int64_t{1} << (31 - kPieceBits)) - 2;
+
+constexpr uint32_t ticket(uint32_t epoch, uint32_t piece) { return epoch << kPieceBits | piece; }
+
+// Whether a flag that shows `seen` was raised to `ticket`: tickets stay below 2^31, so the
+// difference tells which is later.
+inline bool reached(uint32_t seen, uint32_t ticket) {
+  return static_cast<int32_t>(seen - ticket) >= 0;
+}
+
+// The place of the data of a call: in the slot, in the caller's symmetric tensor, or nowhere yet,
+// because the ranks replace the workspace first.
+enum class Place : uint32_t { kSlot = 0, kInPlace = 1, kReplaced = 2 };
+
+// What a rank writes about its call before it signals that its shard is ready. Peers compare it, so
+// ranks that disagree on the op, dtype, shape or place raise instead of mixing their bytes.
+struct Record {
+  Word epoch;
+  Word failed;  // the call failed after this was written
+  Place place;
+  uint32_t pieces;   // that this rank has to give or take
+  int64_t sequence;  // in place: which rendezvous made the memory,
+  int64_t offset;    // and where in it the shard begins
+  // Peers compare the digest, so that they need this cache line only; the name is for errors.
+  uint64_t digest;
+  int64_t bytes;  // given to every rank
+  char call_name[104];
+};
+inline constexpr int64_t kRecordBytes = 192;  // a multiple of a cache line
+inline constexpr size_t kMaxCallName = sizeof(Record::call_name) - 1;
+static_assert(sizeof(Record) <= kRecordBytes);
+
+// Why a call failed on a rank. There is room for the last kFailures; the mark itself is in the
+// record.
+struct Failure {
+  Word epoch;
+  int32_t other_channel;  // ranks that disagree have also given up this call of another channel
+  int64_t other_number;   // (0: none), so that all go on with the same numbers
+  char cause[240];
+};
+inline constexpr int64_t kFailures = 8;
+
+// After the failures: for each slot, the number of bytes that this rank gives to each rank, in an
+// exchange that gives different numbers.
+constexpr int64_t sizes_bytes(int world_size) { return (8 * world_size + 63) / 64 * 64; }
+
+// Parts of a workspace begin on pages; its slots are taken by the calls in turn.
+inline constexpr int64_t kPageBytes = 4096;
+inline constexpr int64_t kSlots = 2;
+
+// Where the parts of a workspace lie, in bytes from its beginning.
+struct WorkspaceLayout {
+  int64_t flags;  // see flag_offset
+  int64_t flag_count;
+  int64_t records;  // one for each slot; the failures follow
+  int64_t slots;
+  int64_t slot_bytes;
+  int64_t slot_count;
+
+  int64_t slot_offset(uint32_t epoch) const { return slots + epoch % slot_count * slot_bytes; }
+  int64_t record_offset(uint32_t epoch) const {
+    return records + epoch % slot_count * kRecordBytes;
+  }
+  int64_t sizes_offset(uint32_t epoch, int world_size) const {
+    return failure_offset(0) + kFailures * static_cast<int64_t>(sizeof(Failure)) +
+           epoch % slot_count * sizes_bytes(world_size);
+  }
+  int64_t failure_offset(uint32_t epoch) const {
+    return records + slot_count * kRecordBytes +
+           epoch % kFailures * static_cast<int64_t>(sizeof(Failure));
+  }
+};
+
+// All of the above as text, one line for each enumeration, struct, list of names and limit.
+// wire.py computes the same.
+std::string wire_description();
+
+}  // namespace symm_cp

@@ -1,0 +1,167 @@
+#include "exchange/copy.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "exchange/vectors.h"
+
+namespace symm_cp {
+
+namespace {
+
+constexpr int64_t kBlock = 4 * kVectorBytes;
+
+template <bool kStreaming>
+inline __attribute__((always_inline)) void copy_block(char* to, const char* from) {
+  Bytes block[4];
+  for (int v = 0; v < 4; ++v) block[v] = load_bytes(from + v * kVectorBytes);
+  for (int v = 0; v < 4; ++v) {
+    if constexpr (kStreaming)
+      stream_bytes(to + v * kVectorBytes, block[v]);
+    else
+      store_bytes(to + v * kVectorBytes, block[v]);
+  }
+}
+
+// Returns how much it has copied. Two pages at a time: the processor fetches ahead within a page
+// only, so that it fetches twice as far ahead.
+int64_t stream_pages(char* to, const char* from, int64_t bytes) {
+  constexpr int64_t kPage = 4096;
+  int64_t at = 0;
+  for (; at + 2 * kPage <= bytes; at += 2 * kPage) {
+    for (int64_t in_page = at; in_page < at + kPage; in_page += kBlock) {
+      copy_block<true>(to + in_page, from + in_page);
+      copy_block<true>(to + in_page + kPage, from + in_page + kPage);
+    }
+  }
+  return at;
+}
+
+// From this on a row is worth a call.
+constexpr int64_t kLongRow = 4096;
+
+// Of a multiple of a vector.
+template <bool kStreaming>
+inline __attribute__((always_inline)) void copy_row(char* to, const char* from, int64_t bytes) {
+  int64_t at = 0;
+  for (; at + kBlock <= bytes; at += kBlock) copy_block<kStreaming>(to + at, from + at);
+  for (; at < bytes; at += kVectorBytes) {
+    if constexpr (kStreaming)
+      stream_bytes(to + at, load_bytes(from + at));
+    else
+      store_bytes(to + at, load_bytes(from + at));
+  }
+}
+
+using CopyRow = void (*)(char* to, const char* from, int64_t bytes);
+
+CopyRow row_copy_of(const PlaneCopy& copy) {
+  if (copy.row % kVectorBytes != 0)
+    return [](char* to, const char* from, int64_t bytes) {
+      std::memcpy(to, from, static_cast<size_t>(bytes));
+    };
+  const auto& [data, plane, pitch] = copy.to;
+  const bool aligned = (reinterpret_cast<intptr_t>(data) | plane | pitch) % kVectorBytes == 0;
+  return copy.streaming && aligned ? copy_row<true> : copy_row<false>;
+}
+
+// Planes that are side by side on both sides are one.
+PlaneCopy merged(const PlaneCopy& copy) {
+  const auto& [to, from, planes, rows, row, streaming] = copy;
+  if (to.plane != row || from.plane != row) return copy;
+  return {{to.data, 0, to.pitch}, {from.data, 0, from.pitch}, 1, rows, planes * row, streaming};
+}
+
+// What is written to a plane whose rows follow one another before the next plane is: then other
+// planes' parts of the rows that are read are still in the nearest cache.
+constexpr int64_t kRun = 256;
+
+// A few rows of each plane in turn: where planes are side by side on one of the sides, its memory
+// is passed about in order.
+template <class Copy>
+void copy_by_rows(const PlaneCopy& all, Copy copy) {
+  const auto& [to, from, planes, rows, row, streaming] = all;
+  const int64_t most = to.pitch == row ? std::max<int64_t>(1, kRun / row) : 1;
+  for (int64_t first = 0; first < rows; first += most)
+    for (int64_t p = 0; p < planes; ++p)
+      for (int64_t r = first; r < std::min(rows, first + most); ++r)
+        copy(to.data + p * to.plane + r * to.pitch, from.data + p * from.plane + r * from.pitch);
+}
+
+// Whether they read, or write, parts of the same rows; then they are put in the order of the parts.
+bool share_rows(std::vector<PlaneCopy>& copies, Planes PlaneCopy::* side) {
+  const PlaneCopy& one = copies.front();
+  for (const PlaneCopy& copy : copies)
+    if (copy.rows != one.rows || (copy.*side).pitch != (one.*side).pitch) return false;
+  std::sort(copies.begin(), copies.end(), [&](const PlaneCopy& a, const PlaneCopy& b) {
+    return (a.*side).data < (b.*side).data;
+  });
+  return (copies.back().*side).data - (copies.front().*side).data < (copies.front().*side).pitch;
+}
+
+}  // namespace
+
+void copy_planes(PlaneCopy copy) {
+  copy = merged(copy);
+  const auto& [to, from, planes, rows, row, streaming] = copy;
+  if (row == 0) return;
+  if (to.pitch == row && from.pitch == row) {
+    for (int64_t p = 0; p < planes; ++p)
+      copy_bytes(to.data + p * to.plane, from.data + p * from.plane, rows * row, streaming);
+  } else if (row >= kLongRow) {
+    copy_by_rows(copy,
+                 [&](char* out, const char* in) { copy_bytes(out, in, copy.row, copy.streaming); });
+  } else {
+    const CopyRow copy_one = row_copy_of(copy);
+    copy_by_rows(copy, [&](char* out, const char* in) { copy_one(out, in, copy.row); });
+    if (streaming) finish_streams();
+  }
+}
+
+// Parts of a row that are copied one part after the other, each from many rows, are read twice from
+// memory, or nearly: the processor fetches ahead what lies behind a part.
+void copy_all_planes(std::vector<PlaneCopy> copies) {
+  const bool one_pass = copies.size() > 1 && (share_rows(copies, &PlaneCopy::from) ||
+                                              share_rows(copies, &PlaneCopy::to));
+  if (!one_pass) {
+    for (const PlaneCopy& copy : copies) copy_planes(copy);
+    return;
+  }
+  std::vector<CopyRow> copy_one;
+  for (PlaneCopy& copy : copies) {
+    copy = merged(copy);
+    copy_one.push_back(row_copy_of(copy));
+  }
+  for (int64_t r = 0; r < copies.front().rows; ++r)
+    for (size_t i = 0; i < copies.size(); ++i) {
+      const auto& [to, from, planes, rows, row, streaming] = copies[i];
+      for (int64_t p = 0; p < planes; ++p)
+        copy_one[i](to.data + p * to.plane + r * to.pitch,
+                    from.data + p * from.plane + r * from.pitch, row);
+    }
+  finish_streams();
+}
+
+// Not memcpy: it uses string instructions for large blocks, which page faults slow down, and page
+// by page it takes longer.
+void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming) {
+  char* out = static_cast<char*>(to);
+  const char* in = static_cast<const char*>(from);
+  int64_t at = 0;
+  const bool large = bytes >= 2 * kBlock;
+  if (large) {
+    // Streams need the alignment, and stores across two cache lines take longer.
+    at = -reinterpret_cast<intptr_t>(out) & (kVectorBytes - 1);
+    std::memcpy(out, in, static_cast<size_t>(at));
+  }
+  if (large && streaming) {
+    at += stream_pages(out + at, in + at, bytes - at);
+    for (; at + kBlock <= bytes; at += kBlock) copy_block<true>(out + at, in + at);
+    finish_streams();
+  }
+  for (; at + kBlock <= bytes; at += kBlock) copy_block<false>(out + at, in + at);
+  std::memcpy(out + at, in + at, static_cast<size_t>(bytes - at));
+}
+
+}  // namespace symm_cp

@@ -1,0 +1,74 @@
+// An exchange under way, in the two halves that a thread or the copy engine may carry out.
+#pragma once
+
+#include <vector>
+
+#include "channel/channel.h"
+#include "exchange/copy.h"
+#include "exchange/exchange.h"
+
+namespace symm_cp {
+
+class Workspace;
+
+class ExchangeRun {
+ public:
+  // Throws std::invalid_argument when it takes more than a call can; one that has to be completed
+  // does so when it begins.
+  ExchangeRun(Group& group, int channel, Exchange exchange);
+
+  const std::string& call_name() const { return exchange_.call_name; }
+  // Whether its inputs and outputs are known.
+  bool complete() const { return exchange_.complete == nullptr; }
+  int64_t slot_bytes() const { return slot_bytes_; }
+  // That this rank knows of; after its first waits, of all ranks.
+  int64_t pieces() const { return pieces_; }
+  // Carries out the call of that number, all of it.
+  void run(Workspace& workspace, int64_t number);
+  // The same in parts. `publish` hands the first piece to the peers and waits for nobody.
+  Call begin(Workspace& workspace, int64_t number);
+  void publish(Channel& channel, Call& call);
+  void finish(Channel& channel, Call& call);
+
+ private:
+  // What follows from the sizes of inputs and outputs.
+  void measure();
+  bool gives_alike() const;
+  void announce(Channel& channel, Call& call);
+  void compare_sizes(Channel& channel, int peer, const Call& call);
+  void steps(Channel& channel, Call& call, int64_t piece, size_t first, size_t last);
+  // Returns the bytes that were moved.
+  int64_t step(Channel& channel, Call& call, const LoopStep& step, int64_t piece);
+  int64_t copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  // Copies of boxes that follow one another are one pass: steps from `first` to before `last`.
+  size_t end_of_pass(size_t at, size_t last) const;
+  int64_t copy_pass(Channel& channel, const Call& call, size_t first, size_t last, int64_t piece);
+  int64_t copy_boxes(Channel& channel, const Call& call, size_t first, size_t last, int64_t piece,
+                     bool past_caches);
+  std::vector<PlaneCopy> copies_of(Channel& channel, const Call& call, const LoopStep& step,
+                                   int64_t piece, bool past_caches);
+  // Calls `store(past_caches)`, which writes about that many bytes to an area and returns how many.
+  template <class Store>
+  int64_t stored(Channel& channel, const Area& to, int64_t bytes, const Store& store);
+  int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  // Reduces to `to`, which begins at byte `offset` of the result, and adds the addend to each row.
+  void reduce_rows(char* to, int64_t offset, int64_t bytes);
+  int64_t produce(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  // Where a piece of an area begins; sets `left` to its bytes, if this rank gives or takes them.
+  char* address(Channel& channel, const Call& call, const Area& area, int64_t piece, int64_t* left);
+  // What this rank gives or takes there; null for other memory.
+  const Extent* extent_of(const Area& area) const;
+  static Reference reference_of(const Area& area);
+
+  Exchange exchange_;
+  const Loop& loop_;
+  int world_size_;
+  int rank_;
+  int64_t slot_bytes_;
+  bool streamed_ = false;
+  int64_t room_ = 0;  // of a part in a piece
+  int64_t pieces_ = 1;
+  std::vector<const void*> sources_;
+};
+
+}  // namespace symm_cp

@@ -1,0 +1,190 @@
+#include "exchange/lane.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "channel/group.h"
+#include "exchange/trace.h"
+
+namespace symm_cp {
+
+namespace {
+constexpr size_t kMaxFailures = 4096;  // calls that failed and that nobody has waited for
+}
+
+void Lane::close() {
+  std::deque<Item> dropped;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closing_ = true;
+    std::swap(dropped, queue_);
+  }
+  work_.notify_all();
+  if (engine_.joinable()) {
+    if (group_.owned())
+      engine_.join();
+    else
+      engine_.detach();  // a forked process has no such thread
+  }
+  if (!group_.owned()) return;
+  for (const Item& item : dropped)
+    if (item.program.done) item.program.done(group_.closed_text());
+}
+
+void Lane::wake_engine() {
+  wake_ = true;
+  if (!engine_.joinable()) engine_ = std::thread([this] { serve(); });
+  work_.notify_one();
+}
+
+void Lane::wake() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!queue_.empty() && !closing_) wake_engine();
+}
+
+void Lane::push(Item item, bool background) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  submitted_ = item.program.number;
+  if (item.program.plan != nullptr) item.program.call_name = item.program.plan->call_name;
+  queue_.push_back(std::move(item));
+  if (background) wake_engine();
+}
+
+void Lane::submit(Program program, bool background) {
+  push({std::move(program), {}, std::nullopt}, background);
+}
+
+void Lane::refuse(int64_t number, const std::string& cause, const CallSite* other) {
+  Item item{{number, nullptr, {}}, cause.empty() ? "refused" : cause, std::nullopt};
+  if (other != nullptr) item.other = *other;
+  push(std::move(item), true);
+  // On an idle lane it is told before this returns.
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!running_ && queue_.size() == 1) run_one(lock);
+}
+
+void Lane::run_program(Program& program, Workspace& workspace) {
+  const bool begun = program.begun.has_value();
+  if (program.exchange != nullptr && !begun)
+    return program.exchange->run(workspace, program.number);
+  Call call = begun ? std::move(*program.begun)
+                    : workspace.begin(program.number, program.slot_bytes, program.call_name);
+  if (program.exchange != nullptr) return program.exchange->finish(*workspace.channel(), call);
+  const Plan& plan = *program.plan;
+  const auto& commands = begun ? plan.rest : plan.whole;
+  workspace.channel()->run(commands.data(), static_cast<int>(commands.size()),
+                           plan.references.data(), program.operands.data(), call);
+}
+
+// Returns why it failed, if it did.
+std::string Lane::carry_out(Item& item) {
+  Program& program = item.program;
+  Workspace& workspace = group_.workspace(kAsync);
+  if (!item.refusal.empty()) {
+    workspace.fail(program.number, item.refusal, item.other ? &*item.other : nullptr);
+    return item.refusal;
+  }
+  try {
+    run_program(program, workspace);
+  } catch (const std::exception& error) {
+    group_.failed(kAsync, program.number, error);
+    return error.what();
+  }
+  return {};
+}
+
+// Runs the oldest program without holding the lock.
+void Lane::run_one(std::unique_lock<std::mutex>& lock) {
+  running_ = true;
+  Item item = std::move(queue_.front());
+  queue_.pop_front();
+  Program& program = item.program;
+  running_name_ = program.call_name;
+  lock.unlock();
+  pause_at_random();
+  std::string failure = carry_out(item);
+  lock.lock();
+  running_ = false;
+  completed_ = program.number;
+  Done done = std::move(program.done);
+  const std::string told = done ? failure : std::string();
+  if (!failure.empty() && item.refusal.empty()) {
+    failures_[completed_] = std::move(failure);
+    if (failures_.size() > kMaxFailures) failures_.erase(failures_.begin());
+  }
+  done_.notify_all();
+  if (!done) return;
+  lock.unlock();
+  done(told);
+  // What it holds goes without the lock: a tensor may have to wait for Python's lock, whose owner
+  // may be waiting for this one.
+  done = nullptr;
+  lock.lock();
+}
+
+bool Lane::begin_now(int64_t number, const std::string& call_name) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (running_ || !queue_.empty()) return false;
+  running_ = true;
+  running_name_ = call_name;
+  submitted_ = number;
+  return true;
+}
+
+void Lane::end_now(int64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  running_ = false;
+  completed_ = number;
+  done_.notify_all();
+  if (!queue_.empty()) work_.notify_one();
+}
+
+void Lane::serve() {
+  Recorder::enter_engine();
+  Group::enter_engine();
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    work_.wait(lock, [this] { return closing_ || (wake_ && !running_); });
+    if (closing_) return;
+    if (queue_.empty()) {
+      wake_ = false;
+      continue;
+    }
+    run_one(lock);
+  }
+}
+
+void Lane::wait(int64_t number) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  number = std::min(number, submitted_);
+  const Blocked blocked(group_);
+  while (completed_ < number) {
+    if (!running_ && !queue_.empty()) {
+      run_one(lock);
+      work_.notify_one();  // the engine may have found the lane taken
+    } else if (done_.wait_for(lock, kSlice) == std::cv_status::timeout) {
+      const CallSite site{kAsync, completed_ + 1, running_name_};
+      lock.unlock();
+      throw_if_interrupted();
+      if (!Group::in_engine()) group_.block(site);
+      lock.lock();
+    }
+  }
+  const auto failure = failures_.find(number);
+  if (failure == failures_.end()) return;
+  const std::string call_name = failure->second;
+  failures_.erase(failure);
+  throw PeerError(call_name);
+}
+
+bool Lane::finished(int64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completed_ >= number;
+}
+
+bool Lane::idle() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !running_ && queue_.empty();
+}
+
+}  // namespace symm_cp

@@ -1,0 +1,172 @@
+#include "memory/mapping.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "base/error.h"
+
+namespace symm_cp {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+enum PayloadWord : size_t { kBlockBytes, kPadBytes, kMappedBytes, kWords };
+const char* const kNames[kWords] = {"allocation size", "signal pad size", "mapped size"};
+
+std::string text(int64_t value) { return std::to_string(value); }
+
+// Throws when a peer meets for another call, or has sent other words than this rank.
+void check_payloads(const Peers& peers, const std::vector<Received>& received, const Payload& own,
+                    const std::string& context) {
+  const std::string me = "rank " + text(peers.rank());
+  for (int peer = 0; peer < peers.world_size(); ++peer) {
+    if (peer == peers.rank()) continue;
+    const std::vector<int64_t>& words = received[peer].words;
+    const std::string who = "rank " + text(peer);
+    if (received[peer].call_name != context)
+      throw PeerError("ranks disagree: " + me + " calls " + context + ", " + who + " calls " +
+                      received[peer].call_name);
+    if (words.size() != own.words.size() || received[peer].fds.size() != own.fds.size())
+      throw PeerError(context + ": " + who + " sent " + text(words.size()) + " numbers and " +
+                      text(received[peer].fds.size()) + " descriptors, " + text(own.words.size()) +
+                      " and " + text(own.fds.size()) + " are required");
+    for (size_t i = 0; i < words.size(); ++i)
+      if (words[i] != own.words[i])
+        throw PeerError("ranks disagree on the " + std::string(kNames[i]) + ": " + me + " calls " +
+                        context + " with " + text(own.words[i]) + " bytes, " + who + " with " +
+                        text(words[i]));
+  }
+}
+
+}  // namespace
+
+Mapping::Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t block_bytes,
+                 size_t pad_bytes, int64_t sequence, const Rendezvous& rendezvous)
+    : peers_(std::move(peers)),
+      block_bytes_(block_bytes),
+      pad_bytes_(pad_bytes),
+      sequence_(sequence),
+      spins_(spin_rounds(peers_->world_size())) {
+  try {
+    require_descriptors(2 * world_size() + 1, rendezvous.call_name);
+    control_ = Segment::create(ControlPage::kBytes + pad_bytes, "symm_cp-control");
+    const Payload own{{static_cast<int64_t>(block_bytes), static_cast<int64_t>(pad_bytes),
+                       static_cast<int64_t>(block.size())},
+                      {block.fd(), control_.fd()}};
+    auto received = peers_->exchange(rendezvous, 0, own, false);
+    check_payloads(*peers_, received, own, rendezvous.call_name);
+    map_peers(block, received);
+    // All ranks have mapped all memory, or none uses it.
+    peers_->exchange(rendezvous, 1, {}, true);
+  } catch (const std::exception& error) {
+    peers_->refuse(rendezvous.key, cause_of(error, rank()), other_of(error));
+    throw;
+  }
+}
+
+void Mapping::map_peers(const Segment& block, std::vector<Received>& received) {
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank()) {
+      data_.push_back(block.data());
+      pads_.push_back(control_.data() + ControlPage::kBytes);
+      continue;
+    }
+    remote_.push_back(Segment::map(std::move(received[peer].fds[0]), block.size()));
+    data_.push_back(remote_.back().data());
+    remote_.push_back(Segment::map(std::move(received[peer].fds[1]), control_.size()));
+    pads_.push_back(remote_.back().data() + ControlPage::kBytes);
+  }
+}
+
+void Mapping::close() {
+  if (peers_->owned()) control(rank()).closed.store(1);
+}
+
+void Mapping::throw_if_peer_lost(int peer, bool expired, const WaitBudget& budget,
+                                 const std::string& context) const {
+  const std::string who = "rank " + text(peer);
+  const auto lost = [&](const std::string& why) {
+    return PeerError(context + ": " + who + " " + why,
+                     who + " " + why + " (noticed by rank " + text(rank()) + ")");
+  };
+  // A process that ends normally closes its memory first: that it died says more.
+  if (peers_->dead(peer)) throw lost("died");
+  if (control(peer).closed.load() == 1) throw lost("has left the group");
+  if (expired) throw PeerError(context + ": timed out after " + text(budget.limit.count()) + " ms");
+}
+
+WaitBudget Mapping::budget_of(int64_t timeout_ms) const {
+  return WaitBudget(timeout_ms > 0 ? milliseconds(timeout_ms) : peers_->timeout());
+}
+
+Word* Mapping::pad_word(int owner, int source, int channel, const char* op) const {
+  if (owner < 0 || owner >= world_size() || source < 0 || source >= world_size())
+    throw std::out_of_range(std::string(op) + ": rank " + text(owner == rank() ? source : owner) +
+                            " is not in a group of " + text(world_size()));
+  const int64_t index = int64_t{channel} * world_size() + source;
+  const int64_t words = static_cast<int64_t>(pad_bytes_ / sizeof(uint32_t));
+  if (channel < 0 || index >= words)
+    throw std::out_of_range(
+        std::string(op) + ": channel " + text(channel) + " is out of range: a signal pad of " +
+        text(static_cast<int64_t>(pad_bytes_)) + " bytes has channels 0 to " +
+        text(words / world_size() - 1) + " for " + text(world_size()) + " ranks");
+  return static_cast<Word*>(pads_[owner]) + index;
+}
+
+void Mapping::put(int destination, int channel, WaitBudget& budget, const char* op) {
+  Word* word = pad_word(destination, rank(), channel, op);
+  Word* sleepers = &control(destination).sleepers;
+  uint32_t free = 0;
+  // The previous signal on this channel must have been consumed first.
+  while (!word->compare_exchange_strong(free, 1, std::memory_order_seq_cst)) {
+    wait_until(
+        word, sleepers, spins_, budget, [](uint32_t v) { return v == 0; },
+        [&](bool expired) {
+          throw_if_peer_lost(destination, expired, budget,
+                             std::string(op) + " on channel " + text(channel) + ", rank " +
+                                 text(rank()) + " waiting for rank " + text(destination) +
+                                 " to consume the previous signal");
+        });
+    free = 0;
+  }
+  wake_sleepers(word, sleepers);
+}
+
+void Mapping::await(int source, int channel, WaitBudget& budget, const char* op) {
+  Word* word = pad_word(rank(), source, channel, op);
+  Word* sleepers = &control(rank()).sleepers;
+  wait_until(
+      word, sleepers, spins_, budget, [](uint32_t v) { return v == 1; },
+      [&](bool expired) {
+        throw_if_peer_lost(source, expired, budget,
+                           std::string(op) + " on channel " + text(channel) + ", rank " +
+                               text(rank()) + " waiting for rank " + text(source));
+      });
+  symm_cp::publish(word, sleepers, 0);
+}
+
+void Mapping::put_signal(int destination, int channel, int64_t timeout_ms) {
+  peers_->check_owned("put_signal");
+  WaitBudget budget = budget_of(timeout_ms);
+  put(destination, channel, budget, "put_signal");
+}
+
+void Mapping::wait_signal(int source, int channel, int64_t timeout_ms) {
+  peers_->check_owned("wait_signal");
+  WaitBudget budget = budget_of(timeout_ms);
+  await(source, channel, budget, "wait_signal");
+}
+
+void Mapping::barrier(int channel, int64_t timeout_ms) {
+  peers_->check_owned("barrier");
+  WaitBudget budget = budget_of(timeout_ms);
+  pad_word(rank(), world_size() - 1, channel, "barrier");
+  for (int step = 1; step < world_size(); ++step)
+    put((rank() + step) % world_size(), channel, budget, "barrier");
+  for (int step = 1; step < world_size(); ++step)
+    await((rank() + step) % world_size(), channel, budget, "barrier");
+}
+
+}  // namespace symm_cp

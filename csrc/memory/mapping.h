@@ -1,0 +1,102 @@
+// One allocation as a group sees it: every rank's data, signal pad and control page.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "channel/wait.h"
+#include "rendezvous/peers.h"
+
+namespace symm_cp {
+
+// The first page of a rank's control segment; the signal pad follows it.
+struct ControlPage {
+  static constexpr size_t kBytes = 4096;
+  Word sleepers;  // processes asleep on a word that this rank owns
+  Word closed;    // 1: this rank has closed the memory; it signals nothing any more
+};
+static_assert(sizeof(ControlPage) <= ControlPage::kBytes);
+
+class Mapping {
+ public:
+  // Collective over `peers`: exchanges `block` (this rank's allocation) and a fresh control
+  // segment with a pad of `pad_bytes`. Throws PeerError on every rank, naming the ranks and both
+  // values, when they disagree on sizes or on the purpose of the rendezvous; and when one of them
+  // cannot allocate or map the memory, which then throws its own error. `sequence` names the
+  // mapping to peers.
+  Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t block_bytes, size_t pad_bytes,
+          int64_t sequence, const Rendezvous& rendezvous);
+
+  int rank() const { return peers_->rank(); }
+  int world_size() const { return peers_->world_size(); }
+  const std::shared_ptr<Peers>& peers() const { return peers_; }
+  const std::vector<void*>& data() const { return data_; }
+  const std::vector<void*>& pads() const { return pads_; }
+  size_t block_bytes() const { return block_bytes_; }
+  size_t pad_bytes() const { return pad_bytes_; }
+  // Which rendezvous of tensors made this mapping: the same number on every rank.
+  int64_t sequence() const { return sequence_; }
+  ControlPage& control(int rank) const {
+    return *reinterpret_cast<ControlPage*>(static_cast<char*>(pads_[rank]) - ControlPage::kBytes);
+  }
+
+  // Tells the peers that this rank signals nothing here any more.
+  void close();
+  // Throws when `peer` cannot signal any more, because it died or has closed the memory, or when
+  // the wait has expired. `call_name` names the waiting call.
+  void throw_if_peer_lost(int peer, bool expired, const WaitBudget& budget,
+                          const std::string& call_name) const;
+
+  // Signal-pad protocol of torch: a word is 0, or 1 between a put and the wait that consumes it.
+  // The word of channel c that rank s raises at rank d is pad d's word c * world_size + s. Legal
+  // pattern: each put on (channel, source, destination) is followed by one wait there.
+  void put_signal(int destination, int channel, int64_t timeout_ms);
+  void wait_signal(int source, int channel, int64_t timeout_ms);
+  void barrier(int channel, int64_t timeout_ms);
+
+ private:
+  void map_peers(const Segment& block, std::vector<Received>& received);
+  Word* pad_word(int owner, int source, int channel, const char* op) const;
+  WaitBudget budget_of(int64_t timeout_ms) const;
+  void put(int destination, int channel, WaitBudget& budget, const char* op);
+  void await(int source, int channel, WaitBudget& budget, const char* op);
+
+  std::shared_ptr<Peers> peers_;
+  size_t block_bytes_;
+  size_t pad_bytes_;
+  int64_t sequence_;
+  int spins_;
+  Segment control_;
+  std::vector<Segment> remote_;  // keeps peers' memory mapped
+  std::vector<void*> data_;
+  std::vector<void*> pads_;
+};
+
+// What symmetric_memory.cpp knows of torch's groups and tensors:
+
+// Finds the mapping of this process's allocation that holds `address`, for a group or its peers;
+// null when the address is not symmetric memory, or not rendezvoused with that group.
+std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& group);
+std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers);
+
+// Finds the mapping that the `sequence`-th rendezvous of these peers made; null when it was freed.
+std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence);
+
+// Returns the peers of a group. Collective at the first call for a group; see Peers.
+std::shared_ptr<Peers> peers_of(const std::string& group, const Rendezvous& rendezvous);
+// Refuses to take part in a rendezvous of a group whose peers this rank may not know yet. `other`:
+// see Workspace::fail. Not collective.
+void refuse_peers(const std::string& group, const std::string& key, const std::string& reason,
+                  const CallSite* other = nullptr);
+// Throws when a peer has refused so to meet for this call, or a later one.
+void check_refused_peers(const std::string& group, const Rendezvous& rendezvous, int peer);
+// How long ops of a group wait for a peer unless the user chose otherwise.
+std::chrono::milliseconds timeout_of(const std::string& group);
+
+// Forgets the groups that were destroyed; their sockets close when their last mapping goes.
+void release_groups();
+
+}  // namespace symm_cp

@@ -1,0 +1,64 @@
+// Anonymous shared memory (memfd): no name, so nothing can outlive the processes that map it.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace symm_cp {
+
+// Owns a file descriptor.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept;
+  ~Descriptor() { reset(); }
+  int get() const { return fd_; }
+  bool valid() const { return fd_ >= 0; }
+  int release();
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+// Has a message carry descriptors; `control` has room for them.
+void attach_descriptors(msghdr& header, void* control, const std::vector<int>& fds);
+
+// A mapping of a whole memfd, unmapped on destruction.
+class Segment {
+ public:
+  Segment() = default;
+  // Creates `size` bytes (rounded up to pages) of zeros, sealed against shrinking and growing.
+  // The pages are taken now, so that running out of memory is an error here, with the size, and
+  // not a SIGBUS at some later write.
+  static Segment create(size_t size, const std::string& label);
+  // Maps a descriptor received from a peer; refuses one that is not sealed or not `size` long.
+  static Segment map(Descriptor fd, size_t size);
+  Segment(Segment&& other) noexcept;
+  Segment& operator=(Segment&& other) noexcept;
+  ~Segment();
+
+  char* data() const { return data_; }
+  size_t size() const { return size_; }
+  int fd() const { return fd_.get(); }
+
+ private:
+  void attach(bool populate);
+
+  Descriptor fd_;
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+size_t round_to_pages(size_t size);
+
+// Takes the pages of a large fresh result in one system call, at half the cost of the page faults
+// in the copy or matmul that fills it. Does nothing where pages are there already.
+void prefault(void* address, size_t size);
+
+}  // namespace symm_cp

@@ -1,0 +1,465 @@
+// Gradients of the collectives, here because a gradient registered from Python costs each call 6
+// microseconds, as much as a small collective.
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/TensorOperators.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+#include "ops/kernels.h"
+
+namespace symm_cp {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using torch::jit::Stack;
+
+c10::OperatorHandle handle_of(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return handle_of(name).typed<Signature>();
+}
+
+at::Tensor all_gather(const at::Tensor& tensor, const std::string& group) {
+  static const auto op =
+      find_op<at::Tensor(const at::Tensor&, std::string)>("symm_mem::_low_contention_all_gather");
+  return op.call(tensor, group);
+}
+
+at::Tensor reduce_scatter(const at::Tensor& tensor, const std::string& reduce_op,
+                          const std::string& group) {
+  static const auto op = find_op<at::Tensor(const at::Tensor&, std::string, std::string)>(
+      "symm_mem::_low_contention_reduce_scatter");
+  return op.call(tensor, reduce_op, group);
+}
+
+// The ops that run our kernels on other devices than CPUs: torch's own may refuse a tensor that is
+// not in symmetric memory, as a gradient is not.
+at::Tensor call_ours(const char* name, Stack stack) {
+  stack.emplace_back();  // sizes: equal parts
+  stack.emplace_back();
+  handle_of(name).callBoxed(stack);
+  return stack.back().toTensor();
+}
+
+at::Tensor all_gather_gradient(const at::Tensor& grad, const std::string& group) {
+  if (grad.is_cpu()) return all_gather(grad, group);
+  return call_ours("symm_mem::_low_contention_all_gather_split", {grad, group});
+}
+
+at::Tensor reduce_scatter_gradient(const at::Tensor& grad, const std::string& group) {
+  if (grad.is_cpu()) return reduce_scatter(grad, "sum", group);
+  return call_ours("symm_mem::_low_contention_reduce_scatter_split", {grad, "sum", group});
+}
+
+// These two are torch's, whose C++ signatures differ between its builds: called boxed.
+at::Tensor call_all_reduce(const c10::OperatorHandle& op, const at::Tensor& tensor,
+                           const c10::IValue& reduce_op, const c10::IValue& group) {
+  Stack stack{tensor, reduce_op, group};
+  op.callBoxed(stack);
+  return stack.back().toTensor();
+}
+
+at::Tensor all_reduce(const at::Tensor& tensor, const c10::IValue& reduce_op,
+                      const c10::IValue& group) {
+  static const auto op = handle_of("symm_mem::one_shot_all_reduce");
+  return call_all_reduce(op, tensor, reduce_op, group);
+}
+
+at::Tensor all_reduce_in_place(const at::Tensor& tensor, const c10::IValue& reduce_op,
+                               const c10::IValue& group) {
+  static const auto op = handle_of("symm_mem::two_shot_all_reduce_");
+  return call_all_reduce(op, tensor, reduce_op, group);
+}
+
+at::Tensor waited(const at::Tensor& tensor) {
+  static const auto op = find_op<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
+  return op.call(tensor);
+}
+
+struct AllGather : torch::autograd::Function<AllGather> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
+                            const std::string& group) {
+    ctx->saved_data["group"] = group;
+    at::AutoDispatchBelowADInplaceOrView below;
+    return all_gather(tensor, group);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const std::string group = ctx->saved_data["group"].toStringRef();
+    return {waited(reduce_scatter_gradient(grads[0], group)), at::Tensor()};
+  }
+};
+
+struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
+                            const std::string& reduce_op, const std::string& group) {
+    ctx->saved_data["group"] = group;
+    ctx->saved_data["mean"] = reduce_op == "avg";
+    ctx->saved_data["rows"] = tensor.size(0);
+    at::AutoDispatchBelowADInplaceOrView below;
+    return reduce_scatter(tensor, reduce_op, group);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    at::Tensor grad = waited(all_gather_gradient(grads[0], ctx->saved_data["group"].toStringRef()));
+    if (ctx->saved_data["mean"].toBool())
+      grad = grad * (static_cast<double>(grads[0].size(0)) / ctx->saved_data["rows"].toInt());
+    return {grad, at::Tensor(), at::Tensor()};
+  }
+};
+
+// Nodes of autograd's graph have their count of owners inside, since torch 2.13.
+template <class Node>
+auto make_node() {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>();
+  } else {
+    return std::make_shared<Node>();
+  }
+}
+
+// A node of its own: torch's `Function` costs a microsecond more.
+struct AllReduceBackward : torch::autograd::Node {
+  c10::IValue reduce_op, group;
+
+  std::string name() const override { return "OneShotAllReduceBackward"; }
+  // Every rank's output depends on every rank's input in the same way. A rank whose output was not
+  // used takes part as well.
+  variable_list apply(variable_list&& grads) override {
+    const at::Tensor grad = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
+    return {grad.is_cpu() ? all_reduce(grad, reduce_op, group) : all_reduce_elsewhere(grad)};
+  }
+
+  // torch's kernels for other devices take symmetric memory only, which a gradient is not in.
+  at::Tensor all_reduce_elsewhere(const at::Tensor& grad) const;
+};
+
+at::Tensor with_gradient(at::Tensor total, const at::Tensor& of, const c10::IValue& reduce_op,
+                         const c10::IValue& group) {
+  const auto node = make_node<AllReduceBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(of));
+  node->reduce_op = reduce_op;
+  node->group = group;
+  torch::autograd::set_history(total, node);
+  return total;
+}
+
+at::Tensor AllReduceBackward::all_reduce_elsewhere(const at::Tensor& grad) const {
+  static const auto op = handle_of("_c10d_functional::all_reduce");
+  at::Tensor total;
+  {
+    at::AutoDispatchBelowAutograd below;
+    total = waited(call_all_reduce(op, grad, reduce_op, group));
+  }
+  const bool again = at::GradMode::is_enabled() && grad.requires_grad();
+  return again ? with_gradient(std::move(total), grad, reduce_op, group) : total;
+}
+
+// The gradients of keys and values are reduce-scattered together.
+struct GatherKvBackward : torch::autograd::Node {
+  std::vector<c10::IValue> others;  // seq_dim, group, sizes, rank
+
+  std::string name() const override { return "AllGatherKvBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    static const auto op = handle_of("symm_mem::_all_gather_kv_backward");
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    Stack stack;
+    for (uint32_t i = 0; i < 2; ++i)
+      stack.emplace_back(grads[i].defined() ? grads[i] : input_metadata(i).zeros_like());
+    stack.insert(stack.end(), others.begin(), others.end());
+    op.callBoxed(stack);
+    return {stack[0].toTensor(), stack[1].toTensor()};
+  }
+};
+
+// Each direction is the gradient of the other.
+struct ExchangeHeadsBackward : torch::autograd::Node {
+  bool to_heads;
+  std::vector<c10::IValue> others;  // the arguments from the group on
+
+  std::string name() const override { return "ExchangeHeadsBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    static const auto op = handle_of("symm_mem::exchange_heads");
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    for (uint32_t i = 0; i < grads.size(); ++i)
+      if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
+    Stack stack{c10::List<at::Tensor>(grads), !to_heads};
+    stack.insert(stack.end(), others.begin(), others.end());
+    op.callBoxed(stack);
+    return stack[0].toTensorVector();
+  }
+};
+
+struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
+                            const c10::IValue& reduce_op, const c10::IValue& group) {
+    ctx->saved_data["group"] = group;
+    ctx->saved_data["reduce_op"] = reduce_op;
+    ctx->mark_dirty({tensor});
+    at::AutoDispatchBelowAutograd below;  // not below what counts the modification
+    all_reduce_in_place(tensor, reduce_op, group);
+    return tensor;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {all_reduce(grads[0], ctx->saved_data["reduce_op"], ctx->saved_data["group"]),
+            at::Tensor(), at::Tensor()};
+  }
+};
+
+// Of `fused_matmul_all_reduce`. The gradient of the sum is all-reduced, as torch's functional
+// all-reduce has it; the bias is added after the sum.
+struct MatmulAllReduce : torch::autograd::Function<MatmulAllReduce> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& a, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, const c10::IValue& reduce_op,
+                            const c10::IValue& group) {
+    static const auto op = handle_of("symm_mem::fused_matmul_all_reduce");
+    ctx->save_for_backward({a, weight});
+    ctx->saved_data["has_bias"] = bias.has_value();
+    ctx->saved_data["reduce_op"] = reduce_op;
+    ctx->saved_data["group"] = group;
+    at::AutoDispatchBelowADInplaceOrView below;
+    Stack stack{a, weight, bias, reduce_op, group};
+    op.callBoxed(stack);
+    return stack.back().toTensor();
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    // In the dtypes of the forward pass.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &a = saved[0], &weight = saved[1], &grad = grads[0];
+    const bool of_a = ctx->needs_input_grad(0), of_weight = ctx->needs_input_grad(1);
+    at::Tensor grad_a, grad_weight, grad_bias;
+    const at::Tensor total = of_a || of_weight ? all_reduced(ctx, grad) : grad;
+    if (of_a) grad_a = at::matmul(total, weight.t());
+    if (of_weight) grad_weight = at::matmul(a.flatten(0, -2).t(), total.flatten(0, -2));
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2))
+      grad_bias = grad.flatten(0, -2).sum(0);
+    return {grad_a, grad_weight, grad_bias, at::Tensor(), at::Tensor()};
+  }
+
+ private:
+  static at::Tensor all_reduced(AutogradContext* ctx, const at::Tensor& grad) {
+    static const auto op = handle_of("symm_mem::_fused_matmuls_all_reduce");
+    const c10::List<at::Tensor> none;
+    Stack stack{
+        none, none, grad, c10::IValue(), ctx->saved_data["reduce_op"], ctx->saved_data["group"]};
+    op.callBoxed(stack);
+    return stack.back().toTensor();
+  }
+};
+
+// Raises where a transform of torch would lose the derivative by a tensor; the words are those of
+// symm_cp/ops/transforms.py.
+bool needs_gradient(const char* op, const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !tensor._fw_grad(/*level=*/0).defined(), op,
+      ": forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not supported: "
+      "use torch.autograd.grad or backward()");
+  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) return false;
+  if (const auto& transforms = at::functorch::functorchTLSAccessor()) {
+    try {
+      transforms->checkSupportsCppAutogradFunction();
+    } catch (const c10::Error&) {
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          false, op,
+          ": torch.func.grad, vjp and the transforms built on them are not supported: use "
+          "torch.autograd.grad or backward()");
+    }
+  }
+  return true;
+}
+
+at::Tensor all_gather_autograd(const at::Tensor& tensor, std::string group) {
+  constexpr const char* name = "_low_contention_all_gather";
+  at::Tensor gathered;
+  kernels::telling_of_refusals(name, group, kAsync, tensor.key_set(), [&] {
+    if (needs_gradient(name, tensor)) {
+      gathered = AllGather::apply(tensor, group);
+      return;
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    gathered = all_gather(tensor, group);
+  });
+  return gathered;
+}
+
+at::Tensor reduce_scatter_autograd(const at::Tensor& tensor, std::string reduce_op,
+                                   std::string group) {
+  constexpr const char* name = "_low_contention_reduce_scatter";
+  at::Tensor scattered;
+  kernels::telling_of_refusals(name, group, kAsync, tensor.key_set(), [&] {
+    if (needs_gradient(name, tensor)) {
+      scattered = ReduceScatter::apply(tensor, reduce_op, group);
+      return;
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    scattered = reduce_scatter(tensor, reduce_op, group);
+  });
+  return scattered;
+}
+
+void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  at::AutoDispatchBelowAutograd below;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+// Of an op whose last arguments are the tensor that is reduced, the reduction and the group.
+void one_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 3);
+  const at::Tensor& tensor = arguments[0].toTensor();
+  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
+  if (!needs_gradient(name, tensor)) return redispatch(op, keys, stack);
+  const at::Tensor reduced = tensor;
+  const c10::IValue reduce_op = arguments[1], group = arguments[2];
+  redispatch(op, keys, stack);
+  with_gradient(stack->back().toTensor(), reduced, reduce_op, group);
+}
+
+void matmul_all_reduce_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                                Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 5);
+  const at::Tensor &a = arguments[0].toTensor(), &weight = arguments[1].toTensor();
+  const auto bias = arguments[2].toOptional<at::Tensor>();
+  constexpr const char* name = "fused_matmul_all_reduce";
+  bool needed = needs_gradient(name, a);
+  needed = needs_gradient(name, weight) || needed;
+  if (bias) needed = needs_gradient(name, *bias) || needed;
+  if (!needed) return redispatch(op, keys, stack);
+  at::Tensor total = MatmulAllReduce::apply(a, weight, bias, arguments[3], arguments[4]);
+  torch::jit::drop(*stack, 5);
+  stack->emplace_back(std::move(total));
+}
+
+void gather_kv_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 6);
+  const at::Tensor &key = arguments[0].toTensor(), &value = arguments[1].toTensor();
+  const bool of_key = needs_gradient("all_gather_kv", key);
+  if (!needs_gradient("all_gather_kv", value) && !of_key) return redispatch(op, keys, stack);
+  const auto node = make_node<GatherKvBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(key, value));
+  node->others.assign(arguments.begin() + 2, arguments.end());
+  redispatch(op, keys, stack);
+  for (const c10::IValue& gathered : torch::jit::last(*stack, 2))
+    torch::autograd::set_history(gathered.toTensor(), node);
+}
+
+void exchange_heads_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                             Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  const std::vector<at::Tensor> tensors = arguments[0].toTensorVector();
+  bool needed = false;
+  for (const at::Tensor& tensor : tensors)
+    needed = needs_gradient("exchange_heads", tensor) || needed;
+  at::AutoDispatchBelowADInplaceOrView no_views;  // of results, which may be modified in place
+  if (!needed) return redispatch(op, keys, stack);
+  const auto node = make_node<ExchangeHeadsBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(tensors));
+  node->to_heads = arguments[1].toBool();
+  node->others.assign(arguments.begin() + 2, arguments.end());
+  redispatch(op, keys, stack);
+  for (const at::Tensor& exchanged : stack->back().toTensorVector())
+    torch::autograd::set_history(exchanged, node);
+}
+
+void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 3);
+  const at::Tensor tensor = arguments[0].toTensor();
+  if (!needs_gradient("two_shot_all_reduce_", tensor)) return redispatch(op, keys, stack);
+  TORCH_CHECK(!(tensor.is_view() ? tensor._base() : tensor).is_leaf(),
+              "two_shot_all_reduce_: input is a leaf that requires grad, or a view of one, which "
+              "must not be modified in place: use one_shot_all_reduce, or torch.no_grad()");
+  const at::Tensor result = AllReduceInPlace::apply(tensor, arguments[1], arguments[2]);
+  torch::jit::drop(*stack, 3);
+  stack->emplace_back(result);
+}
+
+// Ops that write to an argument for the result have no gradient, as torch's.
+void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!values[i].isTensor()) continue;
+    const at::Tensor tensor = values[i].toTensor();
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !needs_gradient(name, tensor), name,
+        ": has no gradient, as it writes its result to an argument, and ", arguments[i].name(),
+        " requires grad: use an op that returns its result, or torch.no_grad()");
+    if (!tensor.is_neg() && !tensor.is_conj()) continue;
+    // torch would take an input with such a bit for what is returned, as some of its schemas say,
+    // and copy what is written to an output back at once, before a transfer is complete.
+    const bool input = arguments[i].name() != "out" && arguments[i].name() != "output";
+    if (input) torch::jit::peek(*stack, i, arguments.size()) = tensor.resolve_conj().resolve_neg();
+    const bool in_background = strncmp(name, "_low_contention", strlen("_low_contention")) == 0;
+    TORCH_CHECK_VALUE(input || !in_background, name, ": ", arguments[i].name(),
+                      " must not be a conjugated or negated view: use its resolve_conj() or "
+                      "resolve_neg()");
+  }
+  redispatch(op, keys, stack);
+}
+
+// So that autograd notices when what it saved has been overwritten. The tensor that is returned is
+// the one that was written to. On other devices torch's ops stay as they are.
+void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  const at::Tensor& written = stack->back().toTensor();
+  if (written.is_cpu() && !written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
+}
+
+using AutogradKernel = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*);
+
+// The kernel, of which the peers are told when it refuses a call, or torch does below it.
+template <AutogradKernel kernel, int channel = kSync>
+void telling(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  size_t index = 0;
+  while (arguments[index].name() != "group_name") ++index;
+  const c10::IValue group = torch::jit::peek(*stack, index, arguments.size());
+  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
+  kernels::telling_of_refusals(name, group, channel, keys, [&] { kernel(op, keys, stack); });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
+  m.impl("_low_contention_all_gather", all_gather_autograd);
+  m.impl("_low_contention_reduce_scatter", reduce_scatter_autograd);
+  for (const char* name : {"one_shot_all_reduce", "one_shot_all_reduce_copy"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&one_shot_autograd>>());
+  m.impl("all_gather_kv",
+         torch::CppFunction::makeFromBoxedFunction<&telling<&gather_kv_autograd>>());
+  for (const char* name : {"_low_contention_all_gather_out", "_low_contention_reduce_scatter_out"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&out_autograd, kAsync>>());
+  m.impl("exchange_heads",
+         torch::CppFunction::makeFromBoxedFunction<&telling<&exchange_heads_autograd>>());
+  m.impl("fused_matmul_all_reduce",
+         torch::CppFunction::makeFromBoxedFunction<&telling<&matmul_all_reduce_autograd>>());
+}
+
+// Not for torch's kernels on other devices: they write to parameters, and to what requires grad,
+// where these raise.
+TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
+  m.impl("two_shot_all_reduce_",
+         torch::CppFunction::makeFromBoxedFunction<&telling<&two_shot_autograd>>());
+  for (const char* name : {"one_shot_all_reduce_out", "one_shot_all_reduce_copy_out",
+                           "two_shot_all_reduce_out", "reduce_scatter_out"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&out_autograd>>());
+}
+
+TORCH_LIBRARY_IMPL(symm_mem, ADInplaceOrView, m) {
+  for (const char* name :
+       {"two_shot_all_reduce_", "two_shot_all_reduce_out", "one_shot_all_reduce_out",
+        "one_shot_all_reduce_copy_out", "reduce_scatter_out", "_low_contention_all_gather_out",
+        "_low_contention_reduce_scatter_out"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&count_modification>());
+}
+
+}  // namespace symm_cp

@@ -1,0 +1,196 @@
+// Shared by the native kernels of ops: the group of a call, checks of arguments that ranks must
+// agree on, and a cache of the calls that were checked.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/util/FunctionRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <exception>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "channel/group.h"
+#include "exchange/exchange.h"
+#include "memory/pool.h"
+
+namespace symm_cp::kernels {
+
+using torch::jit::Stack;
+
+// The lengths of all ranks' parts of a dimension, where the caller gives them.
+using Sizes = std::optional<std::vector<int64_t>>;
+
+// What tells the calls of this process apart: op, world size, dtype, sizes and so on.
+using CallKey = c10::SmallVector<int64_t, 16>;
+
+// A call whose arguments were checked. All calls with its key differ in addresses only.
+struct CheckedCall {
+  Exchange exchange;
+  // Where the extents of the exchange begin in the tensors.
+  std::vector<int64_t> input_offsets;
+  std::vector<int64_t> output_offsets;
+  std::vector<int64_t> output_shape;        // of several outputs one after the other
+  std::array<at::Tensor, kSlots> products;  // views of slots; see matmul_all_reduce.cpp
+  bool in_place_possible = true;            // an input in symmetric memory is read where it lies
+  bool background = false;                  // large enough to wake the copy engine for it
+
+  // `row` and `pitch`: see Extent.
+  void add_input(int64_t offset, int64_t bytes);
+  void add_output(int64_t offset, int64_t bytes, int64_t row = 0, int64_t pitch = 0);
+  // Divides the bytes of input and output into the parts that the ranks reduce; those at the end
+  // may be shorter. Returns the length of the others.
+  int64_t add_parts(int64_t bytes, int ranks);
+  // `input` is null where it is produced.
+  void bind(const void* input, void* output);
+};
+
+// The calls that this thread has checked. A bounded cache.
+class CheckedCalls {
+ public:
+  static CheckedCalls& of_this_thread();
+
+  // Returns the call with that key, after `check(call)` has filled it if there was none. Until
+  // `release` another call with the key, as a signal handler may make, gets one of its own.
+  template <class Check>
+  std::shared_ptr<CheckedCall> take(const CallKey& key, Check check) {
+    const auto known = calls_.find(key);
+    if (known != calls_.end() && known->second.use_count() == 1) return known->second;
+    auto call = std::make_shared<CheckedCall>();
+    check(*call);
+    keep(key, call);
+    return call;
+  }
+
+ private:
+  struct Hash {
+    size_t operator()(const CallKey& key) const;
+  };
+  void keep(const CallKey& key, const std::shared_ptr<CheckedCall>& call);
+
+  std::unordered_map<CallKey, std::shared_ptr<CheckedCall>, Hash> calls_;
+};
+
+// The arguments of an op, which its kernel replaces by the result.
+class Arguments {
+ public:
+  Arguments(const c10::OperatorHandle& op, Stack* stack)
+      : schema_(op.schema()), stack_(stack), count_(op.schema().arguments().size()) {}
+
+  const at::Tensor& tensor(size_t index) const { return at(index).toTensor(); }
+  // Undefined where it is None.
+  at::Tensor optional_tensor(size_t index) const {
+    return at(index).isNone() ? at::Tensor() : at(index).toTensor();
+  }
+  const std::string& text(size_t index) const { return at(index).toStringRef(); }
+  bool flag(size_t index) const { return at(index).toBool(); }
+  int64_t number(size_t index) const { return at(index).toInt(); }
+  std::vector<at::Tensor> tensors(size_t index) const { return at(index).toTensorVector(); }
+  std::optional<int64_t> optional_number(size_t index) const {
+    return at(index).toOptional<int64_t>();
+  }
+  // Returns nullopt for None.
+  std::optional<std::vector<int64_t>> numbers(size_t index) const;
+  // The arguments for uneven parts, from `index` on: all lengths, then the rank. Raises ValueError
+  // unless that is the rank of this process.
+  Sizes sizes(size_t index, const Group& group) const;
+  Stack all() const { return torch::jit::last(*stack_, count_).vec(); }
+  // Checks all tensors.
+  void check_memory(const char* op) const;
+  template <class... Results>
+  void end(Results... results) {
+    torch::jit::drop(*stack_, count_);
+    torch::jit::push(*stack_, std::move(results)...);
+  }
+
+ private:
+  const c10::IValue& at(size_t index) const { return torch::jit::peek(*stack_, index, count_); }
+
+  const c10::FunctionSchema& schema_;
+  Stack* stack_;
+  size_t count_;
+};
+
+// A part's bytes, rounded up so that the next part is aligned.
+constexpr int64_t whole_parts(int64_t bytes) {
+  return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
+}
+
+// Returns an empty tensor for a result.
+inline at::Tensor new_output(const at::Tensor& like, at::IntArrayRef sizes) {
+  return pooled_empty(sizes, like.options());
+}
+
+// Appends a tensor's dtype and sizes to a key.
+void add_tensor(CallKey& key, const at::Tensor& tensor);
+
+// Names a call for errors, and so that ranks notice when theirs differ: "op float32[2, 4] detail".
+std::string name_call(const char* op, at::ScalarType dtype, at::IntArrayRef sizes,
+                      const std::string& detail);
+// "torch.float32"
+std::string name_dtype(at::ScalarType dtype);
+
+// Raises TypeError for a tensor that is None, ValueError for one whose storage is too small for it,
+// as after `untyped_storage().resize_(0)`.
+void check_memory(const char* op, const std::string& name, const at::Tensor& tensor);
+
+// Raise ValueError or TypeError.
+void check_dense(const char* op, const char* name, const at::Tensor& tensor);
+void check_out(const char* op, const char* name, const at::Tensor& out, at::IntArrayRef sizes,
+               at::ScalarType dtype);
+void check_has_dims(const char* op, const char* name, const at::Tensor& tensor);
+ReduceOp check_reduce_op(const char* op, const char* name, at::ScalarType dtype,
+                         std::string_view reduce_op);
+
+// Returns the length of every rank's shard of a gathered dimension; `argument` names the dimension.
+std::vector<int64_t> check_gather(const char* op, const char* argument, int64_t dim,
+                                  const at::Tensor& shard, const Sizes& sizes, const Group& group);
+// Returns the length of every rank's part of a scattered dimension 0.
+std::vector<int64_t> check_scatter(const char* op, const at::Tensor& whole, const Sizes& sizes,
+                                   int ranks);
+int64_t total(const std::vector<int64_t>& sizes);
+// "sizes=3+2", or a checksum where that would be long; nothing for equal parts.
+std::string name_sizes(const std::vector<int64_t>& sizes);
+
+// Sets how an exchange reduces elements: complex ones as pairs of real ones.
+void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op);
+
+// Whether a tensor lies in symmetric memory that was rendezvoused with the group.
+bool is_symmetric(const Group& group, const at::Tensor& tensor);
+// Whether products of small matrices are computed by native kernels: not while a way is forced,
+// which Python has all of.
+bool serves_small_matmuls();
+// Whether two contiguous tensors share bytes.
+bool overlap(const at::Tensor& one, const at::Tensor& other);
+
+// An op failed after it had begun, and has reported that to the peers.
+struct Failed : std::exception {
+  explicit Failed(std::exception_ptr error) : cause(std::move(error)) {}
+  std::exception_ptr cause;
+};
+
+// The error as Python names it, and its text: "ValueError: ...".
+std::string describe(const std::exception& error);
+
+// Carries out `body(group)`, an op's kernel, unless the memory of a tensor is missing. Argument
+// `group_name` names the group. Tells the peers when it refuses its arguments, since they may be
+// making the same call on `channel`. Returns false, and calls nothing, where the kernel in Python
+// is needed: for groups that span hosts, and where tests run CPU tensors on a simulated device.
+bool guarded(const char* op, const Arguments& arguments, size_t group_name, int channel,
+             c10::function_ref<void(const std::shared_ptr<Group>&)> body);
+// Carries out `dispatch`, which hands a call of `op` on to the kernels of other dispatch keys.
+// Tells the peers when it is refused before it has come to a kernel that tells them: by torch, as
+// for named tensors, by the rules of a tensor subclass, or in the kernel of autograd. Not of calls
+// of other devices, nor under a dispatch mode, which may be there to trace them.
+void telling_of_refusals(const char* op, const c10::IValue& group_name, int channel,
+                         c10::DispatchKeySet keys, c10::function_ref<void()> dispatch);
+// Calls the kernel in Python, the op of the same name in the namespace `symm_cp`.
+void call_python(const c10::OperatorHandle& op, Stack* stack);
+
+}  // namespace symm_cp::kernels

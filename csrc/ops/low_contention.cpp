@@ -1,0 +1,251 @@
+// The low-contention collectives: they return at once, and the copy engine moves the bytes. Their
+// gradients are in gradients.cpp.
+#include <torch/library.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "base/python.h"
+#include "ops/kernels.h"
+
+namespace symm_cp {
+
+namespace {
+
+using namespace kernels;
+using torch::jit::Stack;
+
+constexpr const char* kGather = "_low_contention_all_gather";
+constexpr const char* kScatter = "_low_contention_reduce_scatter";
+constexpr const char* kGatherOut = "_low_contention_all_gather_out";
+constexpr const char* kScatterOut = "_low_contention_reduce_scatter_out";
+
+// Below this many bytes waking the engine costs more than the transfer, which then waits for
+// `wait_tensor`, or for the next transfer that wakes the engine. No peer may depend on it: it is
+// not in place, where others wait until this rank has read.
+constexpr int64_t kWakeBytes = int64_t{64} << 10;
+
+// Holds what the transfer reads and writes until it has been waited for. The output's storage, not
+// the tensor: the work is registered under the tensor.
+class Transfer : public c10d::Work {
+ public:
+  Transfer(std::shared_ptr<Group> group, int64_t number, at::Tensor input, c10::Storage output)
+      : group_(std::move(group)),
+        number_(number),
+        input_(std::move(input)),
+        output_(std::move(output)) {}
+
+  bool isCompleted() override { return group_->lane().finished(number_); }
+
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    try {
+      group_->lane().wait(number_);
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, error.what());
+    }
+    input_.reset();
+    return true;
+  }
+
+ private:
+  std::shared_ptr<Group> group_;
+  int64_t number_;
+  at::Tensor input_;
+  c10::Storage output_;
+};
+
+int64_t row_bytes(const at::Tensor& tensor) {
+  int64_t bytes = static_cast<int64_t>(tensor.element_size());
+  for (int64_t dim = 1; dim < tensor.dim(); ++dim) bytes *= tensor.size(dim);
+  return bytes;
+}
+
+std::vector<int64_t> with_length(const at::Tensor& tensor, int64_t length) {
+  std::vector<int64_t> shape = tensor.sizes().vec();
+  shape[0] = length;
+  return shape;
+}
+
+// The input leaves its memory in one piece: the caller may overwrite it.
+void set_piece(CheckedCall& call, int64_t bytes) {
+  call.exchange.piece_bytes = bytes <= kPieceBytes ? kPieceBytes : std::max(2 * kPieceBytes, bytes);
+}
+
+void prepare_gather(CheckedCall& call, const at::Tensor& shard, const Sizes& given,
+                    const Group& group) {
+  check_has_dims(kGather, "tensor", shard);
+  const std::vector<int64_t> sizes = check_gather(kGather, "dim", 0, shard, given, group);
+  const int64_t row = row_bytes(shard), length = total(sizes);
+  const int64_t largest = *std::max_element(sizes.begin(), sizes.end()) * row;
+  const std::string uneven = name_sizes(sizes);
+  call.output_shape = with_length(shard, length);
+  call.exchange.kind = ExchangeKind::kAllGather;
+  call.exchange.call_name =
+      name_call(kGather, shard.scalar_type(),
+                uneven.empty() ? shard.sizes() : at::IntArrayRef(call.output_shape), uneven);
+  call.add_input(0, sizes[group.rank()] * row);
+  int64_t at = 0;
+  for (const int64_t size : sizes) {
+    call.add_output(at * row, size * row);
+    at += size;
+  }
+  set_piece(call, whole_parts(largest));
+  call.background = largest > kWakeBytes;
+  // An empty tensor has no address: ranks could not agree on whether theirs are symmetric.
+  call.in_place_possible = call.background && *std::min_element(sizes.begin(), sizes.end()) > 0;
+}
+
+void prepare_scatter(CheckedCall& call, const at::Tensor& whole, const std::string& reduce_by,
+                     ReduceOp reduce_op, const Sizes& given, const Group& group) {
+  check_has_dims(kScatter, "tensor", whole);
+  const std::vector<int64_t> sizes = check_scatter(kScatter, whole, given, group.world_size());
+  const int64_t row = row_bytes(whole);
+  const int64_t largest = *std::max_element(sizes.begin(), sizes.end()) * row;
+  call.output_shape = with_length(whole, sizes[group.rank()]);
+  const std::string uneven = name_sizes(sizes);
+  call.exchange.kind = ExchangeKind::kReduceScatter;
+  call.exchange.call_name = name_call(kScatter, whole.scalar_type(), whole.sizes(),
+                                      reduce_by + (uneven.empty() ? "" : " ") + uneven);
+  set_reduction(call.exchange, whole.scalar_type(), reduce_op);
+  int64_t at = 0;
+  for (const int64_t size : sizes) {
+    call.add_input(at * row, size * row);
+    at += size;
+  }
+  call.add_output(0, sizes[group.rank()] * row);
+  set_piece(call, whole_parts(largest) * group.world_size());
+  call.background = static_cast<int64_t>(whole.nbytes()) > kWakeBytes;
+  call.in_place_possible = call.background;
+}
+
+// Whether rows follow one another, or would if there were several: of parts that are cut out of
+// wider tensors those with one row are contiguous, which only some ranks may have.
+bool rows_adjoin(const at::Tensor& tensor) {
+  return tensor.stride(0) * static_cast<int64_t>(tensor.element_size()) == row_bytes(tensor);
+}
+
+// A plain input may be overwritten once this has returned. `output`: to be written to; none for a
+// new tensor, which is returned.
+at::Tensor start_transfer(const std::shared_ptr<Group>& group, CheckedCall& call,
+                          const at::Tensor& given, at::Tensor output = {}) {
+  at::Tensor input = given.contiguous();
+  if (!output.defined()) output = new_output(given, call.output_shape);
+  const bool in_place = call.in_place_possible && input.is_same(given) && rows_adjoin(given) &&
+                        is_symmetric(*group, input);
+  call.exchange.in_place = in_place;
+  const CallLock lock(*group, kAsync);
+  if (!in_place && input.is_same(given) && !starts_at_once(*group, call.exchange))
+    input = given.clone();
+  call.bind(input.const_data_ptr(), output.mutable_data_ptr());
+  const Started started = start(*group, call.exchange, call.background);
+  c10d::register_work(
+      output, c10::make_intrusive<Transfer>(group, started.number, input, output.storage()));
+  return output;
+}
+
+CallKey key_of(const char* op, const Group& group, const at::Tensor& tensor, int64_t reduce_op,
+               const Sizes& sizes) {
+  CallKey key{reinterpret_cast<intptr_t>(op),
+              group.world_size(),
+              group.rank(),
+              reduce_op,
+              sizes.has_value(),
+              tensor.dim()};
+  add_tensor(key, tensor);
+  if (sizes) key.append(sizes->begin(), sizes->end());
+  return key;
+}
+
+std::shared_ptr<CheckedCall> gather_call(const Group& group, const at::Tensor& shard,
+                                         const Sizes& sizes) {
+  return CheckedCalls::of_this_thread().take(
+      key_of(kGather, group, shard, 0, sizes),
+      [&](CheckedCall& call) { prepare_gather(call, shard, sizes, group); });
+}
+
+std::shared_ptr<CheckedCall> scatter_call(const Group& group, const at::Tensor& whole,
+                                          const std::string& reduce_by, const Sizes& sizes) {
+  const ReduceOp reduce_op = check_reduce_op(kScatter, "tensor", whole.scalar_type(), reduce_by);
+  return CheckedCalls::of_this_thread().take(
+      key_of(kScatter, group, whole, static_cast<int64_t>(reduce_op), sizes),
+      [&](CheckedCall& call) { prepare_scatter(call, whole, reduce_by, reduce_op, sizes, group); });
+}
+
+// Arguments: tensor, group name; sizes and rank.
+void background_all_gather(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  at::Tensor output;
+  const auto body = [&](const std::shared_ptr<Group>& group) {
+    const at::Tensor& shard = arguments.tensor(0);
+    const auto call = gather_call(*group, shard, arguments.sizes(2, *group));
+    output = start_transfer(group, *call, shard);
+  };
+  if (in_test_mode() || !guarded(kGather, arguments, 1, kAsync, body))
+    return call_python(op, stack);
+  arguments.end(std::move(output));
+}
+
+// Arguments: tensor, reduce op, group name; sizes and rank.
+void background_reduce_scatter(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  at::Tensor output;
+  const auto body = [&](const std::shared_ptr<Group>& group) {
+    const at::Tensor& whole = arguments.tensor(0);
+    const auto call = scatter_call(*group, whole, arguments.text(1), arguments.sizes(3, *group));
+    output = start_transfer(group, *call, whole);
+  };
+  if (in_test_mode() || !guarded(kScatter, arguments, 2, kAsync, body))
+    return call_python(op, stack);
+  arguments.end(std::move(output));
+}
+
+// Arguments: tensor, group name, out. The shard may lie at its place in `out`.
+void background_all_gather_out(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  const at::Tensor output = arguments.tensor(2);
+  const auto body = [&](const std::shared_ptr<Group>& group) {
+    const at::Tensor& shard = arguments.tensor(0);
+    const auto call = gather_call(*group, shard, {});
+    check_out(kGatherOut, "out", output, call->output_shape, shard.scalar_type());
+    const auto* place =
+        static_cast<const char*>(output.const_data_ptr()) + group->rank() * shard.nbytes();
+    // A strided shard is copied first.
+    TORCH_CHECK_VALUE(
+        !shard.is_contiguous() || shard.const_data_ptr() == place || !overlap(shard, output),
+        kGatherOut, ": tensor must not share memory with out, unless it is part ", group->rank(),
+        " of it");
+    start_transfer(group, *call, shard, output);
+  };
+  if (in_test_mode() || !guarded(kGatherOut, arguments, 1, kAsync, body))
+    return call_python(op, stack);
+  arguments.end(output);
+}
+
+// Arguments: tensor, reduce op, group name, out.
+void background_reduce_scatter_out(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  const at::Tensor output = arguments.tensor(3);
+  const auto body = [&](const std::shared_ptr<Group>& group) {
+    const at::Tensor& whole = arguments.tensor(0);
+    const auto call = scatter_call(*group, whole, arguments.text(1), {});
+    check_out(kScatterOut, "out", output, call->output_shape, whole.scalar_type());
+    TORCH_CHECK_VALUE(!whole.is_contiguous() || !overlap(whole, output), kScatterOut,
+                      ": tensor must not share memory with out");
+    start_transfer(group, *call, whole, output);
+  };
+  if (in_test_mode() || !guarded(kScatterOut, arguments, 2, kAsync, body))
+    return call_python(op, stack);
+  arguments.end(output);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
+  m.impl(kGatherOut, torch::CppFunction::makeFromBoxedFunction<&background_all_gather_out>());
+  m.impl(kScatterOut, torch::CppFunction::makeFromBoxedFunction<&background_reduce_scatter_out>());
+  for (const char* name : {"_low_contention_all_gather", "_low_contention_all_gather_split"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&background_all_gather>());
+  for (const char* name :
+       {"_low_contention_reduce_scatter", "_low_contention_reduce_scatter_split"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&background_reduce_scatter>());
+}
+
+}  // namespace symm_cp

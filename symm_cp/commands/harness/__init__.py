@@ -1,0 +1,1 @@
+"""Shared by `symm-cp demo`, `bench`, `trace`, `calibrate`, `tune` and by `benchmarks/`."""

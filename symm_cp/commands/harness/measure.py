@@ -1,0 +1,231 @@
+"""Times variants of one job against each other, with confidence intervals.
+
+Each repetition runs all variants, so that drift of the machine's speed affects them equally; its
+time is the slowest rank's. Reported are medians, the medians of the ratios to the limit
+within a repetition, and 95% confidence intervals (percentile bootstrap over repetitions; Efron,
+1979).
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from symm_cp import tuning
+from symm_cp.ranks import quick_barrier
+
+#: The names that `overlap` looks for.
+LIMIT, COMMUNICATION, UNFUSED, FUSED = "limit", "communication", "unfused", "fused"
+
+_RESAMPLES = 500  # of the bootstrap: quantiles at 2.5% then rest on 12 values
+#: A wider interval of the overlap is inconclusive.
+_MAX_WIDTH = 0.25
+_WARM_UP = 2  # calls that are not timed
+_MIN_REPETITIONS = 5  # also of cases that take longer than their time
+_TIMING_SECONDS, _MAX_INNER = 1e-3, 200  # of a timing with `inner` 0
+_PAUSE_SECONDS = 0.05  # threads of GNU's OpenMP look for more work for about 15 ms
+
+Interval = tuple[float, float]
+
+
+@dataclass
+class Case:
+    """Variants of one job by name, the limit first; `check` raises if a result is wrong."""
+
+    name: str
+    variants: Mapping[str, Callable[[], object]]
+    check: Callable[[], None] = lambda: None
+    repetitions: int = 0  # 0: as many as fit into the time of `measure`
+    inner: int = 1  # calls in one timing; 0: for each variant as many as take about a millisecond
+    most: int = 60  # repetitions, where as many as fit are made
+    # Called before and after a timing; with `host` only before, to time how long the host takes to
+    # enqueue the work.
+    synchronize: Callable[[], object] = lambda: None
+    host: bool = False
+    #: Variants with more threads than a rank has; a pause follows, so that they disturb no other.
+    threaded: Collection[str] = ()
+    #: Computes notes from the measured row.
+    after: Callable[[Row], dict[str, object]] = lambda row: {}
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The share of the communication time that the fused op hides.
+
+    1 - (fused - limit) / (unfused - limit): 1 if it takes as long as the compute alone, 0 if as
+    long as the unfused variant.
+    """
+
+    value: float
+    interval: Interval
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether noise was low enough for the value to be meaningful."""
+        return self.interval[1] - self.interval[0] <= _MAX_WIDTH
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured case: seconds of each repetition by variant, identical on all ranks."""
+
+    case: str
+    seconds: Mapping[str, tuple[float, ...]]
+    notes: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> str:
+        """The name of the first variant, the denominator of ratios."""
+        return next(iter(self.seconds))
+
+    def median(self, name: str) -> float:
+        """Returns the median seconds of a variant."""
+        return statistics.median(self.seconds[name])
+
+    def minimum(self, name: str) -> float:
+        """Returns the least seconds of a variant: on a busy machine the most repeatable figure."""
+        return min(self.seconds[name])
+
+    def ratio(self, name: str) -> float:
+        """Returns the median of the ratios to the limit within a repetition."""
+        return _ratio(self.seconds[name], self.seconds[self.limit])
+
+    def ratio_interval(self, name: str) -> Interval:
+        """Returns the 95% confidence interval of the ratio."""
+        return bootstrap(_ratio, self.seconds[name], self.seconds[self.limit])
+
+    def overlap(self) -> Overlap | None:
+        """Returns the hidden share of communication; None without the three variants for it."""
+        # By the first backend, if there are several.
+        unfused = next((name for name in self.seconds if name.startswith(UNFUSED)), UNFUSED)
+        if not {LIMIT, unfused, FUSED} <= self.seconds.keys():
+            return None
+        columns = [self.seconds[name] for name in (LIMIT, unfused, FUSED)]
+        return Overlap(_overlap(*columns), bootstrap(_overlap, *columns))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the row for JSON: milliseconds, ratios, intervals."""
+        overlap = self.overlap()
+        return {
+            "case": self.case,
+            **self.notes,
+            "ms": {name: self.median(name) * 1e3 for name in self.seconds},
+            "ms_min": {name: self.minimum(name) * 1e3 for name in self.seconds},
+            "ratio": {name: self.ratio(name) for name in self.seconds},
+            "ratio_95": {name: self.ratio_interval(name) for name in self.seconds},
+            **({"overlap": asdict(overlap)} if overlap is not None else {}),
+        }
+
+
+def _ratio(times: Sequence[float], limits: Sequence[float]) -> float:
+    return statistics.median(time / limit for time, limit in zip(times, limits, strict=True))
+
+
+def _overlap(limit: Sequence[float], unfused: Sequence[float], fused: Sequence[float]) -> float:
+    alone = statistics.median(limit)
+    communication = statistics.median(unfused) - alone
+    if communication <= 0.0:
+        # Nothing to hide: all of it is hidden, unless the fused op is slower.
+        return 1.0 if statistics.median(fused) <= alone else 0.0
+    return 1.0 - (statistics.median(fused) - alone) / communication
+
+
+def bootstrap(statistic: Callable[..., float], *columns: Sequence[float]) -> Interval:
+    """Returns the 2.5% and 97.5% quantiles of a statistic over resampled repetitions."""
+    count = len(columns[0])
+    draw = random.Random(0)  # the same times always give the same interval
+    values = []
+    for _ in range(_RESAMPLES):
+        chosen = [draw.randrange(count) for _ in range(count)]
+        values.append(statistic(*([column[i] for i in chosen] for column in columns)))
+    values.sort()
+    return values[int(0.025 * _RESAMPLES)], values[int(0.975 * _RESAMPLES)]
+
+
+def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None], inner: int) -> float:
+    case.synchronize()
+    barrier()
+    start = time.perf_counter()
+    for _ in range(inner):
+        run()
+    if not case.host:
+        case.synchronize()
+    return (time.perf_counter() - start) / inner
+
+
+def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
+    """Checks a case, times it, and returns the same row on all ranks. Collective.
+
+    Takes about `seconds`, unless the case sets its number of repetitions.
+    """
+    case.check()
+    barrier = quick_barrier(group)
+    names = list(case.variants)
+    inner = dict.fromkeys(names, case.inner or 1)
+    of_all = dict.fromkeys(names, 0.0)
+    for _ in range(_WARM_UP):  # workspaces, packed weights, page faults
+        own_times = [_time(case, case.variants[name], barrier, inner[name]) for name in names]
+        of_all = dict(zip(names, slowest(own_times, group), strict=True))
+    if case.inner == 0:
+        for name, call_seconds in of_all.items():
+            inner[name] = max(1, min(_MAX_INNER, int(_TIMING_SECONDS / max(1e-9, call_seconds))))
+    round_seconds = sum(of_all[name] * inner[name] for name in names)
+    fitting = max(_MIN_REPETITIONS, min(case.most, int(seconds / max(1e-9, round_seconds))))
+    own = []
+    for repetition in range(case.repetitions or fitting):
+        # Rotated, because a variant finds the data of the one before it in the caches.
+        first = repetition % len(names)
+        order = [*names[first:], *names[:first]]
+        seconds_by_name = {}
+        for name in order:
+            seconds_by_name[name] = _time(case, case.variants[name], barrier, inner[name])
+            if name in case.threaded:
+                time.sleep(_PAUSE_SECONDS)
+        own.append([seconds_by_name[name] for name in names])
+    times = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
+    seconds_of = {name: tuple(times[:, i].tolist()) for i, name in enumerate(names)}
+    row = Row(case.name, seconds_of)
+    return replace(row, notes=case.after(row))
+
+
+def forced(way: str | None, run: Callable[[], object]) -> Callable[[], object]:
+    """Returns a variant that runs ops with a forced strategy (`tuning.forced`)."""
+
+    def run_forced() -> object:
+        with tuning.forced(way):
+            return run()
+
+    return run_forced
+
+
+def backward_alone(
+    forward: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Returns a variant that runs the backward pass alone; the graph is made once, here."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out = forward(*leaves)
+    grad = torch.ones_like(out)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    """Returns the largest of each over the ranks, identically on all ranks."""
+    largest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds as text, in the unit that fits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

@@ -1,0 +1,315 @@
+"""Exchanges a sequence for heads, and back, for direct use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, overload
+
+import torch
+
+from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.group.memory import GroupLike, group_name
+from symm_cp.ops.common import entry_point, rank_in
+from symm_cp.ops.heads.exchange_heads import OP
+from symm_cp.ops.heads.projection import COLLECT, PROJECT
+from symm_cp.ops.tensor_checks import missing_memory
+from symm_cp.tensors.shards import Split
+
+#: The heads of each rank: consecutive, of these sizes, or any ranges (first, one behind the last).
+Heads: TypeAlias = Split | Sequence[tuple[int, int]]
+Tensors: TypeAlias = Sequence[torch.Tensor]
+
+
+@overload
+def sequence_to_heads(
+    x: torch.Tensor,
+    *,
+    group: GroupLike,
+    load_balancer: LoadBalancer | None = None,
+    heads: Heads | None = None,
+) -> torch.Tensor: ...
+@overload
+def sequence_to_heads(
+    x: Tensors,
+    *,
+    group: GroupLike,
+    load_balancer: LoadBalancer | None = None,
+    heads: Sequence[Heads] | None = None,
+) -> tuple[torch.Tensor, ...]: ...
+@entry_point
+def sequence_to_heads(
+    x: torch.Tensor | Tensors,
+    *,
+    group: GroupLike,
+    load_balancer: LoadBalancer | None = None,
+    heads: Heads | Sequence[Heads] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Gives up part of the heads for the positions of all ranks.
+
+    Same result as, for shards cut by `load_balancer`::
+
+        whole = all_gather_tensor(x, 2, group)[:, :, load_balancer.inverse()]
+        begin, end = heads[rank]
+        whole[:, begin:end]
+
+    Args:
+        x: (B, H, s, E), this rank's part of a sequence with all heads; or several such tensors of
+            one length, dtype and device (queries, keys and values, say), which travel together.
+        group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+        load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts.
+        heads: a `symm_cp.tensors.shards.Split` of the heads, or for each rank its first head and
+            the one behind its last; ranges may overlap and may be empty. By default each rank has
+            H / W heads. For several tensors one of these for each.
+
+    Any dtype and strides. Returns contiguous tensors of shape (B, h, S, E), in sequence order.
+    Differentiable, any number of times: the gradient is `heads_to_sequence`. Raises `ValueError` or
+    `TypeError` for arguments that do not fit, before any communication; `RuntimeError` if a peer
+    fails or disagrees. Source: DeepSpeed-Ulysses (Jacobs et al., 2023).
+    """
+    return _exchange(True, x, group, load_balancer, heads)
+
+
+@overload
+def heads_to_sequence(
+    x: torch.Tensor,
+    *,
+    group: GroupLike,
+    load_balancer: LoadBalancer | None = None,
+    heads: Heads | None = None,
+) -> torch.Tensor: ...
+@overload
+def heads_to_sequence(
+    x: Tensors,
+    *,
+    group: GroupLike,
+    load_balancer: LoadBalancer | None = None,
+    heads: Sequence[Heads] | None = None,
+) -> tuple[torch.Tensor, ...]: ...
+@entry_point
+def heads_to_sequence(
+    x: torch.Tensor | Tensors,
+    *,
+    group: GroupLike,
+    load_balancer: LoadBalancer | None = None,
+    heads: Heads | Sequence[Heads] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Gives up part of the positions for the heads of all ranks.
+
+    Same result as, for shards cut by `load_balancer`::
+
+        whole = x.new_zeros(B, H, S, E)
+        whole[:, begin:end] = x  # with begin, end = heads[rank]
+        all_reduce(whole, group)
+        whole[:, :, load_balancer.positions(rank)]
+
+    Args:
+        x: (B, h, S, E), this rank's heads of the whole sequence in sequence order; or several such
+            tensors of one length, dtype and device, which travel together.
+        group, load_balancer, heads: as for `sequence_to_heads`.
+
+    Returns tensors of shape (B, H, s, E) that have all heads of a position in one run of memory, as
+    output projections take them. Heads that several ranks hold are added, in rank order, in float32
+    for 16-bit types. Differentiable, any number of times: the gradient is `sequence_to_heads`.
+    Dtypes and errors as there. Source: DeepSpeed-Ulysses (Jacobs et al., 2023).
+    """
+    return _exchange(False, x, group, load_balancer, heads)
+
+
+@overload
+def ulysses_projection(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    features: int,
+    group: GroupLike,
+    biases: torch.Tensor | None = None,
+    load_balancer: LoadBalancer | None = None,
+    heads: Heads | None = None,
+) -> torch.Tensor: ...
+@overload
+def ulysses_projection(
+    x: torch.Tensor,
+    weights: Tensors,
+    *,
+    features: int,
+    group: GroupLike,
+    biases: Tensors | None = None,
+    load_balancer: LoadBalancer | None = None,
+    heads: Sequence[Heads] | None = None,
+) -> tuple[torch.Tensor, ...]: ...
+@entry_point
+def ulysses_projection(
+    x: torch.Tensor,
+    weights: torch.Tensor | Tensors,
+    *,
+    features: int,
+    group: GroupLike,
+    biases: torch.Tensor | Tensors | None = None,
+    load_balancer: LoadBalancer | None = None,
+    heads: Heads | Sequence[Heads] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Projects a sequence to heads, and gives each rank its heads as soon as they are multiplied.
+
+    Same result as, for each weight::
+
+        projected = (x @ weight + bias).unflatten(2, (-1, features)).transpose(1, 2)
+        sequence_to_heads(projected, group=group, load_balancer=load_balancer, heads=heads)
+
+    Args:
+        x: (B, s, D), this rank's part of a sequence.
+        weights: a (D, H * E) matrix (the transposed weight of a `Linear`) or several, as for
+            queries, keys and values.
+        features: E, the features of a head.
+        biases: (H * E,) of each matrix.
+        group, load_balancer, heads: as for `sequence_to_heads`.
+
+    Returns a contiguous tensor of shape (B, h, S, E) for each matrix. Differentiable, any number of
+    times; the gradient of a bias or a weight is this rank's part, to be summed over ranks. Autocast
+    as for matmuls. Errors as for `sequence_to_heads`. Source: DeepSpeed-Ulysses (Jacobs et al.,
+    2023), torch's `_pipelined_produce_and_all2all`.
+    """
+    name = group_name(group)
+    one = isinstance(weights, torch.Tensor)
+    matrices = telling_peers(name, _listed, PROJECT, "weights", weights)
+    added = [] if biases is None else telling_peers(name, _listed, PROJECT, "biases", biases)
+    by_tensor: Any = [heads] if one and heads is not None else heads
+    options = telling_peers(name, _options, PROJECT, name, len(matrices), load_balancer, by_tensor)
+    results = torch.ops.symm_mem.project_to_heads(x, matrices, added, features, name, *options)
+    return results[0] if one else tuple(results)
+
+
+def ulysses_output_projection(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: GroupLike,
+    bias: torch.Tensor | None = None,
+    load_balancer: LoadBalancer | None = None,
+    heads: Heads | None = None,
+) -> torch.Tensor:
+    """Projects the heads of all ranks, each as soon as it has arrived.
+
+    Same result as::
+
+        local = heads_to_sequence(x, group=group, load_balancer=load_balancer, heads=heads)
+        local.transpose(1, 2).flatten(2) @ weight + bias
+
+    Args:
+        x: (B, h, S, E), this rank's heads of the whole sequence in sequence order.
+        weight: (H * E, D), the transposed weight of a `Linear`.
+        bias: (D,).
+        group, load_balancer, heads: as for `heads_to_sequence`.
+
+    Returns (B, s, D). Products of heads are added in float32 for 16-bit types. Differentiable, any
+    number of times; the gradient of the weight is this rank's part, to be summed over ranks.
+    Autocast as for matmuls. Errors and source as for `ulysses_projection`.
+    """
+    name = group_name(group)
+    by_tensor = None if heads is None else [heads]
+    options = telling_peers(name, _options, COLLECT, name, 1, load_balancer, by_tensor)
+    telling_peers(name, _check_bias, x, weight, bias)
+    out, _ = torch.ops.symm_mem.project_from_heads([x], [weight], name, *options)
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def _exchange(
+    to_heads: bool,
+    x: torch.Tensor | Tensors,
+    group: GroupLike,
+    load_balancer: LoadBalancer | None,
+    heads: Heads | Sequence[Heads] | None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    name = group_name(group)
+    tensors, options = telling_peers(name, _exchanged, name, x, load_balancer, heads)
+    results = torch.ops.symm_mem.exchange_heads.default(tensors, to_heads, name, *options)
+    return results[0] if isinstance(x, torch.Tensor) else tuple(results)
+
+
+def _exchanged(
+    group: str,
+    x: torch.Tensor | Tensors,
+    load_balancer: LoadBalancer | None,
+    heads: Heads | Sequence[Heads] | None,
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Returns the tensors and the last arguments of the op."""
+    tensors = _listed(OP, "x", x)
+    by_tensor: Any = [heads] if isinstance(x, torch.Tensor) and heads is not None else heads
+    return tensors, _options(OP, group, len(tensors), load_balancer, by_tensor)
+
+
+def _listed(op: str, argument: str, given: torch.Tensor | Tensors) -> list[torch.Tensor]:
+    tensors = [given] if isinstance(given, torch.Tensor) else given
+    if not isinstance(tensors, Sequence):
+        raise TypeError(f"{op}: {argument}={given!r} must be a tensor or a sequence of tensors")
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {argument}[{index}] is {tensor!r}, must be a tensor")
+    return list(tensors)
+
+
+def _check_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if bias is None or weight.dim() != 2:  # the op raises for it
+        return
+    ordinary = type(bias) in (torch.Tensor, torch.nn.Parameter)
+    if ordinary and not torch.compiler.is_compiling() and (missing := missing_memory(bias)):
+        raise ValueError(f"{COLLECT}: bias {missing}")
+    if bias.shape != weight.shape[1:]:
+        raise ValueError(
+            f"{COLLECT}: bias has shape {list(bias.shape)}, must be [{weight.shape[1]}]: one "
+            "number for each column of weight"
+        )
+    device = x.device.type
+    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if (bias.dtype != x.dtype and not cast) or bias.device != x.device:
+        raise TypeError(
+            f"{COLLECT}: bias is {bias.dtype} on {bias.device}, x {x.dtype} on {x.device}: they "
+            "must agree"
+        )
+
+
+def _options(
+    op: str,
+    group: str,
+    tensors: int,
+    load_balancer: LoadBalancer | None,
+    heads: Sequence[Heads] | None,
+) -> list[Any]:
+    """Returns the last arguments of the op."""
+    options: list[Any] = [None, None, None, None]
+    if tensors == 0:
+        raise ValueError(f"{op}: there must be at least one tensor, none is given")
+    if heads is not None:
+        options[0] = _head_ranges(op, tensors, heads)
+    if load_balancer is not None:
+        if not hasattr(load_balancer, "chunk_order"):
+            raise TypeError(f"{op}: {load_balancer=} must be a LoadBalancer")
+        options[1:3] = load_balancer.chunk_order, load_balancer.chunk_lengths
+    if heads is not None or load_balancer is not None:
+        options[3] = rank_in(group)
+    return options
+
+
+def _head_ranges(op: str, tensors: int, heads: Sequence[Heads]) -> list[int]:
+    """Returns the first head of each rank and the one behind its last, of every tensor."""
+    if not isinstance(heads, Sequence) or isinstance(heads, str):
+        raise TypeError(f"{op}: {heads=} must be a Split or a sequence of ranges")
+    if len(heads) != tensors:
+        raise ValueError(
+            f"{op}: heads has {len(heads)} entries for {tensors} tensors, must have one for each"
+        )
+    return [number for each in heads for number in _range_numbers(op, each)]
+
+
+def _range_numbers(op: str, heads: Heads) -> list[int]:
+    if isinstance(heads, Split):
+        ranks = range(len(heads.sizes))
+        return [n for r in ranks for n in (heads.start(r), heads.start(r) + heads.sizes[r])]
+    pairs = isinstance(heads, Sequence) and all(isinstance(each, Sequence) for each in heads)
+    whole = pairs and all(isinstance(n, int | torch.SymInt) for each in heads for n in each)
+    if not whole or any(len(each) != 2 for each in heads):
+        raise TypeError(
+            f"{op}: {heads=} must be a Split, or for each rank its first head and the one behind "
+            "its last"
+        )
+    return [number for each in heads for number in each]

@@ -1,0 +1,67 @@
+"""Devices with streams: who works on CPU tensors alone need read nothing in this wing.
+
+Each kind of device is a file that registers itself and is imported here (`gpu.py`: CUDA), but for
+`symm_cp.cuda.nvshmem`, which is imported when asked for. `streams.py` is the runtime of all kinds.
+"""
+
+from __future__ import annotations
+
+from symm_cp.cuda import gpu as _gpu  # noqa: F401 - registers itself
+from symm_cp.cuda import streams as _streams  # noqa: F401 - registers itself
+from symm_cp.cuda.base import (
+    LANES,
+    Device,
+    DeviceWorkspace,
+    Pending,
+    Signals,
+    Verdict,
+    events_needed,
+)
+from symm_cp.cuda.in_place import InPlace, found_in_place, read_in_place
+from symm_cp.cuda.registry import (
+    choose,
+    device_for,
+    device_of,
+    has_streams,
+    kind_for,
+    known,
+    replaced,
+    spans_hosts,
+)
+from symm_cp.cuda.workspaces import (
+    give_up,
+    give_up_on,
+    hold,
+    reserve,
+    reserve_on,
+    workspace,
+    workspaces_of,
+)
+
+__all__ = [
+    "LANES",
+    "Device",
+    "DeviceWorkspace",
+    "InPlace",
+    "Pending",
+    "Signals",
+    "Verdict",
+    "choose",
+    "device_for",
+    "device_of",
+    "events_needed",
+    "found_in_place",
+    "give_up",
+    "give_up_on",
+    "has_streams",
+    "hold",
+    "kind_for",
+    "known",
+    "read_in_place",
+    "replaced",
+    "reserve",
+    "reserve_on",
+    "spans_hosts",
+    "workspace",
+    "workspaces_of",
+]

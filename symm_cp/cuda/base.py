@@ -1,0 +1,434 @@
+"""Devices: streams, memory that peers can reach, and signals between ranks.
+
+`Device` and `DeviceWorkspace` are abstract; README.md says what a new kind of device implements.
+
+A workspace takes
+
+    4096 * ceil(9 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
+
+flags, then slots, as in memory.py. A group has one for each channel and device:
+
+    "sync"   ops in the caller's stream. Two slots; flags grow from call to call.
+    "async"  low-contention collectives, which outlive the call. Likewise.
+
+and others for calls that are captured into graphs, where epochs cannot change from replay to
+replay: one for each graph. They have one slot, and flags that the waiter resets. Each of their
+calls is complete in itself, so graphs may be replayed any number of times, at the same time and in
+any order, as long as all ranks replay dependent graphs in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from itertools import product
+from typing import ClassVar, Protocol, TypeVar
+
+import torch
+
+from symm_cp import native
+from symm_cp.cuda import kernels
+from symm_cp.group.liveness import share, wait_limit, watched_processes
+from symm_cp.group.memory import Calls, Group, pages
+from symm_cp.modes import ordinary_tensors
+from symm_cp.native import wire
+from symm_cp.runtime.recorder import Mark
+from symm_cp.tensors.alignment import debug_offset
+
+T = TypeVar("T")
+
+#: The channel of the self-test's workspaces, whose waits the self-test watches itself.
+TRIAL = "self-test"
+
+#: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
+LANES = ("compute", "copy")
+
+
+class Signals(Enum):
+    """How ranks of a group on a device signal each other."""
+
+    #: Copies of a word to the peer's flag, and waits that are operations of the driver.
+    STREAM = "stream"
+    #: Our own kernels (kernels/signals.py).
+    KERNEL = "kernel"
+    #: torch's kernels for symmetric memory, whose waits reset the flag.
+    TORCH = "torch"
+    #: None of these work: the ranks are treated as if they were on different hosts.
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The features that a group may use on a device: the ones that work on all of its ranks."""
+
+    signals: Signals = Signals.STREAM
+    #: Whether copies may be issued in batches; otherwise one after the other.
+    batches: bool = True
+    #: Whether calls may be captured into graphs.
+    graphs: bool = True
+    #: What does not work, and why; empty where everything does.
+    reason: str = ""
+    #: How long it took to find out, in seconds.
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether ranks can reach each other's memory at all."""
+        return self.signals is not Signals.NONE
+
+
+class Pending(Protocol):
+    """Work on a stream that has not ended yet."""
+
+    def wait(self) -> object:
+        """Makes the current stream wait for it."""
+
+
+class Device(ABC):
+    """The streams of one device, and the memory on it that peers can reach."""
+
+    #: The type of its torch devices, and the key by which torch dispatches to kernels on them.
+    torch_type: ClassVar[str]
+    dispatch_key: ClassVar[str]
+    #: A library that exports the functions listed in csrc/cuda/driver.h.
+    driver: str
+    #: Whether torch has kernels of its own for the ops of `torch.ops.symm_mem`.
+    torch_has_kernels: ClassVar[bool] = False
+    #: Whether Triton compiles the kernels of symm_cp/cuda/kernels for it.
+    triton: ClassVar[bool] = False
+    #: Whether calls can be captured into graphs.
+    captures: ClassVar[bool] = False
+    #: Whether it reaches ranks on other hosts, so that groups need no hierarchy.
+    spans_hosts: ClassVar[bool] = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._idle_streams: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.torch_device})"
+
+    @abstractmethod
+    def streams(self, channel: str) -> tuple[int, int]:
+        """The driver's handles of the streams of `LANES`: the caller's current one first.
+
+        Each channel has a copy stream of its own, so that background transfers do not delay others.
+        """
+
+    @abstractmethod
+    def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
+        """Calls a function whose kernels go to the stream of a lane."""
+
+    def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
+        """Calls a function whose kernels go to a stream, given by the driver's handle."""
+        raise NotImplementedError(f"{self}: has no self-test")
+
+    @abstractmethod
+    def mark(self, lane: str, channel: str) -> Mark:
+        """Records the time at which the stream of a lane reaches this point."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Returns when all work on the device has ended."""
+
+    @abstractmethod
+    def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
+        """Keeps tensors' memory allocated until the copies issued so far have ended."""
+
+    @abstractmethod
+    def copies_ended(self, channel: str) -> Pending:
+        """Returns the copies issued so far."""
+
+    @abstractmethod
+    def workspace(
+        self, group: Group, channel: str, slot_bytes: int, *, graph: bool, verdict: Verdict
+    ) -> DeviceWorkspace:
+        """Makes a workspace that uses what `verdict` allows. Collective."""
+
+    @abstractmethod
+    def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
+        """Whether peers may be able to read a tensor where it lies."""
+
+    def guard(self) -> AbstractContextManager[object]:
+        """Makes this device the current one inside the `with` block."""
+        return nullcontext()
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return False
+
+    def capture_id(self) -> int:
+        """Returns a number of the capture that the current stream is in."""
+        stream, _ = self.streams("sync")
+        number: int = native.load().symm_cp_capture_id(self.driver.encode(), stream)
+        if number < 0:
+            raise RuntimeError(f"symm_cp: {native.error()}")
+        return number
+
+    def failed(self) -> bool:
+        """Whether an error has left the device unusable: torch then ends a process that frees."""
+        _, stream = self.streams("sync")
+        return bool(native.load().symm_cp_stream_ended(self.driver.encode(), stream) < 0)
+
+    def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
+        """Captures the work that a function puts on a stream into a graph; returns its replay."""
+        raise NotImplementedError(f"{self}: calls cannot be captured")
+
+    def borrow_stream(self) -> int:
+        """Returns the driver's handle of a stream that nobody else uses; see `return_stream`."""
+        if self._idle_streams:
+            return self._idle_streams.pop()
+        return self._open_stream()
+
+    def return_stream(self, stream: int) -> None:
+        """Takes back a stream of `borrow_stream` on which all work has ended.
+
+        It stays open for the next borrower: torch records events on the streams that have used
+        pinned memory when that is freed, which on a destroyed stream crashes in the driver.
+        """
+        self._idle_streams.append(stream)
+
+    def _open_stream(self) -> int:
+        stream: int | None = native.load().symm_cp_stream_open(self.driver.encode())
+        if not stream:
+            raise RuntimeError(native.error())
+        return stream
+
+    def ended(self, stream: int) -> bool:
+        """Whether all work on a stream has ended. Never waits; raises when the work failed."""
+        state: int = native.load().symm_cp_stream_ended(self.driver.encode(), stream)
+        if state < 0:
+            raise RuntimeError(native.error())
+        return state == 1
+
+    def offers(self) -> tuple[Signals, ...]:
+        """The means of signalling that the driver and torch may have, the best first."""
+        return (Signals.STREAM,) if self.streams_can_wait() else ()
+
+    def in_this_context(self, function: Callable[[], T]) -> Callable[[], T]:
+        """Returns a function that other threads may call: it runs in this thread's context.
+
+        A new thread has no context, also where torch takes this device for its current one.
+        """
+        library, driver = native.load(), self.driver.encode()
+        context = library.symm_cp_context(driver)
+
+        def call() -> T:
+            if library.symm_cp_set_context(driver, context) < 0:
+                raise RuntimeError(native.error())
+            return function()
+
+        return call
+
+    def signal(self, bases: torch.Tensor, offset: int, first: int, count: int, value: int) -> None:
+        """Raises flags by a kernel in the current stream, see `kernels.signal`."""
+        kernels.signal(bases, offset, first, count, value)
+
+    def wait(
+        self, flags: torch.Tensor, first: int, count: int, needed: int, *, reset: bool
+    ) -> None:
+        """Waits for flags by a kernel in the current stream, see `kernels.wait`."""
+        kernels.wait(flags, first, count, needed, reset=reset)
+
+    def streams_can_wait(self) -> bool:
+        """Whether its driver lets streams wait in symmetric memory (csrc/cuda/driver.h).
+
+        Raises `RuntimeError` when the driver does not load.
+        """
+        library = native.load()
+        version: int = library.symm_cp_driver_version(self.driver.encode())
+        if version < 0:
+            raise RuntimeError(f"symm_cp: {native.error()}")
+        return version >= int(library.symm_cp_stream_signals_version())
+
+    def polls(self) -> bool:
+        """Whether it has the kernel of attention that polls for the peers' shards."""
+        return False
+
+    def verdict(self, group: Group) -> Verdict:
+        """Returns the features that a group may use. Collective at the first call for a group."""
+        return Verdict()
+
+    def signals(self, group: Group) -> Signals:
+        """Returns how a group's ranks signal each other; collective at the first call."""
+        return self.verdict(group).signals
+
+
+class DeviceWorkspace(Calls, ABC):
+    """Memory of one channel of a group on a device. Not thread-safe: `Group.lock` serialises calls.
+
+    `graph`: for calls that are captured.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        channel: str,
+        slot_bytes: int,
+        *,
+        graph: bool,
+        verdict: Verdict,
+    ) -> None:
+        self.device, self.channel = device, channel
+        self.rank, self.world_size = group.rank, group.world_size
+        self.slots = 1 if graph else wire.SLOTS
+        offset = debug_offset("slots", slot_bytes)
+        self.slot_bytes = pages(slot_bytes) + offset
+        flag_bytes = wire.flag_offset(len(wire.DEVICE_FLAGS), 0, self.world_size)
+        self.header_bytes = pages(flag_bytes) + offset
+        self.signals = verdict.signals
+        self.last_stream: int | None = None
+        self.limit_ms = 0 if channel == TRIAL else int(wait_limit(group).total_seconds() * 1000)
+        self.given_up = False
+        #: Tensors of failed calls, whose streams may still use them.
+        self.held: list[torch.Tensor] = []
+        # A function without declared types, whose checks take as long as the call.
+        self._run = native.load()["symm_cp_streams_run"]
+        nbytes = self.header_bytes + self.slots * self.slot_bytes
+        with ordinary_tensors():
+            self.memory, addresses = self.allocate(group, nbytes)
+        self.handle = self._open(group, graph, addresses)
+        weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
+        self.set_single_copies(single=not verdict.batches)
+        self.memory[: self.header_bytes].zero_()
+        one = wire.sent_offset(wire.CONSTANT_ONE, self.rank, self.world_size)
+        self.memory[one : one + 4].view(torch.int32).fill_(1)
+        if self.signals is Signals.KERNEL:
+            with ordinary_tensors():
+                self.bases = torch.tensor(addresses, dtype=torch.int64).to(self.memory.device)
+            if channel != TRIAL:
+                self.load_kernels()
+        if graph and self.signals is not Signals.TORCH:
+            # Nobody has read this rank's slot before the first call.
+            self.flags("done").fill_(1)
+        device.synchronize()
+        # All ranks have cleared their flags: from now on peers may signal. Through the store, as no
+        # kernel of this device may be known to reach a peer yet.
+        share(group, f"cleared/{device.torch_type}/{channel}/{int(graph)}", "")
+        if self.signals is Signals.TORCH and (graph or channel == "async"):
+            # Nobody has read this rank's slots before their first calls.
+            for peer, slot in product(range(self.world_size), range(self.slots)):
+                if peer != self.rank:
+                    self.signal("done", [peer], slot)
+
+    @abstractmethod
+    def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
+        """Returns this rank's memory, and the address here of each rank's. Collective.
+
+        An address is 0 where a rank's memory is not mapped here.
+        """
+
+    def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
+        """Signals ranks that follow each other (mod W), by a kernel in the current stream.
+
+        That is for `Signals.KERNEL`: an epoch, or 1 in a graph.
+        """
+        offset = wire.flag_offset(wire.DEVICE_FLAGS.index(flag), self.rank, self.world_size)
+        value = 1 if self.slots == 1 else epoch
+        self.device.signal(self.bases, offset, peers[0], len(peers), value)
+
+    def wait(
+        self, flag: str, peers: Sequence[int], epoch: int, *, lag: int = 0, call_name: bytes = b""
+    ) -> None:
+        """Waits for such signals of call `epoch - lag`, by a kernel in the current stream.
+
+        In a graph it resets the flags.
+        """
+        reset = self.slots == 1
+        if not reset:
+            expect, number = native.load().symm_cp_streams_expect, wire.DEVICE_FLAGS.index(flag)
+            for peer in peers:
+                expect(self.handle, peer, number, epoch - lag, epoch, call_name)
+        needed = 1 if reset else epoch - lag
+        self.device.wait(self.flags(flag), peers[0], len(peers), needed, reset=reset)
+
+    def load_kernels(self) -> None:
+        """Launches the kernels that signal once: their first launch may wait for all streams."""
+        reset, number = self.slots == 1, wire.DEVICE_FLAGS.index("arrived")
+        offset = wire.flag_offset(number, self.rank, self.world_size)
+        self.device.signal(self.bases, offset, self.rank, 1, 1)
+        self.device.wait(self.flags("arrived"), self.rank, 1, 1, reset=reset)
+        self.flags("arrived").zero_()
+
+    def _open(self, group: Group, graph: bool, addresses: Sequence[int]) -> int:
+        self.layout = wire.WorkspaceLayout(
+            flags=0,
+            flag_count=len(wire.DEVICE_FLAGS),
+            records=0,  # of CPU workspaces only
+            slots=self.header_bytes,
+            slot_bytes=self.slot_bytes,
+            slot_count=self.slots,
+        )
+        handle: int | None = native.load().symm_cp_streams_open(
+            self.device.driver.encode(),
+            (ctypes.c_void_p * self.world_size)(*addresses),
+            self.world_size,
+            self.rank,
+            ctypes.byref(self.layout),
+            int(graph),
+            events_needed(self.world_size),
+            group.name.encode(),
+            self.limit_ms,
+            (ctypes.c_int * self.world_size)(*watched_processes(group)),
+        )
+        if not handle:
+            raise RuntimeError(native.error())
+        return handle
+
+    def issue(
+        self,
+        commands: ctypes.Array[wire.StreamCommand],
+        operands: ctypes.Array[ctypes.c_void_p],
+        lanes: ctypes.Array[ctypes.c_void_p],
+        epoch: int,
+        capturing: bool,
+        call_name: bytes,
+    ) -> None:
+        """Puts commands on the streams of the lanes; raises `RuntimeError` when that fails."""
+        here, count = ctypes.c_void_p(self.handle), len(commands)
+        if self._run(here, commands, count, operands, lanes, epoch, capturing, call_name):
+            raise RuntimeError(f"symm_cp: {native.error()}")
+
+    def set_single_copies(self, *, single: bool) -> None:
+        """Has copies issued one after the other from now on, or in batches."""
+        native.load().symm_cp_streams_set_single_copies(self.handle, int(single))
+
+    def give_up(self) -> None:
+        """After an error in the middle of a call: notifies the peers, and serves no other call.
+
+        Raises `RuntimeError` when that fails: only their time-outs end their waits then.
+        """
+        if self.slots == 1:  # a graph's: nothing runs before it is replayed
+            return
+        self.given_up = True
+        if native.load().symm_cp_streams_give_up(self.handle) < 0:
+            raise RuntimeError(f"symm_cp: the peers cannot be notified: {native.error()}")
+
+    def ended(self) -> bool:
+        """Whether streams no longer use the workspace, as far as it was given up."""
+        return not self.given_up or native.load().symm_cp_streams_ended(self.handle) == 1
+
+    def serves(self, slot_bytes: int) -> bool:
+        """Whether a call with a slot of `slot_bytes` can be made."""
+        return super().serves(slot_bytes) and not self.given_up
+
+    def own_flags(self) -> Sequence[torch.Tensor]:
+        """Returns all memory, as bytes, where peers signal this rank."""
+        return (self.memory[: self.header_bytes],)
+
+    def flags(self, name: str) -> torch.Tensor:
+        """Returns the flag of that name of each rank, as int32, in this rank's memory."""
+        flag = wire.DEVICE_FLAGS.index(name)
+        first, end = (wire.flag_offset(f, 0, self.world_size) for f in (flag, flag + 1))
+        return self.memory[first:end].view(torch.int32)[:: wire.FLAG_BYTES // 4]
+
+
+def events_needed(world_size: int) -> int:
+    """Returns the number of events of a call: begin, join, end, one for each flag to oneself."""
+    return 3 + 4 * world_size

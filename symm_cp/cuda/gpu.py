@@ -1,0 +1,136 @@
+"""CUDA devices: streams of torch's, copy engines and stream signals by the driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from symm_cp.cuda import registry, selftest
+from symm_cp.cuda.base import Device, DeviceWorkspace, Pending, Signals, Verdict
+from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
+from symm_cp.group.memory import Group
+from symm_cp.runtime.recorder import Mark
+
+# The polling kernel uses tensor cores for bfloat16 and asynchronous copies to shared memory.
+_POLLING_CAPABILITY = (8, 0)
+
+
+@registry.register
+class CudaDevice(Device):
+    """The streams of one GPU."""
+
+    torch_type, dispatch_key = "cuda", "CUDA"
+    torch_has_kernels = triton = True
+    driver = "libcuda.so.1"
+    captures = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(torch_device)
+        self._copy: dict[str, torch.cuda.Stream] = {}
+        self._origin: tuple[torch.cuda.Event, int] | None = None
+
+    def _copy_stream(self, channel: str) -> torch.cuda.Stream:
+        """The stream of lane "copy": of high priority, so that it does not wait behind kernels."""
+        if channel not in self._copy:
+            self._copy[channel] = torch.cuda.Stream(self.torch_device, priority=-1)
+        return self._copy[channel]
+
+    def streams(self, channel: str) -> tuple[int, int]:
+        """The driver's handles of the streams of `LANES`."""
+        current: int = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
+        return current, self._copy_stream(channel).cuda_stream
+
+    def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
+        """Calls a function whose kernels go to the stream of a lane."""
+        if lane == "compute":
+            kernel()
+        else:
+            with torch.cuda.stream(self._copy_stream(channel)):
+                kernel()
+
+    def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
+        """Calls a function whose kernels go to a stream, given by the driver's handle."""
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device)):
+            kernel()
+
+    def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
+        """Captures the work that a function puts on a stream into a graph; returns its replay."""
+        graph = torch.cuda.CUDAGraph()
+
+        def record() -> None:
+            # Other threads may use the device meanwhile.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+
+        self.launch_on(stream, record)
+        return lambda: self.launch_on(stream, graph.replay)
+
+    def offers(self) -> tuple[Signals, ...]:
+        """The means of signalling that the driver and torch offer, the best first."""
+        return (*super().offers(), Signals.KERNEL, Signals.TORCH)
+
+    def mark(self, lane: str, channel: str) -> Mark:
+        """Records the time at which the stream of a lane reaches this point."""
+        if lane == "compute":
+            stream = torch.cuda.current_stream(self.torch_device)
+        else:
+            stream = self._copy_stream(channel)
+        if self._origin is None:
+            origin = torch.cuda.Event(enable_timing=True)
+            origin.record(stream)
+            origin.synchronize()
+            self._origin = origin, time.monotonic_ns()
+        origin, zero = self._origin
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return lambda: zero + int(origin.elapsed_time(event) * 1e6)
+
+    def guard(self) -> AbstractContextManager[object]:
+        """Makes this device the current one inside the `with` block."""
+        if torch.cuda.current_device() == self.torch_device.index:
+            return nullcontext()
+        return torch.cuda.device(self.torch_device)
+
+    def capturing(self) -> bool:
+        """Whether the current stream of this device is being captured into a graph."""
+        with self.guard():
+            return torch.cuda.is_current_stream_capturing()
+
+    def synchronize(self) -> None:
+        """Returns when all work on the device has ended."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
+        """Keeps tensors' memory allocated until the copies issued so far have ended."""
+        for tensor in tensors:
+            tensor.record_stream(self._copy_stream(channel))
+
+    def copies_ended(self, channel: str) -> Pending:
+        """Returns an event behind the copies issued so far."""
+        event = torch.cuda.Event()
+        event.record(self._copy_stream(channel))
+        return event
+
+    def polls(self) -> bool:
+        """Whether it has the kernel of attention that polls for the peers' shards."""
+        return torch.cuda.get_device_capability(self.torch_device) >= _POLLING_CAPABILITY
+
+    def verdict(self, group: Group) -> Verdict:
+        """Returns the result of a group's self-test; collective at the first call for the group."""
+        return selftest.verdict(group, self)
+
+    def workspace(
+        self, group: Group, channel: str, slot_bytes: int, *, graph: bool, verdict: Verdict
+    ) -> DeviceWorkspace:
+        """Makes a workspace that uses what `verdict` allows. Collective."""
+        return SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
+
+    def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
+        """Whether a tensor was allocated as symmetric memory."""
+        return is_symmetric(tensor)

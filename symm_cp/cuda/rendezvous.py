@@ -1,0 +1,168 @@
+"""Rendezvous in torch's symmetric memory that depend on nothing but the group.
+
+torch's rendezvous on CUDA depends on what each rank did before, in other groups: until 2.14 all
+exchanges of a process share one counter, which is part of their keys, so that ranks with other
+histories wait for each other without end (pytorch #196082); later versions compare how many
+allocations each rank has made, and raise "Symmetric window mismatch". Pipeline stages and uneven
+sub-groups have other histories. So each rendezvous here has a process group of its own, of the same
+ranks: torch makes these comparisons only for groups that were registered by `set_group_info`. Its
+store numbers the exchanges itself, waits for peers no longer than the group does, and notices when
+one exits. With a process group for each, no rank finds in torch's cache what its peers do not.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    FakeProcessGroup,
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
+
+from symm_cp.group.liveness import generation, share_made, wait_for_keys, wait_limit
+from symm_cp.group.memory import Group, StateKey
+from symm_cp.group.stores import TimedStore
+
+# torch's keys: "CUDASymmetricMemory/<number>/<rank>", "CUDASymmetricMemory/<number>" of a barrier.
+_NUMBERED = re.compile(r"(?P<begin>.*SymmetricMemory/)(?P<number>\d+)(?P<end>.*)")
+
+# The backends of symmetric memory that meet through the store of the process group. NCCL's meets
+# over a communicator; this package's counts the rendezvous of each group.
+_BY_STORE = ("CUDA",)
+
+
+class ExchangeStore(dist.Store):
+    """A store for one rendezvous of torch's: exchanges are numbered in the order of their keys."""
+
+    def __init__(self, group: Group, inner: TimedStore) -> None:
+        super().__init__()
+        self._group, self._inner = group, inner
+        self._limit = wait_limit(group)
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        numbered = _NUMBERED.fullmatch(key)
+        if numbered is None:
+            return key
+        number = self._numbers.setdefault(numbered["number"], len(self._numbers))
+        return f"{numbered['begin']}{number}{numbered['end']}"
+
+    def set(self, key: str, value: Any) -> None:
+        """Writes a value."""
+        self._inner.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        """Returns a value, when it is there."""
+        self.wait([key])
+        return self._inner.get(self._key(key))
+
+    def add(self, key: str, value: int) -> int:
+        """Adds to a number; returns the sum."""
+        return self._inner.add(self._key(key), value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._inner.check([self._key(key) for key in keys])
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Returns when all keys are there; raises an error after the time-out."""
+        self._inner.wait([self._key(key) for key in keys], timeout or self._limit)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Returns values, when all are there; notices when a rank exits first."""
+        own = [self._key(key) for key in keys]
+        if len(own) == self._group.world_size:  # of each rank, in their order
+            wait_for_keys(self._group, self._inner, own)
+        else:
+            self._inner.wait(own, self._limit)
+        return [self._inner.get(key) for key in own]
+
+
+class PrivateGroup:
+    """A process group of a group's ranks that torch's symmetric memory alone uses."""
+
+    def __init__(self, group: Group) -> None:
+        made = group.state(_MADE, Counter)
+        number = made["all"] = made["all"] + 1
+        inner = group.store().under(f"symm_cp/{generation(group)}/meet/{number}")
+        # The native process group holds these, but not their Python halves.
+        self._store = ExchangeStore(group, inner)
+        self._process_group = dist.ProcessGroup(self._store, group.rank, group.world_size)
+        # A process group has its name from a backend; nothing is sent over this one.
+        make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+        backend = make(group.rank, group.world_size)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._process_group._register_backend(torch.device("cpu"), kind, backend)
+        self._process_group._set_default_backend(kind)  # else torch warns that it has none
+        self.name = f"{group.name}, symmetric memory {generation(group)} {number}"
+        self._process_group._set_group_name(self.name)
+        _register_process_group(self.name, self._process_group)
+
+    def close(self) -> None:
+        """Forgets the name."""
+        _unregister_process_group(self.name)
+
+
+# The ranks of a group make their rendezvous in one order.
+_MADE: StateKey[Counter[str]] = StateKey("rendezvous made")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Symmetric memory of all ranks of a group, as it is mapped here.
+
+    `handle` signals through the process group that it was made for: do so before `forget`.
+    """
+
+    handle: _SymmetricMemory
+    #: Where each rank's tensor begins.
+    addresses: tuple[int, ...]
+    private: PrivateGroup | None
+
+    def forget(self) -> None:
+        """Forgets the process group. The memory stays mapped as long as it is allocated here."""
+        if self.private is not None:
+            self.private.close()
+
+
+def map_peers(tensor: torch.Tensor, group: Group) -> Mapped:
+    """Maps the memory of all ranks' tensors, which are symmetric and of one size. Collective.
+
+    They may lie at different offsets of their allocations: torch's memory pools hand out any free
+    block of a rank (pytorch #190977). Raises `RuntimeError` on every rank where that is impossible.
+    """
+    by_store = _SymmetricMemory.get_backend(tensor.device) in _BY_STORE
+    private = PrivateGroup(group) if by_store else None
+    try:
+        name = group.name if private is None else private.name
+        handle: _SymmetricMemory | None = _SymmetricMemory.rendezvous(tensor, name)
+        texts = share_made(group, "mapped", lambda: str(_offset(tensor, handle, group.rank)))
+        assert handle is not None
+        bases = zip(handle.buffer_ptrs, map(int, texts), strict=True)
+        return Mapped(handle, tuple(base + offset for base, offset in bases), private)
+    except BaseException:
+        if private is not None:
+            private.close()
+        raise
+
+
+def _offset(tensor: torch.Tensor, handle: _SymmetricMemory | None, rank: int) -> int:
+    """Returns how many bytes behind the begin of its allocation a tensor lies."""
+    if handle is None:
+        raise RuntimeError("the tensor does not lie in symmetric memory")
+    bases = handle.buffer_ptrs
+    if not all(bases):
+        missing = [peer for peer, base in enumerate(bases) if not base]
+        raise RuntimeError(f"the memory of ranks {missing} is not mapped on rank {rank}")
+    offset = tensor.data_ptr() - bases[rank]
+    if not 0 <= offset <= handle.buffer_size - tensor.nbytes:
+        raise RuntimeError(f"the tensor lies {offset} bytes behind the begin of its allocation")
+    return offset

@@ -1,0 +1,302 @@
+"""The self-test of a group on a device, at its first use: what works between its ranks.
+
+All ranks take each step together and then share the outcome through the store; so a rank on which
+a step fails leaves no other one waiting, and all come to the same verdict. The steps are copies,
+signals, waits and graphs, issued by the native code that real calls use, on streams of the
+self-test. The host waits for each of them with a limit. Ways to signal are
+tried in turn, the best first, each in a workspace of its own, until one works.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from symm_cp import env
+from symm_cp.cuda.base import Device, Signals, Verdict
+from symm_cp.cuda.trial import ROUNDS, Trial
+from symm_cp.group.liveness import share
+from symm_cp.group.memory import Group, StateKey
+
+#: Seconds until work that should take less than a millisecond counts as failed. A smaller limit
+#: fails on a busy machine; a larger one delays the fallback of a machine on which a step hangs.
+LIMIT = 5.0
+#: The same for a whole step, in which kernels may be compiled.
+STEP_LIMIT = 60.0
+
+# Seconds by which each rank is late in one of the calls: broken waits then read too early. A
+# shorter delay may hide in the jitter of the host.
+_DELAY = 0.003
+
+_VERDICTS: StateKey[dict[torch.device, Verdict]] = StateKey("verdicts on devices")
+
+# Of tests that have found something that does not work: peers or streams may still use them.
+_abandoned: list[Trial] = []
+
+#: A step of the self-test; returns why it failed, or an empty text.
+Step: TypeAlias = "Callable[[], str]"
+
+_NAMES = {
+    Signals.STREAM: "stream operations",
+    Signals.KERNEL: "kernels of symm_cp",
+    Signals.TORCH: "kernels of torch",
+}
+
+
+def verdict(group: Group, device: Device) -> Verdict:
+    """Returns what a group's ranks may use on a device. Collective at the first call.
+
+    Raises `RuntimeError` when that is while a graph is captured, when a rank is lost, or when a
+    signal leaves streams stuck, so that the process cannot go on.
+    """
+    verdicts = group.state(_VERDICTS, dict)
+    known = verdicts.get(device.torch_device)
+    if known is None:
+        if device.capturing():
+            raise RuntimeError(
+                "symm_cp: the first use of a group cannot be captured into a graph: call "
+                f"symm_cp.reserve(group, nbytes, device={str(device.torch_device)!r}) before"
+            )
+        with group.lock, device.guard():
+            known = verdicts[device.torch_device] = SelfTest(group, device).run()
+    return known
+
+
+def known_verdict(group: Group, device: torch.device) -> Verdict | None:
+    """Returns the verdict on a device, if the group's self-test has run there. Not collective."""
+    return (group.find(_VERDICTS) or {}).get(device)
+
+
+class SelfTest:
+    """One self-test of a group on a device. Collective."""
+
+    def __init__(self, group: Group, device: Device) -> None:
+        self.group, self.device = group, device
+        self.trials: list[Trial] = []
+        #: Why better means of signalling are not used.
+        self.reasons: list[str] = []
+        #: A call of the driver did not return in time: it may still issue something later.
+        self.held_up = False
+
+    def run(self) -> Verdict:
+        """Returns the verdict, and warns on rank 0 when something does not work."""
+        began = time.monotonic()
+        try:
+            verdict = self._decide()
+        except BaseException:
+            for trial in self.trials:
+                self._bounded(partial(_released, trial), 2 * LIMIT)
+            _abandoned.extend(self.trials)
+            raise
+        if self.reasons:
+            _abandoned.extend(self.trials)
+        else:
+            for trial in self.trials:
+                trial.close()
+        if self.reasons and self.group.rank == 0:
+            warnings.warn(
+                f"symm_cp: on {self.device} in group {self.group.name!r}: {verdict.reason}",
+                stacklevel=2,
+            )
+        return replace(verdict, seconds=time.monotonic() - began)
+
+    def _decide(self) -> Verdict:
+        ways, skipped = self._agree_on_ways()
+        if skipped or self.group.world_size == 1:
+            reason = "not tested, by SYMM_CP_SELFTEST=0" if skipped else ""
+            return Verdict(ways[0], graphs=self.device.captures, reason=reason)
+        preferred = ways[0]
+        trial = self._trial(preferred)
+        if Signals.STREAM in ways and not self._works(
+            "a write to a flag", trial, lambda: _write_flag(trial)
+        ):
+            ways = [way for way in ways if way is not Signals.STREAM]
+        if not (
+            self._works("a copy within the device", trial, lambda: _fill(trial))
+            and self._works("a copy from a peer", trial, lambda: _pull(trial, single=True))
+        ):
+            return self._none()
+        batches = self._works("a batch of copies", trial, lambda: _pull(trial, single=False))
+        if not batches:
+            self.reasons[-1] += ", so copies are issued one after the other"
+        for way in ways:
+            if trial.signals is not way:
+                trial = self._trial(way)
+            trial.space.set_single_copies(single=not batches)
+            if self._signals_work(trial):
+                break
+        else:
+            return self._none()
+        if way is not preferred:
+            self.reasons[-1] += f", so signals go by {_NAMES[way]}"
+        graphs = self.device.captures and self._graphs_work(way, batches)
+        return Verdict(way, batches, graphs, "; ".join(self.reasons))
+
+    def _none(self) -> Verdict:
+        self.reasons[-1] += ", so ranks exchange data through the process group"
+        return Verdict(Signals.NONE, False, False, "; ".join(self.reasons))
+
+    # How ranks keep together.
+
+    def _share(self, text: str, seconds: float | None = None) -> list[str]:
+        return share(self.group, f"selftest/{self.device.torch_type}", text, seconds=seconds)
+
+    def _agree_on_ways(self) -> tuple[list[Signals], bool]:
+        """The ways to signal that all ranks have, the best first; and whether all skip the test.
+
+        This step waits for ranks that come late, as any op's first call does.
+        """
+        chosen = env.signals()
+        offered = self.device.offers() if chosen is None else (Signals(chosen),)
+        texts = self._share(json.dumps([env.selftest(), [way.value for way in offered]]))
+        wanted = [json.loads(text) for text in texts]
+        ways = [way for way in offered if all(way.value in theirs for _, theirs in wanted)]
+        if not ways:
+            raise RuntimeError(
+                f"symm_cp: the ranks of group {self.group.name!r} have no common way to signal: "
+                f"{[theirs for _, theirs in wanted]}; set SYMM_CP_SIGNALS identically on all ranks"
+            )
+        return ways, not any(test for test, _ in wanted)
+
+    def _works(self, what: str, trial: Trial, step: Step) -> bool:
+        """Takes a step on all ranks; whether it worked on all. Notes why it did not.
+
+        Raises `RuntimeError` when it leaves a stream stuck.
+        """
+        outcomes = self._share(self._bounded(step, STEP_LIMIT), STEP_LIMIT + 2 * LIMIT)
+        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome]
+        if not failed:
+            return True
+        # What ends late often does so because of what another rank reports.
+        rank, outcome = min(failed, key=lambda other: other[1].endswith(_late()))
+        self.reasons.append(f"{what} failed on rank {rank}: {outcome}")
+        # Only now that every rank has ended its step: these writes also end the waits of peers.
+        stuck = "held up" if self.held_up else self._bounded(partial(_released, trial), 2 * LIMIT)
+        stuck_ranks = [rank for rank, text in enumerate(self._share(stuck, 4 * LIMIT)) if text]
+        if stuck_ranks:
+            raise RuntimeError(
+                f"symm_cp: {self.reasons[-1]}. Streams of ranks {stuck_ranks} stay stuck in it, so "
+                "these processes cannot use the device: start the program again and choose another "
+                "way to signal, SYMM_CP_SIGNALS=kernel or SYMM_CP_SIGNALS=torch"
+            )
+        # torch's kernels signal all workspaces of a group in one place, from torch 2.15 on.
+        self._bounded(lambda: "" if trial.clear(LIMIT) else "stuck", 2 * LIMIT)
+        return False
+
+    def _bounded(self, step: Step, seconds: float) -> str:
+        """Takes a step in a thread of its own: a call of the driver may never return."""
+        outcomes: list[str] = []
+        step = self.device.in_this_context(step)
+
+        def take() -> None:
+            try:
+                with self.device.guard():
+                    outcomes.append(step())
+            except Exception as error:  # of the driver, torch or a compiler: reported to all ranks
+                outcomes.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+        thread = threading.Thread(target=take, name="symm_cp self-test", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if outcomes:
+            return outcomes[0]
+        self.held_up = True
+        for trial in self.trials:
+            trial.given_up = True  # the thread issues nothing more when the driver returns
+        return f"the driver did not return within {seconds:g} s"
+
+    def _trial(self, way: Signals, *, graph: bool = False) -> Trial:
+        self.trials.append(Trial(self.group, self.device, way, graph=graph))
+        return self.trials[-1]
+
+    def _signals_work(self, trial: Trial) -> bool:
+        """Tries a way to signal in calls that follow each other."""
+        name = f"signals by {_NAMES[trial.signals]}"
+        return self._works(name, trial, lambda: _warm_up(trial)) and self._works(
+            name, trial, lambda: _calls(trial)
+        )
+
+    def _graphs_work(self, way: Signals, batches: bool) -> bool:
+        """Captures a call, and replays it with other inputs."""
+        trial, name = self._trial(way, graph=True), "a call in a graph"
+        trial.space.set_single_copies(single=not batches)
+        replays: list[Callable[[], object]] = []
+
+        def capture() -> str:
+            replays.append(self.device.capture(trial.lanes[0], lambda: trial.call(1, 0)))
+            return ""
+
+        def replay(turn: int) -> str:
+            trial.put([turn])
+            replays[0]()
+            return _outcome(trial, {0: turn})
+
+        return self._works(name, trial, capture) and all(
+            self._works(name, trial, partial(replay, turn)) for turn in range(ROUNDS)
+        )
+
+
+# The steps: each returns why it failed, or an empty text.
+
+
+def _released(trial: Trial) -> str:
+    return "" if trial.release(LIMIT) else "stuck"
+
+
+def _late() -> str:
+    return f"within {LIMIT:g} s"
+
+
+def _ended(trial: Trial) -> str:
+    return "" if trial.ended(LIMIT) else f"it did not end {_late()}"
+
+
+def _write_flag(trial: Trial) -> str:
+    trial.write_own_flag(ROUNDS)
+    if late := _ended(trial):
+        return late
+    seen = trial.own_flag(LIMIT)
+    return "" if seen == ROUNDS else f"the flag is {seen}, not {ROUNDS}"
+
+
+def _fill(trial: Trial) -> str:
+    trial.put([0])
+    trial.space.set_single_copies(single=True)
+    trial.issue([*trial.fork(), *trial.fill(0), *trial.join()], 0)
+    return _ended(trial)
+
+
+def _pull(trial: Trial, *, single: bool) -> str:
+    # Batches go to another place: what single copies brought must not pass for theirs.
+    place = 0 if single else 1
+    trial.space.set_single_copies(single=single)
+    trial.issue([*trial.pull(place), *trial.join()], 0)
+    return _ended(trial) or trial.wrong({place: 0}, LIMIT)
+
+
+def _warm_up(trial: Trial) -> str:
+    trial.warm_up()
+    return "" if trial.ended(LIMIT) else f"a rank's signal to itself did not arrive {_late()}"
+
+
+def _calls(trial: Trial) -> str:
+    trial.put(range(1, ROUNDS + 1))
+    for epoch in range(1, ROUNDS + 1):
+        if trial.rank % ROUNDS == epoch - 1:
+            time.sleep(_DELAY)
+        trial.call(epoch, epoch - 1)
+    return _outcome(trial, {epoch - 1: epoch for epoch in range(1, ROUNDS + 1)})
+
+
+def _outcome(trial: Trial, turns: Mapping[int, int]) -> str:
+    if not trial.ended(LIMIT):
+        return f"{trial.missing(LIMIT / 5)} {_late()}"
+    return trial.wrong(turns, LIMIT)

@@ -1,0 +1,231 @@
+"""The programs of pipelines on streams: registered variants, bound to memory and lowered.
+
+Each is made once for the sizes of a call, and cached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from symm_cp.cuda.base import Device, Signals
+from symm_cp.cuda.stream_program import Launch, lower
+from symm_cp.group.memory import Group
+from symm_cp.runtime.all_reduce import AllReduceVariant
+from symm_cp.runtime.api import Sizes
+from symm_cp.runtime.program import Binding, Parts
+from symm_cp.schedule import patterns
+from symm_cp.schedule.patterns import peers
+from symm_cp.tensors.alignment import part_offsets
+from symm_cp.tensors.shards import Extent, Shape, ShardSizes, Split
+
+
+@dataclass(frozen=True)
+class CallMode:
+    """How calls are carried out now, as far as their lowering depends on it."""
+
+    slots: int
+    signals: Signals
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the call is captured into a graph."""
+        return self.slots == 1
+
+    @classmethod
+    def of(cls, device: Device, group: Group) -> CallMode:
+        """Returns the mode of a group's next call on a device."""
+        return cls(1 if device.capturing() else 2, device.signals(group))
+
+
+def _own_parts(sizes: ShardSizes, rank: int) -> Parts:
+    return tuple(Extent.even(i, size) for i, size in enumerate(sizes.parts[rank]))
+
+
+@lru_cache(maxsize=512)
+def gather_launch(
+    rank: int,
+    sizes: ShardSizes,
+    mode: CallMode,
+    in_place: bool,
+    bounded: bool,
+    gathered: tuple[Split, Shape, int] | None,
+) -> Launch:
+    """All-gather and consume; `gathered` is (split, shape, bytes an element) of the caller's place.
+
+    Operands: the parts of the own shard, the staging memory, the caller's own place, and in place
+    the tensors of all ranks.
+    """
+    ranks, own = len(sizes.parts), _own_parts(sizes, rank)
+    options = {"bounded": True} if bounded else {"keep": True} if gathered is not None else {}
+    variant = patterns.ALL_GATHER_AND_CONSUME.staged(in_place=in_place, **options)
+    pulled = sizes.places_in_turn(len(own), (0, 1)) if bounded else sizes.places_by_rank(len(own))
+    if gathered is not None:
+        pulled = (Extent.split(len(own) + 1, *gathered), *pulled[1:])
+    symmetric = {
+        peer: (Extent.even(len(own) + 2, parts[0]),) for peer, parts in enumerate(sizes.parts)
+    }
+    binding = Binding(
+        {"input": own, "gathered": pulled}, {"slot": sizes.slots(), "symmetric": symmetric}
+    )
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+
+
+@lru_cache(maxsize=512)
+def combine_launch(rank: int, sizes: ShardSizes, mode: CallMode, in_place: bool) -> Launch:
+    """All-gather and combine. Operands: the own shard, the staging memory, all ranks' in place."""
+    variant = patterns.ALL_GATHER_AND_COMBINE.staged(in_place=in_place)
+    symmetric = {peer: (Extent.even(2, parts[0]),) for peer, parts in enumerate(sizes.parts)}
+    binding = Binding(
+        {"input": _own_parts(sizes, rank), "gathered": sizes.places_by_rank(1)},
+        {"slot": sizes.slots(), "symmetric": symmetric},
+    )
+    ranks = len(sizes.parts)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+
+
+@lru_cache(maxsize=512)
+def poll_launch(rank: int, sizes: ShardSizes, mode: CallMode) -> Launch:
+    """All-gather and poll. Operands: the parts of the own shard, the staging memory."""
+    ranks, own = len(sizes.parts), _own_parts(sizes, rank)
+    turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
+    # In the order in which they are pulled.
+    order = [turns.get(peer, 0) for peer in range(ranks)]
+    binding = Binding(
+        {"input": own, "gathered": sizes.places_in_turn(len(own), order)}, {"slot": sizes.slots()}
+    )
+    variant = patterns.ALL_GATHER_AND_POLL.staged()
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+
+
+@lru_cache(maxsize=512)
+def produce_launch(rank: int, partials: tuple[int, ...], mode: CallMode) -> Launch:
+    """Produce and reduce-scatter. Operand: the partial sums for this rank (`scratch_rows`)."""
+    ranks = len(partials)
+    binding = Binding(
+        {
+            "slot": (Extent.aligned(None, partials),),
+            "partials": (Extent.aligned(0, (partials[rank],) * ranks),),
+        }
+    )
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+
+
+@lru_cache(maxsize=512)
+def exchange_and_consume_launch(
+    rank: int, sizes: Sizes, mode: CallMode
+) -> tuple[Launch, tuple[int, ...]]:
+    """Exchange and consume; `sizes[source][to]` are bytes. Operand: memory for the received parts.
+
+    Returns also where each rank's part begins there; the last number is what all of them take.
+    """
+    arriving = [0 if source == rank else to_each[rank] for source, to_each in enumerate(sizes)]
+    binding = Binding(
+        {"gathered": (Extent.aligned(0, arriving),)},
+        {"slot": {r: (Extent.aligned(None, to_each),) for r, to_each in enumerate(sizes)}},
+    )
+    variant = patterns.EXCHANGE_AND_CONSUME.staged()
+    ranks = len(sizes)
+    launch = lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return launch, part_offsets(arriving)
+
+
+@lru_cache(maxsize=512)
+def all_reduce_launch(
+    rank: int, chunks: tuple[int, ...], variant: AllReduceVariant, mode: CallMode
+) -> Launch:
+    """Produce and all-reduce. Operands: what this rank adds up (`scratch_rows`), the result."""
+    ranks = len(chunks)
+    added = sum(chunks) if variant is AllReduceVariant.ONE_SHOT else chunks[rank]
+    binding = Binding(
+        {
+            "slot": (Extent(None, variant.offsets(chunks)[:-1], chunks),),
+            "partials": (Extent.aligned(0, (added,) * ranks),),
+            "output": (Extent.consecutive(1, chunks),),
+        }
+    )
+    staged = patterns.PRODUCE_AND_ALL_REDUCE.staged(**variant.options)
+    return lower(staged, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A slot that holds partial sums (for each rank, or for two in a ring) and behind them a shard.
+
+    `partials` are the bytes of the partial sum for each rank.
+    """
+
+    shard: ShardSizes
+    partials: tuple[int, ...]
+    ring: bool
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the partial sums begin, and behind them the shard."""
+        return part_offsets((max(self.partials),) * 2 if self.ring else self.partials)
+
+    def slots(self, rank: int) -> dict[int, Parts]:
+        """Each rank's slot, as rank `rank` reads it. The shard is chunk W."""
+        ranks = len(self.partials)
+        # In a ring, chunk 0 or 1 of a peer's slot is read as a partial sum for this rank.
+        sizes = (self.partials[rank],) * ranks if self.ring else self.partials
+        starts = self.offsets[:2] if self.ring else self.offsets[:-1]
+        starts = (*starts, *(0,) * (ranks - len(starts)))[:ranks]
+        return {
+            peer: tuple(
+                Extent(None, (*starts, *part.offsets), (*sizes, *part.nbytes)) for part in parts
+            )
+            for peer, parts in self.shard.slots(self.offsets[-1]).items()
+        }
+
+
+@lru_cache(maxsize=512)
+def exchange_launch(rank: int, exchange: Exchange, mode: CallMode) -> Launch:
+    """Consume and reduce-scatter.
+
+    Operands: the parts of the own shard, the staging memory, the partial sums for this rank.
+    """
+    ranks, own = len(exchange.partials), _own_parts(exchange.shard, rank)
+    staging = len(own)
+    if exchange.ring:
+        pulled = exchange.shard.places_in_turn(staging, (0, 1))
+    else:
+        pulled = exchange.shard.places_by_rank(staging)
+    partials = Extent.aligned(staging + 1, (exchange.partials[rank],) * ranks)
+    binding = Binding(
+        {"input": own, "gathered": pulled, "partials": (partials,)},
+        {"slot": exchange.slots(rank)},
+    )
+    variant = patterns.CONSUME_AND_REDUCE_SCATTER.staged(ring=exchange.ring)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+
+
+@lru_cache(maxsize=512)
+def background_launch(
+    pattern: patterns.Pattern, rank: int, chunks: Extent, mode: CallMode, in_place: bool
+) -> Launch:
+    """`chunks` divide the whole tensor: the result of a gather, the input of a scatter.
+
+    Operands: the input, the output or the partial sums, and in place all ranks' inputs.
+    """
+    ranks, sizes = len(chunks.nbytes), dict(enumerate(chunks.nbytes))
+    if pattern is patterns.BACKGROUND_REDUCE_SCATTER:
+        binding = Binding(
+            {
+                "input": (replace(chunks, operand=0),),
+                "partials": (Extent.even(1, sizes[rank], ranks),),
+                "symmetric": (replace(chunks, operand=2),),
+                "slot": (replace(chunks, operand=None),),
+            }
+        )
+    else:
+        binding = Binding(
+            {"input": (Extent.even(0, sizes[rank]),), "output": (replace(chunks, operand=1),)},
+            {
+                "symmetric": {peer: (Extent.even(2, size),) for peer, size in sizes.items()},
+                "slot": {peer: (Extent.even(None, size),) for peer, size in sizes.items()},
+            },
+        )
+    variant = pattern.staged(in_place=in_place)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)

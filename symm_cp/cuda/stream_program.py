@@ -1,0 +1,354 @@
+"""Lowers a schedule to streams: native commands, with Python kernels between them.
+
+The steps of all lanes are handed out in the order that the pattern gives (`Variant.issue_order`),
+which `check` has proven to make progress even when all streams share one hardware queue. Flags to
+oneself become events. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import TypeAlias
+
+from symm_cp.cuda.base import LANES, DeviceWorkspace, Signals, events_needed
+from symm_cp.cuda.workspaces import give_up_on
+from symm_cp.native import wire
+from symm_cp.runtime import recorder
+from symm_cp.runtime.program import Binding, Kernel, Place, copied_parts
+from symm_cp.schedule.patterns import Variant
+from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
+
+# Events of every call: where the caller's stream begins it, where a lane has ended it, and where
+# the caller's stream has ended it.
+_BEGIN, _JOIN, _END = 0, 1, 2
+_FIRST_FREE = 3
+
+
+@dataclass(frozen=True)
+class _KernelCall:
+    """A Python kernel."""
+
+    name: str
+    index: int
+    lane: str
+
+    def launch(
+        self,
+        workspace: DeviceWorkspace,
+        kernels: Mapping[str, Kernel],
+        recording: recorder.Recording | None,
+        epoch: int,
+        call_name: bytes,
+    ) -> None:
+        device, channel = workspace.device, workspace.channel
+        kernel = partial(kernels[self.name], self.index)
+        if recording is None:
+            device.launch(self.lane, channel, kernel)
+            return
+        step = Compute(self.name, self.index, (), ())
+        with recording.on_lane(step, device, self.lane, channel, epoch, call_name):
+            device.launch(self.lane, channel, kernel)
+
+
+@dataclass(frozen=True)
+class _ExchangeCall:
+    """Signals, or waits, by a kernel: for ranks that follow each other, of one flag."""
+
+    steps: tuple[Signal | Wait, ...]
+    lane: str
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return tuple(_peer(step) for step in self.steps)
+
+    def takes(self, step: Signal | Wait, lane: str, world_size: int) -> bool:
+        """Whether one launch may do this step, too, which is issued directly behind."""
+        last = self.steps[-1]
+        following = (_peer(last) + 1) % world_size
+        return lane == self.lane and _towards(last, following) == step
+
+    def launch(
+        self,
+        workspace: DeviceWorkspace,
+        kernels: Mapping[str, Kernel],
+        recording: recorder.Recording | None,
+        epoch: int,
+        call_name: bytes,
+    ) -> None:
+        if recording is not None:
+            for step in self.steps:
+                alone = _ExchangeCall((step,), self.lane)
+                device, channel = workspace.device, workspace.channel
+                with recording.on_lane(step, device, self.lane, channel, epoch, call_name):
+                    alone.launch(workspace, kernels, None, epoch, call_name)
+            return
+        first = self.steps[0]
+        if isinstance(first, Signal):
+            kernel = partial(workspace.signal, first.flag, self.peers, epoch)
+        else:
+            kernel = partial(
+                workspace.wait, first.flag, self.peers, epoch, lag=first.lag, call_name=call_name
+            )
+        workspace.device.launch(self.lane, workspace.channel, kernel)
+
+
+def _peer(step: Signal | Wait) -> int:
+    return step.to if isinstance(step, Signal) else step.source
+
+
+def _towards(step: Signal | Wait, peer: int) -> Signal | Wait:
+    if isinstance(step, Signal):
+        return replace(step, to=peer)
+    return replace(step, source=peer)
+
+
+#: Native commands, one after the other.
+_Batch: TypeAlias = "ctypes.Array[wire.StreamCommand]"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A lowered schedule, made once for the sizes of its buffers."""
+
+    items: tuple[_KernelCall | _ExchangeCall | _Batch, ...]
+    #: Whether the caller's stream waits for the end of all lanes.
+    joined: bool
+
+    def run(
+        self,
+        workspace: DeviceWorkspace,
+        epoch: int,
+        operands: Sequence[int],
+        kernels: Mapping[str, Kernel],
+        *,
+        capturing: bool,
+        call_name: bytes,
+    ) -> None:
+        """Hands the schedule out. Raises `RuntimeError` when the driver refuses something."""
+        device = workspace.device
+        streams = device.streams(workspace.channel)
+        lanes = (ctypes.c_void_p * len(streams))(*streams)
+        addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
+        call = addresses, lanes, epoch, capturing, call_name
+        moved = capturing and workspace.last_stream not in (None, streams[0])
+        recording = None if capturing else recorder.active
+        try:
+            if moved:
+                workspace.issue(_FOLLOW, *call)
+            workspace.last_stream = streams[0]
+            for item in self.items:
+                if not isinstance(item, ctypes.Array):
+                    item.launch(workspace, kernels, recording, epoch, call_name)
+                elif recording is None:
+                    workspace.issue(item, *call)
+                else:
+                    for step, lane, part in _apart(item, workspace.rank):
+                        channel = workspace.channel
+                        with recording.on_lane(step, device, lane, channel, epoch, call_name):
+                            workspace.issue(part, *call)
+        except BaseException as error:
+            give_up_on(workspace, error)
+            raise
+
+
+def _batch(commands: Sequence[wire.StreamCommand]) -> _Batch:
+    return (wire.StreamCommand * len(commands))(*commands)
+
+
+def _step_of(command: wire.StreamCommand, rank: int) -> Step | None:
+    if command.kind == wire.StreamKind.WAIT_EVENT:
+        return Wait(rank, f"event {command.event}")
+    if command.kind == wire.StreamKind.ARRIVED:
+        return Signal(rank, "arrived")
+    return recorder.exchange_of(command, rank)
+
+
+def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]]:
+    """A batch in parts that are steps of their own, or none: each with its lane.
+
+    Copies of a lane that follow each other stay together, as the driver gets them.
+    """
+    for (copies, lane), run in groupby(batch, lambda c: (c.kind == wire.StreamKind.COPY, c.lane)):
+        commands = list(run)
+        for part in [commands] if copies else [[command] for command in commands]:
+            yield _step_of(part[0], rank), LANES[lane], _batch(part)
+
+
+# Calls follow one another, also when the caller has changed streams. Outside of captures this is
+# part of each launch, as handles do not tell streams apart: a destroyed stream's may be used again.
+# While a graph is captured, no event may be awaited that was not recorded in the same capture.
+_FOLLOW = _batch([wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)])
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    if (one.rank, one.buffer) != (other.rank, other.buffer):
+        return False
+    return None in (one.chunk, other.chunk) or one.chunk == other.chunk
+
+
+class StreamLowering:
+    """Lowers steps in issue order. Runtimes call `lower`, which takes registered variants only."""
+
+    def __init__(
+        self,
+        order: Sequence[tuple[str, Step]],
+        rank: int,
+        world_size: int,
+        binding: Binding,
+        *,
+        signals: Signals,
+        joined: bool,
+        captured: bool = False,
+    ) -> None:
+        self.order, self.binding = order, binding
+        self.rank, self.world_size = rank, world_size
+        self.by_kernels = signals is not Signals.STREAM
+        self.joined = joined
+        # In the background, steps of the caller's streams are ordered by the peers' signals, unless
+        # waiters reset these: then a wait could take the signal that another one is for.
+        self.follows = joined or captured or signals is Signals.TORCH
+        self.captured = captured
+        # Own flags that a kernel polls are numbers in memory; all others are events.
+        self.polled = {
+            flag: number
+            for _, step in order
+            if isinstance(step, Compute)
+            for number, (flag, _) in enumerate(step.awaits)
+        }
+        self.items: list[_KernelCall | _ExchangeCall | _Batch] = []
+        self.commands: list[wire.StreamCommand] = []
+        # Copies handed out since something else was, with their regions: a batch has no order.
+        self.copied: list[Copy] = []
+        self.events: dict[str, int] = {}
+
+    def launch(self) -> Launch:
+        """Returns the launch; call it once."""
+        lanes = list(dict.fromkeys(lane for lane, _ in self.order))
+        others = [lane for lane in lanes if lane != "compute"]
+        if self.follows and not self.captured:
+            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_END)
+        self._add(wire.StreamKind.RECORD, "compute", event=_BEGIN)
+        for lane in others:
+            self._add(wire.StreamKind.WAIT_EVENT, lane, event=_BEGIN)
+        for lane, step in self.order:
+            self._lower(lane, step)
+        for lane in others if self.joined else ():
+            self._add(wire.StreamKind.RECORD, lane, event=_JOIN)
+            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_JOIN)
+        if self.follows:
+            self._add(wire.StreamKind.RECORD, "compute", event=_END)
+        self._flush()
+        assert _FIRST_FREE + len(self.events) <= events_needed(self.world_size)
+        return Launch(tuple(self.items), self.joined)
+
+    def _lower(self, lane: str, step: Step) -> None:
+        if isinstance(step, Compute):
+            self._kernel(_KernelCall(step.kernel, step.index, lane))
+        elif isinstance(step, Copy):
+            self._copy(lane, step)
+        elif isinstance(step, Signal):
+            self._signal(lane, step)
+        else:
+            self._wait(lane, step)
+
+    def _signal(self, lane: str, step: Signal) -> None:
+        if step.to == self.rank and step.flag in self.polled:
+            flag = wire.DEVICE_FLAGS.index("arrived")
+            self._add(wire.StreamKind.ARRIVED, lane, peer=self.polled[step.flag], flag=flag)
+            return
+        if step.to == self.rank:
+            event = self.events.setdefault(step.flag, _FIRST_FREE + len(self.events))
+            self._add(wire.StreamKind.RECORD, lane, event=event)
+            return
+        # The word that streams copy to flags is its lane's, whose streams follow one another only
+        # where calls are joined (csrc/cuda/streams.h).
+        assert self.joined or lane == "copy", step
+        if self.by_kernels:
+            self._exchange(step, lane)
+        else:
+            flag = wire.DEVICE_FLAGS.index(step.flag)
+            self._add(wire.StreamKind.SIGNAL, lane, peer=step.to, flag=flag)
+
+    def _wait(self, lane: str, step: Wait) -> None:
+        if step.source == self.rank:
+            self._add(wire.StreamKind.WAIT_EVENT, lane, event=self.events[step.flag])
+        elif self.by_kernels:
+            self._exchange(step, lane)
+        else:
+            flag = wire.DEVICE_FLAGS.index(step.flag)
+            self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
+
+    def _add(self, kind: wire.StreamKind, lane: str, **fields: int) -> None:
+        self.copied = []
+        command = wire.StreamCommand(kind=kind, lane=LANES.index(lane), **fields)
+        self.commands.append(command)
+
+    def _flush(self) -> None:
+        if self.commands:
+            self.items.append(_batch(self.commands))
+            self.commands = []
+
+    def _kernel(self, call: _KernelCall | _ExchangeCall) -> None:
+        self.copied = []
+        self._flush()
+        self.items.append(call)
+
+    def _exchange(self, step: Signal | Wait, lane: str) -> None:
+        last = self.items[-1] if self.items and not self.commands else None
+        if isinstance(last, _ExchangeCall) and last.takes(step, lane, self.world_size):
+            self.items[-1] = replace(last, steps=(*last.steps, step))
+        else:
+            self._kernel(_ExchangeCall((step,), lane))
+
+    def _places(self, region: Region) -> Iterator[Place]:
+        for operand, run in self.binding.runs(region):
+            if operand is None:
+                space, index = wire.Space.SLOT, region.rank
+            else:
+                # The peers' symmetric tensors are operands, too, one after the other.
+                space = wire.Space.OPERAND
+                index = operand + (region.rank if region.buffer == "symmetric" else 0)
+            yield wire.Reference(space, index, run.offset), run
+
+    def _copy(self, lane: str, step: Copy) -> None:
+        alone = any(
+            _overlap(step.src, other.dst)
+            or _overlap(step.dst, other.src)
+            or _overlap(step.dst, other.dst)
+            for other in self.copied
+        )
+        if alone:
+            self.copied = []
+        self.copied.append(step)
+        remote = int({step.src.rank, step.dst.rank} != {self.rank})
+        fixed = {"kind": wire.StreamKind.COPY, "lane": LANES.index(lane), "remote": remote}
+        for fields in copied_parts(self._places(step.src), self._places(step.dst)):
+            self.commands.append(wire.StreamCommand(**fixed, **fields, alone=int(alone)))
+            alone = False
+
+
+def lower(
+    variant: Variant,
+    rank: int,
+    world_size: int,
+    binding: Binding,
+    *,
+    slots: int = 2,
+    signals: Signals = Signals.STREAM,
+) -> Launch:
+    """Lowers a registered variant.
+
+    Unless streams signal themselves, signals and waits between ranks become kernels. The caller's
+    stream waits for the end of a variant of channel "sync", of others only for its own steps. With
+    one slot the calls are captured into graphs.
+    """
+    order = variant.issue_order(rank, world_size, slots)
+    joined = variant.channel == "sync"
+    lowering = StreamLowering(
+        order, rank, world_size, binding, signals=signals, joined=joined, captured=slots == 1
+    )
+    return lowering.launch()

@@ -1,0 +1,84 @@
+"""Workspaces and shards in torch's own symmetric memory, on any device that torch has it for."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from symm_cp.cuda.base import DeviceWorkspace, Signals
+from symm_cp.cuda.rendezvous import map_peers
+from symm_cp.group.memory import Group, StateKey
+from symm_cp.native import wire
+
+# The flags that ranks raise at each other.
+_PADS = (*wire.FLAGS, "ready in place")
+
+
+# How many workspaces for graphs a group has had, by channel.
+_FOR_GRAPHS: StateKey[Counter[str]] = StateKey("workspaces for graphs")
+
+
+class SymmetricWorkspace(DeviceWorkspace):
+    """A workspace in torch's symmetric memory; torch's kernels signal where streams do not."""
+
+    def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
+        """Returns this rank's memory, and the address here of each rank's. Collective."""
+        memory = _SymmetricMemory.empty_strided_p2p(
+            (nbytes,), [1], torch.uint8, self.device.torch_device, group.name
+        )
+        self._mapped = map_peers(memory, group)
+        # torch's kernels look the name of its process group up whenever they signal.
+        weakref.finalize(self, self._mapped.forget).atexit = False
+        self._graph = 0
+        if self.slots == 1:
+            made = group.state(_FOR_GRAPHS, Counter)
+            made[self.channel] += 1
+            self._graph = made[self.channel]
+        return memory, self._mapped.addresses
+
+    def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
+        """Signals ranks by our kernel or, one after the other, by torch's."""
+        if self.signals is not Signals.TORCH:
+            super().signal(flag, peers, epoch)
+            return
+        for peer in peers:
+            self._mapped.handle.put_signal(peer, self._pad(flag, epoch))
+
+    def wait(
+        self, flag: str, peers: Sequence[int], epoch: int, *, lag: int = 0, call_name: bytes = b""
+    ) -> None:
+        """Waits for signals by our kernel or, one after the other, by torch's, which reset them."""
+        if self.signals is not Signals.TORCH:
+            super().wait(flag, peers, epoch, lag=lag, call_name=call_name)
+            return
+        for peer in peers:
+            self._mapped.handle.wait_signal(peer, self._pad(flag, epoch - lag), self.limit_ms)
+
+    def _pad(self, flag: str, epoch: int) -> int:
+        """The channel of torch's signal pads that a flag takes in a call.
+
+        Each slot has its own for "done": in the background two calls raise it before the first is
+        awaited. All other flags are awaited in the call that raises them. Each workspace has its
+        own, too: from torch 2.15 on all workspaces of a group share their signal pads. The
+        self-test's come first, leave no signal, and use the channels of "sync". torch raises an
+        error when no channel is left.
+        """
+        second = flag == "done" and epoch % self.slots == 1
+        number = len(_PADS) if second else _PADS.index(flag)
+        kind = 2 * self._graph + (self.channel == "async")
+        return (len(_PADS) + 1) * kind + number
+
+    def own_flags(self) -> Sequence[torch.Tensor]:
+        """Returns all memory, as bytes, where peers signal this rank."""
+        pad = self._mapped.handle.get_signal_pad(self.rank).view(torch.uint8)
+        return (*super().own_flags(), pad[: self.header_bytes])
+
+
+def is_symmetric(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was allocated as torch's symmetric memory, as far as torch can tell."""
+    asks_torch = getattr(_SymmetricMemory, "is_symm_mem_tensor", None)
+    return asks_torch is None or bool(asks_torch(tensor))

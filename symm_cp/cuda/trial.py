@@ -1,0 +1,263 @@
+"""A workspace on trial: small, on streams of its own, with contents that are verified.
+
+Nothing here waits for the device without a limit. Where a stream waits for a number that does not
+come, it is written to this rank's own flags, from another stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from symm_cp.cuda.base import LANES, TRIAL, Device, DeviceWorkspace, Signals, Verdict
+from symm_cp.group.memory import Group
+from symm_cp.native import wire
+from symm_cp.schedule.patterns import peers
+
+#: Bytes that each rank puts into its slot, and the copies that carry them: several, to test
+#: batches.
+SLOT_BYTES, PARTS = 16384, 4
+#: Calls in a row: the third one uses the slot of the first one again.
+ROUNDS = 3
+
+_INPUT, _STAGING = 0, 1  # operands
+_BEGIN, _END = 0, 1  # events
+_NAME = b"self-test"
+_PAUSE = 0.0002  # seconds between looks at a stream
+_COPY = LANES.index("copy")
+_COMPUTE = LANES.index("compute")
+
+
+def contents(rank: int, turn: int) -> torch.Tensor:
+    """What rank `rank` puts into its slot in call `turn`, on the host."""
+    return ((torch.arange(SLOT_BYTES) * (2 * turn + 3) + 17 * rank + 101 * turn) % 251).to(
+        torch.uint8
+    )
+
+
+class Trial:
+    """A workspace on trial, and the streams of both lanes."""
+
+    def __init__(
+        self, group: Group, device: Device, signals: Signals, *, graph: bool = False
+    ) -> None:
+        self.device, self.signals, self.graph = device, signals, graph
+        self.rank, self.world_size = group.rank, group.world_size
+        self.peers = peers(group.rank, group.world_size)
+        self.given_up = False
+        # All memory is there before anything waits: allocating may wait for all streams.
+        self.input = torch.empty(ROUNDS * SLOT_BYTES, dtype=torch.uint8, device=device.torch_device)
+        places = ROUNDS * self.world_size * SLOT_BYTES
+        self.staging = torch.zeros(places, dtype=torch.uint8, device=device.torch_device)
+        self.found = self._on_host(places)
+        self.refill = self._on_host(ROUNDS * SLOT_BYTES)
+        self.space: DeviceWorkspace = device.workspace(
+            group, TRIAL, SLOT_BYTES, graph=graph, verdict=Verdict(signals)
+        )
+        self.header = self._on_host(self.space.header_bytes)
+        self.lanes = [device.borrow_stream() for _ in LANES]
+        self.aside = device.borrow_stream()
+
+    def _on_host(self, nbytes: int) -> torch.Tensor:
+        pinned = self.device.torch_type != "cpu"
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+
+    def close(self) -> None:
+        """Gives the streams back, when all have ended."""
+        for stream in (*self.lanes, self.aside):
+            self.device.return_stream(stream)
+
+    # Work for the streams.
+
+    def issue(self, commands: Sequence[wire.StreamCommand], epoch: int) -> None:
+        """Puts commands on the streams, as calls do."""
+        self._check_given_up()
+        self.space.issue(
+            (wire.StreamCommand * len(commands))(*commands),
+            (ctypes.c_void_p * 2)(self.input.data_ptr(), self.staging.data_ptr()),
+            (ctypes.c_void_p * len(LANES))(*self.lanes),
+            epoch,
+            capturing=self.graph,
+            call_name=_NAME,
+        )
+
+    def put(self, turns: Sequence[int]) -> None:
+        """Puts the contents of calls into the input; the compute lane must have ended."""
+        for row, turn in zip(self.refill.view(ROUNDS, -1), turns, strict=False):
+            row.copy_(contents(self.rank, turn))
+        self._on(_COMPUTE, lambda: self.input.copy_(self.refill, non_blocking=True))
+
+    def write_own_flag(self, epoch: int) -> None:
+        """Writes a number to a flag in this rank's own memory."""
+        flag = wire.DEVICE_FLAGS.index("arrived")
+        self.issue([_command(wire.StreamKind.ARRIVED, peer=0, flag=flag)], epoch)
+
+    def fork(self) -> list[wire.StreamCommand]:
+        """Has the copy lane follow the compute lane."""
+        return [
+            _command(wire.StreamKind.RECORD, _COMPUTE, event=_BEGIN),
+            _command(wire.StreamKind.WAIT_EVENT, event=_BEGIN),
+        ]
+
+    def join(self) -> list[wire.StreamCommand]:
+        """Has the compute lane follow the copy lane."""
+        return [
+            _command(wire.StreamKind.RECORD, event=_END),
+            _command(wire.StreamKind.WAIT_EVENT, _COMPUTE, event=_END),
+        ]
+
+    def warm_up(self) -> None:
+        """Signals this rank itself. Loading a kernel may wait until no other one runs."""
+        own = [self.rank]
+        if self.signals is Signals.KERNEL:
+            self._on(_COPY, self.space.load_kernels)
+        elif self.signals is Signals.TORCH:
+            self._on(_COPY, lambda: self.space.signal("partial", own, 1))
+            self._on(_COPY, lambda: self.space.wait("partial", own, 1))
+
+    def fill(self, place: int) -> list[wire.StreamCommand]:
+        """Copies a part of the input to this rank's slot."""
+        operand = wire.Reference(wire.Space.OPERAND, _INPUT, place * SLOT_BYTES)
+        return self._copies(wire.Reference(wire.Space.SLOT, self.rank, 0), operand)
+
+    def pull(self, place: int) -> list[wire.StreamCommand]:
+        """Copies the slots of all ranks to a part of the staging memory."""
+        commands = []
+        for rank in range(self.world_size):
+            offset = (place * self.world_size + rank) * SLOT_BYTES
+            to = wire.Reference(wire.Space.OPERAND, _STAGING, offset)
+            commands += self._copies(to, wire.Reference(wire.Space.SLOT, rank, 0))
+        return commands
+
+    def _copies(self, to: wire.Reference, source: wire.Reference) -> list[wire.StreamCommand]:
+        nbytes = SLOT_BYTES // PARTS
+        return [
+            _command(
+                wire.StreamKind.COPY,
+                to=wire.Reference(to.space, to.index, to.offset + part * nbytes),
+                source=wire.Reference(source.space, source.index, source.offset + part * nbytes),
+                bytes=nbytes,
+                rows=1,
+                remote=int(source.space == wire.Space.SLOT and source.index != self.rank),
+            )
+            for part in range(PARTS)
+        ]
+
+    def exchange(self, kind: wire.StreamKind, flag: str, epoch: int) -> None:
+        """Signals each peer, or waits for the signal of each."""
+        if self.signals is Signals.STREAM:
+            number = wire.DEVICE_FLAGS.index(flag)
+            self.issue([_command(kind, peer=peer, flag=number) for peer in self.peers], epoch)
+            return
+        by_kernel = self.space.signal if kind is wire.StreamKind.SIGNAL else self.space.wait
+        self._on(_COPY, lambda: by_kernel(flag, self.peers, epoch))
+
+    def call(self, epoch: int, place: int) -> None:
+        """An all-gather, as calls make it, of a part of the input."""
+        self.issue(self.fork(), epoch)
+        if self.graph:
+            self.exchange(wire.StreamKind.WAIT, "done", epoch)
+        self.issue(self.fill(place), epoch)
+        self.exchange(wire.StreamKind.SIGNAL, "ready", epoch)
+        self.exchange(wire.StreamKind.WAIT, "ready", epoch)
+        self.issue(self.pull(place), epoch)
+        if self.graph:
+            self.exchange(wire.StreamKind.SIGNAL, "done", epoch)
+        self.issue(self.join(), epoch)
+
+    def _on(self, lane: int, kernel: Callable[[], object]) -> None:
+        self._check_given_up()
+        self.device.launch_on(self.lanes[lane], kernel)
+
+    def _check_given_up(self) -> None:
+        if self.given_up:
+            raise RuntimeError("symm_cp: the self-test has given this step up")
+
+    # Results.
+
+    def ended(self, limit: float) -> bool:
+        """Whether the lanes end within a number of seconds."""
+        return self._ends(self.lanes, limit)
+
+    def _ends(self, streams: Sequence[int], limit: float) -> bool:
+        deadline = time.monotonic() + limit
+        while not all(self.device.ended(stream) for stream in streams):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE)
+        return True
+
+    def own_flag(self, limit: float) -> int:
+        """Returns the flag that `write_own_flag` writes; -1 if it cannot be read."""
+        self._read(self.header, self.space.memory[: self.space.header_bytes])
+        if not self._ends([self.aside], limit):
+            return -1
+        flag = wire.DEVICE_FLAGS.index("arrived")
+        offset = wire.flag_offset(flag, 0, self.world_size)
+        return int(self.header[offset : offset + 4].view(torch.int32))
+
+    def _read(self, host: torch.Tensor, memory: torch.Tensor) -> None:
+        self.device.launch_on(self.aside, lambda: host.copy_(memory, non_blocking=True))
+
+    def missing(self, limit: float) -> str:
+        """Names the flags that the lanes still wait for, as far as the flags tell."""
+        late = []
+        self._read(self.header, self.space.memory[: self.space.header_bytes])
+        if not self.graph and self.signals is not Signals.TORCH and self._ends([self.aside], limit):
+            first = wire.flag_offset(wire.DEVICE_FLAGS.index("ready"), 0, self.world_size)
+            words = self.header[first:].view(torch.int32)[:: wire.FLAG_BYTES // 4]
+            seen = {peer: int(words[peer]) for peer in sorted(self.peers)}
+            # Others may be late because they wait for these.
+            last = min(seen.values())
+            late = [peer for peer in seen if seen[peer] == last < ROUNDS]
+        return f"signals of ranks {late} did not arrive" if late else "copies did not end"
+
+    def wrong(self, turns: Mapping[int, int], limit: float) -> str:
+        """Compares the pulled bytes of places with the contents of calls; describes differences."""
+        self._read(self.found, self.staging)
+        if not self._ends([self.aside], limit):
+            return f"copies to the host did not end within {limit:g} s"
+        places = self.found.view(ROUNDS, self.world_size, SLOT_BYTES)
+        for place, turn in turns.items():
+            for rank in range(self.world_size):
+                count = int((places[place, rank] != contents(rank, turn)).sum())
+                if count:
+                    return f"{count} of {SLOT_BYTES} bytes from rank {rank} are wrong"
+        return ""
+
+    def release(self, limit: float) -> bool:
+        """Ends the waits of the lanes by writing the awaited numbers; returns whether it succeeds.
+
+        Waits for a number or a larger one take `ROUNDS`, waits of graphs 1. torch's kernels wait
+        for 1 and reset it, and wait for 0 before they signal.
+        """
+        if self.ended(0):
+            return True
+        deadline, patience = time.monotonic() + limit, 10 * _PAUSE
+        while time.monotonic() < deadline:
+            for value in (1, 0, ROUNDS):
+                self.header.view(torch.int32).fill_(value)
+                self.device.launch_on(self.aside, self._write_own_flags)
+                if not self._ends([self.aside], limit / 2):
+                    return False
+                if self._ends(self.lanes, patience):
+                    return True
+            patience *= 2  # a wait may look at its flag less often than this rank writes to it
+        return False
+
+    def clear(self, limit: float) -> bool:
+        """Clears this rank's flags, when no rank signals any more; whether that ended in time."""
+        self.header.zero_()
+        self.device.launch_on(self.aside, self._write_own_flags)
+        return self._ends([self.aside], limit)
+
+    def _write_own_flags(self) -> None:
+        for flags in self.space.own_flags():
+            flags.copy_(self.header[: flags.numel()], non_blocking=True)
+
+
+def _command(kind: wire.StreamKind, lane: int = _COPY, **fields: object) -> wire.StreamCommand:
+    return wire.StreamCommand(kind=kind, lane=lane, **fields)

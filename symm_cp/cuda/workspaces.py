@@ -1,0 +1,236 @@
+"""The workspaces of groups on devices: made when a call needs one, and replaced by larger ones.
+
+Calls that are captured into a graph take workspaces of that graph alone: two graphs may be replayed
+at the same time, on different streams. These are made by `reserve`, since none can be made during a
+capture, and stay as long as the group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from symm_cp.cuda.base import Device, DeviceWorkspace, Signals, Verdict
+from symm_cp.cuda.registry import device_for, spans_hosts
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.memory import Group, GroupLike, StateKey, resolve
+from symm_cp.native import wire
+
+#: A device, its driver, a channel, and how the workspace is signalled.
+_Key = tuple[torch.device, str, str, Signals]
+
+
+def _key(device: Device, channel: str, signals: Signals) -> _Key:
+    return device.torch_device, device.driver, channel, signals
+
+
+@dataclass
+class _GraphWorkspaces:
+    """Workspaces of one kind for calls in captures."""
+
+    free: list[DeviceWorkspace] = field(default_factory=list)
+    by_capture: dict[int, DeviceWorkspace] = field(default_factory=dict)
+
+    def taken_by(self, capture: int) -> DeviceWorkspace | None:
+        """The workspace of a capture; a new one takes the next that is free."""
+        if capture not in self.by_capture and self.free:
+            self.by_capture[capture] = self.free.pop(0)
+        return self.by_capture.get(capture)
+
+
+@dataclass
+class Workspaces:
+    """A group's workspaces by their kinds."""
+
+    current: dict[_Key, DeviceWorkspace] = field(default_factory=dict)
+    graphs: dict[_Key, _GraphWorkspaces] = field(default_factory=dict)
+
+    def all(self) -> Iterator[DeviceWorkspace]:
+        """Yields all workspaces."""
+        yield from self.current.values()
+        for of_graphs in self.graphs.values():
+            yield from of_graphs.free
+            yield from of_graphs.by_capture.values()
+
+    def clear(self) -> None:
+        """Frees all workspaces, as soon as that is possible."""
+        retired = list(self.all())
+        self.current.clear()
+        self.graphs.clear()
+        _retire(*retired)
+
+
+_WORKSPACES = StateKey("workspaces on devices", Workspaces.clear)
+
+# Workspaces that are no longer in use, but not freed yet: freeing symmetric memory waits for the
+# device, which is wrong while its streams may wait forever, and during a capture; and after an
+# error from which the device does not recover, torch's destructors end the process.
+_retired: list[DeviceWorkspace] = []
+# Workspaces with memory that streams of a failed call may still use.
+_holding: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
+_all: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
+
+
+def _retire(*workspaces: DeviceWorkspace) -> None:
+    _retired.extend(workspaces)
+    _free_retired()
+
+
+def _free_retired() -> None:
+    for workspace in [w for w in _holding if w.ended()]:
+        workspace.held.clear()
+        _holding.discard(workspace)
+    _retired[:] = [
+        w for w in _retired if w.device.capturing() or not w.ended() or w.device.failed()
+    ]
+
+
+def hold(workspace: DeviceWorkspace, *tensors: torch.Tensor) -> None:
+    """Keeps tensors that a failed call was given until the streams of its workspace have ended."""
+    workspace.held += tensors
+    _holding.add(workspace)
+
+
+@atexit.register
+def _keep_all() -> None:
+    # The kernel frees everything: streams may wait for peers that have gone, and the device may
+    # have failed.
+    for workspace in _all:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(workspace))
+
+
+def workspaces_of(group: Group) -> Workspaces:
+    """Returns a group's workspaces on all devices. Not collective."""
+    return group.state(_WORKSPACES, Workspaces)
+
+
+def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> DeviceWorkspace:
+    """Returns the group's workspace of a channel, with slots of at least `slot_bytes`.
+
+    Collective when it has to be made or to grow; every rank must ask for the same size. Raises
+    `RuntimeError` when that would be in the middle of a capture, or when the group's self-test
+    found that calls cannot be captured.
+    """
+    capturing, verdict = device.capturing(), device.verdict(group)
+    if not capturing:
+        if _holding or _retired:
+            _free_retired()
+        return _workspace(group, device, channel, slot_bytes, verdict)
+    if not verdict.graphs:
+        raise RuntimeError(
+            f"symm_cp: calls of group {group.name!r} on {device} cannot be captured into a graph: "
+            f"{verdict.reason}"
+        )
+    kind = workspaces_of(group).graphs.get(_key(device, channel, verdict.signals))
+    present = None if kind is None else kind.taken_by(device.capture_id())
+    if present is not None and present.serves(slot_bytes):
+        return present
+    there_is, graphs = "", ""
+    if present is not None:
+        there_is = f"there is one of {present.slot_bytes}"
+    elif kind is not None:
+        there_is = f"each of the {len(kind.by_capture)} belongs to a graph that was captured before"
+        graphs = ", graphs=n"
+    raise RuntimeError(
+        f"symm_cp: this call needs a workspace of {slot_bytes} bytes, {there_is or 'there is none'}"
+        "; none can be made while a graph is captured: before the captures, call "
+        f"symm_cp.reserve(group, {slot_bytes}, device={str(device.torch_device)!r}{graphs})"
+        + (" for n more graphs" if graphs else "")
+    )
+
+
+def _workspace(
+    group: Group, device: Device, channel: str, slot_bytes: int, verdict: Verdict
+) -> DeviceWorkspace:
+    workspaces, key = workspaces_of(group), _key(device, channel, verdict.signals)
+    present = workspaces.current.get(key)
+    if present is not None and present.serves(slot_bytes):
+        return present
+    needed = slot_bytes if present is None else max(slot_bytes, present.slot_bytes)
+    workspaces.current[key] = _make(group, device, channel, needed, verdict, graph=False)
+    if present is not None:
+        _retire(present)
+    return workspaces.current[key]
+
+
+def _make(
+    group: Group,
+    device: Device,
+    channel: str,
+    slot_bytes: int,
+    verdict: Verdict,
+    *,
+    graph: bool,
+) -> DeviceWorkspace:
+    made = device.workspace(group, channel, slot_bytes, graph=graph, verdict=verdict)
+    _all.add(made)
+    return made
+
+
+def _make_for_graphs(
+    group: Group, device: Device, channel: str, slot_bytes: int, verdict: Verdict, count: int
+) -> None:
+    """Makes workspaces until `count` of that size belong to no graph yet."""
+    key = _key(device, channel, verdict.signals)
+    kind = workspaces_of(group).graphs.setdefault(key, _GraphWorkspaces())
+    for place in range(count):
+        present = kind.free[place] if place < len(kind.free) else None
+        if present is not None and present.serves(slot_bytes):
+            continue
+        needed = slot_bytes if present is None else max(slot_bytes, present.slot_bytes)
+        kind.free[place : place + 1] = [_make(group, device, channel, needed, verdict, graph=True)]
+        if present is not None:
+            _retire(present)
+
+
+def give_up(group: Group, error: BaseException) -> None:
+    """After an error in the middle of a call: ends the waits of peers for this rank."""
+    for present in workspaces_of(group).current.values():
+        give_up_on(present, error)
+
+
+def give_up_on(workspace: DeviceWorkspace, error: BaseException) -> None:
+    """Gives a workspace up because of an error; adds a note to it if peers cannot be notified."""
+    try:
+        workspace.give_up()
+    except RuntimeError as further:
+        error.add_note(str(further))
+
+
+def reserve_on(group: Group, device: Device, slot_bytes: int, graphs: int = 1) -> None:
+    """Sizes all workspaces on a device for calls of up to `slot_bytes`. Collective."""
+    with group.lock, device.guard():
+        verdict = device.verdict(group)
+        for channel in wire.CHANNELS:
+            _workspace(group, device, channel, slot_bytes, verdict)
+            if device.captures and verdict.graphs:
+                _make_for_graphs(group, device, channel, slot_bytes, verdict, graphs)
+
+
+def reserve(
+    group: GroupLike, nbytes: int, *, device: torch.device | str = "cpu", graphs: int = 1
+) -> None:
+    """Sizes workspaces for ops whose shard takes up to `nbytes` bytes, so that none grows later.
+
+    `device` is the one that holds the ops' tensors. On CUDA it also makes workspaces for ops that
+    are captured into graphs, which cannot be made during a capture. Each graph takes one for
+    itself, so that graphs may be replayed at the same time: this makes room for `graphs` more.
+    Ranks capture their graphs in the same order. Collective: call it with the same numbers on every
+    rank of the group. Raises `ValueError` for negative ones.
+    """
+    if nbytes < 0:
+        raise ValueError(f"reserve: {nbytes=} must not be negative")
+    if graphs < 0:
+        raise ValueError(f"reserve: {graphs=} must not be negative")
+    torch_device, whole_group = torch.device(device), resolve(group)
+    spread = None if spans_hosts(whole_group, torch_device) else hosts_of(whole_group, torch_device)
+    local = whole_group if spread is None else spread.local
+    if torch_device.type == "cpu":
+        local.reserve(nbytes)
+    else:
+        reserve_on(local, device_for(local, torch_device), nbytes, graphs)

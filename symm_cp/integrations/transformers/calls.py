@@ -1,0 +1,125 @@
+"""Calls of models of transformers: their positions, caches and losses."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from symm_cp.context_parallel.guards import Watch
+from symm_cp.context_parallel.load_balancers import positions_on
+from symm_cp.cuda.kept import HostReads, capturing
+from symm_cp.group.memory import resolve
+from symm_cp.integrations.transformers.limits import WATCHED, call_limits, positions_known
+
+
+@functools.cache
+def _parameters(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _argument(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+    names = _parameters(module.__class__)
+    index = names.index(name) if name in names else len(args)
+    return args[index] if index < len(args) else kwargs.get(name)
+
+
+def check_call(
+    watch: Watch, module: nn.Module, args: Any, kwargs: Any, *, masks_are_whole: bool, first: int
+) -> None:
+    """Refuses calls of a model that take this rank's part for the whole.
+
+    `masks_are_whole`: its masks are those of the whole sequence, made from the parts of all ranks;
+    `first` is the first position that it counts.
+    """
+    asked = [n for n in WATCHED if kwargs.get(n) is not None and kwargs[n] is not False]
+    for limit in call_limits(module, asked) if asked else ():
+        raise limit.error(module)
+    _check_cache(module, args, kwargs)
+    _check_positions(watch, module, args, kwargs, masks_are_whole, first)
+
+
+def _check_cache(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses generation: `generate` passes its cache to the model; models make their own else."""
+    generates = getattr(module, "can_generate", None)
+    if generates is None or not generates():
+        return
+    for argument in ("cache", "past_key_values"):  # the second is the name before 5.24
+        if _argument(module, argument, args, kwargs) is not None:
+            raise NotImplementedError(
+                f"context_parallel: {type(module).__name__} was called with {argument}, as "
+                "generate does: a cache holds the keys of this rank's part only. Generate outside "
+                "of the context"
+            )
+
+
+def _check_positions(
+    watch: Watch, module: nn.Module, args: Any, kwargs: Any, masks_are_whole: bool, first: int
+) -> None:
+    """Refuses a language model that counts its positions from 0 on each rank."""
+    name, names = type(module).__name__, _parameters(module.__class__)
+    if "position_ids" in names:
+        positions = _argument(module, "position_ids", args, kwargs)
+        if positions is None and positions_known(module):
+            return
+        if positions is None:
+            raise NotImplementedError(
+                f"context_parallel: {name} was called without position_ids, so it counted from 0 "
+                "on each rank. Pass the position_ids of this rank's part; symm_cp.shard_batch "
+                "makes them"
+            )
+        watch.has_positions = True
+        # Documents packed by position_ids are told from the whole sequence then.
+        unmasked = not masks_are_whole and (
+            _argument(module, "attention_mask", args, kwargs) is None
+        )
+        if isinstance(positions, torch.Tensor):
+            _check_values(watch, first, name, positions, unmasked)
+    elif "input_ids" in names and not watch.has_positions and not positions_known(module):
+        raise NotImplementedError(
+            f"context_parallel: {name} takes no position_ids, so it counts from 0 on each rank: "
+            "it is not supported (of those that are, pass the model to context_parallel(model=...))"
+        )
+
+
+_read_positions: HostReads[list[bool]] = HostReads()
+
+
+def _check_values(
+    watch: Watch, first: int, name: str, positions: torch.Tensor, unmasked: bool
+) -> None:
+    """Refuses positions that the model, which counts from `first`, would misinterpret: (B, S)."""
+    if positions.dim() != 2:  # several positions for each token
+        return
+    if not first and not unmasked:
+        return
+    if capturing(positions.device):  # the host cannot read them; it did when the call was warmed up
+        return
+    rank = resolve(watch.group).rank
+    held = (b for b in watch.balancers if b.lengths[rank] == positions.shape[1])
+    balancer = next(held, None)
+    if balancer is None:
+        return
+    expected = positions_on(positions.device, balancer, rank)
+
+    def read() -> list[bool]:
+        each = [(positions == expected + offset).all() for offset in (0, first)]
+        return list(torch.stack(each).tolist())
+
+    from_zero, as_counted = _read_positions.get(positions, read, context=(balancer, first))
+    if first and from_zero:
+        raise NotImplementedError(
+            f"context_parallel: {name} was called with position_ids that count from 0, but it "
+            f"counts from {first} (padding_idx + 1): add {first} to them"
+        )
+    # Without an attention_mask transformers treats a jump in positions as the start of a document,
+    # but sees no jump between ranks.
+    if unmasked and not as_counted:
+        raise NotImplementedError(
+            f"context_parallel: {name} was called without attention_mask and with position_ids "
+            f"that are not those of {balancer}: packed documents require "
+            "context_parallel(model=...). For one document pass an attention_mask of ones"
+        )

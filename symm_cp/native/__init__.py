@@ -1,0 +1,44 @@
+"""Builds `csrc/` for the installed torch, loads it, and declares its C functions.
+
+The only package that touches the native library. `wire.py` mirrors `csrc/channel/wire.h` by hand,
+and stays so: `load` compares the texts that both sides write of every enumeration, struct and
+limit, so that a difference is an error with a diff, never a wrong offset. That costs 1.8 s of
+processor time in a cold build (`wire.cpp`) and a millisecond at import. pybind11 needs Python's
+headers, which the import must do without, and more time: its one file here (`backend/glue.cpp`)
+takes 21 s on the same busy machine. A mirror generated from the header would have no types for
+mypy, and no names before the library is built.
+
+    wire.py       structs, enumerations and limits that both sides share
+    bindings.py   the C functions with their types
+    sources.py    the files of csrc/ and their includes
+    compiler.py   the C++ compiler and its flags
+    objects.py    the cache of compiled objects
+    building.py   the libraries, built once
+    library.py    the libraries, loaded once
+"""
+
+from __future__ import annotations
+
+from symm_cp.native.bindings import FindGroup
+from symm_cp.native.building import build, build_glue, cache_key, check_headers, library_path
+from symm_cp.native.compiler import find_compiler
+from symm_cp.native.errors import BuildError, say
+from symm_cp.native.library import address_of, error, load, load_glue
+from symm_cp.native.sources import source_dir
+
+__all__ = [
+    "BuildError",
+    "FindGroup",
+    "address_of",
+    "build",
+    "build_glue",
+    "cache_key",
+    "check_headers",
+    "error",
+    "find_compiler",
+    "library_path",
+    "load",
+    "load_glue",
+    "say",
+    "source_dir",
+]

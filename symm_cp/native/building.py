@@ -1,0 +1,184 @@
+"""Builds the libraries of the native part, each once for its sources, torch, Python and processor.
+
+The C++ compiler is called with the include and library paths of `torch.utils.cpp_extension`; ninja
+is not needed. One lock serves all builds in a folder: each uses all cores anyway, and finds what
+the one before has compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from symm_cp import env, trusted
+from symm_cp.native.compiler import FLAGS, Compiler, find_compiler, processor
+from symm_cp.native.errors import BuildError, explained, say
+from symm_cp.native.objects import Objects
+from symm_cp.native.sources import GLUE, Sources, Unit, source_dir
+
+_DAY = 24 * 3600
+#: How long libraries stay that nobody loads, in seconds: a change of the sources makes a new one.
+_MAX_AGE = 30 * _DAY
+
+
+def cache_key() -> str:
+    """Returns the key of the build: sources, torch, Python tag, processor."""
+    return _key(Sources(source_dir()))
+
+
+def _key(sources: Sources) -> str:
+    parts = (torch.__version__, str(sysconfig.get_config_var("SOABI")), processor(), str(FLAGS))
+    text = "\0".join((sources.digest(sorted(sources.contents)), *parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def library_path() -> Path:
+    """Returns where the library for the installed torch is, or will be once it is built."""
+    return env.build_dir() / cache_key() / "libsymm_cp.so"
+
+
+def build(verbose: bool = False) -> Path:
+    """Builds the native part for the installed torch unless it is there, and returns its path.
+
+    Many processes may call it at once: one builds, the others wait. Raises `BuildError`.
+    """
+    what = "the native part"
+    return _build(
+        "libsymm_cp.so", _compile, what, "10 to 40 seconds once, fewer after a change", verbose
+    )
+
+
+def build_glue(verbose: bool = False) -> Path:
+    """The same for the library that gives Python the backend of torch.distributed.
+
+    Raises `BuildError`, also where Python's headers are missing.
+    """
+    what = "the backend of torch.distributed"
+    return _build("libsymm_cp_glue.so", _compile_glue, what, "5 to 20 seconds once", verbose)
+
+
+def _build(
+    name: str, compile_to: Callable[[Sources, Path], None], what: str, span: str, verbose: bool
+) -> Path:
+    with explained():
+        sources = Sources(source_dir())
+        target = env.build_dir() / _key(sources) / name
+        if _built(target):
+            if verbose:
+                say(f"already built: {target}")
+            return target
+        find_compiler()
+        with trusted.folder(env.build_dir(), create=True):
+            pass
+        with trusted.locked(env.build_dir() / "lock"):
+            if not _built(target):
+                say(f"building {what} for torch {torch.__version__} ({span}) ...")
+                start = time.perf_counter()
+                compile_to(sources, target)
+                _prune_libraries()
+                say(f"built in {time.perf_counter() - start:.0f} s")
+    return target
+
+
+def _compile(sources: Sources, target: Path) -> None:
+    compiler = Compiler(sources.folder)
+    objects = Objects(target.parents[1] / "objects", sources, compiler)
+    made = objects.compile(sources.plain, sources.torch)
+    _link(compiler, objects, made, target, "torch_cpu", "c10")
+
+
+def check_headers(headers: Path) -> None:
+    """Raises `BuildError` if Python's headers are not in their folder."""
+    if not (headers / "Python.h").is_file():
+        raise BuildError(
+            f"the backend of torch.distributed needs Python's headers; {headers / 'Python.h'} is "
+            "missing. Install them (Debian, Ubuntu: apt install python3-dev; Fedora: dnf install "
+            "python3-devel)"
+        )
+
+
+def _compile_glue(sources: Sources, target: Path) -> None:
+    headers = Path(sysconfig.get_path("include"))
+    check_headers(headers)
+    compiler = Compiler(sources.folder)
+    objects = Objects(target.parents[1] / "objects", sources, compiler)
+    flags = (f"-isystem{headers}", "-O0", "-fvisibility=hidden")
+    made = objects.compile([Unit("backend_glue", (GLUE,), True, flags)])
+    _link(compiler, objects, made, target, "torch_python", "torch_cpu", "c10")
+
+
+def _link(
+    compiler: Compiler, objects: Objects, made: list[Path], target: Path, *libraries: str
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="tmp", dir=made[0].parent) as scratch:
+        library = Path(scratch) / target.name
+        try:
+            compiler.link(made, library, *libraries)
+        except BuildError:
+            objects.forget(made)  # one may be damaged
+            raise
+        library.chmod(0o644)  # whatever the umask: a library that a group can write is not loaded
+        with library.open("rb") as file:
+            trusted.write(_digest_path(target), _digest(file.fileno()).encode())
+        library.replace(target)  # atomic: a reader sees the whole library or none
+
+
+def open_verified(library: Path) -> int:
+    """Returns a descriptor of the library as it was built; raises `BuildError` or `OSError`.
+
+    What is loaded runs as the user. Only its owner can change it or put another one in its place
+    (see `trusted`); the digest tells a damaged file.
+    """
+    wanted = trusted.read(_digest_path(library)).decode(errors="replace")
+    fd = trusted.open_to_read(library)
+    if _digest(fd) != wanted:
+        os.close(fd)
+        raise BuildError(
+            f"{library} is not what was built: delete {library.parent} to build it again"
+        )
+    return fd
+
+
+def mark_used(library: Path) -> None:
+    """Notes once a day that a library is in use, where the user may; see `_prune_libraries`."""
+    with suppress(OSError):
+        if time.time() - library.stat().st_mtime > _DAY:
+            os.utime(library)
+
+
+def _digest(fd: int) -> str:
+    with open(fd, "rb", closefd=False) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_path(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _built(library: Path) -> bool:
+    try:
+        for path in (library, _digest_path(library)):
+            os.close(trusted.open_to_read(path))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _prune_libraries() -> None:
+    """Removes libraries that nobody has loaded for long, and what killed builds have left."""
+    now = time.time()
+    for folder in env.build_dir().glob("[0-9a-f]" * 20):
+        with suppress(OSError):
+            newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            age = _MAX_AGE if (folder / "libsymm_cp.so").exists() else _DAY
+            if now - newest > age:
+                shutil.rmtree(folder, ignore_errors=True)

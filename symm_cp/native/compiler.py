@@ -1,0 +1,133 @@
+"""The C++ compiler: which one, its flags, torch's headers and libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from symm_cp import env
+from symm_cp.native.errors import BuildError
+
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden", "-march=native")
+
+
+def find_compiler() -> str:
+    """Returns the command of a C++ compiler, or raises `BuildError` saying what to install."""
+    names = [chosen] if (chosen := env.compiler()) else ["c++", "g++", "clang++"]
+    for name in names:
+        try:
+            program, *options = shlex.split(name)  # as in CXX="ccache g++"
+        except ValueError as error:
+            raise BuildError(f"CXX={name!r} is no command: {error}") from error
+        if path := shutil.which(program):
+            return shlex.join([os.path.abspath(path), *options])
+    raise BuildError(
+        "symm_cp needs a C++20 compiler to build its native part; found none of "
+        f"{', '.join(names)}. Install one (Debian, Ubuntu: apt install g++; Fedora: "
+        "dnf install gcc-c++; conda: conda install gxx), or set CXX to its path, "
+        "then run: symm-cp build"
+    )
+
+
+class Compiler:
+    """The compiler that builds, in the folder of the sources."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.command = shlex.split(find_compiler())
+        #: What its objects depend on beside the sources and the flags of a unit.
+        self.identity = "\0".join(
+            (self.run([*self.command, "--version"]), *self.command, *FLAGS, processor())
+        )
+        programs = {os.path.basename(os.path.realpath(word)) for word in self.command}
+        ccache = None if "ccache" in programs else shutil.which("ccache")
+        #: With ccache, where it is installed: it knows objects of other build folders as well.
+        self._prefix = [ccache] if ccache else []
+
+    @property
+    def takes_precompiled(self) -> bool:
+        """Whether it reads precompiled headers as g++ does; clang's are bound to their paths."""
+        return "clang" not in self.identity
+
+    def compile(self, arguments: Sequence[str], out: Path) -> None:
+        """Compiles with the common flags; file names are relative to the folder of the sources."""
+        self.run([*self._prefix, *self.command, *FLAGS, "-I.", *arguments, "-o", str(out)])
+
+    def link(self, objects: Sequence[Path], out: Path, *torch_libraries: str) -> None:
+        """Links a library with libraries of torch."""
+        libraries = link_flags(*torch_libraries)
+        self.run([*self.command, "-shared", *map(str, objects), "-o", str(out), *libraries])
+
+    def run(self, command: list[str]) -> str:
+        """Returns the output of a command; raises `BuildError` with what it says if it fails."""
+        try:
+            done = subprocess.run(
+                command,
+                cwd=self._folder,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+        except OSError as error:
+            raise BuildError(
+                f"the C++ compiler does not run: {error}; set CXX to another one, then run: "
+                "symm-cp build"
+            ) from error
+        if done.returncode != 0:
+            raise BuildError(
+                f"the native part of symm_cp does not compile for torch {torch.__version__}; "
+                "symm-cp build shows why:\n"
+                f"  cd {self._folder}; {shlex.join(command)}\n{done.stderr.strip()}"
+            )
+        return done.stdout
+
+
+def processor() -> str:
+    """Describes the processor: -march=native binds objects to it, and a home may be shared."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.machine()
+
+
+def torch_flags() -> list[str]:
+    """Returns the flags with which sources find torch's headers."""
+    paths = [f"-isystem{path}" for path in _extension().include_paths()]
+    return [*paths, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+
+
+def link_flags(*names: str) -> list[str]:
+    """Returns the flags that link with libraries of torch and with the C++ runtime."""
+    paths = _extension().library_paths()
+    folders = [flag for path in paths for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    return [*folders, *(f"-l{name}" for name in names), *_runtime(), "-pthread"]
+
+
+def _extension() -> ModuleType:
+    # Imported here, because CUDA builds of torch log a warning on machines without a GPU.
+    from torch.utils import cpp_extension
+
+    return cpp_extension
+
+
+def _runtime() -> list[str]:
+    """The C++ runtime that torch has loaded here, ahead of the one that the compiler would link.
+
+    Where a machine lacks the file that names it for linkers, compilers link their static one, and
+    two runtimes in one process crash at the first exception or stream that passes between them.
+    """
+    with open("/proc/self/maps") as file:
+        mapped = {f[5].strip() for line in file if len(f := line.split(maxsplit=5)) == 6}
+    found = [path for path in sorted(mapped) if Path(path).name.startswith("libstdc++.so.6")]
+    return [path for path in found if Path(path).is_file()][:1]

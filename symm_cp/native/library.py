@@ -1,0 +1,100 @@
+"""Loads the libraries of the native part, once in a process."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import difflib
+import os
+from functools import cache
+from pathlib import Path
+
+from symm_cp import env
+from symm_cp.native import wire
+from symm_cp.native.bindings import INT, LONG, SIGNATURES, TEXT, VOID
+from symm_cp.native.building import build, build_glue, mark_used, open_verified
+from symm_cp.native.errors import BuildError, explained, say
+
+_OTHER_VERSION = "csrc/ and symm_cp/ are of different versions: install symm_cp again"
+
+
+def _compare(library: str) -> None:
+    """Raises `BuildError` with the difference when the library has another contract."""
+    package = wire.description()
+    if library != package:
+        lines = difflib.unified_diff(
+            library.splitlines(),
+            package.splitlines(),
+            "csrc/channel/wire.h",
+            "symm_cp/native/wire.py",
+            "",
+            "",
+            0,
+        )
+        raise BuildError("\n".join([_OTHER_VERSION, *lines]))
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Returns the native library, building it if it was never built; raises `BuildError`.
+
+    The library must be what was built, in folders that only its owner can change. Loading registers
+    the CPU backend with torch's symmetric memory.
+    """
+    library = _open_library(build(), ctypes.CDLL)
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name, None)
+        if function is None:
+            raise BuildError(f"{_OTHER_VERSION} (the library has no function {name})")
+        function.restype = result
+        function.argtypes = arguments
+    _compare(library.symm_cp_wire().decode())
+    try:
+        library.symm_cp_keep_results(env.kept_bytes())
+    except ValueError as error:  # an import never fails
+        say(f"{error}; keeping as much as by default")
+    # Its thread calls the CUDA driver, which ends with the process.
+    atexit.register(library.symm_cp_watch_stop)
+    return library
+
+
+def _open_library(path: Path, kind: type[ctypes.CDLL]) -> ctypes.CDLL:
+    with explained():
+        # Stays open: the loader knows libraries by their names, so that the same number for another
+        # file would give this library again.
+        fd = open_verified(path)
+    mark_used(path)
+    name = f"/proc/self/fd/{fd}"  # what was verified, whatever the path names by now
+    try:
+        return kind(name)
+    except OSError as error:  # a damaged file, or a file system that allows no execution
+        os.close(fd)
+        raise BuildError(
+            f"the native part of symm_cp does not load: {str(error).replace(name, str(path))}; "
+            f"delete {path.parent} to build it again, or set SYMM_CP_BUILD_DIR to another folder"
+        ) from error
+
+
+@cache
+def load_glue() -> ctypes.CDLL:
+    """Returns the library of `build_glue`, building it if need be; raises `BuildError`."""
+    load()
+    glue = _open_library(build_glue(), ctypes.PyDLL)
+    make = glue.symm_cp_backend_object
+    make.restype = ctypes.py_object
+    make.argtypes = [
+        *(VOID, ctypes.py_object, TEXT, INT, INT, LONG),
+        *(ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), INT),
+    ]
+    return glue
+
+
+def address_of(function: object) -> int:
+    """Returns the address of a function of a native library."""
+    return ctypes.cast(function, VOID).value or 0  # type: ignore[arg-type]
+
+
+def error() -> str:
+    """Returns the text of the last failure of a native call in this thread."""
+    text: bytes = load().symm_cp_error()
+    return text.decode(errors="replace")

@@ -1,0 +1,31 @@
+"""Fused matmuls: with an all-gather before them, a reduce-scatter or an all-reduce after them.
+
+    gather       all-gather-matmul, plain and with float8 operands and scales
+    scatter      matmul-reduce-scatter, of one product or a sum of products; with scales
+    all_reduce   matmul-all-reduce; with scales
+    backward     gradient ops: they gather shards again while they multiply
+    derivatives  the gradients of all these ops, to any order
+    products     how products of shards are added up
+    operands     checks of operands and scales
+    scaled_mm    a scaled weight is a weight with another `multiply`
+
+Gradients communicate through the same pipelines: an all-gather-matmul has a matmul-reduce-scatter
+and a weight gradient that gathers the shards again (rather than keep the gathered input alive); a
+matmul-reduce-scatter gathers the gradient once for both. Ops with scales have no gradient, as
+torch's `_scaled_mm`: float8 training computes its own from scaled ops.
+"""
+
+from symm_cp.ops.matmul import backward
+from symm_cp.ops.matmul.all_reduce import matmul_all_reduce, scaled_matmul_all_reduce
+from symm_cp.ops.matmul.gather import all_gather_matmul, scaled_all_gather_matmul
+from symm_cp.ops.matmul.scatter import matmul_reduce_scatter, scaled_matmul_reduce_scatter
+
+__all__ = [
+    "all_gather_matmul",
+    "backward",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "scaled_all_gather_matmul",
+    "scaled_matmul_all_reduce",
+    "scaled_matmul_reduce_scatter",
+]

@@ -1,0 +1,412 @@
+"""Fused matmul-all-reduce, plain and with scales: what follows a row-parallel linear layer.
+
+Shapes: M, N, K are the dimensions of a matmul (..., M, K) @ (K, N) -> (..., M, N). W is the world
+size. K may differ from rank to rank, and may be 0: every rank contributes the product of what it
+has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+
+from symm_cp import runtime
+from symm_cp.cuda import has_streams
+from symm_cp.group import memory
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.memory import Group, GroupLike
+from symm_cp.ops import autocast
+from symm_cp.ops.common import (
+    Place,
+    check_reduce_op,
+    entry_point,
+    in_test_mode,
+    kernel_and_fake,
+    what_is,
+)
+from symm_cp.ops.matmul.derivatives import ALL_REDUCED_SUM_GRADIENT
+from symm_cp.ops.matmul.operands import (
+    check_bias,
+    check_float8,
+    check_matrices,
+    check_matrix,
+    check_product,
+    check_row_scale,
+    check_weight_scale,
+    partial_dtype_of,
+    result_dtype,
+)
+from symm_cp.ops.matmul.products import Terms
+from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
+from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.tensors.results import contiguous, new_result
+from symm_cp.tensors.shards import Split
+from symm_cp.tuning import Question, choose
+
+ALL_REDUCE = "fused_matmul_all_reduce"
+SUM = "_fused_matmuls_all_reduce"
+SCALED_ALL_REDUCE = "fused_scaled_matmul_all_reduce"
+
+
+def _check(
+    op: str,
+    lefts: list[torch.Tensor],
+    rights: list[torch.Tensor],
+    addend: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    reduce_op: str,
+) -> list[int]:
+    """Returns the shape of the sum."""
+    if len(lefts) != len(rights):
+        raise ValueError(f"{op}: {len(lefts)} As and {len(rights)} Bs: needs as many of both")
+    for left, right in zip(lefts, rights, strict=True):
+        check_matrices(op, left, [right], left.shape[-1] if left.dim() else 0)
+    first = addend if addend is not None else lefts[0]
+    name = "addend" if addend is not None else "A"
+    if first.is_complex():
+        raise TypeError(f"{op}: {name} is {first.dtype}: complex numbers are not supported")
+    check_reduce_op(op, name, first.dtype, reduce_op)
+    if first.dim() < 2:
+        raise ValueError(
+            f"{op}: {name} must have at least 2 dimensions, has shape {list(first.shape)}"
+        )
+    others = [(f"A[{i}] @ B[{i}]", [*left.shape[:-1], right.shape[1]], left.dtype, left.device)
+              for i, (left, right) in enumerate(zip(lefts, rights, strict=True))]  # fmt: skip
+    shape = list(addend.shape) if addend is not None else others[0][1]
+    if bias is not None:
+        others.append(("bias", [*bias.shape], bias.dtype, bias.device))
+    for what, own, dtype, device in others:
+        needed = shape[-1:] if what == "bias" else shape
+        if own != needed:
+            raise ValueError(f"{op}: {what} has shape {own}, must have {needed}")
+        if dtype != first.dtype:
+            raise TypeError(f"{op}: {what} is {dtype} and {name} is {first.dtype}: they must agree")
+        if device != first.device:
+            raise ValueError(f"{op}: {what} is on {device} and {name} on {first.device}")
+    return shape
+
+
+def unfused_all_reduce(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    """The definition: torch's functional all-reduce, waited for."""
+    return funcol.wait_tensor(funcol.all_reduce(tensor, reduce_op, group_name))
+
+
+def _reduced(op: str, group: Group, tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
+    """The all-reduce of a tensor that is there already."""
+    if not has_streams(tensor.device) and hosts_of(group, tensor.device) is None:
+        try:
+            total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
+                tensor, reduce_op, group.name
+            )
+        except RuntimeError as error:
+            raise memory.reported(error) from None  # by the native op
+        return total
+    total = new_result(tensor, tensor.shape)
+    runtime.of(total, group).produce_and_all_reduce(
+        group,
+        lambda _, partial: partial.copy_(tensor),
+        total,
+        what_is(op, total, detail=reduce_op),
+        mean=reduce_op == "avg",
+    )
+    return total
+
+
+def _by_rows(group: Group, matrix: torch.Tensor) -> Split:
+    return Split.nearly_equal(matrix.shape[0], group.world_size)
+
+
+def produce_and_all_reduce(
+    op: str,
+    group: Group,
+    produce: Callable[[int | None, torch.Tensor], None],
+    out: torch.Tensor,
+    reduce_op: str,
+    detail: str = "",
+) -> None:
+    """Writes the sum over ranks to `out`, a matrix.
+
+    `produce(rank, partial)` writes this rank's contribution to the rows that are rank `rank`'s by
+    `Split.nearly_equal`; None: to all rows.
+    """
+    split = _by_rows(group, out)
+    rows, columns = split.sizes[0], out.shape[1]
+    # The inner dimension may differ from rank to rank, and all must choose alike: a nominal one.
+    question = Question(
+        "matmul_all_reduce",
+        out.dtype,
+        ((rows, columns, columns),),
+        partial=rows * columns * out.element_size(),
+        everywhere=True,
+    )
+    whole = choose(group, out.device, question) == "whole"
+    runtime.of(out, group).produce_and_all_reduce(
+        group,
+        lambda rank, partial: produce(None if whole else rank, partial),
+        out,
+        what_is(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}"),
+        split=None if whole else split,
+        mean=reduce_op == "avg",
+    )
+
+
+def _multiply_and_all_reduce(
+    op: str,
+    group: Group,
+    terms: Terms,
+    bias: torch.Tensor | None,
+    reduce_op: str,
+    shape: list[int],
+) -> torch.Tensor:
+    out = new_result(terms.like, shape)
+    # One rank adds the bias to what it contributes: that costs no pass over the result.
+    added = bias if reduce_op == "sum" else None
+
+    def produce(rank: int | None, partial: torch.Tensor) -> None:
+        adds = group.rank == (0 if rank is None else rank)
+        terms.add_up(partial, rank, added if adds else None)
+
+    detail = " bias" * (bias is not None)
+    produce_and_all_reduce(op, group, produce, out.flatten(0, -2), reduce_op, detail)
+    return out if bias is added else out.add_(bias)
+
+
+def _matmul_all_reduce(
+    place: Place,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    reduce_op: str,
+    group_name: str,
+) -> torch.Tensor:
+    shape = _check(ALL_REDUCE, [a], [weight], None, bias, reduce_op)
+    if place.group is None:
+        return a.new_empty(shape)
+    if in_test_mode():
+        total = unfused_all_reduce(a @ weight, reduce_op, group_name)
+        return total if bias is None else total + bias
+    terms = _terms([a], [weight], None, place.group)
+    return _multiply_and_all_reduce(ALL_REDUCE, place.group, terms, bias, reduce_op, shape)
+
+
+def _matmuls_all_reduce(
+    place: Place,
+    lefts: list[torch.Tensor],
+    rights: list[torch.Tensor],
+    addend: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    reduce_op: str,
+    group_name: str,
+) -> torch.Tensor:
+    shape, group = _check(SUM, lefts, rights, addend, bias, reduce_op), place.group
+    if group is None:
+        return (lefts[0] if addend is None else addend).new_empty(shape)
+    if not lefts and bias is None and addend is not None:
+        return _reduced(SUM, group, addend, reduce_op)
+    terms = _terms(lefts, rights, addend, group)
+    return _multiply_and_all_reduce(SUM, group, terms, bias, reduce_op, shape)
+
+
+def _terms(
+    lefts: list[torch.Tensor],
+    rights: list[torch.Tensor],
+    addend: torch.Tensor | None,
+    group: Group,
+) -> Terms:
+    """The terms as matrices, of which the ranks take rows."""
+    return Terms.of(
+        [left.flatten(0, -2) for left in lefts],
+        rights,
+        None if addend is None else addend.flatten(0, -2),
+        lambda shape: Split.nearly_equal(shape[0], group.world_size),
+    )
+
+
+# --- with scales -----------------------------------------------------------------------------
+
+
+def _check_scaled(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    reduce_op: str,
+    bias: torch.Tensor | None,
+    out_dtype: Any,
+) -> tuple[list[int], torch.dtype]:
+    """Returns the shape of the result, and its dtype."""
+    dtype = result_dtype(SCALED_ALL_REDUCE, out_dtype, a)
+    check_float8(SCALED_ALL_REDUCE, a, weight, "B")
+    check_matrix(SCALED_ALL_REDUCE, "B", weight, a, a.shape[-1])
+    check_weight_scale(SCALED_ALL_REDUCE, "B_scale", weight_scale, weight)
+    check_row_scale(SCALED_ALL_REDUCE, a, a_scale)
+    check_bias(SCALED_ALL_REDUCE, "bias", bias, weight, dtype)
+    partial = partial_dtype_of(dtype)
+    check_reduce_op(SCALED_ALL_REDUCE, "out_dtype", partial, reduce_op)
+    scales = {"A_scale": a_scale, "B_scale": weight_scale}
+    check_product(SCALED_ALL_REDUCE, "B", a, weight, scales, partial)
+    return [*a.shape[:-1], weight.shape[1]], dtype
+
+
+def _scaled_matmul_all_reduce(
+    place: Place,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: Any = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    shape, dtype = _check_scaled(a, weight, a_scale, weight_scale, reduce_op, bias, out_dtype)
+    group = place.group
+    if group is None:
+        return a.new_empty(shape, dtype=dtype)
+    total = new_result(a, shape, partial_dtype_of(dtype))
+    out, rows = total.flatten(0, -2), a.flatten(0, -2)
+    # (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
+    one_scale = a_scale.numel() == 1
+    scale = a_scale.reshape(1, 1) if one_scale else a_scale.reshape(rows.shape[0], 1)
+    split = Split.nearly_equal(rows.shape[0], group.world_size)
+
+    def produce(rank: int | None, partial: torch.Tensor) -> None:
+        left = rows if rank is None else split.of(rank, rows)
+        left_scale = scale if rank is None or one_scale else split.of(rank, scale)
+        scaled_mm_out(left, weight, left_scale, weight_scale, partial, fast=use_fast_accum)
+
+    if in_test_mode():
+        produce(None, out)
+        total = unfused_all_reduce(total, reduce_op, group_name)
+    else:
+        produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op)
+    # The bias is added to the sum: once, not once a rank.
+    return contiguous(finish(total, bias, result_scale, dtype))
+
+
+# --- declarations ----------------------------------------------------------------------------
+
+_matmul_all_reduce_kernel, _matmul_all_reduce_fake = kernel_and_fake(_matmul_all_reduce)
+_matmuls_all_reduce_kernel, _matmuls_all_reduce_fake = kernel_and_fake(_matmuls_all_reduce)
+_scaled_kernel, _scaled_fake = kernel_and_fake(_scaled_matmul_all_reduce)
+declare(
+    Op(
+        name=ALL_REDUCE,
+        schema="(Tensor A, Tensor B, Tensor? bias, str reduce_op, str group_name) -> Tensor",
+        # csrc/ops/matmul_all_reduce.cpp serves CPU tensors with few rows.
+        kernel=_matmul_all_reduce_kernel,
+        fake=_matmul_all_reduce_fake,
+        gradient=NATIVE_GRADIENT,
+        autocast=autocast.cast,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.rand(5, on.rank + 1), on.rand(on.rank + 1, 3), on.ones(3), "avg", on.group_name
+        ),
+        native=True,
+    ),
+    Op(
+        name=SUM,
+        schema=(
+            "(Tensor[] As, Tensor[] Bs, Tensor? addend, Tensor? bias, str reduce_op, "
+            "str group_name) -> Tensor"
+        ),
+        kernel=_matmuls_all_reduce_kernel,
+        fake=_matmuls_all_reduce_fake,
+        gradient=ALL_REDUCED_SUM_GRADIENT,
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            [on.rand(4, 6)], [on.rand(6, 5)], None, on.ones(5), "sum", on.group_name
+        ),
+        internal=True,
+    ),
+    Op(
+        name=SCALED_ALL_REDUCE,
+        schema=(
+            "(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op, "
+            "str group_name, Tensor? bias=None, Tensor? result_scale=None, "
+            "ScalarType? out_dtype=None, bool use_fast_accum=False) -> Tensor"
+        ),
+        kernel=_scaled_kernel,
+        fake=_scaled_fake,
+        gradient=NO_GRADIENT,
+        autocast=autocast.as_they_are,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.float8(4, 16), on.float8(16, 16).t(), torch.tensor(1.0), torch.tensor(1.0), "sum",
+            on.group_name, out_dtype=torch.float32,
+        ),
+    ),
+)  # fmt: skip
+
+
+# --- entry points ----------------------------------------------------------------------------
+
+
+@entry_point
+def matmul_all_reduce(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    reduce_op: str = "sum",
+    group: GroupLike,
+) -> torch.Tensor:
+    """All-reduces a matrix product.
+
+    Same result as::
+
+        total = all_reduce(a @ weight, reduce_op, group)
+        total if bias is None else total + bias
+
+    Args:
+        a: (..., M, K); K may differ from rank to rank, all else is equal on all ranks.
+        weight: (K, N).
+        bias: (N,), equal on all ranks; it is added once.
+        reduce_op: "sum" or "avg".
+        group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+
+    Returns (..., M, N), contiguous, with the same bits on all ranks: partial sums are added in rank
+    order, in float32 for 16-bit types. Differentiable (twice) in all three, as torch's functional
+    all-reduce: the gradient of the sum is all-reduced. Errors as for `all_gather_matmul`; complex
+    numbers raise `TypeError`.
+    """
+    name = memory.group_name(group)
+    result: torch.Tensor = torch.ops.symm_mem.fused_matmul_all_reduce(
+        a, weight, bias, reduce_op, name
+    )
+    return result
+
+
+@entry_point
+def scaled_matmul_all_reduce(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    reduce_op: str = "sum",
+    group: GroupLike,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """All-reduces a scaled float8 product.
+
+    Same result as `torch._scaled_mm` without a bias, all-reduced, with the bias then added once.
+    `a` is float8 (..., M, K), its scale one number or (..., M, 1); K may differ from rank to rank.
+    Results in float8 are reduced in float32. No gradient, as `_scaled_mm`. Errors as for
+    `all_gather_matmul`.
+    """
+    name = memory.group_name(group)
+    result: torch.Tensor = torch.ops.symm_mem.fused_scaled_matmul_all_reduce(
+        a, weight, a_scale, weight_scale, reduce_op, name, bias, result_scale, out_dtype,
+        use_fast_accum,
+    )  # fmt: skip
+    return result

@@ -1,0 +1,300 @@
+"""Gradient ops of the fused matmuls: pipelines that gather shards again while they multiply."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from symm_cp import runtime
+from symm_cp.group.memory import Group
+from symm_cp.ops.common import (
+    SIZES,
+    Place,
+    gather_split,
+    kernel_and_fake,
+    nbytes_of,
+    what_is,
+)
+from symm_cp.ops.matmul.derivatives import (
+    SCATTER_BACKWARD_GRADIENT,
+    WEIGHT_GRAD_GRADIENT,
+    is_transposed,
+)
+from symm_cp.ops.matmul.products import Sum, as_rows, at_last
+from symm_cp.ops.op import ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.tensors.alignment import aligned
+from symm_cp.tensors.results import contiguous, new_result
+from symm_cp.tensors.shards import Split
+from symm_cp.tuning import Question, choose
+
+_WEIGHT_GRAD = "_fused_all_gather_weight_grad"
+_BACKWARD = "_fused_matmul_reduce_scatter_backward"
+
+
+def _weight_grad(
+    place: Place,
+    x_shard: torch.Tensor,
+    grads: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+    transposed: bool = False,
+) -> list[torch.Tensor]:
+    """For each gradient of an output: gathered(x_shard)^H @ grad, laid out by columns or rows."""
+    split = gather_split(
+        _WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, place.rank, place.world_size
+    )
+    by_columns = gather_dim == x_shard.dim() - 1
+    inner = split.length if by_columns else x_shard.shape[-1]
+    shapes = [(inner, grad.shape[-1]) for grad in grads]
+    outs = [_new_matrix(place, x_shard, shape, transposed) for shape in shapes]
+    if place.group is not None:
+        multiply = _weight_grad_columns if by_columns else _weight_grad_rows
+        multiply(place.group, x_shard, grads, split, outs)
+    return outs
+
+
+def _new_matrix(
+    place: Place, like: torch.Tensor, shape: tuple[int, int], transposed: bool
+) -> torch.Tensor:
+    """Returns an empty matrix, laid out by columns or rows."""
+    laid_out = shape[::-1] if transposed else shape
+    made = like.new_empty(laid_out) if place.group is None else new_result(like, laid_out)
+    return made.mT if transposed else made
+
+
+def _weight_grad_columns(
+    group: Group,
+    x_shard: torch.Tensor,
+    grads: list[torch.Tensor],
+    split: Split,
+    outs: list[torch.Tensor],
+) -> None:
+    """Gathers the last dimension: each shard gives rows of the results."""
+    x_columns, rows = x_shard.flatten(0, -2), split.along(0)
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        left = aligned(shards[0]).mH
+        for out, grad in zip(outs, grads, strict=True):
+            torch.mm(left, grad.flatten(0, -2), out=rows.of(rank, out))
+
+    name = what_is(_WEIGHT_GRAD, x_shard, split=split, detail=f"gather_dim={split.dim}")
+    shapes = split.along(1).shard_shapes(x_columns)
+    on = runtime.of(x_shard, group)
+    on.all_gather_and_consume(group, [x_columns], consume, name, shapes=shapes)
+
+
+def _weight_grad_rows(
+    group: Group,
+    x_shard: torch.Tensor,
+    grads: list[torch.Tensor],
+    split: Split,
+    outs: list[torch.Tensor],
+) -> None:
+    """Gathers another dimension: the results are sums over shards."""
+    shard, front = x_shard.movedim(split.dim, 0), split.along(0)
+    *lead, inner = largest = front.largest_shape(shard.shape)
+    question = Question(
+        "weight_grad",
+        x_shard.dtype,
+        tuple((inner, math.prod(lead), grad.shape[-1]) for grad in grads),
+        shard=math.prod(largest) * x_shard.element_size(),
+        accumulated=sum(nbytes_of(out) for out in outs),
+    )
+    whole = choose(group, x_shard.device, question) == "whole"
+    gathered = new_result(x_shard, front.whole_shape(shard.shape)) if whole else None
+    sums = [] if whole else [Sum(out, group.world_size) for out in outs]
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        left = aligned(shards[0]).flatten(0, -2).mH
+        for total, grad in zip(sums, grads, strict=True):
+            total.add_product(left, as_rows(split.of(rank, grad), split.dim))
+
+    def multiply() -> None:
+        assert gathered is not None
+        for out, grad in zip(outs, grads, strict=True):
+            torch.mm(gathered.flatten(0, -2).mH, as_rows(grad, split.dim), out=out)
+
+    detail = f"gather_dim={split.dim}"
+    runtime.of(shard, group).all_gather_and_consume(
+        group,
+        [shard],
+        at_last(multiply, group) if whole else consume,
+        what_is(_WEIGHT_GRAD, x_shard, split=split, detail=detail),
+        shapes=front.shard_shapes(shard),
+        gathered=gathered,
+        split=front,
+    )
+    for total in sums:
+        total.finish()
+
+
+def _backward(
+    place: Place,
+    grad_shard: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group_name: str,
+    need_a: bool,
+    need_b: bool,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """gathered(grad) @ weight^H and a^H @ gathered(grad), in one pass over the shards of grad.
+
+    A gradient that is not needed is an empty tensor.
+    """
+    inner, outer = weight.shape
+    grad_weight = None
+    if need_b:
+        grad_weight = _new_matrix(place, weight, (inner, outer), is_transposed(weight))
+    group = place.group
+    if group is None:
+        fake_a = a.new_empty(a.shape if need_a else (0, 0))
+        return fake_a, weight.new_empty(0, 0) if grad_weight is None else grad_weight
+    split = gather_split(
+        _BACKWARD, "scatter_dim", scatter_dim, grad_shard, sizes, group.rank, group.world_size
+    )
+    by_columns = scatter_dim == a.dim() - 1
+    a_front = a if by_columns else a.movedim(scatter_dim, 0)
+    grad_a = new_result(a, a_front.shape) if need_a else None
+    multiply = _backward_columns if by_columns else _backward_rows
+    multiply(group, grad_shard, a_front, weight, split, grad_a, grad_weight)
+    for grad in (grad_a, grad_weight):
+        if grad is not None and reduce_op == "avg":
+            grad.div_(group.world_size)
+    if grad_a is not None and not by_columns:
+        grad_a = contiguous(grad_a.movedim(0, scatter_dim))
+    return (
+        a.new_empty(0, 0) if grad_a is None else grad_a,
+        weight.new_empty(0, 0) if grad_weight is None else grad_weight,
+    )
+
+
+def _backward_columns(
+    group: Group,
+    grad_shard: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    split: Split,
+    grad_a: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+) -> None:
+    """The columns of the product were scattered: gradients of columns of the weight arrive."""
+    columns, a_rows = split.along(1), a.flatten(0, -2)
+    a_sum = None if grad_a is None else Sum(grad_a.flatten(0, -2), group.world_size)
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        grad = aligned(shards[0]).flatten(0, -2)
+        if a_sum is not None:
+            a_sum.add_product(grad, columns.of(rank, weight).mH)
+        if grad_weight is not None:
+            columns.of(rank, grad_weight).copy_(torch.mm(a_rows.mH, grad))
+
+    name = what_is(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}")
+    shapes = split.shard_shapes(grad_shard)
+    on = runtime.of(grad_shard, group)
+    on.all_gather_and_consume(group, [grad_shard], consume, name, shapes=shapes)
+    if a_sum is not None:
+        a_sum.finish()
+
+
+def _backward_rows(
+    group: Group,
+    grad_shard: torch.Tensor,
+    a_front: torch.Tensor,
+    weight: torch.Tensor,
+    split: Split,
+    grad_a: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+) -> None:
+    """Rows of the product were scattered; `a_front` and `grad_a` have their dimension in front."""
+    shard, front = grad_shard.movedim(split.dim, 0), split.along(0)
+    *lead, outer = largest = front.largest_shape(shard.shape)
+    rows, inner = math.prod(lead), weight.shape[0]
+    question = Question(
+        "matmul_reduce_scatter_backward",
+        shard.dtype,
+        ((rows, outer, inner),) * (grad_a is not None)
+        + ((inner, rows, outer),) * (grad_weight is not None),
+        shard=math.prod(largest) * shard.element_size(),
+        accumulated=0 if grad_weight is None else nbytes_of(grad_weight),
+    )
+    whole = choose(group, shard.device, question) == "whole"
+    gathered = new_result(shard, front.whole_shape(shard.shape)) if whole else None
+    sums = [] if whole or grad_weight is None else [Sum(grad_weight, group.world_size)]
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        grad = aligned(shards[0]).flatten(0, -2)
+        if grad_a is not None:
+            torch.mm(grad, weight.mH, out=front.of(rank, grad_a).flatten(0, -2))
+        for total in sums:
+            total.add_product(front.of(rank, a_front).flatten(0, -2).mH, grad)
+
+    def multiply() -> None:
+        assert gathered is not None
+        grad = gathered.flatten(0, -2)
+        if grad_a is not None:
+            torch.mm(grad, weight.mH, out=grad_a.flatten(0, -2))
+        if grad_weight is not None:
+            torch.mm(a_front.flatten(0, -2).mH, grad, out=grad_weight)
+
+    runtime.of(shard, group).all_gather_and_consume(
+        group,
+        [shard],
+        at_last(multiply, group) if whole else consume,
+        what_is(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}"),
+        shapes=front.shard_shapes(shard),
+        gathered=gathered,
+        split=front,
+    )
+    for total in sums:
+        total.finish()
+
+
+_weight_grad_kernel, _weight_grad_fake = kernel_and_fake(_weight_grad)
+_backward_kernel, _backward_fake = kernel_and_fake(_backward)
+declare(
+    Op(
+        name=_WEIGHT_GRAD,
+        schema=(
+            "(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name, "
+            f"{SIZES}, bool transposed=False) -> Tensor[]"
+        ),
+        kernel=_weight_grad_kernel,
+        fake=_weight_grad_fake,
+        gradient=WEIGHT_GRAD_GRADIENT,
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.rand(4, 6), [on.rand(4 * on.world_size, 3)], 0, on.group_name
+        ),
+        native=True,
+        native_autograd=True,
+        internal=True,
+    ),
+    Op(
+        name=_BACKWARD,
+        schema=(
+            "(Tensor grad, Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, "
+            f"bool need_a, bool need_b, {SIZES}) -> (Tensor, Tensor)"
+        ),
+        kernel=_backward_kernel,
+        fake=_backward_fake,
+        gradient=SCATTER_BACKWARD_GRADIENT,
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.rand(4, 5), on.rand(4 * on.world_size, 6), on.rand(6, 5), "sum", 0, on.group_name,
+            True, True,
+        ),
+        native=True,
+        native_autograd=True,
+        internal=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,266 @@
+"""Gradients of the matmul ops, and of the ops that compute those, to any order.
+
+G gathers shards along a dimension and R reduce-scatters; each is the other's gradient. For a
+gradient H of an output:
+
+    op                                     computes                 its gradients
+    fused_all_gather_matmul                G(A), G(A) B             R(H B^H + H_A);  G(A)^H H
+    fused_matmul_reduce_scatter            R(A B)                   G(H) B^H;  A^H G(H)
+    _fused_matmuls_reduce_scatter          R(sum of A_i B_i + C)    G(H) B_i^H;  A_i^H G(H);  G(H)
+    _fused_all_gather_weight_grad          G(A)^H g                 R(g H^H);  G(A) H
+    _fused_matmul_reduce_scatter_backward  G(g) B^H;  A^H G(g)      R(H_A B + A H_B);
+                                                                    G(g) H_B^H;  H_A^H G(g)
+    fused_matmul_all_reduce                S(A B) + b               S(H) B^H;  A^H S(H);  H^T 1
+    _fused_matmuls_all_reduce              S(sum of A_i B_i + C)    S(H) B_i^H;  A_i^H S(H);  S(H)
+                                             + b                      H^T 1
+
+S all-reduces; it is its own gradient, as torch's functional all-reduce.
+Each gradient is computed by one of these ops or by a plain matmul, so each backward pass can be
+differentiated again. A backward pass divides the dimension as the forward pass did: the ops that
+take sizes share it with those that do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symm_cp.ops.common import call_op, uneven_of, world_size_of
+from symm_cp.ops.op import Gradient
+
+_ops = torch.ops.symm_mem
+_GATHER = "fused_all_gather_matmul"
+_SCATTER = "fused_matmul_reduce_scatter"
+
+
+def is_transposed(weight: torch.Tensor) -> bool:
+    """Tells whether a gradient should be laid out by columns, as the weight is.
+
+    autograd copies a gradient that is laid out otherwise than its parameter, and the weight of an
+    `nn.Linear` comes here transposed.
+    """
+    return weight.mT.is_contiguous() and not weight.is_contiguous()
+
+
+def _left_transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left^H @ right, over all leading dimensions."""
+    return left.flatten(0, -2).mH @ right.flatten(0, -2)
+
+
+def _gathered_products(
+    ctx: Any, shard: torch.Tensor, weights: list[torch.Tensor], *, return_gathered: bool = True
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """G(shard), and its products with weights."""
+    gathered: tuple[torch.Tensor, list[torch.Tensor]] = call_op(
+        _GATHER,
+        shard,
+        weights,
+        ctx.dim,
+        ctx.group_name,
+        uneven=ctx.uneven,
+        return_A=return_gathered,
+    )
+    return gathered
+
+
+def _scattered_sum(
+    ctx: Any,
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    addend: torch.Tensor | None = None,
+    reduce_op: str = "sum",
+) -> torch.Tensor:
+    """R(sum of the products of pairs, plus an addend)."""
+    lefts, rights = [left for left, _ in pairs], [right for _, right in pairs]
+    scattered: torch.Tensor = _ops._fused_matmuls_reduce_scatter(
+        lefts, rights, addend, reduce_op, ctx.dim, ctx.group_name, *ctx.uneven
+    )
+    return scattered
+
+
+def _share(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
+    """The gradient of one rank's part: of an average it is that much smaller."""
+    return grad / world_size_of(ctx.group_name) if ctx.reduce_op == "avg" else grad
+
+
+def _no_grads(ctx: Any, arguments: int) -> tuple[None, ...]:
+    """The gradients of so many arguments that are no tensors, and of those for uneven parts."""
+    return (None,) * (arguments + len(ctx.uneven))
+
+
+# --- fused_all_gather_matmul -----------------------------------------------------------------
+
+
+def _gather_setup(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
+) -> None:
+    x_shard, weights, gather_dim, ctx.group_name, *last = inputs
+    ctx.dim, ctx.uneven = gather_dim % x_shard.dim(), uneven_of(last)
+    ctx.set_materialize_grads(False)  # an unused output costs nothing
+    ctx.save_for_backward(x_shard, *weights)
+
+
+def _gather_backward(
+    ctx: Any, grad_gathered: torch.Tensor | None, grads: list[torch.Tensor | None]
+) -> tuple[Any, ...]:
+    x_shard, *weights = ctx.saved_tensors
+    pairs = [(grad, w.mH) for grad, w in zip(grads, weights, strict=True) if grad is not None]
+    used = [grad for grad, _ in pairs]
+    grad_shard, grad_weights = None, [None] * len(weights)
+    if ctx.needs_input_grad[0]:
+        grad_shard = _scattered_sum(ctx, pairs, grad_gathered)
+    if used and any(ctx.needs_input_grad[1]):
+        transposed = all(map(is_transposed, weights))
+        computed = iter(
+            _ops._fused_all_gather_weight_grad(
+                x_shard, used, ctx.dim, ctx.group_name, *ctx.uneven, transposed=transposed
+            )
+        )
+        grad_weights = [next(computed) if grad is not None else None for grad in grads]
+    return grad_shard, grad_weights, *_no_grads(ctx, 2)
+
+
+# --- fused_matmul_reduce_scatter -------------------------------------------------------------
+
+
+def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, weight, ctx.reduce_op, scatter_dim, ctx.group_name, *last = inputs
+    ctx.dim, ctx.uneven = scatter_dim % a.dim(), uneven_of(last)
+    ctx.save_for_backward(a, weight)
+
+
+def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    a, weight = ctx.saved_tensors
+    need_a, need_b = ctx.needs_input_grad[:2]
+    grad_a, grad_weight = _ops._fused_matmul_reduce_scatter_backward(
+        grad, a, weight, ctx.reduce_op, ctx.dim, ctx.group_name, need_a, need_b, *ctx.uneven
+    )
+    return (
+        grad_a if need_a else None,
+        grad_weight if need_b else None,
+        *_no_grads(ctx, 3),
+    )
+
+
+# --- _fused_matmuls_reduce_scatter -----------------------------------------------------------
+
+
+def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    lefts, rights, addend, ctx.reduce_op, scatter_dim, ctx.group_name, *last = inputs
+    ctx.count, ctx.uneven = len(lefts), uneven_of(last)
+    ctx.dim = scatter_dim % (lefts[0] if lefts else addend).dim()
+    ctx.save_for_backward(*lefts, *rights)
+
+
+def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    lefts, rights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    transposed = [right.mH for right in rights]
+    gathered, grad_lefts = _gathered_products(ctx, _share(grad, ctx), transposed)
+    grad_rights = [_left_transposed(left, gathered) for left in lefts]
+    grad_addend = gathered if ctx.needs_input_grad[2] else None
+    return list(grad_lefts), grad_rights, grad_addend, *_no_grads(ctx, 3)
+
+
+# --- _fused_all_gather_weight_grad -----------------------------------------------------------
+
+
+def _weight_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x_shard, grads, ctx.dim, ctx.group_name, *last = inputs
+    ctx.uneven = uneven_of(last)
+    # Autograd sees the arguments up to the last one that is not its default.
+    ctx.arguments = 2 + (len(last) if last and last[-1] is True else len(ctx.uneven))
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x_shard, *grads)
+
+
+def _weight_backward(ctx: Any, outer: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    x_shard, *grads = ctx.saved_tensors
+    pairs = [(grad, h) for grad, h in zip(grads, outer, strict=True) if h is not None]
+    grad_shard, grad_grads = None, [None] * len(grads)
+    if pairs and ctx.needs_input_grad[0]:
+        grad_shard = _scattered_sum(ctx, [(grad, h.mH) for grad, h in pairs])
+    if pairs and any(ctx.needs_input_grad[1]):
+        used = [h for _, h in pairs]
+        _, products = _gathered_products(ctx, x_shard, used, return_gathered=False)
+        computed = iter(products)
+        grad_grads = [next(computed) if h is not None else None for h in outer]
+    return grad_shard, grad_grads, *(None,) * ctx.arguments
+
+
+# --- _fused_matmul_reduce_scatter_backward ---------------------------------------------------
+
+
+def _scatter_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    grad, a, weight, ctx.reduce_op, ctx.dim, ctx.group_name, *rest = inputs
+    ctx.need_a, ctx.need_b, *last = rest
+    ctx.uneven = uneven_of(last)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(grad, a, weight)
+
+
+def _scatter_backward_backward(
+    ctx: Any, outer_a: torch.Tensor | None, outer_weight: torch.Tensor | None
+) -> tuple[Any, ...]:
+    grad, a, weight = ctx.saved_tensors
+    # A gradient that was not needed is an empty tensor.
+    outer_a, outer_weight = outer_a if ctx.need_a else None, outer_weight if ctx.need_b else None
+    grad_grad = grad_a = grad_weight = None
+    pairs = [(outer_a, weight)] * (outer_a is not None)
+    pairs += [(a, outer_weight)] * (outer_weight is not None)
+    if pairs and ctx.needs_input_grad[0]:
+        grad_grad = _scattered_sum(ctx, pairs, None, ctx.reduce_op)
+    for_a = outer_weight is not None and ctx.needs_input_grad[1]
+    for_weight = outer_a is not None and ctx.needs_input_grad[2]
+    if for_a or for_weight:
+        weights = [outer_weight.mH] if for_a and outer_weight is not None else []
+        gathered, products = _gathered_products(
+            ctx, _share(grad, ctx), weights, return_gathered=for_weight
+        )
+        grad_a = products[0] if for_a else None
+        if for_weight and outer_a is not None:
+            grad_weight = _left_transposed(outer_a, gathered)
+    return grad_grad, grad_a, grad_weight, *_no_grads(ctx, 5)
+
+
+# --- _fused_matmuls_all_reduce; that of fused_matmul_all_reduce is in csrc/ops/gradients.cpp ------
+
+
+def _all_reduced(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    total: torch.Tensor = _ops._fused_matmuls_all_reduce(
+        [], [], grad, None, ctx.reduce_op, ctx.group_name
+    )
+    return total
+
+
+def _bias_gradient(grad: torch.Tensor) -> torch.Tensor:
+    return grad.flatten(0, -2).sum(0)
+
+
+def _all_reduced_sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    lefts, rights, _, _, ctx.reduce_op, ctx.group_name = inputs
+    ctx.count = len(lefts)
+    ctx.save_for_backward(*lefts, *rights)
+
+
+def _all_reduced_sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    lefts, rights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    need_lefts, need_rights, need_addend, need_bias = ctx.needs_input_grad[:4]
+    # Every rank takes part, whatever it needs itself.
+    total = _all_reduced(ctx, grad)
+    grad_lefts = [
+        total @ right.mH if need else None for right, need in zip(rights, need_lefts, strict=True)
+    ]
+    grad_rights = [
+        _left_transposed(left, total) if need else None
+        for left, need in zip(lefts, need_rights, strict=True)
+    ]
+    grad_bias = _bias_gradient(grad) if need_bias else None
+    return grad_lefts, grad_rights, total if need_addend else None, grad_bias, None, None
+
+
+GATHER_GRADIENT = Gradient(_gather_backward, _gather_setup)
+SCATTER_GRADIENT = Gradient(_scatter_backward, _scatter_setup)
+SUM_GRADIENT = Gradient(_sum_backward, _sum_setup)
+WEIGHT_GRAD_GRADIENT = Gradient(_weight_backward, _weight_setup)
+SCATTER_BACKWARD_GRADIENT = Gradient(_scatter_backward_backward, _scatter_backward_setup)
+ALL_REDUCED_SUM_GRADIENT = Gradient(_all_reduced_sum_backward, _all_reduced_sum_setup)

@@ -1,0 +1,716 @@
+"""Fused all-gather-matmul, plain and with scales: the shards' products are made as they arrive.
+
+Shapes: M, N, K are the dimensions of a matmul (..., M, K) @ (K, N) -> (..., M, N). W is the world
+size. A `Split` says how the gathered dimension is divided. Where that is not the last dimension,
+tensors are moved to have it in front: then a rank's shard is rows of a matrix.
+
+A scale of A is one number (tensor-wise), or one for each row of A: of this rank's rows (sharded) or
+of all ranks' rows (replicated).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed._symmetric_memory as torch_symm_mem
+
+from symm_cp import runtime
+from symm_cp.group.memory import Group, GroupLike, group_name, resolve
+from symm_cp.ops import autocast
+from symm_cp.ops.common import (
+    SIZES,
+    WITH_SIZES,
+    Place,
+    call_op,
+    check_dim,
+    entry_point,
+    gather_split,
+    group_of,
+    in_test_mode,
+    kernel_and_fake,
+    name_of,
+    uneven_parts,
+    unfused_all_gather,
+    world_size_of,
+)
+from symm_cp.ops.matmul.derivatives import GATHER_GRADIENT
+from symm_cp.ops.matmul.operands import (
+    Operand,
+    check_bias,
+    check_float8,
+    check_matrices,
+    check_matrix,
+    check_product,
+    check_rows,
+    check_weight_scale,
+    result_dtype,
+)
+from symm_cp.ops.matmul.products import Sum, as_rows, at_last
+from symm_cp.ops.matmul.scaled_mm import (
+    NO_GRADIENT,
+    ScaledRows,
+    ScaledWeight,
+    multiply_scaled,
+)
+from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Arguments, Caller, Op, arguments, declare
+from symm_cp.tensors.alignment import ALIGN, aligned
+from symm_cp.tensors.dtypes import NARROW
+from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Shape, Shapes, Split
+from symm_cp.tuning import Question, choose
+
+GATHER = "fused_all_gather_matmul"
+SCALED_GATHER = "fused_all_gather_scaled_matmul"
+
+# How many rows are gathered at a time where a matmul cannot do without: bounds the extra memory.
+_BLOCK_ROWS = 1024
+
+#: Writes the product of rows and a weight to `out`: `torch.mm`, or with scales `multiply_scaled`.
+Multiply: TypeAlias = Callable[..., object]
+
+
+# --- plan ------------------------------------------------------------------------------------
+
+
+class GatherPlan(NamedTuple):
+    """What follows from a call's arguments. Shards travel in shape `shard`, divided by `front`."""
+
+    split: Split
+    by_columns: bool
+    front: Split
+    shard: Shape
+    shapes: list[Shapes] | None
+    whole: list[int]
+    outs: list[list[int]]
+    rows: list[int]  # of each rank's part of a result
+    name: bytes
+    question: Question
+
+
+def _checked(
+    x_shard: Operand,
+    weights: Sequence[Operand],
+    gather_dim: int,
+    sizes: Sequence[int] | None,
+    rank: int | None,
+    world_size: int,
+) -> Split:
+    check_rows(GATHER, "A", x_shard)
+    dim = check_dim(GATHER, "gather_dim", gather_dim, x_shard.dim())
+    split = gather_split(GATHER, "gather_dim", dim, x_shard, sizes, rank, world_size)
+    inner = split.length if dim == x_shard.dim() - 1 else x_shard.shape[-1]
+    check_matrices(GATHER, x_shard, weights, inner)
+    return split
+
+
+def _planned(
+    op: str,
+    x_shard: Operand,
+    columns: Sequence[int],
+    split: Split,
+    detail: str = "",
+) -> GatherPlan:
+    """The plan of a call whose arguments were checked; `columns` are those of each weight."""
+    shape = tuple(x_shard.shape)
+    by_columns = split.dim == len(shape) - 1
+    if by_columns:
+        front, shard = split.along(1), (math.prod(shape[:-1]), shape[-1])
+    else:
+        front = split.along(0)
+        shard = (shape[split.dim], *shape[: split.dim], *shape[split.dim + 1 :])
+    whole = front.whole_shape(shard)
+    largest = front.largest_shape(shard)
+    products = tuple((math.prod(largest[:-1]), largest[-1], count) for count in columns)
+    each = math.prod(shard[1:-1])
+    return GatherPlan(
+        split=split,
+        by_columns=by_columns,
+        front=front,
+        shard=shard,
+        shapes=None if front.is_equal else [(part,) for part in front.shapes(shard) or ()],
+        whole=whole,
+        outs=[[*whole[:-1], count] for count in columns],
+        rows=[size * each for size in front.sizes],
+        name=name_of(op, x_shard.dtype, shape, f"{detail}gather_dim={split.dim}", split),
+        question=Question(
+            "all_gather_matmul",
+            x_shard.dtype,
+            products,
+            shard=math.prod(largest) * x_shard.dtype.itemsize,
+        ),
+    )
+
+
+@lru_cache(maxsize=512)
+def plan_gather(
+    x_shard: tuple[Any, ...],
+    weights: tuple[tuple[Any, ...], ...],
+    gather_dim: int,
+    sizes: tuple[int, ...] | None,
+    rank: int,
+    world_size: int,
+) -> GatherPlan:
+    """Returns the plan of a call; tensors are given as the fields of an `Operand`.
+
+    Raises `ValueError` or `TypeError` for arguments that do not fit.
+    """
+    x, matrices = Operand(*x_shard), [Operand(*weight) for weight in weights]
+    split = _checked(x, matrices, gather_dim, sizes, rank, world_size)
+    return _planned(GATHER, x, [matrix.shape[1] for matrix in matrices], split)
+
+
+# --- kernels ---------------------------------------------------------------------------------
+
+
+def all_gather_matmul_kernel(
+    x_shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+    *,
+    return_A: bool = True,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """The op, on this rank's shard; `sizes` is the length of every rank's where they differ."""
+    group = resolve(group_name) if rank is None else group_of(group_name, rank)
+    plan = plan_gather(
+        (x_shard.shape, x_shard.dtype, x_shard.device),
+        tuple([(weight.shape, weight.dtype, weight.device) for weight in weights]),
+        gather_dim,
+        None if sizes is None else tuple(sizes),
+        group.rank,
+        group.world_size,
+    )
+    if torch_symm_mem._is_test_mode:
+        gathered = unfused_all_gather(x_shard, plan.split.dim, group_name, plan.split)
+        return (gathered if return_A else None), [torch.matmul(gathered, w) for w in weights]
+    if plan.by_columns:
+        return _gather_columns(group, plan, x_shard, weights, return_A)
+    whole = choose(group, x_shard.device, plan.question) == "whole"
+    outs = [new_result(x_shard, shape) for shape in plan.outs]
+    gathered = new_result(x_shard, plan.whole) if return_A or whole else None
+    if whole:
+        assert gathered is not None
+        _gather_whole(group, plan, x_shard, weights, outs, gathered)
+    else:
+        _gather_rows(group, plan, x_shard, weights, outs, gathered, torch.mm)
+    kept = gathered if return_A else None
+    dim = plan.split.dim
+    if dim == 0:
+        return kept, outs
+    return kept if kept is None else kept.movedim(0, dim), [out.movedim(0, dim) for out in outs]
+
+
+def _gather_rows(
+    group: Group,
+    plan: GatherPlan,
+    x_shard: torch.Tensor,
+    weights: Sequence[Any],
+    outs: Sequence[torch.Tensor],
+    gathered: torch.Tensor | None,
+    multiply: Multiply,
+    scales: RowScales | None = None,
+) -> None:
+    """Gathers another dimension than the last: the shards' products are the result's rows."""
+    shard = [x_shard if plan.split.dim == 0 else x_shard.movedim(plan.split.dim, 0)]
+    shapes = plan.shapes
+    if scales is not None and scales.sharded:
+        shard.append(scales.scale.movedim(plan.split.dim, 0))
+        shapes = plan.front.shard_shapes(*shard)
+    parts = [out.flatten(0, -2).split_with_sizes(plan.rows) for out in outs]
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        shard = shards[0]
+        if 1 in shard.shape or shard.data_ptr() % ALIGN or not shard.is_contiguous():
+            shard = aligned(shard)
+        rows: Any = shard.flatten(0, -2)
+        if scales is not None:
+            rows = ScaledRows(rows, scales.of_rank(rank, shards))
+        for part, weight in zip(parts, weights, strict=True):
+            multiply(rows, weight, out=part[rank])
+
+    runtime.of(x_shard, group).all_gather_and_consume(
+        group, shard, consume, plan.name, shapes=shapes, gathered=gathered, split=plan.front
+    )
+
+
+def _gather_whole(
+    group: Group,
+    plan: GatherPlan,
+    x_shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    gathered: torch.Tensor,
+) -> None:
+    """Gathers another dimension than the last, then multiplies all rows at once."""
+
+    def multiply() -> None:
+        for out, weight in zip(outs, weights, strict=True):
+            torch.mm(gathered.flatten(0, -2), weight, out=out.flatten(0, -2))
+
+    runtime.of(x_shard, group).all_gather_and_consume(
+        group,
+        [x_shard.movedim(plan.split.dim, 0)],
+        at_last(multiply, group),
+        plan.name,
+        shapes=plan.shapes,
+        gathered=gathered,
+        split=plan.front,
+    )
+
+
+def _gather_columns(
+    group: Group,
+    plan: GatherPlan,
+    x_shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    return_gathered: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Gathers the last dimension, which the matmul sums over."""
+    x_columns, lead = x_shard.flatten(0, -2), x_shard.shape[:-1]
+    outs = [new_result(x_shard, shape) for shape in plan.outs]
+    gathered = new_result(x_shard, plan.whole) if return_gathered else None
+    multiply = _multiply_blocks if x_shard.dtype in NARROW else _add_products_of_shards
+    multiply(group, plan, x_columns, weights, outs, gathered)
+    kept = gathered.view(*lead, plan.split.length) if gathered is not None else None
+    return kept, [out.view(*lead, out.shape[1]) for out in outs]
+
+
+def _add_products_of_shards(
+    group: Group,
+    plan: GatherPlan,
+    x_columns: torch.Tensor,
+    weights: list[torch.Tensor],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    sums = [Sum(out, group.world_size) for out in outs]
+    rows = plan.front.along(0)
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        part = aligned(shards[0])
+        for total, weight in zip(sums, weights, strict=True):
+            total.add_product(part, rows.of(rank, weight))
+
+    runtime.of(x_columns, group).all_gather_and_consume(
+        group,
+        [x_columns],
+        consume,
+        plan.name,
+        shapes=plan.shapes,
+        gathered=gathered,
+        split=plan.front,
+    )
+    for total in sums:
+        total.finish()
+
+
+def _multiply_blocks(
+    group: Group,
+    plan: GatherPlan,
+    x_columns: torch.Tensor,
+    weights: list[torch.Tensor],
+    outs: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    """For 16-bit types: products of shards would each be rounded, whole rows are rounded once."""
+    count = x_columns.shape[0]
+    at_a_time = _BLOCK_ROWS if x_columns.device.type == "cpu" else max(1, count)
+
+    def combine(shards: list[torch.Tensor]) -> None:
+        memory = new_result(x_columns, (min(count, at_a_time), plan.front.length))
+        for begin in range(0, count, at_a_time):
+            rows = slice(begin, begin + at_a_time)
+            block = memory[: count - begin]
+            torch.cat([shard[rows] for shard in shards], 1, out=block)
+            if gathered is not None:
+                gathered[rows] = block
+            for out, weight in zip(outs, weights, strict=True):
+                torch.mm(block, weight, out=out[rows])
+
+    shapes = None if plan.shapes is None else [shape for (shape,) in plan.shapes]
+    on = runtime.of(x_columns, group)
+    on.all_gather_and_combine(group, x_columns, combine, plan.name, shapes=shapes)
+
+
+def _fake_results(
+    x_shard: torch.Tensor, split: Split, columns: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    """Tensors of the gathered shape, but for the last dimension."""
+    front, shape = split.leading(split.whole_shape(x_shard.shape))
+    return [
+        x_shard.new_empty([*shape[:-1], count], dtype=dtype).movedim(front.dim, split.dim)
+        for count, dtype in zip(columns, dtypes, strict=True)
+    ]
+
+
+def all_gather_matmul_fake(
+    x_shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+    *,
+    return_A: bool = True,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Shapes, strides and dtypes of what the op returns (torch's are wrong for some dims)."""
+    # Symbolic sizes have no hash, so no plan is looked up.
+    split = _checked(
+        Operand.of(x_shard), list(map(Operand.of, weights)), gather_dim, sizes, rank,
+        world_size_of(group_name),
+    )  # fmt: skip
+    inner = split.whole_shape(x_shard.shape)[-1]
+    columns = [inner, *(weight.shape[1] for weight in weights)]
+    gathered, *outs = _fake_results(x_shard, split, columns, [x_shard.dtype] * len(columns))
+    return (gathered if return_A else None), outs
+
+
+# --- with scales -----------------------------------------------------------------------------
+
+
+class RowScales(NamedTuple):
+    """The scale of A, and its mode: "tensor", "sharded" or "replicated"."""
+
+    scale: torch.Tensor
+    mode: str
+    split: Split
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank has the scales of its own rows, which travel with them."""
+        return self.mode == "sharded"
+
+    def of_rank(self, rank: int, shards: list[torch.Tensor]) -> torch.Tensor:
+        """Returns the scales of a rank's rows, of which `shards` have come."""
+        if self.sharded:
+            return aligned(shards[1]).flatten(0, -2)
+        if self.mode == "replicated":
+            return as_rows(self.split.of(rank, self.scale), self.split.dim)
+        return self.scale
+
+    @classmethod
+    def of(cls, x_shard: torch.Tensor, scale: torch.Tensor, split: Split) -> RowScales:
+        """Returns the scale and its mode; raises `ValueError` for a shape that fits none.
+
+        When A has one column a scale of A's shape may be meant either way; as in torch it is taken
+        as one for each row. Where shards differ, one number must have fewer dimensions than A: else
+        a rank that has one row would take it for the scale of that row, and its peers for one of
+        all.
+        """
+        own = [*x_shard.shape[:-1], 1]
+        # Gathering the last dimension makes rows longer, not more.
+        by_columns = split.dim == x_shard.dim() - 1
+        full = own if by_columns else split.whole_shape(own)
+        if list(scale.shape) == own:
+            return cls(scale, "sharded", split)
+        if scale.numel() == 1 and (split.is_equal or by_columns or scale.dim() < x_shard.dim()):
+            return cls(scale, "tensor", split)
+        if list(scale.shape) == full:
+            return cls(scale, "replicated", split)
+        one = "one number" if split.is_equal or by_columns else "one number of no dimensions"
+        raise ValueError(
+            f"{SCALED_GATHER}: A_scale of shape {list(scale.shape)} fits no mode for A of shape "
+            f"{list(x_shard.shape)}: needs {one}, {own} (this rank's rows) or {full} (all rows)"
+        )
+
+
+def _check_scaled(
+    x_shard: torch.Tensor,
+    x_scale: torch.Tensor,
+    matrices: list[torch.Tensor],
+    gather_dim: int,
+    sizes: Sequence[int] | None,
+    rank: int | None,
+    world_size: int,
+    by_weight: Mapping[str, Sequence[Any]],
+) -> tuple[Split, list[ScaledWeight], RowScales]:
+    """`by_weight` are the arguments that have an entry for each weight."""
+    op = SCALED_GATHER
+    for index, matrix in enumerate(matrices):
+        check_float8(op, x_shard, matrix, f"B[{index}]")
+    for name, values in by_weight.items():
+        if len(values) != len(matrices):
+            raise ValueError(f"{op}: {len(values)} {name} for {len(matrices)} Bs: needs as many")
+    dim = check_dim(op, "gather_dim", gather_dim, x_shard.dim())
+    split = gather_split(op, "gather_dim", dim, x_shard, sizes, rank, world_size)
+    inner = split.length if dim == x_shard.dim() - 1 else x_shard.shape[-1]
+    weights = []
+    for index, (matrix, scale, bias, result_scale, dtype, fast) in enumerate(
+        zip(matrices, *by_weight.values(), strict=True)
+    ):
+        check_matrix(op, f"B[{index}]", matrix, x_shard, inner)
+        check_weight_scale(op, f"B_scales[{index}]", scale, matrix)
+        out_dtype = result_dtype(op, dtype, x_shard)
+        scales = {"A_scale": x_scale, f"B_scales[{index}]": scale}
+        check_product(op, f"B[{index}]", x_shard, matrix, scales, out_dtype)
+        check_bias(op, f"biases[{index}]", bias, matrix, out_dtype)
+        weights.append(ScaledWeight(matrix, scale, out_dtype, bias, result_scale, fast))
+    return split, weights, RowScales.of(x_shard, x_scale, split)
+
+
+def _all_gather_scaled_matmul(
+    place: Place,
+    x_shard: torch.Tensor,
+    matrices: list[torch.Tensor],
+    x_scale: torch.Tensor,
+    weight_scales: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: list[torch.Tensor | None],
+    result_scales: list[torch.Tensor | None],
+    out_dtypes: list[Any],
+    use_fast_accum: list[bool],
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    names = ("B_scales", "biases", "result_scales", "out_dtypes", "use_fast_accum")
+    values = (weight_scales, biases, result_scales, out_dtypes, use_fast_accum)
+    by_weight: dict[str, list[Any]] = dict(zip(names, values, strict=True))
+    split, weights, scales = _check_scaled(
+        x_shard, x_scale, matrices, gather_dim, sizes, place.rank, place.world_size, by_weight
+    )
+    columns, group = [weight.matrix.shape[1] for weight in weights], place.group
+    if group is None:
+        dtypes = [x_shard.dtype, *(weight.dtype for weight in weights)]
+        inner = split.whole_shape(x_shard.shape)[-1]
+        fake, *fakes = _fake_results(x_shard, split, [inner, *columns], dtypes)
+        return fake, fakes
+    if scales.mode == "replicated" and not split.is_equal:
+        # A rank that has all rows cannot tell which of the two it was given.
+        scales = RowScales(split.of(group.rank, x_scale), "sharded", split)
+    kind = list(scales.scale.shape) if split.is_equal else scales.mode
+    plan = _planned(SCALED_GATHER, Operand.of(x_shard), columns, split, f"scale {kind} ")
+    if plan.by_columns or in_test_mode():
+        return _gathered_then_scaled(group, plan, x_shard, scales, weights)
+    outs = [
+        new_result(x_shard, shape, weight.dtype)
+        for shape, weight in zip(plan.outs, weights, strict=True)
+    ]
+    gathered = new_result(x_shard, plan.whole)
+    _gather_rows(group, plan, x_shard, weights, outs, gathered, multiply_scaled, scales)
+    return gathered.movedim(0, split.dim), [out.movedim(0, split.dim) for out in outs]
+
+
+def _gathered_then_scaled(
+    group: Group,
+    plan: GatherPlan,
+    x_shard: torch.Tensor,
+    scales: RowScales,
+    weights: list[ScaledWeight],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Gathers A, then multiplies: for the last dimension, and as the definition in test mode.
+
+    The last dimension is summed over. Products of its shards would each be rounded to the output
+    type, and be scaled and biased once a rank, so the shards are brought together first. Their
+    rows' scales are those of whole rows: the same on all ranks.
+    """
+    split, x_scale = plan.split, scales.scale
+    if in_test_mode():
+        # Bytes, because gloo does not know float8.
+        as_bytes = unfused_all_gather(x_shard.view(torch.uint8), split.dim, group.name, split)
+        gathered = as_bytes.view(x_shard.dtype)
+        if scales.sharded and not plan.by_columns:
+            x_scale = unfused_all_gather(x_scale, split.dim, group.name, split)
+    else:
+        gathered = new_result(x_shard, plan.whole)
+        runtime.of(x_shard, group).all_gather_and_consume(
+            group,
+            [x_shard.flatten(0, -2)],
+            lambda shards, rank: None,
+            plan.name,
+            shapes=plan.shapes,
+            gathered=gathered,
+            split=plan.front,
+        )
+        gathered = gathered.view(*x_shard.shape[:-1], split.length)
+    scale = x_scale if scales.mode == "tensor" else x_scale.flatten(0, -2)
+    rows, lead = ScaledRows(gathered.flatten(0, -2), scale), gathered.shape[:-1]
+    outs = [new_result(x_shard, [*lead, w.matrix.shape[1]], w.dtype) for w in weights]
+    for out, weight in zip(outs, weights, strict=True):
+        multiply_scaled(rows, weight, out=out.flatten(0, -2))
+    return gathered, outs
+
+
+# --- declarations ----------------------------------------------------------------------------
+
+all_gather_scaled_matmul_kernel, all_gather_scaled_matmul_fake = kernel_and_fake(
+    _all_gather_scaled_matmul
+)
+
+
+def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
+    one = torch.tensor(1.0)
+    return arguments(
+        on.float8(rows, 16), [on.float8(16, 16).t()], one, [one.clone()], 0, on.group_name, [None],
+        [None], [torch.float32], [False], *last,
+    )  # fmt: skip
+
+
+_GATHER_OP = Op(
+    name=GATHER,
+    schema=TORCHS,
+    kernel=all_gather_matmul_kernel,  # csrc/ops/fused_matmuls.cpp serves small CPU tensors
+    fake=all_gather_matmul_fake,
+    plan=plan_gather,
+    gradient=GATHER_GRADIENT,
+    autocast=autocast.cast,
+    vmap=ONE_BY_ONE,
+    example=lambda on: arguments(on.rand(4, 6), [on.rand(6, 5), on.rand(6, 3)], 0, on.group_name),
+    native=True,
+    native_autograd=True,
+    replaces_torch=True,
+)
+_SCALED_GATHER_OP = Op(
+    name=SCALED_GATHER,
+    schema=TORCHS,
+    kernel=all_gather_scaled_matmul_kernel,
+    fake=all_gather_scaled_matmul_fake,
+    gradient=NO_GRADIENT,
+    autocast=autocast.as_they_are,
+    vmap=ONE_BY_ONE,
+    example=lambda on: _scaled_example(on, 4),
+    replaces_torch=True,
+    # torch's kernels for CUDA take scales of blocks as well.
+    torchs_fake="_fused_all_gather_scaled_matmul_fallback",
+)
+declare(
+    _GATHER_OP,
+    _GATHER_OP.with_sizes(
+        WITH_SIZES[GATHER],
+        f"(Tensor A, Tensor[] Bs, int gather_dim, str group_name, {SIZES}, *, bool return_A=True)"
+        " -> (Tensor?, Tensor[])",
+        lambda on: arguments(
+            on.rand(on.rows, 4),
+            [on.rand(4, 3)],
+            0,
+            on.group_name,
+            *on.uneven,
+            return_A=False,
+        ),
+    ),
+    _SCALED_GATHER_OP,
+    _SCALED_GATHER_OP.with_sizes(
+        WITH_SIZES[SCALED_GATHER],
+        "(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim, "
+        "str group_name, Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, "
+        f"bool[] use_fast_accum, {SIZES}) -> (Tensor, Tensor[])",
+        lambda on: _scaled_example(on, on.rows, *on.uneven),
+    ),
+)
+
+
+# --- entry points ----------------------------------------------------------------------------
+
+
+@entry_point
+def all_gather_matmul(
+    shard: torch.Tensor,
+    weights: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    gather_dim: int = 0,
+    group: GroupLike,
+    return_gathered: bool = False,
+    sizes: Sequence[int] | None = None,
+) -> Any:
+    """Multiplies an all-gathered tensor with one or several matrices, without gathering it first.
+
+    Same result as::
+
+        gathered = all_gather_tensor(shard, gather_dim, group)
+        outputs = [gathered @ weight for weight in weights]
+
+    Args:
+        shard: (..., M, K), this rank's part along `gather_dim`.
+        weights: a (K, N) matrix or several (as many rows as the gathered tensor has columns).
+        gather_dim: the dimension to gather, negative counts from the end.
+        group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+        return_gathered: also return the gathered tensor.
+        sizes: the length of every rank's shard along `gather_dim`; by default all are as this
+            rank's.
+
+    Returns the output, or a list of outputs for a sequence of weights; with `return_gathered` the
+    pair (gathered, outputs). Differentiable in shard and weights. Contiguous shards in symmetric
+    memory that was rendezvoused with the group are read in place by the peers, if all ranks pass
+    such a one. Bits depend neither on where the shard lies nor on `return_gathered`. Raises
+    `ValueError` or `TypeError` for arguments that do not fit, before any communication;
+    `RuntimeError` when a peer fails or disagrees. Source: torch's
+    `symm_mem::fused_all_gather_matmul`.
+    """
+    single = isinstance(weights, torch.Tensor)
+    matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
+    name = group_name(group)
+    gathered, outputs = call_op(
+        GATHER,
+        shard,
+        matrices,
+        gather_dim,
+        name,
+        uneven=() if sizes is None else uneven_parts(sizes, name),
+        return_A=return_gathered,
+    )
+    result = outputs[0] if single else outputs
+    return (gathered, result) if return_gathered else result
+
+
+def _as_list(value: Any, count: int) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value] * count
+
+
+@entry_point
+def scaled_all_gather_matmul(
+    shard: torch.Tensor,
+    weights: torch.Tensor | Sequence[torch.Tensor],
+    shard_scale: torch.Tensor,
+    weight_scales: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    gather_dim: int = 0,
+    group: GroupLike,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    result_scale: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    out_dtype: torch.dtype | Sequence[torch.dtype | None] | None = None,
+    use_fast_accum: bool = False,
+    sizes: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, Any]:
+    """Multiplies an all-gathered float8 tensor with matrices, rescaling as `torch._scaled_mm` does.
+
+    Same result as::
+
+        gathered = all_gather_tensor(shard, gather_dim, group)
+        outputs = [torch._scaled_mm(gathered.flatten(0, -2), w, scale, w_scale, ...) ...]
+
+    Args:
+        shard: float8 (..., M, K); weights: float8 (K, N), column-major as `_scaled_mm` needs.
+        shard_scale: float32; one number, (..., M, 1) of this rank's rows, or of all ranks' rows.
+            With sizes one number must have fewer dimensions than the shard.
+        weight_scales: float32; one number, or (1, N), for each weight.
+        bias, result_scale, out_dtype: as in `_scaled_mm`, one for all weights or one for each.
+        gather_dim, group, sizes: as in `all_gather_matmul`.
+
+    Returns (gathered, outputs), a list of outputs for a sequence of weights. No gradient, as
+    `_scaled_mm`. Errors as for `all_gather_matmul`. Source: torch's
+    `symm_mem::fused_all_gather_scaled_matmul`.
+    """
+    single = isinstance(weights, torch.Tensor)
+    matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
+    count, name = len(matrices), group_name(group)
+    gathered, outputs = call_op(
+        SCALED_GATHER,
+        shard,
+        matrices,
+        shard_scale,
+        _as_list(weight_scales, count),
+        gather_dim,
+        name,
+        _as_list(bias, count),
+        _as_list(result_scale, count),
+        _as_list(out_dtype, count),
+        [use_fast_accum] * count,
+        uneven=uneven_parts(sizes, name),
+    )
+    return gathered, outputs[0] if single else outputs

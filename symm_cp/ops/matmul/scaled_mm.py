@@ -1,0 +1,126 @@
+"""One product of float8 matrices with scales, on every device and every torch that we run on."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from symm_cp.ops.op import NoGradient
+from symm_cp.tensors.alignment import aligned
+from symm_cp.tensors.results import new_result
+
+# What cuBLAS's kernels require of float8 matrices, of their product and of scales for each row.
+# Slices of such tensors may begin anywhere: four rows' scales are 16 bytes.
+_ALIGN = 16
+
+
+NO_GRADIENT = NoGradient(
+    "as torch._scaled_mm; write a torch.autograd.Function whose backward scales"
+)
+
+
+@functools.cache
+def torch_scales_rows_on_cpu() -> bool:
+    """Whether `torch._scaled_mm` takes a scale for each row on CPU; that of 2.11 does not."""
+    matrix = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
+    rows, columns = (torch.ones(shape, device="cpu") for shape in ((16, 1), (1, 16)))
+    try:
+        torch._scaled_mm(matrix, matrix.t(), rows, columns, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
+def scaled_mm_out(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    fast: bool = False,
+) -> None:
+    """Writes `torch._scaled_mm(A, B, ...)` to `out`, in the dtype of `out`.
+
+    Unlike there, one of the operands may have one scale, and the other one for each row or column,
+    and none of the tensors needs to be aligned.
+    """
+    if out.numel() == 0:
+        return
+    if out.data_ptr() % _ALIGN:
+        product = new_result(out, out.shape)
+        scaled_mm_out(
+            A, B, scale_a, scale_b, product, bias=bias, scale_result=scale_result, fast=fast
+        )
+        out.copy_(product)
+        return
+    by_rows = scale_a.numel() != 1 or scale_b.numel() != 1
+    if by_rows:
+        scale_a = scale_a.reshape(1, 1).repeat(A.shape[0], 1) if scale_a.numel() == 1 else scale_a
+        scale_b = scale_b.reshape(1, 1).repeat(1, B.shape[1]) if scale_b.numel() == 1 else scale_b
+        scale_a, scale_b = aligned(scale_a, _ALIGN), aligned(scale_b, _ALIGN)
+    A = aligned(A, _ALIGN)
+    if B.data_ptr() % _ALIGN:
+        B = aligned(B.mT, _ALIGN).mT  # by columns, as cuBLAS takes it
+    if by_rows and A.device.type == "cpu" and not torch_scales_rows_on_cpu():
+        one = scale_a.new_ones(())
+        product = torch._scaled_mm(A, B, one, one, out_dtype=torch.float32)
+        product.mul_(scale_a).mul_(scale_b)
+        out.copy_(finish(product, bias, scale_result, out.dtype))
+        return
+    torch.ops.aten._scaled_mm.out(
+        A, B, scale_a, scale_b, bias, scale_result, out.dtype, fast, out=out
+    )
+
+
+def finish(
+    product: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_result: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Adds the bias, then rounds to `dtype`; float8 is scaled and clamped as `_scaled_mm` does."""
+    if bias is not None:
+        product = product + bias
+    if dtype.itemsize == 1:
+        if scale_result is not None:
+            product = product / scale_result
+        limit = torch.finfo(dtype).max
+        product = product.float().clamp(-limit, limit)
+    return product.to(dtype)
+
+
+class ScaledWeight(NamedTuple):
+    """A float8 weight, and what else `_scaled_mm` takes for it."""
+
+    matrix: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+    bias: torch.Tensor | None = None
+    result_scale: torch.Tensor | None = None
+    fast: bool = False
+
+
+class ScaledRows(NamedTuple):
+    """Rows of a float8 tensor, and one scale for all of them or one for each."""
+
+    rows: torch.Tensor
+    scale: torch.Tensor
+
+
+def multiply_scaled(rows: ScaledRows, weight: ScaledWeight, *, out: torch.Tensor) -> None:
+    """As `torch.mm`: writes a scaled product to `out`, a matrix."""
+    scaled_mm_out(
+        rows.rows,
+        weight.matrix,
+        rows.scale,
+        weight.scale,
+        out,
+        bias=weight.bias,
+        scale_result=weight.result_scale,
+        fast=weight.fast,
+    )

@@ -1,0 +1,216 @@
+"""How an op is declared: once, with all of its parts. Every registry iterates over `declared()`.
+
+A file of ops passes an `Op` for each to `declare`. From the declarations follow the registrations
+with torch (registration.py) and the tests' lists of ops. tests/ops/test_declarations.py names the
+op and the part where one is left out.
+
+A *plan*, where an op has one, is all that can be said of a call before it is made: a pure function
+of shapes, dtypes, layout, mask, group size and rank, without tensors and groups. Shapes of results,
+fake kernel and run follow from it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+Kernel: TypeAlias = Callable[..., Any]
+#: Takes the arguments of an op and the device; returns the arguments to use under autocast.
+Prepare: TypeAlias = Callable[[tuple[Any, ...], str], tuple[Any, ...]]
+
+#: The schema of an op that torch defines.
+TORCHS = "torch's"
+
+
+class Gradient(NamedTuple):
+    """The backward pass, as for `torch.library.register_autograd`.
+
+    If it is built of ops that are differentiable themselves, there are second derivatives.
+    """
+
+    backward: Kernel
+    setup_context: Kernel | None = None
+
+
+class NoGradient(NamedTuple):
+    """The backward pass raises `NotImplementedError`, which says what to do instead."""
+
+    instead: str
+
+
+class GradientByHand(NamedTuple):
+    """A kernel for torch's key "Autograd"."""
+
+    kernel: Kernel
+    with_keyset: bool = False
+
+
+class Elsewhere(NamedTuple):
+    """No gradient is registered from Python: `reason` says where it is, or why there is none."""
+
+    reason: str
+    differentiable: bool
+
+
+NATIVE_GRADIENT = Elsewhere("csrc/ops/gradients.cpp", differentiable=True)
+
+
+class Vmap(enum.Enum):
+    """What `torch.func.vmap` does with an op."""
+
+    ONE_BY_ONE = enum.auto()  # a call for each element of the batch
+    LEFT_TO_TORCH = enum.auto()
+
+
+ONE_BY_ONE, LEFT_TO_TORCH = Vmap
+
+
+def untouched(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Says that autocast leaves an op alone; nothing is registered."""
+    raise AssertionError("is not registered")
+
+
+class Caller(NamedTuple):
+    """What an example call is made of: this rank in its group, and how to make random tensors.
+
+    `sizes` are the numbers of rows of the ranks, for ops that take uneven parts.
+    """
+
+    group_name: str
+    rank: int
+    world_size: int
+    sizes: list[int]
+    rand: Callable[..., torch.Tensor] = torch.randn
+
+    @property
+    def rows(self) -> int:
+        """Returns the rows of this rank."""
+        return self.sizes[self.rank]
+
+    @property
+    def uneven(self) -> tuple[list[int], int]:
+        """Returns the last arguments of an op that takes uneven parts."""
+        return self.sizes, self.rank
+
+    def ones(self, *shape: int) -> torch.Tensor:
+        """Returns a tensor that is equal on all ranks, of the dtype of `rand`."""
+        return torch.ones_like(self.rand(*shape))
+
+    def float8(self, *shape: int) -> torch.Tensor:
+        """Returns a random float8 tensor."""
+        return self.rand(*shape).to(torch.float8_e4m3fn)
+
+
+class Arguments(NamedTuple):
+    """The arguments of an example call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def arguments(*args: Any, **kwargs: Any) -> Arguments:
+    """Returns the arguments of an example call."""
+    return Arguments(args, kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """An op of `torch.ops.symm_mem`. Parts that are None are missing, unless they are optional."""
+
+    name: str
+    #: Arguments and results, "(Tensor x, str group_name) -> Tensor".
+    schema: str | None = None
+    #: Runs on all devices, or serves CPU tensors where the native kernel cannot.
+    kernel: Kernel | None = None
+    #: Checks the arguments; returns results of the right shapes, strides and dtypes.
+    fake: Kernel | None = None
+    gradient: Gradient | NoGradient | GradientByHand | Elsewhere | None = None
+    autocast: Prepare | None = None
+    vmap: Vmap | None = None
+    #: A small call, of equal shapes on all ranks where the op does not take others.
+    example: Callable[[Caller], Arguments] | None = None
+
+    #: Optional: the pure function from which results and run follow.
+    plan: Kernel | None = None
+    #: Optional: waits for the results of an op that returns before they are complete.
+    complete: Callable[[torch.Tensor], torch.Tensor] | None = None
+    #: Required where the op writes to an argument: the same as calls that return new tensors.
+    functional: Kernel | None = None
+
+    #: The kernel for CPU tensors is native, and calls `kernel` for what it cannot serve.
+    native: bool = False
+    #: A native kernel for autograd calls that of `gradient` only where a gradient is recorded.
+    native_autograd: bool = False
+    #: Results (a schema) and function that the native kernel asks once for each kind of arguments.
+    native_plan: tuple[str, Kernel] | None = None
+    cpu_only: bool = False
+    #: torch has a kernel for some devices: `override_cuda_ops` replaces it.
+    replaces_torch: bool = False
+    #: torch's fake kernel, for devices where torch's kernel runs: where it takes more than ours.
+    torchs_fake: str = ""
+    #: The fake kernel takes tensors on several devices.
+    mixes_devices: bool = False
+    #: Called by other ops, gradients and graphs only, so not in README's table.
+    internal: bool = False
+
+    def with_sizes(
+        self, name: str, schema: str, example: Callable[[Caller], Arguments], **changed: Any
+    ) -> Op:
+        """Returns our counterpart of torch's op, which takes sizes of uneven parts and the rank."""
+        return replace(
+            self,
+            name=name,
+            schema=schema,
+            example=example,
+            replaces_torch=False,
+            torchs_fake="",
+            internal=True,
+            **changed,
+        )
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether gradients go through the op."""
+        if isinstance(self.gradient, Elsewhere):
+            return self.gradient.differentiable
+        return isinstance(self.gradient, Gradient) or (
+            isinstance(self.gradient, GradientByHand) and not self.internal
+        )
+
+    @property
+    def overload(self) -> Any:
+        """Returns torch's object for the op."""
+        return getattr(torch.ops.symm_mem, self.name).default
+
+
+_REQUIRED = ("schema", "kernel", "fake", "gradient", "autocast", "vmap", "example")
+_declared: dict[str, Op] = {}
+
+
+def declare(*ops: Op) -> None:
+    """Adds ops to the declared ones."""
+    for op in ops:
+        assert op.name not in _declared, op.name
+        _declared[op.name] = op
+
+
+def declared() -> Iterable[Op]:
+    """Returns all ops, in the order of their declaration."""
+    return _declared.values()
+
+
+def declared_op(name: str) -> Op:
+    """Returns an op by its name."""
+    return _declared[name]
+
+
+def missing_parts(op: Op) -> list[str]:
+    """Returns the names of the parts that a declaration lacks."""
+    missing = [part for part in _REQUIRED if getattr(op, part) is None]
+    if op.schema is not None and op.overload._schema.is_mutable and op.functional is None:
+        missing.append("functional")
+    return missing

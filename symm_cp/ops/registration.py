@@ -1,0 +1,97 @@
+"""Registers with torch whatever is declared of an op (op.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symm_cp import cuda, native
+from symm_cp.ops.autocast import register_autocast
+from symm_cp.ops.common import device_kernels, in_python, lib
+from symm_cp.ops.compiled import called_in_order
+from symm_cp.ops.op import (
+    ONE_BY_ONE,
+    TORCHS,
+    Gradient,
+    GradientByHand,
+    NoGradient,
+    Op,
+    declared,
+)
+from symm_cp.ops.override import fake_kernel
+from symm_cp.ops.transforms import register_gradient, register_no_gradient, register_vmap
+from symm_cp.ops.unsupported import refuse_without_memory
+
+
+def register() -> None:
+    """Registers all declared ops; a part that is missing is left out."""
+    for op in declared():
+        if op.schema not in (None, TORCHS):
+            lib.define(op.name + op.schema)
+    for op in declared():
+        _register_kernels(op)
+        _register_fake(op)
+        _register_gradient(op)
+        if op.functional is not None:
+            lib.impl(op.name, op.functional, "Functionalize")
+        if op.autocast is not None:
+            register_autocast(op)
+        if op.vmap is ONE_BY_ONE:
+            register_vmap(op)
+        refuse_without_memory(op)
+
+
+def register_without_native() -> None:
+    """Has ops whose kernels are native say why the native part is missing."""
+
+    def refuses(*args: Any) -> Any:
+        native.load()
+
+    for op in declared():
+        if op.native:
+            lib.impl(op.name, refuses, "CPU")
+
+
+def _register_kernels(op: Op) -> None:
+    if op.kernel is None:
+        return
+    if op.native:
+        # csrc/ops/kernels.h calls it in groups that span hosts, in torch's test mode, and where
+        # tests have streams serve CPU tensors.
+        in_python.define(str(op.overload._schema).removeprefix("symm_mem::"))
+        in_python.impl(op.name, op.kernel, "CPU")
+    else:
+        lib.impl(op.name, op.kernel, "CPU")
+    if op.native_plan is not None:
+        results, plan = op.native_plan
+        arguments = str(op.overload._schema).removeprefix(f"symm_mem::{op.name}").split(" -> ")[0]
+        in_python.define(f"{op.name}.plan{arguments} -> {results}")
+        in_python.impl(f"{op.name}.plan", plan, "CPU")
+    if op.cpu_only:
+        return
+    if op.replaces_torch:
+        device_kernels[op.name] = op.kernel
+    for device in cuda.known():
+        if not (op.replaces_torch and device.torch_has_kernels):
+            lib.impl(op.name, op.kernel, device.dispatch_key)
+
+
+def _register_fake(op: Op) -> None:
+    if op.fake is None:
+        return
+    fake = fake_kernel(op.fake, op.torchs_fake) if op.torchs_fake else op.fake
+    fake = called_in_order(op.name, fake)
+    if op.mixes_devices:
+        torch.library.register_fake(f"symm_mem::{op.name}", fake, lib=lib)
+    else:
+        lib.impl(op.name, fake, "Meta", allow_override=True)
+
+
+def _register_gradient(op: Op) -> None:
+    if isinstance(op.gradient, Gradient):
+        register_gradient(op.name, *op.gradient, library=in_python if op.native_autograd else lib)
+    elif isinstance(op.gradient, NoGradient):
+        register_no_gradient(op.name, op.gradient.instead, is_torchs=op.schema == TORCHS)
+    elif isinstance(op.gradient, GradientByHand):
+        lib.impl(op.name, op.gradient.kernel, "Autograd", with_keyset=op.gradient.with_keyset)

@@ -1,0 +1,285 @@
+"""What inspectors say of a model is kept with it, until something changes that it depends on."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import gc
+import sys
+import tomllib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import symm_cp
+from symm_cp.context_parallel.verdicts import known_of
+from tests.context_parallel.common import mesh_of
+from tests.pool import Ranks
+
+ROOT = Path(symm_cp.__file__).resolve().parent
+VOCABULARY, LENGTH = 97, 64
+
+
+def llama(layers: int = 2) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+# --- what invalidates it -------------------------------------------------------------------------
+
+
+def attention(model: LlamaForCausalLM) -> Any:
+    return model.model.layers[1].self_attn
+
+
+def ignored(module: nn.Module, args: Any) -> None: ...
+
+
+def also_ignored(module: nn.Module, args: Any) -> None: ...
+
+
+def hooked(model: LlamaForCausalLM) -> None:
+    model.model.rotary_emb.register_forward_pre_hook(ignored)
+
+
+def hooked_again(model: LlamaForCausalLM) -> None:
+    hooks = model.model.norm._forward_pre_hooks
+    hooks[next(iter(hooks))] = also_ignored
+
+
+CHANGES: dict[str, Callable[[LlamaForCausalLM], object]] = {
+    "attention implementation": lambda model: model.set_attn_implementation("eager"),
+    "dropout of the configuration": lambda model: setattr(model.config, "attention_dropout", 0.5),
+    "new value of the configuration": lambda model: setattr(model.config, "logit_cap", 5.0),
+    "list of the configuration": lambda model: model.config.layers_block_type.append("mamba"),
+    "dict of the configuration": lambda model: model.config.rope_parameters.update(factor=2.0),
+    "attribute": lambda model: setattr(attention(model), "sliding_window", 40),
+    "attribute, changed": lambda model: setattr(attention(model), "is_sliding", True),
+    "attribute, deleted": lambda model: delattr(attention(model), "is_sliding"),
+    "parameter": lambda model: setattr(attention(model), "sinks", nn.Parameter(torch.zeros(4))),
+    "module": lambda model: setattr(attention(model), "mix", nn.Conv1d(1, 1, 3)),
+    "module, replaced": lambda model: setattr(attention(model), "q_proj", nn.Linear(32, 32)),
+    "module, deleted": lambda model: delattr(model.model, "norm"),
+    "layer": lambda model: model.model.layers.append(nn.Identity()),
+    "class": lambda model: setattr(attention(model), "__class__", nn.Identity),
+    "forward pre-hook": hooked,
+    "forward pre-hook, replaced": hooked_again,
+    "forward": lambda model: setattr(attention(model), "forward", ignored),
+    "compiled layer": lambda model: model.model.layers[0].compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_verdict_depends_on_invalidates_it(name: str) -> None:
+    model = llama()
+    model.config.layers_block_type = ["full_attention"]
+    attention(model).is_sliding = False
+    model.model.norm.register_forward_pre_hook(ignored)
+    known = known_of(model)
+    assert known.still_true()
+    assert known_of(model) is known
+    CHANGES[name](model)
+    assert not known.still_true()
+    assert known_of(model) is not known
+
+
+def test_training_changes_no_verdict() -> None:
+    model = llama()
+    known = known_of(model)
+    model.train()
+    model(input_ids=torch.zeros(1, 8, dtype=torch.int64)).logits.sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.load_state_dict(copy.deepcopy(model).state_dict())
+    model.eval()
+    assert known_of(model) is known
+    assert known_of(copy.deepcopy(model)) is not known
+
+
+def test_modules_of_all_kinds_are_known() -> None:
+    linear = nn.Linear(2, 2)
+    kinds = [
+        torch.jit.script(nn.Linear(2, 2)),
+        torch.jit.trace(nn.Linear(2, 2), torch.zeros(2, 2)),  # type: ignore[no-untyped-call]
+        torch.compile(nn.Linear(2, 2)),
+        nn.Sequential(nn.utils.parametrizations.weight_norm(linear), nn.ModuleList()),
+        torch.fx.symbolic_trace(nn.Linear(2, 2)),
+    ]
+    for module in kinds:
+        assert known_of(module) is known_of(module)
+    for config in (SimpleNamespace(inner=SimpleNamespace(value=1)), SimpleNamespace(inner=[1])):
+        linear.config = config
+        known = known_of(linear)
+        assert known.still_true()
+        config.inner = SimpleNamespace(value=2)
+        assert not known.still_true()
+    config.inner.value, known = 3, known_of(linear)
+    config.inner.value = 4
+    assert not known.still_true()
+
+
+def test_it_keeps_no_model_alive() -> None:
+    model = llama()
+    model.model.above = [model]  # a circle
+    known, dead = known_of(model), weakref.ref(model)
+    model.config.use_cache = False
+    del model
+    gc.collect()
+    assert dead() is None
+    assert not known.still_true()
+
+
+# --- models that have run ------------------------------------------------------------------------
+
+
+def step(group: dist.ProcessGroup, model: nn.Module, *, passed: bool) -> Callable[[], None]:
+    """A forward and a backward pass of this rank's part of a batch."""
+    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    local, reduce_loss = symm_cp.shard_batch(mesh_of(group), batch)
+    labels = local.pop("labels")
+    options: dict[str, Any] = {"model": model} if passed else {}
+
+    def run() -> None:
+        with symm_cp.context_parallel(
+            mesh_of(group), load_balancer=reduce_loss.load_balancer, **options
+        ):
+            logits = model(**local, use_cache=False).logits
+            loss = reduce_loss(F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+            loss.backward()
+
+    return run
+
+
+def caught_after_steps(group: dist.ProcessGroup) -> None:
+    refused: list[tuple[Callable[[LlamaForCausalLM], object], str, bool]] = [
+        (lambda m: m.set_attn_implementation("eager"), "_attn_implementation='eager'", False),
+        (lambda m: setattr(m.config, "attn_logit_softcapping", 50.0), "softcapping=50", False),
+        (lambda m: setattr(m.config, "sliding_window", 40), "sliding_window=40", False),
+        (lambda m: setattr(attention(m), "sliding_window", 40), "sliding_window=40", False),
+        (CHANGES["parameter"], "has sinks", False),
+        (CHANGES["module"], "a Conv1d", False),
+        (CHANGES["module"], "a Conv1d", True),
+        (lambda m: setattr(m.config, "index_topk", 40), "index_topk=40", True),
+        (lambda m: setattr(m.config, "output_router_logits", True), "output_router_logits", True),
+    ]
+    for change, message, passed in refused:
+        model = llama()
+        for _ in range(2):
+            step(group, model, passed=passed)()
+        change(model)
+        with pytest.raises(NotImplementedError, match=message):
+            step(group, model, passed=passed)()
+    model = llama()
+    for _ in range(2):
+        step(group, model, passed=False)()
+    # Other weights on each rank, in a layer that is new.
+    torch.manual_seed(group.rank())
+    attention(model).q_proj = nn.Linear(32, 32, bias=False)
+    with pytest.raises(RuntimeError, match="the parameters of Linear differ"):
+        step(group, model, passed=False)()
+
+
+def test_changes_are_seen_in_models_that_have_run(ranks: Ranks) -> None:
+    ranks.run(2, caught_after_steps)
+
+
+# --- how many calls it takes ---------------------------------------------------------------------
+
+JUDGING = (
+    "context_parallel/inspectors.py",
+    "context_parallel/verdicts.py",
+    "integrations/transformers/limits.py",
+)
+ROOMS = ("context_parallel/", "integrations/")
+
+
+def calls_of_a_warm_step(group: dist.ProcessGroup) -> None:
+    model = llama(layers=8)
+    for passed in (False, True):
+        for _ in range(3):
+            step(group, model, passed=passed)()
+        run, calls = step(group, model, passed=passed), Counter[str]()
+
+        def count(frame: FrameType, event: str, arg: Any, calls: Counter[str] = calls) -> None:
+            if event == "call":
+                calls[frame.f_code.co_filename] += 1
+
+        sys.setprofile(count)
+        run()
+        sys.setprofile(None)
+        ours = {k.removeprefix(f"{ROOT}/"): n for k, n in calls.items() if k.startswith(str(ROOT))}
+        judging = sum(number for name, number in ours.items() if name in JUDGING)
+        rooms = sum(number for name, number in ours.items() if name.startswith(ROOMS))
+        assert judging < 100, (passed, judging)
+        assert rooms < 1_700, (passed, rooms)
+        # 5,800 of them are those of ops (16 calls) and of what is below them.
+        assert calls.total() < 10_300, (passed, calls.total())
+
+
+def test_a_warm_step_takes_few_calls(ranks: Ranks) -> None:
+    ranks.run(2, calls_of_a_warm_step)
+
+
+# --- floors --------------------------------------------------------------------------------------
+
+
+def floors() -> dict[str, int]:
+    """The floor of each room, as pyproject.toml has them; the highest is 0."""
+    text = (ROOT.parent / "pyproject.toml").read_text()
+    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
+    (layers,) = (each["layers"] for each in contracts if each["name"] == "Floors")
+    rooms = ((n, room.strip(" ()")) for n, layer in enumerate(layers) for room in layer.split("|"))
+    return {room: n for n, room in rooms}
+
+
+def imported_by_name(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        function = node.func.attr if isinstance(node.func, ast.Attribute) else None
+        function = node.func.id if isinstance(node.func, ast.Name) else function
+        if function is None or function.strip("_") not in ("import_module", "import"):
+            continue
+        name = node.args[0]
+        if isinstance(name, ast.JoinedStr):
+            name = name.values[0]
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            yield name.value
+
+
+def test_nobody_imports_a_higher_floor_by_name() -> None:
+    """import-linter does not see `importlib`."""
+    floor_of = floors()
+    for path in ROOT.rglob("*.py"):
+        room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if room not in floor_of:  # the package itself, which has all floors below it
+            continue
+        for name in imported_by_name(ast.parse(path.read_text())):
+            if name.startswith("symm_cp."):
+                target = name.split(".")[1]
+                assert floor_of[target] >= floor_of[room], f"{path}: imports {name}"
+
+
+def test_imports_by_name_are_seen() -> None:
+    code = 'importlib.import_module("a.b"); _import_module(f"a.{c}"); __import__("d"); f("e")'
+    assert list(imported_by_name(ast.parse(code))) == ["a.b", "a.", "d"]

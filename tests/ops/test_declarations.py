@@ -1,0 +1,199 @@
+"""Each op is declared with all of its parts: the registries and lists of tests follow from that."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+import symm_cp
+from symm_cp.ops import autocast
+from symm_cp.ops.op import (
+    ONE_BY_ONE,
+    TORCHS,
+    Elsewhere,
+    GradientByHand,
+    Op,
+    declared,
+    declared_op,
+    missing_parts,
+    untouched,
+)
+from tests.faults import strange
+from tests.ops.calls import caller, calls, completed
+from tests.ops.test_fake import layout
+from tests.pool import Ranks
+
+TABLE = (Path(symm_cp.__file__).parent / "ops" / "README.md").read_text().split("\n\n")[2]
+OPS = [op.name for op in declared()]
+
+
+def lacks(op: Op, table: str = TABLE) -> list[str]:
+    """The parts that a declaration, or what is written of it, lacks."""
+    missing = missing_parts(op)
+    if not op.internal and f"`{op.name}`" not in table:
+        missing.append("README's table")
+    return missing
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_part_is_there(name: str) -> None:
+    assert lacks(declared_op(name)) == [], f"{name} lacks parts: see symm_cp/ops/op.py"
+
+
+@pytest.mark.parametrize(
+    "part", ["schema", "kernel", "fake", "gradient", "autocast", "vmap", "example", "functional"]
+)
+def test_a_part_that_is_left_out_is_named(part: str) -> None:
+    op = declared_op("_low_contention_all_gather_out")
+    assert lacks(op) == []
+    assert lacks(dataclasses.replace(op, **{part: None})) == [part]
+    assert lacks(op, TABLE.replace(f"`{op.name}`", "")) == ["README's table"]
+
+
+def test_the_table_names_declared_ops() -> None:
+    cells = [line.split("|")[3] for line in TABLE.splitlines()[2:]]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named <= {op.name for op in declared()}
+
+
+def test_no_op_of_ours_is_undeclared() -> None:
+    names = torch._C._dispatch_get_all_op_names()
+    ours = {
+        name.partition("::")[2]
+        for name in names
+        if name.startswith("symm_mem::")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+    }
+    assert ours == {op.name for op in declared()}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_is_declared_is_registered(name: str) -> None:
+    op = declared_op(name)
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    qualified = f"symm_mem::{name}"
+    assert has(qualified, "SparseCPU")  # it refuses tensors without dense memory
+    assert has(qualified, "AutocastCPU") == (op.autocast is not untouched)
+    assert has(qualified, "FuncTorchBatched") == (op.vmap is ONE_BY_ONE)
+    silent = isinstance(op.gradient, Elsewhere) and not op.gradient.reason.startswith("csrc/")
+    assert any(has(qualified, key) for key in ("Autograd", "AutogradCPU")) != silent
+    assert (op.functional is None) or has(qualified, "Functionalize")
+    if op.schema not in (None, TORCHS):
+        assert str(torch._C.parse_schema(qualified + op.schema)) == str(op.overload._schema)
+    assert op.native == (f"symm_cp::{name}" in torch._C._dispatch_get_all_op_names())
+
+
+def test_the_lists_of_tests_have_every_op() -> None:
+    """Tests of strange tensors take all ops, those of modes and vmap those with a gradient."""
+    assert {*OPS} - {*strange.LEFT_OUT} == set(strange.RAW)
+
+
+def differentiated(group: dist.ProcessGroup) -> list[str]:
+    return list(calls(group))
+
+
+def test_every_public_gradient_is_in_the_calls_of_tests(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, differentiated)
+    assert {op.name for op in declared() if op.differentiable and not op.internal} <= set(found)
+
+
+def plans_are_pure(op: Op) -> bool:
+    """Whether a plan takes no tensor and no group."""
+    assert op.plan is not None
+    kinds = [str(each.annotation) for each in inspect.signature(op.plan).parameters.values()]
+    return not any(re.search(r"torch\.Tensor|\bGroup\b|Any\b(?!, \.\.\.)", kind) for kind in kinds)
+
+
+def test_plans_are_pure() -> None:
+    planned = [op for op in declared() if op.plan is not None]
+    assert len(planned) >= 2
+    assert all(plans_are_pure(op) for op in planned)
+
+    def takes_tensors(x: torch.Tensor) -> None: ...
+
+    assert not plans_are_pure(dataclasses.replace(planned[0], plan=takes_tensors))
+
+
+# --- example calls ---------------------------------------------------------------------------
+
+
+def runs(group: dist.ProcessGroup, name: str) -> None:
+    """The example runs; its fake results have the shapes, strides and dtypes of real ones."""
+    op = declared_op(name)
+    assert op.example is not None
+    if name == "get_remote_tensors":
+        example = op.example(caller(group))
+        assert len(op.overload(*example.args)) == group.size()
+        return
+    torch.manual_seed(0)
+    args, kwargs = op.example(caller(group))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        faked: Any = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        if op.mixes_devices:
+            op.overload(*faked[0], **faked[1])
+        fake = layout(op.overload(*faked[0], **faked[1]))
+    with torch.no_grad():
+        real = layout(completed(op, op.overload(*args, **kwargs)))
+    assert real == fake, (name, real, fake)
+    assert [x for x in tree_leaves(real) if x is not None]
+
+
+def all_run(group: dist.ProcessGroup) -> None:
+    for op in declared():
+        try:
+            runs(group, op.name)
+        except Exception as error:
+            raise AssertionError(f"{op.name}: {type(error).__name__}: {error}") from error
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_examples_run(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, all_run)
+
+
+def refused_by_one(group: dist.ProcessGroup) -> None:
+    """An argument that one rank refuses: the op is named there, and the peers hear of it."""
+    for op in declared():
+        if op.name == "get_remote_tensors":  # no call of peers
+            continue
+        assert op.example is not None
+        leaves, spec = tree_flatten(tuple(op.example(caller(group))))
+        bad = group.rank() == 0
+        (storage, *_) = (x.untyped_storage() for x in leaves if isinstance(x, torch.Tensor))
+        nbytes = storage.nbytes()
+        if bad:
+            storage.resize_(0)
+        args, kwargs = tree_unflatten(leaves, spec)
+        with pytest.raises((RuntimeError, ValueError)) as caught, torch.no_grad():
+            completed(op, op.overload(*args, **kwargs))
+        storage.resize_(nbytes)  # a traceback prints the tensor
+        dist.barrier(group)  # peers keep the reasons of a few calls
+        text = str(caught.value)
+        # Native kernels of a family call it by one name.
+        assert any(each.name in text for each in declared()), text
+        assert "bytes of storage" in text, text
+
+
+def test_refusals_reach_the_peers(ranks: Ranks) -> None:
+    ranks.run(2, refused_by_one)
+
+
+def test_autocast_rules_are_those_of_autocast() -> None:
+    rules = {op.autocast for op in declared()}
+    known = {autocast.cast, autocast.cast_query_key_value, autocast.widen, autocast.as_they_are}
+    assert rules == {*known, untouched}
+
+
+def test_gradients_by_hand_are_of_attention() -> None:
+    """`register_autograd` takes no op with tensors among its keyword arguments."""
+    by_hand = {op.name for op in declared() if isinstance(op.gradient, GradientByHand)}
+    assert all("attention" in name for name in by_hand)

@@ -51,8 +51,8 @@ from symm_cp.schedule.work import Work
 
 WAYS = ("shards", "whole")
 ATTENTION_WAYS = ("pipeline", "arrival")
-# Cached choices of a group, about 300 bytes each. When more shapes are in use, all are computed
-# again, which takes about a millisecond for each shape.
+# Cached choices of a group; with more, all are dropped and simulated again. Without a bound,
+# programs with ever new shapes would leak memory.
 _MAX_CHOICES = 4096
 
 #: A matmul as (rows of the result, inner dimension, columns of the result).

@@ -176,13 +176,7 @@ def test_a_wrappers_rank_is_ignored(
     for name in RANK:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "3")
-    for module in (
-        "demo.start",
-        "bench.command",
-        "bench.timeline",
-        "bench.calibrate",
-        "bench.tune",
-    ):
+    for module in ("demo.start", "bench.command", "harness.start"):
         monkeypatch.setattr(
             f"symm_cp.commands.{module}.run_ranks", lambda *args: started.append(args) or 1
         )

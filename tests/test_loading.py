@@ -133,7 +133,7 @@ assert torch._C._dispatch_has_kernel_for_dispatch_key(
 )
 assert not any("symm_cp" in kind.__module__ for kind in map(type, sys.meta_path))
 assert type(torch.__spec__.loader).__module__ != "symm_cp.loading"
-for name in ("schedule", "ops", "native", "memory"):
+for name in ("schedule", "ops", "native", "group"):
     assert getattr(symm_cp, name) is sys.modules["symm_cp." + name]
 print("loaded")
 """)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import resource
+import threading
 import time
 
 import pytest
@@ -269,3 +270,24 @@ def names(group: dist.ProcessGroup) -> None:
 
 def test_names_of_groups(ranks: Ranks) -> None:
     ranks.run(4, names)
+
+
+def dropped_calls(group: dist.ProcessGroup) -> None:
+    state = memory.resolve(dist.new_group(list(range(group.size()))))
+    call = state.call(64, b"dropped")
+    call.__enter__()
+    del call  # as when Ctrl-C comes just before __exit__
+    epochs: list[int] = []
+
+    def next_call() -> None:
+        with state.call(64, b"next") as (_, epoch):
+            epochs.append(epoch)
+
+    thread = threading.Thread(target=next_call, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert epochs == [2]
+
+
+def test_a_call_that_is_dropped_ends(ranks: Ranks) -> None:
+    ranks.run(1, dropped_calls)

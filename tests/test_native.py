@@ -435,6 +435,21 @@ def test_sources_with_torch_are_compiled_one_by_one_once_they_change(
     assert f"-include {header}" in compiler.calls()[-2]
 
 
+def test_precompiled_headers_are_those_of_an_installation_of_torch(
+    compiler: Compiler, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkout / "ops" / "gradients.cpp"
+    change(source)
+    native.build()
+    other = tmp_path / "torch.py"
+    other.touch()
+    for seconds in (1, 2):  # in another place, then there again
+        os.utime(other, (seconds, seconds))
+        monkeypatch.setattr(torch, "__file__", str(other))
+        change(source)
+        assert len(built_again(compiler)) == 2
+
+
 def test_an_installed_package_compiles_them_as_a_whole(
     compiler: Compiler, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from symm_cp.ops.attention import native_tiles, tiles_by_matmuls
 from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
+from symm_cp.tensors.dtypes import wide
 
 KERNELS = {"native": native_tiles, "matmuls": tiles_by_matmuls}
 
@@ -23,9 +24,8 @@ def forward(
     """Returns out and lse; a row that sees no key has out 0 and lse -inf."""
     if kernel is tiles_by_matmuls:
         return tiles_by_matmuls.forward(query, key, value, scoring, tile_mask)
-    wide = tiles_by_matmuls.wide_dtype(query.dtype)
     out = query.new_full((*query.shape[:3], value.shape[-1]), torch.nan)  # is not read
-    lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+    lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
     native_tiles.attend(query, key, value, scoring, tile_mask, out, lse)
     return out, lse
 

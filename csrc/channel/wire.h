@@ -32,8 +32,8 @@ struct Reference {
 
 // The steps of native programs. kPublish writes the record of this rank's call; kVerify is the last
 // step of a call and throws if a peer has failed it meanwhile. kProduce has the caller write what
-// this rank gives; only loops have it.
-SYMM_CP_WIRE_ENUM(Kind, kCopy, kSignal, kWait, kReduce, kPublish, kVerify, kProduce);
+// this rank gives; only loops have it. kConsume is for recordings: a kernel on what was gathered.
+SYMM_CP_WIRE_ENUM(Kind, kCopy, kSignal, kWait, kReduce, kPublish, kVerify, kProduce, kConsume);
 
 // `bytes` is per row; rows are `pitch` bytes apart.
 struct Command {

@@ -27,6 +27,9 @@ constexpr size_t kLongSizes = 48;
 // False while tests have CPU tensors served by something else than this library's exchanges.
 std::atomic<bool> serving{true};
 
+// False while a way is forced: Python has them all.
+std::atomic<bool> small_matmuls{true};
+
 bool summable(at::ScalarType dtype) {
   switch (dtype) {
     case at::kByte:
@@ -304,6 +307,8 @@ bool is_symmetric(const Group& group, const at::Tensor& tensor) {
          nullptr;
 }
 
+bool serves_small_matmuls() { return small_matmuls.load(std::memory_order_relaxed); }
+
 bool overlap(const at::Tensor& one, const at::Tensor& other) {
   const auto begin = [](const at::Tensor& t) {
     return static_cast<const char*>(t.const_data_ptr());
@@ -380,6 +385,9 @@ extern "C" {
 
 // With 0 kernels for CPU tensors are those in Python, for tests.
 void symm_cp_serve_cpu(int on) { symm_cp::kernels::serving = on != 0; }
+
+// Whether products of small matrices are computed by native kernels, or like all others in Python.
+void symm_cp_serve_few_rows(int on) { symm_cp::kernels::small_matmuls = on != 0; }
 
 // Whether the peers were told of the last refusal of a native kernel in this thread, with that text
 // or the text of an error that quotes it.

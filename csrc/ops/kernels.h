@@ -163,6 +163,9 @@ void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op)
 
 // Whether a tensor lies in symmetric memory that was rendezvoused with the group.
 bool is_symmetric(const Group& group, const at::Tensor& tensor);
+// Whether products of small matrices are computed by native kernels: not while a way is forced,
+// which Python has all of.
+bool serves_small_matmuls();
 // Whether two contiguous tensors share bytes.
 bool overlap(const at::Tensor& one, const at::Tensor& other);
 

@@ -10,7 +10,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 
 #include "ops/kernels.h"
@@ -26,9 +25,6 @@ constexpr const char* kMatmulAllReduce = "fused_matmul_all_reduce";
 
 // The largest result: up to here there is less to hide behind the matmul than Python costs.
 constexpr int64_t kFewBytes = kPieceBytes;
-
-// False while a way is forced: Python has them all.
-std::atomic<bool> few_rows{true};
 
 struct Arrays {
   const at::Tensor &a, &weight;
@@ -58,7 +54,7 @@ bool is_served(const Arrays& given) {
   if (!given.mean() && given.reduce_op != "sum") return false;
   const auto size = static_cast<int64_t>(given.a.element_size());
   if (given.rows() * given.columns() * size > kFewBytes) return false;
-  return few_rows.load(std::memory_order_relaxed) && std::getenv("SYMM_CP_WAY") == nullptr;
+  return serves_small_matmuls() && std::getenv("SYMM_CP_WAY") == nullptr;
 }
 
 void prepare(CheckedCall& call, const Arrays& given, at::IntArrayRef shape, int ranks) {
@@ -181,10 +177,3 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
 }
 
 }  // namespace symm_cp
-
-extern "C" {
-
-// Whether few rows are served here, or by the kernel in Python like all others.
-void symm_cp_serve_few_rows(int on) { symm_cp::few_rows = on != 0; }
-
-}  // extern "C"

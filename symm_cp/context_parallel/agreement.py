@@ -30,8 +30,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from symm_cp.context_parallel.inspectors import Known, plain
+from symm_cp.context_parallel.inspectors import plain
 from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.verdicts import Known
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
 
@@ -106,7 +107,7 @@ class _FirstStep:
         for _, reference in self.parameters:
             parameter = reference()
             grad = None if parameter is None else parameter.grad
-            grad = _local(grad) if grad is not None else None
+            grad = local_part(grad) if grad is not None else None
             if parameter is None or grad is None or grad.layout != torch.strided:
                 rows.append(torch.zeros(1 + _VALUES, dtype=torch.float64))
                 continue
@@ -160,7 +161,7 @@ def compare_parts(op: str, group: str, model: Known) -> None:
     process_group = _resolve_process_group(group)  # type: ignore[arg-type]
     if process_group in model.compared or not equal_inputs.enabled() or _transformed():
         return
-    for part in model.parts():
+    for part in model.parts()[1:]:  # the model itself is compared whenever it runs
         compare_model(op, process_group, part)
     model.compared.add(process_group)
 
@@ -208,14 +209,14 @@ def _must_be_equal(parameter: Any, ranks: Sequence[int]) -> bool:
     )
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
     """Returns this rank's part of a DTensor, and other tensors as they are."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _compare_parameters(op: str, group: dist.ProcessGroup, known: _Known, model: nn.Module) -> None:
     found = list(_equal_parameters(model, group))
-    if not equal_inputs.enabled(*(_local(p) for _, p in found)):
+    if not equal_inputs.enabled(*(local_part(p) for _, p in found)):
         return
     known.checked.update(model.modules())
     known.roots.add(model)
@@ -240,10 +241,10 @@ def _compare_parameters(op: str, group: dist.ProcessGroup, known: _Known, model:
 def _record_of(parameters: Sequence[tuple[str, Any]]) -> tuple[torch.Tensor, list[list[str]]]:
     """Returns a record of parameters, and the names of those that each of its words stands for."""
     fixed, names = [0] * _SLOTS, [list[str]() for _ in range(_SLOTS)]
-    device = _local(parameters[0][1]).device
+    device = local_part(parameters[0][1]).device
     sums = []
     for number, (name, parameter) in enumerate(parameters):
-        slot, local = number % _SLOTS, _local(parameter)
+        slot, local = number % _SLOTS, local_part(parameter)
         fixed[slot] = equal_inputs.text_hash((fixed[slot], name, local.dtype, local.shape))
         names[slot].append(name)
         sums.append((slot, _content(local).to(device) * (2 * number + 1)))
@@ -292,7 +293,7 @@ def _await_step(group: dist.ProcessGroup, known: _Known, model: nn.Module) -> No
         return
     chosen = found[:: math.ceil(len(found) / _SAMPLED)]
     references = [(name, weakref.ref(parameter)) for name, parameter in chosen]
-    known.stepping[model] = _FirstStep(references, _local(chosen[0][1]).device)
+    known.stepping[model] = _FirstStep(references, local_part(chosen[0][1]).device)
     if not _awaiting:
         _awaiting.append(register_optimizer_step_pre_hook(_before_step))
 

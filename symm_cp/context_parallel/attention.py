@@ -126,8 +126,14 @@ def all_gather_attention(
     """
     name, split = split_by(_OP, group, method, argument="group")
     like, told = query, split.told(name)
-    query, key, value = telling_peers(told, _local_parts, query, key, value, name)
-    documents = telling_peers(told, _document_options, cu_seqlens)
+    if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
+        query, key, value = telling_peers(told, _local_parts, query, key, value, name)
+    documents: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+    if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
+        documents = telling_peers(told, _document_options, cu_seqlens)
+    prefixes = prefix_lengths
+    if prefixes is not None and not isinstance(prefixes, torch.Tensor):
+        prefixes = telling_peers(told, _prefix_option, prefixes)
     if is_dtensor(like):
         sinks, bias = telling_peers(told, _local_options, like, name, sinks, bias, dropout_p)
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
@@ -147,7 +153,7 @@ def all_gather_attention(
         dropout_seed=dropout_seed,
         document_ids=document_ids,
         key_mask=key_mask,
-        prefix_lengths=_prefix_option(prefix_lengths),
+        prefix_lengths=prefixes,
         **_layout_options(load_balancer, query_load_balancer),
         **documents,
         **split.as_options(),
@@ -160,7 +166,6 @@ def all_gather_attention(
 def _layout_options(
     keys: LoadBalancer | torch.Tensor | None, queries: LoadBalancer | None
 ) -> dict[str, Any]:
-    """Returns how keys and queries are spread as the op takes it."""
     if isinstance(keys, torch.Tensor):
         return {"layouts": keys}
     options = {}
@@ -172,16 +177,14 @@ def _layout_options(
 
 
 def _prefix_option(lengths: torch.Tensor | int | None) -> torch.Tensor | None:
-    """Returns the lengths of prefixes as the op takes them."""
     if lengths is None or isinstance(lengths, torch.Tensor):
         return lengths
+    if not isinstance(lengths, int | torch.SymInt):
+        raise TypeError(f"{_OP}: prefix_lengths must be a tensor or an int, is {lengths!r}")
     return torch.full((1,), lengths, dtype=torch.int64, device="cpu")
 
 
-def _document_options(cu_seqlens: torch.Tensor | Sequence[int] | None) -> dict[str, Any]:
-    """Returns the boundaries of documents as the op takes them."""
-    if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor):
-        return {"cu_seqlens": cu_seqlens}
+def _document_options(cu_seqlens: Sequence[int]) -> dict[str, Any]:
     for edge in cu_seqlens:
         if not isinstance(edge, int | torch.SymInt):
             raise TypeError(
@@ -193,12 +196,9 @@ def _document_options(cu_seqlens: torch.Tensor | Sequence[int] | None) -> dict[s
 def _local_parts(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: str
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the shards of DTensors, and tensors as they are."""
-    if is_dtensor(query):
-        return tuple(_local(tensor, group) for tensor in (query, key, value))
-    if is_dtensor(key) or is_dtensor(value):
+    if not is_dtensor(query):
         raise TypeError(f"{_OP}: key or value is a DTensor and query is not")
-    return query, key, value
+    return tuple(_local(tensor, group) for tensor in (query, key, value))
 
 
 def _local_options(

@@ -277,7 +277,6 @@ def _completed(
 
 
 def _parts(value: Any) -> list[Any]:
-    """Returns what an encoder's outputs hold."""
     return list(value.values() if isinstance(value, Mapping) else value)
 
 
@@ -303,7 +302,6 @@ def sequence_of(batch: Mapping[str, Any], seq_dim: int) -> torch.Tensor:
 
 
 def _lengths(batch: Mapping[str, Any], seq_dim: int) -> list[int]:
-    """Returns the lengths of the sequences of a batch."""
     tensors = [sequence_of(batch, seq_dim)]
     tensors += [batch[name] for name in _DECODER if batch.get(name) is not None]
     return list(dict.fromkeys(tensor.shape[seq_dim] for tensor in tensors))

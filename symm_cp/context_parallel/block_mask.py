@@ -1,6 +1,6 @@
 """A `BlockMask` of the whole sequence, cut to the queries of one rank.
 
-The rank's queries are those that a load balancer gives it; its keys are those of all ranks, in the
+A load balancer gives the rank its queries; its keys are the keys of all ranks, in the
 order in which they are gathered: rank after rank. Local indices refer to these, global ones to the
 sequence.
 """

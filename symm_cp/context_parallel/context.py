@@ -18,7 +18,6 @@ from symm_cp.context_parallel.hooks import entered
 from symm_cp.context_parallel.layouts import cut, note_cut, remember, remembered
 from symm_cp.context_parallel.lengths import Balancers, BalancersByLength, balancer_for
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, active, region_over
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike, split_by
@@ -133,7 +132,6 @@ def _compare(
     seq_dims: Sequence[int],
     balancers: Sequence[LoadBalancer],
 ) -> None:
-    """Raises on all ranks if ranks cut different buffers, or in different ways."""
     if buffers:
         named = [(f"buffers[{k}]", b) for k, b in enumerate(buffers) if isinstance(b, torch.Tensor)]
         agreement.compare_cut(op, group, named, balancers, list(seq_dims))
@@ -230,12 +228,16 @@ def _attending(
 ) -> Iterator[None]:
     """Within it, models attend to the whole sequence as their libraries' inspectors have it."""
     with ExitStack() as stack:
-        telling_peers(region.told, _enter_models, stack, region, model)
+        watch = region.watch()  # of its own: none of the modules has run
+        guards.untraced(watch, lambda _: _enter_models(stack, region, watch, model))
         yield
 
 
 def _enter_models(
-    stack: ExitStack, region: ParallelRegion, model: nn.Module | Sequence[nn.Module] | None
+    stack: ExitStack,
+    region: ParallelRegion,
+    watch: guards.Watch,
+    model: nn.Module | Sequence[nn.Module] | None,
 ) -> None:
     models = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
     for each in models:
@@ -243,7 +245,7 @@ def _enter_models(
             raise TypeError(
                 f"context_parallel: model is a {type(each).__name__}, must be a module or several"
             )
-    watch, is_known = region.watch(), False  # of its own: none of the modules has run
+    is_known = False
     for inspector in inspectors.loaded():
         modules = stack.enter_context(inspector.attending(models, spread=region.world_size > 1))
         is_known |= modules is not None

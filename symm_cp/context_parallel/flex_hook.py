@@ -115,6 +115,12 @@ def current_region() -> tuple[ParallelRegion, Watch] | None:
     return None if mode is None else (mode.region, mode.watch)
 
 
+def spread_region() -> ParallelRegion | None:
+    """Returns the region of `current_region`, unless it has one rank, where nothing is spread."""
+    mode = _traced_mode()
+    return None if mode is None or mode.region.world_size == 1 else mode.region
+
+
 def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     mode = _traced_mode()
     if mode is None:

@@ -15,6 +15,7 @@ runs has all others passed that have nothing to say.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable
@@ -26,11 +27,11 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from symm_cp.context_parallel import agreement, inspectors
-from symm_cp.context_parallel.inspectors import Inspector, Known, Limit
+from symm_cp.context_parallel.inspectors import Inspector, Limit
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
 from symm_cp.context_parallel.noise_places import Seen
 from symm_cp.context_parallel.refusals import telling_peers
-from symm_cp.context_parallel.traced_functions import show_random_functions
+from symm_cp.context_parallel.verdicts import Known, known_of
 from symm_cp.ops.common import attention_runs
 
 ON_UNFUSED = ("raise", "warn", "ignore")
@@ -83,7 +84,7 @@ class Watch:
             return None
         self.judged.add(module)
         inner = getattr(module, "_orig_mod", module)  # of torch.compile(module)
-        known = inspectors.known_of(inner)
+        known = known_of(inner)
         self.first_module = self.first_module or type(inner).__name__
         compiled = inner is not module or module._compiled_call_impl is not None
         for part in known.parts() if compiled else (inner,):
@@ -153,20 +154,21 @@ class Watch:
 
 # --- the watches of a thread -------------------------------------------------------------------
 
-
 # `_local.compiled` records that compiled modules ran: the graph sets it, not the hook.
-class _Local(threading.local):
+_local = threading.local()
+
+
+class _Thread(threading.local):
     def __init__(self) -> None:
         self.watches: list[Watch] = []
-        self.compiled: str | None = None
 
 
-_local = _Local()
+_thread = _Thread()
 
 
 def current() -> Watch | None:
     """Returns the watch of the innermost region of this thread."""
-    return _local.watches[-1] if _local.watches else None
+    return _thread.watches[-1] if _thread.watches else None
 
 
 def enter(watch: Watch) -> None:
@@ -176,13 +178,13 @@ def enter(watch: Watch) -> None:
     outer = current()
     if outer is not None:
         outer.first_module = outer.first_module or _local.compiled
-    _local.watches.append(watch)
+    _thread.watches.append(watch)
     _local.compiled = None
 
 
 def leave() -> None:
     """Ends the innermost watch."""
-    _local.watches.pop()
+    _thread.watches.pop()
     _local.compiled = None
     _hooks.release()
 
@@ -195,6 +197,20 @@ def check_length(balancer: LoadBalancer) -> None:
 
 
 # --- hooks -------------------------------------------------------------------------------------
+
+
+# Those that take a tensor for its shape only: `torch.overrides` does not list them as overridable.
+# Dynamo itself adds `torch.zeros_like` and its kin.
+_MISSING = (torch.rand_like, torch.randn_like, torch.randint_like, torch.normal)
+
+
+def show_random_functions() -> None:
+    """Has Dynamo, if it is loaded, show them to modes of torch functions, as eager code does."""
+    module = sys.modules.get("torch._dynamo.variables.torch")
+    listed = getattr(module, "get_overridable_functions", None)
+    functions = listed() if listed is not None else None
+    if isinstance(functions, set):
+        functions.update(_MISSING)
 
 
 def _constant_when_traced(function: Any) -> Any:
@@ -234,16 +250,16 @@ def _complaint_after(module: nn.Module, shown: tuple[str, ...]) -> str | None:
 
 
 def _before(module: nn.Module, args: Any) -> None:
-    # As torch.compiler.is_compiling(), in one call: this runs for each module.
+    # As torch.compiler.is_compiling() does, in one call: this runs for each module.
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         if complaint := _complaint_before(module):
             raise NotImplementedError(complaint)
         _local.compiled = "A compiled module"  # whenever the graph runs
         return
-    watches = _local.watches
+    watches = _thread.watches
     if watches and watches[-1].world_size > 1 and module not in watches[-1].judged:
         watch = watches[-1]
-        _untraced(watch, lambda compiling: _runs(watch, module, compiling))
+        untraced(watch, lambda compiling: _runs(watch, module, compiling))
 
 
 def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
@@ -260,14 +276,14 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if complaint := _complaint_after(module, tuple(shown)):
             raise NotImplementedError(complaint)
         return
-    watches = _local.watches
+    watches = _thread.watches
     if watches and module in watches[-1].calls:
         watch = watches[-1]
         inspector = watch.calls[module]
-        _untraced(watch, lambda _: inspector.check_call(watch, module, args, kwargs))
+        untraced(watch, lambda _: inspector.check_call(watch, module, args, kwargs))
 
 
-def _untraced(watch: Watch, check: Callable[[bool], None]) -> None:
+def untraced(watch: Watch, check: Callable[[bool], None]) -> None:
     """Runs a check that Dynamo must not compile, and tells the peers what it refuses.
 
     `check` is told whether Dynamo is active. Code that Dynamo gave up on runs as usual, but Dynamo
@@ -282,7 +298,7 @@ def _untraced(watch: Watch, check: Callable[[bool], None]) -> None:
 
 # Dynamo must leave this function itself alone, too.
 _eval_frame.set_code_exec_strategy(
-    _untraced.__code__,
+    untraced.__code__,
     _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT),
 )
 

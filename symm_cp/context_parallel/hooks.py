@@ -22,7 +22,6 @@ from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
 from symm_cp.context_parallel.layouts import enter_cuts
 from symm_cp.context_parallel.refusals import telling_of_models, telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, pop, push
-from symm_cp.context_parallel.traced_functions import show_random_functions
 
 # Attention that calls `scaled_dot_product_attention` where no mode sees it, or does not call it.
 _HIDDEN: tuple[Any, ...] = (
@@ -51,7 +50,7 @@ def entered(region: ParallelRegion) -> Iterator[None]:
     """Within it, attention that this thread calls runs over the region's group."""
     watch = region.watch()
     telling_peers(region.told, _check_shards, region)
-    show_random_functions()
+    guards.show_random_functions()
     with RegionMode(region, watch):
         guards.enter(watch)
         flex_hook.acquire()

@@ -104,20 +104,8 @@ def _whole(placement: Any) -> Any:
     return Replicate() if placement.is_partial() else placement
 
 
-def _dropout(
-    draw: Draw, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    if not _drops(p, training):
-        return NotImplemented
-    return _dropped(draw, input, p, inplace=inplace)
-
-
-def _torch_dropout(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
-    return _dropout(draw, input, p, train)
-
-
-def _torch_dropout_(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
-    return _dropout(draw, input, p, train, inplace=True)
+def _dropout(draw: Draw, x: Any, p: float, training: Any, inplace: bool) -> Any:
+    return _dropped(draw, x, p, inplace=inplace) if _drops(p, training) else NotImplemented
 
 
 def _native_dropout(draw: Draw, input: torch.Tensor, p: float, train: bool | None) -> Any:
@@ -127,69 +115,55 @@ def _native_dropout(draw: Draw, input: torch.Tensor, p: float, train: bool | Non
     return _apply(input, mask, p, False), mask
 
 
-def _feature_dropout(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
-    if not _drops(p, train) or not _is_plain(input) or input.dim() < 2:
-        return NotImplemented
-    return _dropped(draw, input, p, dims=2)
+def _features(unbatched: int) -> Callable[..., Any]:
+    """Drops channels; inputs of `unbatched` dimensions have channels first."""
 
-
-def _feature_dropout_(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
-    if not _drops(p, train) or not _is_plain(input) or input.dim() < 2:
-        return NotImplemented
-    return _dropped(draw, input, p, dims=2, inplace=True)
-
-
-def _of_features(unbatched: int) -> Callable[..., Any]:
-    """`F.dropout1d` and so on; inputs of `unbatched` dimensions have channels first."""
-
-    def dropout(
-        draw: Draw,
-        input: torch.Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-    ) -> Any:
-        if not _drops(p, training) or not _is_plain(input) or input.dim() < 2:
+    def dropout(draw: Draw, x: torch.Tensor, p: float, training: Any, inplace: bool) -> Any:
+        if not _drops(p, training) or not _is_plain(x) or x.dim() < 2:
             return NotImplemented
-        dims = 1 if input.dim() == unbatched else 2
-        return _dropped(draw, input, p, dims=dims, inplace=inplace)
+        return _dropped(draw, x, p, 1 if x.dim() == unbatched else 2, inplace=inplace)
 
     return dropout
 
 
-def _alpha(draw: Draw, x: torch.Tensor, p: float, train: bool, dims: int, inplace: bool) -> Any:
-    if not _drops(p, train) or not _is_plain(x) or x.dim() < dims:
-        return NotImplemented
-    mask = draw.mask(x, p, dims)
-    a = 1 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
-    shift = (mask.to(x.dtype) - 1) * (_ALPHA * a) + _ALPHA * a * p
-    if inplace:
-        return x.mul_(mask).mul_(a).add_(shift)
-    return x * mask * a + shift
+def _alpha(dims: int) -> Callable[..., Any]:
+    """Alpha dropout, with 2 dimensions of channels."""
+
+    def dropout(draw: Draw, x: torch.Tensor, p: float, training: Any, inplace: bool) -> Any:
+        if not _drops(p, training) or not _is_plain(x) or x.dim() < dims:
+            return NotImplemented
+        mask = draw.mask(x, p, dims)
+        a = 1 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
+        shift = (mask.to(x.dtype) - 1) * (_ALPHA * a) + _ALPHA * a * p
+        if inplace:
+            return x.mul_(mask).mul_(a).add_(shift)
+        return x * mask * a + shift
+
+    return dropout
 
 
-def _f_alpha(dims: int) -> Callable[..., Any]:
-    """`F.alpha_dropout`, and with 2 dimensions `F.feature_alpha_dropout`."""
+def _of_f(dropout: Callable[..., Any], default: bool = True) -> Callable[..., Any]:
+    """Takes arguments as functions of `F` do."""
 
-    def dropout(
+    def call(
         draw: Draw,
         input: torch.Tensor,
         p: float = 0.5,
-        training: bool = False,
+        training: bool = default,
         inplace: bool = False,
     ) -> Any:
-        return _alpha(draw, input, p, training, dims, inplace)
+        return dropout(draw, input, p, training, inplace)
 
-    return dropout
+    return call
 
 
-def _torch_alpha(dims: int, inplace: bool) -> Callable[..., Any]:
-    """torch's functions that those of `F` call."""
+def _of_torch(dropout: Callable[..., Any], inplace: bool = False) -> Callable[..., Any]:
+    """Takes arguments as torch's functions that those of `F` call."""
 
-    def dropout(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
-        return _alpha(draw, input, p, train, dims, inplace)
+    def call(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
+        return dropout(draw, input, p, train, inplace)
 
-    return dropout
+    return call
 
 
 # --- noise -------------------------------------------------------------------------------------
@@ -264,8 +238,6 @@ def _made(
 
 
 def _factory(method: str, *numbers: float) -> Callable[..., Any]:
-    """`torch.rand` and `torch.randn`."""
-
     def made(draw: Draw, *args: Any, **kwargs: Any) -> Any:
         size = _size(args, kwargs)
         return _made(draw, size, torch.get_default_dtype(), kwargs, method, numbers)
@@ -363,21 +335,21 @@ _NUMBERS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
 }
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    F.dropout: _dropout,
-    torch.dropout: _torch_dropout,
-    torch.dropout_: _torch_dropout_,
+    F.dropout: _of_f(_dropout),
+    torch.dropout: _of_torch(_dropout),
+    torch.dropout_: _of_torch(_dropout, inplace=True),
     torch.native_dropout: _native_dropout,
-    F.dropout1d: _of_features(2),
-    F.dropout2d: _of_features(0),
-    F.dropout3d: _of_features(4),
-    torch.feature_dropout: _feature_dropout,
-    torch.feature_dropout_: _feature_dropout_,
-    F.alpha_dropout: _f_alpha(0),
-    torch.alpha_dropout: _torch_alpha(0, False),
-    torch.alpha_dropout_: _torch_alpha(0, True),
-    F.feature_alpha_dropout: _f_alpha(2),
-    torch.feature_alpha_dropout: _torch_alpha(2, False),
-    torch.feature_alpha_dropout_: _torch_alpha(2, True),
+    F.dropout1d: _of_f(_features(2)),
+    F.dropout2d: _of_f(_features(0)),
+    F.dropout3d: _of_f(_features(4)),
+    torch.feature_dropout: _of_torch(_features(0)),
+    torch.feature_dropout_: _of_torch(_features(0), inplace=True),
+    F.alpha_dropout: _of_f(_alpha(0), default=False),
+    torch.alpha_dropout: _of_torch(_alpha(0)),
+    torch.alpha_dropout_: _of_torch(_alpha(0), inplace=True),
+    F.feature_alpha_dropout: _of_f(_alpha(2), default=False),
+    torch.feature_alpha_dropout: _of_torch(_alpha(2)),
+    torch.feature_alpha_dropout_: _of_torch(_alpha(2), inplace=True),
     torch.rand: _factory("uniform_", 0.0, 1.0),
     torch.randn: _factory("normal_", 0.0, 1.0),
     torch.randint: _randint,

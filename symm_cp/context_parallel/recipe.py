@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from symm_cp.context_parallel.agreement import local_part
 from symm_cp.context_parallel.batch import LossReduction, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
-from symm_cp.context_parallel.inspectors import batch_rules, of_library, plain
+from symm_cp.context_parallel.inspectors import batch_rules, plain
 from symm_cp.context_parallel.lengths import BalancersByLength
+from symm_cp.context_parallel.verdicts import of_library
 from symm_cp.group.memory import GroupLike
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
@@ -169,7 +171,6 @@ def _loss(
     loss_function: LossFunction | None,
     reduce_loss: LossReduction,
 ) -> torch.Tensor:
-    """Returns the loss of the whole batch."""
     if loss_function is not None:
         return reduce_loss(loss_function(output, local))
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -323,17 +324,13 @@ def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) ->
             parameter.grad = parameter.grad.to_dense()
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()
-        local = _local(parameter.grad)
+        local = local_part(parameter.grad)
         if averaged:
             local /= group.size()
         works.append(dist.all_reduce(local, group=group, async_op=True))
     for work in works:
         if work is not None:
             work.wait()
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _present_anywhere(group: dist.ProcessGroup, parameters: Sequence[Any]) -> list[bool]:
@@ -346,7 +343,7 @@ def _present_anywhere(group: dist.ProcessGroup, parameters: Sequence[Any]) -> li
     for number, parameter in enumerate(parameters):
         words[number // _BITS] |= (parameter.grad is not None) << number % _BITS
     with ordinary_tensors():
-        record = torch.tensor(words, device=_local(parameters[0]).device)
+        record = torch.tensor(words, device=local_part(parameters[0]).device)
         rows = equal_inputs.gather_records(str(group.group_name), _OP, record)
     return [
         any(row[number // _BITS] >> number % _BITS & 1 for row in rows)

@@ -9,19 +9,14 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from symm_cp.ops.attention import mesh_calls
-from symm_cp.ops.common import END_OF_RECOMPUTATION, refuse, tells_peers
+from symm_cp.ops.common import END_OF_RECOMPUTATION, refuse
+from symm_cp.ops.tensor_checks import concerns_peers
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def _call(group: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    return function(*args, **kwargs)
-
-
-_telling = tells_peers(_call)
 
 
 def telling_peers(
@@ -31,12 +26,20 @@ def telling_peers(
 
     Several groups are those of a mesh in which ranks attend. Never waits itself.
     """
-    if isinstance(group, str):
-        return _telling(group, function, *args, **kwargs)
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
-    with mesh_calls.propagates_failure(*group):
+    if not isinstance(group, str):
+        with mesh_calls.propagates_failure(*group):
+            return function(*args, **kwargs)
+    try:
         return function(*args, **kwargs)
+    except END_OF_RECOMPUTATION:  # nothing failed
+        raise
+    except Exception as error:
+        with contextlib.suppress(Exception):  # no group, nobody to tell
+            if concerns_peers(tree_leaves((args, kwargs))):
+                refuse(group, "sync", error)
+        raise
 
 
 # What runs while a model is in the middle of a step, in which its peers are, too.

@@ -91,7 +91,6 @@ def _attend_batch(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Attends with one layout for all samples."""
     if attn_mask is not None:
         if is_causal:
             raise ValueError(f"{SDPA}: attn_mask and is_causal=True exclude each other")
@@ -129,7 +128,6 @@ def _attend_masked(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Attends with a mask of the whole sequence."""
     queries, keys = flex.spread(region, query, key)
     lengths = (queries.seq_length, keys.seq_length)
     if attn_mask.dim() > 4 or tuple(attn_mask.shape[-2:]) != lengths:

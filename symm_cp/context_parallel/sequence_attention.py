@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
@@ -50,7 +50,7 @@ def attend_sequence(
         sinks: (H,), a logit of each head that takes part in the softmax and has no value.
         bias: added to the scores by distance; see `all_gather_attention`.
         dropout_p: the share of the weights that is dropped. The seed is drawn from torch's default
-            generator of the CPU, which ranks must have seeded alike.
+            generator of the CPU, which must have the same seed on all ranks.
 
     Returns (B, H, S_q, V). Raises `ValueError`, `TypeError` and `NotImplementedError` before any
     communication.
@@ -67,17 +67,20 @@ def attend_sequence(
         "bias": bias,
         "dropout_p": dropout_p,
     }
-    return telling_peers(region.told, _attend, region, query, key, value, mask, options)
+    return telling_peers(region.told, _attend, _Call(region, query, key, value, mask, options))
 
 
-def _attend(
-    region: ParallelRegion,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: SequenceMask,
-    options: dict[str, Any],
-) -> torch.Tensor:
+class _Call(NamedTuple):
+    region: ParallelRegion
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: SequenceMask
+    options: dict[str, Any]
+
+
+def _attend(call: _Call) -> torch.Tensor:
+    region, query, key, value, mask, options = call
     saw_queries(query)
     if mask.relates_positions and query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -89,7 +92,7 @@ def _attend(
         own: ParallelRegion, index: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         of_sample = mask if index is None else mask.sample(index)
-        return _attend_batch(own, q, k, v, of_sample, options)
+        return _attend_batch(_Call(own, q, k, v, of_sample, options))
 
     return by_sample(_OP, region, (query, key, value), attend)
 
@@ -122,17 +125,10 @@ def by_sample(
     )
 
 
-def _attend_batch(
-    region: ParallelRegion,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: SequenceMask,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Attends with one layout for all samples."""
+def _attend_batch(call: _Call) -> torch.Tensor:
+    region, query, key, value, mask, options = call
     if mask.mask_mod is not None:
-        return _by_tiles(region, query, key, value, mask, options)
+        return _by_tiles(call)
     dropout_p = options["dropout_p"]
     ordered = (
         mask.relates_positions
@@ -160,19 +156,13 @@ def _attend_batch(
     )
 
 
-def _by_tiles(
-    region: ParallelRegion,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: SequenceMask,
-    options: dict[str, Any],
-) -> torch.Tensor:
+def _by_tiles(call: _Call) -> torch.Tensor:
     """Attends with a mask that is a function of positions."""
+    region, query, key, value, mask, options = call
     if region.layouts_in_graph(query.device) is not None:
-        return _in_graph(region, query, key, value, mask, options)
+        return _in_graph(call)
     if not flex.in_tiles(query.device):
-        return _by_torch(region, query, key, value, mask, options)
+        return _by_torch(call)
     queries, keys = flex.spread(region, query, key)
     out, _ = flex_all_gather_attention(
         query,
@@ -189,15 +179,9 @@ def _by_tiles(
     return out
 
 
-def _in_graph(
-    region: ParallelRegion,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: SequenceMask,
-    options: dict[str, Any],
-) -> torch.Tensor:
+def _in_graph(call: _Call) -> torch.Tensor:
     """Attends with a mask that is a function of positions, as one op in the graph."""
+    region, query, key, value, mask, options = call
     # Imported here because it loads Dynamo.
     from symm_cp.context_parallel.flex_trace import flex_in_graph
 
@@ -209,15 +193,9 @@ def _in_graph(
     return _with_sinks(out, lse, sinks)
 
 
-def _by_torch(
-    region: ParallelRegion,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: SequenceMask,
-    options: dict[str, Any],
-) -> torch.Tensor:
+def _by_torch(call: _Call) -> torch.Tensor:
     """Attends with a mask that is a function of positions, to gathered keys by torch's kernels."""
+    region, query, key, value, mask, options = call
     options, score_mod, sinks = _by_functions(options, region.whole_length(query.shape[2]))
     queries, keys = flex.spread(region, query, key)
     lengths = (queries.seq_length, keys.seq_length)

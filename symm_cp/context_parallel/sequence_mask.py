@@ -1,7 +1,7 @@
 """Masks of a sequence that is spread over ranks, described over positions in the whole of it.
 
-Shapes: B samples, S positions of the whole sequence, S_k of that of the keys. A `SequenceMask`
-holds no matrix: what attention ops take as options, and a function for what they do not.
+Shapes: B samples, S positions of the whole sequence, S_k positions of a sequence of keys. A
+`SequenceMask` holds no matrix but the options of attention ops, and a function for the rest.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def gather_sequence(
 ) -> torch.Tensor:
     """Returns a tensor (B, S) of the whole sequence from this rank's part of it. Collective.
 
-    `name` is that of the argument, for errors. `lengths` are the numbers of queries of this rank,
+    `name` is the argument's, for errors. `lengths` are the numbers of queries of this rank,
     and of positions of the sequence that the shard is of. Raises `ValueError` unless the shard has
     as many columns as the load balancer gives this rank.
     """

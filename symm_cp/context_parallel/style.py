@@ -18,7 +18,6 @@ from symm_cp.context_parallel.flex import FLEX
 from symm_cp.context_parallel.flex_hook import flex_hook
 from symm_cp.context_parallel.hooks import RegionMode, entered
 from symm_cp.context_parallel.lengths import Balancers
-from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import region_over
 from symm_cp.context_parallel.sdpa import SDPA
 from symm_cp.group.memory import GroupLike
@@ -114,9 +113,13 @@ class ContextParallel(ParallelStyle):
             else:
                 with entered(region):
                     watch = guards.current() or watch
-                    telling_peers(region.told, watch.saw, module)
+                    guards.untraced(watch, functools.partial(_saw, watch, module))
                     result = forward(*args, **kwargs)
             watch.check_fused("raise", "ContextParallel")
             return result
 
         return parallel
+
+
+def _saw(watch: guards.Watch, module: nn.Module, compiling: bool) -> None:
+    watch.saw(module)

@@ -12,8 +12,8 @@ from symm_cp.cuda.base import Device
 from symm_cp.group.hosts import checks
 from symm_cp.group.memory import Group, StateKey
 
-# By the type of torch devices.
-_kinds: dict[str, type[Device]] = {}
+#: The kinds of device by the type of torch devices.
+kinds: dict[str, type[Device]] = {}
 
 _devices: dict[torch.device, Device] = {}
 
@@ -23,34 +23,34 @@ _CHOSEN: StateKey[Device] = StateKey("device")
 
 def register(kind: type[Device]) -> type[Device]:
     """Decorates a kind of device, which from then on serves tensors on its torch devices."""
-    _kinds[kind.torch_type] = kind
+    kinds[kind.torch_type] = kind
     return kind
 
 
 def known() -> tuple[type[Device], ...]:
     """Returns the kinds of device that ops run on, besides CPUs."""
-    return tuple(_kinds.values())
+    return tuple(kinds.values())
 
 
 def kind_for(device: torch.device) -> type[Device] | None:
     """Returns the kind of device that serves tensors on a torch device; None: the CPU runtime."""
-    return _kinds.get(device.type)
+    return kinds.get(device.type)
 
 
 def has_streams(device: torch.device) -> bool:
     """Whether tensors on a torch device are served by a `Device`, not by the CPU runtime."""
-    return device.type in _kinds
+    return device.type in kinds
 
 
 def device_of(device: torch.device) -> Device:
     """Returns the `Device` of a torch device; raises `NotImplementedError` for an unknown kind."""
     made = _devices.get(device)
     if made is None:
-        kind = _kinds.get(device.type)
+        kind = kinds.get(device.type)
         if kind is None:
             raise NotImplementedError(
                 f"symm_cp: tensors on {device.type!r} are not supported, only on CPU and "
-                f"{', '.join(map(repr, _kinds))}"
+                f"{', '.join(map(repr, kinds))}"
             )
         if device.index is None:
             return device_of(accelerators.indexed(device))
@@ -96,16 +96,16 @@ def choose(group: Group, device: Device | None) -> None:
 @contextmanager
 def replaced(torch_device: torch.device, by: Device) -> Iterator[None]:
     """Has another device serve tensors on a torch device, CPU included. For tests."""
-    kind, made = _kinds.get(torch_device.type), _devices.get(torch_device)
-    _kinds[torch_device.type], _devices[torch_device] = type(by), by
+    kind, made = kinds.get(torch_device.type), _devices.get(torch_device)
+    kinds[torch_device.type], _devices[torch_device] = type(by), by
     serve_cpu = native.load().symm_cp_serve_cpu
-    serve_cpu("cpu" not in _kinds)
+    serve_cpu("cpu" not in kinds)
     try:
         yield
     finally:
-        del _kinds[torch_device.type], _devices[torch_device]
+        del kinds[torch_device.type], _devices[torch_device]
         if kind is not None:
-            _kinds[torch_device.type] = kind
+            kinds[torch_device.type] = kind
         if made is not None:
             _devices[torch_device] = made
-        serve_cpu("cpu" not in _kinds)
+        serve_cpu("cpu" not in kinds)

@@ -29,7 +29,7 @@ from symm_cp import env, runtime
 from symm_cp.cuda import kernels
 from symm_cp.cuda.base import Device, DeviceWorkspace, Signals
 from symm_cp.cuda.in_place import found_in_place
-from symm_cp.cuda.registry import device_for, has_streams, kind_for, spans_hosts
+from symm_cp.cuda.registry import device_for, kind_for, kinds, spans_hosts
 from symm_cp.cuda.stream_launches import (
     CallMode,
     Exchange,
@@ -63,11 +63,10 @@ from symm_cp.runtime.api import (
 )
 from symm_cp.runtime.hosts import HostsRuntime
 from symm_cp.runtime.program import Kernel
-from symm_cp.runtime.sums import real
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets, scratch, scratch_rows
-from symm_cp.tensors.dtypes import wide
+from symm_cp.tensors.dtypes import real, wide
 from symm_cp.tensors.shards import Extent, Shards, Split, ViewAt, viewing
 
 # The numbers of the calls that a group's ranks have compared.
@@ -129,7 +128,7 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
 
 
 # Number of ranks from which on shards without `gathered` are pulled into two places in turn instead
-# of one place for each rank: with fewer ranks that saves too little memory for its waits.
+# of one place for each rank. With 3 ranks that would save one place, and cost waits.
 _BOUNDED_FROM = 4
 
 
@@ -430,14 +429,12 @@ _streams = StreamRuntime()
 _streams_over_hosts = HostsRuntime(_streams)
 
 
-def _choose(device: torch.device, group: Group) -> Runtime | None:
-    if not has_streams(device):
-        return None
+def _choose(device: torch.device, group: Group) -> Runtime:
     alone = spans_hosts(group, device) or hosts_of(group, device) is None
     return _streams if alone else _streams_over_hosts
 
 
-runtime.choosers.append(_choose)
+runtime.serve(kinds, _choose)
 
 
 class _Transfer(Work):

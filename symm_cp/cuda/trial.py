@@ -17,15 +17,16 @@ from symm_cp.group.memory import Group
 from symm_cp.native import wire
 from symm_cp.schedule.patterns import peers
 
-#: What each rank puts into its slot: bytes, in this many copies.
+#: Bytes that each rank puts into its slot, and the copies that carry them: several, to test
+#: batches.
 SLOT_BYTES, PARTS = 16384, 4
-#: The calls that follow each other on both slots.
+#: Calls in a row: the third one uses the slot of the first one again.
 ROUNDS = 3
 
 _INPUT, _STAGING = 0, 1  # operands
 _BEGIN, _END = 0, 1  # events
 _NAME = b"self-test"
-_PAUSE = 0.0002
+_PAUSE = 0.0002  # seconds between looks at a stream
 _COPY = LANES.index("copy")
 _COMPUTE = LANES.index("compute")
 

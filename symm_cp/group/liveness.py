@@ -29,6 +29,8 @@ from symm_cp.group.memory import Group, StateKey
 from symm_cp.group.stores import TimedStore, wait_limit_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Seconds between two looks at the store, which double from the first to the second number: short
+# for ranks that come together, long so that hundreds of waiting ranks do not flood the store.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
 

@@ -39,6 +39,7 @@ from symm_cp.modes import ordinary_tensors
 from symm_cp.native import wire
 from symm_cp.tensors.alignment import debug_offset
 
+# Cached tensors over a workspace; with more, all are dropped and made again.
 _MAX_VIEWS = 1024
 
 T = TypeVar("T")
@@ -228,11 +229,17 @@ class _CallLock:
 
 
 class _Call:
-    """The context manager of `Group.call`: a class, which takes half the calls of a generator."""
+    """The context manager of `Group.call`: a class, which takes half the calls of a generator.
+
+    Like a generator it ends the call when it is dropped: Ctrl-C may come just before `__exit__`.
+    """
+
+    _under_way = False
 
     def __init__(self, group: Group, slot_bytes: int, call_name: bytes) -> None:
         self._group, self._slot_bytes, self._name = group, slot_bytes, call_name
-        group.own_lock()  # raises in a forked process
+        if os.getpid() != group._process:
+            group.own_lock()  # raises
         self._library, self._handle = group._library, group.handle
 
     def __enter__(self) -> tuple[Workspace, int]:
@@ -242,12 +249,13 @@ class _Call:
             epoch = self._library.symm_cp_begin(self._handle, self._slot_bytes, self._name)
             if epoch < 0:
                 raise reported(RuntimeError(native.error()))
-            workspace = self._group.workspace("sync")
+            workspace = self._group._workspaces["sync"]
             if epoch == 1:
                 workspace.forget_views()
         except BaseException:
             self._library.symm_cp_unlock(self._handle)
             raise
+        self._under_way = True
         return workspace, epoch
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -257,7 +265,12 @@ class _Call:
                 self._library.symm_cp_fail(self._handle, reason)
                 reported(error)
         finally:
+            self._under_way = False
             self._library.symm_cp_unlock(self._handle)
+
+    def __del__(self) -> None:
+        if self._under_way:
+            self.__exit__(None, KeyboardInterrupt("the call was interrupted"), None)
 
 
 class Group:

@@ -45,8 +45,6 @@ _KNOWN = ((1, 15),)
 
 @dataclass(frozen=True)
 class _Options:
-    """What `enable` was given."""
-
     load_balancer: Callable[[int, int], LoadBalancer]
     method: MethodName | None
 
@@ -126,7 +124,6 @@ def _check_release() -> None:
 
 
 def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    """Puts `make(original)` in place of a method."""
     original = vars(owner)[name]
     _replaced.append((owner, name, original))
     setattr(owner, name, wraps(original)(make(original)))

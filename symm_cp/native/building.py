@@ -52,7 +52,9 @@ def build(verbose: bool = False) -> Path:
     Many processes may call it at once: one builds, the others wait. Raises `BuildError`.
     """
     what = "the native part"
-    return _build("libsymm_cp.so", _compile, what, "10 to 40 seconds", verbose)
+    return _build(
+        "libsymm_cp.so", _compile, what, "10 to 40 seconds once, fewer after a change", verbose
+    )
 
 
 def build_glue(verbose: bool = False) -> Path:
@@ -61,7 +63,7 @@ def build_glue(verbose: bool = False) -> Path:
     Raises `BuildError`, also where Python's headers are missing.
     """
     what = "the backend of torch.distributed"
-    return _build("libsymm_cp_glue.so", _compile_glue, what, "5 to 20 seconds", verbose)
+    return _build("libsymm_cp_glue.so", _compile_glue, what, "5 to 20 seconds once", verbose)
 
 
 def _build(
@@ -79,7 +81,7 @@ def _build(
             pass
         with trusted.locked(env.build_dir() / "lock"):
             if not _built(target):
-                say(f"building {what} for torch {torch.__version__}, once ({span}) ...")
+                say(f"building {what} for torch {torch.__version__} ({span}) ...")
                 start = time.perf_counter()
                 compile_to(sources, target)
                 _prune_libraries()

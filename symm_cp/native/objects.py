@@ -26,10 +26,10 @@ from symm_cp import trusted
 from symm_cp.native.compiler import Compiler, torch_flags
 from symm_cp.native.sources import Sources, Unit
 
-#: What the cache may take, in bytes (a build's objects take 10 MB, torch's headers 500 where they
-#: are precompiled), and for how long it keeps what no build has used, in seconds. Less would make
-#: builds of several checkouts compile again what they throw away for each other.
-_MAX_BYTES = 1 << 30
+#: The most bytes that the cache keeps, and for how many seconds it keeps an object that no build
+#: uses. A build's objects take 6 MB, precompiled headers 500 MB for each torch. With less room,
+#: builds of several checkouts, or for several torches, would throw away each other's objects.
+_MAX_BYTES = 2 << 30
 _MAX_AGE = 30 * 24 * 3600
 
 
@@ -61,8 +61,8 @@ class Objects:
             header, used = [], []
             if missing and self._compiler.takes_precompiled:
                 text = "".join(f"#include <{name}>\n" for name in self._all_torch_headers())
-                path = self._path("torch", text, ".h")
-                if not _is_there(_precompiled(path)):
+                path = self._path("torch", f"{text} {_installation()}", ".h")
+                if not (_is_there(path) and _is_there(_precompiled(path))):
                     jobs.insert(0, partial(self._precompile, scratch, text, path))
                 header, used = ["-include", str(path)], [path, _precompiled(path)]
             _run(jobs)
@@ -151,6 +151,11 @@ def _keep(made: Path, target: Path) -> None:
 
 def _precompiled(header: Path) -> Path:
     return header.with_name(f"{header.name}.gch")  # where g++ looks for it
+
+
+def _installation() -> str:
+    """Names an installation of torch: g++ knows precompiled headers by their times, too."""
+    return f"{torch.__file__} {os.stat(torch.__file__).st_mtime_ns}"
 
 
 def _digest(*texts: str) -> str:

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     PUBLISH = 4
     VERIFY = 5
     PRODUCE = 6
+    CONSUME = 7
 
 
 class StreamKind(IntEnum):

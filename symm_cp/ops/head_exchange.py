@@ -203,7 +203,7 @@ class HeadExchange:
     def boxes(
         self, strides: Sequence[tuple[int, ...]], room: int
     ) -> tuple[list[PlacedBox], list[PlacedBox]]:
-        """What is given and taken as boxes; see `Parcels`."""
+        """What is given and taken as boxes; see `PackedBoxes`."""
         given: list[PlacedBox] = []
         taken: list[PlacedBox] = []
         for peer in range(self.world_size):

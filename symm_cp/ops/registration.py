@@ -90,7 +90,7 @@ def _register_fake(op: Op) -> None:
 
 def _register_gradient(op: Op) -> None:
     if isinstance(op.gradient, Gradient):
-        register_gradient(op.name, *op.gradient)
+        register_gradient(op.name, *op.gradient, library=in_python if op.native_autograd else lib)
     elif isinstance(op.gradient, NoGradient):
         register_no_gradient(op.name, op.gradient.instead, is_torchs=op.schema == TORCHS)
     elif isinstance(op.gradient, GradientByHand):

@@ -55,11 +55,13 @@ def register_gradient(
     backward: Callable[..., Any],
     setup_context: Callable[..., Any] | None = None,
     keys: Sequence[str] = ("Autograd",),
+    library: torch.library.Library = lib,
 ) -> None:
     """Registers the backward pass of an op, as `torch.library.register_autograd` does.
 
     The backward pass has to be built of ops that are differentiable themselves: then there are
     second derivatives. Transforms that it cannot serve are refused. `keys`: for which devices.
+    `library`: where the op of this name gets the kernel.
     """
     op = getattr(_NAMESPACE, name).default
 
@@ -81,7 +83,7 @@ def register_gradient(
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     for key in keys:
-        lib.impl(name, kernel, key, with_keyset=True)
+        library.impl(name, kernel, key, with_keyset=True)
 
 
 def register_no_gradient(name: str, instead: str, *, is_torchs: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TypeAlias
 
 import torch
@@ -13,23 +13,28 @@ from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.cpu import CpuRuntime, boxes_of
 from symm_cp.runtime.hosts import HostsRuntime
 
-__all__ = ["Choose", "background_of", "boxes_of", "choosers", "of"]
+__all__ = ["Choose", "background_of", "boxes_of", "of", "serve"]
 
-#: Returns the runtime for a group's tensors on a device, or None for an unknown kind of device.
-Choose: TypeAlias = Callable[[torch.device, Group], Runtime | None]
-#: Asked in turn, before the CPU's. A wing for other devices adds its own.
-choosers: list[Choose] = []
+#: Returns the runtime for a group's tensors on a device.
+Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
+#: The types of torch devices that are served by other runtimes, which `choose` returns.
+_served: list[tuple[Container[str], Choose]] = []
 
 _cpu = CpuRuntime()
 _cpu_over_hosts = HostsRuntime(_cpu)
 
 
+def serve(types: Container[str], choose: Choose) -> None:
+    """Has `choose` return the runtime for devices of these types, to which others may be added."""
+    _served.append((types, choose))
+
+
 def of(tensor: torch.Tensor, group: Group) -> Runtime:
     """Returns the runtime for the device of a tensor and the ranks of a group."""
     device = tensor.device
-    for choose in choosers:
-        if (chosen := choose(device, group)) is not None:
-            return chosen
+    for types, choose in _served:
+        if device.type in types:
+            return choose(device, group)
     return _cpu if hosts_of(group, device) is None else _cpu_over_hosts
 
 

@@ -67,25 +67,28 @@ class PlacedBox(NamedTuple):
     row: int
 
 
-class Parcels(Protocol):
-    """The parts of the caller's tensors that each rank gives to each; it copies them itself."""
+class PackedBoxes(Protocol):
+    """Which parts of its tensors each rank sends to each, packed into one message for each peer.
+
+    Kernels of torch copy the parts by `give`, `take` and `keep`, native code by `boxes`.
+    """
 
     def __hash__(self) -> int:
-        """Equal ones have equal boxes, which are made once."""
+        """Equal objects have equal boxes, which are made once."""
 
     @property
     def sizes(self) -> Sizes:
-        """How many bytes each rank (first index) gives to each (second index)."""
+        """The bytes of the message from each rank (first index) to each (second index)."""
 
     @property
     def joins(self) -> bool:
-        """Whether the parts from all ranks lie side by side, rather than the parts to all."""
+        """Whether the parts from all ranks lie side by side; else those for all ranks do."""
 
     def give(self, tensors: Sequence[torch.Tensor], to: int, memory: torch.Tensor) -> None:
-        """Writes the parts for a peer to memory of that size."""
+        """Writes the message for a peer to memory of that size."""
 
     def take(self, outputs: Sequence[torch.Tensor], source: int, memory: torch.Tensor) -> None:
-        """Writes the parts from a peer to their places in the outputs."""
+        """Copies the parts in a peer's message to their places."""
 
     def keep(self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Copies the parts that stay on this rank."""
@@ -93,10 +96,10 @@ class Parcels(Protocol):
     def boxes(
         self, strides: Sequence[tuple[int, ...]], room: int
     ) -> tuple[list[PlacedBox], list[PlacedBox]]:
-        """The given parts and the taken parts as boxes, in order of peers and pieces.
+        """Returns the parts that are sent and those that arrive, in order of peers and pieces.
 
-        `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. For
-        the parts that stay on a rank, given and taken boxes are equal.
+        `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. A part
+        that stays is one box of both lists.
         """
 
 
@@ -268,8 +271,11 @@ class Runtime(ABC):
         of shape `shapes[r]` (by default the shape of `out`). Contributions are added in rank order,
         in float32 for the 16-bit types.
         """
-        partials = (tuple(out.shape),) * group.world_size if shapes is None else shapes
-        nbytes = _bytes_of(partials, out.element_size())
+        if shapes is None:
+            partials: Sequence[Shape] = (tuple(out.shape),) * group.world_size
+            nbytes = (out.nbytes,) * group.world_size
+        else:
+            partials, nbytes = shapes, _bytes_of(shapes, out.element_size())
         self._scatter(ScatterCall(group, produce, out, call_name, partials, nbytes, mean))
 
     def produce_and_all_reduce(
@@ -312,7 +318,7 @@ class Runtime(ABC):
     def exchange(
         self,
         group: Group,
-        parcels: Parcels,
+        packed: PackedBoxes,
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         call_name: bytes,
@@ -323,12 +329,12 @@ class Runtime(ABC):
         """
         self.exchange_and_consume(
             group,
-            lambda to, memory: parcels.give(tensors, to, memory),
-            lambda: parcels.keep(tensors, outputs),
-            lambda source, memory: parcels.take(outputs, source, memory),
+            lambda to, memory: packed.give(tensors, to, memory),
+            lambda: packed.keep(tensors, outputs),
+            lambda source, memory: packed.take(outputs, source, memory),
             tensors[0].device,
             call_name,
-            sizes=parcels.sizes,
+            sizes=packed.sizes,
         )
 
     def consume_and_reduce_scatter(

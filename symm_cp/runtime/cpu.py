@@ -22,7 +22,7 @@ from symm_cp.runtime.api import (
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
-    Parcels,
+    PackedBoxes,
     RelayCall,
     Runtime,
     ScatterCall,
@@ -145,10 +145,10 @@ Boxes: TypeAlias = "tuple[ctypes.Array[wire.Box], ctypes.Array[wire.Box]]"
 
 
 @lru_cache(maxsize=128)
-def boxes_of(parcels: Parcels, strides: tuple[tuple[int, ...], ...], world_size: int) -> Boxes:
-    """The boxes that are given and taken, for native code; `strides` as in `Parcels.boxes`."""
+def boxes_of(packed: PackedBoxes, strides: tuple[tuple[int, ...], ...], world_size: int) -> Boxes:
+    """Returns the boxes that a rank sends and receives, for native code."""
     room = wire.EXCHANGE_PIECE // world_size // wire.EXCHANGE_PART * wire.EXCHANGE_PART
-    given, taken = parcels.boxes(strides, room)
+    given, taken = packed.boxes(strides, room)
     given_boxes, taken_boxes = ([wire.Box(*box) for box in boxes] for boxes in (given, taken))
     return (wire.Box * len(given))(*given_boxes), (wire.Box * len(taken))(*taken_boxes)
 
@@ -281,7 +281,7 @@ class CpuRuntime(Runtime):
     def exchange(
         self,
         group: Group,
-        parcels: Parcels,
+        packed: PackedBoxes,
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         call_name: bytes,
@@ -289,11 +289,11 @@ class CpuRuntime(Runtime):
         """See `Runtime`. One copy into the slot and one out of it (csrc/exchange/boxes.h)."""
         used = (*tensors, *outputs)
         strides = tuple([t.stride() for t in used])
-        given, taken = boxes_of(parcels, strides, group.world_size)
+        given, taken = boxes_of(packed, strides, group.world_size)
         addresses = (ctypes.c_void_p * len(used))(*[t.data_ptr() for t in used])
         run = native.load().symm_cp_exchange_boxes
         lists = given, len(given), taken, len(taken)
-        if run(group.handle, call_name, *lists, parcels.joins, addresses, len(used)) < 0:
+        if run(group.handle, call_name, *lists, packed.joins, addresses, len(used)) < 0:
             raise reported(RuntimeError(native.error()))
 
     def _gather_and_scatter(self, call: GatherAndScatterCall) -> None:

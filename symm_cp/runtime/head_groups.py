@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from symm_cp.group.memory import Group
-from symm_cp.runtime.api import Parcels, Runtime
+from symm_cp.runtime.api import PackedBoxes, Runtime
 from symm_cp.tensors.alignment import padded
 
 Tensors = Sequence[torch.Tensor]
@@ -27,11 +27,11 @@ class HeadGroup:
     go `back` to `outputs`.
     """
 
-    there: Parcels
+    there: PackedBoxes
     given: Tensors
     new_arrivals: Callable[[], Tensors]
     work: Callable[[Tensors], Tensors]
-    back: Parcels
+    back: PackedBoxes
     outputs: Tensors
     _arrived: Tensors = field(default=(), init=False)
     _results: Tensors = field(default=(), init=False)
@@ -62,7 +62,7 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class _Trip:
-    parcels: Parcels
+    packed: PackedBoxes
     tensors: Tensors
     outputs: Tensors
     failure: Exception | None = None
@@ -98,28 +98,28 @@ def _run_step(
 ) -> None:
     ranks = range(group.world_size)
     sizes = tuple(
-        tuple(sum(padded(trip.parcels.sizes[r][to]) for trip in trips) for to in ranks)
+        tuple(sum(padded(trip.packed.sizes[r][to]) for trip in trips) for to in ranks)
         for r in ranks
     )
 
     def messages(memory: torch.Tensor, source: int, to: int) -> Sequence[torch.Tensor]:
-        lengths = [padded(trip.parcels.sizes[source][to]) for trip in trips]
+        lengths = [padded(trip.packed.sizes[source][to]) for trip in trips]
         return memory.split_with_sizes(lengths)
 
     def give(to: int, memory: torch.Tensor) -> None:
         for trip in trips:
             trip.check()
         for trip, part in zip(trips, messages(memory, group.rank, to), strict=True):
-            trip.parcels.give(trip.tensors, to, part)
+            trip.packed.give(trip.tensors, to, part)
 
     def take(source: int, memory: torch.Tensor) -> None:
         for trip, part in zip(trips, messages(memory, source, group.rank), strict=True):
-            trip.parcels.take(trip.outputs, source, part)
+            trip.packed.take(trip.outputs, source, part)
 
     def consume() -> None:
         for trip in trips:
             trip.check()
-            trip.parcels.keep(trip.tensors, trip.outputs)
+            trip.packed.keep(trip.tensors, trip.outputs)
         if here is not None:
             here.consume()
 

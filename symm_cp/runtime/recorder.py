@@ -193,8 +193,8 @@ def step_of(command: wire.Command, rank: int) -> Step | None:
     """Returns the step that a native command carries out, as far as the command tells."""
     if command.kind == wire.Kind.REDUCE:
         return Compute("reduce", rank, (), ())
-    if command.kind == wire.Kind.PRODUCE:
-        return Compute("produce", rank, (), ())
+    if command.kind in (wire.Kind.PRODUCE, wire.Kind.CONSUME):
+        return Compute(wire.Kind(command.kind).name.lower(), rank, (), ())
     return exchange_of(command, rank)
 
 

@@ -6,17 +6,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
-from typing import NamedTuple
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 from symm_cp.schedule.layout import Span
 
-# The end of what has no end: more than any position.
+# Beyond any position.
 _ENDLESS = 1 << 62
+_first, _end = itemgetter(0), itemgetter(1)
+R = TypeVar("R", bound="tuple[Any, ...]")
 
 
 class Keys(NamedTuple):
@@ -35,7 +38,7 @@ class Keys(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Queries [first, end) and the keys that they see: ascending and apart."""
+    """Queries [first, end) and the keys that they see, ascending and apart, all in this range."""
 
     first: int
     end: int
@@ -77,48 +80,47 @@ class Mask:
             documents = [(0, _ENDLESS)]
         else:
             documents = [(a, b) for a, b in pairwise(self.documents) if a < b]
-        visible = ((0, _ENDLESS),) if self.keys is None else self.keys
-        return tuple(
-            Region(first, end, tuple(self._keys_of(first, end, visible)))
-            for first, end in documents
-        )
+        return tuple(Region(*ends, tuple(self._keys_of(*ends))) for ends in documents)
 
-    def _keys_of(self, first: int, end: int, visible: Sequence[tuple[int, int]]) -> Iterator[Keys]:
+    def _keys_of(self, first: int, end: int) -> Iterator[Keys]:
         """Yields the keys that queries of the document [first, end) see, with their limits."""
         unlimited = first if self.prefix is None else min(max(first, self.prefix), end)
-        place = bisect_right(visible, first, key=_end_of)
-        for begin, stop in islice(visible, place, None):
-            if begin >= end:
-                return
-            begin, stop = max(begin, first), min(stop, end)
-            if begin < min(stop, unlimited):
+        for begin, stop in self._visible(first, end):
+            if begin < unlimited:
                 yield Keys(begin, min(stop, unlimited), None, None)
-            if max(begin, unlimited) < stop:
+            if unlimited < stop:
                 yield Keys(max(begin, unlimited), stop, self.left, self.right)
 
-    def regions_of(self, span: Span) -> Iterator[tuple[Region, Span]]:
-        """Yields each region that has queries of a span, with that part of the span."""
-        end = span.start + span.length
-        place = bisect_right(self.regions, span.start, key=_end_of_region)
-        for region in islice(self.regions, place, None):
-            if region.first >= end:
-                return
-            if (part := within(span, region.first, region.end)) is not None:
-                yield region, part
+    def _visible(self, first: int, end: int) -> Sequence[tuple[int, int]]:
+        """Returns the ranges of visible keys in [first, end)."""
+        if self.keys is None:
+            return ((first, end),)
+        found = list(overlapping(self.keys, first, end))
+        if found:
+            found[0] = max(first, found[0][0]), found[0][1]
+            found[-1] = found[-1][0], min(end, found[-1][1])
+        return found
+
+    def regions_of(self, span: Span) -> Sequence[Region]:
+        """Returns the regions that queries of a span are in."""
+        return overlapping(self.regions, span.start, span.start + span.length)
 
     def seen_by(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
         """Returns ranges of keys that queries of some spans see, ascending and apart.
 
         They may be too wide.
         """
-        found = sorted(
-            keys.seen_by(part.start, part.start + part.length - 1)
-            for span in spans
-            for region, part in self.regions_of(span)
-            for keys in region.keys
-        )
+        found: list[tuple[int, int]] = []
+        for span in spans:
+            regions = self.regions_of(span)
+            first, last = span.start, span.start + span.length - 1
+            for region in {*regions[:1], *regions[-1:]}:
+                queries = max(first, region.first), min(last, region.end - 1)
+                found += (keys.seen_by(*queries) for keys in region.keys)
+            if len(regions) > 2:  # regions within the span see keys in it
+                found.append((regions[1].first, regions[-2].end))
         joined: list[tuple[int, int]] = []
-        for first, end in found:
+        for first, end in sorted(found):
             if first >= end:
                 continue
             if joined and first <= joined[-1][1]:
@@ -130,19 +132,18 @@ class Mask:
 
 #: Every query sees every key.
 NO_MASK = Mask()
-#: What is_causal means.
+#: The mask of `is_causal`.
 CAUSAL = Mask(right=0)
 
 
-def within(span: Span, first: int, end: int) -> Span | None:
-    """Returns the part of a span at positions [first, end); None if it is empty."""
-    begin, stop = max(first, span.start), min(end, span.start + span.length)
-    return Span(begin, stop - begin, span.row + begin - span.start) if begin < stop else None
+def overlapping(ranges: Sequence[R], first: int, end: int) -> Sequence[R]:
+    """Returns the ranges (first, end, ...) that overlap [first, end); they ascend, apart."""
+    begin = bisect_right(ranges, first, key=_end)
+    return ranges[begin : bisect_left(ranges, end, lo=begin, key=_first)]
 
 
-def _end_of(keys: tuple[int, int]) -> int:
-    return keys[1]
-
-
-def _end_of_region(region: Region) -> int:
-    return region.end
+def within(span: Span, first: int, end: int) -> Span:
+    """Returns the part of a span at positions [first, end), whose length is negative if none is."""
+    begin = max(first, span.start)
+    length = min(end, span.start + span.length) - begin
+    return Span(begin, length, span.row + begin - span.start)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from symm_cp.schedule.layout import SequenceLayout, Span
-from symm_cp.schedule.mask import Keys, Mask, Region, within
+from symm_cp.schedule.mask import Keys, Mask, Region, overlapping, within
 
 # Query rows in a part of a tile with a band: bounds the memory of its mask and the wasted work.
 _BAND_ROWS = 256
@@ -142,24 +142,30 @@ def tiles(
         rows = layout.lengths[rank]
         return (Tile(0, rows, 0, rows, high=0),) if rows else ()
     held = sorted(layout.spans(owner), key=_start_of)
-    found = [
-        tile
-        for span in spans
-        for region, q in mask.regions_of(span)
-        for k, keys in sorted(_held(held, region), key=_row_of)
-        for tile in _cut(q, k, keys)
-    ]
+    starts = [span.start for span in held]
+    found: list[Tile] = []
+    seen: dict[int, list[tuple[Span, Keys]]] = {}
+    for span in spans:
+        for region in mask.regions_of(span):
+            if region.first not in seen:
+                seen[region.first] = sorted(_held(held, starts, region), key=_row_of)
+            if seen[region.first]:
+                q = within(span, region.first, region.end)
+                found += (tile for k, keys in seen[region.first] for tile in _cut(q, k, keys))
     return tuple(_join_rows(_join_keys(found)))
 
 
-def _held(spans: Sequence[Span], region: Region) -> Iterator[tuple[Span, Keys]]:
+def _held(
+    spans: Sequence[Span], starts: Sequence[int], region: Region
+) -> Iterator[tuple[Span, Keys]]:
     """Yields the parts of ascending spans that queries of a region see."""
     for keys in region.keys:
-        place = max(0, bisect_right(spans, keys.first, key=_start_of) - 1)
+        place = max(0, bisect_right(starts, keys.first) - 1)
         for span in itertools.islice(spans, place, None):
             if span.start >= keys.end:
                 break
-            if (part := within(span, keys.first, keys.end)) is not None:
+            part = within(span, keys.first, keys.end)
+            if part.length > 0:
                 yield part, keys
 
 
@@ -197,20 +203,20 @@ def seen_by_peers(
 ) -> tuple[tuple[int, int], ...]:
     """For each rank, the first row of its keys that queries of others may see, and the last's end.
 
-    `masks` are those of the samples. The limits may be too wide.
+    `masks` are the masks of the samples. The limits may be too wide.
     """
     queries = layout if queries is None else queries
     ranks = range(layout.world_size)
-    seen = [[keys for m in masks for keys in m.seen_by(queries.spans(rank))] for rank in ranks]
+    seen = [[mask.seen_by(queries.spans(rank)) for mask in masks] for rank in ranks]
     found = []
     for owner in ranks:
         parts = [
-            part
+            within(span, ranges[0][0], ranges[-1][1])
+            for span in layout.spans(owner)
             for rank in ranks
             if rank != owner
-            for first, end in seen[rank]
-            for span in layout.spans(owner)
-            if (part := within(span, first, end)) is not None
+            for of_mask in seen[rank]
+            if (ranges := overlapping(of_mask, span.start, span.start + span.length))
         ]
         ends = [part.row + part.length for part in parts]
         found.append((min(part.row for part in parts), max(ends)) if parts else (0, 0))

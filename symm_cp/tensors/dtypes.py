@@ -50,6 +50,11 @@ def one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return f"{names(dtypes[:-1])} or {names(dtypes[-1:])}"
 
 
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a complex tensor as pairs of real numbers, which is how it is summed."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which numbers are added up: float32 for the 16-bit types."""
     return torch.float32 if dtype in NARROW else dtype

@@ -17,9 +17,8 @@ import torch
 
 from symm_cp import native
 
-# Bytes from which on results come from the pool (csrc/memory/pool.h has the same number). Smaller
-# ones fit into pages that torch's allocator has touched already, and would fill the pool with small
-# blocks.
+# Bytes from which on results come from the pool; csrc/memory/pool.h has the same number. Smaller
+# results come from torch's allocator: with a smaller number the pool would hold many small blocks.
 _POOLED_BYTES = 1 << 20
 
 

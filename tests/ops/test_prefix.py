@@ -69,6 +69,23 @@ def test_compiled(ranks: Ranks, backend: str) -> None:
     ranks.run(2, attends, int(torch.randint(1 << 30, ())), "allgather", backend)
 
 
+def refused(group: dist.ProcessGroup) -> None:
+    q = torch.randn(1, 2, 6, 4)
+    options: dict[str, Any] = {"group": group, "is_causal": True}
+    with pytest.raises(TypeError, match="prefix_lengths must be a tensor or an int, is 2"):
+        symm_cp.all_gather_attention(q, q, q, prefix_lengths=2.5, **options)
+    with pytest.raises(ValueError, match=r"prefix_lengths=\[-1\] must be between 0 and"):
+        symm_cp.all_gather_attention(q, q, q, prefix_lengths=-1, **options)
+    edges = [0, 4, 6 * group.size()]
+    with pytest.raises(ValueError, match="prefix_lengths and document_edges are both given"):
+        symm_cp.all_gather_attention(q, q, q, prefix_lengths=2, cu_seqlens=edges, **options)
+    assert symm_cp.all_gather_attention(q, q, q, prefix_lengths=2, **options).isfinite().all()
+
+
+def test_what_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, refused)
+
+
 def test_peers_are_sent_the_prefix_and_no_more() -> None:
     window = Mask(left=2, right=0, prefix=6)
     # Rank 1's queries see the prefix and the two keys before them: rows 0 to 16 hold both.

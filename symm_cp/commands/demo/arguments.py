@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from symm_cp.commands.demo.decoding import options as decoding_options
-from symm_cp.commands.demo.decoding.options import DTYPES, check_json, with_defaults, world_size
+from symm_cp.commands.demo.decoding.options import (
+    DTYPES,
+    HEAD_DIMS,
+    check_json,
+    in_units,
+    with_defaults,
+    world_size,
+)
 from symm_cp.ranks import add_rendezvous, positive
 
 if TYPE_CHECKING:  # `symm-cp --help` does without
@@ -26,9 +33,7 @@ _DEFAULTS = {
     "seq": 512,
     "batch": 4,
 }
-_HEAD_DIMS = (64, 32, 16, 8)
 _MIN_HEADS = 4
-_HIDDEN_UNIT = 32  # the hidden features of a rank are a multiple of this
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,21 +94,19 @@ class DemoOptions:
 def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
     from symm_cp.commands.demo.model import ModelConfig
 
-    for head_dim in _HEAD_DIMS:
+    for head_dim in HEAD_DIMS:
         # Each rank has whole key/value heads, each of which serves two query heads.
         if dim % (2 * ranks * head_dim) == 0 and dim >= _MIN_HEADS * head_dim:
             break
     else:
-        smallest = 2 * ranks * _HEAD_DIMS[-1]
+        smallest = 2 * ranks * HEAD_DIMS[-1]
         raise ValueError(
             f"--dim {dim} cannot be split into heads over {ranks} ranks: must be a multiple of "
-            f"{smallest}, at least {max(smallest, _MIN_HEADS * _HEAD_DIMS[-1])}"
+            f"{smallest}, at least {max(smallest, _MIN_HEADS * HEAD_DIMS[-1])}"
         )
     heads = dim // head_dim
     kv_heads = heads // 2
-    unit = _HIDDEN_UNIT * ranks
-    hidden = -(-8 * dim // (3 * unit)) * unit
-    return ModelConfig(dim, layers, heads, kv_heads, hidden)
+    return ModelConfig(dim, layers, heads, kv_heads, in_units(8 * dim / 3, ranks))
 
 
 def check(

@@ -24,11 +24,11 @@ from symm_cp.ranks import quick_barrier
 #: The names that `overlap` looks for.
 LIMIT, COMMUNICATION, UNFUSED, FUSED = "limit", "communication", "unfused", "fused"
 
-_RESAMPLES = 500
+_RESAMPLES = 500  # of the bootstrap: quantiles at 2.5% then rest on 12 values
 #: A wider interval of the overlap is inconclusive.
 _MAX_WIDTH = 0.25
-_WARM_UP = 2
-_MIN_REPETITIONS = 5
+_WARM_UP = 2  # calls that are not timed
+_MIN_REPETITIONS = 5  # also of cases that take longer than their time
 _TIMING_SECONDS, _MAX_INNER = 1e-3, 200  # of a timing with `inner` 0
 _PAUSE_SECONDS = 0.05  # threads of GNU's OpenMP look for more work for about 15 ms
 

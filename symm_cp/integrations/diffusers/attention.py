@@ -19,8 +19,7 @@ from diffusers.models._modeling_parallel import ParallelConfig
 
 from symm_cp.context_parallel import all_gather_attention
 from symm_cp.context_parallel.refusals import telling_peers
-from symm_cp.integrations.diffusers import sequences
-from symm_cp.integrations.diffusers.configs import Spread, spread_of
+from symm_cp.integrations.diffusers.spread import Spread, gathered, spread_of, spread_over
 
 _OP = "diffusers' context parallelism"
 
@@ -109,9 +108,9 @@ def _attend(
     query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
     layouts, key_mask, features = None, None, value.shape[3]
     if spread.uneven:
-        layouts = sequences.spread_over(spread.group, query.shape[2], key.shape[2])
+        layouts = spread_over(spread.group, query.shape[2], key.shape[2])
     if mask is not None and mask.dtype == torch.bool and mask.shape[1] == 1 and not spread.uneven:
-        key_mask = sequences.gathered(mask[:, 0, 0].T, spread.group).T
+        key_mask = gathered(mask[:, 0, 0].T, spread.group).T
     elif mask is not None:  # also where graphs do not know how much the others hold
         if options["scale"] is None:
             options["scale"] = query.shape[3] ** -0.5

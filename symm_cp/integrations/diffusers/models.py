@@ -17,7 +17,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch.distributed.device_mesh import init_device_mesh
 
 from symm_cp import accelerators
-from symm_cp.integrations.diffusers.configs import spread_of
+from symm_cp.integrations.diffusers.spread import spread_of
 
 _OP = "enable_parallelism"
 _CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from diffusers.hooks import context_parallel as hooks
 from diffusers.models import attention_dispatch
 from diffusers.models.modeling_utils import ModelMixin
 
-from symm_cp.integrations.diffusers import attention, models, sequences
+from symm_cp.integrations.diffusers import attention, models, spread
 
 _OP = "symm_cp.integrations.diffusers"
 _KNOWN = "0.42"
@@ -67,13 +67,13 @@ _PATCHES = (
         hooks.EquipartitionSharder,
         "unshard",
         "tensor dim mesh",
-        lambda _: staticmethod(sequences.unshard_even),
+        lambda _: staticmethod(spread.unshard_even),
     ),
     _Patch(
         hooks.PartitionAnythingSharder,
         "unshard_anything",
         "tensor dim mesh",
-        lambda _: staticmethod(sequences.unshard_uneven),
+        lambda _: staticmethod(spread.unshard_uneven),
     ),
     _Patch(ModelMixin, "_resolve_parallel_config", "self config", models.resolving),
     _Patch(ModelMixin, "enable_parallelism", "self config cp_plan", models.checking),

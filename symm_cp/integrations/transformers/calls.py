@@ -18,7 +18,6 @@ from symm_cp.integrations.transformers.limits import WATCHED, call_limits, posit
 
 @functools.cache
 def _parameters(kind: Any) -> tuple[str, ...]:
-    """The names of the arguments of a module class's forward method."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 

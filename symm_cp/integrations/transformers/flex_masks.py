@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionMaskInterface, masking_utils
 
 from symm_cp.context_parallel import flex
-from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.flex_hook import spread_region
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
@@ -51,13 +51,12 @@ def flex_mask_function(
 
     Within a region that of the whole sequence. Collective there.
     """
-    within = current_region()
+    region = spread_region()
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    if within is None or within[0].world_size == 1:
+    if region is None:
         return masking_utils.flex_attention_mask(
             *arguments, mask_function, attention_mask, device=device, **kwargs
         )
-    region = within[0]
     if not torch.compiler.is_compiling():
         mask_function = with_packing(mask_function, sys._getframe(1), batch_size)
     mask = telling_peers(

@@ -17,7 +17,8 @@ from torch import nn
 
 from symm_cp.context_parallel import inspectors
 from symm_cp.context_parallel.guards import Watch
-from symm_cp.context_parallel.inspectors import BatchRules, Verdict, known_of
+from symm_cp.context_parallel.inspectors import BatchRules, Verdict
+from symm_cp.context_parallel.verdicts import known_of
 from symm_cp.integrations.transformers.batches import ModelBatchRules
 from symm_cp.integrations.transformers.calls import check_call
 from symm_cp.integrations.transformers.limits import (
@@ -97,12 +98,11 @@ class _State(NamedTuple):
     first_position: int  # that it counts
 
 
-class _Inspector:
+class _Inspector(inspectors.Inspector):
     attributes = ATTRIBUTES
     mask_module = "transformers.masking_utils"
 
     def judge(self, module: nn.Module, state: Hashable) -> Verdict:
-        """Judges a module of a model of transformers, or of none if there is no state."""
         of_model = uses_transformers(module)
         if state is None and not of_model:
             return Verdict()
@@ -115,7 +115,6 @@ class _Inspector:
         return Verdict(limits, after, of_model and hasattr(module, "base_model_prefix"))
 
     def check_call(self, watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Refuses calls that take this rank's part for the whole."""
         flex = _flex_masks.whole and implementation_of(module) == FLEX_ATTENTION
         whole = flex or attends_with_symm_cp(module)
         state = watch.states.get(self)
@@ -138,7 +137,6 @@ class _Inspector:
             yield stack.enter_context(attending(models))
 
     def batch_rules(self, op: str, model: nn.Module) -> BatchRules:
-        """Models are recognised by their attributes, also within wrappers."""
         return ModelBatchRules(op, model)
 
 

@@ -1,6 +1,6 @@
 """The kinds of functions that transformers composes masks from, told apart by their code.
 
-All functions of a kind share one code object, also those that Dynamo makes while it traces. What a
+All functions of a kind share one code object, also when Dynamo makes them while it traces. What a
 kind means is checked once, on import: another release of transformers may change it.
 """
 

@@ -3,8 +3,8 @@
 transformers composes a mask from functions of `(batch, head, query, key)` indices and hands the
 composition, with what it captures of this rank's part of the batch, to the mask function of the
 attention implementation. Here it is taken apart: functions are recognised by their code, tensors of
-this rank's part are gathered to those of the whole sequence, and what follows from a part alone
-(where documents begin, how much padding precedes) is made anew from the whole.
+this rank's part are gathered to the whole sequence, and what depends on the whole (where documents
+begin, how much padding precedes) is computed anew.
 
 Shapes: B samples, S positions of the whole sequence.
 """
@@ -133,8 +133,12 @@ class _Parts:
     @property
     def relates_positions(self) -> bool:
         """Whether queries and keys must be of one sequence."""
-        limited = self.left is not None or self.right is not None
-        return self.causal or self.packed or limited or bool(self.chunks or self.prefixed)
+        return self.causal or self.packed or self.limited or bool(self.prefixed)
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a window, or chunks."""
+        return self.left is not None or self.right is not None or bool(self.chunks)
 
     def limit(self, left: int | None, right: int | None) -> None:
         """Narrows the window."""
@@ -179,9 +183,8 @@ class _Parts:
     def mask(self, whole: _Whole) -> SequenceMask:
         """Returns the mask of the whole sequence."""
         prefixes = None
-        limited = self.left is not None or self.right is not None or bool(self.chunks)
         for function, lengths in self.prefixed:
-            if len(self.prefixed) == 1 and not limited:
+            if len(self.prefixed) == 1 and not self.limited:
                 self.causal, prefixes = True, lengths
             else:  # other limits hold for the prefix, too
                 self.rest.append(rebuilt(whole, function))

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from symm_cp.context_parallel.flex_hook import current_region
-from symm_cp.context_parallel.inspectors import known_of
+from symm_cp.context_parallel.flex_hook import spread_region
+from symm_cp.context_parallel.verdicts import known_of
 from symm_cp.integrations.transformers.attention import NAME
 from symm_cp.integrations.transformers.in_use import InUse
 from symm_cp.integrations.transformers.limits import makes_own_sequence
@@ -55,8 +55,7 @@ def _refusing(module: nn.Module) -> Any:
     generate = module.generate
 
     def refused(*args: Any, **kwargs: Any) -> Any:
-        within = current_region()
-        if within is not None and within[0].world_size > 1:
+        if spread_region() is not None:
             raise NotImplementedError(
                 f"{_OP}: {type(module).__name__}.generate: each rank would continue its own part "
                 "of the sequence, and a cache holds only this rank's keys. Generate outside of the "

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from symm_cp.context_parallel.flex_hook import current_region
-from symm_cp.context_parallel.inspectors import Select
+from symm_cp.context_parallel.flex_hook import spread_region
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.verdicts import Select
 from symm_cp.integrations.transformers.limits import length_dependent_rotary, position_scaled
 from symm_cp.ops.attention.layouts import encoded
 from symm_cp.schedule.layout import sequential
@@ -43,13 +43,8 @@ def by_longest_position(select: Select) -> Iterator[None]:
         yield
 
 
-def _spread() -> ParallelRegion | None:
-    within = current_region()
-    return None if within is None or within[0].world_size == 1 else within[0]
-
-
 def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    region = _spread()
+    region = spread_region()
     if region is None:
         return None
     if _NAME in kwargs:
@@ -73,7 +68,7 @@ def _with_longest(region: ParallelRegion, positions: torch.Tensor) -> torch.Tens
 
 
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-    if _spread() is None:
+    if spread_region() is None:
         return None
     columns = (kwargs[_NAME] if _NAME in kwargs else args[1]).shape[-1]
     parts = result if isinstance(result, tuple) else (result,)

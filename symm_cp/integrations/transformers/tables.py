@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from symm_cp.context_parallel.flex_hook import current_region
-from symm_cp.context_parallel.inspectors import Select
+from symm_cp.context_parallel.flex_hook import current_region, spread_region
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.verdicts import Select
 from symm_cp.integrations.transformers.in_use import InUse
 
 _OP = "context_parallel"
@@ -132,10 +132,9 @@ def _takes_positions(module: nn.Module) -> bool:
 
 
 def _with_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    within = current_region()
-    if within is None or within[0].world_size == 1:
+    region = spread_region()
+    if region is None:
         return None
-    region = within[0]
     like = args[0] if args else kwargs.get("input_ids", kwargs.get("input_ids_shape"))
     shape = like.shape if isinstance(like, torch.Tensor) else like
     balancer = region.layout(shape[1])
@@ -170,8 +169,7 @@ def _makes_decoder_input(module: nn.Module) -> bool:
 
 def _check_decoder_input(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuses calls in which a model would shift this rank's part of the labels."""
-    within = current_region()
-    if within is None or within[0].world_size == 1:
+    if spread_region() is None:
         return
     names = tuple(inspect.signature(module.forward).parameters)
     given = {**dict(zip(names, args, strict=False)), **kwargs}

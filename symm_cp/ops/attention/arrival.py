@@ -51,7 +51,7 @@ def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str
 def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
     """Tells whether the kernel supports a call: 16 bits, equal shards, causal or unmasked.
 
-    The same on all ranks, of which one may hold no queries.
+    All ranks get the same answer, also a rank without queries.
     """
     known = AttentionSpec(layout=spec.layout, mask=spec.mask, scale=spec.scale, method=spec.method)
     return (

@@ -1,7 +1,7 @@
 """Attention of one rank's queries to the keys of a group, and its gradients, given the spec.
 
 Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this rank's shards; H, G
-and the lengths are those of the ranks that gather keys, which may have exchanged heads before.
+and the lengths are counted after an exchange of heads, if there is one.
 Without a group this rank's keys are all.
 """
 
@@ -30,7 +30,7 @@ class ScoreTerms(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of a backward pass: those of the forward pass, its results, and their gradients."""
+    """Inputs of a backward pass: query, key and value, the results, and their gradients."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -70,9 +70,9 @@ def attend_backward(
     wide_keys: bool = False,
     bias_grad: bool = True,
 ) -> tuple[Tensors, Grad]:
-    """Returns the gradients of query, key and value, and that of the bias if wanted. Collective.
+    """Returns the gradients of query, key and value, and of the bias if wanted. Collective.
 
-    With `wide_keys` those of keys and values are not rounded to their dtype.
+    With `wide_keys` the gradients of keys and values are not rounded to their dtype.
     """
     E, V = inputs.query.shape[3], inputs.value.shape[3]
     key_dtype = inputs.key.dtype

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import Options, ScoreOptions
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.dtypes import FLOATING, one_of
 
@@ -60,7 +60,7 @@ def check_windows(op: str, options: Options) -> None:
             raise ValueError(f"{op}: {name}={size} must not be negative; None is no limit")
 
 
-def check_scores(op: str, query: torch.Tensor, options: Options) -> None:
+def check_scores(op: str, query: torch.Tensor, options: ScoreOptions) -> None:
     """Raises unless what changes scores and weights fits the queries, where no layout is needed."""
     softcap, sinks, bias = options.softcap, options.sinks, options.bias
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
@@ -107,7 +107,7 @@ def _check_dropout(op: str, dropout_p: float, seed: torch.Tensor | None) -> None
         )
 
 
-def seed_of(options: Options) -> int | None:
+def seed_of(options: ScoreOptions) -> int | None:
     """Returns the seed of dropout; None without dropout."""
     seed = options.dropout_seed
     return int(seed) if options.dropout_p > 0 and seed is not None else None

@@ -6,8 +6,8 @@ import torch
 
 from symm_cp import tuning
 from symm_cp.group.memory import Group
-from symm_cp.ops.attention.methods import Method, MethodName
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.methods import Method
+from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.layout import SequenceLayout
@@ -20,36 +20,20 @@ def settled(
     query: torch.Tensor,
     key: torch.Tensor,
     spec: AttentionSpec,
-    options: Options,
+    options: ScoreOptions,
     *,
     queries: SequenceLayout | None = None,
     backward: bool = False,
 ) -> Method:
-    """Returns the method of a call that its options name, or that is `chosen`.
+    """Returns the method that the options of a call name, or for "auto" the faster one.
 
-    `queries` is how these are spread; by default as the spec says, or else as the keys.
+    That follows from what all ranks know, and is the same on each, in every run. `queries` is how
+    these are spread; by default as the spec says, or else as the keys. Collective at the first call
+    for a group.
     """
     method = Method.of(op, options)
     if method.name != "auto":
         return method
-    queries = queries or spec.queries or spec.layout
-    return Method(chosen(group, query, key, spec, queries, backward=backward))
-
-
-def chosen(
-    group: Group,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    spec: AttentionSpec,
-    queries: SequenceLayout,
-    *,
-    backward: bool = False,
-) -> MethodName:
-    """Returns the method of a call, from what all ranks know: the same on each, in every run.
-
-    Collective at the first call for a group.
-    """
-    masks = (spec.mask,) if isinstance(spec.mask, Mask) else spec.mask
     work = AttentionWork(
         batch=query.shape[0],
         heads=query.shape[1],
@@ -58,9 +42,9 @@ def chosen(
         value_features=spec.features(key),
         dtype=str(query.dtype)[6:],
         item=query.dtype.itemsize,
-        queries=queries,
+        queries=queries or spec.queries or spec.layout,
         keys=spec.layout,
-        masks=masks,
+        masks=(spec.mask,) if isinstance(spec.mask, Mask) else spec.mask,
         backward=backward,
     )
-    return tuning.choose_method(group, query.device, work)
+    return Method(tuning.choose_method(group, query.device, work))

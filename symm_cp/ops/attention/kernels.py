@@ -4,7 +4,8 @@ Shapes: query (B, H, S, E), key and value (B, G, K, E) for a divisor G of H, fea
 `mask` is additive, (S, K) or with leading dimensions; `causal` lets query i see keys 0 to i.
 
     CPU    torch's flash kernel: every dtype and mask, any number of features; plain matmuls for few
-           keys, where the flash kernel loses NaN. Most tiles are left to native_tiles.py, though.
+           keys, where the flash kernel loses NaN (in a third of the time of tiles_by_matmuls.py).
+           Most tiles are left to native_tiles.py, though.
     CUDA   what torch would choose for the same attention, so that `sdpa_kernel` etc. apply: cuDNN,
            flash or memory-efficient; plain matmuls for what none of them supports. So, too, on
            devices of other types. Forward and backward passes are chosen for separately: all of
@@ -15,11 +16,14 @@ The schemas of these ops are the same in torch 2.11 to 2.15 (tests/cuda/sdpa_sch
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
 from symm_cp import cuda
 from symm_cp.cuda import kernels
+from symm_cp.tensors import dtypes
 
 _aten = torch.ops.aten
 _cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -143,15 +147,26 @@ def backward(
             grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
     if kind == "cudnn":
-        return _by_cudnn(grad_out, query, key, value, out, lse, causal, scale)
+        return _by_cudnn(_Saved(grad_out, query, key, value, out, lse), causal, scale)
     if kind == "flash":
-        grads = _by_flash(grad_out, query, key, value, out, lse, causal, scale)
+        grads = _by_flash(_Saved(grad_out, query, key, value, out, lse), causal, scale)
         return tuple(grad[..., : query.shape[-1]] for grad in grads)
     repeats = query.shape[1] // key.shape[1]
     key, value = _repeated(key, repeats), _repeated(value, repeats)
     by = _by_efficient if kind == "efficient" else _by_matmuls
-    grads = by(grad_out, query, key, value, out, lse, mask, causal, scale)
+    grads = by(_Saved(grad_out, query, key, value, out, lse), mask, causal, scale)
     return grads[0], _summed(grads[1], times), _summed(grads[2], times)
+
+
+class _Saved(NamedTuple):
+    """What the backward pass of a kernel takes."""
+
+    grad_out: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 def _for_masks(
@@ -238,7 +253,7 @@ def _scores(
     causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = dtypes.wide(query.dtype)
     factor = factor_of(query, scale)
     score = torch.matmul(query.to(wide) * factor, key.to(wide).transpose(-1, -2))
     if mask is not None:
@@ -254,16 +269,8 @@ def _weights(score: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return torch.exp(score - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
 
 
-def _by_flash(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float | None,
-) -> tuple[torch.Tensor, ...]:
+def _by_flash(saved: _Saved, causal: bool, scale: float | None) -> tuple[torch.Tensor, ...]:
+    grad_out, query, key, value, out, lse = saved
     none = torch.empty(0, dtype=torch.int64, device=query.device)
     rows, keys, factor = query.shape[2], key.shape[2], factor_of(query, scale)
     padded = map(_padded, (grad_out, query, key, value, out))
@@ -275,15 +282,9 @@ def _by_flash(
 
 
 def _by_cudnn(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float | None,
+    saved: _Saved, causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out, query, key, value, out, lse = saved
     none = torch.empty(0, dtype=torch.int64, device=query.device)
     rows, keys = query.shape[2], key.shape[2]
     # torch keeps cuDNN's plans by the strides of query, key and value: those of the others, which
@@ -297,16 +298,9 @@ def _by_cudnn(
 
 
 def _by_matmuls(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
+    saved: _Saved, mask: torch.Tensor | None, causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out, query, key, value, out, lse = saved
     score = _scores(query, key, mask, causal, scale)
     weight = _weights(score, lse)
     wide = weight.dtype
@@ -321,16 +315,9 @@ def _by_matmuls(
 
 
 def _by_efficient(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
+    saved: _Saved, mask: torch.Tensor | None, causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_out, query, key, value, out, lse = saved
     rows = query.shape[2]
     padded = F.pad(lse, (0, -rows % 32), value=torch.inf).contiguous()
     none = torch.empty(0, dtype=torch.int64, device=query.device)

@@ -59,7 +59,7 @@ class MaskOptions:
     document_ids: torch.Tensor | None = None
     #: (B or 1, S_k) of bool: keys that any query may see.
     key_mask: torch.Tensor | None = None
-    #: (B or 1,) of int64: every query sees so many first keys, whatever the limits are.
+    #: (B or 1,) of int32 or int64: every query sees this number of first keys, whatever the limits.
     prefix_lengths: torch.Tensor | None = None
 
     @property
@@ -255,7 +255,7 @@ def _read_documents(op: str, document_ids: torch.Tensor) -> list[Edges]:
 def keys_of(key_mask: torch.Tensor) -> tuple[list[Ranges], HiddenKeys | None]:
     """Returns the ranges of each sample in which keys are visible, from a mask (B or 1, S_k).
 
-    The ranges leave out all hidden keys but those of gaps shorter than `SHORT_GAP`, and where there
+    The ranges leave out all hidden keys except in gaps shorter than `SHORT_GAP`, and where there
     are such gaps the mask itself is returned, too.
     """
     return _mask_read.get(key_mask, lambda: _read_keys(key_mask))
@@ -286,9 +286,9 @@ def masks_of(
 ) -> tuple[Mask | tuple[Mask, ...], HiddenKeys | None]:
     """Returns the mask of all samples or of each, and the further hidden keys.
 
-    `length` is that of the whole sequence of the keys. The host reads the tensors: for one on a
-    device it waits, once for each change that torch sees; while a graph is captured on the device
-    of `query` they must be on CPU.
+    `length` is the length of the whole sequence of keys. The host reads the tensors. For a tensor
+    on a device it waits, once for each change that torch sees; while a graph is captured on the
+    device of `query`, tensors must be on CPU.
     """
     batch, device = query.shape[0], query.device
     edges, cu_seqlens = options.document_edges, options.cu_seqlens
@@ -303,7 +303,8 @@ def masks_of(
             _check_over_sequence(op, name, tensor, query, length, dtypes)
             check_readable(op, name, tensor, device)
     prefixes = _prefixes(op, options, query, length)
-    if batch == 0:
+    of_all = options.document_ids is None and options.key_mask is None and prefixes == [None]
+    if batch == 0 or of_all:
         return mask, None
     documents: list[Edges | None] = [mask.documents]
     if options.document_ids is not None:

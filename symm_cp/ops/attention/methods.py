@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.group.memory import GroupLike, group_name
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.common import tells_peers
 from symm_cp.schedule.layout import SequenceLayout, among, pooled
 
 MethodName: TypeAlias = Literal["allgather", "ulysses", "auto"]
-#: One method, or that of each dimension of a mesh.
+#: One method, or one for each dimension of a mesh.
 MethodLike: TypeAlias = "MethodName | tuple[MethodName, MethodName]"
 
 METHODS: tuple[MethodName, ...] = ("allgather", "ulysses", "auto")
@@ -41,8 +41,8 @@ def set_rotate_method(rotate_method: str) -> None:
 
     "allgather" and "alltoall" say how many remote shards the ops keep at a time: all or one. On CPU
     keys and values are read where they lie and none is kept. What differs are the gradients of keys
-    and values: "allgather" has room for those of all ranks and adds them in rank order, "alltoall"
-    passes them on in a ring and has room for two. They hold for backward passes that run
+    and values: "allgather" stores the gradients by all ranks and adds them in rank order,
+    "alltoall" passes them on in a ring and stores two. They hold for backward passes that run
     afterwards. "ulysses" makes that method the one of attention called, contexts entered and styles
     applied afterwards without a `method`; gradients then travel as with "allgather". Must be set
     identically on all ranks. Raises `ValueError` for another name. Source: torch's
@@ -77,7 +77,7 @@ class Grid:
     columns: tuple[tuple[int, ...], ...]
 
     def column_of(self, rank: int) -> int:
-        """Returns the column of a rank of the whole group: its rank among those that gather."""
+        """Returns the column of a rank of the whole group, its rank in the group of keys."""
         return next(k for k, column in enumerate(self.columns) if rank in column)
 
     def of_heads(self, layout: SequenceLayout, rank: int) -> SequenceLayout:
@@ -103,11 +103,11 @@ class Method:
         return self.name if self.grid is None else "a mix of ulysses and allgather"
 
     def told(self, group: str) -> str | tuple[str, ...]:
-        """Returns the group, or those of a mesh, whose ranks wait for one that attends to all."""
+        """Returns the groups whose ranks wait for this one: one group, or two of a mesh."""
         return group if self.grid is None else (self.grid.heads, self.grid.keys)
 
     def as_options(self) -> dict[str, Any]:
-        """Returns the method as ops take it; those of the default are left out."""
+        """Returns the method as ops take it, without options that have their default."""
         options: dict[str, Any] = {} if self.name == METHODS[0] else {"method": self.name}
         if self.grid is not None:
             columns = self.grid.columns
@@ -116,7 +116,7 @@ class Method:
         return options
 
     @staticmethod
-    def of(op: str, options: Options) -> Method:
+    def of(op: str, options: ScoreOptions) -> Method:
         """Returns the method that an op was given; raises `ValueError` if there is none."""
         groups, columns = options.method_groups, options.method_columns
         return _method(op, options.method, *(tuple(t) if t else () for t in (groups, columns)))
@@ -150,7 +150,7 @@ def split_by(
     """Returns the name of the group of all ranks of a mesh, and the method with its groups.
 
     Collective at the first call for a mesh of two dimensions. Raises `ValueError` and `TypeError`
-    for a method that does not exist or does not fit the mesh; `argument` is that of the mesh.
+    for a method that does not exist or does not fit the mesh; `argument` names the mesh in errors.
     """
     if isinstance(method, Method):
         return group_name(mesh), method

@@ -20,6 +20,7 @@ import torch
 
 from symm_cp.ops.attention import kernels, tiles_by_matmuls
 from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
+from symm_cp.tensors import dtypes
 
 
 @cache
@@ -58,7 +59,7 @@ def attend(
 ) -> None:
     """Merges attention to further keys into `out` and `lse`.
 
-    `out` (B, H, S, V) is of the query's dtype or that of `lse` (B, H, S), float32 or float64. A row
+    `out` (B, H, S, V) has the dtype of the query or of `lse` (B, H, S), float32 or float64. A row
     that has seen no key has lse -inf and, on CPU, anything in `out`; one that still sees none then
     has 0.
     """
@@ -78,7 +79,7 @@ def inner_products(
     """
     if out.device.type == "cpu":
         return torch.ops.symm_cp.attention_inner(grad_out, out, grad_lse)  # type: ignore[no-any-return]
-    wide = tiles_by_matmuls.wide_dtype(out.dtype)
+    wide = dtypes.wide(out.dtype)
     inner = (grad_out.to(wide) * out.to(wide)).sum(-1)
     return inner if grad_lse is None else inner - grad_lse.to(wide)
 
@@ -96,7 +97,7 @@ def add_gradients(
 ) -> None:
     """Adds the gradients by a tile to `grads`, which have lse's dtype.
 
-    `lse` and `inner` (see `inner_products`) are those of all keys, of which the tile's are a part;
+    `lse` and `inner` (see `inner_products`) cover all keys, not only the tile's;
     lse is inf in rows that see no key.
     """
     if query.device.type == "cpu":

@@ -16,6 +16,7 @@ Source: ring attention (Liu et al., 2023); FlashAttention (Dao et al., 2022) for
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,24 @@ def _by_heads(
     return ulysses.call_of(op, method, group, spec, heads, layouts, query.device)
 
 
+def _attend_heads(
+    call: ulysses.UlyssesCall, index: int, tensors: Tensors, terms: ScoreTerms
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return attend(_FORWARD, call.specs[index], call.of_keys, tensors, terms)
+
+
+def _backward_of_heads(
+    call: ulysses.UlyssesCall,
+    bias_grad: bool,
+    index: int,
+    inputs: AttentionInputs,
+    terms: ScoreTerms,
+    wide_keys: bool,
+) -> tuple[Tensors, Grad]:
+    spec, of_keys = call.specs[index], call.of_keys
+    return attend_backward(_BACKWARD, spec, of_keys, inputs, terms, wide_keys, bias_grad)
+
+
 def _attention_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,15 +93,9 @@ def _attention_kernel(
         call = _by_heads(_FORWARD, group, spec, query, key, options)
     terms = ScoreTerms(options.get("sinks"), options.get("bias"))
     if call is not None:
-        by_heads = call
-
-        def attend_group(
-            index: int, tensors: Tensors, terms: ScoreTerms
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            return attend(_FORWARD, by_heads.specs[index], by_heads.of_keys, tensors, terms)
-
+        attend_heads = partial(_attend_heads, call)
         with mesh_calls.propagates_failure(*call.mesh_groups):
-            return call.attend(_FORWARD, tensors, terms, attend_group)
+            return call.attend(_FORWARD, tensors, terms, attend_heads)
     if arrival.takes(group, query, key, spec):
         return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
     return attend(_FORWARD, spec, group, tensors, terms)
@@ -109,18 +122,9 @@ def _attention_backward_kernel(
     sinks, _ = terms = ScoreTerms(options.get("sinks"), options.get("bias"))
     inputs = AttentionInputs(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if call is not None:
-        by_heads = call
-
-        def backward_of_group(
-            index: int, inputs: AttentionInputs, terms: ScoreTerms, wide_keys: bool
-        ) -> tuple[Tensors, Grad]:
-            spec, of_keys = by_heads.specs[index], by_heads.of_keys
-            return attend_backward(
-                _BACKWARD, spec, of_keys, inputs, terms, wide_keys, bias_grad=bias_grad
-            )
-
+        backward_of_heads = partial(_backward_of_heads, call, bias_grad)
         with mesh_calls.propagates_failure(*call.mesh_groups):
-            grads, of_bias = call.attend_backward(_BACKWARD, inputs, terms, backward_of_group)
+            grads, of_bias = call.attend_backward(_BACKWARD, inputs, terms, backward_of_heads)
     else:
         grads, of_bias = attend_backward(_BACKWARD, spec, group, inputs, terms, bias_grad=bias_grad)
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)

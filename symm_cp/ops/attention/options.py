@@ -21,42 +21,50 @@ _TYPES = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Options(MaskOptions):
-    """The options of a call; torch leaves out those that have the default of the schema.
+class ScoreOptions:
+    """How scores and weights change, and how the work is split: the options of all attention ops.
 
-    `layouts` (see layouts.py) say how keys and queries are spread instead of their chunks.
-    `head_offset` is the number of the first of the call's query heads among all of the model, which
-    dropout depends on. `Method.of` knows what the options of a method mean. The others are those of
-    `all_gather_attention`.
+    `all_gather_attention` describes them. `head_offset` is the number of the call's first query
+    head among all of the model, which dropout depends on. `Method.of` interprets the options of a
+    method.
     """
 
     scale: float | None = None
     enable_gqa: bool = False
-    chunk_order: list[int] | None = None
-    chunk_lengths: SymInts | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: torch.Tensor | None = None
-    query_chunk_order: list[int] | None = None
-    query_chunk_lengths: SymInts | None = None
-    layouts: torch.Tensor | None = None
     head_offset: SymInt = 0
     method: str = "allgather"
     method_groups: list[str] | None = None
     method_columns: list[int] | None = None
 
     @property
+    def scored_by_position(self) -> list[str]:
+        """The options that depend on the positions of queries for every score, not as a mask."""
+        bias = ["bias"] if self.bias is not None else []
+        return [*bias, "dropout_p"] if self.dropout_p > 0 else bias
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options(MaskOptions, ScoreOptions):
+    """The options of a call; torch leaves out options that have the default of the schema.
+
+    `layouts` (see layouts.py) say how keys and queries are spread instead of their chunks.
+    """
+
+    chunk_order: list[int] | None = None
+    chunk_lengths: SymInts | None = None
+    query_chunk_order: list[int] | None = None
+    query_chunk_lengths: SymInts | None = None
+    layouts: torch.Tensor | None = None
+
+    @property
     def by_position(self) -> list[str]:
         """The options that depend on the positions of queries."""
         return [*super().by_position, *self.scored_by_position]
-
-    @property
-    def scored_by_position(self) -> list[str]:
-        """The options that do so for every score, not as a mask."""
-        bias = ["bias"] if self.bias is not None else []
-        return [*bias, "dropout_p"] if self.dropout_p > 0 else bias
 
 
 def schema_of(*names: str) -> str:
@@ -77,16 +85,14 @@ def _schema_default(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-# Callers may hold graphs with these ops: the order of what there was stays, more options follow.
-_METHOD = ("method", "method_groups", "method_columns")
-_SCORES = ("softcap", "sinks", "bias", "dropout_p", "dropout_seed")
-_ORDER = (
+# The order of the first options in the schemas, which stays; later ones follow.
+_FIRST = (
     *("is_causal", "scale", "enable_gqa", "chunk_order", "chunk_lengths", "cu_seqlens"),
-    *("document_edges", "window_left", "window_right", *_SCORES, "document_ids", "key_mask"),
-    *("query_chunk_order", "query_chunk_lengths", "layouts", "head_offset", *_METHOD),
+    *("document_edges", "window_left", "window_right", "softcap", "sinks", "bias", "dropout_p"),
+    *("dropout_seed", "document_ids", "key_mask", "query_chunk_order", "query_chunk_lengths"),
+    *("layouts", "head_offset", "method", "method_groups", "method_columns"),
 )
-
 #: All options, in a schema.
-OPTIONS = schema_of(*dict.fromkeys((*_ORDER, *(field.name for field in fields(Options)))))
-#: Those of flex attention, whose mask and other scores are functions.
-FLEX_OPTIONS = schema_of(*_SCORES, "head_offset", *_METHOD)
+OPTIONS = schema_of(*dict.fromkeys((*_FIRST, *(field.name for field in fields(Options)))))
+#: Those of flex attention, whose mask is a function; its first two arguments are no options.
+FLEX_OPTIONS = schema_of(*(field.name for field in fields(ScoreOptions)[2:]))

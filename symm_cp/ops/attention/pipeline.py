@@ -17,8 +17,8 @@ from symm_cp.ops.attention.tiles import (
     dense_features,
     empty_output,
     rows_first,
-    wide,
 )
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 
 #: What a backward pass saved, and a gradient that it is given or returns.

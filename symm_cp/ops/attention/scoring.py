@@ -1,4 +1,4 @@
-"""What is computed of the scores of a tile beyond products of queries and keys.
+"""Changes of scores and weights of a tile: scale, soft cap, bias, dropout.
 
 `ScoredTiles` tells this project's kernels (native_tiles.py) what torch's lack.
 """
@@ -15,11 +15,12 @@ from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import Tile
+from symm_cp.tensors.dtypes import wide
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What makes weights of products of queries and keys, the same for all tiles of a call.
+    """How products of queries and keys become weights, the same for all tiles of a call.
 
     `bias` (H, D), float32 or the query's dtype, is added by distance: entry
     [h, key position - query position + bias_zero]. `dropout_p` is from 0 to 1; dropout depends on
@@ -61,9 +62,9 @@ class TileMask:
 
 
 class Gradients(NamedTuple):
-    """What gradients are added to, with the shapes of the tensors that they are of.
+    """Sums of gradients, with the shapes of query, key and value.
 
-    But `bias` is (B, H, D): samples are added up in the end. None if it is not wanted.
+    `bias` is (B, H, D): samples are added up in the end. None if it is not wanted.
     """
 
     query: torch.Tensor
@@ -79,7 +80,7 @@ def _positions(device: torch.device, layout: SequenceLayout, rank: int) -> torch
 
 
 class ScoredTiles:
-    """What the kernels are told of the tiles of one call on this rank.
+    """Arguments of the kernels for the tiles of one call on this rank.
 
     The rank matters only to calls with a bias or dropout.
     """
@@ -94,7 +95,7 @@ class ScoredTiles:
         self._device, self._spec, self._rank = query.device, spec, rank
         queries = spec.queries or spec.layout
         if bias is not None and bias.dtype not in (torch.float32, query.dtype):
-            bias = bias.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+            bias = bias.to(wide(query.dtype))
         self._scoring = Scoring(
             scale=factor_of(query, spec.scale),
             softcap=spec.softcap,

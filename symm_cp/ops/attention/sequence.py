@@ -23,7 +23,7 @@ _GATHER = "_gather_sequence"
 def _gather_kernel(
     shard: torch.Tensor, layouts: torch.Tensor, length: int, group_name: str
 ) -> torch.Tensor:
-    """Returns the (B, S) tensor of which each rank holds some columns, S = `length`."""
+    """Gathers the columns of all ranks as one tensor (B, S), S = `length`."""
     group = group_of(group_name)
     known = decoded(_GATHER, layouts, group.world_size)
     layout = layout_held(_GATHER, known, shard.shape[1], group.rank, group.world_size)

@@ -24,7 +24,7 @@ from symm_cp.ops.attention.checks import (
 )
 from symm_cp.ops.attention.masks import HiddenKeys, masks_of
 from symm_cp.ops.attention.methods import ROTATE_METHODS, rotate_method
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import Options, ScoreOptions
 from symm_cp.ops.attention.spread import spread_of
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
@@ -81,7 +81,7 @@ class AttentionSpec:
     ) -> AttentionSpec:
         """Returns the spec of a call; raises `ValueError` or `TypeError` for arguments that clash.
 
-        `options` are those of `Options`.
+        `options` are fields of `Options`.
         """
         parsed = Options(**options)
         check_tensors(op, query, key, value, parsed.enable_gqa)
@@ -97,7 +97,7 @@ class AttentionSpec:
         op: str,
         query: torch.Tensor,
         value: torch.Tensor,
-        options: Options,
+        options: ScoreOptions,
         layout: SequenceLayout,
         queries: SequenceLayout | None,
         **mask: Any,
@@ -122,7 +122,7 @@ class AttentionSpec:
 
     @property
     def rescores(self) -> bool:
-        """Whether scores or weights are more than a scale and a mask make of them."""
+        """Whether scores or weights change by more than a scale and a mask."""
         return self.softcap is not None or self.bias or self.dropout_p > 0
 
     def tiles(self, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
@@ -139,7 +139,7 @@ class AttentionSpec:
         return None if self.hidden is None else self.hidden.mask(tile, self.layout, owner, device)
 
     def sent_rows(self, owner: int) -> slice:
-        """Returns the rows of a rank's keys and values that its peers are sent."""
+        """Returns the rows of a rank's keys and values that it sends to its peers."""
         masks = (self.mask,) if isinstance(self.mask, Mask) else tuple(set(self.mask))
         related = all(mask.relates_positions and not mask.is_causal for mask in masks)
         if not related or len(masks) > _MOST_MASKS:
@@ -147,10 +147,7 @@ class AttentionSpec:
         return slice(*seen_by_peers(self.layout, masks, self.queries)[owner])
 
     def first_sent(self, rank: int, owner: int, tiles: Sequence[Tile]) -> int:
-        """Returns the first row of rank `owner`'s keys that this rank has, for its tiles of them.
-
-        A key of a tile that was not sent is a mask that `seen_by_peers` does not know.
-        """
+        """Returns the first row of rank `owner`'s keys that this rank was sent, for its tiles."""
         if owner == rank:
             return 0
         sent = self.sent_rows(owner)
@@ -202,8 +199,8 @@ def _call_name(
     if spec.value_features is not None:
         shape[3:] = [f"{E}/{spec.value_features}"]
     if spec.dropout_seed is not None:
-        # What is likely to differ comes first: names are cut off at `wire.MAX_CALL_NAME` bytes.
-        seed = f"{digest:08x} dropout_seed={spec.dropout_seed}: seed ranks alike"
+        # The part that is likely to differ comes first: names end after `wire.MAX_CALL_NAME` bytes.
+        seed = f"{digest:08x} dropout_seed={spec.dropout_seed}: must be equal"
         return what_is(op, detail=f"{seed}; {dtype}{_listed(shape)}")
     text = f"{dtype}{_listed(shape)} layout+mask {digest:08x}"
     return what_is(op, detail=text)

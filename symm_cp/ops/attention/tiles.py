@@ -17,12 +17,8 @@ from symm_cp.ops.attention import kernels, native_tiles
 from symm_cp.ops.attention.scoring import Gradients, ScoredTiles, TileMask
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.tiles import Tile, in_bands, in_rows, squares
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that partial results are merged in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -60,6 +56,8 @@ def dense_features(tensor: torch.Tensor) -> torch.Tensor:
     Also where positions share elements: what torch allocates like such a tensor has its features
     apart, and torch's kernel writes wrong values there.
     """
+    if tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous():
+        return tensor  # the usual strides, known at once
     features = tensor.shape[-1]
     apart = all(
         stride >= features or stride == 0 or length == 1
@@ -102,7 +100,7 @@ def _band(
 def _mask_of(
     tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int, own: ScoredTiles | None
 ) -> TileMask:
-    """Returns the mask of a tile as this project's kernels (`own`) or torch's are told of it."""
+    """Returns the mask of a tile as this project's kernels (`own`) or torch's take it."""
     hidden = spec.hidden_keys(tile, owner, query.device)
     visible, fully_masked = (None, None) if hidden is None else hidden
     mask = None if visible is None else additive(visible, query.dtype)
@@ -130,11 +128,11 @@ def _own(
     *,
     backward: bool = False,
 ) -> ScoredTiles | None:
-    """What this project's kernels are told of a tile; None if torch's compute it.
+    """Arguments of this project's kernels for a tile; None if torch's compute it.
 
-    They compute what `scored` is given for and, on CPU, bands, of which they waste little, and what
-    they are faster at: tiles that are not small. Their backward pass takes a thread for each group
-    of key heads.
+    They compute all tiles if there is `scored` and, on CPU, bands, of which they waste little, and
+    tiles that are not small, at which they are faster. Their backward pass takes a thread for each
+    group of key heads.
     """
     if scored is not None or query.device.type != "cpu":
         return scored
@@ -207,7 +205,7 @@ class Forward:
     def add(
         self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int, first: int = 0
     ) -> None:
-        """Adds a tile of the keys and values of rank `owner`, of which `first` is the first row."""
+        """Adds a tile of rank `owner`'s keys and values, whose first row is `first`."""
         for part in _for_kernels(tile, self._query, self._spec):
             own = _own(self._scored, part, self._query, key, self._spec)
             mask = _mask_of(part, self._query, self._spec, owner, own)

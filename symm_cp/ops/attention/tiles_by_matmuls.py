@@ -8,14 +8,10 @@ import torch
 
 from symm_cp.ops.attention import philox
 from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
+from symm_cp.tensors import dtypes
 
-# Scores in a block of rows: bounds the memory of what is computed by matmuls.
+# Scores in a block of rows: bounds the temporary memory (32 MiB in float64 for 2^22).
 _BLOCK_SCORES = 1 << 22
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of sums: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _positions(known: torch.Tensor | None, length: int, like: torch.Tensor) -> torch.Tensor:
@@ -35,7 +31,7 @@ class _Rows:
     ) -> None:
         self.rows, self._scoring = rows, scoring
         at = slice(rows.start, rows.stop)
-        wide = wide_dtype(query.dtype)
+        wide = dtypes.wide(query.dtype)
         groups = key.shape[1]
         # (B, G, H / G, rows, E): the heads of a group share its keys.
         self.query = query[:, :, at].to(wide).unflatten(1, (groups, -1))
@@ -115,7 +111,7 @@ def forward(
     A row that sees no key has out 0 and lse -inf.
     """
     B, H, S, _ = query.shape
-    wide = wide_dtype(query.dtype)
+    wide = dtypes.wide(query.dtype)
     out = query.new_zeros(B, S, H, value.shape[-1]).transpose(1, 2)
     lse = query.new_full((B, H, S), -torch.inf, dtype=wide)
     if query.shape[:3].numel() == 0 or key.shape[2] == 0:
@@ -141,7 +137,7 @@ def add_gradients(
     grads: Gradients,
 ) -> None:
     """As `native_tiles.add_gradients`, on any device."""
-    wide, groups = wide_dtype(query.dtype), key.shape[1]
+    wide, groups = dtypes.wide(query.dtype), key.shape[1]
     if query.shape[:3].numel() == 0 or key.shape[2] == 0:
         return
     values = value.to(wide).unsqueeze(2)

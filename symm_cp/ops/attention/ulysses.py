@@ -30,12 +30,13 @@ from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.methods import Grid, Method
 from symm_cp.ops.attention.pipeline import Grad, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.ops.attention.tiles import as_dtype, dense_features, empty_output, rows_first, wide
+from symm_cp.ops.attention.tiles import as_dtype, dense_features, empty_output, rows_first
 from symm_cp.ops.common import group_of
 from symm_cp.ops.head_exchange import HeadPart, head_exchange
 from symm_cp.ops.head_exchange import rows_first as rows_of_heads
 from symm_cp.runtime.head_groups import HeadGroup, consume_in_groups
 from symm_cp.schedule.layout import SequenceLayout, sequential
+from symm_cp.tensors.dtypes import wide
 
 #: Computes attention of a group of heads (its number), given query, key and value; its gradients,
 #: given whether those of keys and values are wanted in the dtype that sums are taken in.

@@ -274,6 +274,8 @@ declare(
         example=lambda on: arguments(
             on.rand(4, 6), [on.rand(4 * on.world_size, 3)], 0, on.group_name
         ),
+        native=True,
+        native_autograd=True,
         internal=True,
     ),
     Op(
@@ -291,6 +293,8 @@ declare(
             on.rand(4, 5), on.rand(4 * on.world_size, 6), on.rand(6, 5), "sum", 0, on.group_name,
             True, True,
         ),
+        native=True,
+        native_autograd=True,
         internal=True,
     ),
 )  # fmt: skip

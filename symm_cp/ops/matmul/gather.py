@@ -550,13 +550,15 @@ def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
 _GATHER_OP = Op(
     name=GATHER,
     schema=TORCHS,
-    kernel=all_gather_matmul_kernel,
+    kernel=all_gather_matmul_kernel,  # csrc/ops/fused_matmuls.cpp serves small CPU tensors
     fake=all_gather_matmul_fake,
     plan=plan_gather,
     gradient=GATHER_GRADIENT,
     autocast=autocast.cast,
     vmap=ONE_BY_ONE,
     example=lambda on: arguments(on.rand(4, 6), [on.rand(6, 5), on.rand(6, 3)], 0, on.group_name),
+    native=True,
+    native_autograd=True,
     replaces_torch=True,
 )
 _SCALED_GATHER_OP = Op(

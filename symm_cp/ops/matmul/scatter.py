@@ -56,7 +56,7 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
-from symm_cp.runtime.sums import real
+from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 from symm_cp.tuning import Question, choose
@@ -326,7 +326,7 @@ def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
 _SCATTER_OP = Op(
     name=SCATTER,
     schema=TORCHS,
-    kernel=matmul_reduce_scatter_kernel,
+    kernel=matmul_reduce_scatter_kernel,  # csrc/ops/fused_matmuls.cpp serves small CPU tensors
     fake=matmul_reduce_scatter_fake,
     gradient=SCATTER_GRADIENT,
     autocast=autocast.cast,
@@ -334,6 +334,8 @@ _SCATTER_OP = Op(
     example=lambda on: arguments(
         on.rand(2 * on.world_size, 4), on.rand(4, 3), "avg", 0, on.group_name
     ),
+    native=True,
+    native_autograd=True,
     replaces_torch=True,
 )
 _SCALED_SCATTER_OP = Op(
@@ -373,6 +375,8 @@ declare(
             [on.rand(4 * on.world_size, 6)], [on.rand(6, 5)], on.rand(4 * on.world_size, 5),
             "sum", 0, on.group_name,
         ),
+        native=True,
+        native_autograd=True,
         internal=True,
     ),
     _SCALED_SCATTER_OP,

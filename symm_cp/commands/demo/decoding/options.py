@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from symm_cp.ranks import is_rank, positive
 if TYPE_CHECKING:  # `symm-cp --help` does without
     import torch
 
-_HEAD_DIMS = (64, 32, 16, 8)
+HEAD_DIMS = (64, 32, 16, 8)
 _HIDDEN_UNIT = 32  # the hidden features of a rank are a multiple of this
 DTYPES = ("bfloat16", "float32", "float64")
 #: The arguments that only --decode has, and the arguments that only training has.
@@ -57,6 +58,12 @@ class DecodeOptions:
     seed: int
     json: Path | None
     rendezvous: Path | None
+
+
+def in_units(features: float, ranks: int) -> int:
+    """Returns a number of features, rounded up so that each rank has a multiple of 32."""
+    unit = _HIDDEN_UNIT * ranks
+    return math.ceil(features / unit) * unit
 
 
 def with_defaults(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:
@@ -147,21 +154,20 @@ def config_of(options: DecodeOptions) -> Any:
 
 def _llama_config(transformers: Any, options: DecodeOptions) -> Any:
     dim, ranks = options.dim, options.ranks
-    for head_dim in _HEAD_DIMS:
+    for head_dim in HEAD_DIMS:
         if dim % (ranks * head_dim) == 0:
             break
     else:
         raise ValueError(
             f"--dim {dim} cannot be split into heads over {ranks} ranks: must be a multiple of "
-            f"{ranks * _HEAD_DIMS[-1]}"
+            f"{ranks * HEAD_DIMS[-1]}"
         )
     heads = dim // head_dim
-    unit = _HIDDEN_UNIT * ranks
     return transformers.LlamaConfig(
         hidden_size=dim,
         num_hidden_layers=options.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2 if heads % (2 * ranks) == 0 else heads,
-        intermediate_size=-(-8 * dim // (3 * unit)) * unit,
-        vocab_size=-(-32000 // unit) * unit,
+        intermediate_size=in_units(8 * dim / 3, ranks),
+        vocab_size=in_units(32000, ranks),
     )

@@ -26,7 +26,7 @@ class Rebinding(Protocol):
 class Captures:
     """The tensors that a `score_mod` captures and that require gradients, each once.
 
-    `tensors` are those of closures and partials (also nested), parameters of modules, and other
+    `tensors` are in closures and partials (also nested), parameters of modules, and other
     leaves that its result depends on.
     """
 

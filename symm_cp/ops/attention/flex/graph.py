@@ -7,7 +7,7 @@ The op is given `mask_mod` and `score_mod` as a key (see modifiers.py) and what 
                               enable_gqa, by_position, *, softcap, sinks, bias, dropout_p,
                               dropout_seed, head_offset, method, method_groups, method_columns)
 
-`blocks` are kv_num_blocks, kv_indices and, if there are any, those of full blocks of a `BlockMask`,
+`blocks` are kv_num_blocks, kv_indices and, if it has full blocks, full_kv_* of a `BlockMask`,
 `sizes` its sequence lengths and block sizes; both are empty without one, if there is no mask or
 only a function. `layouts` say how the sequences are spread (see layouts.py).
 """
@@ -27,10 +27,9 @@ from symm_cp.ops.attention.flex.modifiers import TracedModifier, keep_modifiers,
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
 from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
 from symm_cp.ops.attention.mesh_calls import propagates_failure
-from symm_cp.ops.attention.options import FLEX_OPTIONS, Options
+from symm_cp.ops.attention.options import FLEX_OPTIONS, ScoreOptions
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.spread import keys_held
-from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of
 from symm_cp.ops.op import (
     LEFT_TO_TORCH,
@@ -43,6 +42,7 @@ from symm_cp.ops.op import (
 )
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import sequential
+from symm_cp.tensors.dtypes import wide
 
 _FORWARD = "flex_all_gather_attention"
 _BACKWARD = "flex_all_gather_attention_backward"
@@ -142,12 +142,12 @@ class _Arguments(NamedTuple):
             block_mask=block_mask,
             score_mod=score_mod,
             captures=captures,
-            options=Options(scale=self.scale, **options),
+            options=ScoreOptions(scale=self.scale, **options),
         )
 
 
 class _WantedCaptures:
-    """Captured tensors of a `score_mod`, some of which a backward pass wants gradients of."""
+    """Captured tensors of a `score_mod`; `wanted` marks the ones that get gradients."""
 
     def __init__(
         self, score: TracedModifier, arguments: _Arguments, wanted: Sequence[bool]
@@ -263,7 +263,7 @@ class _FlexOp(torch.autograd.Function):
             query, key, value, out, lse, arguments.layouts, *blocks, *masks, *added
         )
         ctx.counts = len(blocks), len(masks)
-        # The tensors are those that were saved.
+        # The tensors are saved above.
         ctx.arguments = arguments._replace(
             layouts=None, blocks=[], mask_tensors=[], score_tensors=[]
         )

@@ -231,7 +231,7 @@ class MaskTiles:
         head_offset: int = 0,
         block_heads: tuple[int, int] | None = None,
     ) -> None:
-        """`block_heads` are those of the block mask's heads that these are, by default all."""
+        """`block_heads`: the range of the block mask's heads that these are, by default all."""
         self._mask_mod = noop_mask if mask_mod is None else mask_mod
         self.queries, self._heads, self._keys, self._rank = queries, heads, keys, rank
         self.head_offset = head_offset

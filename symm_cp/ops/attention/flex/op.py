@@ -30,7 +30,7 @@ from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
 from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.methods import ALLGATHER, Method, rotate_method
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.attention.pipeline import (
     Grad,
     Tensors,
@@ -48,12 +48,12 @@ from symm_cp.ops.attention.tiles import (
     as_dtype,
     dense_features,
     grad_of_sinks,
-    wide,
 )
 from symm_cp.ops.attention.ulysses import UlyssesCall, call_of
 from symm_cp.ops.common import attention_runs
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.tensors.dtypes import wide
 
 _OP = "flex_all_gather_attention"
 
@@ -69,15 +69,8 @@ def flex_all_gather_attention(
     score_mod: Modifier | None = None,
     block_mask: BlockMask | None = None,
     kv_layout: SequenceLayout | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: torch.Tensor | None = None,
-    head_offset: int = 0,
     method: Method = ALLGATHER,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flex attention of this rank's queries over the keys of all ranks. Collective.
 
@@ -94,11 +87,10 @@ def flex_all_gather_attention(
     defaults to that of `block_mask`, whose blocks decide where `mask_mod` is evaluated.
 
     `head_offset` is the number of the first of these query heads among all of the model:
-    `mask_mod`, `score_mod` and dropout are given numbers from it on. `block_mask` is that of these
-    heads.
+    `mask_mod`, `score_mod` and dropout count heads from it. `block_mask` is for these heads only.
 
-    `softcap`, `sinks`, `bias` and dropout are those of `all_gather_attention`; of these only sinks
-    go together with a `score_mod`. `method` is as there.
+    `options` are `ScoreOptions`, `method` is as in `all_gather_attention`. Of what changes scores
+    only sinks go together with a `score_mod`.
 
     Differentiable, also through lse, in sinks and bias and in tensors that `score_mod` captures:
     these get this rank's part of their gradient, to be summed over ranks like that of any
@@ -109,22 +101,13 @@ def flex_all_gather_attention(
     if torch.is_autocast_enabled(device):
         query, key, value = autocast.cast((query, key, value), device)
     kv_layout = layout if kv_layout is None else kv_layout
-    options = Options(
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        bias=bias,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        head_offset=head_offset,
-        **method.as_options(),
-    )
+    parsed = ScoreOptions(**options, **method.as_options())
     if mask_mod is None and block_mask is not None:
         mask_mod = block_mask.mask_mod
     score_mod = None if _is_identity(score_mod) else score_mod
     captures: Captures | None = None
-    with propagates_failure(*options.method_groups or ()):
-        check_flex(query, key, value, group, (layout, kv_layout), block_mask, enable_gqa)
+    with propagates_failure(*parsed.method_groups or ()):
+        check_flex(query, key, value, group, (layout, kv_layout), block_mask, parsed.enable_gqa)
         if score_mod is not None and torch.is_grad_enabled() and layout.length:
             captures = Captures(score_mod)
         attention = FlexAttention.of(
@@ -135,12 +118,13 @@ def flex_all_gather_attention(
             block_mask=block_mask,
             score_mod=score_mod,
             captures=captures,
-            options=options,
+            options=parsed,
         )
     tensors = captures.tensors if captures is not None else []
-    check_transforms(_OP, query, key, value, sinks, bias, *tensors)
+    terms = ScoreTerms(parsed.sinks, parsed.bias)
+    check_transforms(_OP, query, key, value, *terms, *tensors)
     with torch.autocast(device, enabled=False):
-        out, lse = _FlexFunction.apply(query, key, value, attention, sinks, bias, *tensors)
+        out, lse = _FlexFunction.apply(query, key, value, attention, *terms, *tensors)
     return out, lse
 
 
@@ -197,7 +181,7 @@ def flex_spec(
     value: torch.Tensor,
     layouts: tuple[SequenceLayout, SequenceLayout],
     score_mod: Modifier | None,
-    options: Options,
+    options: ScoreOptions,
 ) -> AttentionSpec:
     """Returns the spec of a call; raises for options that clash. `layouts`: of queries and keys."""
     check_scores(_OP, query, options)
@@ -238,11 +222,11 @@ class FlexAttention:
         block_mask: BlockMask | None,
         score_mod: Modifier | None,
         captures: Rebinding | None,
-        options: Options,
+        options: ScoreOptions,
     ) -> FlexAttention:
         """Returns the call of a group that `check_flex` has checked; raises for options that clash.
 
-        `tensors` are query, key and value, `layouts` those of queries and keys.
+        `tensors` are query, key and value; `layouts` are for queries and for keys.
         """
         query, key, value = tensors
         spec = flex_spec(query, value, layouts, score_mod, options)
@@ -362,9 +346,9 @@ class FlexAttention:
         terms: ScoreTerms,
         wide_keys: bool,
     ) -> tuple[Tensors, Grad]:
-        """Returns the gradients of query, key, value and bias; adds to those of captured tensors.
+        """Returns the gradients of query, key, value and bias; adds up those of captured tensors.
 
-        With `wide_keys` those of keys and values are not rounded to their dtype.
+        With `wide_keys` the gradients of keys and values are not rounded to their dtype.
         """
         query, key, value, out, lse, grad_out, grad_lse = inputs
         query = dense_features(query)

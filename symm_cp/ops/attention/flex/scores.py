@@ -22,8 +22,9 @@ import torch.nn.functional as F
 
 from symm_cp.ops.attention.flex.mask import Modifier, cut, over_indices
 from symm_cp.ops.attention.kernels import factor_of
-from symm_cp.ops.attention.tiles import Forward, Total, rows_first, wide
+from symm_cp.ops.attention.tiles import Forward, Total, rows_first
 from symm_cp.schedule.tiles import Tile
+from symm_cp.tensors.dtypes import wide
 
 #: The positions of the queries and of the keys of a tile.
 Indices: TypeAlias = Callable[[Tile], tuple[torch.Tensor, torch.Tensor]]

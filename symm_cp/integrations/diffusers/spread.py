@@ -1,4 +1,4 @@
-"""The lengths of what the ranks hold of a sequence, and the whole of it.
+"""How diffusers spreads sequences, as our ops take it: over which ranks, in parts of which lengths.
 
 W is the world size. diffusers cuts a sequence into W parts in rank order: equal ones, or with
 `ring_anything` and `ulysses_anything` those of `torch.tensor_split`.
@@ -6,14 +6,51 @@ W is the world size. diffusers cuts a sequence into W parts in rank order: equal
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers.models._modeling_parallel import ContextParallelConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.group.memory import group_name, resolve
 from symm_cp.ops.attention.layouts import in_rank_order
+from symm_cp.ops.attention.methods import Method, split_by
 from symm_cp.ops.collectives.low_contention import low_contention_all_gather
+
+_OP = "enable_parallelism"
+_KEPT = "_symm_cp_spread"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The group over which sequences are spread, and how its ranks attend to all of it."""
+
+    group: str
+    method: Method
+    #: Whether the ranks hold parts of different lengths.
+    uneven: bool
+
+
+def spread_of(config: ContextParallelConfig) -> Spread:
+    """Returns how a config spreads sequences; kept with it, for graphs that hold no meshes."""
+    kept: Spread | None = getattr(config, _KEPT, None)
+    if kept is None:
+        kept = _spread_of(config)
+        setattr(config, _KEPT, kept)
+    return kept
+
+
+def _spread_of(config: ContextParallelConfig) -> Spread:
+    mesh: Any
+    method: Any
+    if config.ulysses_degree == 1:
+        mesh, method = config._ring_mesh, "allgather"
+    elif config.ring_degree == 1:
+        mesh, method = config._ulysses_mesh, "ulysses"
+    else:
+        mesh, method = config._mesh["ring", "ulysses"], ("allgather", "ulysses")
+    return Spread(*split_by(_OP, mesh, method), config.ring_anything or config.ulysses_anything)
 
 
 def gathered(shard: torch.Tensor, group: str, sizes: list[int] | None = None) -> torch.Tensor:

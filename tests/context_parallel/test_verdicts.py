@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import symm_cp
-from symm_cp.context_parallel.inspectors import known_of
+from symm_cp.context_parallel.verdicts import known_of
 from tests.context_parallel.common import mesh_of
 from tests.pool import Ranks
 
@@ -115,6 +115,28 @@ def test_training_changes_no_verdict() -> None:
     assert known_of(copy.deepcopy(model)) is not known
 
 
+def test_modules_of_all_kinds_are_known() -> None:
+    linear = nn.Linear(2, 2)
+    kinds = [
+        torch.jit.script(nn.Linear(2, 2)),
+        torch.jit.trace(nn.Linear(2, 2), torch.zeros(2, 2)),  # type: ignore[no-untyped-call]
+        torch.compile(nn.Linear(2, 2)),
+        nn.Sequential(nn.utils.parametrizations.weight_norm(linear), nn.ModuleList()),
+        torch.fx.symbolic_trace(nn.Linear(2, 2)),
+    ]
+    for module in kinds:
+        assert known_of(module) is known_of(module)
+    for config in (SimpleNamespace(inner=SimpleNamespace(value=1)), SimpleNamespace(inner=[1])):
+        linear.config = config
+        known = known_of(linear)
+        assert known.still_true()
+        config.inner = SimpleNamespace(value=2)
+        assert not known.still_true()
+    config.inner.value, known = 3, known_of(linear)
+    config.inner.value = 4
+    assert not known.still_true()
+
+
 def test_it_keeps_no_model_alive() -> None:
     model = llama()
     model.model.above = [model]  # a circle
@@ -183,7 +205,11 @@ def test_changes_are_seen_in_models_that_have_run(ranks: Ranks) -> None:
 
 # --- how many calls it takes ---------------------------------------------------------------------
 
-JUDGING = ("context_parallel/inspectors.py", "integrations/transformers/limits.py")
+JUDGING = (
+    "context_parallel/inspectors.py",
+    "context_parallel/verdicts.py",
+    "integrations/transformers/limits.py",
+)
 ROOMS = ("context_parallel/", "integrations/")
 
 
@@ -205,8 +231,9 @@ def calls_of_a_warm_step(group: dist.ProcessGroup) -> None:
         judging = sum(number for name, number in ours.items() if name in JUDGING)
         rooms = sum(number for name, number in ours.items() if name.startswith(ROOMS))
         assert judging < 100, (passed, judging)
-        assert rooms < 2000, (passed, rooms)
-        assert calls.total() < 10_000, (passed, calls.total())
+        assert rooms < 1_700, (passed, rooms)
+        # 5,800 of them are those of ops (16 calls) and of what is below them.
+        assert calls.total() < 10_300, (passed, calls.total())
 
 
 def test_a_warm_step_takes_few_calls(ranks: Ranks) -> None:
@@ -231,7 +258,7 @@ def imported_by_name(tree: ast.AST) -> Iterator[str]:
             continue
         function = node.func.attr if isinstance(node.func, ast.Attribute) else None
         function = node.func.id if isinstance(node.func, ast.Name) else function
-        if function is None or function.lstrip("_") not in ("import_module", "import"):
+        if function is None or function.strip("_") not in ("import_module", "import"):
             continue
         name = node.args[0]
         if isinstance(name, ast.JoinedStr):

@@ -1,0 +1,146 @@
+"""Fused matmuls against the same collectives and matmuls, one after the other, from 1 row on.
+
+    python benchmarks/never_behind.py --ranks 2 --json benchmarks/results/never_behind.json
+
+The unfused form runs over this project's own backend and keeps its buffers. Prints the cases in
+which the fused op is furthest behind it, worst first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from benchmarks.harness import Case, main
+from benchmarks.rivals import groups_over
+from symm_cp.commands.harness.measure import FUSED, LIMIT, Row
+from symm_cp.commands.harness.report import Written
+
+UNFUSED = "unfused (symm_cp)"
+#: Rows of each rank, inner dimension, columns.
+SHAPES = [
+    (rows, inner, columns)
+    for rows, sizes in {
+        1: ((64, 64), (1024, 1024), (4096, 4096)),
+        16: ((64, 64), (256, 256), (1024, 1024), (1024, 4096)),
+        64: ((256, 256), (1024, 1024), (4096, 1024)),
+        256: ((256, 256), (1024, 1024), (1024, 4096)),
+        1024: ((256, 256), (1024, 1024)),
+        2048: ((2048, 2048),),
+    }.items()
+    for inner, columns in sizes
+]
+
+# Renamed in torch 2.13, where the old names warn.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def cases(group: dist.ProcessGroup) -> Iterator[Case]:
+    (over,) = groups_over(group, "symm_cp").values()
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, inner, columns in SHAPES:
+            yield _gather(group, over, dtype, rows, inner, columns)
+            yield _scatter(group, over, dtype, rows, inner, columns)
+            yield _reduce(group, over, dtype, rows, inner, columns)
+
+
+def _case(
+    op: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    variants: dict[str, Callable[[], object]],
+) -> Case:
+    def check() -> None:
+        near = {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(variants[FUSED](), variants[UNFUSED](), rtol=near, atol=near)
+
+    name = f"{op}, {' x '.join(map(str, shape))}, {str(dtype)[6:]}"
+    return Case(name, variants, check, inner=0, after=_behind)
+
+
+def _behind(row: Row) -> dict[str, object]:
+    """The fused op's time by that of the unfused form, and microseconds above the limit."""
+    over = {name: (row.median(name) - row.median(LIMIT)) * 1e6 for name in (FUSED, UNFUSED)}
+    return {"behind": row.median(FUSED) / row.median(UNFUSED), "us_above": over}
+
+
+def _tensors(
+    dtype: torch.dtype, rows: int, inner: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = torch.randn(inner, columns) * inner**-0.5
+    return torch.randn(rows, inner).to(dtype), weight.to(dtype)
+
+
+def _gather(
+    group: dist.ProcessGroup, over: dist.ProcessGroup, dtype: torch.dtype, *shape: int
+) -> Case:
+    x_shard, weight = _tensors(dtype, *shape)
+    gathered = x_shard.new_empty(group.size() * shape[0], shape[1])
+
+    def unfused() -> torch.Tensor:
+        _gather_into(gathered, x_shard, group=over)
+        return gathered @ weight
+
+    whole = torch.cat([x_shard] * group.size())
+    variants: dict[str, Callable[[], object]] = {
+        LIMIT: lambda: whole @ weight,
+        FUSED: lambda: symm_cp.all_gather_matmul(x_shard, weight, group=group),
+        UNFUSED: unfused,
+    }
+    return _case("all-gather-matmul", dtype, shape, variants)
+
+
+def _scatter(
+    group: dist.ProcessGroup, over: dist.ProcessGroup, dtype: torch.dtype, *shape: int
+) -> Case:
+    rows, inner, columns = shape
+    x, weight = _tensors(dtype, rows * group.size(), inner, columns)
+    part = x.new_empty(rows, columns)
+
+    def unfused() -> torch.Tensor:
+        _scatter_into(part, x @ weight, group=over)
+        return part
+
+    variants: dict[str, Callable[[], object]] = {
+        LIMIT: lambda: x @ weight,
+        FUSED: lambda: symm_cp.matmul_reduce_scatter(x, weight, group=group),
+        UNFUSED: unfused,
+    }
+    return _case("matmul-reduce-scatter", dtype, shape, variants)
+
+
+def _reduce(
+    group: dist.ProcessGroup, over: dist.ProcessGroup, dtype: torch.dtype, *shape: int
+) -> Case:
+    x, weight = _tensors(dtype, *shape)
+
+    def unfused() -> torch.Tensor:
+        total = x @ weight
+        dist.all_reduce(total, group=over)
+        return total
+
+    variants: dict[str, Callable[[], object]] = {
+        LIMIT: lambda: x @ weight,
+        FUSED: lambda: symm_cp.matmul_all_reduce(x, weight, group=group),
+        UNFUSED: unfused,
+    }
+    return _case("matmul-all-reduce", dtype, shape, variants)
+
+
+def worst(rows: list[Written]) -> str:
+    """Returns the cases in which the fused op is furthest behind, worst first."""
+    behind = sorted(rows, key=lambda row: -row["behind"])
+    lines = [f"{row['behind']:.2f} of the unfused form: {row['case']}" for row in behind[:10]]
+    return "\n".join(["", *lines])
+
+
+if __name__ == "__main__":
+    main(cases, __doc__, summary=worst)

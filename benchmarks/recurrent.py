@@ -24,7 +24,7 @@ import symm_cp
 from benchmarks.harness import Case, main
 from symm_cp.commands.harness.measure import Row
 from symm_cp.commands.harness.report import Written
-from symm_cp.ops.scan import pieces_of
+from symm_cp.ops.recurrent.scan import pieces_of
 from symm_cp.schedule.patterns import RELAY
 from symm_cp.schedule.simulate import simulate
 from symm_cp.schedule.steps import Compute, Step

@@ -51,8 +51,6 @@ if _everything:
         low_contention_all_gather,
         low_contention_reduce_scatter,
     )
-    from symm_cp.ops.delta_rule import gated_delta_rule
-    from symm_cp.ops.halo import exchange_halo
     from symm_cp.ops.matmul import (
         all_gather_matmul,
         matmul_all_reduce,
@@ -62,7 +60,9 @@ if _everything:
         scaled_matmul_reduce_scatter,
     )
     from symm_cp.ops.override import override_cuda_ops
-    from symm_cp.ops.scan import scan_states
+    from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
+    from symm_cp.ops.recurrent.halo import exchange_halo
+    from symm_cp.ops.recurrent.scan import scan_states
     from symm_cp.runtime.recorder import Recording, trace
     from symm_cp.tensors.results import empty_cache
 

@@ -14,7 +14,7 @@ from symm_cp.context_parallel.context import (
     context_parallel_shard,
     context_parallel_unshard,
 )
-from symm_cp.context_parallel.heads import (
+from symm_cp.context_parallel.exchanges import (
     heads_to_sequence,
     sequence_to_heads,
     ulysses_output_projection,

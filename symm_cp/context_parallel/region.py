@@ -18,9 +18,13 @@ from symm_cp.context_parallel.lengths import Balancers, check_balancer, known_ba
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 from symm_cp.group.hosts import numbers_of_all
 from symm_cp.group.memory import GroupLike, resolve
-from symm_cp.ops.attention.layouts import encoded
+from symm_cp.ops.attention.layouts import (
+    encoded,
+    layout_held,
+    layout_of_keys,
+    must_count_keys,
+)
 from symm_cp.ops.attention.methods import ALLGATHER, Method, MethodLike, split_by
-from symm_cp.schedule.layout import held_layout
 
 _OP = "context_parallel"
 
@@ -90,17 +94,8 @@ class ParallelRegion:
         """Returns how a sequence is spread of which this rank holds `local_length` positions."""
         if self.choose is not None:
             return self._chosen(self.choose, local_length)
-        if len(self.balancers) == 1:
-            return self.balancers[0]
-        if self.balancers:
-            return self.balancers[held_layout(_OP, self._held, local_length)]
-        if local_length % 2 != 0:
-            raise ValueError(
-                f"{_OP}: {local_length} positions on this rank cannot be split into two "
-                "equal chunks: pass a load_balancer, which knows the length of the whole sequence"
-            )
-        balancer = HeadTail(local_length * self.world_size, self.world_size)
-        if not torch.compiler.is_compiling():
+        balancer = layout_held(_OP, self.balancers, local_length, *self._place)
+        if not self.balancers and not torch.compiler.is_compiling():
             self._check_guess(balancer, local_length)
         return balancer
 
@@ -109,26 +104,19 @@ class ParallelRegion:
     ) -> LoadBalancer | None:
         """Returns how keys are spread of which this rank holds `keys` positions, `queries` queries.
 
-        None if the region does not know it and it makes no difference: keys of another length
-        (cross-attention) of which every query sees all, so that they are not `ordered`. Collective
-        if they are not and the ranks hold unequal parts of the sequence of queries: keys may be as
-        many as these on some ranks only.
+        None if it is unknown and makes no difference; see `layouts.layout_of_keys`. Collective if
+        ranks have to count the keys.
         """
-        if not ordered and len(self.balancers) == 1 and not self.even and self._may_ask:
+        if self.choose is not None:
+            return self.layout(keys)
+        if must_count_keys(self.balancers, ordered=ordered) and self._may_ask:
             name = f"{_OP}: numbers of keys"
             counts = [count for (count,) in numbers_of_all(resolve(self.group), name, [keys])]
             return self.balancers[0] if counts == list(self.balancers[0].lengths) else None
-        if keys == queries or self.choose is not None or len(self.balancers) > 1:
-            return self.layout(keys)
-        if not ordered:
-            return None
-        if self.balancers:
-            raise ValueError(
-                f"{_OP}: this rank has {queries} queries and {keys} keys, and {self.balancers[0]} "
-                "is for sequences of one length: pass load_balancer={length of the whole sequence: "
-                "its LoadBalancer, ...}"
-            )
-        return self.layout(keys)
+        rows, place = (queries, keys), self._place
+        balancer = layout_of_keys(_OP, self.balancers, rows, *place, ordered=ordered)
+        # Without load balancers the layout is a guess, which is compared with the last cut.
+        return balancer if balancer is None or self.balancers else self.layout(keys)
 
     @property
     def _may_ask(self) -> bool:
@@ -137,9 +125,8 @@ class ParallelRegion:
         return self.method.grid is None and not (fake or torch.compiler.is_compiling())
 
     @property
-    def _held(self) -> list[int]:
-        """How many positions this rank holds of each sequence."""
-        return [balancer.lengths[self.rank] for balancer in self.balancers]
+    def _place(self) -> tuple[int, int, Callable[[int, int], LoadBalancer]]:
+        return self.rank, self.world_size, HeadTail
 
     def _chosen(self, choose: Callable[[int], LoadBalancer], local_length: int) -> LoadBalancer:
         balancer = choose(local_length)

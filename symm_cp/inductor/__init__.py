@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -45,12 +44,7 @@ class Enabled:
     def __enter__(self) -> Enabled:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _set(self._before)
 
 

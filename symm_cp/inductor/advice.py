@@ -1,4 +1,4 @@
-"""What a program could change so that its collectives take less time."""
+"""Advice on how to change a program so that its collectives take less time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _FEW_ROWS = 64
 
 _SEQUENCE_PARALLEL = (
     "with sequence parallelism a reduce-scatter would move half of the bytes here, an all-gather "
-    "before the next matmul the other half, and each rank would hold and compute 1/W of what lies "
-    "between"
+    "before the next matmul the other half, and each rank would hold and compute 1/W of the "
+    "tensors between them"
 )
 _BIAS = "every rank adds its bias: add it after the all-reduce if it should count once"
 
@@ -28,8 +28,8 @@ _BY_REASON = {
     "is used elsewhere": "use the reduced tensor there, or compute that use from other inputs",
     "wider than its own dtype": "reduce first, cast the result",
     "added on every rank": "add the bias after the collective",
-    "rearranged": "do what lies between the matmul and the collective after the collective",
-    "not followed": "do what lies between the collective and the matmul before the collective",
+    "rearranged": "move the ops between the matmul and the collective behind the collective",
+    "not followed": "move the ops between the collective and the matmul before the collective",
     "several tensors at once": "call the collective once for each tensor",
     "no fused op exists for all_to_all": (
         "if it exchanges a sequence for heads, symm_cp.sequence_to_heads and heads_to_sequence "
@@ -43,17 +43,17 @@ _BY_REASON = {
         "to exchange a sequence for heads, give rank r the r-th of W equal runs of heads, as "
         "symm_cp.sequence_to_heads does"
     ),
-    "no fused op exists for broadcast": "broadcast what stays the same once, outside of the graph",
+    "no fused op exists for broadcast": "broadcast constant tensors once, outside of the graph",
 }
 
 
 def on_reason(reason: str) -> str:
-    """Returns what to change about a collective that was not fused; empty for nothing."""
+    """Returns advice on a collective that was not fused; empty if there is none."""
     return next((advice for part, advice in _BY_REASON.items() if part in reason), "")
 
 
 def on_sum(node: Node, terms: Iterable[Node]) -> str:
-    """Returns what to change about a fused all-reduce of products; empty for nothing."""
+    """Returns advice on a fused all-reduce of products; empty if there is none."""
     biases = [bias for term in terms if (bias := bias_of(term)) is not None]
     # DTensor divides its bias by W: such a one is computed.
     if node.args[1] == "sum" and any(bias.op == "placeholder" for bias in biases):
@@ -66,7 +66,7 @@ def on_sum(node: Node, terms: Iterable[Node]) -> str:
 
 
 def on_group(name: str) -> str:
-    """Returns what to change about a group of CPU tensors; empty for nothing."""
+    """Returns advice on a group for CPU tensors; empty if there is none."""
     group = _group(name)
     try:
         backend = "" if group is None else group._get_backend(torch.device("cpu")).name()

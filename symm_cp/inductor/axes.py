@@ -2,8 +2,8 @@
 
 Each dimension of a tensor is described by *factors* of the dimensions of its *origin*, the tensor
 that it is an arrangement of; the outermost comes first. Example: frameworks gather dimension 1 by
-gathering along dimension 0 and moving the W parts. The position of the factor of W ranks tells this
-from any other order of elements, in whatever form a framework writes it.
+gathering along dimension 0 and moving the W parts. The position of the factor of W ranks identifies
+this order of elements, in whatever form a framework writes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Factor:
         return self.stride * self.size
 
 
-#: The factors of each dimension of a tensor, outermost first; those of size 1 are left out.
+#: The factors of each dimension of a tensor, outermost first, without those of size 1.
 Axes: TypeAlias = tuple[tuple[Factor, ...], ...]
 
 
@@ -60,7 +60,7 @@ def split(factor: Factor, outer: int) -> tuple[Factor, Factor] | None:
 
 
 def joined(factors: Iterable[Factor]) -> tuple[Factor, ...]:
-    """Puts factors together that continue each other; leaves out those of size 1."""
+    """Joins factors that continue each other, and drops factors of size 1."""
     kept: list[Factor] = []
     for factor in factors:
         if factor.size == 1:

@@ -1,4 +1,4 @@
-"""What the passes did with each collective of a graph, or why they left it alone."""
+"""Records of how the passes treated each collective of a graph, and why."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from symm_cp.tuning import Choice
 
 @dataclass(frozen=True)
 class Decision:
-    """A collective of a compiled graph: what it was fused into, or why it was not.
+    """A collective of a compiled graph: into which op it was fused, or why it was not.
 
-    One that was not fused runs as another op where `runs_as` names one.
+    A collective that was not fused may still be replaced by another op, `runs_as`.
     """
 
     collective: str
@@ -24,7 +24,7 @@ class Decision:
     reason: str
     critical: bool = False  # next to a matmul or attention
     runs_as: str | None = None
-    #: What the program could change so that it takes less time; empty for nothing known.
+    #: How to change the program so that it takes less time; empty if there is no advice.
     advice: str = ""
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Report:
 
     @property
     def advice(self) -> dict[str, list[str]]:
-        """What to change in the program, with the collectives that this concerns."""
+        """How to change the program, with the collectives that each piece of advice concerns."""
         advice: dict[str, list[str]] = {}
         for decision in self.decisions:
             if decision.advice:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from symm_cp.inductor.nodes import aten, static_shape, value
+from symm_cp.inductor.nodes import argument, aten, static_shape, value
 from symm_cp.inductor.options import Options
 
 SCALED = aten._scaled_mm.default
+#: Matmuls of matrices, with or without a bias.
+PLAIN = {aten.mm.default, aten.addmm.default}
 #: Matmuls; a `bmm` counts if its right operand is one matrix for all batches.
-MATMULS = {aten.mm.default, aten.addmm.default, SCALED, aten.bmm.default}
+MATMULS = PLAIN | {SCALED, aten.bmm.default}
 
 #: Ops that repeat a matrix for each batch of a `bmm`.
 _REPEATS = {
@@ -44,8 +46,20 @@ def right(matmul: Node) -> Node | None:
 
 
 def bias_of(matmul: Node) -> Node | None:
-    """Returns what an `addmm` adds to its product; None for other matmuls."""
+    """Returns the addend of an `addmm`; None for other matmuls."""
     return matmul.args[0] if matmul.target is aten.addmm.default else None  # type: ignore[return-value]
+
+
+def inner(matmul: Node) -> int:
+    """Returns the length of the dimension that a matmul sums over."""
+    return (static_shape(left(matmul)) or (0,))[-1]
+
+
+def scaled_options(matmul: Node) -> tuple[Any, Any, Any, bool]:
+    """Returns bias, scale of the result, its dtype, and whether fast accumulation is allowed."""
+    names = ("bias", "scale_result", "out_dtype")
+    bias, scale, dtype = (argument(matmul, name) for name in names)
+    return bias, scale, dtype, bool(argument(matmul, "use_fast_accum"))
 
 
 def other_operands(matmul: Node) -> list[Node]:

@@ -1,8 +1,8 @@
 """Which matmul a collective is next to: only ops that move or cast elements lie between them.
 
-The passes fuse what they can follow exactly. This looks further, through any op that only moves or
-casts elements, so that `strict` and `explain` also report collectives that could not be followed to
-the matmul that they feed or that feeds them.
+The passes fuse where they can follow each element. This module looks further, through any op that
+only moves or casts elements, so that `strict` and `explain` also report collectives that no pass
+could follow to the matmul that they feed, or that feeds them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.decisions import Decision, record, recorded
-from symm_cp.inductor.nodes import ALL_TO_ALL, GATHER, SCATTER, argument
+from symm_cp.inductor.nodes import ALL_TO_ALL, GATHER, SCATTER, group_of
 from symm_cp.inductor.rewrite import is_ours
 
 _MATMULS = {
@@ -89,7 +89,7 @@ def record_called(graph: Graph) -> None:
         called = getattr(node.target, "namespace", "") == "symm_mem" and not is_ours(node)
         if called and node.name not in known:
             name = _packet(node)
-            record(Decision(node.name, _group_of(node), name, "called by the program"))
+            record(Decision(node.name, group_of(node), name, "called by the program"))
 
 
 def record_others(graph: Graph) -> None:
@@ -101,7 +101,7 @@ def record_others(graph: Graph) -> None:
             continue
         path = fed_by(node) or feeding(node)
         reason = _why_not_fused(node, path)
-        record(Decision(node.name, _group_of(node), None, reason, bool(path)))
+        record(Decision(node.name, group_of(node), None, reason, bool(path)))
 
 
 def _why_not_fused(node: Node, path: list[Node]) -> str:
@@ -114,8 +114,3 @@ def _why_not_fused(node: Node, path: list[Node]) -> str:
     if "coalesced" in name:
         return f"{next_to}it takes several tensors at once"
     return f"{next_to}no fused op exists for {name}"
-
-
-def _group_of(node: Node) -> str:
-    group = argument(node, "group_name")
-    return str(argument(node, "ranks") if group is None else group)

@@ -1,4 +1,4 @@
-"""What the nodes of a graph are: collectives, shapes, arguments."""
+"""Properties of the nodes of a graph: which op they call, its arguments, shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -20,21 +20,27 @@ WAIT = c10d.wait_tensor.default
 
 
 def is_item(node: Node) -> bool:
-    """Tells whether a node takes one of several results."""
+    """Tells whether a node is one of several results of another."""
     return node.target is operator.getitem
 
 
 def is_result(node: Node) -> bool:
-    """Tells whether a node does something without being used: it returns, or writes to memory."""
+    """Tells whether a node has an effect even if nothing uses it: it returns, or writes memory."""
     return node.op == "output" or bool(
         getattr(getattr(node.target, "_schema", None), "is_mutable", False)
     )
 
 
 def value(node: Any) -> torch.Tensor | None:
-    """Returns the fake tensor of a node; None for no tensor."""
+    """Returns the fake tensor of a node; None if it is no tensor."""
     fake = node.meta.get("val") if isinstance(node, Node) else None
     return fake if isinstance(fake, torch.Tensor) else None
+
+
+def device_of(node: Any) -> str:
+    """Returns the kind of device that a tensor is on."""
+    tensor = value(node)
+    return "an unknown device" if tensor is None else tensor.device.type
 
 
 def argument(node: Node, *names: str) -> Any:
@@ -47,9 +53,21 @@ def argument(node: Node, *names: str) -> Any:
     return None
 
 
-# Sizes that are unknown when a graph is compiled are replaced by large primes: products and
-# quotients of such sizes then are equal, or divide each other, just where those of the unknown
-# sizes do.
+def group_of(collective: Node) -> str:
+    """Returns the name of a collective's group, or its ranks where the op takes these."""
+    group = argument(collective, "group_name")
+    return str(argument(collective, "ranks") if group is None else group)
+
+
+def awaited(graph: Graph, collective: Any) -> list[tuple[Node, Node]]:
+    """Returns each wait for one of the calls of a collective, with that call."""
+    waits: list[Any] = graph.find_nodes(op="call_function", target=WAIT)
+    pairs = [(wait, wait.args[0]) for wait in waits]
+    return [(wait, node) for wait, node in pairs if getattr(node, "target", None) is collective]
+
+
+# A size that is unknown when a graph is compiled is represented by a large prime: products and
+# quotients of primes are equal, or divide each other, exactly where the unknown sizes do.
 _FIRST_PRIME = 1_000_003
 _stand_ins: dict[str, int] = {}
 
@@ -63,18 +81,18 @@ def _stand_in(symbol: Any) -> int:
 
 
 def is_dynamic(size: int) -> bool:
-    """Tells whether a size in a `static_shape` stands for an unknown one."""
+    """Tells whether a size in a `static_shape` represents an unknown one."""
     return size >= _FIRST_PRIME and any(size % prime == 0 for prime in _stand_ins.values())
 
 
 def static_shape(node: Any) -> tuple[int, ...] | None:
-    """Returns the shape of a node, with numbers for unknown sizes; None for no tensor."""
+    """Returns the shape of a node, with primes for unknown sizes; None if it is no tensor."""
     tensor = value(node)
     return None if tensor is None else shape_of(tensor)
 
 
 def shape_of(fake: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the shape of a fake tensor, with numbers for unknown sizes."""
+    """Returns the shape of a fake tensor, with primes for unknown sizes."""
     sizes: list[int] = []
     for size in fake.shape:
         number = number_of(size)

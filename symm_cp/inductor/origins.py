@@ -28,7 +28,7 @@ VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _SAME = {aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default}
 _CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
-_CUTS = {*_SPLITS, aten.unbind.int, aten.slice.Tensor, aten.select.int, operator.getitem}
+CUTS = {*_SPLITS, aten.unbind.int, aten.slice.Tensor, aten.select.int, operator.getitem}
 
 _SQUEEZES = {
     aten.unsqueeze.default,
@@ -38,7 +38,7 @@ _SQUEEZES = {
 }
 _PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default}
 _SLICES = {aten.slice.Tensor, aten.select.int}
-_ARRANGES = {*VIEWS, *_SAME, *_SQUEEZES, *_PERMUTES, aten.copy.default}
+ARRANGES = {*VIEWS, *_SAME, *_SQUEEZES, *_PERMUTES, aten.copy.default}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Sliced:
-    """A part of what each rank contributes: `target` applied to `of`."""
+    """A slice of each rank's shard: `target` applied to `of`."""
 
     of: Traced
     target: Any
@@ -70,9 +70,9 @@ class Traced:
     """A tensor that holds the elements of another one, in another order.
 
     `source` is the node where the trace ended: the wait for an all-gather, or a matmul. The origin
-    of `axes` is the source's result or, after a slice, the slice of it. `dtypes` are those of the
-    source and of each cast. For a gather `ranks` is the factor of the origin that counts the ranks;
-    what each rank contributes is the input of the gather, or the slice `sliced` of it.
+    of `axes` is the source's result or, after a slice, the slice of it. `dtypes` are the dtypes of
+    the source and of each cast. For a gather `ranks` is the factor of the origin that counts the
+    ranks; each rank's shard is the input of the gather, or the slice `sliced` of it.
     """
 
     source: Node
@@ -88,15 +88,15 @@ class Traced:
 
     @property
     def shard(self) -> Node:
-        """What this rank contributes to the all-gather."""
+        """This rank's shard, which the all-gather gathers."""
         return self.gather.args[0]  # type: ignore[return-value]
 
 
 class Tracer:
     """Traces each node of a graph once.
 
-    Besides waits for gathers, traces end at nodes that call one of `ends`, and at the results of
-    those that call one of `items_of`.
+    Traces end at waits for gathers, at calls of one of `ends`, and at single results of calls of
+    one of `items_of`.
     """
 
     def __init__(self, graph: Graph, ends: set[Any], items_of: set[Any] | None = None) -> None:
@@ -112,6 +112,10 @@ class Tracer:
 
     def __getitem__(self, node: Any) -> Traced | None:
         return self._traced.get(node) if isinstance(node, Node) else None
+
+    def arrangement(self, node: Node) -> Traced:
+        """Returns the trace of a node that has one, such as the nodes of `of` and `uses`."""
+        return self._traced[node]
 
     def of(self, source: Node) -> list[Node]:
         """Returns all nodes that are arrangements of a source, in graph order."""
@@ -131,7 +135,7 @@ class Tracer:
             return (
                 user in arrangements
                 or (not user.users and not is_result(user))
-                or (user.target in _CUTS and all(map(rearranges, user.users)))
+                or (user.target in CUTS and all(map(rearranges, user.users)))
             )
 
         return [
@@ -230,7 +234,7 @@ class Tracer:
     def _sliced_by(
         self, node: Node, operand: Traced, dim: int, target: Any, args: tuple[Any, ...]
     ) -> Traced | None:
-        """Takes a slice of what each rank contributes as the new origin, if it keeps all ranks."""
+        """Takes a slice of each rank's shard as the new origin, if it keeps all ranks."""
         shape = static_shape(node)
         if shape is None or operand.ranks is None or not all(isinstance(a, int) for a in args):
             return None
@@ -249,11 +253,11 @@ class Tracer:
 
 
 def rearranged_by(node: Node) -> Any:
-    """Returns the operand that a node arranges, if it is one that arranges a tensor."""
+    """Returns the tensor that a node would rearrange: its first operand, or the copied one."""
     if not node.args:
         return None
     if node.target is aten.copy.default:
-        # What a collective with an output of the caller's becomes: it overwrites all elements.
+        # A collective with an `out` argument ends in such a copy, which overwrites all elements.
         into, copied = value(node.args[0]), value(node.args[1])
         same = into is not None and copied is not None and into.dtype == copied.dtype
         return node.args[1] if same else None
@@ -264,7 +268,7 @@ def start_of(node: Node) -> Traced:
     """Traces a tensor back through views and permutations alone, to whatever computed it."""
     path: list[Node] = []
     start = node
-    while start.target in _ARRANGES and isinstance(operand := rearranged_by(start), Node):
+    while start.target in ARRANGES and isinstance(operand := rearranged_by(start), Node):
         path.append(start)
         start = operand
     traced = _whole(start)

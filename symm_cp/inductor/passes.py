@@ -12,16 +12,16 @@ import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from symm_cp.inductor.all_reduce import replace_all_reduces
-from symm_cp.inductor.all_to_all import fuse_all_to_alls
-from symm_cp.inductor.attention import fuse_attention
 from symm_cp.inductor.decisions import Decision, Report, record, recording
-from symm_cp.inductor.gather import fuse_gathers
-from symm_cp.inductor.heads import fuse_projections
-from symm_cp.inductor.low_contention import sink_collectives
+from symm_cp.inductor.fuse_all_reduces import replace_all_reduces
+from symm_cp.inductor.fuse_all_to_alls import fuse_all_to_alls
+from symm_cp.inductor.fuse_attention import fuse_attention
+from symm_cp.inductor.fuse_gathers import fuse_gathers
+from symm_cp.inductor.fuse_projections import fuse_projections
+from symm_cp.inductor.fuse_scatters import fuse_scatters
+from symm_cp.inductor.hide_collectives import sink_collectives
 from symm_cp.inductor.neighbours import record_called, record_others
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.scatter import fuse_scatters
 
 
 @cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch._guards import detect_fake_mode
@@ -24,8 +25,24 @@ def is_ours(node: Node) -> bool:
     return _OURS in node.meta
 
 
+P = ParamSpec("P")
+
+
 class DynamicShapeError(Exception):
     """A shape cannot be written into the graph, because more than one of its sizes is unknown."""
+
+
+def explains_dynamic_shapes(rewrite: Callable[P, str]) -> Callable[P, str]:
+    """Decorates rewrites, which return why they failed: returns also that a shape is dynamic."""
+
+    @wraps(rewrite)
+    def explaining(*args: P.args, **kwargs: P.kwargs) -> str:
+        try:
+            return rewrite(*args, **kwargs)
+        except DynamicShapeError as error:
+            return str(error)
+
+    return explaining
 
 
 def _reshape_sizes(shape: Sequence[int]) -> list[int]:
@@ -94,7 +111,7 @@ class Emitter:
         return self.reshape(node, sizes(want))
 
     def shard(self, traced: Traced, want: Axes) -> Node | None:
-        """Inserts what this rank contributes to a gathered tensor, arranged as `want`."""
+        """Inserts this rank's shard of a gathered tensor, arranged as `want`."""
         assert traced.ranks is not None
         node: Node | None = traced.shard
         casts = traced.dtypes[1:]
@@ -137,7 +154,7 @@ def depends(nodes: Iterable[Node], on: Iterable[Node], order: dict[Node, int]) -
 
 
 def hoist(before: Node, nodes: Iterable[Node]) -> None:
-    """Moves nodes, with all that they need, before a node that they do not depend on."""
+    """Moves nodes, with all their operands, before a node that they do not depend on."""
     order = order_of(before.graph)
     moved: set[Node] = set()
     pending = [node for node in nodes if order[node] > order[before]]
@@ -150,8 +167,18 @@ def hoist(before: Node, nodes: Iterable[Node]) -> None:
         before.prepend(node)
 
 
+def replace_collective(graph: Graph, node: Node, result: Any) -> None:
+    """Replaces a collective and its waits by a result."""
+    for wait in [user for user in node.users if user.target is WAIT]:
+        wait.replace_all_uses_with(result)
+        graph.erase_node(wait)
+    # A checkpoint may save the result before the wait; waiting for a finished result is free.
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
 def erase_unused(graph: Graph, tracer: Tracer, wait: Node) -> None:
-    """Erases a gather with all arrangements of its result, except those that are still used."""
+    """Erases a gather and the arrangements of its result, unless they are still used."""
     if wait not in graph.find_nodes(op="call_function", target=WAIT):
         return
     _erase(graph, reversed(tracer.of(wait)))
@@ -161,7 +188,7 @@ def erase_unused(graph: Graph, tracer: Tracer, wait: Node) -> None:
 
 
 def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Erases the unused ones of `nodes`, the last of which come first, and parts of them."""
+    """Erases the unused among `nodes`, given in reverse graph order, and unused parts of them."""
     for node in nodes:
         for user in list(node.users):
             if user.op == "call_function" and _is_unused(user):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.fx import Node
 
 from symm_cp.inductor.axes import origin, view
-from symm_cp.inductor.matmuls import MATMULS, SCALED, right, why_too_small, why_unsupported
+from symm_cp.inductor.matmuls import (
+    MATMULS,
+    SCALED,
+    bias_of,
+    inner,
+    left,
+    right,
+    why_too_small,
+    why_unsupported,
+)
 from symm_cp.inductor.neighbours import feeding
 from symm_cp.inductor.nodes import argument, aten, static_shape
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Traced, Tracer
+from symm_cp.inductor.rewrite import Emitter
 
 ADD = aten.add.Tensor
 #: Where a trace ends that looks for sums of matmuls.
@@ -53,24 +63,33 @@ def terms_of(tracer: Tracer, node: Node, is_term: Callable[[Node], bool]) -> lis
 
 
 def users_of(tracer: Tracer, source: Node) -> list[Node]:
-    """Returns what uses a source, except for rearranging it."""
+    """Returns the users of a source, except for those that rearrange it."""
     return [user for _, user in tracer.uses(source)]
 
 
-def why_no_product(reduction: Node, traced: Traced | None) -> tuple[str, bool]:
-    """Returns why a reduced tensor is no sum of products, and whether a matmul is next to it."""
+def reduced_products(
+    tracer: Tracer, reduction: Node, options: Options
+) -> tuple[list[Node], str, bool]:
+    """Returns the matmuls whose sum a collective reduces (empty if it reduces something else).
+
+    Also returns why they cannot be fused with it, if they cannot, and whether a matmul is next to
+    it.
+    """
+    traced = tracer[reduction.args[0]]
+    terms = None if traced is None else terms_of(tracer, traced.source, is_product)
+    if traced is not None and terms is not None:
+        return terms, _why_not_fused(tracer, reduction, traced, terms, options), True
     if traced is not None and traced.source.target in MATMULS:
-        return why_unsupported(traced.source), True
-    path = feeding(reduction)
-    if path:
-        return f"the reduced tensor is not only {path[-1].name}, rearranged", True
-    return "the reduced tensor is not the product of a matmul", False
+        return [], why_unsupported(traced.source), True
+    if path := feeding(reduction):
+        return [], f"the reduced tensor is not only {path[-1].name}, rearranged", True
+    return [], "the reduced tensor is not the product of a matmul", False
 
 
-def why_not_fused(
+def _why_not_fused(
     tracer: Tracer, reduction: Node, traced: Traced, terms: list[Node], options: Options
 ) -> str:
-    """Returns why products are not fused with what reduces their sum, or an empty text."""
+    """Returns why products are not fused with the reduction of their sum, or an empty text."""
     if users_of(tracer, traced.source) != [reduction]:
         return f"{traced.source.name} is used elsewhere, too"
     item_sizes = [dtype.itemsize for dtype in traced.dtypes]
@@ -88,3 +107,21 @@ def why_not_fused(
         if reason:
             return reason
     return why_too_small(terms, options)
+
+
+def operands_of(
+    emitter: Emitter, terms: list[Node], rows: Sequence[int]
+) -> tuple[list[Node], list[Node | None]]:
+    """Returns the left operands of matmuls, with their rows in this shape, and the right ones."""
+    lefts = [emitter.reshape(left(term), [*rows, inner(term)]) for term in terms]
+    return lefts, [right(term) for term in terms]
+
+
+def sum_of_biases(emitter: Emitter, terms: list[Node]) -> Node | None:
+    """Returns the sum of the biases of matmuls; None if none has a bias."""
+    total = None
+    for term in terms:
+        bias = bias_of(term)
+        if bias is not None:
+            total = bias if total is None else emitter.call(ADD, total, bias)
+    return total

@@ -3,14 +3,11 @@
 from symm_cp.ops import (
     attention,
     collectives,
-    delta_rule,
     equal_inputs,
-    exchange_heads,
-    halo,
-    head_projection,
     matmul,
-    scan,
 )
+from symm_cp.ops.heads import exchange_heads, projection
+from symm_cp.ops.recurrent import delta_rule, halo, scan
 from symm_cp.ops.registration import register, register_without_native
 
 __all__ = [
@@ -20,8 +17,8 @@ __all__ = [
     "equal_inputs",
     "exchange_heads",
     "halo",
-    "head_projection",
     "matmul",
+    "projection",
     "register",
     "register_without_native",
     "scan",

@@ -88,7 +88,7 @@ class PackedBoxes(Protocol):
         """Writes the message for a peer to memory of that size."""
 
     def take(self, outputs: Sequence[torch.Tensor], source: int, memory: torch.Tensor) -> None:
-        """Copies the parts in a peer's message to their places."""
+        """Copies the parts in a peer's message to their places in the outputs."""
 
     def keep(self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Copies the parts that stay on this rank."""
@@ -99,7 +99,7 @@ class PackedBoxes(Protocol):
         """Returns the parts that are sent and those that arrive, in order of peers and pieces.
 
         `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. A part
-        that stays is one box of both lists.
+        that stays on this rank is one box of both lists.
         """
 
 

@@ -146,7 +146,7 @@ Boxes: TypeAlias = "tuple[ctypes.Array[wire.Box], ctypes.Array[wire.Box]]"
 
 @lru_cache(maxsize=128)
 def boxes_of(packed: PackedBoxes, strides: tuple[tuple[int, ...], ...], world_size: int) -> Boxes:
-    """Returns the boxes that a rank sends and receives, for native code."""
+    """The boxes that are given and taken, for native code; `strides` as in `PackedBoxes.boxes`."""
     room = wire.EXCHANGE_PIECE // world_size // wire.EXCHANGE_PART * wire.EXCHANGE_PART
     given, taken = packed.boxes(strides, room)
     given_boxes, taken_boxes = ([wire.Box(*box) for box in boxes] for boxes in (given, taken))

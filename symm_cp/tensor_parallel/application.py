@@ -17,6 +17,7 @@ from symm_cp.group.memory import GroupLike, resolve
 from symm_cp.tensor_parallel import wrappers
 from symm_cp.tensor_parallel.blocks import Blocks, blocks_of
 from symm_cp.tensor_parallel.checkpoint import SavesWholeModel, load
+from symm_cp.tensor_parallel.embedding import option_of_whole
 from symm_cp.tensor_parallel.features import chunks
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
 from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
@@ -64,8 +65,8 @@ def apply(
     inputs raises `RuntimeError` on all of them. All parameters become DTensors: split, or
     `Replicate()`. `model.save_pretrained`, where there is one, then saves the whole model: call it
     on all ranks, of which rank 0 writes. Returns the model. Raises `ValueError` or
-    `NotImplementedError`, which name the module, the kind and what to do instead, before anything
-    is changed.
+    `NotImplementedError`, which name the module, the kind and an alternative, before anything is
+    changed.
     """
     rules = rules_of(model, plan)
     work = _Application(model, _mesh_of(mesh, model), rules, sequence_parallel, src_data_rank)
@@ -117,7 +118,7 @@ class _Application:
     # --- checks ---
 
     def check(self) -> None:
-        """Raises what would be raised half way through `run`."""
+        """Raises all errors of `run` in advance, while the model is unchanged."""
         for name, parameter in self.model.named_parameters():
             if isinstance(parameter, DTensor):
                 raise ValueError(
@@ -162,9 +163,9 @@ class _Application:
             )
 
     def _units(self, rule: Rule) -> int | None:
-        """How many heads can be told apart in a linear of an attention module, None elsewhere.
+        """The number of heads that can be split apart in a linear of attention, None for others.
 
-        Query heads that share a key head stay together, as `repeat_kv` counts on.
+        Query heads that share a key head stay together, as `repeat_kv` requires.
         """
         parent = rule.owner.rpartition(".")[0]
         head_dim = getattr(self.module(parent), "head_dim", None)
@@ -226,8 +227,7 @@ class _Application:
         embedding = self.module(rule.owner)
         if not isinstance(embedding, nn.Embedding):
             raise self._refuse(rule, "must be an nn.Embedding")
-        unusual = ("max_norm", "scale_grad_by_freq", "sparse")
-        if name := next((n for n in unusual if getattr(embedding, n)), None):
+        if name := option_of_whole(embedding):
             raise self._refuse(rule, f"an embedding with {name} cannot be split by vocabulary")
 
     def _check_ties(self) -> None:

@@ -24,7 +24,7 @@ _TOKEN_WISE = (nn.Dropout, nn.Identity, nn.Linear, nn.LayerNorm)
 
 @dataclass
 class Blocks:
-    """Names of modules, by what they do with the sequence."""
+    """Names of modules, by how they process the sequence."""
 
     first: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
             parameter.copy_(distribute_tensor(stored[name], mesh, parameter.placements))
 
     but each rank reads only its own part of each tensor, one tensor at a time: a split tensor is
-    never whole in memory. What is on the meta device becomes real, on the mesh's kind of device.
+    never whole in memory. Tensors on the meta device become real, on the mesh's kind of device.
 
-    Names are those of the model, or of transformers' files (a base model without prefix, experts
+    Names are the model's, or those of transformers' files (a base model without prefix, experts
     one by one). Dtypes are the model's; further tensors in the files are ignored. Buffers that no
     file has are computed by the model's `initialize_weights()`, as transformers does. Returns the
     model. Raises `FileNotFoundError` without files, `ValueError` for missing tensors and for other
@@ -180,27 +181,22 @@ def save(
     """
     from safetensors.torch import save_file
 
-    path, slots = Path(folder), _slots(model)
-    _refuse_meta("save", slots)
-    meshes = [slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor)]
-    writes = all(mesh.get_local_rank() == 0 for mesh in meshes)
-    names: dict[str, str] = {}
-    for number, tensors in enumerate(_batches(slots, file_bytes, keep=writes)):
-        file = f"model-{number + 1:05d}.safetensors"
-        names |= dict.fromkeys(tensors, file)
+    path, names = Path(folder), dict[str, str]()
+    with _saving("save", model) as (slots, writes):
+        for number, tensors in enumerate(_batches(slots, file_bytes, keep=writes)):
+            file = f"model-{number + 1:05d}.safetensors"
+            names |= dict.fromkeys(tensors, file)
+            if writes:
+                path.mkdir(parents=True, exist_ok=True)
+                save_file(tensors, path / file, metadata={"format": "pt"})
         if writes:
-            path.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, path / file, metadata={"format": "pt"})
-    if writes:
-        total = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in slots)
-        index = {"metadata": {"total_size": total}, "weight_map": names}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    for mesh in meshes[:1]:  # nobody reads before all is written
-        dist.barrier(mesh.get_group())
+            total = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in slots)
+            index = {"metadata": {"total_size": total}, "weight_map": names}
+            (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 class SavesWholeModel(nn.Module):
-    """A model of transformers whose `save_pretrained` gathers what `apply` has split."""
+    """A model of transformers whose `save_pretrained` gathers the tensors that `apply` split."""
 
     def save_pretrained(
         self,
@@ -224,22 +220,25 @@ class SavesWholeModel(nn.Module):
         if state_dict is not None:  # of whole tensors, as for transformers
             save(save_directory, is_main_process, state_dict, **options)
             return
-        slots, state_dict = _slots(self), {}
-        _refuse_meta("save_pretrained", slots)
-        meshes = [slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor)]
-        writes = all(mesh.get_local_rank() == 0 for mesh in meshes) and is_main_process
-        for tensors in _batches(slots, _FILE_BYTES, keep=writes):
-            state_dict |= tensors if writes else {}
-        if writes:
-            save(save_directory, True, state_dict, **options)
-        for mesh in meshes[:1]:  # nobody reads before all is written
-            dist.barrier(mesh.get_group())
+        state_dict = {}
+        with _saving("save_pretrained", self) as (slots, is_first):
+            writes = is_first and is_main_process
+            for tensors in _batches(slots, _FILE_BYTES, keep=writes):
+                state_dict |= tensors if writes else {}
+            if writes:
+                save(save_directory, True, state_dict, **options)
 
 
-def _refuse_meta(op: str, slots: Sequence[_Slot]) -> None:
-    meta = [slot.names[0] for slot in slots if slot.tensor.is_meta]
-    if meta:
+@contextmanager
+def _saving(op: str, model: nn.Module) -> Iterator[tuple[list[_Slot], bool]]:
+    """Yields a model's tensors, and whether this rank writes; ends once the files are written."""
+    slots = _slots(model)
+    if meta := [slot.names[0] for slot in slots if slot.tensor.is_meta]:
         raise ValueError(f"{op}: {meta} are on the meta device: load the model first")
+    meshes = [slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor)]
+    yield slots, all(mesh.get_local_rank() == 0 for mesh in meshes)
+    for mesh in meshes[:1]:
+        dist.barrier(mesh.get_group())
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,7 +258,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _batches(
     slots: Sequence[_Slot], file_bytes: int, keep: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Gathers tensors, and yields them when there are enough; drops them where nothing is kept."""
+    """Gathers tensors, and yields them whenever there are enough; drops them unless `keep`."""
     batch: dict[str, torch.Tensor] = {}
     waiting = 0
     for slot in slots:

@@ -1,7 +1,7 @@
 """Embeddings split by vocabulary: each rank looks up the tokens that it has, and they are summed.
 
-The weight is a DTensor with `Shard(0)`, as that of an output layer split by output features, so
-both may be the same parameter (tied weights).
+The weight is a DTensor with `Shard(0)`, as the weight of an output layer split by output features,
+so both may be one parameter (tied weights).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from symm_cp.ops.common import tells_peers
 from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.features import Features
-from symm_cp.tensor_parallel.linear import output_placement
+from symm_cp.tensor_parallel.linear import local_part, output_placement
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -53,19 +53,13 @@ def _look_up(
 ) -> tuple[torch.Tensor, Placement]:
     """Returns the embeddings of this rank's tokens, zeros for the others; and how to sum them."""
     style, mesh = "FusedRowwiseParallel", module.weight.device_mesh
-    if isinstance(tokens, DTensor):
-        if tokens.placements != (Replicate(),) or tokens.device_mesh != mesh:
-            raise ValueError(
-                f"{style}: the tokens are a DTensor placed {tokens.placements} on "
-                f"{tokens.device_mesh}, must be placed {(Replicate(),)} on {mesh}"
-            )
-        tokens = tokens.to_local()
+    tokens = local_part(style, "the tokens are", tokens, mesh, Replicate())
     weight, features = module.weight.to_local(), module.features
     start, count = features.computed.start(features.rank), features.count
     if count == 0:  # its gradient, empty, still takes part in the backward pass
         weight = F.pad(weight, (0, 0, 0, 1))
     index = tokens - start
-    # Tokens that no rank has keep an index out of range: torch raises what it always does.
+    # Tokens that no rank has keep an index out of range, so that torch raises its `IndexError`.
     elsewhere = (tokens >= 0) & (tokens < features.length) & ((index < 0) | (index >= count))
     padding = None
     if module.padding_idx is not None and 0 <= module.padding_idx - start < count:
@@ -80,13 +74,18 @@ _look_up_telling_peers = tells_peers(_look_up)
 
 
 def check_embedding(style: str, module: nn.Embedding) -> None:
-    """Raises `NotImplementedError` for what a rank cannot do with a part of the vocabulary."""
+    """Raises `NotImplementedError` for options that need the whole vocabulary on each rank."""
     if type(module) is not nn.Embedding or "forward" in vars(module):
         name = type(module).__name__
         raise NotImplementedError(f"{style}: must be applied to an nn.Embedding itself, not {name}")
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option):
-            raise NotImplementedError(
-                f"{style}: an embedding with {option}={getattr(module, option)} cannot be split by "
-                "vocabulary"
-            )
+    if option := option_of_whole(module):
+        raise NotImplementedError(
+            f"{style}: an embedding with {option}={getattr(module, option)} cannot be split by "
+            "vocabulary"
+        )
+
+
+def option_of_whole(embedding: nn.Embedding) -> str | None:
+    """Returns the name of an option of an embedding that needs the whole vocabulary, if any."""
+    options = ("max_norm", "scale_grad_by_freq", "sparse")
+    return next((option for option in options if getattr(embedding, option)), None)

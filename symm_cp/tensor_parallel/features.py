@@ -63,7 +63,7 @@ class Features:
         return self.computed == self.stored
 
     def own(self, stored: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-        """Returns what this rank computes with, given what it stores. Communicates if it must."""
+        """Returns the features that this rank computes, given the stored ones. May communicate."""
         if self.as_stored:
             return stored
         shard = stored.unsqueeze(1) if stored.dim() == 1 else stored

@@ -41,7 +41,7 @@ def _sequence_dim(style: str, dim: int, x: torch.Tensor) -> int:
 def output_placement(
     style: str, sequence_dim: int | None, x: torch.Tensor, ranks: int
 ) -> Placement:
-    """Returns how an output is placed, given what has its sequence and is to be summed."""
+    """Returns how an output is placed, given a tensor with its sequence, before the sum."""
     placement = _placement(style, sequence_dim, x)
     if isinstance(placement, Shard) and x.shape[placement.dim] % ranks != 0:
         raise ValueError(
@@ -51,21 +51,27 @@ def output_placement(
     return placement
 
 
+def local_part(
+    style: str, subject: str, x: torch.Tensor, mesh: DeviceMesh, placement: Placement
+) -> torch.Tensor:
+    """Returns this rank's part of a plain tensor, or of a DTensor that must be placed so."""
+    if not isinstance(x, DTensor):
+        return x
+    required = (placement,)
+    placements = tuple(Shard(p.dim % x.dim()) if isinstance(p, Shard) else p for p in x.placements)
+    if placements != required or x.device_mesh != mesh:
+        raise ValueError(
+            f"{style}: {subject} a DTensor placed {x.placements} on {x.device_mesh}, must be "
+            f"placed {required} on {mesh}"
+        )
+    return x.to_local()
+
+
 def _local_input(
     style: str, x: torch.Tensor, mesh: DeviceMesh, placement: Placement, features: int
 ) -> torch.Tensor:
-    """Returns what this rank has of an input that must be placed so."""
-    if isinstance(x, DTensor):
-        required = (placement,)
-        placements = tuple(
-            Shard(p.dim % x.dim()) if isinstance(p, Shard) else p for p in x.placements
-        )
-        if placements != required or x.device_mesh != mesh:
-            raise ValueError(
-                f"{style}: the input is a DTensor placed {x.placements} on {x.device_mesh}, "
-                f"must be placed {required} on {mesh}"
-            )
-        x = x.to_local()
+    """Returns this rank's part of an input, whose shape it checks."""
+    x = local_part(style, "the input is", x, mesh, placement)
     if x.dim() < 2:
         raise ValueError(
             f"{style}: the input must have at least 2 dimensions, has shape {list(x.shape)}"
@@ -79,7 +85,7 @@ def _local_input(
 
 
 def _as_autocast_casts(*tensors: Any) -> tuple[Any, ...]:
-    """Returns tensors as autocast casts those of a matmul, for what it does not reach."""
+    """Casts tensors as autocast casts operands of matmuls, for ops that autocast does not know."""
     device = tensors[0].device.type
     return autocast.cast(tensors, device) if torch.is_autocast_enabled(device) else tensors
 
@@ -158,7 +164,7 @@ def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> 
 
 
 def _output(part: torch.Tensor, mesh: DeviceMesh, linear: FusedColwiseLinear) -> torch.Tensor:
-    """Gathers this rank's features of an output and makes it a DTensor, as the linear is told."""
+    """Gathers this rank's features of an output and makes it a DTensor, as the linear requires."""
     features = linear.features
     if linear.gathers_output:
         sizes = features.computed.sizes
@@ -202,7 +208,7 @@ def _placement(style: str, sequence_dim: int | None, x: torch.Tensor) -> Placeme
 
 
 def _check_colwise(x: torch.Tensor, linear: FusedColwiseLinear, group: str) -> torch.Tensor:
-    """Returns what this rank has of the input."""
+    """Returns this rank's part of the input."""
     style = "FusedColwiseParallel"
     placement = _placement(style, linear.sequence_dim, x)
     return _local_input(style, x, linear.weight.device_mesh, placement, linear.in_features)
@@ -257,7 +263,7 @@ class FusedRowwiseLinear(nn.Linear):
 def _check_rowwise(
     x_part: torch.Tensor, linear: FusedRowwiseLinear, group: str
 ) -> tuple[torch.Tensor, Placement]:
-    """Returns what this rank has of the input, and how the output is placed."""
+    """Returns this rank's part of the input, and how the output is placed."""
     style, mesh = "FusedRowwiseParallel", linear.weight.device_mesh
     ranks = len(linear.features.computed.sizes)
     placement = output_placement(style, linear.sequence_dim, x_part, ranks)

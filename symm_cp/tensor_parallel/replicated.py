@@ -1,4 +1,4 @@
-"""Linears between activations that all ranks have: what Megatron's tensor parallelism computes.
+"""Linears between activations that all ranks have, as in Megatron's tensor parallelism.
 
 A value is *replicated* (the same on all ranks, with the same gradient) or a *part* (of this rank
 alone). Each function below has the gradient of one rank's program for the values of all ranks:
@@ -36,7 +36,7 @@ def copy(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def sum_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum over the ranks; the gradient is that of the sum, unchanged."""
+    """The sum over the ranks; the gradient of the sum is passed on unchanged."""
     if not torch.is_grad_enabled():
         return _sum_ranks(part, group)
     result: torch.Tensor = _SumRanks.apply(part, group)
@@ -131,7 +131,7 @@ class _SumRanks(torch.autograd.Function):
 
 
 def _outer(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The gradient (N, K) of a weight, for that of the output (..., N) and the input (..., K)."""
+    """The gradient (N, K) of a weight, given the gradient (..., N) and the input (..., K)."""
     return grad.flatten(0, -2).t() @ x.flatten(0, -2).conj()
 
 

@@ -4,8 +4,8 @@ Ranks with other prompts, or that sample other tokens, would mix them in every l
 plausible tokens. So each call of the model compares its first input (ids, or embeddings) before
 anything runs: a hash of 8 bytes travels, whatever the length is. Every call, not each n-th one: it
 costs some 30 microseconds on CPU, and ranks that draw tokens by generators of their own begin to
-differ in the middle of decoding. Buffers and weights that are not split are compared at no time:
-`apply` sends those of rank 0.
+differ in the middle of decoding. Buffers and weights that are not split are never compared: `apply`
+sends them from rank 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors in safetensors files, of which one can read a part without reading the whole.
 
 A model may hold several stored tensors as one (the experts of a layer); `Stacked` and `Joined` are
-such tensors, and read only what is asked for, too.
+such tensors, and read only the requested part, too.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Folder:
     def find(self, name: str, prefix: str) -> Stored | None:
         """Returns the tensor of this name: as it is, or as transformers would find it.
 
-        `prefix` is that of the base model, which files of base models lack.
+        `prefix` is the name of the base model, which files of base models lack.
         """
         shorter = name.removeprefix(f"{prefix}.") if prefix else name
         for each in dict.fromkeys([name, shorter, f"{prefix}.{name}"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -118,6 +119,15 @@ def _sharded(
     return new
 
 
+def _become(module: Any, kind: type, features: Features, group: str, style: Any) -> None:
+    """Changes a module's class in place, which keeps hooks, names and references valid."""
+    module.__class__ = kind
+    module.features = features
+    module.group = group
+    module.sequence_dim = style.sequence_dim
+    module.local_output = style.use_local_output
+
+
 #: The attribute of a dense parameter that holds its DTensor, for other modules that it is tied to.
 _SHARDED = "_symm_cp_sharded"
 
@@ -138,14 +148,14 @@ class FusedColwiseParallel(ParallelStyle):
         sequence_dim: the dimension of the input that is split over the ranks; negative counts from
             the end. The last one holds the features and is refused.
         multiple_of: each rank has a multiple of this many features; set it to the head dimension,
-            so that no head is split. features.py says what happens to sizes that are not divisible
-            by the world size.
+            so that no head is split. features.py explains sizes that are not divisible by the
+            world size.
 
-    The input is what this rank has, a plain tensor or a DTensor placed as `input_layouts` says;
-    shards are equal on all ranks. The output has the whole sequence and this rank's features, or
-    all. Parameters that modules share (an embedding and an output layer) stay shared.
-    Weight and bias become DTensors with `Shard(0)`. Under autocast it computes in the dtype of
-    autocast, as `nn.Linear` does.
+    The input is this rank's shard, or all of a replicated input: a plain tensor, or a DTensor
+    placed as `input_layouts`. Shards are equal on all ranks. The output has the whole sequence and
+    this rank's features, or all. Parameters that modules share (an embedding and an output layer)
+    stay shared. Weight and bias become DTensors with `Shard(0)`. Under autocast it computes in the
+    dtype of autocast, as `nn.Linear` does.
 
     Raises `ValueError` for features that are not whole units of `multiple_of`, or fewer than ranks;
     `NotImplementedError` for a module that is not an `nn.Linear`.
@@ -182,12 +192,7 @@ class FusedColwiseParallel(ParallelStyle):
             local_output=self.use_local_output,
         )
         _distribute(linear, device_mesh, Shard(0), Shard(0), self.src_data_rank)
-        # Changing the class in place keeps hooks, names and references valid.
-        linear.__class__ = FusedColwiseLinear
-        linear.features = features
-        linear.group = group
-        linear.sequence_dim = self.sequence_dim
-        linear.local_output = self.use_local_output
+        _become(linear, FusedColwiseLinear, features, group, self)
         linear.gathers_output = self.gathers_output
         linear.shared = None
         return linear
@@ -317,7 +322,7 @@ class FusedColwiseGroup(ParallelStyle):
 class FusedRowwiseParallel(ParallelStyle):
     """Splits an `nn.Linear` by input features, and fuses the communication of its output.
 
-    Splits an `nn.Embedding` by vocabulary: it takes the same tokens on all ranks.
+    Splits an `nn.Embedding` by vocabulary; its input are the same tokens on all ranks.
 
     Same result as torch's `RowwiseParallel(output_layouts=...)`. For an output that is sharded by
     sequence (the default), the reduce-scatter of the forward and the all-gather of the backward are
@@ -328,13 +333,13 @@ class FusedRowwiseParallel(ParallelStyle):
         use_local_output: returns a plain tensor; otherwise a DTensor placed as `output_layouts`.
         sequence_dim: the dimension of the output that is split over the ranks; negative counts
             from the end. The last one holds the features and is refused.
-        multiple_of: that of the linears whose outputs it takes.
+        multiple_of: as for the linears whose outputs are its input.
 
     The input has the whole sequence and this rank's features, a plain tensor or a DTensor with
     `Shard(-1)`. The output is this rank's shard of the sequence, or all of it. The weight becomes a
-    DTensor with `Shard(1)`, the bias one with `Replicate()`: it is added once, after the sum, and
-    its gradient is that of the whole sequence. Autocast and errors as for `FusedColwiseParallel`;
-    the length of a sequence to shard must be divisible by the world size.
+    DTensor with `Shard(1)`, the bias one with `Replicate()`: it is added once, after the sum,
+    and every rank has its whole gradient. Autocast and errors as for `FusedColwiseParallel`; the
+    length of a sequence to shard must be divisible by the world size.
     """
 
     def __init__(
@@ -366,11 +371,7 @@ class FusedRowwiseParallel(ParallelStyle):
             local_output=True,
         )
         _distribute(linear, device_mesh, Shard(1), Replicate(), self.src_data_rank)
-        linear.__class__ = FusedRowwiseLinear
-        linear.features = features
-        linear.group = group
-        linear.sequence_dim = self.sequence_dim
-        linear.local_output = self.use_local_output
+        _become(linear, FusedRowwiseLinear, features, group, self)
         return linear
 
     def _apply_embedding(self, module: nn.Embedding, mesh: DeviceMesh) -> nn.Module:
@@ -380,11 +381,7 @@ class FusedRowwiseParallel(ParallelStyle):
             raise ValueError(f"{style}: multiple_of={self.multiple_of} is for linears only")
         features = Features.divided(module.num_embeddings, mesh.get_local_rank(), mesh.size())
         _distribute(module, mesh, Shard(0), Shard(0), self.src_data_rank)
-        module.__class__ = VocabParallelEmbedding
-        module.features = features
-        module.group = group
-        module.sequence_dim = self.sequence_dim
-        module.local_output = self.use_local_output
+        _become(module, VocabParallelEmbedding, features, group, self)
         return module
 
     def __repr__(self) -> str:

@@ -43,7 +43,7 @@ def gather(part: torch.Tensor, dim: int, seat: Seat, sizes: Sequence[int]) -> to
 
 
 def own_part(whole: torch.Tensor, dim: int, seat: Seat, sizes: Sequence[int]) -> torch.Tensor:
-    """Returns this rank's part along `dim`; `sizes` are those of all ranks."""
+    """Returns this rank's part along `dim`; `sizes` are the lengths of all ranks' parts."""
     result: torch.Tensor = _OwnPart.apply(whole, dim % whole.dim(), seat, tuple(sizes))
     return result
 

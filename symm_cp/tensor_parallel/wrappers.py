@@ -1,4 +1,4 @@
-"""What `apply` puts around the forward of a model's own modules.
+"""Wrappers that `apply` puts around the forward of a model's own modules.
 
 `wrap` changes a module's class in place to one that derives from the wrapper and from the old
 class: names, hooks, references and `isinstance` stay valid, and copies of the module are wrapped,
@@ -7,7 +7,7 @@ too. All parameters are DTensors by then; a forward sees this rank's part of the
 
 from __future__ import annotations
 
-import functools
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def wrap(module: nn.Module, wrapper: Any, **attributes: Any) -> None:
         setattr(module, name, value)
 
 
-@functools.cache
+@cache
 def _wrapped_class(wrapper: Any, kind: Any) -> Any:
     return type(kind.__name__, (wrapper, kind), {"__doc__": kind.__doc__})
 
@@ -35,10 +35,10 @@ def _wrapped_class(wrapper: Any, kind: Any) -> Any:
 class LocalParameters(nn.Module):
     """The module's forward sees its DTensor parameters as this rank's plain tensors.
 
-    Gradients of the parameters named in `summed` are summed over the ranks: of those that each rank
-    applies to a part of the tokens, or of the heads. Those in `packed` hold two matrices in one
-    dimension (gate and up projections), of which each rank has a part: as parameters they have a
-    dimension of 2 there, so that a part is a slice.
+    Gradients of the parameters named in `summed` are summed over the ranks, because each rank
+    applies them to a part of the tokens, or of the heads. Parameters in `packed` hold two matrices
+    in one dimension (gate and up projections), and each rank has a part of both: they get a
+    dimension of 2 there, so that this part is a slice.
     """
 
     summed: frozenset[str]
@@ -129,7 +129,7 @@ class PartOfEachExpert(nn.Module):
 
 
 class SomeExperts(nn.Module):
-    """Each rank holds some experts, whole, and all tokens; skips those of other experts."""
+    """Each rank holds some experts, whole, and all tokens; skips the tokens of other experts."""
 
     seat: Seat
     num_experts: int  # of this rank
@@ -161,6 +161,10 @@ def _replace_output(output: Any, change: Any) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
+def _joined_sequence(x: torch.Tensor, seat: Seat) -> torch.Tensor:
+    return gather(x, 1, seat, seat.equal_parts(x.shape[1]))
+
+
 def _sequence_part(x: torch.Tensor, seat: Seat) -> torch.Tensor:
     if x.dim() != 3 or x.shape[1] % seat.world_size:
         raise ValueError(
@@ -179,11 +183,7 @@ class SplitSequence(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the block with this rank's part of the sequence."""
-
-        def change(x: torch.Tensor) -> torch.Tensor:
-            return _sequence_part(x, self.seat)
-
-        args, kwargs = _replace_input(args, kwargs, change)
+        args, kwargs = _replace_input(args, kwargs, partial(_sequence_part, seat=self.seat))
         return super().forward(*args, **kwargs)
 
 
@@ -194,11 +194,8 @@ class JoinSequence(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gathers the block's output."""
-
-        def change(x: torch.Tensor) -> torch.Tensor:
-            return gather(x, 1, self.seat, self.seat.equal_parts(x.shape[1]))
-
-        return _replace_output(super().forward(*args, **kwargs), change)
+        output = super().forward(*args, **kwargs)
+        return _replace_output(output, partial(_joined_sequence, seat=self.seat))
 
 
 class WholeSequence(nn.Module):
@@ -208,15 +205,9 @@ class WholeSequence(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Gathers the input, and returns this rank's part of the output."""
-
-        def join(x: torch.Tensor) -> torch.Tensor:
-            return gather(x, 1, self.seat, self.seat.equal_parts(x.shape[1]))
-
-        def part(x: torch.Tensor) -> torch.Tensor:
-            return _sequence_part(x, self.seat)
-
-        args, kwargs = _replace_input(args, kwargs, join)
-        return _replace_output(super().forward(*args, **kwargs), part)
+        args, kwargs = _replace_input(args, kwargs, partial(_joined_sequence, seat=self.seat))
+        output = super().forward(*args, **kwargs)
+        return _replace_output(output, partial(_sequence_part, seat=self.seat))
 
 
 class ShapeOfWholeSequence(nn.Module):

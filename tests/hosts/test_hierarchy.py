@@ -29,9 +29,9 @@ from tests.ops import (
     test_exchange_heads,
     test_gradients,
     test_halo,
-    test_head_groups,
     test_head_projection,
     test_random,
+    test_round_trips,
     test_scan,
     test_uneven,
 )
@@ -129,7 +129,7 @@ def exchanges_of_heads(group: dist.ProcessGroup) -> None:
     test_exchange_heads.exchanges(group)
     test_head_projection.projects(group, True, torch.float64)
     test_head_projection.collects(group, True, torch.float64)
-    test_head_groups.pipelines(group, 2, torch.float32)
+    test_round_trips.pipelines(group, 2, torch.float32)
 
 
 @SPREADS

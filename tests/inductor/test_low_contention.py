@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from symm_cp.inductor.decisions import recording
-from symm_cp.inductor.low_contention import sink_collectives
+from symm_cp.inductor.hide_collectives import sink_collectives
 from symm_cp.inductor.options import Options
 from tests.pool import Ranks
 

@@ -18,8 +18,8 @@ import symm_cp
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention import ulysses
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
-from symm_cp.ops.attention.heads import shares_of
 from symm_cp.ops.attention.methods import Method, split_by
+from symm_cp.ops.heads.shares import shares_of
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 from tests import device
 from tests.exhaustive import exhaustive, some

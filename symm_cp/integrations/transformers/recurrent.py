@@ -29,8 +29,8 @@ from symm_cp.integrations.transformers.limits import (
     SEES_ALL_RANKS,
     uses_transformers,
 )
-from symm_cp.ops.delta_rule import gated_delta_rule
-from symm_cp.ops.halo import exchange_halo
+from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
+from symm_cp.ops.recurrent.halo import exchange_halo
 
 _OP = "context_parallel"
 _CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"

@@ -10,7 +10,7 @@ In reading order:
     methods     how attention is split over ranks: by keys, by heads, or both over a mesh (choice)
     op          `fused_all_gather_attention` and its backward op: schema, kernels, fakes, gradient
     attend      attention of one rank's queries to the keys of a group, given the spec
-    ulysses     the same by heads (heads): an exchange of heads around it
+    ulysses     the same by heads: an exchange of heads around it (ops/heads/)
     mesh_calls  how a rank that fails on a mesh of two dimensions stops its row and its column
     pipeline    gathers keys and values, reduce-scatters their gradients
     tiles       attention and its gradients tile by tile, merged by log-sum-exp

@@ -1,4 +1,4 @@
-"""Layouts of sequences as one tensor, for graphs that serve every layout.
+"""Which layout a sequence has, and layouts as one tensor, for graphs that serve every layout.
 
 A graph would hold numbers as constants, and be compiled again for each length, load balancer, or
 set of documents. The tensor is an input of the graph, which the kernels read when they run.
@@ -10,21 +10,22 @@ has one of few sizes. Without any layout sequences of any length are spread head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from symm_cp.modes import ordinary_tensors
-from symm_cp.schedule.layout import SequenceLayout, head_tail, held_layout, sequential
+from symm_cp.schedule.layout import SequenceLayout, held_layout
 
 _LEAST = 64
 
 
 @lru_cache(maxsize=64)
 def encoded(layouts: tuple[SequenceLayout, ...]) -> torch.Tensor:
-    """Returns the layout of the only sequence, or those of several lengths, as one tensor."""
+    """Returns the layout of the only sequence, or the layouts of several lengths, as one tensor."""
     numbers = [len(layouts)]
     for layout in layouts:
         numbers += [len(layout.chunk_order), *layout.chunk_order, *layout.chunk_lengths]
@@ -76,10 +77,29 @@ def _decoded(op: str, numbers: tuple[int, ...], world_size: int) -> tuple[Sequen
     return tuple(found)
 
 
+class Spread(Protocol):
+    """A layout: a `SequenceLayout`, or a load balancer, which wraps one."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """How many positions each rank holds."""
+
+
+S = TypeVar("S", bound=Spread)
+
+
 def layout_held(
-    op: str, known: Sequence[SequenceLayout], rows: int, rank: int, world_size: int
-) -> SequenceLayout:
-    """Returns the layout of a sequence of which this rank holds `rows` positions."""
+    op: str,
+    known: Sequence[S],
+    rows: int,
+    rank: int,
+    world_size: int,
+    head_tail: Callable[[int, int], S],
+) -> S:
+    """Returns the layout of a sequence of which this rank holds `rows` positions.
+
+    Without known layouts it is head-tail; `head_tail(length, world_size)` makes it.
+    """
     if len(known) == 1:
         return known[0]
     if known:
@@ -94,23 +114,35 @@ def layout_held(
 
 def layout_of_keys(
     op: str,
-    known: Sequence[SequenceLayout],
+    known: Sequence[S],
     rows: tuple[int, int],
     rank: int,
     world_size: int,
+    head_tail: Callable[[int, int], S],
     *,
     ordered: bool,
-) -> SequenceLayout:
-    """Returns the layout of keys; those of another length need one only if they are `ordered`.
+) -> S | None:
+    """Returns the layout of keys, or None if it is unknown and makes no difference.
 
-    `rows` are the numbers of queries and keys of this rank.
+    It makes none for keys of another length than the queries (cross-attention) that are not
+    `ordered`: every query sees all of them. `rows` are this rank's numbers of queries and keys.
     """
     queries, keys = rows
     if queries != keys and len(known) < 2 and not ordered:
-        return sequential(keys * world_size, world_size)
+        return None
     if queries != keys and len(known) == 1:
         raise ValueError(
             f"{op}: this rank has {queries} queries and {keys} keys, and the load_balancer is for "
-            "sequences of one length: pass one for each length"
+            f"sequences of one length, {sum(known[0].lengths)}: pass load_balancer={{length of the "
+            "whole sequence: its LoadBalancer, ...}"
         )
-    return layout_held(op, known, keys, rank, world_size)
+    return layout_held(op, known, keys, rank, world_size, head_tail)
+
+
+def must_count_keys(known: Sequence[Spread], *, ordered: bool) -> bool:
+    """Whether ranks have to count all keys to know if their layout is the only known one.
+
+    Where ranks hold unequal parts of the only known sequence, and keys are not `ordered`, a rank
+    may have as many keys as queries though they belong to another sequence.
+    """
+    return len(known) == 1 and not ordered and len(set(known[0].lengths)) > 1

@@ -1,10 +1,10 @@
-"""Calls that consist of calls over several groups, as those of the rows and columns of a mesh.
+"""Calls over a mesh, which consist of calls over its rows and columns: how a failure spreads.
 
-A rank that fails has peers in its row and in its column, whom it must tell: they fail as well and
-tell theirs, and so all ranks of the mesh hear of it. Nobody is out of step afterwards, and the mesh
+A rank that fails must report it to the peers in its row and in its column: these fail as well and
+report to theirs, until all ranks of the mesh know. Afterwards all ranks are in step and the mesh
 stays usable: every rank takes part in, or refuses, as many calls of a group as its peers there. For
-that a rank refuses the next call of each group but the one whose call has failed on it, which has
-told the ranks of that group itself. The group of all ranks takes no part in this.
+that a rank refuses the next call of each group but the one whose call failed on it; that call has
+reported to its group itself. The group of all ranks takes no part in this.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _RANK = re.compile(r"(?<!global )\brank (\d+)\b")
 def propagates_failure(
     *groups: str, calling: str | None = None, mesh: bool = False
 ) -> Iterator[None]:
-    """Tells the ranks of groups when the body raises; without groups does nothing.
+    """Reports to the ranks of groups when the body raises; without groups does nothing.
 
-    The body makes calls of the group `calling`, and of the others none: its ranks are told only if
-    no call of it did. Over a mesh errors of its calls name global ranks.
+    The body calls ops over the group `calling` only; that group gets a report only if none of these
+    calls reported the error. Over a mesh, errors of these calls name global ranks.
     """
     try:
         yield
@@ -48,9 +48,9 @@ def propagates_failure(
 
 
 def give_up(groups: tuple[str, ...], error: BaseException) -> None:
-    """Tells the ranks of groups of a mesh that this rank does not make its next call there.
+    """Reports to groups of a mesh that this rank will not make its next call there.
 
-    Does nothing if this error was told to the ranks of the mesh before.
+    Does nothing if this error was reported to the ranks of the mesh before.
     """
     if _is_told(error):
         return

@@ -15,7 +15,7 @@ from symm_cp import runtime
 from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
 from symm_cp.ops.common import group_of, what_is
 from symm_cp.ops.op import LEFT_TO_TORCH, Elsewhere, Op, arguments, declare, untouched
-from symm_cp.schedule.layout import sequential
+from symm_cp.schedule.layout import head_tail, sequential
 
 _GATHER = "_gather_sequence"
 
@@ -26,7 +26,7 @@ def _gather_kernel(
     """Gathers the columns of all ranks as one tensor (B, S), S = `length`."""
     group = group_of(group_name)
     known = decoded(_GATHER, layouts, group.world_size)
-    layout = layout_held(_GATHER, known, shard.shape[1], group.rank, group.world_size)
+    layout = layout_held(_GATHER, known, shard.shape[1], group.rank, group.world_size, head_tail)
     if (layout.length, layout.lengths[group.rank]) != (length, shard.shape[1]):
         raise ValueError(
             f"{_GATHER}: this rank has {shard.shape[1]} of {length} positions, but the load "

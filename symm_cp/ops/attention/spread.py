@@ -10,10 +10,10 @@ import torch
 from symm_cp.cuda import has_streams
 from symm_cp.group.hosts import numbers_of_all
 from symm_cp.group.memory import Group
-from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
+from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys, must_count_keys
 from symm_cp.ops.attention.methods import Method
 from symm_cp.ops.attention.options import Options
-from symm_cp.schedule.layout import SequenceLayout, sequential
+from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 
 
 def spread_of(
@@ -84,9 +84,11 @@ def keys_held(
     If nothing depends on the order of keys, and queries are spread unequally, as many keys as
     queries on one rank may still be those of another sequence: then the ranks tell each other.
     """
-    if len(known) == 1 and not ordered and len(set(known[0].lengths)) > 1:
+    if must_count_keys(known, ordered=ordered):
         return _layout_told(op, group, "keys", rows[1], known)
-    return layout_of_keys(op, known, rows, group.rank, group.world_size, ordered=ordered)
+    ranks = group.world_size
+    found = layout_of_keys(op, known, rows, group.rank, ranks, head_tail, ordered=ordered)
+    return sequential(rows[1] * ranks, ranks) if found is None else found
 
 
 def _layout_told(
@@ -119,7 +121,7 @@ def _of_tensor(
         return keys, None
     if options.by_position != options.scored_by_position:
         raise _unequal(op, rows, options)
-    return keys, layout_held(op, known, rows[0], *place) if options.by_position else None
+    return keys, layout_held(op, known, rows[0], *place, head_tail) if options.by_position else None
 
 
 def _of_queries(

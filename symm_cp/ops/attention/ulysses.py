@@ -6,10 +6,10 @@ the part of the sequence that the ranks of a column hold together, and the ranks
 keys.
 
 Masks are functions of positions, so they are as without the exchange; sinks and biases are sliced,
-and dropout counts heads from the first of this rank. The backward pass exchanges again what the
-forward pass was given, instead of keeping it twice.
+and dropout counts heads from the first of this rank. The backward pass exchanges the inputs of the
+forward pass again, instead of keeping them twice.
 
-Source: DeepSpeed Ulysses (Jacobs et al., 2023); the mix is that of USP (Fang and Zhao, 2024).
+Source: DeepSpeed Ulysses (Jacobs et al., 2023); the mix follows USP (Fang and Zhao, 2024).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from symm_cp import runtime
 from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms
-from symm_cp.ops.attention.heads import HeadShares, shares_of
 from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.methods import Grid, Method
 from symm_cp.ops.attention.pipeline import Grad, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import as_dtype, dense_features, empty_output, rows_first
 from symm_cp.ops.common import group_of
-from symm_cp.ops.head_exchange import HeadPart, head_exchange
-from symm_cp.ops.head_exchange import rows_first as rows_of_heads
-from symm_cp.runtime.head_groups import HeadGroup, consume_in_groups
+from symm_cp.ops.heads.packing import HeadPart, head_exchange
+from symm_cp.ops.heads.packing import rows_first as rows_of_heads
+from symm_cp.ops.heads.shares import HeadShares, shares_of
+from symm_cp.runtime.round_trips import RoundTrip, run_round_trips
 from symm_cp.schedule.layout import SequenceLayout, sequential
 from symm_cp.tensors.dtypes import wide
 
 #: Computes attention of a group of heads (its number), given query, key and value; its gradients,
-#: given whether those of keys and values are wanted in the dtype that sums are taken in.
+#: given whether the gradients of keys and values are wanted in the dtype for sums.
 Attend: TypeAlias = Callable[[int, Tensors, ScoreTerms], tuple[torch.Tensor, torch.Tensor]]
 AttendBackward: TypeAlias = Callable[[int, AttentionInputs, ScoreTerms, bool], tuple[Tensors, Grad]]
 
-# What queries, keys and values are of, in `UlyssesCall._pipeline`.
+# The kinds of query, key and value, in `UlyssesCall._pipeline`.
 _INPUTS = "qkk"
 
 # Groups of heads, of which one travels while the one before it is attended with. On CPU the thread
@@ -56,9 +56,9 @@ class UlyssesCall:
     """One call on this rank, around an attention of this rank's heads.
 
     `group` exchanges heads, `of_keys` (if any) gathers keys. `whole` is the spec of all heads,
-    `shares` and `specs` are those of each group of heads that is attended with at a time. `queries`
-    and `keys` are how `group` spreads what it holds of them, `gathered_queries` and `gathered_keys`
-    how `of_keys` spreads what there is after the exchange.
+    `shares` and `specs` belong to the groups of heads, which are attended with one after the other.
+    `queries` and `keys` are the layouts over `group`, `gathered_queries` and `gathered_keys` the
+    layouts over `of_keys`, after the exchange.
     """
 
     group: Group
@@ -102,13 +102,13 @@ class UlyssesCall:
     def attend_backward(
         self, op: str, inputs: AttentionInputs, terms: ScoreTerms, attend_backward: AttendBackward
     ) -> tuple[Tensors, Grad]:
-        """Returns the gradients of query, key and value, and that of the bias. Collective."""
+        """Returns the gradients of query, key and value, and of the bias. Collective."""
         query, key, value, out, lse, grad_out, grad_lse = inputs
         tensors = [query, key, value, out, grad_out, lse.unsqueeze(-1)]
         if grad_lse is not None:
             tensors.append(grad_lse.unsqueeze(-1))
         of_bias = None if terms.bias is None else torch.zeros_like(terms.bias)
-        # What several ranks add to is rounded once it is summed.
+        # Gradients that several ranks add to are rounded once, after the sum.
         summed = self.shares[0].keys_overlap
         dtype = wide(key.dtype) if summed else key.dtype
         dtypes = query.dtype, dtype, dtype
@@ -155,9 +155,9 @@ class UlyssesCall:
                 for to_heads, of, tensors in ((True, kinds, given), (False, kinds_back, outputs))
             )
             arrivals = partial(there.new_outputs, given)
-            steps.append(HeadGroup(there, given, arrivals, partial(work, index), back, outputs))
+            steps.append(RoundTrip(there, given, arrivals, partial(work, index), back, outputs))
         on = runtime.of(given[0], self.group)
-        consume_in_groups(on, self.group, steps, given[0].device, name)
+        run_round_trips(on, self.group, steps, given[0].device, name)
         return outputs
 
     def _at_once(
@@ -206,7 +206,7 @@ class UlyssesCall:
         return tuple(parts)
 
     def _slice(self, index: int, terms: ScoreTerms) -> ScoreTerms:
-        """Returns what belongs to this rank's heads in a group."""
+        """Returns sinks and biases of this rank's heads in a group."""
         heads = slice(*self.heads(index))
         return ScoreTerms(*(None if tensor is None else tensor[heads] for tensor in terms))
 

@@ -41,7 +41,7 @@ from symm_cp.ops.op import (
     declare,
 )
 from symm_cp.ops.transforms import check_transforms, once_differentiable
-from symm_cp.schedule.layout import sequential
+from symm_cp.schedule.layout import head_tail, sequential
 from symm_cp.tensors.dtypes import wide
 
 _FORWARD = "flex_all_gather_attention"
@@ -119,7 +119,7 @@ class _Arguments(NamedTuple):
         place = (group.rank, group.world_size)
         assert self.layouts is not None
         known = decoded(_FORWARD, self.layouts, group.world_size)
-        queries = layout_held(_FORWARD, known, local[0], *place)
+        queries = layout_held(_FORWARD, known, local[0], *place, head_tail)
         keys = keys_held(_FORWARD, group, local, known, ordered=ordered)
         block_mask, mask_mod = whole_mask(
             self.block_mask(mask),

@@ -1,8 +1,8 @@
-"""Scans over ranks of the states of recurrent layers, which decay, or go through a matrix.
+"""Scans over ranks of the states of recurrent layers, which decay, or are multiplied by a matrix.
 
 A rank's part of a sequence takes a state h to T h + S, where T is its transition (a decay of each
-element, or a matrix) and S the state that it ends with when it begins with zeros. What a rank
-begins with follows from the ranks before it. They form a chain, and pass states on in pieces
+element, or a matrix) and S the state that it ends with when it begins with zeros. The state that a
+rank begins with follows from the ranks before it. They form a chain, and pass states on in pieces
 (`Runtime.relay`): no rank computes more than one product T h, and none receives other ranks' T.
 """
 
@@ -23,7 +23,7 @@ from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 
 _OP = "scan_states"
-# Smaller pieces cost more to signal than they save.
+# Bytes of a piece of the chain. Signals of smaller pieces cost more than the overlap saves.
 _PIECE_BYTES = 1 << 16
 _MOST_PIECES = 16
 
@@ -61,7 +61,7 @@ def _check(state: torch.Tensor, transition: torch.Tensor, matrices: bool) -> Non
 
 
 def pieces_of(rows: int, most: int = _MOST_PIECES) -> Split:
-    """How rows that are computed apart are divided into the pieces of a relay: at most so many."""
+    """Divides independent rows into the pieces of a relay, at most `most` of them."""
     return Split.nearly_equal(rows, max(1, min(rows, _MOST_PIECES, most)))
 
 
@@ -120,8 +120,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     transition, begun = ctx.saved_tensors
     matrices, reverse, name = ctx.rest
-    # What a rank begins with is T h + S of the rank before. So the gradients of the h are scanned
-    # from the other end, with the transposed T, and each rank gets that of its T h + S.
+    # A rank begins with T h + S of the rank before. So the gradients of all h are scanned from the
+    # other end, with the transposed T, and each rank gets the gradient of its T h + S.
     back = transition.mH if matrices else transition.conj()
     total = torch.ops.symm_mem.scan_states(grad, back, matrices, not reverse, name)
     if not ctx.needs_input_grad[1]:
@@ -168,8 +168,8 @@ def scan_states(
             S, T = state_of[r], transition_of[r]  # what rank r passed
             begin = T @ begin + S  # with decay: T * begin + S
 
-    `state` is what a rank's part ends with if it begins with zeros; `decay` or `transition` says
-    what becomes, over the part, of what it begins with.
+    `state` is the state that a rank's part ends with if it begins with zeros; `decay` or
+    `transition` is the factor by which the part multiplies the state that it begins with.
 
     Args:
         state: floating, of at least 16 bits, or complex; with `transition` (..., K, V). Equal

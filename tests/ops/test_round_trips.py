@@ -1,4 +1,4 @@
-"""The pipeline over groups of heads, against the same work on whole tensors."""
+"""The pipeline of round trips, against the same work on whole tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from symm_cp import runtime
 from symm_cp.group.memory import resolve
-from symm_cp.ops.head_exchange import HeadPart, HeadRanges, head_exchange
-from symm_cp.runtime.head_groups import HeadGroup, Tensors, consume_in_groups
+from symm_cp.ops.heads.packing import HeadPart, HeadRanges, head_exchange
+from symm_cp.runtime.round_trips import RoundTrip, Tensors, run_round_trips
 from symm_cp.schedule.layout import head_tail
 from symm_cp.tensors.shards import Split
 from tests import device
@@ -40,7 +40,7 @@ def pipelines(group: dist.ProcessGroup, groups: int, dtype: torch.dtype) -> None
     out = torch.full((2, H, len(rows), 3), torch.nan, dtype=dtype)
     worked: list[int] = []
 
-    def step(index: int) -> HeadGroup:
+    def step(index: int) -> RoundTrip:
         each = part_of(ranges, groups, index)
         parts = tuple(HeadPart(tuple(t.shape), dtype, layout, each) for t in (x, y))
         there = head_exchange(rank, True, parts)
@@ -52,12 +52,12 @@ def pipelines(group: dist.ProcessGroup, groups: int, dtype: torch.dtype) -> None
             return [arrived[0].cumsum(2)[..., :3].flip(2) * arrived[1]]
 
         new = lambda: there.new_outputs(given)  # noqa: E731
-        return HeadGroup(there, given, new, work, back, [out])
+        return RoundTrip(there, given, new, work, back, [out])
 
     mine = resolve(group)
     on = runtime.of(x, mine)
     for _ in range(2):
-        consume_in_groups(on, mine, [step(i) for i in range(groups)], x.device, b"groups")
+        run_round_trips(on, mine, [step(i) for i in range(groups)], x.device, b"groups")
         want = (x.cumsum(2)[..., :3].flip(2) * y)[:, :, rows]
         torch.testing.assert_close(out, want)
         out.fill_(torch.nan)
@@ -82,14 +82,12 @@ def fails(group: dist.ProcessGroup) -> None:
             raise ValueError("no work today")
         return arrived
 
-    def one() -> HeadGroup:
-        return HeadGroup(there, given, lambda: there.new_outputs(given), work, back, out)
+    def one() -> RoundTrip:
+        return RoundTrip(there, given, lambda: there.new_outputs(given), work, back, out)
 
     mine = resolve(group)
     with pytest.raises((ValueError, RuntimeError), match="no work today"):
-        consume_in_groups(
-            runtime.of(given[0], mine), mine, [one(), one()], torch.device("cpu"), b"f"
-        )
+        run_round_trips(runtime.of(given[0], mine), mine, [one(), one()], torch.device("cpu"), b"f")
 
 
 @device.devices("cpu")

@@ -16,18 +16,19 @@ from symm_cp.inductor.matmuls import (
     left,
     other_operands,
     right,
+    scaled_options,
     why_too_small,
     why_unsupported,
 )
 from symm_cp.inductor.neighbours import fed_by
-from symm_cp.inductor.nodes import GATHER, WAIT, argument, aten, static_shape
+from symm_cp.inductor.nodes import GATHER, aten, awaited, group_of, static_shape
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Traced, Tracer
 from symm_cp.inductor.rewrite import (
-    DynamicShapeError,
     Emitter,
     depends,
     erase_unused,
+    explains_dynamic_shapes,
     hoist,
     order_of,
 )
@@ -54,23 +55,22 @@ class _Match:
 def fuse_gathers(graph: Graph, options: Options) -> None:
     """Fuses all-gathers with matmuls, and records a decision for each of them."""
     tracer = Tracer(graph, set())
-    for wait in [node for node in graph.nodes if node.target is WAIT]:
-        if wait._erased:  # with another gather: its scales
+    for wait, gather in awaited(graph, GATHER):
+        if wait._erased:  # with another gather, whose scales it gathers
             continue
-        gather = wait.args[0]
-        if not isinstance(gather, Node) or gather.target is not GATHER:
-            continue
+        name, group = gather.name, group_of(gather)
         if tracer[wait] is None:
             reason = "its shape is unknown at compile time"
-            critical = bool(fed_by(wait))
-            record(Decision(gather.name, str(gather.args[2]), None, reason, critical))
+            record(Decision(name, group, None, reason, bool(fed_by(wait))))
             continue
-        _fuse(graph, tracer, wait, options)
+        into, text, critical = _fuse(graph, tracer, wait, options)
+        record(Decision(name, group, into, text, critical))
 
 
-def _fuse(graph: Graph, tracer: Tracer, wait: Node, options: Options) -> None:
-    gather = wait.args[0]
-    assert isinstance(gather, Node)
+def _fuse(
+    graph: Graph, tracer: Tracer, wait: Node, options: Options
+) -> tuple[str | None, str, bool]:
+    """Fuses a gather with matmuls; returns the decision: into which op, why, and if critical."""
     matches, reasons = _matches(tracer, wait, options)
     if not matches and not reasons and (path := fed_by(wait)):
         lost = next(node for node in path if tracer[node] is None)
@@ -78,25 +78,17 @@ def _fuse(graph: Graph, tracer: Tracer, wait: Node, options: Options) -> None:
             reasons.append(f"it feeds {lost.name}, which has no fused form")
         else:
             reasons.append(f"it feeds {path[-1].name} through {lost.name}, which is not followed")
-    critical = bool(matches or reasons)
-    into, text = None, "it feeds no matmul"
     if matches:
         # One op reads the gathered tensor; all other users take its gathered result.
         order = order_of(graph)
         chosen = _independent(_largest_arrangement(matches), order)
-        try:
-            reason = _rewrite(graph, tracer, wait, chosen, order)
-        except DynamicShapeError as error:
-            reason = str(error)
-        if reason:
-            reasons.append(reason)
-        else:
+        reason = _rewrite(graph, tracer, wait, chosen, order)
+        if not reason:
             scaled = "scaled_" if chosen[0].matmul.target is SCALED else ""
-            into = f"fused_all_gather_{scaled}matmul"
             text = ", ".join(match.matmul.name for match in chosen)
-    if into is None and reasons:
-        text = "; ".join(reasons)
-    record(Decision(gather.name, str(gather.args[2]), into, text, critical))
+            return f"fused_all_gather_{scaled}matmul", text, True
+        reasons.append(reason)
+    return None, "; ".join(reasons) or "it feeds no matmul", bool(reasons)
 
 
 def _matches(tracer: Tracer, wait: Node, options: Options) -> tuple[list[_Match], list[str]]:
@@ -104,8 +96,7 @@ def _matches(tracer: Tracer, wait: Node, options: Options) -> tuple[list[_Match]
     matches: list[_Match] = []
     reasons: list[str] = []
     for node in tracer.of(wait):
-        traced = tracer[node]
-        assert traced is not None
+        traced = tracer.arrangement(node)
         for user in node.users:
             if user.target not in MATMULS:
                 continue
@@ -160,6 +151,7 @@ def _independent(matches: list[_Match], order: dict[Node, int]) -> list[_Match]:
     return kept
 
 
+@explains_dynamic_shapes
 def _rewrite(
     graph: Graph, tracer: Tracer, wait: Node, matches: list[_Match], order: dict[Node, int]
 ) -> str:
@@ -201,10 +193,9 @@ def _rewrite(
 
 
 def _why_not_served(tracer: Tracer, traced: Traced, others: list[tuple[Node, Node]]) -> str:
-    """Returns why other users cannot take what the fused op gathers, or an empty text."""
+    """Returns why other users cannot take the gathered result of the fused op, or an empty text."""
     for node, _ in others:
-        other = tracer[node]
-        assert other is not None
+        other = tracer.arrangement(node)
         if other.dtypes != traced.dtypes:
             return f"it is also used as {other.dtypes[-1]}, not only as {traced.dtypes[-1]}"
         if other.sliced is not traced.sliced:
@@ -228,19 +219,9 @@ def _emit(
     name = f"fused_all_gather_{'scaled_' * scaled}matmul"
     op = op_for(name, shard.meta["val"].device).default
     if scaled:
-        fused = emitter.call(
-            op,
-            shard,
-            weights,
-            _shard_scale(emitter, tracer, first),
-            [matmul.args[3] for matmul in matmuls],
-            first.dim,
-            group,
-            [argument(matmul, "bias") for matmul in matmuls],
-            [argument(matmul, "scale_result") for matmul in matmuls],
-            [argument(matmul, "out_dtype") for matmul in matmuls],
-            [bool(argument(matmul, "use_fast_accum")) for matmul in matmuls],
-        )
+        scales = _shard_scale(emitter, tracer, first), [matmul.args[3] for matmul in matmuls]
+        options = map(list, zip(*map(scaled_options, matmuls), strict=True))
+        fused = emitter.call(op, shard, weights, *scales, first.dim, group, *options)
     else:
         fused = emitter.call(op, shard, weights, first.dim, group, return_A=keep_gathered)
     results = emitter.item(fused, 1)
@@ -275,10 +256,9 @@ def _serve(
     """Arranges the gathered tensor for its other users: (user, old input, new input)."""
     served = []
     for node, user in others:
-        traced, parent = tracer[node], node.args[0]
-        assert traced is not None
+        traced, parent = tracer.arrangement(node), node.args[0]
         before = tracer[parent]
-        # A node that only permutes the tensor (for a weight's gradient, say) stays: it copies
+        # A node that only permutes the tensor (as for a gradient of weights) stays: it copies
         # nothing.
         if before is not None and not emitter.in_order(have, traced.axes):
             node, user, traced = parent, node, before  # type: ignore[assignment]
@@ -289,9 +269,8 @@ def _serve(
 
 
 def _erase_scales(graph: Graph, tracer: Tracer, scales: Traced) -> None:
-    """Erases the gather of row-wise scales, which the fused op does itself."""
-    gather = scales.gather
-    name, group = gather.name, str(gather.args[2])
+    """Erases the gather of row-wise scales, which the fused op gathers itself."""
+    name, group = scales.gather.name, group_of(scales.gather)
     erase_unused(graph, tracer, scales.source)
     if scales.source._erased:
         record(Decision(name, group, "fused_all_gather_scaled_matmul", "the scales", True))

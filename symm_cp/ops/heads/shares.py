@@ -1,8 +1,8 @@
-"""Which heads each rank attends with once heads have been exchanged for parts of the sequence.
+"""Which heads each rank gets in exchange for parts of the sequence.
 
 H query heads share G key/value heads, N = H / G of them each. Rank r of W has consecutive query
-heads, as many as the others or one more, and the key heads that these look at: ranks share a key
-head where there are fewer of them than ranks.
+heads, as many as the others or one more, and the key heads that these attend to: ranks share key
+heads if there are fewer key heads than ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from symm_cp.tensors.shards import Split
 
 @dataclass(frozen=True)
 class HeadShares:
-    """The query heads of each rank, and as (begin, end) its key heads."""
+    """The query heads and the key heads of each rank, as (begin, end)."""
 
     queries: tuple[tuple[int, int], ...]
     keys: tuple[tuple[int, int], ...]
@@ -24,14 +24,13 @@ class HeadShares:
 
     @property
     def keys_overlap(self) -> bool:
-        """Whether ranks share key heads: then the gradients of these are sums over ranks."""
+        """Whether ranks share key heads, whose gradients then are sums over ranks."""
         return any(end > begin for (_, end), (begin, _) in itertools.pairwise(self.keys))
 
     def key_of_each(self, rank: int) -> tuple[int, ...] | None:
-        """Returns for each query head of a rank which of the rank's key heads it looks at.
+        """Returns for each query head of a rank which of the rank's key heads it attends to.
 
-        None where the rank's key heads are shared by equally many of its query heads each, as
-        kernels expect.
+        None if each of the rank's key heads has equally many of its query heads, as kernels expect.
         """
         (first, end), (first_key, end_key) = self.queries[rank], self.keys[rank]
         looked_at = tuple(head // self.group_size - first_key for head in range(first, end))
@@ -40,9 +39,9 @@ class HeadShares:
         return None if rest == 0 and looked_at == even else looked_at
 
     def in_groups(self, most: int) -> tuple[HeadShares, ...]:
-        """Divides the heads of every rank into at most so many groups, equally many on all ranks.
+        """Divides the heads of every rank into at most `most` groups, equally many on all ranks.
 
-        No key head is in two groups; there is one group where ranks share key heads.
+        No key head is in two groups; there is one group if ranks share key heads.
         """
         ranks = range(len(self.queries))
         if self.keys_overlap or any(self.key_of_each(rank) is not None for rank in ranks):

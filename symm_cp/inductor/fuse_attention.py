@@ -23,13 +23,14 @@ from symm_cp.inductor.nodes import (
     WAIT,
     argument,
     aten,
+    group_of,
     is_dynamic,
     is_item,
     static_shape,
 )
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Traced, Tracer
-from symm_cp.inductor.rewrite import DynamicShapeError, Emitter, erase_unused, order_of
+from symm_cp.inductor.rewrite import Emitter, erase_unused, explains_dynamic_shapes, order_of
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 
 _ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -83,16 +84,13 @@ def fuse_attention(graph: Graph, options: Options) -> None:
         gathers = [t.gather for t in traced if t is not None and t.ranks is not None]
         if not gathers:
             continue
-        names = sorted({gather.name for gather in gathers})
-        group = str(gathers[0].args[2])
-        try:
-            reason = _fuse(graph, tracer, node, *traced)
-        except DynamicShapeError as error:
-            reason = str(error)
+        names, group = sorted({gather.name for gather in gathers}), group_of(gathers[0])
+        reason = _fuse(graph, tracer, node, *traced)
         into = None if reason else "fused_all_gather_attention"
         record(Decision(", ".join(names), group, into, reason or node.name, critical=True))
 
 
+@explains_dynamic_shapes
 def _fuse(
     graph: Graph, tracer: Tracer, node: Node, key: Traced | None, value: Traced | None
 ) -> str:
@@ -307,7 +305,7 @@ def _part(tracer: Tracer, operand: Node, ranks: Factor) -> tuple[int, Axes] | No
 
 
 def _replace_grads(graph: Graph, emitter: Emitter, backward: _Grads, grads: Node) -> None:
-    """Uses the gradients of the fused op instead of those of the backward pass."""
+    """Replaces the gradients of the backward pass by the gradients of the fused op."""
     for item in [user for user in backward.node.users if user.args[1] == 0]:
         item.replace_all_uses_with(emitter.item(grads, 0))
     for scatter in backward.scatters:

@@ -1,13 +1,13 @@
 """The gated delta rule over a sequence that is spread over ranks in order.
 
-Shapes: B samples, S positions of this rank, H heads of values (a multiple of those of keys), K and
-V features; R = B * H rows that are independent of each other, N chunks of C positions.
+Shapes: B samples, S positions of this rank, H heads of values (a multiple of the heads of keys),
+K and V features; R = B * H rows that are independent of each other, N chunks of C positions.
 
-A chunk takes the state S_i to S_{i+1} = d_i S_i + k_i^T (u_i - w_i S_i). All but the states is
-computed from this rank's part alone, before and after this. The states form a chain over all chunks
-of all ranks, which is done once and not twice: ranks work on different rows at the same time, and
-hand the states of a row on to the next rank (`Runtime.relay`). With P pieces and W ranks that takes
-P + W - 1 steps instead of P.
+A chunk takes the state S_i to S_{i+1} = d_i S_i + k_i^T (u_i - w_i S_i). Everything but the states
+is computed from this rank's part alone, before and after them. The states form a chain over all
+chunks of all ranks, which is computed once and not twice: ranks work on different rows at the same
+time, and pass the states of a row on to the next rank (`Runtime.relay`). With P pieces and W ranks
+the chain takes P + W - 1 steps instead of P.
 
 Source: Yang et al., "Gated Delta Networks" (2024), for the form in chunks.
 """
@@ -25,7 +25,7 @@ from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import entry_point, group_of, what_is, world_size_of
 from symm_cp.ops.op import LEFT_TO_TORCH, Gradient, NoGradient, Op, arguments, declare
-from symm_cp.ops.scan import pieces_of
+from symm_cp.ops.recurrent.scan import pieces_of
 from symm_cp.tensors.dtypes import FLOATING, one_of
 from symm_cp.tensors.results import contiguous, new_result
 
@@ -49,7 +49,7 @@ def _states_kernel(
     decay: torch.Tensor,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each chunk writes, (R, N, C, V), and the states around the chunks, (R, N + 1, K, V)."""
+    """Returns the chunks' writes, (R, N, C, V), and the states around them, (R, N + 1, K, V)."""
     group = group_of(group_name)
     _check_rows(_STATES, keys, erased, decay)
     rows, chunks, _, features = keys.shape
@@ -89,7 +89,7 @@ def _grads_kernel(
     decay: torch.Tensor,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of what each chunk writes, and of the states after the chunks: the totals."""
+    """Returns the total gradients of the chunks' writes, and of the states after the chunks."""
     group = group_of(group_name)
     _check_rows(_GRADS, keys, erased, decay)
     rows, chunks, _, features = keys.shape
@@ -276,7 +276,7 @@ def gated_delta_rule(
 
     Same result as (per sample and head; with `normalise`, q and k of length 1)::
 
-        S = torch.zeros(K, V)  # with several ranks: that of the rank before, at its end
+        S = torch.zeros(K, V)  # with several ranks: the last state of the rank before
         for t in range(length):
             S = g[t].exp() * S
             S = S + torch.outer(k[t], beta[t] * (v[t] - k[t] @ S))
@@ -330,12 +330,12 @@ def _chunked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output (R, N, C, V) and the last states; `decay` is summed within each chunk."""
     size = k.shape[-2]
-    # exp of what lies above the diagonal could overflow.
+    # exp of entries above the diagonal could overflow.
     above = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
     pairs = (decay[..., :, None] - decay[..., None, :]).masked_fill(above, -math.inf).exp()
     since_begin, to_end = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
     weighted = k * strength
-    # Within a chunk a position erases what earlier ones wrote: a triangular system.
+    # Within a chunk a position erases the writes of earlier ones: a triangular system.
     system = (weighted @ k.transpose(-1, -2)) * pairs
     solved = torch.linalg.solve_triangular(
         system,

@@ -1,15 +1,16 @@
-"""Which heads of which positions travel from rank to rank when a sequence is exchanged for heads.
+"""Which heads of which positions each rank sends to each, and where they lie on both sides.
 
 Ranks that hold part of a sequence with all heads get the whole sequence with part of the heads, or
 the other way round. B batch, H heads, S positions of the sequence, E features of a head; h and s
-are a rank's part of the heads and of the sequence.
+are a rank's part of the heads and of the sequence. A message holds for each tensor (B, h, s, E):
+heads of its receiver and positions of its sender, or the reverse.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias
@@ -29,13 +30,13 @@ Tensors: TypeAlias = Sequence[torch.Tensor]
 
 
 class _Fragment(NamedTuple):
-    """Heads of consecutive positions that travel in one piece, to lie at byte `at` of its part."""
+    """Heads of consecutive positions in one piece of a message, at byte `at` of the peer's part."""
 
     piece: int
     at: int
     tensor: int
     sample: int
-    heads: tuple[int, int]  # counted from the first that travels; the one behind the last
+    heads: tuple[int, int]  # first and one behind the last, counted from the first in the message
     features: tuple[int, int]
     span: Span
 
@@ -44,7 +45,7 @@ class _Fragment(NamedTuple):
 class HeadPart:
     """A tensor that is exchanged: how its positions are spread, and the heads of each rank.
 
-    `shape` is that of the whole, (B, H, S, E).
+    `shape` is the shape of the whole tensor, (B, H, S, E).
     """
 
     shape: Shape
@@ -64,7 +65,7 @@ class HeadPart:
         return end - begin
 
     def arriving_shape(self, rank: int, *, to_heads: bool) -> Shape:
-        """The shape of what a rank gets; heads that several ranks give come once from each."""
+        """The shape of a rank's result; heads that several ranks send come once from each."""
         batch, heads, length, features = self.shape
         if to_heads:
             return batch, self.heads(rank), length, features
@@ -73,25 +74,25 @@ class HeadPart:
         return batch, heads, self.layout.lengths[rank], features
 
     def first_head(self, rank: int, *, arriving: bool) -> int:
-        """Where a rank's heads begin in a tensor that has those of all ranks."""
+        """Where a rank's heads begin in a tensor with the heads of all ranks."""
         if not arriving or self.disjoint:
             return self.ranges[rank][0]
         return sum(end - begin for begin, end in self.ranges[:rank])
 
     def heads_of(self, whole: torch.Tensor, rank: int, *, arriving: bool = False) -> torch.Tensor:
-        """The heads of a rank in a tensor that has those of all ranks."""
+        """The heads of a rank, in a tensor with the heads of all ranks."""
         first = self.first_head(rank, arriving=arriving)
         return whole.narrow(1, first, self.heads(rank))
 
     def rows_of(
         self, part: torch.Tensor, whole: torch.Tensor, rank: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The rows of a rank's part of the sequence, and of the whole, that are the same."""
+        """Equal rows of a rank's part of the sequence and of the whole sequence."""
         for span in self.layout.spans(rank):
             yield part.narrow(2, span.row, span.length), whole.narrow(2, span.start, span.length)
 
     def summed(self, arrived: torch.Tensor) -> torch.Tensor:
-        """Returns the heads that several ranks gave, added in rank order."""
+        """Returns the sum of the heads that several ranks sent, added in rank order."""
         batch, _, rows, features = arrived.shape
         total = rows_first(arrived, (batch, self.shape[1], rows, features))
         dtype = wide(arrived.dtype)
@@ -118,17 +119,17 @@ class HeadExchange:
 
     @property
     def joins(self) -> bool:
-        """Whether the heads of all ranks come together, side by side."""
+        """See `PackedBoxes`: the heads of all ranks come to lie side by side."""
         return not self.to_heads
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """How many bytes each rank (first index) gives to each (second index)."""
+        """The bytes of the message from each rank (first index) to each (second index)."""
         ranks = range(self.world_size)
         return tuple(tuple(self.offsets(source, to)[-1] for to in ranks) for source in ranks)
 
     def _message(self, source: int, to: int) -> list[Shape]:
-        """The shapes of what a rank gives to another: (B, h, s, E) of each tensor."""
+        """The shapes of the tensors in a message: (B, h, s, E) of each."""
         of_sequence, of_heads = (source, to) if self.to_heads else (to, source)
         return [
             (part.shape[0], part.heads(of_heads), part.layout.lengths[of_sequence], part.shape[3])
@@ -136,20 +137,32 @@ class HeadExchange:
         ]
 
     def offsets(self, source: int, to: int) -> tuple[int, ...]:
-        """Where the tensors begin in what a rank gives to another; last, its bytes."""
+        """Where the tensors begin in a message; last, the bytes of the message."""
         shapes = self._message(source, to)
         parts = zip(shapes, self.parts, strict=True)
         return part_offsets([math.prod(shape) * part.dtype.itemsize for shape, part in parts])
 
     def _tensors(self, memory: torch.Tensor, source: int, to: int) -> list[torch.Tensor]:
-        """Returns the parts of a message."""
-        view_at, offsets, shapes = viewing(memory), self.offsets(source, to), []
-        for shape, part, begin in zip(self._message(source, to), self.parts, offsets, strict=False):
-            shapes.append(view_at(begin, shape, part.dtype))
-        return shapes
+        """Returns the tensors in a message."""
+        view_at, shapes = viewing(memory), self._message(source, to)
+        parts = zip(self.offsets(source, to), shapes, self.parts, strict=False)
+        return [view_at(begin, shape, part.dtype) for begin, shape, part in parts]
+
+    def _copy(
+        self, part: HeadPart, sent: torch.Tensor, tensor: torch.Tensor, peer: int, *, given: bool
+    ) -> None:
+        """Copies a tensor's part for a peer to `sent`; unless `given`, that from a peer back."""
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
+        if given == self.to_heads:  # a tensor with all heads
+            pairs = [(sent, part.heads_of(tensor, peer, arriving=not given))]
+        else:
+            pairs = part.rows_of(sent, tensor, peer)
+        for there, here in pairs:
+            target, source = (there, here) if given else (here, there)
+            target.copy_(source)
 
     def new_outputs(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Returns memory for what arrives; heads that several ranks give come once from each."""
+        """Returns memory for the results; heads that several ranks send come once from each."""
         new = new_result if self.to_heads else rows_first
         return [
             new(tensor, part.arriving_shape(self.rank, to_heads=self.to_heads))
@@ -157,44 +170,34 @@ class HeadExchange:
         ]
 
     def give(self, tensors: Tensors, to: int, memory: torch.Tensor) -> None:
-        """Writes what goes to a rank to memory for `sizes[self.rank][to]` bytes."""
+        """Writes the message for a rank to memory of `sizes[self.rank][to]` bytes."""
         message = self._tensors(memory, self.rank, to)
         for part, sent, tensor in zip(self.parts, message, tensors, strict=True):
-            if self.to_heads:
-                sent.copy_(part.heads_of(tensor, to))
-                continue
-            for there, here in part.rows_of(sent, tensor, to):
-                there.copy_(here)
+            self._copy(part, sent, tensor, to, given=True)
 
     def take(self, outputs: Tensors, source: int, memory: torch.Tensor) -> None:
-        """Writes what a rank has given to where it belongs."""
+        """Copies the tensors in a rank's message to their places."""
         message = self._tensors(memory, source, self.rank)
         for part, sent, output in zip(self.parts, message, outputs, strict=True):
-            if not self.to_heads:
-                part.heads_of(output, source, arriving=True).copy_(sent)
-                continue
-            for there, here in part.rows_of(sent, output, source):
-                here.copy_(there)
+            self._copy(part, sent, output, source, given=False)
 
     def keep(self, tensors: Tensors, outputs: Tensors) -> None:
-        """Copies what stays on this rank."""
+        """Copies what stays on this rank, once: the tensor with all heads serves as message."""
+        rank = self.rank
         for part, tensor, output in zip(self.parts, tensors, outputs, strict=True):
             if self.to_heads:
-                own = part.heads_of(tensor, self.rank)
-                for rows, place in part.rows_of(own, output, self.rank):
-                    place.copy_(rows)
-                continue
-            own = part.heads_of(output, self.rank, arriving=True)
-            for place, rows in part.rows_of(own, tensor, self.rank):
-                place.copy_(rows)
+                self._copy(part, part.heads_of(tensor, rank), output, rank, given=False)
+            else:
+                own = part.heads_of(output, rank, arriving=True)
+                self._copy(part, own, tensor, rank, given=True)
 
     @cached_property
     def copies_only(self) -> bool:
-        """Whether each head of what a rank gets comes from one rank."""
+        """Whether each head comes from one rank, so that nothing is added."""
         return self.to_heads or all(part.disjoint for part in self.parts)
 
     def summed(self, outputs: Tensors) -> list[torch.Tensor]:
-        """Returns outputs in which heads that several ranks gave are added, in rank order."""
+        """Returns outputs in which heads that several ranks sent are added, in rank order."""
         return [
             output if self.to_heads or part.disjoint else part.summed(output)
             for part, output in zip(self.parts, outputs, strict=True)
@@ -203,7 +206,7 @@ class HeadExchange:
     def boxes(
         self, strides: Sequence[tuple[int, ...]], room: int
     ) -> tuple[list[PlacedBox], list[PlacedBox]]:
-        """What is given and taken as boxes; see `PackedBoxes`."""
+        """See `PackedBoxes`."""
         given: list[PlacedBox] = []
         taken: list[PlacedBox] = []
         for peer in range(self.world_size):
@@ -233,7 +236,7 @@ class HeadExchange:
         return PlacedBox(*place, *shape, (last - feature) * item)
 
     def _fragments(self, source: int, to: int, room: int) -> list[_Fragment]:
-        """What a rank gives to another, in the order in which it lies in the pieces."""
+        """Divides a message into fragments, in the order in which they lie in its pieces."""
         of_sequence = source if self.to_heads else to
         fragments: list[_Fragment] = []
         piece = at = 0
@@ -263,7 +266,7 @@ class HeadExchange:
 
 
 def _ranges(count: int, most: int) -> list[tuple[int, int]]:
-    """Divides a count into ranges of at most `most`; none of nothing."""
+    """Divides a count into ranges of at most `most`; 0 into no ranges."""
     return [(begin, min(begin + most, count)) for begin in range(0, count, max(1, most))]
 
 

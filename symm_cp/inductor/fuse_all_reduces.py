@@ -1,7 +1,7 @@
 """All-reduces of products become fused matmul-all-reduces, all others the native all-reduce.
 
-The result of an all-reduce is arranged as its input is. So the fused op takes the place of the
-matmul, and what follows the all-reduce takes its input.
+The result of an all-reduce is arranged as its input. So the fused op replaces the matmul, and users
+of the all-reduce take its input.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from torch.fx import Graph, Node
 
 from symm_cp.inductor import advice
 from symm_cp.inductor.decisions import Decision, record
-from symm_cp.inductor.matmuls import SCALED, bias_of, left, right
+from symm_cp.inductor.matmuls import SCALED, bias_of, left, scaled_options
 from symm_cp.inductor.neighbours import fed_by
 from symm_cp.inductor.nodes import (
     ALL_REDUCE,
     ALL_REDUCE_COALESCED,
     WAIT,
-    argument,
     aten,
+    device_of,
+    group_of,
     is_dynamic,
     is_item,
     static_shape,
     value,
 )
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.origins import VIEWS, Traced, Tracer
-from symm_cp.inductor.rewrite import DynamicShapeError, Emitter
+from symm_cp.inductor.origins import VIEWS, Tracer
+from symm_cp.inductor.rewrite import Emitter, explains_dynamic_shapes, replace_collective
 from symm_cp.inductor.sums import (
     ADD,
     SUMS_OF_MATMULS,
-    is_product,
+    operands_of,
+    reduced_products,
+    sum_of_biases,
     terms_of,
-    why_no_product,
-    why_not_fused,
 )
 from symm_cp.ops.common import check_reduce_op
 
@@ -45,7 +46,7 @@ _NATIVE = "_all_reduce"
 
 def replace_all_reduces(graph: Graph, options: Options) -> None:
     """Fuses or replaces all-reduces of CPU tensors, and records a decision for each all-reduce."""
-    # What the report calls those that the next two have inserted.
+    # The names in the report of all-reduces that the next two functions insert.
     names: dict[Node, str] = {}
     if options.async_tp or options.all_reduce:
         _take_apart(graph, names)
@@ -53,89 +54,68 @@ def replace_all_reduces(graph: Graph, options: Options) -> None:
         _merge(graph, names)
     tracer = Tracer(graph, SUMS_OF_MATMULS)
     for node in graph.find_nodes(op="call_function", target=ALL_REDUCE):
-        name, group = names.get(node, node.name), str(node.args[2])
-        traced, terms, into, critical = tracer[node.args[0]], None, None, True
-        if traced is not None:
-            terms = terms_of(tracer, traced.source, is_product)
-        if traced is None or terms is None:
-            reason, critical = why_no_product(node, traced)
-            critical = critical or bool(fed_by(node))
-        else:
-            reason = _why_not(tracer, node, traced, terms, options)
-            hint = advice.on_sum(node, terms)
-            try:
-                into = None if reason else _fuse(graph, tracer, node, traced.source, terms)
-            except DynamicShapeError as error:
-                reason = str(error)
-        if into is not None and terms is not None:
+        name, group = names.get(node, node.name), group_of(node)
+        terms, reason, critical = reduced_products(tracer, node, options)
+        if terms and not options.async_tp:
+            reason = "async_tp is off"
+        elif terms and device_of(node) != "cpu":
+            reason = "matmul-all-reduces are fused on CPU only"
+        if terms and not reason:
+            into, hint = _fused_op(terms), advice.on_sum(node, terms)
             text = " + ".join(term.name for term in terms)
-            record(Decision(name, group, into, text, critical, advice=hint))
-            continue
+            reason = _fuse(graph, tracer, node, terms)
+            if not reason:
+                record(Decision(name, group, into, text, critical, advice=hint))
+                continue
+        critical = critical or bool(fed_by(node))
         not_native = _why_not_native(node, options)
         if not not_native:
-            _run_natively(graph, node)
+            native = Emitter(graph, node).call(_op(_NATIVE), *node.args)
+            replace_collective(graph, node, native)
         text = "; ".join(dict.fromkeys(filter(None, (reason, not_native))))
         runs_as = None if not_native else _NATIVE
         record(Decision(name, group, None, text, critical, runs_as))
 
 
-def _why_not(
-    tracer: Tracer, node: Node, traced: Traced, terms: list[Node], options: Options
-) -> str:
-    """Returns why products are not fused with their all-reduce, or an empty text."""
-    if not options.async_tp:
-        return "async_tp is off"
-    if _device(node) != "cpu":
-        return "matmul-all-reduces are fused on CPU only"
-    return why_not_fused(tracer, node, traced, terms, options)
+def _fused_op(terms: list[Node]) -> str:
+    if terms[0].target is SCALED:
+        return "fused_scaled_matmul_all_reduce"
+    alone = len(terms) == 1 and bias_of(terms[0]) is None
+    return "fused_matmul_all_reduce" if alone else "_fused_matmuls_all_reduce"
 
 
-def _fuse(graph: Graph, tracer: Tracer, node: Node, total: Node, terms: list[Node]) -> str:
-    """Replaces `total`, a sum of products, with a fused op; returns the op's name."""
-    emitter, first = Emitter(graph, total), terms[0]
-    rows = (static_shape(first) or ())[:-1]
-    lefts = [emitter.reshape(left(term), (*rows, _inner(term))) for term in terms]
-    biases = [bias for term in terms if (bias := bias_of(term)) is not None]
-    if first.target is SCALED:
-        name, args = "fused_scaled_matmul_all_reduce", _scaled_arguments(node, first)
-    elif len(terms) == 1 and not biases:
-        name = "fused_matmul_all_reduce"
-        args = (lefts[0], right(first), None, *node.args[1:])
-    else:
+@explains_dynamic_shapes
+def _fuse(graph: Graph, tracer: Tracer, node: Node, terms: list[Node]) -> str:
+    """Replaces a sum of products and its all-reduce; returns why it could not, or an empty text."""
+    total = tracer.arrangement(node.args[0]).source  # type: ignore[arg-type]
+    first, reduction = terms[0], node.args[1:]
+    emitter, name = Emitter(graph, total), _fused_op(terms)
+    lefts, rights = operands_of(emitter, terms, (static_shape(first) or ())[:-1])
+    args: tuple[Any, ...]
+    if name == "_fused_matmuls_all_reduce":
         # Every rank adds its own biases before the sum over the ranks: they are terms of it.
-        name, addend = "_fused_matmuls_all_reduce", _expanded(emitter, biases, first)
-        args = (lefts, [right(term) for term in terms], addend, None, *node.args[1:])
+        biases = _expanded(emitter, sum_of_biases(emitter, terms), first)
+        args = lefts, rights, biases, None, *reduction
+    elif first.target is SCALED:
+        args = *first.args[:4], *reduction, *scaled_options(first)
+    else:
+        args = lefts[0], rights[0], None, *reduction
     fused = emitter.call(_op(name), *args)
     total.replace_all_uses_with(_viewed(emitter, tracer, fused, first, total))
     tracer.forget(total)
-    _take_out(graph, node, _dense(graph, node))
-    return name
+    replace_collective(graph, node, _dense(graph, node))
+    return ""
 
 
-def _scaled_arguments(node: Node, matmul: Node) -> tuple[Any, ...]:
-    a, b, scale, weight_scale = matmul.args[:4]
-    return (
-        *(a, b, scale, weight_scale),
-        *node.args[1:],
-        argument(matmul, "bias"),
-        argument(matmul, "scale_result"),
-        argument(matmul, "out_dtype"),
-        bool(argument(matmul, "use_fast_accum")),
-    )
-
-
-def _expanded(emitter: Emitter, biases: list[Node], product: Node) -> Node | None:
+def _expanded(emitter: Emitter, biases: Node | None, product: Node) -> Node | None:
     """Returns the sum of biases in the shape of a product."""
-    if not biases:
+    if biases is None:
         return None
-    total = biases[0]
-    for bias in biases[1:]:
-        total = emitter.call(ADD, total, bias)
     shape: list[Any] = list(static_shape(product) or ())
     for dim, size in enumerate(shape):
         if is_dynamic(size):
             shape[dim] = emitter.call(aten.sym_size.int, left(product), dim)
-    return emitter.call(aten.expand.default, total, shape)
+    return emitter.call(aten.expand.default, biases, shape)
 
 
 def _viewed(emitter: Emitter, tracer: Tracer, fused: Node, product: Node, total: Node) -> Node:
@@ -149,11 +129,6 @@ def _viewed(emitter: Emitter, tracer: Tracer, fused: Node, product: Node, total:
     return emitter.reshape(fused, shape)
 
 
-def _inner(matmul: Node) -> int:
-    """Returns the length of the dimension that a matmul sums over."""
-    return (static_shape(left(matmul)) or (0,))[-1]
-
-
 def _dense(graph: Graph, node: Node) -> Any:
     """Returns the input of an all-reduce with the strides of its result."""
     tensor, result = value(node.args[0]), value(node)
@@ -163,16 +138,6 @@ def _dense(graph: Graph, node: Node) -> Any:
     return emitter.call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
 
 
-def _take_out(graph: Graph, node: Node, result: Any) -> None:
-    """Replaces an all-reduce and its waits by a result."""
-    for wait in [user for user in node.users if user.target is WAIT]:
-        wait.replace_all_uses_with(result)
-        graph.erase_node(wait)
-    # A checkpoint may save the result before the wait; waiting for a finished result is free.
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
-
-
 def _why_not_native(node: Node, options: Options) -> str:
     """Returns why an all-reduce that is not fused stays as it is, or an empty text."""
     _, reduce_op, group = node.args
@@ -180,7 +145,7 @@ def _why_not_native(node: Node, options: Options) -> str:
     if not options.all_reduce:
         return "all_reduce is off"
     if tensor is None or tensor.device.type != "cpu":
-        return f"it is on {_device(node)}"
+        return f"it is on {device_of(node)}"
     if reduce_op not in ("sum", "avg"):
         return f"it reduces by {reduce_op}"
     if not isinstance(group, str):
@@ -204,17 +169,8 @@ def _torch_buckets() -> bool:
     )
 
 
-def _run_natively(graph: Graph, node: Node) -> None:
-    _take_out(graph, node, Emitter(graph, node).call(_op(_NATIVE), *node.args))
-
-
 def _op(name: str) -> Any:
     return getattr(torch.ops.symm_mem, name).default
-
-
-def _device(node: Any) -> str:
-    tensor = value(node)
-    return "an unknown device" if tensor is None else tensor.device.type
 
 
 def _take_apart(graph: Graph, names: dict[Node, str]) -> None:
@@ -222,7 +178,7 @@ def _take_apart(graph: Graph, names: dict[Node, str]) -> None:
     for node in graph.find_nodes(op="call_function", target=ALL_REDUCE_COALESCED):
         inputs: Any = node.args[0]
         items = [user for user in node.users if is_item(user)]
-        if len(items) < len(node.users) or any(_device(tensor) != "cpu" for tensor in inputs):
+        if len(items) < len(node.users) or any(device_of(tensor) != "cpu" for tensor in inputs):
             continue
         emitter = Emitter(graph, node)
         apart = [emitter.call(ALL_REDUCE, tensor, *node.args[1:]) for tensor in inputs]
@@ -248,7 +204,7 @@ def _merge(graph: Graph, names: dict[Node, str]) -> None:
             continue
         for wait, node in zip(waits, reductions, strict=True):
             tracer.forget(wait)
-            _take_out(graph, node, _dense(graph, node))
+            replace_collective(graph, node, _dense(graph, node))
         emitter = Emitter(graph, total.next)
         reduced = emitter.call(ALL_REDUCE, total, *reductions[0].args[1:])
         waited = emitter.call(WAIT, reduced)
@@ -266,5 +222,5 @@ def _is_reduced(wait: Node) -> bool:
         and node.target is ALL_REDUCE
         and len(node.users) == 1
         and node.args[1] in ("sum", "avg")
-        and _device(node) == "cpu"
+        and device_of(node) == "cpu"
     )

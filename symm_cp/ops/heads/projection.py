@@ -1,8 +1,9 @@
 """Projections fused with the exchange of a sequence for heads, and of heads for a sequence.
 
-Before attention the heads of each rank are multiplied straight into what is sent there, while
-what the peers have multiplied is on its way. Behind it, the product of a rank's heads with their
-rows of the output projection is added as soon as they arrive. Each is the gradient of the other.
+Before attention, the heads of each rank are multiplied straight into the message for that rank,
+while the messages of the peers are under way. Behind attention, the product of a rank's heads with
+their rows of the output projection is added as soon as they arrive. Each op is the gradient of the
+other.
 
 B batch, S positions, D features of the model, H heads of E features each; s and h are this rank's
 part of positions and heads.
@@ -18,9 +19,8 @@ import torch
 
 from symm_cp import runtime
 from symm_cp.ops import autocast
-from symm_cp.ops.common import group_of
-from symm_cp.ops.exchange_heads import checked_exchange, exchange_fake, exchange_name
-from symm_cp.ops.head_exchange import HeadExchange
+from symm_cp.ops.heads.exchange_heads import exchange_fake, exchange_name, exchange_of
+from symm_cp.ops.heads.packing import HeadExchange
 from symm_cp.ops.matmul.operands import check_matrices, check_multiplied
 from symm_cp.ops.matmul.products import Sum
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
@@ -30,7 +30,7 @@ from symm_cp.tensors.shards import viewing
 PROJECT = "project_to_heads"
 COLLECT = "project_from_heads"
 
-# Those of `exchange_heads`.
+# The options of `exchange_heads`.
 _OPTIONS = (
     "str group_name, int[]? head_ranges=None, int[]? chunk_order=None, "
     "SymInt[]? chunk_lengths=None, int? rank=None"
@@ -101,7 +101,7 @@ class _Projection:
             torch.mm(self.x, weight, out=out)
 
     def give(self, to: int, memory: torch.Tensor) -> None:
-        """Multiplies what goes to a peer."""
+        """Multiplies a peer's heads into the message for it."""
         offsets, view_at = self.exchange.offsets(self.exchange.rank, to), viewing(memory)
         for index, part in enumerate(self.exchange.parts):
             shape = len(self.x), part.heads(to) * part.shape[3]
@@ -109,7 +109,7 @@ class _Projection:
                 self.multiply(index, to, view_at(offsets[index], shape, part.dtype))
 
     def keep(self) -> None:
-        """Multiplies what stays here."""
+        """Multiplies this rank's heads."""
         rank = self.exchange.rank
         for index, (part, output) in enumerate(zip(self.exchange.parts, self.outputs, strict=True)):
             columns = part.heads(rank) * part.shape[3]
@@ -120,7 +120,7 @@ class _Projection:
             self._place(index, rank, memory)
 
     def take(self, source: int, memory: torch.Tensor) -> None:
-        """Copies what a peer has multiplied to its positions."""
+        """Copies a peer's products to their positions."""
         offsets, view_at = self.exchange.offsets(source, self.exchange.rank), viewing(memory)
         for index, part in enumerate(self.exchange.parts):
             rows = self.batch * part.layout.lengths[source]
@@ -143,17 +143,10 @@ def _project_kernel(
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],
     features: int,
-    group_name: str,
-    head_ranges: list[int] | None = None,
-    chunk_order: list[int] | None = None,
-    chunk_lengths: list[int] | None = None,
-    rank: int | None = None,
+    *options: Any,
 ) -> list[torch.Tensor]:
-    group = group_of(group_name, rank)
     products = _projected(x, weights, biases, features)
-    exchange = checked_exchange(
-        products, True, group, head_ranges, chunk_order, chunk_lengths, PROJECT
-    )
+    group, exchange = exchange_of(products, True, *options, op=PROJECT)
     projection = _Projection(exchange, x, weights, biases)
     runtime.of(x, group).exchange_and_consume(
         group,
@@ -172,11 +165,10 @@ def _project_fake(
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],
     features: int,
-    group_name: str,
     *options: Any,
 ) -> list[torch.Tensor]:
     products = _projected(x, weights, biases, features)
-    return exchange_fake(products, True, group_name, *options, op=PROJECT)
+    return exchange_fake(products, True, *options, op=PROJECT)
 
 
 def _check_collected(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
@@ -209,19 +201,10 @@ def _check_rows(index: int, weight: torch.Tensor, heads: int, features: int) -> 
 
 
 def _collect_kernel(
-    tensors: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    group_name: str,
-    head_ranges: list[int] | None = None,
-    chunk_order: list[int] | None = None,
-    chunk_lengths: list[int] | None = None,
-    rank: int | None = None,
+    tensors: list[torch.Tensor], weights: list[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    group = group_of(group_name, rank)
     _check_collected(tensors, weights)
-    exchange = checked_exchange(
-        tensors, False, group, head_ranges, chunk_order, chunk_lengths, COLLECT
-    )
+    group, exchange = exchange_of(tensors, False, *options, op=COLLECT)
     for index, (part, weight) in enumerate(zip(exchange.parts, weights, strict=True)):
         _check_rows(index, weight, part.shape[1], part.shape[3])
     arrived = exchange.new_outputs(tensors)
@@ -267,13 +250,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _collect_fake(
-    tensors: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    group_name: str,
-    *options: Any,
+    tensors: list[torch.Tensor], weights: list[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     _check_collected(tensors, weights)
-    results = exchange_fake(tensors, False, group_name, *options, op=COLLECT)
+    results = exchange_fake(tensors, False, *options, op=COLLECT)
     for index, (result, weight) in enumerate(zip(results, weights, strict=True)):
         _check_rows(index, weight, result.shape[1], result.shape[3])
     batch, _, rows, _ = results[0].shape
@@ -285,7 +265,7 @@ def _collect_fake(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    # vmap knows it, unlike `flatten`; of an empty tensor -1 rows would be any number.
+    # vmap supports it, unlike `flatten`; -1 rows would be ambiguous for an empty tensor.
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 

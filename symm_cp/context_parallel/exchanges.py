@@ -11,8 +11,8 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.common import entry_point, rank_in
-from symm_cp.ops.exchange_heads import OP
-from symm_cp.ops.head_projection import COLLECT, PROJECT
+from symm_cp.ops.heads.exchange_heads import OP
+from symm_cp.ops.heads.projection import COLLECT, PROJECT
 from symm_cp.ops.tensor_checks import missing_memory
 from symm_cp.tensors.shards import Split
 
@@ -158,9 +158,9 @@ def ulysses_projection(
 
     Args:
         x: (B, s, D), this rank's part of a sequence.
-        weights: a (D, H * E) matrix (that of a `Linear` transposed) or several, as those of
+        weights: a (D, H * E) matrix (the transposed weight of a `Linear`) or several, as for
             queries, keys and values.
-        features: E, those of a head.
+        features: E, the features of a head.
         biases: (H * E,) of each matrix.
         group, load_balancer, heads: as for `sequence_to_heads`.
 
@@ -197,7 +197,7 @@ def ulysses_output_projection(
 
     Args:
         x: (B, h, S, E), this rank's heads of the whole sequence in sequence order.
-        weight: (H * E, D), that of a `Linear` transposed.
+        weight: (H * E, D), the transposed weight of a `Linear`.
         bias: (D,).
         group, load_balancer, heads: as for `heads_to_sequence`.
 
@@ -249,7 +249,7 @@ def _listed(op: str, argument: str, given: torch.Tensor | Tensors) -> list[torch
 
 
 def _check_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if bias is None or weight.dim() != 2:  # of which the op tells
+    if bias is None or weight.dim() != 2:  # the op raises for it
         return
     ordinary = type(bias) in (torch.Tensor, torch.nn.Parameter)
     if ordinary and not torch.compiler.is_compiling() and (missing := missing_memory(bias)):

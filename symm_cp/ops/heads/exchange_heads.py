@@ -1,8 +1,8 @@
 """Exchanges a sequence for heads, and back: all ranks' positions of some heads, or the reverse.
 
-What attention needs between ranks that each hold part of a sequence: every rank gets the whole
-sequence of its heads, in sequence order, attends to it as a single process does, and gives the
-result back. Each direction is the gradient of the other. Source: DeepSpeed-Ulysses (Jacobs et al.,
+For attention of ranks that each hold part of a sequence: every rank gets the whole sequence of its
+heads, in sequence order, attends to it as a single process does, and sends the result back. Each
+direction is the gradient of the other. Source: DeepSpeed-Ulysses (Jacobs et al.,
 2023).
 """
 
@@ -23,16 +23,17 @@ from symm_cp.ops.common import (
     group_of,
     world_size_of,
 )
-from symm_cp.ops.head_exchange import HeadExchange, HeadPart, HeadRanges, head_exchange
+from symm_cp.ops.heads.packing import HeadExchange, HeadPart, HeadRanges, head_exchange
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.results import contiguous
 
 OP = "exchange_heads"
 
-# Of every tensor `head_ranges` lists the first head of each rank and the one behind its last, by
-# default H / W for each. `chunk_order`, `chunk_lengths`: see schedule/layout.py, by default the
-# r-th of W parts. The rank has to be given with either, as the shapes of results depend on it.
+# `head_ranges` lists for every tensor the first head of each rank and the one behind its last; by
+# default each rank has H / W heads. `chunk_order` and `chunk_lengths` are explained in
+# schedule/layout.py; by default rank r holds the r-th of W parts. `rank` is required with any of
+# these, because the shapes of results depend on it.
 _ARGUMENTS = (
     "(Tensor[] tensors, bool to_heads, str group_name, int[]? head_ranges=None, "
     "int[]? chunk_order=None, SymInt[]? chunk_lengths=None, int? rank=None)"
@@ -40,7 +41,7 @@ _ARGUMENTS = (
 
 
 class _Kind(NamedTuple):
-    """What is checked of a tensor."""
+    """The checked properties of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -102,7 +103,7 @@ def _equal_heads(op: str, index: int, tensor: _Kind, to_heads: bool, world_size:
     if to_heads and heads % world_size:
         raise ValueError(
             f"{op}: tensors[{index}] has {heads} heads, which is not divisible by world size "
-            f"{world_size}: give heads, those of each rank"
+            f"{world_size}: pass heads, the heads of each rank"
         )
     return tuple((rank * each, (rank + 1) * each) for rank in range(world_size))
 
@@ -144,7 +145,7 @@ def _layout_of(
         if not to_heads and length % world_size:
             raise ValueError(
                 f"{op}: the tensors have {length} positions, which is not divisible by world size "
-                f"{world_size}: give a load_balancer"
+                f"{world_size}: pass a load_balancer"
             )
         each = length if to_heads else length // world_size
         return SequenceLayout(world_size, tuple(range(world_size)), (each,) * world_size)
@@ -161,18 +162,22 @@ def _layout_of(
     return layout
 
 
-def checked_exchange(
+def exchange_of(
     tensors: Sequence[torch.Tensor],
     to_heads: bool,
-    group: Group,
-    head_ranges: Sequence[int] | None,
-    chunk_order: Sequence[int] | None,
-    chunk_lengths: Sequence[int] | None,
+    group_name: str,
+    head_ranges: Sequence[int] | None = None,
+    chunk_order: Sequence[int] | None = None,
+    chunk_lengths: Sequence[int] | None = None,
+    rank: int | None = None,
+    *,
     op: str = OP,
-) -> HeadExchange:
-    """Returns the exchange of an op's arguments; raises `ValueError` or `TypeError`."""
+) -> tuple[Group, HeadExchange]:
+    """Returns group and exchange of an op's arguments; raises `ValueError` or `TypeError`."""
+    group = group_of(group_name, rank)
     options = [None if o is None else tuple(o) for o in (head_ranges, chunk_order, chunk_lengths)]
-    return _checked(op, _Kind.of(tensors), to_heads, group.rank, group.world_size, *options)
+    kinds = _Kind.of(tensors)
+    return group, _checked(op, kinds, to_heads, group.rank, group.world_size, *options)
 
 
 @lru_cache(maxsize=512)
@@ -199,24 +204,10 @@ def _checked(
     return head_exchange(rank, to_heads, tuple(parts))
 
 
-def _of_call(
-    tensors: list[torch.Tensor],
-    to_heads: bool,
-    group_name: str,
-    head_ranges: list[int] | None = None,
-    chunk_order: list[int] | None = None,
-    chunk_lengths: list[int] | None = None,
-    rank: int | None = None,
-) -> tuple[Group, HeadExchange]:
-    group = group_of(group_name, rank)
-    options = head_ranges, chunk_order, chunk_lengths
-    return group, checked_exchange(tensors, to_heads, group, *options)
-
-
 def _kernel(
     tensors: list[torch.Tensor], to_heads: bool, group_name: str, *options: Any
 ) -> list[torch.Tensor]:
-    group, exchange = _of_call(tensors, to_heads, group_name, *options)
+    group, exchange = exchange_of(tensors, to_heads, group_name, *options)
     return run_exchange(group, exchange, tensors)
 
 
@@ -225,10 +216,10 @@ def _plan(
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], str]:
     """Plans a call for csrc/ops/exchange_heads.cpp; raises `ValueError` or `TypeError`.
 
-    Returns the bytes of the boxes given and taken, the sizes of all results and the call's name; no
-    sizes where results are to be summed, of which the native kernel knows nothing.
+    Returns the bytes of the boxes that are sent and received, the sizes of all results and the
+    call's name; no sizes where results are sums, which the native kernel cannot compute.
     """
-    group, exchange = _of_call(tensors, to_heads, group_name, *options)
+    group, exchange = exchange_of(tensors, to_heads, group_name, *options)
     if not exchange.copies_only:
         return torch.empty(0), torch.empty(0), [], ""
     outputs = exchange.new_outputs([t.to("meta") for t in tensors])
@@ -248,10 +239,10 @@ def run_exchange(
     outputs: Sequence[torch.Tensor] | None = None,
     name: bytes | None = None,
 ) -> list[torch.Tensor]:
-    """Carries an exchange out, for kernels. Collective; the tensors are not checked again.
+    """Runs an exchange, for kernels. Collective; the tensors are not checked again.
 
-    `outputs`: where results go, of the shapes of `exchange.new_outputs`. Heads that several ranks
-    give are added, to new tensors. `name`: of the call, the same on all ranks.
+    `outputs`: memory for the results, of the shapes of `exchange.new_outputs`. Heads that several
+    ranks send are added, into new tensors. `name`: of the call, identical on all ranks.
     """
     dense = [t if t.stride(3) == 1 or t.shape[3] == 1 else contiguous(t) for t in tensors]
     outputs = exchange.new_outputs(dense) if outputs is None else outputs
@@ -262,7 +253,7 @@ def run_exchange(
 
 @lru_cache(maxsize=512)
 def exchange_name(exchange: HeadExchange, op: str = OP) -> bytes:
-    """Names a call, the same on all ranks; of what is long a checksum."""
+    """Names a call, identically on all ranks; a checksum represents the heads and the layout."""
     checksum = zlib.crc32(repr(exchange.parts).encode())
     shapes = " ".join(f"{str(part.dtype)[6:]}{list(part.shape)}" for part in exchange.parts)
     name = f"{op} {'to heads' if exchange.to_heads else 'to sequence'} #{checksum:08x} {shapes}"
@@ -280,7 +271,7 @@ def exchange_fake(
     *,
     op: str = OP,
 ) -> list[torch.Tensor]:
-    """Shapes, strides and dtypes of what the op returns."""
+    """Returns tensors with the shapes, strides and dtypes of the op's results."""
     world_size, held = world_size_of(group_name), rank or 0
     kinds = _Kind.of(tensors)
     _check_tensors(op, kinds)

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from symm_cp.inductor.decisions import Decision, record
 from symm_cp.inductor.matmuls import MATMULS, flops
-from symm_cp.inductor.nodes import GATHER, SCATTER, WAIT, is_dynamic, static_shape, value
+from symm_cp.inductor.nodes import GATHER, SCATTER, WAIT, group_of, is_dynamic, static_shape, value
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.rewrite import Emitter
 from symm_cp.ops.common import op_for
@@ -21,7 +21,7 @@ _FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 2200.0}
 def sink_collectives(graph: Graph, options: Options) -> None:
     """Replaces large collectives, and moves their waits behind matmuls that take as long."""
     for node in [n for n in graph.nodes if n.target in (GATHER, SCATTER)]:
-        name, group = node.name, str(node.args[-1])
+        name, group = node.name, group_of(node)
         waits = [user for user in node.users if user.target is WAIT]
         reason = _why_not(node, waits, options)
         overlap = None if reason else _overlap(node, waits[0])

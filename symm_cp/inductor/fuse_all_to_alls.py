@@ -1,13 +1,13 @@
 """All-to-alls that exchange a sequence for heads become projections fused with the exchange.
 
-`heads.py` fuses `exchange_heads`; this does the same for programs that call torch's all-to-all
-between views and permutations of their own. Where each element goes decides, not which ops take it
-there: an all-to-all is an exchange of heads if it cuts the columns of a product, or of what a
-matmul takes as rows, into one run for each rank, in rank order.
+`fuse_projections.py` fuses `exchange_heads`; this file does the same for programs that call torch's
+all-to-all between views and permutations of their own. What counts is where each element goes, not
+which ops take it there: an all-to-all is an exchange of heads if it cuts the columns of a product,
+or of a matmul's left operand, into one run for each rank, in rank order.
 
 An all-to-all with equal splits has an input and a result of one shape, whose outermost part of
 dimension 0 counts the ranks. All `Axes` here describe tensors as arrangements of one of these two:
-of the result, for what is sent on; of the input, for what was sent.
+of the result, for tensors made from it; of the input, for tensors that it was made from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
@@ -34,23 +34,23 @@ from symm_cp.inductor.axes import (
     sizes,
 )
 from symm_cp.inductor.decisions import Decision, record
-from symm_cp.inductor.heads import (
+from symm_cp.inductor.fuse_projections import (
     collect,
-    is_laid_out,
     last_sum,
     project,
     replace_total,
     source_of,
-    strides_of,
     total_of,
     why_not_projected,
 )
-from symm_cp.inductor.matmuls import bias_of, left
+from symm_cp.inductor.matmuls import PLAIN, bias_of, left
 from symm_cp.inductor.neighbours import fed_by, feeding
 from symm_cp.inductor.nodes import (
     ALL_TO_ALL,
     WAIT,
     aten,
+    awaited,
+    group_of,
     is_dynamic,
     is_item,
     number_of,
@@ -58,7 +58,7 @@ from symm_cp.inductor.nodes import (
     value,
 )
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.origins import Tracer, start_of
+from symm_cp.inductor.origins import CUTS, Tracer, start_of
 from symm_cp.inductor.rewrite import (
     DynamicShapeError,
     Emitter,
@@ -68,15 +68,6 @@ from symm_cp.inductor.rewrite import (
     order_of,
 )
 
-_MATMULS = {aten.mm.default, aten.addmm.default}
-_PARTS = {
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-    aten.slice.Tensor,
-    aten.select.int,
-}
-
 #: Why most all-to-alls are left alone.
 _NO_EXCHANGE = "it does not exchange a sequence for equal runs of heads, in rank order"
 #: (batch, positions), two parts of the rows.
@@ -85,9 +76,9 @@ _Rows: TypeAlias = tuple[tuple[Factor, ...], tuple[Factor, ...]]
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An all-to-all of the columns of a product (`to_heads`), or of what a matmul takes as rows.
+    """An all-to-all of the columns of a product (`to_heads`), or of a matmul's left operand.
 
-    `rows` and `columns`, those of one rank, are factors of the all-to-all's input and result.
+    `rows` and `columns` of one rank are factors of the all-to-all's input and result.
     """
 
     wait: Node
@@ -97,7 +88,6 @@ class _Exchange:
     ranks: Factor
     rows: _Rows
     columns: tuple[Factor, ...]
-    name: str
     group: str
 
     @property
@@ -121,46 +111,34 @@ class _Exchange:
 
 def fuse_all_to_alls(graph: Graph, options: Options) -> None:
     """Fuses all-to-alls with projections, and records a decision for each next to a matmul."""
-    waits = [
-        node
-        for node in graph.nodes
-        if node.target is WAIT and getattr(node.args[0], "target", None) is ALL_TO_ALL
-    ]
+    waits = awaited(graph, ALL_TO_ALL)
     if not waits:
         return
-    tracer = Tracer(graph, {*_MATMULS, WAIT})
-    found = [_exchange(tracer, wait) for wait in waits]
+    tracer = Tracer(graph, PLAIN | {WAIT})
+    found = [_exchange(tracer, wait, node) for wait, node in waits]
     exchanges = [exchange for exchange in found if isinstance(exchange, _Exchange)]
     reasons = _fuse_all(graph, tracer, exchanges, options)
-    for wait, exchange in zip(waits, found, strict=True):
-        if not isinstance(exchange, _Exchange):
-            _leave(wait, exchange)
-        elif reason := reasons[wait]:
-            _leave(wait, reason)
-        else:
+    for (wait, node), exchange in zip(waits, found, strict=True):
+        reason = reasons[wait] if isinstance(exchange, _Exchange) else exchange
+        if isinstance(exchange, _Exchange) and not reason:
             into = "project_to_heads" if exchange.to_heads else "project_from_heads"
             text = "with the projections next to it"
-            record(Decision(exchange.name, exchange.group, into, text))
-
-
-def _leave(wait: Node, reason: str) -> None:
-    node: Node = wait.args[0]  # type: ignore[assignment]
-    path = fed_by(node) or feeding(node)
-    if path:  # Others are recorded with all other collectives.
-        text = f"{path[-1].name} is next to it, and {reason}"
-        record(Decision(node.name, str(node.args[3]), None, text, True))
+            record(Decision(node.name, exchange.group, into, text))
+        elif path := fed_by(node) or feeding(node):  # others are recorded with all collectives
+            text = f"{path[-1].name} is next to it, and {reason}"
+            record(Decision(node.name, group_of(node), None, text, True))
 
 
 def _fuse_all(
     graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Options
 ) -> dict[Node, str]:
-    """Fuses what can be; returns by their waits why others were left alone, or an empty text."""
+    """Fuses exchanges; returns for each, by its wait, why it could not, or an empty text."""
     together: defaultdict[Hashable, list[_Exchange]] = defaultdict(list)
     for exchange in exchanges:
         together[exchange.kind].append(exchange)
     reasons: dict[Node, str] = {}
     for alike in together.values():
-        # One call costs less than several, where one can do what several do.
+        # One call for all of them costs less than several, where it is possible.
         if len(alike) > 1 and not _fuse(graph, tracer, alike, options):
             reasons.update((exchange.wait, "") for exchange in alike)
             continue
@@ -169,12 +147,11 @@ def _fuse_all(
     return reasons
 
 
-# --- what is an exchange of heads ------------------------------------------------------------
+# --- recognising exchanges of heads ----------------------------------------------------------
 
 
-def _exchange(tracer: Tracer, wait: Node) -> _Exchange | str:
-    """Returns the exchange of heads that an all-to-all is, or why it is none."""
-    node: Node = wait.args[0]  # type: ignore[assignment]
+def _exchange(tracer: Tracer, wait: Node, node: Node) -> _Exchange | str:
+    """Returns an all-to-all as an exchange of heads, or why it is none."""
     shape, given, taken = static_shape(node), node.args[1], node.args[2]
     if shape is None or 0 in shape:
         return "its shape is unknown at compile time, or it is empty"
@@ -186,49 +163,46 @@ def _exchange(tracer: Tracer, wait: Node) -> _Exchange | str:
     if len(node.users) > 1:
         return "it is waited for several times"
     ranks = Factor(0, each, world_size)
-    before = _of_product(tracer, wait, ranks)
+    before = _of_product(tracer, wait, node, ranks)
     if isinstance(before, _Exchange):
         return before
-    behind = _of_operand(tracer, wait, ranks)
+    behind = _of_operand(tracer, wait, node, ranks)
     return behind if isinstance(behind, _Exchange) else before or behind
 
 
-def _of_product(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
+def _of_product(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Exchange | str:
     """Returns the exchange of the columns of a matmul's product, or why it is none."""
-    node: Node = wait.args[0]  # type: ignore[assignment]
     sent: Node = node.args[0]  # type: ignore[assignment]
     traced = tracer[sent]
-    if traced is None or traced.source.target not in _MATMULS or len(traced.dtypes) > 1:
-        start = start_of(sent).source
-        if (start.args[0] if is_item(start) else start).target in _PARTS:  # type: ignore[union-attr]
-            return "what it sends is a part of what is computed at once"
-        return ""
+    if traced is None or traced.source.target not in PLAIN or len(traced.dtypes) > 1:
+        start: Any = start_of(sent).source
+        part = (start.args[0] if is_item(start) else start).target in CUTS
+        return "what it sends is a part of what is computed at once" if part else ""
     product = traced.source
     axes = inverse(traced.axes, static_shape(product) or ())
     columns = None if axes is None else _of_one_rank(axes[1], ranks)
     if axes is None or columns is None:
         return ""
-    # The fused op writes the product where the other ranks read it, and returns none of that.
+    # The fused op writes the product where other ranks read it, and does not return it.
     if tracer.uses(product) != [(sent, node)]:
         return "the product that it sends has other uses"
     uses = sorted(tracer.uses(wait), key=lambda use: use[1].op == "output")
-    order = _in_memory(uses[0][0], tracer[uses[0][0]].axes) if uses else ()  # type: ignore[union-attr]
+    order = _in_memory(uses[0][0], tracer.arrangement(uses[0][0]).axes) if uses else ()
     rows = _divided(axes[0], columns, ranks, order)
-    return _Exchange(wait, node, product, True, ranks, rows, columns, *_names(node))
+    return _Exchange(wait, node, product, True, ranks, rows, columns, group_of(node))
 
 
-def _of_operand(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
-    """Returns the exchange that makes up the rows of a matmul, or why it is none."""
+def _of_operand(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Exchange | str:
+    """Returns the exchange whose result is the left operand of a matmul, or why it is none."""
     found, uses = [], tracer.uses(wait)
     for operand, matmul in uses:
-        traced = tracer[operand]
-        assert traced is not None
-        if matmul.target not in _MATMULS or left(matmul) is not operand or len(traced.dtypes) > 1:
+        traced = tracer.arrangement(operand)
+        if matmul.target not in PLAIN or left(matmul) is not operand or len(traced.dtypes) > 1:
             continue
         columns = _of_one_rank(traced.axes[1], ranks)
         if columns is not None:
             found.append((matmul, traced.axes[0], columns, operand))
-    if ranks.size == 1:  # also what is transposed, for the gradient of a weight
+    if ranks.size == 1:  # else also matmuls of the transposed result, for a weight's gradient
         found = [each for each in found if each[3].meta["val"].is_contiguous()]
     if len(found) > 1:
         return "several matmuls take its result"
@@ -236,13 +210,18 @@ def _of_operand(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
         joins = any(user.target is aten.cat.default for _, user in uses)
         return "its result is put side by side with others" if joins else _NO_EXCHANGE
     matmul, rows, columns, _ = found[0]
-    node: Node = wait.args[0]  # type: ignore[assignment]
-    divided = _divided(rows, columns, ranks, _in_memory(*_sent(wait)))
-    return _Exchange(wait, node, matmul, False, ranks, divided, columns, *_names(node))
+    divided = _divided(rows, columns, ranks, _in_memory(*_sent(node)))
+    return _Exchange(wait, node, matmul, False, ranks, divided, columns, group_of(node))
 
 
-def _names(node: Node) -> tuple[str, str]:
-    return node.name, str(node.args[3])
+def _strides(node: Node) -> list[int] | None:
+    """Returns strides as `static_shape` returns shapes; None if they are unknown."""
+    fake = value(node)
+    if fake is None or fake.storage_offset() != 0:
+        return None
+    numbers = [number_of(step) for step in fake.stride()]
+    known = [number for number in numbers if number is not None]
+    return known if len(known) == len(numbers) else None
 
 
 def _of_one_rank(columns: tuple[Factor, ...], ranks: Factor) -> tuple[Factor, ...] | None:
@@ -253,9 +232,9 @@ def _of_one_rank(columns: tuple[Factor, ...], ranks: Factor) -> tuple[Factor, ..
     return cut[1][0] if cut is not None and cut[0] == ranks else None
 
 
-def _sent(wait: Node) -> tuple[Node, Axes]:
-    """Returns what an all-to-all sends, before it was arranged for that, as arranged from it."""
-    sent: Node = wait.args[0].args[0]  # type: ignore[union-attr, assignment]
+def _sent(node: Node) -> tuple[Node, Axes]:
+    """Returns the tensor that was arranged to be sent, and its axes, given the sent one."""
+    sent: Node = node.args[0]  # type: ignore[assignment]
     traced = start_of(sent)
     axes = inverse(traced.axes, static_shape(traced.source) or ())
     return (sent, origin(static_shape(sent) or ())) if axes is None else (traced.source, axes)
@@ -263,7 +242,7 @@ def _sent(wait: Node) -> tuple[Node, Axes]:
 
 def _in_memory(node: Node, axes: Axes) -> list[Factor]:
     """Returns the factors of a tensor in the order in which its memory has them."""
-    return flat(permute(axes, _outermost_first(strides_of(node) or range(len(axes), 0, -1))))
+    return flat(permute(axes, _outermost_first(_strides(node) or range(len(axes), 0, -1))))
 
 
 def _outermost_first(strides: Sequence[int]) -> list[int]:
@@ -273,7 +252,7 @@ def _outermost_first(strides: Sequence[int]) -> list[int]:
 def _divided(
     rows: tuple[Factor, ...], columns: tuple[Factor, ...], ranks: Factor, order: Sequence[Factor]
 ) -> _Rows:
-    """Divides rows into batch and positions: what `order` has outside of the ranks is the batch.
+    """Divides rows into batch and positions: factors outside of the ranks in `order` are the batch.
 
     Any division is right. With this one (batch, ranks, positions, columns) is the order of the
     tensor next to the exchange, wherever there is such a division, and nothing has to be copied.
@@ -289,7 +268,7 @@ def _divided(
     return joined(batch), joined(cut[len(batch) :])
 
 
-# --- what it becomes -------------------------------------------------------------------------
+# --- rewriting -------------------------------------------------------------------------------
 
 
 def _fuse(graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Options) -> str:
@@ -307,12 +286,10 @@ def _fuse(graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Opt
     if is_dynamic(sizes(exchanges[0].whole)[3]):
         return "the number of its columns is unknown at compile time"
     order = order_of(graph)
-    needed: list[Node]
-    if to_heads:
-        needed = [operand for matmul in matmuls for operand in matmul.args]  # type: ignore[misc]
-    else:
-        needed = [matmul.args[-1] for matmul in matmuls]  # type: ignore[misc]
-        needed += [_sent(exchange.wait)[0] for exchange in exchanges]
+    needed: list[Any] = [operand for matmul in matmuls for operand in matmul.args]
+    if not to_heads:
+        needed = [matmul.args[-1] for matmul in matmuls]
+        needed += [_sent(exchange.node)[0] for exchange in exchanges]
     if depends(needed, [exchange.wait for exchange in exchanges], order):
         return "an operand depends on its result"
     first = min((exchange.node for exchange in exchanges), key=order.__getitem__)
@@ -325,7 +302,7 @@ def _fuse(graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Opt
     if emitted is None:
         for node in reversed([node for node in graph.nodes if node not in known]):
             graph.erase_node(node)
-        return reason or "what it exchanges cannot be arranged"
+        return reason or "the exchanged tensors cannot be arranged"
     # From here on the graph changes.
     result, served = emitted
     for user, before, after in served:
@@ -353,7 +330,7 @@ _Served: TypeAlias = tuple[Node, Node, Node]
 def _emit(
     emitter: Emitter, tracer: Tracer, exchanges: list[_Exchange], total: Node | None
 ) -> tuple[Node | None, list[_Served]] | None:
-    """Inserts the fused op; returns the sum of products, if any, and what other users take."""
+    """Inserts the fused op; returns the sum of products, if any, and inputs for other users."""
     first = exchanges[0]
     matmuls = [exchange.matmul for exchange in exchanges]
     result = None
@@ -365,7 +342,7 @@ def _emit(
     else:
         tensors = []
         for exchange in exchanges:
-            tensor = emitter.rearrange(*_sent(exchange.wait), exchange.whole)
+            tensor = emitter.rearrange(*_sent(exchange.node), exchange.whole)
             if tensor is None:
                 return None
             tensors.append(tensor)
@@ -383,7 +360,7 @@ def _emit(
 def _serve(
     emitter: Emitter, tracer: Tracer, exchange: _Exchange, tensor: Node
 ) -> list[_Served] | None:
-    """Arranges what a fused op returns as the other users of an exchange take it."""
+    """Arranges a result of the fused op for the other users of an exchange."""
     served: list[_Served] = []
     output = next(node for node in reversed(exchange.wait.graph.nodes) if node.op == "output")
     returned = {_memory_of(node) for node in output.all_input_nodes}
@@ -394,7 +371,7 @@ def _serve(
         arranged = _arranged(emitter, tracer, exchange, tensor, (node, user))
         if arranged is None:
             return None
-        # What a graph returns in memory of its own stays apart: its users may overwrite it.
+        # Results of a graph that were in different memory stay so: users may overwrite them.
         memory = _memory_of(node)
         if memory in returned and shared not in (None, memory):
             arranged = emitter.call(aten.clone.default, arranged)
@@ -412,19 +389,21 @@ def _memory_of(node: Node) -> int | None:
 def _arranged(
     emitter: Emitter, tracer: Tracer, exchange: _Exchange, tensor: Node, use: tuple[Node, Node]
 ) -> Node | None:
-    """Arranges what a fused op returns as one user takes it: the same elements and strides."""
+    """Arranges a result of the fused op for one user: the same elements and strides."""
     node, user = use
-    traced = tracer[node]
-    assert traced is not None
+    traced = tracer.arrangement(node)
     have = exchange.whole if exchange.to_heads else exchange.local
     arranged = emitter.rearrange(tensor, have, traced.axes)
     if arranged is None:
         return None
     for dtype in traced.dtypes[1:]:
         arranged = emitter.cast(arranged, dtype)
-    strides = strides_of(node)
-    # The compiler gives what a graph returns the strides that it needs.
-    if strides is None or user.op == "output" or is_laid_out(arranged, strides):
+    strides, have_strides = _strides(node), _strides(arranged)
+    # The compiler gives results of a graph the strides that they need.
+    if strides is None or user.op == "output":
+        return arranged
+    steps = zip(static_shape(node) or (), strides, have_strides or (), strict=False)
+    if have_strides and all(size == 1 or want == got for size, want, got in steps):
         return arranged
     order = _outermost_first(strides)
     dense = emitter.call(aten.permute.default, arranged, order)

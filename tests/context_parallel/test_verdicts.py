@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import gc
+import subprocess
 import sys
 import tomllib
 import weakref
@@ -146,6 +147,34 @@ def test_it_keeps_no_model_alive() -> None:
     gc.collect()
     assert dead() is None
     assert not known.still_true()
+
+
+UNKNOWN_RELEASE = """
+import sys
+import symm_cp
+from symm_cp.context_parallel.inspectors import loaded
+
+assert "transformers" not in sys.modules
+assert len(loaded()) == 1
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+del masking_utils.blockwise_overlay
+inspector, _ = loaded()
+try:
+    import symm_cp.integrations.transformers
+except ImportError as error:
+    assert "composes masks without ['blockwise_overlay']" in str(error)
+else:
+    raise AssertionError
+with inspector.attending([], spread=True) as modules:
+    assert modules is None
+assert inspector.judge(LlamaForCausalLM(LlamaConfig(num_hidden_layers=0)), None).limits
+"""
+
+
+@pytest.mark.exhaustive
+def test_models_of_a_release_with_other_masks_are_judged() -> None:
+    subprocess.run([sys.executable, "-c", UNKNOWN_RELEASE], check=True)
 
 
 # --- models that have run ------------------------------------------------------------------------

@@ -261,8 +261,8 @@ def calls_of_a_warm_step(group: dist.ProcessGroup) -> None:
         rooms = sum(number for name, number in ours.items() if name.startswith(ROOMS))
         assert judging < 100, (passed, judging)
         assert rooms < 1_700, (passed, rooms)
-        # 5,800 of them are those of ops (16 calls) and of what is below them.
-        assert calls.total() < 10_300, (passed, calls.total())
+        # More than half of them are those of 16 calls of ops, and of the floors below them.
+        assert calls.total() < 9_500, (passed, calls.total())
 
 
 def test_a_warm_step_takes_few_calls(ranks: Ranks) -> None:

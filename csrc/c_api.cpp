@@ -70,8 +70,8 @@ const char* symm_cp_wire() {
   return text.c_str();
 }
 
-// A group of which this process is rank `rank`. Not collective. `timeout_ms`: 0 for that of the
-// process group. `offset`: by how many bytes slots are moved, for tests. Null on failure.
+// A group of which this process is rank `rank`. Not collective. `timeout_ms`: 0 for the
+// process group's time-out. `offset`: bytes by which slots are moved, for tests. Null on failure.
 void* symm_cp_group_open(const char* name, int rank, int world_size, int64_t timeout_ms,
                          int64_t offset) {
   void* result = nullptr;
@@ -96,7 +96,7 @@ void symm_cp_set_timeout(void* group, int64_t timeout_ms) {
   of(group).set_timeout(std::chrono::milliseconds(timeout_ms));
 }
 
-// Begins a call on the channel `sync`; returns which one it is of those that the memory has seen.
+// Begins a call on the channel `sync`; returns its number, counted from the first on this memory.
 int64_t symm_cp_begin(void* group, int64_t slot_bytes, const char* call_name) {
   return guarded([&]() -> int64_t {
     of(group).check_owned(call_name);

@@ -196,7 +196,8 @@ def test_the_walk_names_what_exists() -> None:
 def test_ci_runs_the_documented_command() -> None:
     command = "pip install torch==2.13.0 -e '.[test]' && pytest -n 2"
     assert f"\n{command}\n" in "\n".join(blocks("sh"))
-    assert f"\n{command}" in (ROOT / ".ci" / "run").read_text()
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert command in [line.strip() for line in lines]
 
 
 @pytest.mark.parametrize("page", readme_figures.BLOCKS)

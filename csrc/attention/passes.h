@@ -56,8 +56,8 @@ void for_tasks(int64_t tasks, const Task& run) {
   });
 }
 
-// Blocks of about the same size, so that no product of torch's is that of a single row when there
-// are more: those, and those of a single feature, depend on the number of threads in the last bit.
+// Blocks of about the same size, so that none has a single row when there are more rows: the last
+// bit of torch's products of a single row, or a single feature, depends on the number of threads.
 inline int64_t balanced(int64_t length, int64_t most) {
   const int64_t blocks = std::max<int64_t>((length + most - 1) / most, 1);
   return std::max<int64_t>((length + blocks - 1) / blocks, 1);
@@ -211,7 +211,7 @@ class Backward {
   using A = typename Products::Number;
   using Weight = typename Products::Weight;
 
-  // `lse` is inf in rows that see no key; `inner` is what grads of a row's scores have in common.
+  // `lse` is inf in rows that see no key; `inner`: see gradient_row.
   // `grad_bias` (samples, heads, distances) or null.
   Backward(const TileInputs<T>& inputs, const TileTerms<A>& terms, const TileGradients<A>& grads,
            Strided<const A> lse, Strided<const A> inner, A* grad_bias, int64_t b, int64_t g)
@@ -322,7 +322,7 @@ class Backward {
   int64_t b_, g_;
 };
 
-// What flows back to out, times out, by row; less what flows back to lse.
+// Fills `inner` of gradient_row: the sums of output times its gradient, less the gradient of lse.
 template <class A>
 void fill_inner(const at::Tensor& grad_out, const at::Tensor& out,
                 const std::optional<at::Tensor>& grad_lse, const at::Tensor& inner) {

@@ -97,7 +97,7 @@ inline __attribute__((always_inline)) Square load_square(const uint32_t* from, i
   return rows;
 }
 
-// Pairs of numbers, then pairs of pairs within 128 bits, then those of 4 rows, then of 8.
+// Exchanges pairs of numbers, then pairs of pairs within 128 bits, then 4 rows, then 8.
 inline __attribute__((always_inline)) Square transposed(const Square& rows) {
   Square a, b;
   for (size_t i = 0; i < 16; i += 2) {

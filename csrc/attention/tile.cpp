@@ -95,8 +95,7 @@ void check_distances(const TileTerms<A>& terms, const TileSizes& sizes) {
                     terms.distances, " distances; the tile needs those from ", least, " to ", most);
 }
 
-// A mask as rows can be read: of dtype `wide`, expanded, with keys one after the other or all
-// alike.
+// Converts a mask for reading by rows: dtype `wide`, expanded, with the stride of keys 1 or 0.
 at::Tensor readable_mask(at::Tensor mask, const TileSizes& sizes, at::ScalarType wide) {
   while (mask.dim() < 4) mask = mask.unsqueeze(0);
   for (int64_t d = 0; d < 4; ++d)
@@ -106,7 +105,7 @@ at::Tensor readable_mask(at::Tensor mask, const TileSizes& sizes, at::ScalarType
   return mask.expand({sizes.samples, sizes.heads, sizes.rows, sizes.keys});
 }
 
-// What the terms point to is kept alive by `tensors`.
+// Keeps the tensors that the terms point to alive in `tensors`.
 template <class A>
 TileTerms<A> terms_of(const Options& options, const TileSizes& sizes,
                       std::vector<at::Tensor>& tensors) {
@@ -231,7 +230,7 @@ at::Tensor attention_inner(const at::Tensor& grad_out, const at::Tensor& out,
   return inner;
 }
 
-// What is added to, in the order of the schema.
+// The gradients that are added to, in the order of the schema.
 struct Gradients {
   at::Tensor query, key, value;
   std::optional<at::Tensor> bias;

@@ -73,7 +73,7 @@ inline void store(BFloat16* to, Vector<float> vector) {
 #endif
 }
 
-// e to the power of x, to the last bit or two; what is below the smallest normal number is 0.
+// e to the power of x, to the last bit or two; results below the smallest normal number are 0.
 inline Vector<float> exponential(Vector<float> x) {
   constexpr float kLeast = -87.33654f, kMost = 88.72283f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers

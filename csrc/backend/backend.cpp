@@ -184,7 +184,8 @@ void Backend::prepare(const char* op) {
 
 void Backend::refuse_call(const Manner& manner, const std::string& reason) {
   if (size_ == 1) return;
-  // Peers that run exchanges end at the first one; those that started them have numbered all.
+  // Peers in a synchronous call end at its first exchange; asynchronous calls have numbered them
+  // all.
   for (int i = 0; i < (manner.async ? manner.exchanges : 1); ++i)
     refuse(group(manner.op), kAsync, reason);
 }
@@ -227,7 +228,7 @@ c10::intrusive_ptr<c10d::Work> Backend::start_all(Group& group, const Manner& ma
                    [ending, i](const std::string& failure) { ending->exchange_ended(failure, i); })
                  .number;
     } catch (const std::exception& error) {
-      // The peers were told of this exchange; those after it are numbered, too.
+      // This exchange has reported its failure; the peers have numbered the later ones, too.
       for (size_t rest = i + 1; rest < exchanges.size(); ++rest)
         refuse(group, kAsync, cause_of(error, rank_));
       throw;

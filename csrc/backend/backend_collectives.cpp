@@ -1,4 +1,4 @@
-// What each collective exchanges. The names of arguments are those of torch.distributed.
+// The exchanges of each collective. Arguments have the names of torch.distributed.
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include <numeric>
@@ -29,7 +29,7 @@ CallName& describe(CallName& name, const Tensors& tensors) {
   return name << " uneven " << tensors.front().scalar_type();
 }
 
-// Each tensor as that of an exchange of its own.
+// Makes a list of its own, for an exchange of its own, of each tensor.
 std::vector<Tensors> each_alone(const Tensors& tensors) {
   std::vector<Tensors> lists;
   lists.reserve(tensors.size());

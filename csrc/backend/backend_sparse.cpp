@@ -16,7 +16,7 @@ namespace symm_cp {
 
 namespace {
 
-// What a rank gives begins at a multiple of this, as elements of any dtype must.
+// A rank's data begins at a multiple of this, as elements of any dtype must.
 constexpr int64_t kAlignment = 16;
 
 // Coordinates and values of all ranks. A rank gives its coordinates, then its values.

@@ -18,7 +18,7 @@ namespace symm_cp {
 
 void Collective::deliver() {
   if (!delivers()) return;
-  // Only bytes: gradients and versions of tensors are those of the caller's op.
+  // Copies bytes only: gradients and versions of tensors are up to the caller's op.
   const at::AutoDispatchBelowADInplaceOrView guard;
   if (conclude) conclude();
   for (auto& [to, from] : results) to.copy_(from);

@@ -17,7 +17,7 @@ using LinkWork = c10::intrusive_ptr<c10d::Work>;
 constexpr int kHeadTag = HostLinks::kFirstTag;
 constexpr int kBodyTag = HostLinks::kFirstTag + 1;
 
-// What is sent first: about the parcel, and all of a small one.
+// The first message of a parcel: its size, and all bytes of a small one.
 struct Head {
   int64_t bytes;  // of the parcel; -1: the sender has failed, and says why in `text`
   char text[504];

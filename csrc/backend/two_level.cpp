@@ -19,13 +19,13 @@ namespace {
 using c10d::OpType;
 using std::chrono::milliseconds;
 
-// From this size on, what a column sums is split: each of its ranks sums a part.
+// From this size on, the sum of a column is split: each of its ranks sums a part.
 constexpr int64_t kSplitBytes = int64_t{64} << 10;
 
 // How long the end of a process group waits for calls that nobody has waited for.
 constexpr std::chrono::seconds kLastCallsGrace{10};
 
-// What a collective does, whatever it is called.
+// The kinds of collectives: several of torch's have one kind.
 enum class Action {
   kAllReduce,
   kReduce,
@@ -54,7 +54,7 @@ Action action_of(OpType type) {
   }
 }
 
-// Begins the errors whose ranks are those of the whole group, which the ranks of a host pass on.
+// Begins errors that name ranks of the whole group, which the ranks of a host pass on.
 constexpr std::string_view kAcross = "across hosts: ";
 
 std::string across(std::string text) {
@@ -142,8 +142,8 @@ std::pair<int, int> TwoLevelBackend::seat(int rank) const {
   throw std::out_of_range("rank " + std::to_string(rank));
 }
 
-// Each host's sum of a part, `mine`, becomes that of all hosts: by ranks of the column that sum a
-// part of it each.
+// Replaces each host's sum of a part, `mine`, by the sum over all hosts: each rank of the column
+// sums a part of it.
 std::function<void()> TwoLevelBackend::split_sum(Stages& stages, const Exchange& exchange,
                                                  Extent mine, milliseconds timeout) {
   const std::vector<Extent> parts = aligned_parts_of(mine, hosts());

@@ -315,7 +315,7 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
 }
 
 // A dead rank may have done its part in this call before it died, so its death alone is no reason
-// to give up. But a rank that has not come to the call, and was told that a message of the dead one
+// to abort it. But a rank that has not come to the call, and knows that a message of the dead rank
 // was lost, need not come any more: a short send ends before it leaves the sender's memory.
 void Group::throw_if_missed(const CallSite& call, int peer) const {
   const auto peers = known_peers();

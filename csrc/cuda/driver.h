@@ -28,7 +28,7 @@ constexpr int kStreamSignalsVersion = 12050;
 enum MemOpKind : int { kWaitValue32 = 1, kWriteValue32 = 2 };
 enum WaitFlags : unsigned { kWaitGeq = 0, kWaitEq = 1 };
 
-// CUstreamBatchMemOpParams: of its union the two members that are used, which are alike.
+// CUstreamBatchMemOpParams: the two used members of its union, which have the same layout.
 struct MemOp {
   int operation;
   Address address;

@@ -53,7 +53,8 @@ Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank,
                      .processes = std::move(processes),
                      .marks = {},
                      .mark = sent(kMark)};
-  // A peer whose memory is not mapped here cannot be told; its time-out ends its waits.
+  // Failures cannot be reported to a peer whose memory is not mapped here; its time-out ends its
+  // waits.
   for (int peer = 0; peer < ranks; ++peer)
     if (peer != rank_ && bases_[peer] != nullptr)
       about.marks.push_back(flag(peer, rank_, kGaveUpFlag));

@@ -80,7 +80,7 @@ class Streams {
   std::shared_ptr<StreamWaits> waits_;          // null when nobody looks at them
   std::array<uint32_t, kLanes> sent_epochs_{};  // that the lanes' words were set to
   bool capturing_ = false;
-  // What is gathered for the next call of the driver.
+  // The operations gathered for the next call of the driver.
   Gathered gathered_ = Gathered::kNothing;
   std::vector<driver::MemOp> mem_ops_;
   std::vector<driver::Address> to_, from_;

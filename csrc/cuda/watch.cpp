@@ -61,7 +61,7 @@ StreamWaits::StreamWaits(const driver::Api& api, WatchedFlags about)
       pairs_(size_t{kDeviceFlags} * about_.world_size),
       names_(kNames) {
   waits_.reserve(kWaits);
-  // What is read; and a value to write for each flag, and for each mark.
+  // The flags as read, and a value to write for each flag and each mark.
   host_ = take_host_flags(api_, pairs_.size() * (kLine + 1) + kDrained + 1);
 }
 
@@ -284,7 +284,7 @@ std::string StreamWaits::silence(Clock::time_point now) const {
   return " (the driver did not answer for " + text(time.count()) + " ms)";
 }
 
-// Of the waits that have not ended: those behind it are for what the peer does later.
+// The pair of the first wait that has not ended, else `pair`: later waits are for later signals.
 size_t StreamWaits::earliest(size_t pair) const {
   for (size_t i = 0; i < waits_.size(); ++i) {
     const Wait& wait = waits_[(next_ + kWaits - waits_.size() + i) % kWaits];

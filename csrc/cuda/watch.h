@@ -1,4 +1,4 @@
-// What the streams of one workspace wait for, and whether these waits can end. Stream waits have no
+// The waits of the streams of one workspace, and whether they can end. Stream waits have no
 // time-out, and an error cannot be returned to a thread that synchronizes with the stream, so two
 // threads of their own look after them (watcher.h): a reader copies the flags to the host, and a
 // judge decides by what the reader delivered last. The driver may hold up any thread that calls it

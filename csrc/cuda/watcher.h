@@ -48,7 +48,7 @@ class Watcher {
 
  private:
   std::mutex mutex_;
-  pid_t process_ = 0;  // that the threads are of: not that of a fork
+  pid_t process_ = 0;  // the process whose threads they are; a fork has none
   // Never destroyed: a thread may be held up in the driver, or belong to the parent of this
   // process.
   Rounds* judge_ = nullptr;

@@ -73,7 +73,7 @@ PlaneCopy merged(const PlaneCopy& copy) {
   return {{to.data, 0, to.pitch}, {from.data, 0, from.pitch}, 1, rows, planes * row, streaming};
 }
 
-// What is written to a plane whose rows follow one another before the next plane is: then other
+// The bytes written to a plane of contiguous rows before the next plane's turn: then the other
 // planes' parts of the rows that are read are still in the nearest cache.
 constexpr int64_t kRun = 256;
 

@@ -22,7 +22,7 @@ namespace {
 // Results that leave the caches anyway need not push out what others have there.
 constexpr int64_t kStreamed = int64_t{4} << 20;
 
-// What the first piece of any rank may take up, for `Workspace::begin`.
+// The most bytes that the first piece of any rank may take, for `Workspace::begin`.
 int64_t slot_bytes_of(const Exchange& exchange, const Loop& loop) {
   if (!loop.slotted) return 0;
   // Only calls with the usual size have a second piece. Smaller slots would soon be replaced.

@@ -58,7 +58,7 @@ void Lane::refuse(int64_t number, const std::string& cause, const CallSite* othe
   Item item{{number, nullptr, {}}, cause.empty() ? "refused" : cause, std::nullopt};
   if (other != nullptr) item.other = *other;
   push(std::move(item), true);
-  // On an idle lane it is told before this returns.
+  // If the lane is idle, the refusal is reported before this returns.
   std::unique_lock<std::mutex> lock(mutex_);
   if (!running_ && queue_.size() == 1) run_one(lock);
 }
@@ -116,8 +116,8 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   if (!done) return;
   lock.unlock();
   done(told);
-  // What it holds goes without the lock: a tensor may have to wait for Python's lock, whose owner
-  // may be waiting for this one.
+  // Destroys the captures of `done` without the lock: a tensor may have to wait for Python's lock,
+  // whose owner may be waiting for this one.
   done = nullptr;
   lock.lock();
 }

@@ -15,7 +15,7 @@ namespace symm_cp {
 
 namespace {
 
-// What a vector's worth of elements becomes in registers: the numbers that are reduced.
+// The numbers that are reduced, in registers, for one vector of elements.
 template <class T, int kParts>
 struct Numbers {
   Vector<T> part[kParts];
@@ -119,7 +119,7 @@ struct Float16Halves {
 #endif
 };
 
-// Operators on vectors: `combine` what was reduced so far with the next source's.
+// Operators on vectors: `combine` the partial result with the next source's numbers.
 struct Unfinished {
   template <class V>
   static V finish(V v, int) {

@@ -170,7 +170,7 @@ void Blocks::after_fork_in_parent() {
   Blocks& blocks = instance();
   for (const Block& block : blocks.kept_) madvise(block.address, block.size, MADV_DOFORK);
   ++blocks.forks_;
-  // What was kept was not shared: it stays as good as new.
+  // Free blocks were not shared with the child: they can be used again.
   for (Block& block : blocks.kept_) block.forks = blocks.forks_;
   blocks.mutex_.unlock();
 }

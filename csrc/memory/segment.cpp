@@ -24,7 +24,7 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kPrefault = size_t{1} << 20;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// Memory available without the OOM killer, by the system's count and by that of the container
+// Memory available without the OOM killer: the lesser of the system's count and the container's
 // (control groups, version 2).
 size_t available_memory() {
   size_t available = SIZE_MAX;

@@ -213,7 +213,7 @@ void MessageEngine::fail_all(const std::string& reason) {
   unexpected_.clear();
 }
 
-// What a peer has sent before its end can still be received.
+// Messages that a peer has sent before its end can still be received.
 void MessageEngine::lose(int peer, const std::string& reason, bool in_order) {
   MessageLink& link = *links_[peer];
   while (take_frames(peer)) {
@@ -362,7 +362,7 @@ void MessageEngine::handle_rejection(int peer, const Frame& frame) {
     return;
   }
   if (frame.bytes > kEagerBytes) return;  // it has been withdrawn
-  // Its sender has gone on: it hears with what it waits for, or calls next.
+  // The sender has gone on: the error reaches it with its next wait or call.
   const std::string complaint = "an earlier send to " + rank_text(peer) + " (tag " +
                                 std::to_string(frame.tag) + ") on " + rank_text(rank_) + ": " + why;
   for (auto by_tag = posted_.begin(); by_tag != posted_.end(); ++by_tag) {

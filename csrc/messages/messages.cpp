@@ -103,7 +103,7 @@ bool MessageEngine::stirring() const {
   return false;
 }
 
-// Those of this process that are asleep.
+// Wakes the sleeping threads of this process.
 void MessageEngine::wake_waiters() {
   Doorbell& bell = bell_->doorbell();
   if (bell.sleepers.load(std::memory_order_seq_cst) == 0) return;
@@ -282,7 +282,7 @@ void MessageEngine::serve_links() {
   }
 }
 
-// What was sent eagerly and has not reached the memory of its receiver.
+// Whether an eager message has not reached the memory of its receiver.
 bool MessageEngine::undelivered() const {
   return std::any_of(links_.begin(), links_.end(), [](const auto& link) {
     if (!link->gone.empty() || !link->out.there()) return false;

@@ -253,7 +253,7 @@ struct MatmulAllReduce : torch::autograd::Function<MatmulAllReduce> {
   }
 };
 
-// Raises where a transform of torch would lose the derivative by a tensor; the words are those of
+// Raises where a transform of torch would lose the derivative by a tensor, with the same message as
 // symm_cp/ops/transforms.py.
 bool needs_gradient(const char* op, const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -391,8 +391,8 @@ void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
         ": has no gradient, as it writes its result to an argument, and ", arguments[i].name(),
         " requires grad: use an op that returns its result, or torch.no_grad()");
     if (!tensor.is_neg() && !tensor.is_conj()) continue;
-    // torch would take an input with such a bit for what is returned, as some of its schemas say,
-    // and copy what is written to an output back at once, before a transfer is complete.
+    // torch would return an input with such a bit, as some of its schemas say, and copy the result
+    // back to an output at once, before a transfer is complete.
     const bool input = arguments[i].name() != "out" && arguments[i].name() != "output";
     if (input) torch::jit::peek(*stack, i, arguments.size()) = tensor.resolve_conj().resolve_neg();
     const bool in_background = strncmp(name, "_low_contention", strlen("_low_contention")) == 0;
@@ -403,8 +403,8 @@ void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   redispatch(op, keys, stack);
 }
 
-// So that autograd notices when what it saved has been overwritten. The tensor that is returned is
-// the one that was written to. On other devices torch's ops stay as they are.
+// Lets autograd notice that a tensor that it has saved was overwritten. Returns the tensor that was
+// written. On other devices torch's ops stay as they are.
 void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -416,7 +416,7 @@ void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 using AutogradKernel = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*);
 
-// The kernel, of which the peers are told when it refuses a call, or torch does below it.
+// The kernel; calls that it or torch below it refuses are reported to the peers.
 template <AutogradKernel kernel, int channel = kSync>
 void telling(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& arguments = op.schema().arguments();

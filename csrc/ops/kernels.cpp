@@ -68,7 +68,7 @@ const char* text_of(const std::exception& error) {
   return torchs != nullptr ? torchs->what_without_backtrace() : error.what();
 }
 
-// The last error of this thread of which peers were told.
+// The last error of this thread that was reported to the peers.
 thread_local std::string last_told;
 
 void note_told(const std::exception_ptr& cause) {
@@ -389,8 +389,8 @@ void symm_cp_serve_cpu(int on) { symm_cp::kernels::serving = on != 0; }
 // Whether products of small matrices are computed by native kernels, or like all others in Python.
 void symm_cp_serve_few_rows(int on) { symm_cp::kernels::small_matmuls = on != 0; }
 
-// Whether the peers were told of the last refusal of a native kernel in this thread, with that text
-// or the text of an error that quotes it.
+// Whether the last refusal of a native kernel in this thread was reported to the peers, with this
+// text or a part of it.
 int symm_cp_was_told(const char* text) {
   const std::string& told = symm_cp::kernels::last_told;
   return !told.empty() && std::strstr(text, told.c_str()) != nullptr ? 1 : 0;

@@ -23,8 +23,8 @@ constexpr const char* kScatterOut = "_low_contention_reduce_scatter_out";
 // not in place, where others wait until this rank has read.
 constexpr int64_t kWakeBytes = int64_t{64} << 10;
 
-// Holds what the transfer reads and writes until it has been waited for. The output's storage, not
-// the tensor: the work is registered under the tensor.
+// Holds the tensors of the transfer until it has been waited for. Of the output it holds the
+// storage, not the tensor: the work is registered under the tensor.
 class Transfer : public c10d::Work {
  public:
   Transfer(std::shared_ptr<Group> group, int64_t number, at::Tensor input, c10::Storage output)

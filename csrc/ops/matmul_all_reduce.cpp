@@ -1,6 +1,6 @@
-// `fused_matmul_all_reduce` of few rows: each rank multiplies into its slot, and sums what is in
-// the slots of all. The kernel in Python has the larger results, and says what is wrong with
-// arguments. The gradient is in gradients.cpp.
+// `fused_matmul_all_reduce` of few rows: each rank multiplies into its slot, and sums the slots of
+// all ranks. The kernel in Python computes larger results, and raises for wrong arguments. The
+// gradient is in gradients.cpp.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>

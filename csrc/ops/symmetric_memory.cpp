@@ -34,8 +34,8 @@ struct GroupPeers {
   c10::intrusive_ptr<c10d::Store> store;  // of a group known by set_group_info only
 };
 
-// The rendezvous of tensors that this rank has begun in a process group, also those that failed:
-// the same on all ranks.
+// The number of rendezvous of tensors that this rank has begun in a process group, failed ones
+// included: the same on all ranks.
 struct Count {
   const void* process_group = nullptr;
   int64_t value = 0;
@@ -87,7 +87,7 @@ c10::intrusive_ptr<c10d::Backend> cpu_backend(c10d::ProcessGroup& group) {
   }
 }
 
-// That of its collectives.
+// The time-out of a process group's collectives.
 milliseconds own_timeout_of(c10d::ProcessGroup& group) {
   try {
     const auto backend = cpu_backend(group);
@@ -120,14 +120,14 @@ StoreBootstrap bootstrap_of(const std::string& name,
   });
 }
 
-// Those that this package's backend found when the group was made.
+// The peers that this package's backend found when the group was made.
 std::shared_ptr<Peers> peers_of_its_backend(c10d::ProcessGroup& process_group,
                                             const std::string& name) {
   const auto backend = cpu_backend(process_group);
   return backend && backend->getBackendName() == "symm_cp" ? peers_of_backend(name) : nullptr;
 }
 
-// Those of a group that this rank has met or begun to look for; null when there are none.
+// The peers of a group that this rank has met or begun to look for; null if there are none.
 std::shared_ptr<Peers> connected_peers_of(
     const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
   {
@@ -141,8 +141,8 @@ std::shared_ptr<Peers> connected_peers_of(
   return process_group ? peers_of_its_backend(*process_group, name) : nullptr;
 }
 
-// Those of a group that this rank has begun to look for, or will now. For the thread that has put
-// the group's name into `in_progress`.
+// The peers of a group that this rank has begun to look for, or will now. For the thread that has
+// put the group's name into `in_progress`.
 std::shared_ptr<GroupPeers> unmet_peers_of(
     const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
   Registry& all = registry();
@@ -411,7 +411,7 @@ void refuse_peers(const std::string& name, const std::string& key, const std::st
     Peers::refuse_before(bootstrap, rank, key, reason);
   } catch (const std::exception&) {  // the store is what failed; the caller raises the reason
   }
-  // Those that are connected may have met, and no longer look in the store.
+  // Connected peers may have met, and no longer look in the store.
   const auto known = connected_peers_of(name, process_group);
   if (known != nullptr && known->owned()) known->refuse(key, reason, other);
 }

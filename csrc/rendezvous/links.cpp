@@ -182,7 +182,7 @@ void Connector::add_event(LinkEvent::What what, int peer, Segment ring, Descript
   events.push_back({what, peer, std::move(ring), bell});
 }
 
-// Reads what a peer has sent with its connection, or as an answer to that of this rank.
+// Reads the message that a peer sends when it connects, or when it answers this rank's connection.
 void Connector::greet(int peer, std::vector<LinkEvent>& events) {
   Contact& contact = contacts_[peer];
   if (contact.in.valid() && !contact.incoming) {

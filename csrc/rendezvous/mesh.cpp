@@ -12,8 +12,7 @@
 //
 // Who refuses a rendezvous notes it in the store first, then sends it to all connected peers. A
 // rank looks in the store until the peer's board has come, and once more after the last board: so
-// it finds what was noted before the board was sent. Whatever is refused later comes by the
-// connection.
+// it finds refusals noted before the board was sent. Later refusals come through the connection.
 //
 // A connection that ends before the peer's board came, while the peer's process lives, was one to
 // an earlier group of the same name, whose entry the peer has replaced or will: it is looked for

@@ -71,7 +71,8 @@ class Sources:
     def includes(self, name: str) -> tuple[set[str], set[str]]:
         """Returns the files in the folder, and the headers elsewhere, that a file names."""
         if name not in self._included:
-            own, other = set(), set()
+            own: set[str] = set()
+            other: set[str] = set()
             for quoted, angled in _INCLUDE.findall(self.contents[name].decode(errors="replace")):
                 beside = (PurePosixPath(name).parent / quoted).as_posix()  # as compilers look
                 own.update({beside, quoted} & self.contents.keys() if quoted else ())

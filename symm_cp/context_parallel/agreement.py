@@ -4,14 +4,20 @@ A program that forgets one of them trains on, with plausible losses. What is com
 
 what                                when                                          otherwise
 batches, buffers, how they are cut  whenever they are cut                         `RuntimeError`
-parameters                          before a model's first step, and after its    `RuntimeError`
-                                    next `load_state_dict`
+parameters                          before a model's first step, and when a       `RuntimeError`
+                                    batch is cut after a `load_state_dict`
 gradients                           in the context after the model's first        a warning
                                     optimizer step, as that step saw them
 
 Parameters and gradients count where all ranks must have the same: plain ones, and DTensors that are
 not split over these ranks. Those of FSDP are not read. Buffers of models are not compared: running
 statistics differ between ranks of correct programs.
+
+A comparison is a collective, which must not be started by what one rank may do by itself: load a
+checkpoint that it broadcasts afterwards, or run a small module, as a probe. Ranks therefore tell
+each other of both when they cut a batch. Gradients may differ where the optimizer sums them, or
+where others have yet to be summed: of a step count the parameters of its optimizer, and only if
+they differ afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +43,9 @@ from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
 
 _SLOTS = 1024  # words of the record of all parameters of a model
-_SAMPLED, _VALUES = 8, 8  # gradients that are compared, and how many values of each
+# Gradients that are compared, and how many values of each, and of its parameter before and after.
+_SAMPLED, _VALUES = 8, 8
+_ROW = 1 + 3 * _VALUES  # whether the optimizer saw a gradient, and the values
 _GRADIENT_TOLERANCE = 0.05  # sums over ranks are equal but for rounding; parts differ by about 1
 _MOST_ROUNDS = 64  # contexts in which a first optimizer step is waited for
 
@@ -69,18 +77,67 @@ def compare_cut(
 ) -> None:
     """Raises `RuntimeError` on all ranks unless all cut the same tensors in the same way.
 
-    Collective.
+    Also compares models that some rank has loaded, and modules that ran by themselves. Collective.
     """
     layouts = [repr(balancer.samples or balancer.layout) for balancer in balancers]
     how = equal_inputs.text_hash((layouts, options))
     plain_items = [(n, v) for n, v in items if not hasattr(v, "to_local")]
-    equal_inputs.compare(
+    known = _known.get(group)
+    alone = [] if known is None else _alive(known.alone)
+    notes = equal_inputs.compare(
         str(group.group_name),
         op,
         [("the layout and options", how), *plain_items],
         subject="the tensors that ranks cut",
         remedy=_SAME_BATCHES,
+        notes=(known is not None and known.loaded, _kinds_of(alone)),
     )
+    if notes and any(map(any, notes)):
+        _heed(_known.setdefault(group, _Known()), alone, notes)
+    known = _known.get(group)
+    if known is not None and known.together is not None:
+        _compare_together(op, group, known)
+
+
+def _heed(known: _Known, alone: Sequence[nn.Module], notes: Sequence[Sequence[int]]) -> None:
+    """Takes note that some rank has loaded a model, and of the modules that all ranks run."""
+    if any(loaded for loaded, _ in notes):
+        for each in (known.checked, known.roots, known.met):
+            each.clear()
+        known.loaded = False
+    if alone and len({kinds for _, kinds in notes}) == 1:
+        known.together = ModulesByThemselves(alone)
+    known.alone.clear()
+
+
+def _compare_together(op: str, group: dist.ProcessGroup, known: _Known) -> None:
+    """Compares modules that all ranks run by themselves, until they have made a step."""
+    modules, known.together = known.together, None
+    assert modules is not None
+    known.met.difference_update(modules.modules())
+    compare_model(op, group, modules)
+    known.met.update(modules.modules())
+    if modules not in known.stepped:
+        known.together = modules
+
+
+def _alive(modules: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    return [module for reference in modules if (module := reference()) is not None]
+
+
+class ModulesByThemselves(nn.ModuleDict):
+    """Modules that ran in contexts, on all ranks, and are part of no model that did."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__({f"{type(m).__name__} {n}": m for n, m in enumerate(modules)})
+
+
+def _kinds_of(modules: Sequence[nn.Module]) -> int:
+    """Returns a number that says which kinds of modules these are; 0 for none."""
+    if not modules:
+        return 0
+    parameters = [[(n, p.dtype, p.shape) for n, p in m.named_parameters()] for m in modules]
+    return equal_inputs.text_hash([(type(m).__name__, parameters) for m in modules])
 
 
 # --- models ------------------------------------------------------------------------------------
@@ -88,32 +145,43 @@ def compare_cut(
 
 @dataclass
 class _FirstStep:
-    """The gradients of a model at its first optimizer step since it ran in a context."""
+    """The gradients of a model at its first optimizer step since it ran in a context.
+
+    `seen`: by number of a parameter, values of its gradient and of itself before the step.
+    """
 
     parameters: list[tuple[str, weakref.ref[nn.Parameter]]]
     device: torch.device
-    record: torch.Tensor | None = None
+    seen: dict[int, torch.Tensor] = field(default_factory=dict)
     rounds: int = 0
 
-    def belongs_to(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer changes one of the parameters."""
-        own = {id(reference()) for _, reference in self.parameters}
-        return any(id(p) in own for entry in optimizer.param_groups for p in entry["params"])
+    @torch.no_grad()
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keeps some values of the gradients that an optimizer is about to use."""
+        used = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
+        for number, (_, reference) in enumerate(self.parameters):
+            parameter = reference()
+            if parameter is None or id(parameter) not in used or number in self.seen:
+                continue
+            grad = local_part(parameter.grad) if parameter.grad is not None else None
+            if grad is not None and grad.layout == torch.strided:
+                values = [_sampled(grad), _sampled(local_part(parameter))]
+                self.seen[number] = torch.cat(values).to(self.device)
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Keeps some values of the gradients."""
-        rows = []
-        for _, reference in self.parameters:
-            parameter = reference()
-            grad = None if parameter is None else parameter.grad
-            grad = local_part(grad) if grad is not None else None
-            if parameter is None or grad is None or grad.layout != torch.strided:
-                rows.append(torch.zeros(1 + _VALUES, dtype=torch.float64))
-                continue
-            values = equal_inputs.spread_values(grad, _VALUES)
-            rows.append(torch.cat([values.new_ones(1), values]))
-        self.record = torch.stack([row.to(self.device) for row in rows])
+    def record(self) -> torch.Tensor:
+        """Returns what was seen, and the parameters as they are now: a row for each."""
+        rows = torch.zeros(len(self.parameters), _ROW, dtype=torch.float64, device=self.device)
+        for number, values in self.seen.items():
+            parameter = self.parameters[number][1]()
+            if parameter is not None:
+                after = _sampled(local_part(parameter)).to(self.device)
+                rows[number] = torch.cat([values.new_ones(1), values, after])
+        return rows
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    return equal_inputs.spread_values(tensor, _VALUES)
 
 
 @dataclass
@@ -126,6 +194,10 @@ class _Known:
         default_factory=weakref.WeakKeyDictionary
     )
     stepped: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    loaded: bool = False  # whether this rank has loaded a model since a batch was cut
+    alone: list[weakref.ref[nn.Module]] = field(default_factory=list)  # other ranks may not run
+    met: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # once in `alone`
+    together: nn.Module | None = None  # those of them that all ranks run
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Known] = weakref.WeakKeyDictionary()
@@ -156,13 +228,38 @@ def compare_model(op: str, group: dist.ProcessGroup | str, model: nn.Module) -> 
         _await_step(group, known, plain(model))
 
 
+def compare_running(op: str, group: str, module: nn.Module) -> None:
+    """As `compare_model` of a module that runs, but modules of torch alone wait for the next cut.
+
+    Those cannot attend over the ranks: some ranks may run them by themselves.
+    """
+    resolved = _resolve_process_group(group)  # type: ignore[arg-type]
+    known = _known.get(resolved)
+    if known is not None and module in known.met:
+        return
+    if (known is None or module not in known.checked) and _is_torchs(module):
+        if resolved.size() > 1 and equal_inputs.enabled():
+            known = _known.setdefault(resolved, _Known())
+            known.met.update(module.modules())
+            known.alone.append(weakref.ref(module))
+        return
+    compare_model(op, resolved, module)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether a module and all its parts are of torch."""
+    return all(type(part).__module__.startswith("torch.nn.modules.") for part in module.modules())
+
+
 def compare_parts(op: str, group: str, model: Known) -> None:
     """Compares the parts of a model that it has got since the model was compared. Collective."""
     process_group = _resolve_process_group(group)  # type: ignore[arg-type]
     if process_group in model.compared or not equal_inputs.enabled() or _transformed():
         return
+    known = _known.get(process_group)
     for part in model.parts()[1:]:  # the model itself is compared whenever it runs
-        compare_model(op, process_group, part)
+        if known is None or part not in known.met:  # see `compare_running`
+            compare_model(op, process_group, part)
     model.compared.add(process_group)
 
 
@@ -227,10 +324,12 @@ def _compare_parameters(op: str, group: dist.ProcessGroup, known: _Known, model:
             module.register_load_state_dict_post_hook(_forget)
     with ordinary_tensors():
         record, names = _record_of(found)
-        records = equal_inputs.gather_records(str(group.group_name), op, record)
+        what = f"the parameters of {type(plain(model)).__name__} by {op}"
+        records = equal_inputs.gather_records(str(group.group_name), what, record)
     differing = [k for k in range(_SLOTS) if len({each[k] for each in records}) > 1]
     if differing:
-        _forget(model)
+        known.roots.discard(model)
+        known.checked.difference_update(model.modules())
         shown = [name for k in differing for name in names[k]] or ["names"]
         subject = f"the parameters of {type(plain(model)).__name__}"
         raise equal_inputs.disagreement(
@@ -273,13 +372,9 @@ def _content(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _forget(module: nn.Module, keys: Any = None) -> None:
-    """Has a model compared again that has loaded other weights, and what it is part of."""
+    """Has models compared again when a batch is cut: one of them has loaded other weights."""
     for known in _known.values():
-        for root in list(known.roots):
-            parts = set(root.modules())
-            if module in parts:
-                known.roots.discard(root)
-                known.checked.difference_update(parts)
+        known.loaded |= module in known.checked
 
 
 _awaiting: list[RemovableHandle] = []  # of a hook of all optimizers
@@ -301,42 +396,35 @@ def _await_step(group: dist.ProcessGroup, known: _Known, model: nn.Module) -> No
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    steps = [step for known in list(_known.values()) for step in list(known.stepping.values())]
-    for step in steps:
-        if step.record is None and step.belongs_to(optimizer):
-            step.take()
-    if all(step.record is not None for step in steps):
-        while _awaiting:
-            _awaiting.pop().remove()
+    for step in _steps_awaited():
+        step.take(optimizer)
+
+
+def _steps_awaited() -> list[_FirstStep]:
+    return [step for known in list(_known.values()) for step in list(known.stepping.values())]
 
 
 def _compare_gradients(op: str, group: dist.ProcessGroup, known: _Known, model: nn.Module) -> None:
     step = known.stepping[model]
     step.rounds += 1
     with ordinary_tensors():
-        taken, values = step.record is not None, step.record
-        if values is None:
-            shape = len(step.parameters), 1 + _VALUES
-            values = torch.zeros(shape, dtype=torch.float64, device=step.device)
-        record = torch.cat([values.new_full((1,), float(taken)), values.reshape(-1)])
+        record = step.record()
+        what = f"the gradients of {type(model).__name__} by {op}"
         records = equal_inputs.gather_records(
-            str(group.group_name), op, record.contiguous().view(torch.int64)
+            str(group.group_name), what, record.reshape(-1).view(torch.int64)
         )
     numbers = [equal_inputs.as_floats(each) for each in records]
-    if not all(each[0] for each in numbers) and step.rounds < _MOST_ROUNDS:
+    by_rank = [[each[k : k + _ROW] for k in range(0, len(each), _ROW)] for each in numbers]
+    rows = list(zip(*by_rank, strict=True))
+    differing = [name for (name, _), row in zip(step.parameters, rows, strict=True) if _parted(row)]
+    if not differing and step.rounds < _MOST_ROUNDS and not any(map(_moved, rows)):
+        step.seen.clear()
         return
     del known.stepping[model]
     known.stepped.add(model)
-    differing = []
-    for number, (name, _) in enumerate(step.parameters):
-        begin = 1 + number * (1 + _VALUES)
-        parts = [each[begin : begin + 1 + _VALUES] for each in numbers]
-        first, *others = (part[1:] for part in parts)
-        everywhere = all(part[0] for part in parts)
-        if everywhere and any(
-            equal_inputs.far_apart(first, other, _GRADIENT_TOLERANCE) for other in others
-        ):
-            differing.append(name)
+    if not _steps_awaited():  # not by the hook itself, while the optimizer goes through all hooks
+        while _awaiting:
+            _awaiting.pop().remove()
     if differing:
         warnings.warn(
             f"{op}: at the last optimizer step the gradients of {type(plain(model)).__name__} "
@@ -345,3 +433,18 @@ def _compare_gradients(op: str, group: dist.ProcessGroup, known: _Known, model: 
             f"{_SUM_GRADIENTS} ({equal_inputs.OFF})",
             stacklevel=2,
         )
+
+
+def _moved(row: Sequence[Sequence[float]]) -> bool:
+    """Whether a step has changed a parameter on all ranks, as far as its values show."""
+    return all(each[0] and each[-2 * _VALUES : -_VALUES] != each[-_VALUES:] for each in row)
+
+
+def _parted(row: Sequence[Sequence[float]]) -> bool:
+    """Whether ranks took a step with gradients of their own, and their parameters now differ."""
+    first, *others = (each[1 : 1 + _VALUES] for each in row)
+    return (
+        all(each[0] for each in row)
+        and any(equal_inputs.far_apart(first, other, _GRADIENT_TOLERANCE) for other in others)
+        and any(each[-_VALUES:] != row[0][-_VALUES:] for each in row)
+    )

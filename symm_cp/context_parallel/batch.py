@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from symm_cp.context_parallel import agreement
 from symm_cp.context_parallel.inspectors import BatchRules, batch_rules, positions
@@ -32,6 +35,12 @@ _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 _WHOLE = (
     *("cu_seq", "max_length", "max_seqlen"),
     *("pixel_", "image_", "video_", "input_features", "input_values"),
+)
+_NO_CONTEXT = (
+    "attention, if the model has any, saw this rank's part of the sequence only. Run the model "
+    "within symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer), or use "
+    "symm_cp.training_step (for models without attention: "
+    'context_parallel(on_unfused="ignore"))'
 )
 # Labels of a whole sample or of places in it: a model compares them with this rank's part.
 _OF_SAMPLES = ("start_positions", "end_positions", "next_sentence_label", "mc_labels")
@@ -105,6 +114,9 @@ class LossReduction:
     def belongs_to(self, cut: Cut) -> None:
         """Has the reduction warn unless attention runs context parallel on these shards before."""
         self._cut, self._runs_before = cut, attention_runs.total()
+        _, group, size = self._among
+        if size > 1 and not torch.compiler.is_compiling():
+            _check_first_step(_resolve_process_group(group), cut)  # type: ignore[arg-type]
 
     def __call__(self, loss: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
         """Reduces the mean loss over this rank's labels, or without labels over its positions.
@@ -125,15 +137,42 @@ class LossReduction:
         if size == 1 or cut is None or cut.entered or (region and region.group == group):
             return
         if attention_runs.total() == self._runs_before:
+            cut.entered = True  # said once
             warnings.warn(
                 f"{_OP}: the loss of a batch that was cut is reduced, but no context was entered "
-                "since, and no attention ran over all ranks: attention, if the model has any, saw "
-                "this rank's part of the sequence only. Run the model within "
-                "symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer), or use "
-                "symm_cp.training_step (for models without attention: "
-                'context_parallel(on_unfused="ignore"))',
+                f"since, and no attention ran over all ranks: {_NO_CONTEXT}",
                 stacklevel=3,
             )
+
+
+_first_cuts: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that had theirs
+_spent: list[RemovableHandle] = []  # hooks that were called; one cannot remove itself
+
+
+def _check_first_step(group: dist.ProcessGroup, cut: Cut) -> None:
+    """Warns at the next optimizer step if no context was entered after a group's first cut.
+
+    Only after the first: programs that cut ahead make a step between a cut and its context.
+    """
+    while _spent:
+        _spent.pop().remove()
+    if group in _first_cuts:
+        return
+    _first_cuts.add(group)
+    runs_before = attention_runs.total()
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or handle in _spent:
+            return
+        _spent.append(handle)
+        if not cut.entered and attention_runs.total() == runs_before:
+            warnings.warn(
+                f"{_OP}: an optimizer makes a step after a batch was cut, but no context was "
+                f"entered since, and no attention ran over all ranks: {_NO_CONTEXT}",
+                stacklevel=3,
+            )
+
+    handle = register_optimizer_step_pre_hook(before_step)
 
 
 def shard_batch(

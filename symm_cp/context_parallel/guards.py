@@ -264,7 +264,7 @@ def _before(module: nn.Module, args: Any) -> None:
 
 def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
     known = watch.saw(module, compiling=compiling)
-    agreement.compare_model("context_parallel", watch.group, module)
+    agreement.compare_running("context_parallel", watch.group, module)
     if known is not None:  # its parts are not seen when they run
         agreement.compare_parts("context_parallel", watch.group, known)
 

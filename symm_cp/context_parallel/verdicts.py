@@ -47,8 +47,11 @@ def _reference(value: Any) -> Any:
         return value
 
 
-def _alive(references: list[Any]) -> list[nn.Module]:
-    return [reference() for reference in references]
+def _alive(references: list[Any]) -> list[Any]:
+    parts = []
+    for reference in references:  # not a map: Dynamo, where it comes here, would call the modules
+        parts.append(reference())
+    return parts
 
 
 def _same(values: dict[str, Any], marks: dict[str, Any]) -> bool:
@@ -149,7 +152,7 @@ class Known:
 
     def still_true(self) -> bool:
         """Tells whether nothing has changed that verdicts depend on."""
-        parts = self.parts()
+        parts = _alive(self._refs)
         if None in parts or len(self._inspectors) != len(loaded()):
             return False
         watched = self._watched
@@ -198,7 +201,7 @@ class Known:
             self._chosen[is_chosen] = numbers
         if not numbers:
             return []
-        parts = self.parts()
+        parts = _alive(self._refs)
         return [parts[number] for number in numbers]
 
     def passing(

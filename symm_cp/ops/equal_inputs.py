@@ -57,25 +57,36 @@ def enabled(*tensors: torch.Tensor) -> bool:
     )
 
 
-def compare(group: GroupLike, op: str, items: Sequence[Item], *, subject: str, remedy: str) -> None:
+def compare(
+    group: GroupLike,
+    op: str,
+    items: Sequence[Item],
+    *,
+    subject: str,
+    remedy: str,
+    notes: Sequence[int] = (),
+) -> list[list[int]]:
     """Raises `RuntimeError` on all ranks unless the items are equal on all ranks. Collective.
 
-    `subject` says in the error what the items are ("the batches that ranks cut"). Returns at once
-    on one rank, and where the comparison is turned off.
+    `subject` says in the error what the items are ("the batches that ranks cut"). `notes` are
+    numbers that the ranks tell each other, which may differ: returns those of all ranks. Returns
+    an empty list at once on one rank, and where the comparison is turned off.
     """
     tensors = [value for _, value in items if isinstance(value, torch.Tensor)]
     state = resolve(group)
     if state.world_size == 1 or not enabled(*tensors):
-        return
+        return []
     with ordinary_tensors():
         record, named = _record(items, tensors[0].device if tensors else torch.device("cpu"))
-        records = gather_records(group, op, record)
+        told = gather_records(group, op, torch.cat([record, record.new_tensor(notes)]))
+    records = [each[: len(record)] for each in told]
     differing = [k for k in range(_SLOTS) if len({each[k] for each in records}) > 1]
     named[0] = [f"the set of tensors (here {', '.join(name for name, _ in items)})"]
     names = [", ".join(named[k]) for k in differing] or _differing_values(items, records)
     if names:
         counted = _SLOTS if differing else None
         raise disagreement(op, subject, names, [tuple(r[:counted]) for r in records], remedy)
+    return [each[len(record) :] for each in told]
 
 
 def disagreement(

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import symm_cp
 from symm_cp.context_parallel import agreement
+from symm_cp.context_parallel import batch as batch_module
 from tests.context_parallel.common import mesh_of
 from tests.context_parallel.test_batch import model_of
 from tests.exhaustive import exhaustive, some
@@ -166,6 +168,8 @@ def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
         fully_shard(model.model.layers[0], mesh=mesh)
         trained = fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+    # A hook of the program's own, which is called after ours.
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(5):
@@ -186,6 +190,10 @@ def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
             torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
+            if number == 0:
+                handle.remove()
+                handle = register_optimizer_step_pre_hook(lambda *_: None)
+    handle.remove()
     assert not agreement._awaiting  # the hook of optimizers is gone
     return [str(w.message) for w in caught if "optimizer step" in str(w.message)]
 
@@ -202,6 +210,100 @@ def sums_or_not(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
 def test_gradients_that_nobody_sums_are_noticed(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, sums_or_not)
+
+
+class SumsInStep(torch.optim.SGD):
+    """An optimizer that sums gradients over the ranks by itself."""
+
+    def __init__(self, parameters: Any, group: dist.ProcessGroup) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.group = group
+
+    def step(self, closure: Any = None) -> Any:
+        for entry in self.param_groups:
+            for parameter in entry["params"]:
+                dist.all_reduce(parameter.grad, group=self.group)
+        return super().step(closure)
+
+
+def correct_programs(group: dist.ProcessGroup) -> None:
+    """None of what some ranks or optimizers may do by themselves raises or warns."""
+    agreement._known.clear()
+    batch, model = batch_of(), model_of("LlamaForCausalLM")
+    step(model, group, batch)  # an optimizer that sums
+    optimizer = SumsInStep(model.parameters(), group)
+    optimizer.step()
+    optimizer.zero_grad()
+    step(model, group, batch)
+    model = model_of("LlamaForCausalLM")  # two, of which each gets its sums before its step
+    parameters = list(model.parameters())
+    for _ in range(2):
+        step(model, group, batch)
+        for some_of_them in (parameters[::2], parameters[1::2]):
+            for parameter in some_of_them:
+                dist.all_reduce(parameter.grad, group=group)
+            torch.optim.SGD(some_of_them, 0.1).step()
+        model.zero_grad()
+    if group.rank() == 0:  # a checkpoint that one rank loads for all, and a probe that it trains
+        model.load_state_dict({n: v + 1 for n, v in model.state_dict().items()})
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, group=group, group_src=0)
+    expected = step(model, group, batch)
+    probe = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    mesh = mesh_of(group)
+    for _ in range(2):
+        with symm_cp.context_parallel(mesh, on_unfused="ignore"):
+            if group.rank() == 0:
+                probe(torch.ones(4))
+            else:
+                nn.Linear(3, 3)(torch.ones(3))
+        assert step(model, group, batch) == expected
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+def test_correct_programs_are_left_alone(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, without_warnings, correct_programs)
+
+
+def without_warnings(group: dist.ProcessGroup, program: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(optimizer step|context)")
+        program(group)
+
+
+def modules_without_a_model(group: dist.ProcessGroup) -> None:
+    """A program that calls modules of torch one by one: compared when the next batch is cut."""
+    mesh, other = mesh_of(group), group.rank() == 1
+
+    def run(embed: nn.Module, head: nn.Module) -> list[str]:
+        optimizer = torch.optim.SGD([*embed.parameters(), *head.parameters()], lr=0.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(5):
+                local, reduce_loss = symm_cp.shard_batch(mesh, batch_of())
+                with symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer):
+                    x = embed(local["input_ids"]).unsqueeze(1)
+                    x = F.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1)
+                    loss = F.cross_entropy(head(x).flatten(0, 1), local["labels"].flatten())
+                    reduce_loss(loss).backward()
+                optimizer.step()  # the first with a learning rate of 0, as in a warm-up
+                optimizer.zero_grad()
+                optimizer.param_groups[0]["lr"] = 0.1
+        return [str(w.message) for w in caught if "optimizer step" in str(w.message)]
+
+    torch.manual_seed(0)
+    embed, head = nn.Embedding(31, 8), nn.Linear(8, 31)
+    (message,) = run(embed, head)  # nobody sums
+    assert "Linear 1.weight" in message
+    head = nn.Linear(8, 31)
+    nn.init.normal_(head.weight, std=1.0 + other)
+    with pytest.raises(RuntimeError, match=r"Linear 1\.weight: seed all ranks identically"):
+        run(nn.Embedding(31, 8), head)
+
+
+def test_modules_without_a_model(ranks: Ranks) -> None:
+    ranks.run(2, modules_without_a_model)
 
 
 def other_layouts(group: dist.ProcessGroup) -> None:
@@ -279,6 +381,24 @@ def no_context(group: dist.ProcessGroup) -> None:
         return sum("no context was entered" in str(w.message) for w in caught)
 
     assert [warned(where) for where in ("", "inside", "before", "attention")] == [1, 0, 0, 0]
+
+    def warned_by_step(*, ahead: bool) -> int:
+        """A program that reduces no loss, and one that cuts its batches ahead."""
+        batch_module._first_cuts.discard(group)
+        optimizer = torch.optim.SGD([table], lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                local, _ = symm_cp.shard_batch(mesh, batch_of())
+                if ahead:
+                    with symm_cp.context_parallel(mesh, load_balancer=balancer):
+                        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+                    local, _ = symm_cp.shard_batch(mesh, batch_of())
+                table[local["input_ids"]].sum().backward()
+                optimizer.step()
+        return sum("an optimizer makes a step" in str(w.message) for w in caught)
+
+    assert [warned_by_step(ahead=ahead) for ahead in (False, True)] == [1, 0]
 
 
 def test_a_batch_that_is_used_without_a_context_is_noticed(ranks: Ranks) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import gc
+import subprocess
 import sys
 import tomllib
 import weakref
@@ -148,6 +149,34 @@ def test_it_keeps_no_model_alive() -> None:
     assert not known.still_true()
 
 
+UNKNOWN_RELEASE = """
+import sys
+import symm_cp
+from symm_cp.context_parallel.inspectors import loaded
+
+assert "transformers" not in sys.modules
+assert len(loaded()) == 1
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+del masking_utils.blockwise_overlay
+inspector, _ = loaded()
+try:
+    import symm_cp.integrations.transformers
+except ImportError as error:
+    assert "composes masks without ['blockwise_overlay']" in str(error)
+else:
+    raise AssertionError
+with inspector.attending([], spread=True) as modules:
+    assert modules is None
+assert inspector.judge(LlamaForCausalLM(LlamaConfig(num_hidden_layers=0)), None).limits
+"""
+
+
+@pytest.mark.exhaustive
+def test_models_of_a_release_with_other_masks_are_judged() -> None:
+    subprocess.run([sys.executable, "-c", UNKNOWN_RELEASE], check=True)
+
+
 # --- models that have run ------------------------------------------------------------------------
 
 
@@ -232,8 +261,8 @@ def calls_of_a_warm_step(group: dist.ProcessGroup) -> None:
         rooms = sum(number for name, number in ours.items() if name.startswith(ROOMS))
         assert judging < 100, (passed, judging)
         assert rooms < 1_700, (passed, rooms)
-        # 5,800 of them are those of ops (16 calls) and of what is below them.
-        assert calls.total() < 10_300, (passed, calls.total())
+        # More than half of them are those of 16 calls of ops, and of the floors below them.
+        assert calls.total() < 9_900, (passed, calls.total())
 
 
 def test_a_warm_step_takes_few_calls(ranks: Ranks) -> None:

@@ -306,7 +306,7 @@ class Memory:
     """Blocks of symmetric memory, of which each rank takes what it likes, or none."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.blocks = [symm_mem.empty(60_000, dtype=torch.float32, device="cpu") for _ in range(4)]
+        self.blocks = [symm_mem.empty(60_000, dtype=torch.float32, device="cpu") for _ in range(5)]
         for block in self.blocks:
             symm_mem.rendezvous(block, group)
         self.turn = 0
@@ -324,7 +324,7 @@ class Memory:
         wide = [*x.shape[:-1], x.shape[-1] + (3 if kind == "cut" else 0)]
         count = torch.Size(wide).numel()
         begin = random.randrange(100)
-        part = self.blocks[self.turn % 4][begin : begin + count].view(wide)[..., : x.shape[-1]]
+        part = self.blocks[self.turn % 5][begin : begin + count].view(wide)[..., : x.shape[-1]]
         return part.copy_(x)
 
 
@@ -438,6 +438,71 @@ def programs(group: dist.ProcessGroup, seed: int, steps: int) -> None:
 def test_random_programs(ranks: Ranks, world_size: int) -> None:
     """Tensors lie on each rank as it likes; parts are uneven, and queries of any sequence."""
     ranks.run(world_size, programs, torch.initial_seed() % 100_000, 80)
+
+
+def further_ops(group: dist.ProcessGroup, seed: int, rounds: int) -> None:
+    """Ops of which `step` has none: the same result wherever a rank's own tensors lie."""
+    W, memory, alike = group.size(), Memory(group), random.Random(seed)
+    random.seed(seed * 10 + group.rank())
+    numbers = torch.Generator().manual_seed(seed * 10 + group.rank())
+    balancers = (symm_cp.Sequential, symm_cp.HeadTail)
+
+    def own(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=numbers)
+
+    weight = torch.randn(8, 2 * W * 4, generator=torch.Generator().manual_seed(seed))
+    for _ in range(rounds):
+        length, rows = alike.choice([1, 4, 40]), alike.choice([1, 7])
+        balancer = alike.choice(balancers)(2 * W * length, W)
+        S, count = 2 * length, (2, 2 * W, 2 * length, 4)
+        ops = {
+            "heads": (
+                [own(*count)],
+                lambda x, b=balancer: symm_cp.heads_to_sequence(
+                    symm_cp.sequence_to_heads(x, group=group, load_balancer=b),
+                    group=group,
+                    load_balancer=b,
+                ),
+            ),
+            "projection": (
+                [own(2, S, 8)],
+                lambda x, b=balancer: symm_cp.ulysses_projection(
+                    x, weight, features=4, group=group, load_balancer=b
+                ),
+            ),
+            "output projection": (
+                [own(2, 2, W * S, 4)],
+                lambda x, b=balancer: symm_cp.ulysses_output_projection(
+                    x, weight.T, group=group, load_balancer=b
+                ),
+            ),
+            "delta rule": (
+                [own(1, 2, S, 8) * 0.1 for _ in range(3)] + [-own(1, 2, S).abs() * 0.1] * 2,
+                lambda q, k, v, g, beta: symm_cp.gated_delta_rule(q, k, v, g, -beta, group=group)[
+                    0
+                ],
+            ),
+            "scaled all-reduce": (
+                [own(rows, 16)],
+                lambda x, rows=rows: symm_cp.scaled_matmul_all_reduce(
+                    x.to(torch.float8_e4m3fn),
+                    torch.ones(16, 16).to(torch.float8_e4m3fn).t(),
+                    torch.ones(()),
+                    torch.ones(()),
+                    group=group,
+                    out_dtype=torch.float32,
+                ),
+            ),
+        }
+        for name, (tensors, op) in ops.items():
+            expected = op(*tensors)
+            found = op(*(memory.place(x) for x in tensors))
+            torch.testing.assert_close(found, expected, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+def test_further_ops_wherever_tensors_lie(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, further_ops, torch.initial_seed() % 100_000, 15)
 
 
 def gather_cut_out(group: dist.ProcessGroup) -> None:

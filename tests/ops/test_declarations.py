@@ -28,7 +28,7 @@ from symm_cp.ops.op import (
     untouched,
 )
 from tests.faults import strange
-from tests.ops.calls import caller, calls, completed
+from tests.ops.calls import caller, calls, completed, is_real
 from tests.ops.test_fake import layout
 from tests.pool import Ranks
 
@@ -197,3 +197,49 @@ def test_gradients_by_hand_are_of_attention() -> None:
     """`register_autograd` takes no op with tensors among its keyword arguments."""
     by_hand = {op.name for op in declared() if isinstance(op.gradient, GradientByHand)}
     assert all("attention" in name for name in by_hand)
+
+
+def results(op: Op, leaves: list[Any], spec: Any) -> list[torch.Tensor]:
+    args, kwargs = tree_unflatten(leaves, spec)
+    with torch.no_grad():
+        found = tree_leaves(completed(op, op.overload(*args, **kwargs)))
+    return [x for x in found if isinstance(x, torch.Tensor)]
+
+
+def with_gaps(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or not is_real(x) or x.dim() < 2:
+        return x
+    gaps = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
+    gaps[..., ::2] = x
+    return gaps[..., ::2]
+
+
+def any_strides(group: dist.ProcessGroup) -> None:
+    """Results do not depend on how inputs are laid out; sums have at most 24 terms."""
+    for op in declared():
+        # Those that write to an argument require a dense one; `symm_buffer` is dense as well.
+        if op.overload._schema.is_mutable or op.name in DENSE:
+            continue
+        assert op.example is not None
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+
+            def rand(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+                return torch.randn(shape).to(dtype)
+
+            leaves, spec = tree_flatten(tuple(op.example(caller(group, rand))))
+            expected = results(op, leaves, spec)
+            found = results(op, [with_gaps(x) for x in leaves], spec)
+            for got, want in zip(found, expected, strict=True):
+                assert got.dtype == want.dtype, op.name
+                tolerance = 16 * torch.finfo(want.dtype).eps if want.is_floating_point() else 0
+                torch.testing.assert_close(
+                    got.double(), want.double(), rtol=tolerance, atol=tolerance, msg=op.name
+                )
+
+
+DENSE = ("get_remote_tensors", "one_shot_all_reduce_copy")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_inputs_of_any_strides(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, any_strides)

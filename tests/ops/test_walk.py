@@ -6,14 +6,12 @@ import sys
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import symm_cp
 from tests.pool import Ranks
-
-#: Of `all_gather_matmul`, forward, at 2 ranks.
-MOST_CALLS = 45
 
 
 def counted(frame: FrameType) -> bool:
@@ -39,8 +37,8 @@ def calls_of(run: Any) -> list[str]:
     return found
 
 
-def walk(group: dist.ProcessGroup) -> list[str]:
-    x, weight = torch.randn(128, 256), torch.randn(256, 64)
+def walk(group: dist.ProcessGroup, rows: int, inner: int) -> list[str]:
+    x, weight = torch.randn(rows, inner), torch.randn(inner, 64)
     # Without symmetric memory: ranks with some ask each other where shards lie.
     own = dist.new_group(list(range(group.size())))
 
@@ -52,7 +50,13 @@ def walk(group: dist.ProcessGroup) -> list[str]:
     return calls_of(call)
 
 
-def test_all_gather_matmul(ranks: Ranks) -> None:
-    for calls in ranks.run(2, walk):
-        assert len(calls) <= MOST_CALLS, "\n".join(calls)
-        assert any("all_gather_matmul_kernel" in call for call in calls)  # it does count
+@pytest.mark.parametrize(
+    ("rows", "inner", "most", "native"),
+    [(128, 256, 6, True), (1024, 1024, 45, False)],  # small matrices: csrc/ops/fused_matmuls.cpp
+)
+def test_all_gather_matmul(ranks: Ranks, rows: int, inner: int, most: int, native: bool) -> None:
+    """Forward, at 2 ranks."""
+    for calls in ranks.run(2, walk, rows, inner):
+        assert len(calls) <= most, "\n".join(calls)
+        in_python = any("all_gather_matmul_kernel" in call for call in calls)
+        assert in_python != native, calls

@@ -57,6 +57,7 @@ from symm_cp.ops.matmul.scaled_mm import (
     multiply_scaled,
 )
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Arguments, Caller, Op, arguments, declare
+from symm_cp.runtime.api import Consume
 from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
 from symm_cp.tensors.results import new_result
@@ -239,6 +240,24 @@ def _gather_rows(
     )
 
 
+def _gather(
+    group: Group,
+    plan: GatherPlan,
+    shard: torch.Tensor,
+    consume: Consume,
+    gathered: torch.Tensor | None,
+) -> None:
+    runtime.of(shard, group).all_gather_and_consume(
+        group,
+        [shard],
+        consume,
+        plan.name,
+        shapes=plan.shapes,
+        gathered=gathered,
+        split=plan.front,
+    )
+
+
 def _gather_whole(
     group: Group,
     plan: GatherPlan,
@@ -253,15 +272,7 @@ def _gather_whole(
         for out, weight in zip(outs, weights, strict=True):
             torch.mm(gathered.flatten(0, -2), weight, out=out.flatten(0, -2))
 
-    runtime.of(x_shard, group).all_gather_and_consume(
-        group,
-        [x_shard.movedim(plan.split.dim, 0)],
-        at_last(multiply, group),
-        plan.name,
-        shapes=plan.shapes,
-        gathered=gathered,
-        split=plan.front,
-    )
+    _gather(group, plan, x_shard.movedim(plan.split.dim, 0), at_last(multiply, group), gathered)
 
 
 def _gather_columns(
@@ -297,15 +308,7 @@ def _add_products_of_shards(
         for total, weight in zip(sums, weights, strict=True):
             total.add_product(part, rows.of(rank, weight))
 
-    runtime.of(x_columns, group).all_gather_and_consume(
-        group,
-        [x_columns],
-        consume,
-        plan.name,
-        shapes=plan.shapes,
-        gathered=gathered,
-        split=plan.front,
-    )
+    _gather(group, plan, x_columns, consume, gathered)
     for total in sums:
         total.finish()
 
@@ -519,15 +522,7 @@ def _gathered_then_scaled(
             x_scale = unfused_all_gather(x_scale, split.dim, group.name, split)
     else:
         gathered = new_result(x_shard, plan.whole)
-        runtime.of(x_shard, group).all_gather_and_consume(
-            group,
-            [x_shard.flatten(0, -2)],
-            lambda shards, rank: None,
-            plan.name,
-            shapes=plan.shapes,
-            gathered=gathered,
-            split=plan.front,
-        )
+        _gather(group, plan, x_shard.flatten(0, -2), lambda shards, rank: None, gathered)
         gathered = gathered.view(*x_shard.shape[:-1], split.length)
     scale = x_scale if scales.mode == "tensor" else x_scale.flatten(0, -2)
     rows, lead = ScaledRows(gathered.flatten(0, -2), scale), gathered.shape[:-1]

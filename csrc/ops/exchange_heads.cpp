@@ -1,5 +1,5 @@
-// `exchange_heads`: planned by symm_cp/ops/heads/exchange_heads.py once for each kind of arguments, and
-// carried out here: Python took longer than the copies of a small exchange.
+// `exchange_heads`: planned by symm_cp/ops/heads/exchange_heads.py once for each kind of arguments,
+// and carried out here: Python took longer than the copies of a small exchange.
 #include <torch/library.h>
 
 #include <cstring>

@@ -274,9 +274,9 @@ def _declared(op: declaration.Op) -> Op:
     return Op(tensors, call, written.index(True) if any(written) else None)
 
 
-#: The first returns memory of the peers. Only graphs and gradients call the others, with layouts and
-#: modifiers that graphs hold. Not covered: with fake tensors the call after them has failed, and the
-#: cause is not known.
+#: The first returns memory of the peers. Only graphs and gradients call the others, with layouts
+#: and modifiers that graphs hold. Not covered: with fake tensors the call after them has failed,
+#: and the cause is not known.
 LEFT_OUT = (
     "get_remote_tensors",
     "_gather_sequence",

@@ -15,6 +15,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import symm_cp
+from symm_cp import tuning
 from symm_cp.group import memory
 from symm_cp.native import wire
 from symm_cp.runtime.program import probing
@@ -42,6 +43,11 @@ def test_the_formula(world_size: int, slot: int, expected: int) -> None:
 
 
 def sizes(group: dist.ProcessGroup) -> None:
+    with tuning.forced("shards"):  # small native calls take slots of whole pieces
+        grow(group)
+
+
+def grow(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))
     state = memory.resolve(own)
     workspace = state.workspace("sync")

@@ -29,6 +29,9 @@ def faster(question: Question, ranks: int = 2) -> str:
     return min(seconds, key=seconds.__getitem__)
 
 
+ROWS = 20_000  # native kernels serve fewer, without a choice
+
+
 def gather(rows: int, inner: int, columns: int, dtype: torch.dtype = F32) -> Question:
     shard = rows * inner * dtype.itemsize
     return Question("all_gather_matmul", dtype, ((rows, inner, columns),), shard=shard)
@@ -97,10 +100,10 @@ def chosen(group: dist.ProcessGroup) -> dict[str, tuning.Choice]:
 
 def run(group: dist.ProcessGroup) -> torch.Tensor:
     torch.manual_seed(0)
-    return symm_cp.all_gather_matmul(torch.randn(2, 8), torch.randn(8, 3), group=group)
+    return symm_cp.all_gather_matmul(torch.randn(ROWS, 8), torch.randn(8, 3), group=group)
 
 
-KEY = "all_gather_matmul float32 2x8x3"
+KEY = f"all_gather_matmul float32 {ROWS}x8x3"
 
 
 def files(group: dist.ProcessGroup, folder: str) -> None:
@@ -128,7 +131,7 @@ def files(group: dist.ProcessGroup, folder: str) -> None:
         tuning.relearn(state)
         (choice,) = chosen(group).values()
         assert choice.source == "simulated"
-        assert choice.predicted == pytest.approx(gather(2, 8, 3).seconds(TYPICAL_CPU, W))
+        assert choice.predicted == pytest.approx(gather(ROWS, 8, 3).seconds(TYPICAL_CPU, W))
         assert choice.predicted[choice.way] == min(choice.predicted.values())
         assert str(choice).startswith(f"{choice.way} (simulated; simulated: shards ")
         dist.barrier(group)
@@ -311,7 +314,7 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
         if W > 1:
             assert choice("arrival", shared=True) == ("pipeline", "ranks share a GPU")
             with tuning.listening() as heard:
-                tuning.choose(state, gpu, gather(2, 8, 3))
+                tuning.choose(state, gpu, gather(ROWS, 8, 3))
             assert heard[f"GPU X: {KEY}"].source == "simulated as an H100"
         with tuning.forced("arrival"), tuning.forced("whole"):
             assert choice("pipeline", shared=True) == ("arrival", "forced")

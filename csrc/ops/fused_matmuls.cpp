@@ -590,9 +590,22 @@ bool any_tensor(const c10::IValue& value, const Test& test) {
   return std::any_of(tensors.begin(), tensors.end(), test);
 }
 
+// Whether a transform of torch.func is under way in this thread. The object is there from the first
+// one on, and the header that tells does not compile outside of torch.
+bool transforms_active() {
+  const auto& transforms = at::functorch::functorchTLSAccessor();
+  if (transforms == nullptr) return false;
+  try {
+    transforms->checkSupportsCppAutogradFunction();
+    return false;
+  } catch (const c10::Error&) {
+    return true;
+  }
+}
+
 // Whether Python's kernel is needed: it records gradients, and refuses what has no derivative.
 bool may_differentiate(const c10::OperatorHandle& op, const Stack& stack) {
-  if (at::functorch::functorchTLSAccessor() != nullptr) return true;
+  if (transforms_active()) return true;
   const bool records = at::GradMode::is_enabled();
   const auto differentiates = [&](const at::Tensor& tensor) {
     return (records && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();

@@ -364,7 +364,8 @@ void Channel::run_one(const Command& c, const Reference* references, void* const
       announce(call, c.mean != 0 ? resolve(c.source, operands, call) : nullptr);
       break;
     case Kind::kVerify: verify_all(call); break;
-    case Kind::kProduce: throw std::logic_error("only loops produce");
+    case Kind::kProduce:
+    case Kind::kConsume: throw std::logic_error("channels run no kernels");
   }
 }
 

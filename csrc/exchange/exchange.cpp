@@ -347,7 +347,8 @@ int64_t ExchangeRun::step(Channel& channel, Call& call, const LoopStep& step, in
     case Kind::kCopy: return copy(channel, call, step, piece);
     case Kind::kReduce: return reduce_all(channel, call, step, piece);
     case Kind::kProduce: return produce(channel, call, step, piece);
-    case Kind::kVerify: return 0;
+    case Kind::kVerify:
+    case Kind::kConsume: return 0;
   }
   return 0;
 }

@@ -221,7 +221,7 @@ def _scaled(*_: Any, out: torch.Tensor, **__: Any) -> torch.Tensor:
 def idle() -> Iterator[IdleDevice]:
     """Inside, ops on CPU tensors issue what they would for a GPU, and it is carried out by none."""
     stream = IdleStream()
-    cuda = {
+    stubs = {
         "Stream": IdleStream,
         "Event": IdleStream,
         "stream": lambda chosen: chosen,
@@ -242,7 +242,7 @@ def idle() -> Iterator[IdleDevice]:
             warnings.simplefilter("ignore")  # that there is a kernel already
             scaled.impl("_scaled_mm.out", _scaled, "CPU", allow_override=True)
         patches = [
-            *(mock.patch.object(torch.cuda, name, stub) for name, stub in cuda.items()),
+            *(mock.patch.object(torch.cuda, name, stub) for name, stub in stubs.items()),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 1, create=True),
             mock.patch.object(attention_kernels, "_cpu", device.kernels.attention),
             mock.patch.object(

@@ -61,7 +61,7 @@ Product: TypeAlias = "tuple[int, int, int]"
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen way, its source (forced, measured, simulated), and predicted seconds by way.
+    """The chosen way, its source (forced, measured, simulated, small), and the predicted seconds.
 
     A device that the simulator does not know is simulated as an H100, and the source says so.
     """
@@ -75,6 +75,10 @@ class Choice:
             f"{way} {seconds * 1e3:.3g} ms" for way, seconds in self.predicted.items()
         )
         return f"{self.way} ({self.source}{f'; simulated: {times}' if times else ''})"
+
+
+#: What is small is not asked about.
+IN_ONE_CALL = Choice("whole", "small: one native call")
 
 
 @dataclass(frozen=True)
@@ -417,13 +421,29 @@ def _on(device: torch.device, key: str) -> str:
 
 @contextlib.contextmanager
 def listening() -> Iterator[dict[str, Choice]]:
-    """Yields the choices made in the `with` block, by `Question.key`, in all threads."""
-    global _listening
-    before, _listening = _listening, {}
+    """Yields the choices made in the `with` block, by `Question.key`, in all threads.
+
+    Products that are small enough for one native call are there by the name of that call.
+    """
+    before, choices = _listening, dict[str, Choice]()
+    _listen(choices)
     try:
-        yield _listening
+        yield choices
     finally:
-        _listening = before
+        _listen(before)
+
+
+def _listen(choices: dict[str, Choice] | None) -> None:
+    global _listening
+    _listening = choices
+    with contextlib.suppress(native.BuildError):  # then there is no native kernel either
+        native.load().symm_cp_on_small_matmul(native.NoteCall() if choices is None else _note)
+
+
+@native.NoteCall
+def _note(call_name: bytes) -> None:
+    if _listening is not None:
+        _listening[call_name.decode()] = IN_ONE_CALL
 
 
 def _choice(group: Group, device: torch.device, question: Question, facts: Facts) -> Choice:

@@ -268,11 +268,10 @@ def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
     """A kernel whose result is wrong by one percent suffices, even in a model this small."""
     (tmp_path / "sitecustomize.py").write_text(
         "import torch\n"
-        "original = torch.mm\n"
-        "def wrong(*args, **kwargs):\n"
-        "    result = original(*args, **kwargs)\n"
-        "    return result.mul_(1.01) if 'out' in kwargs else result\n"
-        "torch.mm = wrong\n"
+        "def wrong(a, b, *, out):  # only fused ops write products to memory that is there\n"
+        "    return out.copy_((a @ b).mul_(1.01))\n"
+        "library = torch.library.Library('aten', 'IMPL')\n"
+        "library.impl('mm.out', wrong, 'CPU', allow_override=True)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(

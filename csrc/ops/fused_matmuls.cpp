@@ -159,6 +159,7 @@ class Gathered {
     const at::Tensor input = shard_.contiguous();
     whole_ = new_output(shard_, shape_);
     call->bind(input.const_data_ptr(), whole_.mutable_data_ptr());
+    note_small_matmul(call->exchange.call_name);
     run(group, call->exchange);
   }
 
@@ -455,6 +456,7 @@ at::Tensor matmul_reduce_scatter(Group& group, const ScatterArguments& given) {
   const at::Tensor sum = new_output(given.like(), parts.shape());
   recorded(group, Kind::kProduce, given.op, [&] { parts.add_up_to(sum); });
   call->bind(sum.const_data_ptr(), output.mutable_data_ptr());
+  note_small_matmul(call->exchange.call_name);
   run(group, call->exchange);
   return parts.as_given(output);
 }

@@ -29,6 +29,7 @@ std::atomic<bool> serving{true};
 
 // False while a way is forced: Python has them all.
 std::atomic<bool> small_matmuls{true};
+std::atomic<void (*)(const char*)> on_small_matmul{nullptr};
 
 bool summable(at::ScalarType dtype) {
   switch (dtype) {
@@ -309,6 +310,10 @@ bool is_symmetric(const Group& group, const at::Tensor& tensor) {
 
 bool serves_small_matmuls() { return small_matmuls.load(std::memory_order_relaxed); }
 
+void note_small_matmul(const std::string& call_name) {
+  if (const auto note = on_small_matmul.load(std::memory_order_relaxed)) note(call_name.c_str());
+}
+
 bool overlap(const at::Tensor& one, const at::Tensor& other) {
   const auto begin = [](const at::Tensor& t) {
     return static_cast<const char*>(t.const_data_ptr());
@@ -388,6 +393,11 @@ void symm_cp_serve_cpu(int on) { symm_cp::kernels::serving = on != 0; }
 
 // Whether products of small matrices are computed by native kernels, or like all others in Python.
 void symm_cp_serve_few_rows(int on) { symm_cp::kernels::small_matmuls = on != 0; }
+
+// Called with the name of each product that they compute; null: nothing is called.
+void symm_cp_on_small_matmul(void (*note)(const char* call_name)) {
+  symm_cp::kernels::on_small_matmul = note;
+}
 
 // Whether the last refusal of a native kernel in this thread was reported to the peers, with this
 // text or a part of it.

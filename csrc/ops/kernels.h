@@ -166,6 +166,8 @@ bool is_symmetric(const Group& group, const at::Tensor& tensor);
 // Whether products of small matrices are computed by native kernels: not while a way is forced,
 // which Python has all of.
 bool serves_small_matmuls();
+// Tells Python's `tuning.listening` of a call that they compute, by its name.
+void note_small_matmul(const std::string& call_name);
 // Whether two contiguous tensors share bytes.
 bool overlap(const at::Tensor& one, const at::Tensor& other);
 

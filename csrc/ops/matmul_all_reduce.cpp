@@ -145,6 +145,7 @@ at::Tensor multiply_and_all_reduce(Group& group, const Arrays& given) {
   call->bind(nullptr, output.mutable_data_ptr());
   Product product(given, *call);
   call->exchange.produce = [&product](void* slot) { product.write(slot); };
+  note_small_matmul(call->exchange.call_name);
   try {
     run(group, call->exchange);
   } catch (...) {

@@ -19,7 +19,7 @@ mypy, and no names before the library is built.
 
 from __future__ import annotations
 
-from symm_cp.native.bindings import FindGroup
+from symm_cp.native.bindings import FindGroup, NoteCall
 from symm_cp.native.building import build, build_glue, cache_key, check_headers, library_path
 from symm_cp.native.compiler import find_compiler
 from symm_cp.native.errors import BuildError, say
@@ -29,6 +29,7 @@ from symm_cp.native.sources import source_dir
 __all__ = [
     "BuildError",
     "FindGroup",
+    "NoteCall",
     "address_of",
     "build",
     "build_glue",

@@ -10,6 +10,7 @@ VOID, INT, LONG, TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_
 _EPOCH, _LAYOUT = ctypes.c_uint32, ctypes.POINTER(wire.WorkspaceLayout)
 #: Takes the name of a group; see csrc/channel/groups.h.
 FindGroup = ctypes.CFUNCTYPE(INT, TEXT)
+NoteCall = ctypes.CFUNCTYPE(None, TEXT)
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_error": (TEXT, []),
     "symm_cp_wire": (TEXT, []),
@@ -56,6 +57,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_was_told": (ctypes.c_int, [ctypes.c_char_p]),
     "symm_cp_serve_cpu": (None, [INT]),
     "symm_cp_serve_few_rows": (None, [INT]),
+    "symm_cp_on_small_matmul": (None, [NoteCall]),
     "symm_cp_keep_results": (None, [LONG]),
     "symm_cp_empty_cache": (LONG, []),
     "symm_cp_result_memory": (None, [ctypes.POINTER(LONG)]),

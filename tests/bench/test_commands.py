@@ -105,17 +105,20 @@ def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> No
 
     tuned = tmp_path / "tuned.json"
     tuned.write_text('{"kept": "whole"}')
-    shown = run("tune", "--shapes", "8x8x8", "--seconds", "0.01", "--out", tuned)
+    shapes = ("--shapes", "8x8x8,1024x256x256")  # the first have one way only
+    shown = run("tune", *shapes, "--seconds", "0.01", "--out", tuned)
+    assert shown.count(": whole (small: one native call)") == 5
     choices = json.loads(tuned.read_text())
     assert set(choices) == {
         "kept",
-        "all_gather_matmul float32 8x8x8",
-        "weight_grad float32 8x8x8",
-        "matmul_reduce_scatter float32 8x8x8",
-        "matmul_reduce_scatter_backward float32 8x8x8,8x8x8",
+        "all_gather_matmul float32 1024x256x256",
+        "matmul_all_reduce float32 1024x256x256",
+        "matmul_reduce_scatter float32 1024x256x256",
+        "matmul_reduce_scatter_backward float32 1024x256x256,256x1024x256",
+        "weight_grad float32 256x1024x256",
     }
     assert set(choices.values()) <= {"shards", "whole"}
-    assert shown.count("simulated:") == 4
+    assert shown.count("simulated:") == 5
 
 
 @exhaustive

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+import transformers
+from packaging.version import Version
 
 from tests.integrations.common import Client
 
@@ -237,12 +239,12 @@ NOT_THROUGH_INTERFACE = [
     "falcon-alibi",
     "gpt-neo",
     "gpt-neo-global",
-    "gptj",
-    "codegen",
     "openai",
     "xglm",
     "rwkv",
 ]
+if Version(transformers.__version__) < Version("5.24"):
+    NOT_THROUGH_INTERFACE += ["gptj", "codegen"]
 # What is refused, and what the message says.
 REFUSED = {
     **dict.fromkeys(

@@ -133,6 +133,9 @@ def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
                 _print(group, f"{op}: has only one way")
                 continue
             ((key, choice),) = choices.items()
+            if choice is tuning.IN_ONE_CALL:
+                _print(group, f"{op}: {choice}")
+                continue
             ways = tuning.ATTENTION_WAYS if args.kind == "attention" else tuning.WAYS
             seconds = _measured(setting, run, ways, args.seconds)
             fastest[key] = min(seconds, key=seconds.__getitem__)

@@ -31,10 +31,10 @@ from symm_cp.ops.matmul.derivatives import ALL_REDUCED_SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
     check_bias,
     check_float8,
-    check_matrices,
     check_matrix,
     check_product,
     check_row_scale,
+    check_terms,
     check_weight_scale,
     partial_dtype_of,
     result_dtype,
@@ -60,12 +60,7 @@ def _check(
     reduce_op: str,
 ) -> list[int]:
     """Returns the shape of the sum."""
-    if len(lefts) != len(rights):
-        raise ValueError(f"{op}: {len(lefts)} As and {len(rights)} Bs: needs as many of both")
-    for left, right in zip(lefts, rights, strict=True):
-        check_matrices(op, left, [right], left.shape[-1] if left.dim() else 0)
-    first = addend if addend is not None else lefts[0]
-    name = "addend" if addend is not None else "A"
+    first, name, shape = check_terms(op, lefts, rights, addend, bias)
     if first.is_complex():
         raise TypeError(f"{op}: {name} is {first.dtype}: complex numbers are not supported")
     check_reduce_op(op, name, first.dtype, reduce_op)
@@ -73,19 +68,6 @@ def _check(
         raise ValueError(
             f"{op}: {name} must have at least 2 dimensions, has shape {list(first.shape)}"
         )
-    others = [(f"A[{i}] @ B[{i}]", [*left.shape[:-1], right.shape[1]], left.dtype, left.device)
-              for i, (left, right) in enumerate(zip(lefts, rights, strict=True))]  # fmt: skip
-    shape = list(addend.shape) if addend is not None else others[0][1]
-    if bias is not None:
-        others.append(("bias", [*bias.shape], bias.dtype, bias.device))
-    for what, own, dtype, device in others:
-        needed = shape[-1:] if what == "bias" else shape
-        if own != needed:
-            raise ValueError(f"{op}: {what} has shape {own}, must have {needed}")
-        if dtype != first.dtype:
-            raise TypeError(f"{op}: {what} is {dtype} and {name} is {first.dtype}: they must agree")
-        if device != first.device:
-            raise ValueError(f"{op}: {what} is on {device} and {name} on {first.device}")
     return shape
 
 

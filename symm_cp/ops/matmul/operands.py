@@ -104,6 +104,45 @@ def check_matrices(
         check_device(op, name, b, a, of_a)
 
 
+def check_terms(
+    op: str,
+    lefts: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+    addend: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, str, list[int]]:
+    """Raises unless the products As[i] @ Bs[i], an addend and a bias of its rows can be added up.
+
+    Returns a tensor that has the sum's dtype and device, what messages call it, and the sum's
+    shape.
+    """
+    if len(lefts) != len(rights):
+        raise ValueError(f"{op}: {len(lefts)} As and {len(rights)} Bs: needs as many of both")
+    for left, right in zip(lefts, rights, strict=True):
+        check_matrices(op, left, [right], left.shape[-1] if left.dim() else 0)
+    terms = [
+        (f"A[{i}] @ B[{i}]", [*left.shape[:-1], right.shape[1]], left)
+        for i, (left, right) in enumerate(zip(lefts, rights, strict=True))
+    ]
+    if addend is not None:
+        terms.append(("addend", [*addend.shape], addend))
+    if not terms:
+        raise ValueError(f"{op}: needs a product or an addend")
+    name, shape, first = terms[0]
+    if bias is not None:
+        terms.append(("bias", [*bias.shape], bias))
+    for what, own, tensor in terms[1:]:
+        needed = shape[-1:] if tensor is bias else shape
+        if own != needed:
+            raise ValueError(f"{op}: {what} has shape {own}, must have {needed}")
+        if tensor.dtype != first.dtype:
+            raise TypeError(
+                f"{op}: {what} is {tensor.dtype} and {name} is {first.dtype}: they must agree"
+            )
+        check_device(op, what, tensor, first, name)
+    return first, "A" if lefts else name, shape
+
+
 # --- float8 with scales ------------------------------------------------------------------------
 
 # ScalarType arguments reach Python kernels as torch's numbers.

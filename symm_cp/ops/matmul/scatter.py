@@ -36,10 +36,10 @@ from symm_cp.ops.common import (
 from symm_cp.ops.matmul.derivatives import SCATTER_GRADIENT, SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
     check_float8,
-    check_matrices,
     check_matrix,
     check_product,
     check_row_scale,
+    check_terms,
     check_weight_scale,
     partial_dtype_of,
     result_dtype,
@@ -77,19 +77,14 @@ def _check_scatter(
     world_size: int,
 ) -> tuple[Terms, bool]:
     """Returns what to sum, and whether to average."""
-    for left, right in zip(lefts, rights, strict=True):
-        check_matrices(op, left, [right], left.shape[-1] if left.dim() else 0)
+    first, name, _ = check_terms(op, lefts, rights, addend)
 
     def divided(shape: list[int]) -> Split:
         dim = check_dim(op, "scatter_dim", scatter_dim, len(shape))
         return scatter_split(op, "scatter_dim", dim, shape[dim], sizes, world_size)
 
     terms = Terms.of(lefts, rights, addend, divided)
-    if addend is not None and list(addend.shape) != terms.shape:
-        raise ValueError(
-            f"{op}: addend has shape {list(addend.shape)}, must be {terms.shape}, that of the sum"
-        )
-    return terms, check_reduce_op(op, "A", terms.like.dtype, reduce_op)
+    return terms, check_reduce_op(op, name, first.dtype, reduce_op)
 
 
 def _multiply_first(group: Group, terms: Terms) -> bool:

@@ -207,8 +207,10 @@ def _force(ways: dict[tuple[str, ...], str]) -> None:
     global _forced
     _forced = ways
     with contextlib.suppress(native.BuildError):  # then there is no native kernel either
-        # It would take few rows before this module is asked for a way.
-        native.load().symm_cp_serve_few_rows(WAYS not in ways)
+        # It would take what is small before this module is asked for a way.
+        library = native.load()
+        library.symm_cp_serve_few_rows(WAYS not in ways)
+        library.symm_cp_serve_few_tokens(ATTENTION_WAYS not in ways)
 
 
 def forced_ways() -> dict[tuple[str, ...], str]:

@@ -9,24 +9,12 @@
 #include <vector>
 
 #include "attention/passes.h"
+#include "attention/tile.h"
 #include "memory/pool.h"
 
 namespace symm_cp {
 
 namespace {
-
-// The options of both ops, in the order of their schemas.
-struct Options {
-  std::optional<at::Tensor> mask;
-  std::optional<int64_t> low, high;
-  double scale;
-  std::optional<double> softcap;
-  std::optional<at::Tensor> bias;
-  int64_t bias_zero;
-  std::optional<at::Tensor> query_positions, key_positions;
-  double dropout_p;
-  int64_t dropout_seed, sample_offset, head_offset;
-};
 
 void check_positions(const std::optional<at::Tensor>& positions, int64_t length, const char* name) {
   if (!positions) return;
@@ -107,7 +95,7 @@ at::Tensor readable_mask(at::Tensor mask, const TileSizes& sizes, at::ScalarType
 
 // Keeps the tensors that the terms point to alive in `tensors`.
 template <class A>
-TileTerms<A> terms_of(const Options& options, const TileSizes& sizes,
+TileTerms<A> terms_of(const TileOptions& options, const TileSizes& sizes,
                       std::vector<at::Tensor>& tensors) {
   constexpr int64_t kFar = int64_t{1} << 40;
   constexpr at::ScalarType kWide = std::is_same_v<A, double> ? at::kDouble : at::kFloat;
@@ -188,8 +176,10 @@ at::ScalarType wide(const at::Tensor& query) {
   return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+}  // namespace
+
 void attention_tile(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                    const at::Tensor& out, const at::Tensor& lse, const Options& options) {
+                    const at::Tensor& out, const at::Tensor& lse, const TileOptions& options) {
   const TileSizes sizes = check_sizes(query, key, value);
   check_result(out, {sizes.samples, sizes.heads, sizes.rows, sizes.value_features},
                out.scalar_type() == query.scalar_type() ? query.scalar_type() : wide(query), "out");
@@ -212,6 +202,8 @@ void attention_tile(const at::Tensor& query, const at::Tensor& key, const at::Te
 #endif
   attend<PlainForward<float>>(inputs_of<float>(sizes, q, k, v), terms, out, lse);
 }
+
+namespace {
 
 at::Tensor attention_inner(const at::Tensor& grad_out, const at::Tensor& out,
                            const std::optional<at::Tensor>& grad_lse) {
@@ -237,7 +229,7 @@ struct Gradients {
 };
 
 template <class Products, class T>
-void run_backward(const TileInputs<T>& inputs, const Options& options, const Gradients& grads,
+void run_backward(const TileInputs<T>& inputs, const TileOptions& options, const Gradients& grads,
                   const at::Tensor& lse, const at::Tensor& inner) {
   using A = typename Products::Number;
   std::vector<at::Tensor> kept;
@@ -251,7 +243,7 @@ void run_backward(const TileInputs<T>& inputs, const Options& options, const Gra
 void attention_tile_backward(const at::Tensor& grad_out, const at::Tensor& query,
                              const at::Tensor& key, const at::Tensor& value, const at::Tensor& lse,
                              const at::Tensor& inner, const Gradients& grads,
-                             const Options& options) {
+                             const TileOptions& options) {
   const TileSizes sizes = check_sizes(query, key, value);
   const auto numbers = wide(query);
   check_result(grads.query, query.sizes(), numbers, "grad_query");
@@ -285,7 +277,7 @@ void attention_tile_backward(const at::Tensor& grad_out, const at::Tensor& query
 
 }  // namespace
 
-// The schemas name the fields of `Options`.
+// The schemas name the fields of `TileOptions`.
 #define SYMM_CP_TILE_OPTIONS                                                                      \
   "Tensor? mask, int? low, int? high, float scale, float? softcap, Tensor? bias, int bias_zero, " \
   "Tensor? query_positions, Tensor? key_positions, float dropout_p, int dropout_seed, "           \

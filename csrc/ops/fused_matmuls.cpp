@@ -5,7 +5,6 @@
 // Shapes: x_shard (..., M, K) is gathered along one of its dimensions; a @ weight is (..., M, N).
 // Which kernel runs is decided by what is the same on all ranks: the dtype and the whole shape of
 // what travels, not by the other dimension of a product, which may differ from rank to rank.
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/movedim.h>
@@ -13,9 +12,7 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 
-#include "exchange/trace.h"
 #include "ops/kernels.h"
 
 namespace symm_cp::fused_matmuls {
@@ -209,30 +206,6 @@ class Gathered {
   at::DimVector shape_;  // of the whole
   at::Tensor whole_;
 };
-
-// Runs a kernel of a call, and records it as the steps of the exchange are.
-template <class Kernel>
-void recorded(Group& group, Kind kind, const char* op, const Kernel& kernel) {
-  Recorder& recorder = Recorder::instance();
-  if (!recorder.on()) return kernel();
-  const int64_t start = Recorder::now();
-  kernel();
-  Command shown{};
-  shown.kind = kind;
-  const int64_t begun = group.workspace(kSync).epoch();
-  const auto epoch = static_cast<uint32_t>(begun + (kind == Kind::kProduce ? 1 : 0));
-  recorder.add(shown, start, Recorder::now(), epoch, op);
-}
-
-// Multiplies after the exchange, in which all ranks have taken part: an error is told to nobody.
-template <class Multiply>
-void after_exchange(Group& group, const char* op, const Multiply& multiply) {
-  try {
-    recorded(group, Kind::kConsume, op, multiply);
-  } catch (const std::exception&) {
-    throw Failed(std::current_exception());
-  }
-}
 
 at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b) {
   at::Tensor out = new_output(a, {a.size(0), b.size(1)});
@@ -582,71 +555,7 @@ void scatter_backward_kernel(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end(std::move(results->first), std::move(results->second));
 }
 
-// --- autograd ------------------------------------------------------------------------------------
-
-template <class Test>
-bool any_tensor(const c10::IValue& value, const Test& test) {
-  if (value.isTensor()) return value.toTensor().defined() && test(value.toTensor());
-  if (!value.isTensorList()) return false;
-  const auto tensors = value.toTensorVector();
-  return std::any_of(tensors.begin(), tensors.end(), test);
-}
-
-// Whether a transform of torch.func is under way in this thread. The object is there from the first
-// one on, and the header that tells does not compile outside of torch.
-bool transforms_active() {
-  const auto& transforms = at::functorch::functorchTLSAccessor();
-  if (transforms == nullptr) return false;
-  try {
-    transforms->checkSupportsCppAutogradFunction();
-    return false;
-  } catch (const c10::Error&) {
-    return true;
-  }
-}
-
-// Whether Python's kernel is needed: it records gradients, and refuses what has no derivative.
-bool may_differentiate(const c10::OperatorHandle& op, const Stack& stack) {
-  if (transforms_active()) return true;
-  const bool records = at::GradMode::is_enabled();
-  const auto differentiates = [&](const at::Tensor& tensor) {
-    return (records && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
-  };
-  const size_t count = op.schema().arguments().size();
-  for (size_t i = 0; i < count; ++i)
-    if (any_tensor(torch::jit::peek(stack, i, count), differentiates)) return true;
-  return false;
-}
-
-void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  if (may_differentiate(op, *stack)) {
-    const std::string name = "symm_cp::" + op.schema().name().substr(strlen("symm_mem::"));
-    return c10::Dispatcher::singleton()
-        .findSchemaOrThrow(name.c_str(), "")
-        .redispatchBoxed(keys, stack);
-  }
-  const at::AutoDispatchBelowADInplaceOrView below;
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-}
-
-void autograd_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const auto& arguments = op.schema().arguments();
-  size_t index = 0;
-  while (arguments[index].name() != "group_name") ++index;
-  const c10::IValue group = torch::jit::peek(*stack, index, arguments.size());
-  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
-  telling_of_refusals(name, group, kSync, keys, [&] { redispatch(op, keys, stack); });
-}
-
 }  // namespace
-
-// symm_cp/ops/transforms.py registers the kernels that record gradients.
-TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
-  for (const char* name :
-       {kGather, "_all_gather_matmul_split", kScatter, "_matmul_reduce_scatter_split", kScatterSum,
-        kWeightGrad, kScatterBackward})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd_kernel>());
-}
 
 TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
   for (const char* name : {kGather, "_all_gather_matmul_split"})

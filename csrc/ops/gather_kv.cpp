@@ -12,9 +12,6 @@ using torch::jit::Stack;
 
 constexpr const char* kGatherKv = "all_gather_kv";
 
-// How often this thread has gathered; see symm_cp/ops/common.py.
-thread_local int64_t gather_runs = 0;
-
 // Returns the dimension that is gathered, counted from the front.
 int64_t check_kv(const at::Tensor& key, const at::Tensor& value, int64_t seq_dim) {
   TORCH_CHECK_VALUE(-key.dim() <= seq_dim && seq_dim < key.dim(), kGatherKv, ": seq_dim=", seq_dim,
@@ -97,7 +94,7 @@ at::Tensor gather_one(Group& group, const at::Tensor& key, const at::Tensor& val
 void gather_kv(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor keys, values;
-  ++gather_runs;  // also when it is refused
+  count_attention_run();  // also when it is refused
   const auto body = [&](const std::shared_ptr<Group>& group) {
     const at::Tensor &key = arguments.tensor(0), &value = arguments.tensor(1);
     const Sizes sizes = arguments.sizes(4, *group);
@@ -116,10 +113,3 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
 }
 
 }  // namespace symm_cp
-
-extern "C" {
-
-// How often the calling thread has gathered keys and values.
-int64_t symm_cp_gather_runs() { return symm_cp::gather_runs; }
-
-}  // extern "C"

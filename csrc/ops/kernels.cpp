@@ -29,6 +29,9 @@ std::atomic<bool> serving{true};
 
 // False while a way is forced: Python has them all.
 std::atomic<bool> small_matmuls{true};
+std::atomic<bool> few_tokens{true};
+// How often this thread has attended to the keys of all ranks, or gathered them.
+thread_local int64_t attention_runs = 0;
 std::atomic<void (*)(const char*)> on_small_matmul{nullptr};
 
 bool summable(at::ScalarType dtype) {
@@ -309,6 +312,9 @@ bool is_symmetric(const Group& group, const at::Tensor& tensor) {
 }
 
 bool serves_small_matmuls() { return small_matmuls.load(std::memory_order_relaxed); }
+bool serves_few_tokens() { return few_tokens.load(std::memory_order_relaxed); }
+
+void count_attention_run() { ++attention_runs; }
 
 void note_small_matmul(const std::string& call_name) {
   if (const auto note = on_small_matmul.load(std::memory_order_relaxed)) note(call_name.c_str());
@@ -391,8 +397,13 @@ extern "C" {
 // With 0 kernels for CPU tensors are those in Python, for tests.
 void symm_cp_serve_cpu(int on) { symm_cp::kernels::serving = on != 0; }
 
-// Whether products of small matrices are computed by native kernels, or like all others in Python.
+// Whether products of small matrices, and attention of few tokens, are computed by native kernels,
+// or like all others in Python.
 void symm_cp_serve_few_rows(int on) { symm_cp::kernels::small_matmuls = on != 0; }
+void symm_cp_serve_few_tokens(int on) { symm_cp::kernels::few_tokens = on != 0; }
+
+// How often the calling thread has attended to the keys of all ranks, or gathered them.
+int64_t symm_cp_attention_runs() { return symm_cp::kernels::attention_runs; }
 
 // Called with the name of each product that they compute; null: nothing is called.
 void symm_cp_on_small_matmul(void (*note)(const char* call_name)) {

@@ -18,6 +18,7 @@
 
 #include "channel/group.h"
 #include "exchange/exchange.h"
+#include "exchange/trace.h"
 #include "memory/pool.h"
 
 namespace symm_cp::kernels {
@@ -38,6 +39,7 @@ struct CheckedCall {
   std::vector<int64_t> output_offsets;
   std::vector<int64_t> output_shape;        // of several outputs one after the other
   std::array<at::Tensor, kSlots> products;  // views of slots; see matmul_all_reduce.cpp
+  std::shared_ptr<const void> plan;         // what else Python planned; see attention.cpp
   bool in_place_possible = true;            // an input in symmetric memory is read where it lies
   bool background = false;                  // large enough to wake the copy engine for it
 
@@ -83,6 +85,8 @@ class Arguments {
   Arguments(const c10::OperatorHandle& op, Stack* stack)
       : schema_(op.schema()), stack_(stack), count_(op.schema().arguments().size()) {}
 
+  size_t count() const { return count_; }
+  const c10::IValue& at(size_t index) const { return torch::jit::peek(*stack_, index, count_); }
   const at::Tensor& tensor(size_t index) const { return at(index).toTensor(); }
   // Undefined where it is None.
   at::Tensor optional_tensor(size_t index) const {
@@ -110,8 +114,6 @@ class Arguments {
   }
 
  private:
-  const c10::IValue& at(size_t index) const { return torch::jit::peek(*stack_, index, count_); }
-
   const c10::FunctionSchema& schema_;
   Stack* stack_;
   size_t count_;
@@ -163,11 +165,14 @@ void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op)
 
 // Whether a tensor lies in symmetric memory that was rendezvoused with the group.
 bool is_symmetric(const Group& group, const at::Tensor& tensor);
-// Whether products of small matrices are computed by native kernels: not while a way is forced,
-// which Python has all of.
+// Whether products of small matrices, and attention of few tokens, are computed by native kernels:
+// not while a way is forced, which Python has all of.
 bool serves_small_matmuls();
+bool serves_few_tokens();
 // Tells Python's `tuning.listening` of a call that they compute, by its name.
 void note_small_matmul(const std::string& call_name);
+// Counts that this thread attends to the keys of all ranks: see symm_cp/ops/common.py.
+void count_attention_run();
 // Whether two contiguous tensors share bytes.
 bool overlap(const at::Tensor& one, const at::Tensor& other);
 
@@ -176,6 +181,30 @@ struct Failed : std::exception {
   explicit Failed(std::exception_ptr error) : cause(std::move(error)) {}
   std::exception_ptr cause;
 };
+
+// Runs a kernel of a call, and records it as the steps of the exchange are.
+template <class Kernel>
+void recorded(Group& group, Kind kind, const char* op, const Kernel& kernel) {
+  Recorder& recorder = Recorder::instance();
+  if (!recorder.on()) return kernel();
+  const int64_t start = Recorder::now();
+  kernel();
+  Command shown{};
+  shown.kind = kind;
+  const int64_t begun = group.workspace(kSync).epoch();
+  const auto epoch = static_cast<uint32_t>(begun + (kind == Kind::kProduce ? 1 : 0));
+  recorder.add(shown, start, Recorder::now(), epoch, op);
+}
+
+// Multiplies after the exchange, in which all ranks have taken part: an error is told to nobody.
+template <class Multiply>
+void after_exchange(Group& group, const char* op, const Multiply& multiply) {
+  try {
+    recorded(group, Kind::kConsume, op, multiply);
+  } catch (const std::exception&) {
+    throw Failed(std::current_exception());
+  }
+}
 
 // The error as Python names it, and its text: "ValueError: ...".
 std::string describe(const std::exception& error);

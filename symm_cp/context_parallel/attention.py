@@ -126,39 +126,45 @@ def all_gather_attention(
     """
     name, split = split_by(_OP, group, method, argument="group")
     like, told = query, split.told(name)
-    if is_dtensor(query) or is_dtensor(key) or is_dtensor(value):
+    of_dtensors = not (type(query) is type(key) is type(value) is torch.Tensor) and (
+        is_dtensor(query) or is_dtensor(key) or is_dtensor(value)
+    )
+    if of_dtensors:
         query, key, value = telling_peers(told, _local_parts, query, key, value, name)
-    documents: dict[str, Any] = {"cu_seqlens": cu_seqlens}
-    if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
-        documents = telling_peers(told, _document_options, cu_seqlens)
-    prefixes = prefix_lengths
-    if prefixes is not None and not isinstance(prefixes, torch.Tensor):
-        prefixes = telling_peers(told, _prefix_option, prefixes)
-    if is_dtensor(like):
         sinks, bias = telling_peers(told, _local_options, like, name, sinks, bias, dropout_p)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window_left": window_left,
+        "window_right": window_right,
+        "softcap": softcap,
+        "sinks": sinks,
+        "bias": bias,
+        "dropout_seed": dropout_seed,
+        "cu_seqlens": cu_seqlens,
+        "document_ids": document_ids,
+        "key_mask": key_mask,
+        "prefix_lengths": prefix_lengths,
+    }
+    # Arguments that are left out cost least.
+    options = {name: option for name, option in options.items() if option is not None}
+    if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
+        options["document_edges"] = telling_peers(told, _document_edges, options.pop("cu_seqlens"))
+    if prefix_lengths is not None and not isinstance(prefix_lengths, torch.Tensor):
+        options["prefix_lengths"] = telling_peers(told, _prefix_option, prefix_lengths)
+    if dropout_p:
+        options["dropout_p"] = dropout_p
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
         query,
         key,
         value,
         name,
         is_causal=is_causal,
-        scale=scale,
         enable_gqa=enable_gqa,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        sinks=sinks,
-        bias=bias,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        document_ids=document_ids,
-        key_mask=key_mask,
-        prefix_lengths=prefixes,
         **_layout_options(load_balancer, query_load_balancer),
-        **documents,
+        **options,
         **split.as_options(),
     )
-    if is_dtensor(like):
+    if of_dtensors:
         out, lse = _dtensor(out, like), _dtensor(lse, like)
     return (out, lse) if return_lse else out
 
@@ -176,21 +182,19 @@ def _layout_options(
     return options
 
 
-def _prefix_option(lengths: torch.Tensor | int | None) -> torch.Tensor | None:
-    if lengths is None or isinstance(lengths, torch.Tensor):
-        return lengths
+def _prefix_option(lengths: int) -> torch.Tensor:
     if not isinstance(lengths, int | torch.SymInt):
         raise TypeError(f"{_OP}: prefix_lengths must be a tensor or an int, is {lengths!r}")
     return torch.full((1,), lengths, dtype=torch.int64, device="cpu")
 
 
-def _document_options(cu_seqlens: Sequence[int]) -> dict[str, Any]:
+def _document_edges(cu_seqlens: Sequence[int]) -> list[int]:
     for edge in cu_seqlens:
         if not isinstance(edge, int | torch.SymInt):
             raise TypeError(
                 f"{_OP}: cu_seqlens must be a tensor or a sequence of ints, has {edge!r}"
             )
-    return {"document_edges": list(cu_seqlens)}
+    return list(cu_seqlens)
 
 
 def _local_parts(

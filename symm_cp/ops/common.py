@@ -167,7 +167,7 @@ class _Runs(threading.local):
 
     def total(self) -> int:
         """Returns the number of runs, native ones included."""
-        native_runs: int = native.load().symm_cp_gather_runs()
+        native_runs: int = native.load().symm_cp_attention_runs()
         return self.count + native_runs
 
 

@@ -94,4 +94,5 @@ def _register_gradient(op: Op) -> None:
     elif isinstance(op.gradient, NoGradient):
         register_no_gradient(op.name, op.gradient.instead, is_torchs=op.schema == TORCHS)
     elif isinstance(op.gradient, GradientByHand):
-        lib.impl(op.name, op.gradient.kernel, "Autograd", with_keyset=op.gradient.with_keyset)
+        library = in_python if op.native_autograd else lib
+        library.impl(op.name, op.gradient.kernel, "Autograd", with_keyset=op.gradient.with_keyset)

@@ -50,6 +50,30 @@ def walk(group: dist.ProcessGroup, rows: int, inner: int) -> list[str]:
     return calls_of(call)
 
 
+def walk_attention(group: dist.ProcessGroup, tokens: int) -> list[str]:
+    q, k, v = (torch.randn(1, 8, tokens, 64) for _ in range(3))
+    own = dist.new_group(list(range(group.size())))
+
+    def call() -> None:
+        symm_cp.all_gather_attention(q, k, v, group=own)
+
+    for _ in range(5):
+        call()
+    return calls_of(call)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "native"),
+    [(16, 12, True), (512, 215, False)],  # few tokens: csrc/ops/attention.cpp
+)
+def test_all_gather_attention(ranks: Ranks, tokens: int, most: int, native: bool) -> None:
+    """Forward, at 2 ranks."""
+    for calls in ranks.run(2, walk_attention, tokens):
+        assert len(calls) <= most, "\n".join(calls)
+        in_python = any("_attention_kernel" in call for call in calls)
+        assert in_python != native, calls
+
+
 @pytest.mark.parametrize(
     ("rows", "inner", "most", "native"),
     [(128, 256, 6, True), (1024, 1024, 45, False)],  # small matrices: csrc/ops/fused_matmuls.cpp

@@ -23,7 +23,7 @@ import torch
 
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import arrival, choice, mesh_calls, ulysses
+from symm_cp.ops.attention import arrival, choice, few_tokens, mesh_calls, ulysses
 from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.options import OPTIONS, Options
@@ -261,12 +261,15 @@ declare(
             f"(Tensor query, Tensor key, Tensor value, str group_name, *, {OPTIONS})"
             " -> (Tensor out, Tensor logsumexp)"
         ),
-        kernel=_attention_kernel,
+        kernel=_attention_kernel,  # csrc/ops/attention.cpp serves few tokens on CPU
         fake=_attention_fake,
         gradient=GradientByHand(_attention_autograd),
         autocast=autocast.cast,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(*_example(on, 3), on.group_name, is_causal=True),
+        native=True,
+        native_autograd=True,
+        native_plan=("(int, int[], int[], bool, Tensor, Tensor, str)", few_tokens.plan),
         mixes_devices=True,  # cu_seqlens
     ),
     # Gradients of sinks and bias are empty unless both given and wanted: torch.func.vmap takes no

@@ -125,10 +125,11 @@ def check_terms(
         for i, (left, right) in enumerate(zip(lefts, rights, strict=True))
     ]
     if addend is not None:
-        terms.append(("addend", [*addend.shape], addend))
+        terms.insert(0, ("addend", [*addend.shape], addend))
     if not terms:
         raise ValueError(f"{op}: needs a product or an addend")
     name, shape, first = terms[0]
+    name = name if first is addend else "A"
     if bias is not None:
         terms.append(("bias", [*bias.shape], bias))
     for what, own, tensor in terms[1:]:
@@ -140,7 +141,7 @@ def check_terms(
                 f"{op}: {what} is {tensor.dtype} and {name} is {first.dtype}: they must agree"
             )
         check_device(op, what, tensor, first, name)
-    return first, "A" if lefts else name, shape
+    return first, name, shape
 
 
 # --- float8 with scales ------------------------------------------------------------------------

@@ -1,0 +1,28 @@
+// Attention to one tile, with what torch's kernels lack: explained in
+// symm_cp/ops/attention/native_tiles.py.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace symm_cp {
+
+// The options of a tile, in the order of the ops' schemas.
+struct TileOptions {
+  std::optional<at::Tensor> mask;
+  std::optional<int64_t> low, high;
+  double scale;
+  std::optional<double> softcap;
+  std::optional<at::Tensor> bias;
+  int64_t bias_zero = 0;
+  std::optional<at::Tensor> query_positions, key_positions;
+  double dropout_p = 0;
+  int64_t dropout_seed = 0, sample_offset = 0, head_offset = 0;
+};
+
+// Merges attention to further keys into `out` and `lse`.
+void attention_tile(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                    const at::Tensor& out, const at::Tensor& lse, const TileOptions& options);
+
+}  // namespace symm_cp

@@ -1,0 +1,84 @@
+// Hands calls of ops that record no gradient on to their kernels without Python; those that do are
+// recorded by the kernels that symm_cp/ops/registration.py registers.
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "ops/kernels.h"
+
+namespace symm_cp::autograd_gate {
+
+namespace {
+
+using namespace kernels;
+using torch::jit::Stack;
+
+template <class Test>
+bool any_tensor(const c10::IValue& value, const Test& test) {
+  if (value.isTensor()) return value.toTensor().defined() && test(value.toTensor());
+  if (!value.isTensorList()) return false;
+  const auto tensors = value.toTensorVector();
+  return std::any_of(tensors.begin(), tensors.end(), test);
+}
+
+// Whether a transform of torch.func is under way in this thread. The object is there from the first
+// one on, and the header that tells does not compile outside of torch.
+bool transforms_active() {
+  const auto& transforms = at::functorch::functorchTLSAccessor();
+  if (transforms == nullptr) return false;
+  try {
+    transforms->checkSupportsCppAutogradFunction();
+    return false;
+  } catch (const c10::Error&) {
+    return true;
+  }
+}
+
+// Whether Python's kernel is needed: it records gradients, and refuses what has no derivative.
+bool may_differentiate(const c10::OperatorHandle& op, const Stack& stack) {
+  if (transforms_active()) return true;
+  const bool records = at::GradMode::is_enabled();
+  const auto differentiates = [&](const at::Tensor& tensor) {
+    return (records && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
+  };
+  const size_t count = op.schema().arguments().size();
+  for (size_t i = 0; i < count; ++i)
+    if (any_tensor(torch::jit::peek(stack, i, count), differentiates)) return true;
+  return false;
+}
+
+void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (may_differentiate(op, *stack)) {
+    const std::string name = "symm_cp::" + op.schema().name().substr(strlen("symm_mem::"));
+    return c10::Dispatcher::singleton()
+        .findSchemaOrThrow(name.c_str(), "")
+        .redispatchBoxed(keys, stack);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+void autograd_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  size_t index = 0;
+  while (arguments[index].name() != "group_name") ++index;
+  const c10::IValue group = torch::jit::peek(*stack, index, arguments.size());
+  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
+  telling_of_refusals(name, group, kSync, keys, [&] { redispatch(op, keys, stack); });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
+  for (const char* name :
+       {"fused_all_gather_matmul", "_all_gather_matmul_split", "fused_matmul_reduce_scatter",
+        "_matmul_reduce_scatter_split", "_fused_matmuls_reduce_scatter",
+        "_fused_all_gather_weight_grad", "_fused_matmul_reduce_scatter_backward",
+        "fused_all_gather_attention"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd_kernel>());
+}
+
+}  // namespace symm_cp::autograd_gate

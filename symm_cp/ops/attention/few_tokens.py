@@ -1,0 +1,120 @@
+"""Attention of few tokens, planned once for each kind of arguments; csrc/ops/attention.cpp runs it.
+
+One exchange gathers keys and values, which takes less time than the steps of a pipeline in Python
+would. Whether a call is so small follows from what all ranks know: the dtype and the shapes of all
+keys and values, and the options.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from symm_cp.ops.attention.methods import ROTATE_METHODS
+from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.ops.attention.tiles import additive
+from symm_cp.ops.common import group_of
+from symm_cp.schedule.mask import Mask
+from symm_cp.schedule.tiles import Tile, most_parts
+
+OP = "fused_all_gather_attention"
+#: Bytes of all keys and values, up to which they travel in one exchange.
+WHOLE_BYTES = 2**21
+# Pairs of a query and a key, up to which one call of torch's kernel with a mask takes less time
+# than calls without the hidden keys. Larger masks would take much memory, too.
+_MASKED_PAIRS = 2**14
+# With fewer keys torch's kernel treats a row with NaN scores as one that sees no key.
+_TORCHS_KEYS = 16
+_NO_LIMIT = -(2**63)
+
+IN_PYTHON, ALL, MASKED, TILES = range(4)
+
+
+class Plan(NamedTuple):
+    """How native code computes a call: see `Plan` of csrc/ops/attention.cpp."""
+
+    form: int
+    lengths: list[int]
+    tiles: list[int]
+    wide: bool
+    mask: torch.Tensor
+    blind: torch.Tensor
+    call_name: str
+
+
+_NONE = torch.empty(0)
+_PIPELINED = Plan(IN_PYTHON, [], [], False, _NONE, _NONE, "")
+
+
+def plan(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
+) -> Plan:
+    """Plans a call whose options are no tensors; raises `ValueError` or `TypeError`."""
+    parsed = Options(**options)
+    if parsed.method != "allgather":
+        return _PIPELINED
+    group = group_of(group_name)
+    spec = AttentionSpec.of(OP, group, query, key, value, **options)
+    B, G, _, E = key.shape
+    whole = 2 * B * spec.layout.length * G * E * key.element_size()
+    if not 0 < whole <= WHOLE_BYTES or spec.rescores or not isinstance(spec.mask, Mask):
+        return _PIPELINED
+    tiles = _tiles_of_all(spec, group.rank, query.shape[2])
+    visible = _visible(tiles, query.shape[2], spec.layout.length)
+    form = _form(visible)
+    blind = visible.any(1).logical_not_()
+    return Plan(
+        form,
+        list(spec.layout.lengths),
+        [number for tile in tiles for number in _numbers(tile)] if form == TILES else [],
+        most_parts(tiles) > 2 and query.dtype.itemsize == 2,
+        additive(visible, query.dtype) if form == MASKED else _NONE,
+        blind if bool(blind.any()) else _NONE,
+        # What `set_rotate_method` chose concerns gradients, and may change.
+        replace(spec, method=ROTATE_METHODS[0]).call_name(OP, key).decode(),
+    )
+
+
+def _tiles_of_all(spec: AttentionSpec, rank: int, rows: int) -> list[Tile]:
+    """The tiles of a rank's queries and all keys, which lie one rank's behind the other's."""
+    layout = spec.layout
+    begins = itertools.accumulate(layout.lengths, initial=0)
+    moved = [
+        replace(tile, k_begin=begin + tile.k_begin, k_end=begin + tile.k_end)
+        for owner, begin in zip(range(layout.world_size), begins, strict=False)
+        for tile in spec.tiles(rank, owner, rows)
+    ]
+    whole = Tile(0, rows, 0, layout.length)
+    return [whole] if sum(tile.pairs for tile in moved) == whole.pairs else moved
+
+
+def _visible(tiles: list[Tile], rows: int, keys: int) -> torch.Tensor:
+    """Which keys a query sees, (rows, keys)."""
+    visible = torch.zeros(rows, keys, dtype=torch.bool)
+    for tile in tiles:
+        part = visible[tile.q_begin : tile.q_end, tile.k_begin : tile.k_end]
+        offset = torch.arange(part.shape[1]) - torch.arange(part.shape[0]).unsqueeze(1)
+        seen = torch.ones_like(part)
+        if tile.low is not None:
+            seen &= offset >= tile.low
+        if tile.high is not None:
+            seen &= offset <= tile.high
+        part |= seen
+    return visible
+
+
+def _form(visible: torch.Tensor) -> int:
+    if visible.shape[1] < _TORCHS_KEYS:
+        return TILES
+    if bool(visible.all()):
+        return ALL
+    return MASKED if visible.numel() <= _MASKED_PAIRS else TILES
+
+
+def _numbers(tile: Tile) -> tuple[int, ...]:
+    low, high = (_NO_LIMIT if limit is None else limit for limit in (tile.low, tile.high))
+    return tile.q_begin, tile.q_end, tile.k_begin, tile.k_end, low, high

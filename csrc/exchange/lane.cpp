@@ -136,7 +136,7 @@ void Lane::end_now(int64_t number) {
   running_ = false;
   completed_ = number;
   done_.notify_all();
-  if (!queue_.empty()) work_.notify_one();
+  if (wake_) work_.notify_one();
 }
 
 void Lane::serve() {
@@ -161,7 +161,7 @@ void Lane::wait(int64_t number) {
   while (completed_ < number) {
     if (!running_ && !queue_.empty()) {
       run_one(lock);
-      work_.notify_one();  // the engine may have found the lane taken
+      if (wake_) work_.notify_one();  // the engine may have found the lane taken
     } else if (done_.wait_for(lock, kSlice) == std::cv_status::timeout) {
       const CallSite site{kAsync, completed_ + 1, running_name_};
       lock.unlock();

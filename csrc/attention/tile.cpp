@@ -203,8 +203,6 @@ void attention_tile(const at::Tensor& query, const at::Tensor& key, const at::Te
   attend<PlainForward<float>>(inputs_of<float>(sizes, q, k, v), terms, out, lse);
 }
 
-namespace {
-
 at::Tensor attention_inner(const at::Tensor& grad_out, const at::Tensor& out,
                            const std::optional<at::Tensor>& grad_lse) {
   TORCH_CHECK_VALUE(grad_out.dim() == 4 && grad_out.sizes() == out.sizes(),
@@ -222,15 +220,11 @@ at::Tensor attention_inner(const at::Tensor& grad_out, const at::Tensor& out,
   return inner;
 }
 
-// The gradients that are added to, in the order of the schema.
-struct Gradients {
-  at::Tensor query, key, value;
-  std::optional<at::Tensor> bias;
-};
+namespace {
 
 template <class Products, class T>
-void run_backward(const TileInputs<T>& inputs, const TileOptions& options, const Gradients& grads,
-                  const at::Tensor& lse, const at::Tensor& inner) {
+void run_backward(const TileInputs<T>& inputs, const TileOptions& options,
+                  const GradientTensors& grads, const at::Tensor& lse, const at::Tensor& inner) {
   using A = typename Products::Number;
   std::vector<at::Tensor> kept;
   const TileTerms<A> terms = terms_of<A>(options, inputs.sizes, kept);
@@ -240,9 +234,11 @@ void run_backward(const TileInputs<T>& inputs, const TileOptions& options, const
   attend_backward<Products, T>(inputs, terms, to, lse, inner, bias);
 }
 
+}  // namespace
+
 void attention_tile_backward(const at::Tensor& grad_out, const at::Tensor& query,
                              const at::Tensor& key, const at::Tensor& value, const at::Tensor& lse,
-                             const at::Tensor& inner, const Gradients& grads,
+                             const at::Tensor& inner, const GradientTensors& grads,
                              const TileOptions& options) {
   const TileSizes sizes = check_sizes(query, key, value);
   const auto numbers = wide(query);
@@ -274,8 +270,6 @@ void attention_tile_backward(const at::Tensor& grad_out, const at::Tensor& query
 #endif
   run.template operator()<PlainBackward<float>, float>();
 }
-
-}  // namespace
 
 // The schemas name the fields of `TileOptions`.
 #define SYMM_CP_TILE_OPTIONS                                                                      \

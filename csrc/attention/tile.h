@@ -25,4 +25,20 @@ struct TileOptions {
 void attention_tile(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                     const at::Tensor& out, const at::Tensor& lse, const TileOptions& options);
 
+// Returns the sum of grad_out * out of each row, less grad_lse: see native_tiles.py.
+at::Tensor attention_inner(const at::Tensor& grad_out, const at::Tensor& out,
+                           const std::optional<at::Tensor>& grad_lse);
+
+// The gradients that are added to, in the order of the schema.
+struct GradientTensors {
+  at::Tensor query, key, value;
+  std::optional<at::Tensor> bias = std::nullopt;
+};
+
+// Adds the gradients by a tile. `lse` is inf in rows that see no key.
+void attention_tile_backward(const at::Tensor& grad_out, const at::Tensor& query,
+                             const at::Tensor& key, const at::Tensor& value, const at::Tensor& lse,
+                             const at::Tensor& inner, const GradientTensors& grads,
+                             const TileOptions& options);
+
 }  // namespace symm_cp

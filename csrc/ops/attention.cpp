@@ -1,10 +1,12 @@
-// `fused_all_gather_attention` of few tokens: one exchange gathers keys and values, then kernels
-// attend to all of them. Python, which pipelines larger shards, takes longer than these copies.
-// Planned by symm_cp/ops/attention/few_tokens.py once for each kind of arguments.
+// `fused_all_gather_attention` of few tokens, and its gradients: one exchange gathers keys and
+// values, kernels attend to all of them, and in the backward pass another exchange adds up the
+// gradients. Python, which pipelines larger shards, takes longer than these copies. Planned by
+// symm_cp/ops/attention/few_tokens.py once for each kind of arguments.
 //
 // Shapes: query (B, H, S_q, E), key and value (B, G, S_k, E), this rank's shards.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -24,8 +26,20 @@ using torch::jit::Stack;
 
 constexpr const char* kAttention = "fused_all_gather_attention";
 
-// The arguments of the op; its options are between.
-enum : size_t { kQuery, kKey, kValue, kGroupName, kIsCausal, kScale };
+constexpr const char* kBackward = "fused_all_gather_attention_backward";
+
+// Where the arguments of an op lie. Behind the group's name are its options.
+struct Places {
+  size_t query, group_name, is_causal;
+
+  size_t key() const { return query + 1; }
+  size_t value() const { return query + 2; }
+  size_t scale() const { return is_causal + 1; }
+};
+
+constexpr Places kForwardPlaces{0, 3, 4};
+constexpr Places kBackwardPlaces{1, 6, 8};
+enum : size_t { kGradOut = 0, kOut = 4, kLse = 5, kGradLse = 7 };  // of the backward pass
 
 bool is_plain(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.scalar_type() == dtype &&
@@ -93,6 +107,65 @@ std::optional<int64_t> limit_of(int64_t number) {
   return number == kNoLimit ? std::nullopt : std::optional(number);
 }
 
+// Asks Python's `plan` of an op.
+std::shared_ptr<const Plan> plan_of(const char* name, Stack arguments, std::string& call_name) {
+  const std::string of_op = std::string("symm_cp::") + name;
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(of_op.c_str(), "plan");
+  try {
+    op.callBoxed(arguments);
+  } catch (const std::exception&) {  // an error of Python, of which the peers were told there
+    throw Failed(std::current_exception());
+  }
+  const auto results = torch::jit::last(arguments, 7);
+  const auto made = std::make_shared<Plan>();
+  made->form = static_cast<Plan::Form>(results[0].toInt());
+  if (made->form == Plan::kInPython) return made;
+  made->lengths = results[1].toIntVector();
+  const auto numbers = results[2].toIntVector();
+  for (size_t at = 0; at < numbers.size(); at += kTileNumbers)
+    made->tiles.push_back({numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3],
+                           limit_of(numbers[at + 4]), limit_of(numbers[at + 5])});
+  made->wide = results[3].toBool();
+  if (made->form == Plan::kMasked) made->mask = results[4].toTensor();
+  if (results[5].toTensor().numel() > 0) made->blind = results[5].toTensor();
+  call_name = results[6].toStringRef();
+  return made;
+}
+
+// With the features of a position side by side: see `dense_features` of ops/attention/tiles.py.
+at::Tensor with_dense_features(const at::Tensor& tensor) {
+  const int64_t features = tensor.size(3);
+  bool dense = features == 1 || tensor.stride(3) == 1;
+  for (int64_t dim = 0; dim < 3; ++dim)
+    dense &= tensor.stride(dim) >= features || tensor.stride(dim) == 0 || tensor.size(dim) == 1;
+  return dense ? tensor : tensor.contiguous();
+}
+
+struct KeysAndValues {
+  at::Tensor keys, values;
+};
+
+// A call whose plan is known.
+struct Call {
+  const char* op;
+  Group& group;
+  at::Tensor query, key, value;
+  std::optional<double> scale;
+  CallKey call_key;
+  std::shared_ptr<CheckedCall> gather;
+
+  const Plan& plan() const { return *static_cast<const Plan*>(gather->plan.get()); }
+  // Of keys and values of so many positions.
+  at::DimVector shape(int64_t positions) const {
+    return {2, key.size(0), key.size(1), positions, key.size(3)};
+  }
+  TileOptions options() const {
+    TileOptions options;
+    options.scale = scale.value_or(1 / std::sqrt(static_cast<double>(query.size(3))));
+    return options;
+  }
+};
+
 // A shard is a run of bytes for each head of each sample, of keys and of values.
 void prepare_gather(CheckedCall& call, const at::Tensor& key, const std::vector<int64_t>& lengths,
                     int rank) {
@@ -109,67 +182,77 @@ void prepare_gather(CheckedCall& call, const at::Tensor& key, const std::vector<
   }
 }
 
-void plan(CheckedCall& call, Stack arguments, int rank) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("symm_cp::fused_all_gather_attention", "plan");
-  const at::Tensor key = arguments[kKey].toTensor();
-  try {
-    op.callBoxed(arguments);
-  } catch (const std::exception&) {  // an error of Python, of which the peers were told there
-    throw Failed(std::current_exception());
-  }
-  const auto results = torch::jit::last(arguments, 7);
-  const auto made = std::make_shared<Plan>();
-  call.plan = made;
-  made->form = static_cast<Plan::Form>(results[0].toInt());
-  if (made->form == Plan::kInPython) return;
-  made->lengths = results[1].toIntVector();
-  const auto numbers = results[2].toIntVector();
-  for (size_t at = 0; at < numbers.size(); at += kTileNumbers)
-    made->tiles.push_back({numbers[at], numbers[at + 1], numbers[at + 2], numbers[at + 3],
-                           limit_of(numbers[at + 4]), limit_of(numbers[at + 5])});
-  made->wide = results[3].toBool();
-  if (made->form == Plan::kMasked) made->mask = results[4].toTensor();
-  if (results[5].toTensor().numel() > 0) made->blind = results[5].toTensor();
-  call.exchange.call_name = results[6].toStringRef();
-  prepare_gather(call, key, made->lengths, rank);
+// Nothing where the kernel in Python is needed.
+std::optional<Call> planned(const char* op, Group& group, const Arguments& arguments,
+                            const Places& at) {
+  Call call{op,
+            group,
+            arguments.tensor(at.query),
+            arguments.tensor(at.key()),
+            arguments.tensor(at.value()),
+            {},
+            {},
+            {}};
+  if (!may_be_served(call.query, call.key, call.value)) return {};
+  call.call_key = {reinterpret_cast<intptr_t>(op), group.world_size(), group.rank()};
+  for (const at::Tensor* tensor : {&call.query, &call.key, &call.value})
+    add_tensor(call.call_key, *tensor);
+  for (size_t i = at.is_causal; i < arguments.count(); ++i)
+    if (!append_option(call.call_key, arguments, i)) return {};
+  call.scale = arguments.at(at.scale()).toOptional<double>();
+  call.gather = CheckedCalls::of_this_thread().take(call.call_key, [&](CheckedCall& checked) {
+    const auto plan = plan_of(op, arguments.all(), checked.exchange.call_name);
+    checked.plan = plan;
+    if (plan->form != Plan::kInPython)
+      prepare_gather(checked, call.key, plan->lengths, group.rank());
+  });
+  if (call.plan().form == Plan::kInPython) return {};
+  return call;
 }
 
-// With the features of a position side by side: see `dense_features` of ops/attention/tiles.py.
-at::Tensor with_dense_features(const at::Tensor& tensor) {
-  const int64_t features = tensor.size(3);
-  bool dense = features == 1 || tensor.stride(3) == 1;
-  for (int64_t dim = 0; dim < 3; ++dim)
-    dense &= tensor.stride(dim) >= features || tensor.stride(dim) == 0 || tensor.size(dim) == 1;
-  return dense ? tensor : tensor.contiguous();
-}
-
-struct KeysAndValues {
-  at::Tensor keys, values;
-};
-
-KeysAndValues gather(Group& group, CheckedCall& call, const Plan& plan, const at::Tensor& key,
-                     const at::Tensor& value) {
-  if (group.world_size() == 1) return {with_dense_features(key), with_dense_features(value)};
-  at::DimVector shape{2};
-  shape.append(key.sizes().begin(), key.sizes().end());
-  const at::Tensor shard = new_output(key, shape);
-  shard.select(0, 0).copy_(key);
-  shard.select(0, 1).copy_(value);
-  shape[3] = total(plan.lengths);
-  const at::Tensor whole = new_output(key, shape);
-  call.bind(shard.const_data_ptr(), whole.mutable_data_ptr());
-  run(group, call.exchange);
+KeysAndValues gather(const Call& call) {
+  if (call.group.world_size() == 1)
+    return {with_dense_features(call.key), with_dense_features(call.value)};
+  const at::Tensor shard = new_output(call.key, call.shape(call.key.size(2)));
+  shard.select(0, 0).copy_(call.key);
+  shard.select(0, 1).copy_(call.value);
+  const at::Tensor whole = new_output(call.key, call.shape(total(call.plan().lengths)));
+  call.gather->bind(shard.const_data_ptr(), whole.mutable_data_ptr());
+  run(call.group, call.gather->exchange);
   return {whole.select(0, 0), whole.select(0, 1)};
 }
+
+at::ScalarType wide(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// The mask of torch's kernel.
+std::optional<at::Tensor> mask_of(const Plan& plan) {
+  return plan.form == Plan::kMasked ? std::optional(plan.mask) : std::nullopt;
+}
+
+// Calls `body(rows, keys, options)` for each tile; the first two take its part of tensors.
+template <class Body>
+void for_tiles(const Call& call, const Body& body) {
+  TileOptions options = call.options();
+  for (const Plan::Tile& tile : call.plan().tiles) {
+    const auto rows = [&](const at::Tensor& tensor) {
+      return tensor.narrow(2, tile.q_begin, tile.q_end - tile.q_begin);
+    };
+    const auto keys = [&](const at::Tensor& tensor) {
+      return tensor.narrow(2, tile.k_begin, tile.k_end - tile.k_begin);
+    };
+    options.low = tile.low;
+    options.high = tile.high;
+    body(rows, keys, options);
+  }
+}
+
+// --- forward -------------------------------------------------------------------------------------
 
 struct Results {
   at::Tensor out, lse;
 };
-
-at::ScalarType wide(const at::Tensor& query) {
-  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 Results nothing(const at::Tensor& query) {
   const auto options = query.options().dtype(wide(query));
@@ -177,68 +260,49 @@ Results nothing(const at::Tensor& query) {
 }
 
 // By torch's kernel, in one go.
-Results attend_at_once(const at::Tensor& query, const KeysAndValues& all, const Plan& plan,
-                       std::optional<double> scale) {
-  const std::optional<at::Tensor> mask =
-      plan.form == Plan::kMasked ? std::optional(plan.mask) : std::nullopt;
+Results attend_at_once(const Call& call, const at::Tensor& query, const KeysAndValues& all) {
   auto [part, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
-      query, all.keys, all.values, /*dropout_p=*/0.0, /*is_causal=*/false, mask, scale);
+      query, all.keys, all.values, /*dropout_p=*/0.0, /*is_causal=*/false, mask_of(call.plan()),
+      call.scale);
   at::Tensor out = at::empty_like(query);
   if (out.strides() == part.strides())
     out = part;
   else
     out.copy_(part);
   lse = lse.contiguous();
-  if (plan.blind.defined()) lse.masked_fill_(plan.blind, -INFINITY);
+  if (call.plan().blind.defined()) lse.masked_fill_(call.plan().blind, -INFINITY);
   return {out, lse};
 }
 
-Results attend_by_tiles(const at::Tensor& query, const KeysAndValues& all, const Plan& plan,
-                        std::optional<double> scale) {
-  const auto dtype = query.scalar_type(), numbers = wide(query);
-  const at::Tensor out = at::empty_like(query, query.options().dtype(plan.wide ? numbers : dtype));
+Results attend_by_tiles(const Call& call, const at::Tensor& query, const KeysAndValues& all) {
+  const Plan& plan = call.plan();
+  const auto dtype = plan.wide ? wide(query) : query.scalar_type();
+  const at::Tensor out = at::empty_like(query, query.options().dtype(dtype));
   const at::Tensor lse =
-      at::full(query.sizes().slice(0, 3), -INFINITY, query.options().dtype(numbers));
-  TileOptions options;
-  options.scale = scale.value_or(1 / std::sqrt(static_cast<double>(query.size(3))));
-  for (const Plan::Tile& tile : plan.tiles) {
-    const int64_t rows = tile.q_end - tile.q_begin, keys = tile.k_end - tile.k_begin;
-    options.low = tile.low;
-    options.high = tile.high;
-    attention_tile(query.narrow(2, tile.q_begin, rows), all.keys.narrow(2, tile.k_begin, keys),
-                   all.values.narrow(2, tile.k_begin, keys), out.narrow(2, tile.q_begin, rows),
-                   lse.narrow(2, tile.q_begin, rows), options);
-  }
+      at::full(query.sizes().slice(0, 3), -INFINITY, query.options().dtype(wide(query)));
+  for_tiles(call, [&](const auto& rows, const auto& keys, const TileOptions& options) {
+    attention_tile(rows(query), keys(all.keys), keys(all.values), rows(out), rows(lse), options);
+  });
   if (plan.blind.defined()) out.masked_fill_(plan.blind.unsqueeze(-1), 0.0);
   return {plan.wide ? at::empty_like(query).copy_(out) : out, lse};
 }
 
 // Undefined where the kernel in Python is needed.
 Results attend(Group& group, const Arguments& arguments) {
-  const at::Tensor &key = arguments.tensor(kKey), &value = arguments.tensor(kValue);
-  const at::Tensor query = arguments.tensor(kQuery);
-  if (!may_be_served(query, key, value)) return {};
-  CallKey call_key{reinterpret_cast<intptr_t>(kAttention), group.world_size(), group.rank()};
-  for (const at::Tensor* tensor : {&query, &key, &value}) add_tensor(call_key, *tensor);
-  for (size_t i = kIsCausal; i < arguments.count(); ++i)
-    if (!append_option(call_key, arguments, i)) return {};
-  const auto call = CheckedCalls::of_this_thread().take(
-      call_key, [&](CheckedCall& call) { plan(call, arguments.all(), group.rank()); });
-  const auto& planned = *static_cast<const Plan*>(call->plan.get());
-  if (planned.form == Plan::kInPython) return {};
+  const auto call = planned(kAttention, group, arguments, kForwardPlaces);
+  if (!call) return {};
   count_attention_run();
   const at::AutoDispatchBelowADInplaceOrView below;
-  const KeysAndValues all = gather(group, *call, planned, key, value);
+  const KeysAndValues all = gather(*call);
   Results results;
   after_exchange(group, kAttention, [&] {
-    const at::Tensor dense = with_dense_features(query);
-    const auto scale = arguments.at(kScale).toOptional<double>();
+    const at::Tensor query = with_dense_features(call->query);
     if (query.numel() == 0)
-      results = nothing(dense);
-    else if (planned.form == Plan::kTiles)
-      results = attend_by_tiles(dense, all, planned, scale);
+      results = nothing(query);
+    else if (call->plan().form == Plan::kTiles)
+      results = attend_by_tiles(*call, query, all);
     else
-      results = attend_at_once(dense, all, planned, scale);
+      results = attend_at_once(*call, query, all);
   });
   return results;
 }
@@ -249,15 +313,152 @@ void attention_kernel(const c10::OperatorHandle& op, Stack* stack) {
   const auto body = [&](const std::shared_ptr<Group>& group) {
     results = attend(*group, arguments);
   };
-  if (!guarded(kAttention, arguments, kGroupName, kSync, body) || !results.out.defined())
+  if (!guarded(kAttention, arguments, kForwardPlaces.group_name, kSync, body) ||
+      !results.out.defined())
     return call_python(op, stack);
   arguments.end(std::move(results.out), std::move(results.lse));
+}
+
+// --- backward ------------------------------------------------------------------------------------
+
+struct Gradients {
+  at::Tensor query, key, value;
+};
+
+// What a backward pass is given beside queries, keys and values.
+struct Saved {
+  at::Tensor grad_out, out, lse;
+  std::optional<at::Tensor> grad_lse;
+};
+
+// Returns memory for (B, H, S, E) with the heads of a position side by side.
+at::Tensor rows_first(const at::Tensor& like, at::ScalarType dtype) {
+  const auto sizes = like.sizes();
+  return at::empty({sizes[0], sizes[2], sizes[1], sizes[3]}, like.options().dtype(dtype))
+      .transpose(1, 2);
+}
+
+// The strides of `heads_in_rows` of ops/attention/pipeline.py.
+at::Tensor as_result(const at::Tensor& grad, at::ScalarType dtype) {
+  const bool whole = grad.storage().nbytes() == grad.nbytes();
+  if (grad.scalar_type() == dtype && whole && grad.transpose(1, 2).is_contiguous()) return grad;
+  return rows_first(grad, dtype).copy_(grad);
+}
+
+// The gradients of all keys and values by this rank's queries, (2, B, G, keys, E), and of these.
+struct OfAll {
+  at::Tensor query, keys_and_values;
+};
+
+OfAll gradients_of_all(const Call& call, const Saved& saved, const KeysAndValues& all) {
+  const Plan& plan = call.plan();
+  const at::Tensor query = with_dense_features(call.query);
+  const at::Tensor grad_out = with_dense_features(saved.grad_out);
+  const at::Tensor of_keys =
+      at::zeros(call.shape(total(plan.lengths)), call.key.options().dtype(wide(call.key)));
+  if (query.numel() == 0) return {at::empty_like(query), of_keys};
+  // As torch's kernel returns it; inf gives rows that see no key no weights.
+  at::Tensor lse = saved.lse.to(wide(query)).transpose(1, 2).contiguous().transpose(1, 2);
+  if (plan.blind.defined()) lse = lse.masked_fill(plan.blind, INFINITY);
+  if (plan.form != Plan::kTiles && !saved.grad_lse) {
+    const auto [of_query, of_key, of_value] =
+        at::_scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, all.keys, all.values, saved.out, lse, /*dropout_p=*/0.0,
+            /*is_causal=*/false, mask_of(plan), call.scale);
+    of_keys.select(0, 0).copy_(of_key);
+    of_keys.select(0, 1).copy_(of_value);
+    return {of_query, of_keys};
+  }
+  const at::Tensor of_query = rows_first(query, wide(query)).zero_();
+  const at::Tensor inner = attention_inner(grad_out, saved.out, saved.grad_lse);
+  for_tiles(call, [&](const auto& rows, const auto& keys, const TileOptions& options) {
+    attention_tile_backward(
+        rows(grad_out), rows(query), keys(all.keys), keys(all.values), rows(lse), rows(inner),
+        {rows(of_query), keys(of_keys.select(0, 0)), keys(of_keys.select(0, 1))}, options);
+  });
+  return {of_query, of_keys};
+}
+
+// A part for each rank, one behind the other.
+void prepare_scatter(CheckedCall& scatter, const Call& call) {
+  const auto dtype = wide(call.key);
+  const auto& lengths = call.plan().lengths;
+  scatter.exchange.kind = ExchangeKind::kReduceScatter;
+  scatter.exchange.call_name = call.gather->exchange.call_name;
+  set_reduction(scatter.exchange, dtype, ReduceOp::kSum);
+  const int64_t each =
+      c10::multiply_integers(call.shape(1)) * static_cast<int64_t>(c10::elementSize(dtype));
+  int64_t begin = 0;
+  for (const int64_t length : lengths) {
+    scatter.add_input(begin, length * each);
+    begin += length * each;
+  }
+  scatter.add_output(0, lengths[call.group.rank()] * each);
+}
+
+// Adds the gradients of this rank's keys and values by the queries of all ranks.
+at::Tensor reduce_scatter(const Call& call, const at::Tensor& of_all) {
+  if (call.group.world_size() == 1) return of_all;
+  CallKey key = call.call_key;
+  key.push_back(1);  // the second exchange of such calls
+  const auto scatter = CheckedCalls::of_this_thread().take(
+      key, [&](CheckedCall& scatter) { prepare_scatter(scatter, call); });
+  const at::Tensor parts = new_output(of_all, {of_all.numel()});
+  int64_t begin = 0, position = 0;
+  for (const int64_t length : call.plan().lengths) {
+    const auto shape = call.shape(length);
+    const int64_t count = c10::multiply_integers(shape);
+    parts.narrow(0, begin, count).view(shape).copy_(of_all.narrow(3, position, length));
+    begin += count;
+    position += length;
+  }
+  const at::Tensor own = new_output(of_all, call.shape(call.key.size(2)));
+  scatter->bind(parts.const_data_ptr(), own.mutable_data_ptr());
+  run(call.group, scatter->exchange);
+  return own;
+}
+
+// Undefined where the kernel in Python is needed.
+Gradients attend_backward(Group& group, const Arguments& arguments) {
+  const auto call = planned(kBackward, group, arguments, kBackwardPlaces);
+  if (!call) return {};
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const Saved saved{arguments.tensor(kGradOut), arguments.tensor(kOut), arguments.tensor(kLse),
+                    arguments.at(kGradLse).toOptional<at::Tensor>()};
+  const KeysAndValues all = gather(*call);
+  OfAll of_all;
+  // Peers wait for the gradients, and are told of an error.
+  recorded(group, Kind::kConsume, kBackward, [&] { of_all = gradients_of_all(*call, saved, all); });
+  const at::Tensor own = reduce_scatter(*call, of_all.keys_and_values);
+  Gradients grads;
+  after_exchange(group, kBackward, [&] {
+    const auto dtype = call->query.scalar_type();
+    grads = {as_result(of_all.query, dtype), as_result(own.select(0, 0), dtype),
+             as_result(own.select(0, 1), dtype)};
+  });
+  return grads;
+}
+
+void backward_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  Gradients grads;
+  const auto body = [&](const std::shared_ptr<Group>& group) {
+    grads = attend_backward(*group, arguments);
+  };
+  if (!guarded(kBackward, arguments, kBackwardPlaces.group_name, kSync, body) ||
+      !grads.query.defined())
+    return call_python(op, stack);
+  // Of sinks and bias.
+  const at::Tensor none = grads.query.new_empty({0}), none_either = grads.query.new_empty({0});
+  arguments.end(std::move(grads.query), std::move(grads.key), std::move(grads.value), none,
+                none_either);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
   m.impl(kAttention, torch::CppFunction::makeFromBoxedFunction<&attention_kernel>());
+  m.impl(kBackward, torch::CppFunction::makeFromBoxedFunction<&backward_kernel>());
 }
 
 }  // namespace symm_cp::few_tokens

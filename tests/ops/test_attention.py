@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,6 +92,22 @@ def strided(tensor: torch.Tensor, how: str) -> torch.Tensor:
     return tensor.clone()
 
 
+def results_of(
+    call: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    inputs: list[torch.Tensor],
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """The results of a call, and the gradients of query, key and value."""
+    out, lse = call()
+    outputs, grads = [out], [grad_out]
+    if grad_lse is not None:
+        outputs.append(lse)
+        grads.append(grad_lse.to(lse.dtype))
+    found = torch.autograd.grad(outputs, inputs, grads)
+    return dict(zip(("out", "lse", "q", "k", "v"), (out, lse, *found), strict=True))
+
+
 def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
     generator = torch.Generator(device.name()).manual_seed(seed)
 
@@ -112,22 +130,18 @@ def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
         strided(t[:, :, at].to(case.dtype), case.strided).requires_grad_()
         for t, at in ((q, rows), (k, keys), (v, keys))
     ]
+    sent = grad_out[:, :, rows].to(case.dtype)
+    sent_lse = None if grad_lse is None else grad_lse[:, :, rows]
+    call = partial(OP, *inputs, group.group_name, **case.arguments())
     set_rotate_method(case.rotate)
     try:
-        out, lse = OP(*inputs, group.group_name, **case.arguments())
-        outputs, grads = [out], [grad_out[:, :, rows].to(case.dtype)]
-        if grad_lse is not None:
-            outputs.append(lse)
-            grads.append(grad_lse[:, :, rows].to(lse.dtype))
-        found = torch.autograd.grad(outputs, inputs, grads)
+        results = results_of(call, inputs, sent, sent_lse)
+        with tuning.forced("pipeline"):  # few tokens are gathered at once
+            pipelined = results_of(call, inputs, sent, sent_lse)
     finally:
         set_rotate_method("allgather")
-    assert lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
-    results = dict(zip(("out", "lse", "q", "k", "v"), (out, lse, *found), strict=True))
-    with tuning.forced("pipeline"), torch.no_grad():  # few tokens are gathered at once
-        results["pipelined out"], results["pipelined lse"] = OP(
-            *inputs, group.group_name, **case.arguments()
-        )
+    results |= {f"pipelined {name}": result for name, result in pipelined.items()}
+    assert results["lse"].dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
     sizes = problem.terms()
     for which, result in results.items():
         name = which.removeprefix("pipelined ")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from symm_cp import tuning
 from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.schedule.layout import head_tail_order
@@ -178,7 +180,10 @@ def peer_fails(group: dist.ProcessGroup) -> None:
     if group.rank() == 1:
         attention_kernels.backward = broken
     try:
-        with pytest.raises((MemoryError, RuntimeError), match="no memory for this kernel"):
+        with (
+            tuning.forced("pipeline"),
+            pytest.raises((MemoryError, RuntimeError), match="no memory for this kernel"),
+        ):
             out.sum().backward(retain_graph=True)
     finally:
         attention_kernels.backward = kernel
@@ -189,3 +194,22 @@ def peer_fails(group: dist.ProcessGroup) -> None:
 
 def test_a_failing_kernel_is_an_error_on_all_ranks(ranks: Ranks) -> None:
     ranks.run(3, peer_fails)
+
+
+def native_kernel_fails(group: dist.ProcessGroup) -> None:
+    """Between the exchanges of keys and of their gradients, which peers have begun."""
+    q = torch.randn(1, 2, 8, 8)
+    out, lse = OP(q, q, q, group.group_name)
+    backward = torch.ops.symm_mem.fused_all_gather_attention_backward
+    wrong = out[..., :4] if group.rank() == 1 else out
+    begin = time.monotonic()
+    with pytest.raises((ValueError, RuntimeError), match=r"shapes differ|size"):
+        backward(q, q, q, q, wrong, lse, group.group_name, grad_logsumexp=lse)
+    assert time.monotonic() - begin < 5
+    dist.barrier(group)
+    grads = backward(q, q, q, q, out, lse, group.group_name, grad_logsumexp=lse)
+    assert all(grad.isfinite().all() for grad in grads[:3])
+
+
+def test_a_failing_native_kernel_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    ranks.run(3, native_kernel_fails)

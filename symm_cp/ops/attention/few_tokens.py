@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from symm_cp.ops.attention import native_tiles
 from symm_cp.ops.attention.methods import ROTATE_METHODS
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -21,7 +22,8 @@ from symm_cp.ops.common import group_of
 from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import Tile, most_parts
 
-OP = "fused_all_gather_attention"
+FORWARD = "fused_all_gather_attention"
+BACKWARD = "fused_all_gather_attention_backward"
 #: Bytes of all keys and values, up to which they travel in one exchange.
 WHOLE_BYTES = 2**21
 # Pairs of a query and a key, up to which one call of torch's kernel with a mask takes less time
@@ -53,12 +55,41 @@ _PIPELINED = Plan(IN_PYTHON, [], [], False, _NONE, _NONE, "")
 def plan(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> Plan:
-    """Plans a call whose options are no tensors; raises `ValueError` or `TypeError`."""
+    """Plans a forward pass without tensors as options; raises `ValueError` or `TypeError`."""
+    return _plan(FORWARD, query, key, value, group_name, options)
+
+
+def plan_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    group_name: str,
+    *,
+    grad_logsumexp: torch.Tensor | None = None,
+    sinks_grad: bool = True,
+    bias_grad: bool = True,
+    **options: Any,
+) -> Plan:
+    """Plans a backward pass without tensors as options; raises `ValueError` or `TypeError`."""
+    return _plan(BACKWARD, query, key, value, group_name, options)
+
+
+def _plan(
+    op: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group_name: str,
+    options: dict[str, Any],
+) -> Plan:
     parsed = Options(**options)
     if parsed.method != "allgather":
         return _PIPELINED
     group = group_of(group_name)
-    spec = AttentionSpec.of(OP, group, query, key, value, **options)
+    spec = AttentionSpec.of(op, group, query, key, value, **options)
     B, G, _, E = key.shape
     whole = 2 * B * spec.layout.length * G * E * key.element_size()
     if not 0 < whole <= WHOLE_BYTES or spec.rescores or not isinstance(spec.mask, Mask):
@@ -66,16 +97,19 @@ def plan(
     tiles = _tiles_of_all(spec, group.rank, query.shape[2])
     visible = _visible(tiles, query.shape[2], spec.layout.length)
     form = _form(visible)
+    if op == BACKWARD and query.dtype.itemsize == 2 and native_tiles.has_blocks(query.dtype):
+        form = TILES  # torch's kernel takes twice as long
     blind = visible.any(1).logical_not_()
     return Plan(
         form,
         list(spec.layout.lengths),
-        [number for tile in tiles for number in _numbers(tile)] if form == TILES else [],
+        [number for tile in tiles for number in _numbers(tile)],
         most_parts(tiles) > 2 and query.dtype.itemsize == 2,
         additive(visible, query.dtype) if form == MASKED else _NONE,
         blind if bool(blind.any()) else _NONE,
-        # What `set_rotate_method` chose concerns gradients, and may change.
-        replace(spec, method=ROTATE_METHODS[0]).call_name(OP, key).decode(),
+        # What `set_rotate_method` chose may change, and means nothing here: gradients are added in
+        # rank order.
+        replace(spec, method=ROTATE_METHODS[0]).call_name(op, key).decode(),
     )
 
 

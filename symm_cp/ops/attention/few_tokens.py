@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     call_name: str
 
 
-_NONE = torch.empty(0)
+_NONE = torch.empty(0, device="cpu")
 _PIPELINED = Plan(IN_PYTHON, [], [], False, _NONE, _NONE, "")
 
 
@@ -94,18 +94,18 @@ def _plan(
     whole = 2 * B * spec.layout.length * G * E * key.element_size()
     if not 0 < whole <= WHOLE_BYTES or spec.rescores or not isinstance(spec.mask, Mask):
         return _PIPELINED
-    tiles = _tiles_of_all(spec, group.rank, query.shape[2])
-    visible = _visible(tiles, query.shape[2], spec.layout.length)
-    form = _form(visible)
+    rows, keys = query.shape[2], spec.layout.length
+    tiles = _tiles_of_all(spec, group.rank, rows)
+    form = _form(tiles, rows, keys)
     if op == BACKWARD and query.dtype.itemsize == 2 and native_tiles.has_blocks(query.dtype):
         form = TILES  # torch's kernel takes twice as long
-    blind = visible.any(1).logical_not_()
+    blind = _seeing(tiles, rows).logical_not_()
     return Plan(
         form,
         list(spec.layout.lengths),
         [number for tile in tiles for number in _numbers(tile)],
         most_parts(tiles) > 2 and query.dtype.itemsize == 2,
-        additive(visible, query.dtype) if form == MASKED else _NONE,
+        additive(_visible(tiles, rows, keys), query.dtype) if form == MASKED else _NONE,
         blind if bool(blind.any()) else _NONE,
         # What `set_rotate_method` chose may change, and means nothing here: gradients are added in
         # rank order.
@@ -126,12 +126,24 @@ def _tiles_of_all(spec: AttentionSpec, rank: int, rows: int) -> list[Tile]:
     return [whole] if sum(tile.pairs for tile in moved) == whole.pairs else moved
 
 
+def _form(tiles: list[Tile], rows: int, keys: int) -> int:
+    if keys < _TORCHS_KEYS:
+        return TILES
+    if sum(tile.pairs for tile in tiles) == rows * keys:
+        return ALL
+    return MASKED if rows * keys <= _MASKED_PAIRS else TILES
+
+
+def _range(end: int) -> torch.Tensor:
+    return torch.arange(end, device="cpu")
+
+
 def _visible(tiles: list[Tile], rows: int, keys: int) -> torch.Tensor:
     """Which keys a query sees, (rows, keys)."""
-    visible = torch.zeros(rows, keys, dtype=torch.bool)
+    visible = torch.zeros(rows, keys, dtype=torch.bool, device="cpu")
     for tile in tiles:
         part = visible[tile.q_begin : tile.q_end, tile.k_begin : tile.k_end]
-        offset = torch.arange(part.shape[1]) - torch.arange(part.shape[0]).unsqueeze(1)
+        offset = _range(part.shape[1]) - _range(part.shape[0]).unsqueeze(1)
         seen = torch.ones_like(part)
         if tile.low is not None:
             seen &= offset >= tile.low
@@ -141,12 +153,15 @@ def _visible(tiles: list[Tile], rows: int, keys: int) -> torch.Tensor:
     return visible
 
 
-def _form(visible: torch.Tensor) -> int:
-    if visible.shape[1] < _TORCHS_KEYS:
-        return TILES
-    if bool(visible.all()):
-        return ALL
-    return MASKED if visible.numel() <= _MASKED_PAIRS else TILES
+def _seeing(tiles: list[Tile], rows: int) -> torch.Tensor:
+    """Which queries see a key, (rows,)."""
+    seeing = torch.zeros(rows, dtype=torch.bool, device="cpu")
+    for tile in tiles:
+        row, keys = _range(tile.q_end - tile.q_begin), tile.k_end - tile.k_begin
+        first = 0 if tile.low is None else (row + tile.low).clamp_min(0)
+        last = keys - 1 if tile.high is None else (row + tile.high).clamp_max(keys - 1)
+        seeing[tile.q_begin : tile.q_end] |= torch.as_tensor(first <= last, device="cpu")
+    return seeing
 
 
 def _numbers(tile: Tile) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Fused matmuls against the same collectives and matmuls, one after the other, from 1 row on.
+"""Fused ops against the same collectives and kernels, one after the other, from 1 row on.
 
     python benchmarks/never_behind.py --ranks 2 --json benchmarks/results/never_behind.json
 
@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import symm_cp
 from benchmarks.harness import Case, main
@@ -38,6 +39,9 @@ SHAPES = [
     for inner, columns in sizes
 ]
 
+#: Of each rank; 8 heads of 64 features.
+TOKENS = (16, 64, 256, 1024)
+
 # Renamed in torch 2.13, where the old names warn.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -50,12 +54,15 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
             yield _gather(group, over, dtype, rows, inner, columns)
             yield _scatter(group, over, dtype, rows, inner, columns)
             yield _reduce(group, over, dtype, rows, inner, columns)
+        for tokens in TOKENS:
+            for causal in (False, True):
+                yield _attention(group, over, dtype, tokens, causal)
 
 
 def _case(
     op: str,
     dtype: torch.dtype,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     variants: dict[str, Callable[[], object]],
 ) -> Case:
     def check() -> None:
@@ -133,6 +140,38 @@ def _reduce(
         UNFUSED: unfused,
     }
     return _case("matmul-all-reduce", dtype, shape, variants)
+
+
+def _attention(
+    group: dist.ProcessGroup, over: dist.ProcessGroup, dtype: torch.dtype, tokens: int, causal: bool
+) -> Case:
+    ranks = group.size()
+    q, k, v = (torch.randn(1, 8, tokens, 64).to(dtype) for _ in range(3))
+    balancer = symm_cp.HeadTail(tokens * ranks, ranks)
+    positions = torch.tensor(
+        [[*balancer.layout.positions(rank)] for rank in range(ranks)], dtype=torch.int64
+    )
+    hidden = positions.flatten() > positions[group.rank()].unsqueeze(1)
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf).to(dtype) if causal else None
+    gathered = [torch.empty(ranks, *k.shape, dtype=dtype) for _ in range(2)]
+
+    def attend(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+    def unfused() -> torch.Tensor:
+        for whole, shard in zip(gathered, (k, v), strict=True):
+            _gather_into(whole, shard, group=over)
+        return attend(*(t.permute(1, 2, 0, 3, 4).flatten(2, 3) for t in gathered))
+
+    whole = [torch.cat([t] * ranks, 2) for t in (k, v)]
+    variants: dict[str, Callable[[], object]] = {
+        LIMIT: lambda: attend(*whole),
+        FUSED: lambda: symm_cp.all_gather_attention(
+            q, k, v, group=group, is_causal=causal, load_balancer=balancer if causal else None
+        ),
+        UNFUSED: unfused,
+    }
+    return _case("causal attention" if causal else "attention", dtype, (tokens, 8, 64), variants)
 
 
 def worst(rows: list[Written]) -> str:

@@ -160,11 +160,12 @@ class Gathered {
     run(group, call->exchange);
   }
 
-  at::Tensor rows() const { return whole_.flatten(0, -2); }
+  at::Tensor rows() const { return shape_.size() == 2 ? whole_ : whole_.flatten(0, -2); }
   // What was gathered, as the shard's dimensions are.
   at::Tensor whole() const { return as_given(whole_); }
   // A product of the rows, likewise.
   at::Tensor product(const at::Tensor& rows) const {
+    if (shape_.size() == 2) return as_given(rows);
     return as_given(rows.view(with_length(shape_, shape_.size() - 1, rows.size(1))));
   }
   int64_t columns() const { return shape_.back(); }

@@ -153,7 +153,7 @@ def all_gather_attention(
         options["prefix_lengths"] = telling_peers(told, _prefix_option, prefix_lengths)
     if dropout_p:
         options["dropout_p"] = dropout_p
-    out, lse = torch.ops.symm_mem.fused_all_gather_attention(
+    out, lse = torch.ops.symm_mem.fused_all_gather_attention.default(
         query,
         key,
         value,

@@ -217,7 +217,7 @@ def _emit(
     group = first.traced.gather.args[2]
     scaled = first.matmul.target is SCALED
     name = f"fused_all_gather_{'scaled_' * scaled}matmul"
-    op = op_for(name, shard.meta["val"].device).default
+    op = op_for(name, shard.meta["val"].device)
     if scaled:
         scales = _shard_scale(emitter, tracer, first), [matmul.args[3] for matmul in matmuls]
         options = map(list, zip(*map(scaled_options, matmuls), strict=True))

@@ -114,7 +114,7 @@ def _emit(
     if is_scaled:
         return _emit_scaled(emitter, scatter, terms[0], lefts[0], product_shape, dim)
     if len(terms) == 1 and biases is None:
-        op = op_for("fused_matmul_reduce_scatter", scatter.meta["val"].device).default
+        op = op_for("fused_matmul_reduce_scatter", scatter.meta["val"].device)
         return emitter.call(op, lefts[0], rights[0], reduce_op, dim, group)
     if biases is not None:
         biases = emitter.call(aten.expand.default, biases, product_shape)
@@ -129,7 +129,7 @@ def _emit_scaled(
     if math.prod(static_shape(scale) or ()) != 1:
         assert isinstance(scale, Node)
         scale = emitter.reshape(scale, [*product_shape[:-1], 1])
-    op = op_for("fused_scaled_matmul_reduce_scatter", x.meta["val"].device).default
+    op = op_for("fused_scaled_matmul_reduce_scatter", x.meta["val"].device)
     operands = x, right(matmul), scale, weight_scale
     options = scaled_options(matmul)
     return emitter.call(op, *operands, reduce_op, dim, dim, group, product_shape, *options)

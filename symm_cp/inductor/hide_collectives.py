@@ -36,7 +36,7 @@ def sink_collectives(graph: Graph, options: Options) -> None:
         else:
             into = "_low_contention_reduce_scatter"
             args = (node.args[0], node.args[1], node.args[3])
-        started = emitter.call(op_for(into, node.meta["val"].device).default, *args)
+        started = emitter.call(op_for(into, node.meta["val"].device), *args)
         waits[0].replace_input_with(node, started)
         graph.erase_node(node)
         for later in reversed(dependent):

@@ -483,23 +483,25 @@ def public_name(op: str) -> str:
     return next((name for name, split in WITH_SIZES.items() if split == op), op)
 
 
-def op_for(name: str, device: torch.device) -> Any:
+def op_for(name: str, device: torch.device, uneven: Uneven = ()) -> Any:
     """Returns the op that runs our kernel on a device: torch's of that name, or else ours.
+
+    Ours if there are sizes of uneven parts, in any case. It is an overload: without its name torch
+    would look for it in each call.
 
     torch's kernels for CUDA fail for some arguments (scaled products of which the last dimension is
     gathered or scattered, negative dimensions, float8 results), round more often (the last
     dimension in 16 bits), and wait without end.
     """
     kind = cuda.kind_for(device)
-    of_torch = kind is not None and kind.torch_has_kernels
-    return getattr(torch.ops.symm_mem, WITH_SIZES[name] if of_torch else name)
+    if uneven or (kind is not None and kind.torch_has_kernels):
+        name = WITH_SIZES[name]
+    return getattr(torch.ops.symm_mem, name).default
 
 
 def call_op(name: str, tensor: torch.Tensor, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:
     """Runs our kernel on the device of a tensor, the first argument."""
-    kind = cuda.kind_for(tensor.device)
-    ours = WITH_SIZES[name] if uneven or (kind is not None and kind.torch_has_kernels) else name
-    return getattr(torch.ops.symm_mem, ours)(tensor, *args, *uneven, **kwargs)
+    return op_for(name, tensor.device, uneven)(tensor, *args, *uneven, **kwargs)
 
 
 # Renamed in torch 2.13, where the old names warn.

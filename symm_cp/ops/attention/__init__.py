@@ -17,6 +17,7 @@ In reading order:
     kernels     torch's kernels for one tile
     scoring     what torch's kernels lack: positions, soft caps, biases, dropout (philox)
     native_tiles  this project's kernels for one tile, on CPU and by matmuls (tiles_by_matmuls)
+    few_tokens  plans for csrc/ops/attention.cpp, which serves what is small on CPU natively
     arrival     on CUDA: one kernel that starts before the peers' keys have arrived
     flex        the same with any `mask_mod` and `score_mod`: eager, and as an op in graphs
     layouts     layouts of sequences as inputs of graphs

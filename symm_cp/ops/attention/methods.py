@@ -42,11 +42,11 @@ def set_rotate_method(rotate_method: str) -> None:
     "allgather" and "alltoall" say how many remote shards the ops keep at a time: all or one. On CPU
     keys and values are read where they lie and none is kept. What differs are the gradients of keys
     and values: "allgather" stores the gradients by all ranks and adds them in rank order,
-    "alltoall" passes them on in a ring and stores two. They hold for backward passes that run
-    afterwards. "ulysses" makes that method the one of attention called, contexts entered and styles
-    applied afterwards without a `method`; gradients then travel as with "allgather". Must be set
-    identically on all ranks. Raises `ValueError` for another name. Source: torch's
-    `set_rotate_method`.
+    "alltoall" passes them on in a ring and stores two; those of few tokens are added in rank order
+    in any case. They hold for backward passes that run afterwards. "ulysses" makes that method the
+    one of attention called, contexts entered and styles applied afterwards without a `method`;
+    gradients then travel as with "allgather". Must be set identically on all ranks. Raises
+    `ValueError` for another name. Source: torch's `set_rotate_method`.
     """
     global _rotate_method
     if rotate_method not in ROTATE_METHODS:

@@ -359,7 +359,7 @@ def matmul_all_reduce(
     numbers raise `TypeError`.
     """
     name = memory.group_name(group)
-    result: torch.Tensor = torch.ops.symm_mem.fused_matmul_all_reduce(
+    result: torch.Tensor = torch.ops.symm_mem.fused_matmul_all_reduce.default(
         a, weight, bias, reduce_op, name
     )
     return result

@@ -33,6 +33,7 @@ from symm_cp.ops.common import (
     in_test_mode,
     kernel_and_fake,
     name_of,
+    op_for,
     uneven_parts,
     unfused_all_gather,
     world_size_of,
@@ -638,16 +639,11 @@ def all_gather_matmul(
     `symm_mem::fused_all_gather_matmul`.
     """
     single = isinstance(weights, torch.Tensor)
-    matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     name = group_name(group)
-    gathered, outputs = call_op(
-        GATHER,
-        shard,
-        matrices,
-        gather_dim,
-        name,
-        uneven=() if sizes is None else uneven_parts(sizes, name),
-        return_A=return_gathered,
+    uneven = uneven_parts(sizes, name)
+    matrices = [weights] if single else list(weights)
+    gathered, outputs = op_for(GATHER, shard.device, uneven)(
+        shard, matrices, gather_dim, name, *uneven, return_A=return_gathered
     )
     result = outputs[0] if single else outputs
     return (gathered, result) if return_gathered else result

@@ -27,6 +27,7 @@ from symm_cp.ops.common import (
     in_test_mode,
     kernel_and_fake,
     name_of,
+    op_for,
     scatter_split,
     sizes_text,
     uneven_parts,
@@ -419,9 +420,9 @@ def matmul_reduce_scatter(
     `all_gather_matmul`. Source: torch's `symm_mem::fused_matmul_reduce_scatter`.
     """
     name = group_name(group)
-    result: torch.Tensor = call_op(
-        SCATTER, a, weight, reduce_op, scatter_dim, name, uneven=uneven_parts(sizes, name)
-    )
+    uneven = uneven_parts(sizes, name)
+    op = op_for(SCATTER, a.device, uneven)
+    result: torch.Tensor = op(a, weight, reduce_op, scatter_dim, name, *uneven)
     return result
 
 

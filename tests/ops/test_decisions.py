@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 import symm_cp
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.ops import exchange_heads, halo, scan
-from symm_cp.ops.attention import gather_kv
+from symm_cp.ops.attention import few_tokens, gather_kv
 from symm_cp.ops.attention import op as attention
 from symm_cp.ops.matmul import all_reduce, backward
 from symm_cp.ops.matmul.gather import all_gather_matmul_kernel, all_gather_scaled_matmul_kernel
@@ -247,6 +248,15 @@ def scaled(rng: random.Random, ranks: int) -> Op:
     return run
 
 
+def note_plan(rank: Rank, plan: Callable[..., few_tokens.Plan], *given: Any) -> None:
+    """What the native kernel does with a call whose options are no tensors."""
+    *tensors, options = given
+    if not any(isinstance(option, torch.Tensor) for option in options.values()):
+        made = plan(*tensors, "world", **options)
+        native = made.form != few_tokens.IN_PYTHON
+        rank.notes.append(("plan", native, tuple(made.lengths), made.call_name))
+
+
 def attentions(rng: random.Random, ranks: int) -> Op:
     sizes, seed, method = sizes_of(rng, ranks), rng.random(), rng.choice(METHODS)
     order, masked, backward = list(range(ranks)), rng.randrange(4), rng.random() < 0.4
@@ -271,14 +281,14 @@ def attentions(rng: random.Random, ranks: int) -> Op:
         key, value = (placed(rank, rng, [2, ranks, sizes[rank.rank], 8], dtype) for _ in "kv")
         torch.set_grad_enabled(False)
         arguments = {"enable_gqa": True, **options}
+        note_plan(rank, few_tokens.plan, query, key, value, arguments)
         if not backward:
             return attention._attention_kernel(query, key, value, "world", **arguments)
         lse = torch.zeros(query.shape[:3], dtype=torch.promote_types(dtype, torch.float32))
         grad = placed(rank, rng, list(query.shape), dtype)
-        torch.set_grad_enabled(False)
-        return attention._attention_backward_kernel(
-            grad, query, key, value, torch.zeros_like(query), lse, "world", **arguments
-        )
+        tensors = grad, query, key, value, torch.zeros_like(query), lse
+        note_plan(rank, few_tokens.plan_backward, *tensors, arguments)
+        return attention._attention_backward_kernel(*tensors, "world", **arguments)
 
     return run
 

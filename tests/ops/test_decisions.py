@@ -24,6 +24,8 @@ from symm_cp.ops.matmul.scatter import (
     matmuls_reduce_scatter_kernel,
     scaled_matmul_reduce_scatter_kernel,
 )
+from symm_cp.ops.op import Caller, declared
+from symm_cp.ops.op import Op as DeclaredOp
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.shards import Split
 from tests.exhaustive import exhaustive, some
@@ -307,6 +309,45 @@ def test_all_ranks_decide_the_same(family: Callable[[random.Random, int], Op]) -
         check_alike(ranks, f"{family.__name__}, case {seed}, {size} ranks")
         decided += bool(ranks[0].notes)
     assert decided > 40  # a halo of no rows needs nobody
+
+
+#: Ops without decisions of their own: plain collectives, whose native exchange depends on what all
+#: ranks compare only; and torch's op that runs `_all_gather_matmul_split`.
+DECIDE_NOTHING = {
+    "fused_all_gather_matmul",
+    "one_shot_all_reduce", "one_shot_all_reduce_out",
+    "one_shot_all_reduce_copy", "one_shot_all_reduce_copy_out",
+    "two_shot_all_reduce_", "two_shot_all_reduce_out", "reduce_scatter_out",
+    "_all_reduce", "_one_shot_all_reduce", "_reduce_scatter", "get_remote_tensors",
+    "_low_contention_all_gather", "_low_contention_reduce_scatter",
+    "_low_contention_all_gather_split", "_low_contention_reduce_scatter_split",
+    "_low_contention_all_gather_out", "_low_contention_reduce_scatter_out",
+    "_same_on_all_ranks",
+}  # fmt: skip
+DECIDE = [op for op in declared() if op.name not in DECIDE_NOTHING]
+
+
+@pytest.mark.parametrize("op", DECIDE, ids=lambda op: op.name)
+@pytest.mark.parametrize("sizes", [[3, 1], [2, 2, 2], [1, 0, 3, 2]], ids=str)
+def test_all_ranks_decide_the_same_of_every_op(op: DeclaredOp, sizes: list[int]) -> None:
+    """By the example of its declaration, so that a new op is here at once."""
+    seed = torch.initial_seed()
+
+    def run(rank: Rank) -> None:
+        torch.set_grad_enabled(False)
+        own = random.Random(seed + rank.rank)
+
+        def rand(*shape: int, **options: Any) -> torch.Tensor:
+            x = torch.randn(*shape, **options)
+            transposed = x.dim() > 1 and own.random() < 0.5
+            return x.transpose(0, -1).contiguous().transpose(0, -1) if transposed else x
+
+        example = op.example(Caller("world", rank.rank, len(sizes), sizes, rand))
+        op.kernel(*example.args, **example.kwargs)
+
+    ranks = World(len(sizes)).run(run)
+    check_alike(ranks, f"{op.name} {sizes}")
+    assert ranks[0].notes
 
 
 # --- random programs on real ranks -------------------------------------------------------------

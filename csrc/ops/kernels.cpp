@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "base/error.h"
 #include "base/python.h"
@@ -74,6 +75,8 @@ const char* text_of(const std::exception& error) {
 
 // The last error of this thread that was reported to the peers.
 thread_local std::string last_told;
+// Whether Ctrl-C has ended the last native kernel of this thread, which was reported.
+thread_local bool told_interruption = false;
 
 void note_told(const std::exception_ptr& cause) {
   try {
@@ -336,6 +339,8 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
   if (!serving.load(std::memory_order_relaxed)) return false;
   const std::shared_ptr<Group> group = look_up(op, arguments.text(group_name));
   if (!group->on_one_host()) return false;
+  told_interruption = false;
+  was_interrupted();  // in an earlier call
   try {
     arguments.check_memory(op);
     body(group);
@@ -350,6 +355,7 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
     throw;
   } catch (const std::exception& error) {  // of the exchange: the peers were told
     last_told = error.what();
+    told_interruption = was_interrupted();
     TORCH_CHECK(false, error.what());
   }
   return true;
@@ -415,6 +421,11 @@ void symm_cp_on_small_matmul(void (*note)(const char* call_name)) {
 int symm_cp_was_told(const char* text) {
   const std::string& told = symm_cp::kernels::last_told;
   return !told.empty() && std::strstr(text, told.c_str()) != nullptr ? 1 : 0;
+}
+
+// Whether the peers know of the Ctrl-C that Python is raising: it ended a native kernel.
+int symm_cp_interruption_was_told() {
+  return std::exchange(symm_cp::kernels::told_interruption, false) ? 1 : 0;
 }
 
 }  // extern "C"

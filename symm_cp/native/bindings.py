@@ -54,6 +54,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_links_close": (None, [VOID]),
     "symm_cp_group_timeout_ms": (LONG, [TEXT]),
     "symm_cp_attention_runs": (LONG, []),
+    "symm_cp_interruption_was_told": (INT, []),
     "symm_cp_was_told": (ctypes.c_int, [ctypes.c_char_p]),
     "symm_cp_serve_cpu": (None, [INT]),
     "symm_cp_serve_few_rows": (None, [INT]),

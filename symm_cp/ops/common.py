@@ -150,11 +150,18 @@ def refuse(group: GroupLike, channel: str, error: BaseException) -> None:
     state = resolve(group)
     if state.world_size == 1 or is_reported(error):
         return
-    if native.load().symm_cp_was_told(str(error).encode()):  # by a native kernel
+    if _was_told_natively(error):
         reported(error)
         return
     on_this_host(state, "cpu").refuse(channel, error)
     reported(error)
+
+
+def _was_told_natively(error: BaseException) -> bool:
+    """Whether a native kernel has reported the error to the peers."""
+    if isinstance(error, KeyboardInterrupt):  # the kernel's own error is gone, and so is its text
+        return bool(native.load().symm_cp_interruption_was_told())
+    return bool(native.load().symm_cp_was_told(str(error).encode()))
 
 
 def channel_of(op: str) -> str:

@@ -334,7 +334,7 @@ struct Saved {
 // Returns memory for (B, H, S, E) with the heads of a position side by side.
 at::Tensor rows_first(const at::Tensor& like, at::ScalarType dtype) {
   const auto sizes = like.sizes();
-  return at::empty({sizes[0], sizes[2], sizes[1], sizes[3]}, like.options().dtype(dtype))
+  return pooled_empty({sizes[0], sizes[2], sizes[1], sizes[3]}, like.options().dtype(dtype))
       .transpose(1, 2);
 }
 
@@ -343,6 +343,15 @@ at::Tensor as_result(const at::Tensor& grad, at::ScalarType dtype) {
   const bool whole = grad.storage().nbytes() == grad.nbytes();
   if (grad.scalar_type() == dtype && whole && grad.transpose(1, 2).is_contiguous()) return grad;
   return rows_first(grad, dtype).copy_(grad);
+}
+
+// Raises TypeError or ValueError unless a tensor is like the query.
+void check_saved(const char* name, const at::Tensor& tensor, const at::Tensor& query) {
+  TORCH_CHECK_TYPE(is_plain(tensor, query.scalar_type()), kBackward, ": ", name, " is ",
+                   name_dtype(tensor.scalar_type()), " on ", tensor.device(), ", must be a dense ",
+                   name_dtype(query.scalar_type()), " tensor of 4 dimensions on cpu");
+  TORCH_CHECK_VALUE(tensor.sizes() == query.sizes(), kBackward, ": ", name, " has shape ",
+                    tensor.sizes(), ", must have that of query, ", query.sizes());
 }
 
 // The gradients of all keys and values by this rank's queries, (2, B, G, keys, E), and of these.
@@ -423,6 +432,8 @@ Gradients attend_backward(Group& group, const Arguments& arguments) {
   const auto call = planned(kBackward, group, arguments, kBackwardPlaces);
   if (!call) return {};
   const at::AutoDispatchBelowADInplaceOrView below;
+  check_saved("grad_out", arguments.tensor(kGradOut), call->query);
+  check_saved("out", arguments.tensor(kOut), call->query);
   const Saved saved{arguments.tensor(kGradOut), arguments.tensor(kOut), arguments.tensor(kLse),
                     arguments.at(kGradLse).toOptional<at::Tensor>()};
   const KeysAndValues all = gather(*call);

@@ -85,25 +85,38 @@ def errs_like_one_process(group: dist.ProcessGroup, degrees: dict[str, Any]) -> 
         name: value.float() if torch.is_tensor(value) else value for name, value in inputs.items()
     }
 
+    def size(error: torch.Tensor) -> float:
+        return float(error.double().square().mean().sqrt())
+
     def errors(model: nn.Module) -> dict[str, float]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             result = run_model(model.float(), single)
         if model._parallel_config is not None:
             result = over_ranks(result, group)
-        found = {"output": float((result.out - exact.out).abs().max())}
+        found = {"output": size(result.out - exact.out)}
+        # The timestep's gradient is two sums of terms that cancel: rounding errors of one run say
+        # nothing about those of another. test_models compares it in float64.
         for name, grad in exact.grads.items():
             other = result.grads[name]
-            if grad is not None and other is not None:
-                found[name] = float((other - grad).abs().max())
+            if grad is not None and other is not None and name != "timestep":
+                found[name] = size(other - grad)
         return found
 
-    rounded = errors(client.make())
+    # Some tensors have eight numbers, whose errors in one run say little: the largest of three
+    # runs, in which different numbers are rounded up.
+    exact_states = single["hidden_states"]
+    runs = []
+    for _ in range(3):
+        single["hidden_states"] = exact_states * (1 + 2**-9 * torch.randn_like(exact_states))
+        runs.append(errors(client.make()))
+    rounded = {name: max(run[name] for run in runs) for name in runs[0]}
+    single["hidden_states"] = exact_states
+
     integration.enable()
     try:
         model = client.make()
         model.enable_parallelism(config=diffusers.ContextParallelConfig(**degrees))
         for name, error in errors(model).items():
-            # Largest errors of some hundred numbers, rounded differently.
             assert error <= 3 * rounded[name] + 1e-3, (name, error, rounded[name])
     finally:
         integration.disable()

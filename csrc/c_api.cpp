@@ -250,6 +250,10 @@ void symm_cp_unlock(void* group) { of(group).unlock_calls(); }
 // Called with the name of a group that C++ does not know yet; makes it known, or explains why not.
 void symm_cp_on_unknown_group(int (*find)(const char* name)) { on_unknown_group(find); }
 void symm_cp_explain(const char* why) { explain(why); }
+void symm_cp_explain_interruption(void* group, void* exception) {
+  auto* const known = static_cast<std::shared_ptr<Group>*>(group);
+  explain_interruption(known == nullptr ? nullptr : *known, exception);
+}
 
 // Address of a peer's shard in the call that is under way, or null on failure.
 void* symm_cp_shard(void* group, int peer) {

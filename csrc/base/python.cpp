@@ -24,6 +24,7 @@ void* PyImport_AddModule(const char*) __attribute__((weak));
 void* PyObject_GetAttrString(void*, const char*) __attribute__((weak));
 int PyObject_IsTrue(void*) __attribute__((weak));
 void PyErr_Clear() __attribute__((weak));
+void Py_IncRef(void*) __attribute__((weak));
 void Py_DecRef(void*) __attribute__((weak));
 }
 
@@ -81,6 +82,15 @@ void throw_if_interrupted() {
   if (!interrupted) return;
   interrupted_here = true;
   throw Interrupted("interrupted by a signal");
+}
+
+void raise_later(void* exception) {
+  if (!in_main_thread()) return;
+  const int state = PyGILState_Ensure();
+  Py_IncRef(exception);
+  auto* raised = new Raised{exception, nullptr, nullptr};
+  if (Py_AddPendingCall(raise_again, raised) != 0) raise_again(raised);  // the queue is full
+  PyGILState_Release(state);
 }
 
 std::string unreported_error() {

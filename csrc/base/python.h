@@ -37,6 +37,10 @@ class WithoutGil {
 // as soon as it runs again. Call it without Python's lock.
 void throw_if_interrupted();
 
+// Lets Python raise an exception of this type as soon as it runs again, in the main thread
+// (elsewhere it does nothing).
+void raise_later(void* exception);
+
 // Whether torch's `_symmetric_memory._test_mode()` asks for the unfused definitions of the ops.
 bool in_test_mode();
 

@@ -7,7 +7,9 @@
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
+#include <utility>
 
+#include "base/python.h"
 #include "channel/group.h"
 
 namespace symm_cp {
@@ -33,6 +35,8 @@ KnownGroups& known_groups() {
 
 std::atomic<int (*)(const char*)> find_in_python{nullptr};
 thread_local std::string explanation;
+thread_local std::shared_ptr<Group> interrupted;
+thread_local void* interruption = nullptr;
 
 c10::intrusive_ptr<c10d::ProcessGroup> process_group_of(const std::string& name) {
   try {
@@ -58,7 +62,10 @@ std::shared_ptr<Group> group_of(const std::string& name) {
   if (auto known = known_group(name, process_group.get())) return known;
   const auto find = find_in_python.load();
   if (find == nullptr) throw std::runtime_error("symm_cp is not imported");
-  if (find(name.c_str()) != 0) throw std::runtime_error(explanation);
+  interrupted = nullptr;
+  const bool found = find(name.c_str()) == 0;
+  if (interruption != nullptr) raise_later(std::exchange(interruption, nullptr));
+  if (!found) throw std::runtime_error(explanation);
   auto made = known_group(name, process_group.get());
   if (made == nullptr) throw std::runtime_error("group '" + name + "' is being destroyed");
   return made;
@@ -75,5 +82,13 @@ void known_as(const std::shared_ptr<Group>& group) {
 void on_unknown_group(int (*find)(const char* name)) { find_in_python.store(find); }
 
 void explain(const char* why) { explanation = why; }
+
+void explain_interruption(const std::shared_ptr<Group>& group, void* exception) {
+  explanation = "interrupted by a signal";
+  interrupted = group;
+  interruption = exception;
+}
+
+std::shared_ptr<Group> take_interrupted() { return std::exchange(interrupted, nullptr); }
 
 }  // namespace symm_cp

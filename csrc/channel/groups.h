@@ -22,4 +22,11 @@ void known_as(const std::shared_ptr<Group>& group);
 void on_unknown_group(int (*find)(const char* name));
 void explain(const char* why);
 
+// As `explain`, where Ctrl-C has ended `find`, which knew the group already, or null. Python raises
+// that exception, of the type `exception`, as soon as it runs again: a callback cannot. Whoever
+// reports it to the peers must not look the group up once more, which waits for them.
+void explain_interruption(const std::shared_ptr<Group>& group, void* exception);
+// Returns that group, once, to the thread that looked it up; null after any other look-up.
+std::shared_ptr<Group> take_interrupted();
+
 }  // namespace symm_cp

@@ -368,6 +368,11 @@ void telling_of_refusals(const char* op, const c10::IValue& group_name, int chan
     const bool traced = c10::impl::TorchDispatchModeTLS::any_modes_set();
     if (traced || !keys.has_backend(c10::BackendComponent::CPUBit) || !last_told.empty()) return;
     try {
+      if (const auto unfinished = take_interrupted()) {
+        tell_peers(*unfinished, channel, error);
+        told_interruption = true;
+        return;
+      }
       const auto group = group_of(group_name.toStringRef());
       if (group->on_one_host()) tell_peers(*group, channel, error);
     } catch (const std::exception&) {  // no group, nobody to tell

@@ -14,7 +14,6 @@ import ctypes
 import datetime
 import json
 import secrets
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -327,7 +326,7 @@ def numbers_on_host(group: Group, name: bytes, numbers: Sequence[int]) -> Number
 
 def _find_by_name(name: bytes) -> int:
     """Collective at the first call for a group, as it is an op's first call."""
-    library = native.load()
+    library, group = native.load(), None
     try:
         group = resolve(name.decode())
         try:
@@ -337,11 +336,10 @@ def _find_by_name(name: bytes) -> int:
         library.symm_cp_set_on_one_host(group.handle, together)
         library.symm_cp_group_known(group.handle)
     except BaseException as error:
-        library.symm_cp_explain(str(error).encode())
-        if not isinstance(error, Exception):
-            # Ctrl-C: raised as soon as Python runs again in this thread, as C++ cannot pass it on.
-            thread = ctypes.c_ulong(threading.get_ident())
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(type(error)))
+        if isinstance(error, Exception):
+            library.symm_cp_explain(str(error).encode())
+        else:  # Ctrl-C
+            library.symm_cp_explain_interruption(group and group.handle, type(error))
         return -1
     return 0
 

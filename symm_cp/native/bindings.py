@@ -44,6 +44,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_lock": (LONG, [VOID]),
     "symm_cp_unlock": (None, [VOID]),
     "symm_cp_explain": (None, [TEXT]),
+    "symm_cp_explain_interruption": (None, [VOID, ctypes.py_object]),
     "symm_cp_group_known": (None, [VOID]),
     "symm_cp_on_unknown_group": (None, [FindGroup]),
     "symm_cp_shard": (VOID, [VOID, INT]),

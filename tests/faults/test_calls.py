@@ -107,9 +107,18 @@ def test_a_call_that_only_one_rank_made(ranks: Ranks) -> None:
     ranks.run(2, missed)
 
 
-def interrupted(group: dist.ProcessGroup) -> None:
+def interrupted(group: dist.ProcessGroup, new_host: bool) -> None:
     """Ctrl-C ends a wait, of the first call and of a later one."""
     own = fresh(group)
+    if new_host:  # so nobody knows yet where the others are
+        os.environ["SYMM_CP_HOST"] = own.group_name
+    try:
+        interrupted_twice(own, group)
+    finally:
+        os.environ.pop("SYMM_CP_HOST", None)
+
+
+def interrupted_twice(own: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     for _ in range(2):
         if own.rank() == 0:
             before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -132,8 +141,9 @@ def interrupted(group: dist.ProcessGroup) -> None:
         works(own)
 
 
-def test_ctrl_c(ranks: Ranks) -> None:
-    ranks.run(2, interrupted)
+@pytest.mark.parametrize("new_host", [False, True], ids=["known host", "new host"])
+def test_ctrl_c(ranks: Ranks, new_host: bool) -> None:
+    ranks.run(2, interrupted, new_host)
 
 
 def opposite_order(group: dist.ProcessGroup) -> None:

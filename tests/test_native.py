@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = Sources(native.source_dir())
 # Those with torch's headers are compiled together.
 UNITS = len(SOURCES.plain) + len(SOURCES.torch)
-COMPILED = sorted(name for name in SOURCES.contents if name.endswith(".cpp") and name != GLUE)
+COMPILED = sorted(name for name in SOURCES.contents if name.endswith(".cpp") and name not in GLUE)
 
 # Writes down its arguments, then makes the file that -o names. (A build runs dozens of them, and
 # Python would take longer to start than the rest of a test.)

@@ -13,6 +13,7 @@ from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import Method, MethodLike, split_by
 from symm_cp.ops.common import entry_point
+from symm_cp.ops.direct import direct
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -153,7 +154,7 @@ def all_gather_attention(
         options["prefix_lengths"] = telling_peers(told, _prefix_option, prefix_lengths)
     if dropout_p:
         options["dropout_p"] = dropout_p
-    out, lse = torch.ops.symm_mem.fused_all_gather_attention.default(
+    out, lse = direct("fused_all_gather_attention")(
         query,
         key,
         value,

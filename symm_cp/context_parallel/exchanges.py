@@ -11,6 +11,7 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.common import entry_point, rank_in
+from symm_cp.ops.direct import direct
 from symm_cp.ops.heads.exchange_heads import OP
 from symm_cp.ops.heads.projection import COLLECT, PROJECT
 from symm_cp.ops.tensor_checks import missing_memory
@@ -222,7 +223,7 @@ def _exchange(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     name = group_name(group)
     tensors, options = telling_peers(name, _exchanged, name, x, load_balancer, heads)
-    results = torch.ops.symm_mem.exchange_heads.default(tensors, to_heads, name, *options)
+    results = direct("exchange_heads")(tensors, to_heads, name, *options)
     return results[0] if isinstance(x, torch.Tensor) else tuple(results)
 
 

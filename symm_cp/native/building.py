@@ -58,7 +58,7 @@ def build(verbose: bool = False) -> Path:
 
 
 def build_glue(verbose: bool = False) -> Path:
-    """The same for the library that gives Python the backend of torch.distributed.
+    """The same for the library of what needs Python's headers: the backend, and calls of ops.
 
     Raises `BuildError`, also where Python's headers are missing.
     """
@@ -111,8 +111,13 @@ def _compile_glue(sources: Sources, target: Path) -> None:
     check_headers(headers)
     compiler = Compiler(sources.folder)
     objects = Objects(target.parents[1] / "objects", sources, compiler)
-    flags = (f"-isystem{headers}", "-O0", "-fvisibility=hidden")
-    made = objects.compile([Unit("backend_glue", (GLUE,), True, flags)])
+    flags = (f"-isystem{headers}", "-fvisibility=hidden")
+    levels = dict(zip(GLUE, ("-O0", "-O1"), strict=True))
+    units = [
+        Unit(name.removesuffix(".cpp").replace("/", "_"), (name,), True, (*flags, level))
+        for name, level in levels.items()
+    ]
+    made = objects.compile(units)
     _link(compiler, objects, made, target, "torch_python", "torch_cpu", "c10")
 
 

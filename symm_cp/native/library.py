@@ -86,6 +86,9 @@ def load_glue() -> ctypes.CDLL:
         *(VOID, ctypes.py_object, TEXT, INT, INT, LONG),
         *(ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), INT),
     ]
+    call = glue.symm_cp_op_call
+    call.restype = ctypes.py_object
+    call.argtypes = [TEXT, TEXT, ctypes.py_object]
     return glue
 
 

@@ -15,8 +15,9 @@ from pathlib import Path, PurePosixPath
 
 from symm_cp.native.errors import BuildError
 
-#: Gives Python the backend of torch.distributed: a library of its own, see native/building.py.
-GLUE = "backend/glue.cpp"
+#: Need Python's headers, so they are a library of their own (native/building.py). They give Python
+#: the backend of torch.distributed, and calls of ops that take less time than torch's.
+GLUE = ("backend/glue.cpp", "ops/glue.cpp")
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 LEVELS = {
     "attention/merge.cpp": "-O3",
@@ -133,7 +134,7 @@ class Sources:
 
     @property
     def _compiled(self) -> list[str]:
-        return sorted(name for name in self.contents if name.endswith(".cpp") and name != GLUE)
+        return sorted(name for name in self.contents if name.endswith(".cpp") and name not in GLUE)
 
     def _alone(self, name: str) -> Unit:
         flags = (LEVELS[name],) if name in LEVELS else ()

@@ -29,6 +29,7 @@ from symm_cp.group.memory import (
     unknown_group,
 )
 from symm_cp.native import wire
+from symm_cp.ops.direct import direct
 from symm_cp.ops.op import Kernel
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
 from symm_cp.runtime import process_group
@@ -506,9 +507,16 @@ def op_for(name: str, device: torch.device, uneven: Uneven = ()) -> Any:
     return getattr(torch.ops.symm_mem, name).default
 
 
+def caller(name: str, tensor: torch.Tensor, uneven: Uneven = ()) -> Callable[..., Any]:
+    """Returns what runs the op that `op_for` gives for the device of a tensor."""
+    if not uneven and tensor.is_cpu:
+        return direct(name)
+    return direct(op_for(name, tensor.device, uneven)._schema.name.partition("::")[2])
+
+
 def call_op(name: str, tensor: torch.Tensor, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:
     """Runs our kernel on the device of a tensor, the first argument."""
-    return op_for(name, tensor.device, uneven)(tensor, *args, *uneven, **kwargs)
+    return caller(name, tensor, uneven)(tensor, *args, *uneven, **kwargs)
 
 
 # Renamed in torch 2.13, where the old names warn.

@@ -28,6 +28,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.direct import direct
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Gradient, Op, arguments, declare, untouched
 from symm_cp.tensors.results import copied, new_result
 
@@ -151,9 +152,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _scatter_backward(
     ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor
 ) -> tuple[Any, ...]:
-    grads = torch.ops.symm_mem.all_gather_kv(
-        grad_key, grad_value, ctx.seq_dim, ctx.group_name, *ctx.uneven
-    )
+    grads = direct("all_gather_kv")(grad_key, grad_value, ctx.seq_dim, ctx.group_name, *ctx.uneven)
     return (*grads, None, None, *(None for _ in ctx.uneven))
 
 
@@ -217,7 +216,7 @@ def all_gather_kv(
     Source: `flex_cp_allgather` of torch's context parallelism.
     """
     name = group_name(group)
-    gathered: tuple[torch.Tensor, torch.Tensor] = torch.ops.symm_mem.all_gather_kv(
+    gathered: tuple[torch.Tensor, torch.Tensor] = direct("all_gather_kv")(
         key, value, seq_dim, name, *uneven_parts(sizes, name)
     )
     return gathered

@@ -32,6 +32,7 @@ from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.spread import spread_of_queries
 from symm_cp.ops.attention.tiles import grad_of_sinks
 from symm_cp.ops.common import attention_runs, group_of
+from symm_cp.ops.direct import direct
 from symm_cp.ops.op import LEFT_TO_TORCH, Caller, GradientByHand, Op, arguments, declare
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 
@@ -189,7 +190,7 @@ class _Attention(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            out, logsumexp = torch.ops.symm_mem.fused_all_gather_attention(
+            out, logsumexp = direct("fused_all_gather_attention")(
                 query, key, value, group_name, **options, **dict(zip(named, tensors, strict=True))
             )
         ctx.group_name, ctx.options, ctx.named = group_name, options, named
@@ -206,7 +207,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, logsumexp, _, *tensors = saved
         wanted = dict(zip(ctx.named, ctx.needs_input_grad[6:], strict=True))
         # Collective: every rank takes part, also without a gradient of its own.
-        *grads, of_sinks, of_bias = torch.ops.symm_mem.fused_all_gather_attention_backward(
+        *grads, of_sinks, of_bias = direct("fused_all_gather_attention_backward")(
             torch.zeros_like(out) if grad_out is None else grad_out,
             query,
             key,

@@ -27,6 +27,7 @@ from symm_cp.ops.common import (
     kernel_and_fake,
     what_is,
 )
+from symm_cp.ops.direct import direct
 from symm_cp.ops.matmul.derivatives import ALL_REDUCED_SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
     check_bias,
@@ -359,9 +360,7 @@ def matmul_all_reduce(
     numbers raise `TypeError`.
     """
     name = memory.group_name(group)
-    result: torch.Tensor = torch.ops.symm_mem.fused_matmul_all_reduce.default(
-        a, weight, bias, reduce_op, name
-    )
+    result: torch.Tensor = direct("fused_matmul_all_reduce")(a, weight, bias, reduce_op, name)
     return result
 
 

@@ -21,13 +21,13 @@ from symm_cp.ops.common import (
     WITH_SIZES,
     Place,
     call_op,
+    caller,
     check_dim,
     check_reduce_op,
     entry_point,
     in_test_mode,
     kernel_and_fake,
     name_of,
-    op_for,
     scatter_split,
     sizes_text,
     uneven_parts,
@@ -421,8 +421,8 @@ def matmul_reduce_scatter(
     """
     name = group_name(group)
     uneven = uneven_parts(sizes, name)
-    op = op_for(SCATTER, a.device, uneven)
-    result: torch.Tensor = op(a, weight, reduce_op, scatter_dim, name, *uneven)
+    call = caller(SCATTER, a, uneven)
+    result: torch.Tensor = call(a, weight, reduce_op, scatter_dim, name, *uneven)
     return result
 
 

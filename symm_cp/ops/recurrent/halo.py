@@ -24,6 +24,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.direct import direct
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare, untouched
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import copied, new_result
@@ -202,7 +203,7 @@ def _exchange_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _add_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    padded = torch.ops.symm_mem.exchange_halo(grad, *ctx.halo, ctx.group_name, *ctx.uneven)
+    padded = direct("exchange_halo")(grad, *ctx.halo, ctx.group_name, *ctx.uneven)
     return padded, *(None,) * (4 + len(ctx.uneven))
 
 
@@ -268,7 +269,7 @@ def exchange_halo(
     communication; `RuntimeError` when a peer fails or disagrees.
     """
     name = group_name(group)
-    padded: torch.Tensor = torch.ops.symm_mem.exchange_halo(
+    padded: torch.Tensor = direct("exchange_halo")(
         x, left, right, dim, name, *uneven_parts(sizes, name)
     )
     return padded

@@ -17,6 +17,7 @@ from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import entry_point, group_of, what_is, world_size_of
+from symm_cp.ops.direct import direct
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import contiguous, new_result
@@ -123,7 +124,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     # A rank begins with T h + S of the rank before. So the gradients of all h are scanned from the
     # other end, with the transposed T, and each rank gets the gradient of its T h + S.
     back = transition.mH if matrices else transition.conj()
-    total = torch.ops.symm_mem.scan_states(grad, back, matrices, not reverse, name)
+    total = direct("scan_states")(grad, back, matrices, not reverse, name)
     if not ctx.needs_input_grad[1]:
         return total, None, None, None, None
     if matrices:
@@ -190,7 +191,7 @@ def scan_states(
     if factor is None or (decay is not None and transition is not None):
         given = "neither" if factor is None else "both"
         raise ValueError(f"{_OP}: exactly one of decay and transition is needed, {given} is given")
-    begun: torch.Tensor = torch.ops.symm_mem.scan_states(
+    begun: torch.Tensor = direct("scan_states")(
         state, factor, decay is None, reverse, group_name(group)
     )
     return begun

@@ -1,0 +1,213 @@
+"""Direct calls do what torch's callables do, for usual arguments and for all others."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from symm_cp.ops import direct as module
+from symm_cp.ops.direct import direct
+
+SCHEMA = (
+    "direct_{}(Tensor a, Tensor[] more, Tensor? b=None, int number=7, int? maybe=None, "
+    "int[]? numbers=None, ScalarType? dtype=None, float factor=0.5, bool flag=True, "
+    "str text='none', *, int last=3) -> (Tensor, Tensor?, Tensor[])"
+)
+A = torch.ones(2)
+
+
+class Torchs:
+    """Stands for torch's callable, of which calls are counted."""
+
+    def __init__(self, op: Any) -> None:
+        self.op, self.calls = op, 0
+        self._schema = op._schema
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.op(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def library() -> Iterator[torch.library.Library]:
+    lib = torch.library.Library("symm_mem", "FRAGMENT")
+    lib.define(SCHEMA.format("echo"))
+    lib.impl("direct_echo", echo, "CompositeExplicitAutograd")
+    yield lib
+    lib._destroy()
+
+
+seen: list[tuple[Any, ...]] = []
+
+
+def echo(a: Any, more: Any, b: Any = None, *rest: Any, **last: Any) -> Any:
+    seen.append((rest, last, len(more)))
+    if rest and rest[-1] == "refused":
+        raise ValueError("direct_echo: text is refused")
+    return a + 1, None if b is None else b * 2, [tensor - 1 for tensor in more]
+
+
+@pytest.fixture
+def torchs(library: torch.library.Library, monkeypatch: pytest.MonkeyPatch) -> Torchs:
+    stand_in = Torchs(torch.ops.symm_mem.direct_echo.default)
+    monkeypatch.setattr(module, "_op", lambda name: stand_in)
+    monkeypatch.setattr(module, "_calls", {})
+    return stand_in
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+USUAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "defaults": ((A, []), {}),
+    "all": ((A, [A, A], A, 1, 2, [3, 4], torch.half, 0.25, False, "text"), {"last": 9}),
+    "none": ((A, [], None, 1, None, None, None), {}),
+    "tuples": ((A, (A,), None, 1, 2, (3,)), {}),
+    "a size": ((A, [], None, 1, 2, A.shape), {}),
+    "keywords": ((A, []), {"text": "b", "b": A, "last": -(2**63), "dtype": torch.int8}),
+    "a parameter": ((torch.nn.Parameter(A), []), {}),
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_arguments_are_passed_on(torchs: Torchs, name: str) -> None:
+    args, kwargs = USUAL[name]
+    call = direct("echo")
+    seen.clear()
+    results = call(*args, **kwargs), torchs.op(*args, **kwargs)
+    assert torchs.calls == 0
+    assert equal(*results)
+    assert equal(*seen)
+
+
+UNUSUAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "none is missing": ((), {}),
+    "an unknown name": ((A, []), {"other": 1}),
+    "given twice": ((A, []), {"a": A}),
+    "too many": ((A, [A], A, 1, 2, [3], None, 0.5, True, "text", 3, 4), {}),
+    "no tensor": ((1.5, []), {}),
+    "none for a tensor": ((None, []), {}),
+    "a text for a number": ((A, [A], A, "1"), {}),
+    "a bool for a number": ((A, [A], A, True), {}),
+    "a number for a bool": ((A, []), {"flag": 1}),
+    "a number for a float": ((A, []), {"factor": 2}),
+    "a number too large": ((A, []), {"number": 2**63}),
+    "a number too large in a list": ((A, []), {"numbers": [1, 2**70]}),
+    "a surrogate": ((A, []), {"text": "\udc80"}),
+    "a float in a list": ((A, []), {"numbers": [1, 2.5]}),
+    "none in a list": ((A, [A, None]), {}),
+    "a tensor as a list": ((A, A), {}),
+    "a tensor for a number": ((A, [A], A, torch.tensor(4)), {}),
+}
+
+
+def outcome(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, str]:
+    seen.clear()
+    try:
+        return function(*args, **kwargs), str(seen)
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_arguments_are_torchs(torchs: Torchs, name: str) -> None:
+    args, kwargs = UNUSUAL[name]
+    ours, theirs = outcome(direct("echo"), args, kwargs), outcome(torchs.op, args, kwargs)
+    assert equal(ours[0], theirs[0])
+    assert ours[1] == theirs[1]
+    assert torchs.calls == 1
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class CountsFunctions(TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountsOps(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_subclasses_and_modes_are_torchs(torchs: Torchs) -> None:
+    call = direct("echo")
+    call(A.as_subclass(Subclass), [])
+    call(A, [A.as_subclass(Subclass)])
+    assert torchs.calls == 2
+    for mode in (CountsFunctions(), CountsOps()):
+        with mode:
+            call(A, [])
+        assert mode.calls > 0
+    with FakeTensorMode() as fakes:
+        fake = fakes.from_tensor(A)
+        assert call(fake, [])[0].shape == fake.shape
+    assert torchs.calls == 5
+
+
+def test_errors_of_the_op(torchs: Torchs) -> None:
+    call = direct("echo")
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"^direct_echo: text is refused$"):
+            call(A, [], text="refused")
+    assert equal(call(A, [])[0], A + 1)
+
+
+def test_nothing_is_kept(torchs: Torchs) -> None:
+    call, tensors = direct("echo"), [torch.ones(2) for _ in range(3)]
+    seen.clear()
+
+    def references() -> list[int]:
+        gc.collect()
+        return [sys.getrefcount(thing) for thing in (*tensors, "last", None, call)]
+
+    before = references()
+    for _ in range(1000):
+        call(tensors[0], [tensors[1]], tensors[2], last=2)
+        outcome(call, (tensors[0], [tensors[1], None], tensors[2]), {"last": 2})
+    after = references()
+    assert all(abs(now - then) < 100 for then, now in zip(before, after, strict=True))
+
+
+def test_torch_compiles_the_op_itself() -> None:
+    def function(shard: torch.Tensor) -> Any:
+        return direct("fused_matmul_all_reduce")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert function(A) is torch.ops.symm_mem.fused_matmul_all_reduce.default
+
+
+def test_without_headers_torchs_callable_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise module.native.BuildError("no headers")
+
+    monkeypatch.setattr(module.native, "load_glue", missing)
+    monkeypatch.setattr(module, "_calls", {})
+    module._glue.cache_clear()
+    try:
+        op = torch.ops.symm_mem.fused_matmul_all_reduce.default
+        assert direct("fused_matmul_all_reduce") is op
+    finally:
+        module._glue.cache_clear()

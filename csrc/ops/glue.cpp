@@ -138,7 +138,7 @@ bool take(const Argument& argument, PyObject* given, std::vector<c10::IValue>& s
   }
 }
 
-constexpr size_t kMaxArguments = 32;
+constexpr size_t kMaxArguments = 64;
 
 bool take_arguments(const std::vector<Argument>& arguments, PyObject* const* given,
                     size_t positional, PyObject* names, std::vector<c10::IValue>& stack) {

@@ -85,14 +85,17 @@ def balancers(length: int, W: int, mask: BlockMask | None) -> list[LoadBalancer]
     return found
 
 
-def check(name: str, actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def check(
+    name: str, actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, times: int = 1
+) -> None:
     assert actual.shape == expected.shape, f"{name}: {actual.shape=}, expected {expected.shape}"
     if actual.numel() == 0:
         return
     assert torch.equal(actual == -math.inf, expected == -math.inf), f"{name}: other rows are -inf"
     actual, expected = (t.double().masked_fill(t == -math.inf, 0) for t in (actual, expected))
     error = (actual - expected).abs().max().item() / max(1.0, expected.abs().max().item())
-    assert error <= TOLERANCE[dtype], f"{name}: {error=:.3g} of {TOLERANCE[dtype]:.3g}"
+    limit = times * TOLERANCE[dtype]
+    assert error <= limit, f"{name}: {error=:.3g} of {limit:.3g}"
 
 
 def compare(
@@ -148,7 +151,8 @@ def compare(
     for name, actual, exact, at in zip(
         "qkv", found, wanted, (rows, key_rows, key_rows), strict=False
     ):
-        check(f"gradient of {name}", actual, exact[:, :, at], dtype)
+        # A score's gradient has the sum over a row of the output, as it was rounded, and its own.
+        check(f"gradient of {name}", actual, exact[:, :, at], dtype, times=1 if name == "v" else 3)
     for actual, exact in zip(found[3:], wanted[3:], strict=True):
         total = actual.clone()
         dist.all_reduce(total, group=group)

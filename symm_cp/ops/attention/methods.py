@@ -139,8 +139,10 @@ def _method(op: str, name: str, groups: tuple[str, ...], columns: tuple[int, ...
     return Method(name, grid)
 
 
+#: The methods of one group.
+OF_NAME = {name: Method(name) for name in METHODS}
 #: Each rank attends with its queries to all keys.
-ALLGATHER = Method("allgather")
+ALLGATHER = OF_NAME["allgather"]
 
 
 @partial(tells_peers, group="mesh")
@@ -154,6 +156,8 @@ def split_by(
     """
     if isinstance(method, Method):
         return group_name(mesh), method
+    if method is None and isinstance(mesh, (str, dist.ProcessGroup)):  # what most calls give
+        return group_name(mesh), OF_NAME[default_method()]
     dims = mesh.ndim if isinstance(mesh, DeviceMesh) else 1
     if isinstance(method, tuple | list):
         if tuple(method) not in (("ulysses", "allgather"), ("allgather", "ulysses")):
@@ -181,7 +185,7 @@ def split_by(
             f"mesh['{(mesh.mesh_dim_names or ('cp',))[-1]}'], or pass method=('ulysses', "
             "'allgather')"
         )
-    return group_name(mesh), Method(name)
+    return group_name(mesh), OF_NAME[name]
 
 
 def _of_mesh(op: str, mesh: DeviceMesh, heads: int, argument: str) -> tuple[str, Method]:

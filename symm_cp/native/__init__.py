@@ -4,9 +4,11 @@ The only package that touches the native library. `wire.py` mirrors `csrc/channe
 and stays so: `load` compares the texts that both sides write of every enumeration, struct and
 limit, so that a difference is an error with a diff, never a wrong offset. That costs 1.8 s of
 processor time in a cold build (`wire.cpp`) and a millisecond at import. pybind11 needs Python's
-headers, which the import must do without, and more time: its one file here (`backend/glue.cpp`)
-takes 21 s on the same busy machine. A mirror generated from the header would have no types for
-mypy, and no names before the library is built.
+headers, which the import must do without, and more time: one file (`backend/glue.cpp`) takes 21 s
+on the same busy machine. A mirror generated from the header would have no types for mypy, and no
+names before the library is built. What needs Python's headers is a library of its own: the backend
+of torch.distributed, and `ops/glue.cpp`, by which symm_cp/ops/direct.py calls ops; without it they
+are called by torch, some microseconds slower.
 
     wire.py       structs, enumerations and limits that both sides share
     bindings.py   the C functions with their types

@@ -4,8 +4,9 @@ Ranks with other prompts, or that sample other tokens, would mix them in every l
 plausible tokens. So each call of the model compares its first input (ids, or embeddings) before
 anything runs: a hash of 8 bytes travels, whatever the length is. Every call, not each n-th one: it
 costs some 30 microseconds on CPU, and ranks that draw tokens by generators of their own begin to
-differ in the middle of decoding. Buffers and weights that are not split are never compared: `apply`
-sends them from rank 0.
+differ in the middle of decoding. Calls with labels, which are not those of decoding, compare these
+and the mask as well. Buffers and weights that are not split are never compared: `apply` sends them
+from rank 0.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from symm_cp.tensor_parallel.whole import Seat
 
 _OP = "tensor_parallel.apply"
 _NAMES = ("input_ids", "inputs_embeds", "decoder_input_ids")
+_OF_LOSSES = ("labels", "attention_mask")
 _REMEDY = (
     "the ranks of a tensor-parallel mesh compute one model together and must get the same inputs. "
     "Read the prompt or batch on one rank and broadcast it, or give a DistributedSampler the "
@@ -38,14 +40,15 @@ class SameInputs:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of the call."""
+        given = [name for name in (*_NAMES, *kwargs) if isinstance(kwargs.get(name), torch.Tensor)]
+        names = given[:1]
         if args and isinstance(args[0], torch.Tensor):
-            return (self._compared(module, "input", args[0]), *args[1:]), kwargs
-        for name in (*_NAMES, *kwargs):
-            if isinstance(kwargs.get(name), torch.Tensor):
-                return args, {**kwargs, name: self._compared(module, name, kwargs[name])}
-        return args, kwargs
+            args, names = (self._compared("input", args[0]), *args[1:]), []
+        if "labels" in given:
+            names += [name for name in _OF_LOSSES if name in given and name not in names]
+        return args, {**kwargs, **{name: self._compared(name, kwargs[name]) for name in names}}
 
-    def _compared(self, module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _compared(self, name: str, value: torch.Tensor) -> torch.Tensor:
         if hasattr(value, "to_local"):
             return value
         return same_on_all_ranks(value, _OP, name, _REMEDY, self.seat.group)

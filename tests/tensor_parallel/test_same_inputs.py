@@ -35,6 +35,12 @@ def other_prompts(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         ({"input_ids": ids}, {"input_ids": ids.int()}, "input_ids"),
         ({"inputs_embeds": embeds}, {"inputs_embeds": embeds.flip(1)}, "inputs_embeds"),
         ({"input_ids": ids}, {"inputs_embeds": embeds}, "the set of tensors (here in"),
+        ({"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": changed}, "labels"),
+        (
+            {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)},
+            {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids).triu()},
+            "attention_mask",
+        ),
     ]
     for usual, of_other, name in calls:
         with pytest.raises(RuntimeError, match=SAME) as caught:

@@ -60,7 +60,7 @@ class Features:
     @property
     def as_stored(self) -> bool:
         """Whether every rank computes the features that it stores."""
-        return self.computed == self.stored
+        return self.computed is self.stored or self.computed == self.stored
 
     def own(self, stored: torch.Tensor, dim: int, group: str) -> torch.Tensor:
         """Returns the features that this rank computes, given the stored ones. May communicate."""

@@ -90,24 +90,31 @@ def _as_autocast_casts(*tensors: Any) -> tuple[Any, ...]:
     return autocast.cast(tensors, device) if torch.is_autocast_enabled(device) else tensors
 
 
-def _is_plain(
+def _plain_parameters(
     linear: FusedColwiseLinear | FusedRowwiseLinear, x: torch.Tensor, features: int
-) -> bool:
-    """Tells whether a linear of `features` input features has nothing to do but call its op.
+) -> tuple[Any, Any] | None:
+    """Returns this rank's weight and bias if the linear has nothing to do but call its op.
 
     Generation, one token after the other, takes this way: the other one takes as long as a matmul
-    with one row.
+    with one row. `features` are those of the input.
     """
-    return (
-        linear.sequence_dim is None
-        and not torch.is_grad_enabled()
-        and not isinstance(x, DTensor)
-        and x.dim() > 1
-        and x.shape[-1] == features
-        and linear.local_output
-        and linear.features.as_stored
-        and not torch.is_autocast_enabled(x.device.type)
-    )
+    if (
+        torch.is_grad_enabled()
+        or linear.sequence_dim is not None
+        or not linear.local_output
+        or isinstance(x, DTensor)
+        or x.dim() < 2
+        or x.shape[-1] != features
+        or torch.is_autocast_enabled(x.device.type)
+        or not linear.features.as_stored
+    ):
+        return None
+    weight, bias = linear.weight, linear.bias
+    if torch.compiler.is_compiling():
+        return _local(weight), _local(bias)
+    # `to_local` makes a view each time.
+    own = weight._local_tensor if isinstance(weight, DTensor) else weight
+    return own, bias._local_tensor if isinstance(bias, DTensor) else bias
 
 
 class FusedColwiseLinear(nn.Linear):
@@ -130,8 +137,8 @@ class FusedColwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S, N / W) for (B, S / W, K) or (B, S, K); errors as the fused op's."""
-        if _is_plain(self, input, self.in_features):
-            part = replicated.linear(input, _constant(self.weight), _constant(self.bias))
+        if plain := _plain_parameters(self, input, self.in_features):
+            part = replicated.linear(input, *plain)
             return _output(part, self.weight.device_mesh, self) if self.gathers_output else part
         # Without gradients, a replicated input has nothing to share.
         if self.shared is None or (self.sequence_dim is None and not torch.is_grad_enabled()):
@@ -192,13 +199,6 @@ def _own_bias(linear: FusedColwiseLinear) -> torch.Tensor | None:
     return None if bias is None else linear.features.own(bias, 0, linear.group)
 
 
-def _constant(parameter: Any) -> Any:
-    """As `_local`, for use without gradients: `to_local` makes a view each time."""
-    if torch.compiler.is_compiling() or not isinstance(parameter, DTensor):
-        return _local(parameter)
-    return parameter._local_tensor
-
-
 def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -239,8 +239,8 @@ class FusedRowwiseLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S / W, N) or (B, S, N) for (B, S, K / W); errors as the fused op's."""
         group = self.group
-        if _is_plain(self, input, self.features.count):
-            weight, bias = _constant(self.weight), _constant(self.bias)
+        if plain := _plain_parameters(self, input, self.features.count):
+            weight, bias = plain
             return replicated.sum_products([input], [weight.t()], bias, group)
         mesh, bias = self.weight.device_mesh, _local(self.bias)
         check = _check_rowwise_telling_peers if input.device.type == "cpu" else _check_rowwise

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_ops = torch.ops.symm_mem
+from symm_cp.ops.direct import direct
+
+_SUMS = "_fused_matmuls_all_reduce"
 
 
 def copy(x: torch.Tensor, group: str) -> torch.Tensor:
@@ -74,7 +76,7 @@ def sum_products(
 def _sum_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
     # Unlike torch's all-reduces, this op takes plain tensors on any device, and several hosts.
     rows = part.reshape(-1, part.shape[-1])
-    total: torch.Tensor = _ops._fused_matmuls_all_reduce([], [], rows, None, "sum", group)
+    total: torch.Tensor = direct(_SUMS)([], [], rows, None, "sum", group)
     return total.view(part.shape)
 
 
@@ -101,9 +103,9 @@ def _sum_products(
     group: str,
 ) -> torch.Tensor:
     total: torch.Tensor = (
-        _ops.fused_matmul_all_reduce(*lefts, *rights, bias, "sum", group)
+        direct("fused_matmul_all_reduce")(lefts[0], rights[0], bias, "sum", group)
         if len(lefts) == 1
-        else _ops._fused_matmuls_all_reduce(lefts, rights, None, bias, "sum", group)
+        else direct(_SUMS)(lefts, rights, None, bias, "sum", group)
     )
     return total
 

@@ -47,9 +47,11 @@ class LocalParameters(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the module returns."""
+        constant = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         for name, parameter in self._parameters.items():
             if isinstance(parameter, DTensor):
-                local = parameter.to_local()
+                # `to_local` makes a view each time.
+                local = parameter._local_tensor if constant else parameter.to_local()
                 if (dim := self.packed.get(name)) is not None:
                     local = local.flatten(dim, dim + 1)
                 # Found before the parameter, which only `nn.Module.__getattr__` knows.

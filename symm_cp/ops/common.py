@@ -501,17 +501,21 @@ def op_for(name: str, device: torch.device, uneven: Uneven = ()) -> Any:
     gathered or scattered, negative dimensions, float8 results), round more often (the last
     dimension in 16 bits), and wait without end.
     """
-    kind = cuda.kind_for(device)
-    if uneven or (kind is not None and kind.torch_has_kernels):
-        name = WITH_SIZES[name]
-    return getattr(torch.ops.symm_mem, name).default
+    return getattr(torch.ops.symm_mem, _name_for(name, device, uneven)).default
 
 
 def caller(name: str, tensor: torch.Tensor, uneven: Uneven = ()) -> Callable[..., Any]:
     """Returns what runs the op that `op_for` gives for the device of a tensor."""
-    if not uneven and tensor.is_cpu:
-        return direct(name)
-    return direct(op_for(name, tensor.device, uneven)._schema.name.partition("::")[2])
+    if uneven or not tensor.is_cpu:
+        name = _name_for(name, tensor.device, uneven)
+    return direct(name)
+
+
+def _name_for(name: str, device: torch.device, uneven: Uneven) -> str:
+    kind = cuda.kind_for(device)
+    if uneven or (kind is not None and kind.torch_has_kernels):
+        return WITH_SIZES[name]
+    return name
 
 
 def call_op(name: str, tensor: torch.Tensor, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:

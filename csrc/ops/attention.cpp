@@ -210,12 +210,26 @@ std::optional<Call> planned(const char* op, Group& group, const Arguments& argum
   return call;
 }
 
+// One behind the other.
+at::Tensor packed(const Call& call) {
+  const at::Tensor shard = new_output(call.key, call.shape(call.key.size(2)));
+  const size_t bytes = call.key.nbytes();
+  if (bytes > 0 && call.key.is_contiguous() && call.value.is_contiguous()) {
+    // Copies by torch take two microseconds each.
+    auto* const begin = static_cast<char*>(shard.mutable_data_ptr());
+    std::memcpy(begin, call.key.const_data_ptr(), bytes);
+    std::memcpy(begin + bytes, call.value.const_data_ptr(), bytes);
+  } else {
+    shard.select(0, 0).copy_(call.key);
+    shard.select(0, 1).copy_(call.value);
+  }
+  return shard;
+}
+
 KeysAndValues gather(const Call& call) {
   if (call.group.world_size() == 1)
     return {with_dense_features(call.key), with_dense_features(call.value)};
-  const at::Tensor shard = new_output(call.key, call.shape(call.key.size(2)));
-  shard.select(0, 0).copy_(call.key);
-  shard.select(0, 1).copy_(call.value);
+  const at::Tensor shard = packed(call);
   const at::Tensor whole = new_output(call.key, call.shape(total(call.plan().lengths)));
   call.gather->bind(shard.const_data_ptr(), whole.mutable_data_ptr());
   run(call.group, call.gather->exchange);

@@ -132,27 +132,34 @@ def bfloat16() -> torch.autocast:
 
 
 def errors(actual: Result, exact: Result) -> dict[str, float]:
-    """The largest error of each result."""
+    """The error of each result, relative to its size."""
     pairs = {"logits": (actual.logits, exact.logits), "loss": (actual.loss, exact.loss)}
     for name, grad in exact.grads.items():
         other = actual.grads[name]
         assert grad is not None
         assert other is not None
         pairs[name] = (other, grad)
-    return {name: float((a.double() - b).abs().max()) for name, (a, b) in pairs.items()}
+    return {name: size(a.double() - b) / max(size(b), 1e-3) for name, (a, b) in pairs.items()}
+
+
+def size(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt())
 
 
 def errs_like_one_process(group: dist.ProcessGroup, client: Client) -> None:
-    batch = batch_of("no mask", 24)
-    exact = in_one_process(client, batch)
     single = replace(client, dtype=torch.float32)
-    with bfloat16():
-        rounded = errors(in_one_process(single, batch), exact)
+    # The loss is one number, and some weights have eight: errors of one run say little.
+    runs = []
+    for _ in range(4):
+        batch = batch_of("no mask", 24)
+        exact = in_one_process(client, batch)
+        with bfloat16():
+            runs.append(errors(in_one_process(single, batch), exact))
+    rounded = {name: max(run[name] for run in runs) for name in runs[0]}
     balancer = symm_cp.HeadTail(24, group.size())
     spread = under_context_parallel(group, single, batch, balancer=balancer, around=bfloat16)
     for name, error in errors(spread, exact).items():
-        # Largest errors of some hundred numbers, rounded differently: within a factor of 3.
-        assert error <= 3 * rounded[name] + 1e-3, (name, error, rounded[name])
+        assert error <= 3 * rounded[name] + 2**-9, (name, error, rounded[name])
 
 
 @exhaustive

@@ -44,6 +44,11 @@ int raise_again(void* pending) {
   return -1;
 }
 
+// Has Python raise the exception soon. Call it with Python's lock.
+void raise_soon(Raised* raised) {
+  if (Py_AddPendingCall(raise_again, raised) != 0) raise_again(raised);  // the queue is full
+}
+
 bool in_main_thread() { return static_cast<pid_t>(syscall(SYS_gettid)) == getpid(); }
 
 thread_local bool interrupted_here = false;
@@ -74,7 +79,7 @@ void throw_if_interrupted() {
   const bool interrupted = PyErr_CheckSignals() != 0;
   if (interrupted) {
     PyErr_Fetch(&raised->type, &raised->value, &raised->traceback);
-    if (Py_AddPendingCall(raise_again, raised) != 0) raise_again(raised);  // the queue is full
+    raise_soon(raised);
   } else {
     delete raised;
   }
@@ -88,8 +93,7 @@ void raise_later(void* exception) {
   if (!in_main_thread()) return;
   const int state = PyGILState_Ensure();
   Py_IncRef(exception);
-  auto* raised = new Raised{exception, nullptr, nullptr};
-  if (Py_AddPendingCall(raise_again, raised) != 0) raise_again(raised);  // the queue is full
+  raise_soon(new Raised{exception, nullptr, nullptr});
   PyGILState_Release(state);
 }
 

@@ -62,15 +62,25 @@ Argument describe(const c10::Argument& argument) {
           argument.default_value()};
 }
 
-// Puts the elements of a list or a tuple into `values`; false if `put` refuses one of them.
-template <class Values, class Put>
-bool take_all(PyObject* given, Values& values, Put put) {
+bool is_tensor(PyObject* given) { return THPVariable_CheckExact(given); }
+const at::Tensor& to_tensor(PyObject* given) { return THPVariable_Unpack(given); }
+bool is_number(PyObject* given) { return PyLong_CheckExact(given); }
+// Sets Python's exception for a number that is too large.
+int64_t to_number(PyObject* given) { return PyLong_AsLongLong(given); }
+
+// Appends a list or a tuple to the stack; false if one of its elements is of another type.
+template <class Element, class Is, class To>
+bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   if (!PyList_Check(given) && !PyTuple_Check(given)) return false;
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(given);
   PyObject** const items = PySequence_Fast_ITEMS(given);
-  values.reserve(count);
-  for (Py_ssize_t i = 0; i < count; ++i)
-    if (!put(items[i])) return false;
+  c10::List<Element> elements;
+  elements.reserve(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!is(items[i])) return false;
+    elements.push_back(to(items[i]));
+  }
+  stack.emplace_back(std::move(elements));
   return true;
 }
 
@@ -87,37 +97,19 @@ bool take(const Argument& argument, PyObject* given, std::vector<c10::IValue>& s
   }
   switch (argument.kind) {
     case Kind::kTensor:
-      if (!THPVariable_CheckExact(given)) return false;
-      stack.emplace_back(THPVariable_Unpack(given));
+      if (!is_tensor(given)) return false;
+      stack.emplace_back(to_tensor(given));
       return true;
-    case Kind::kTensors: {
-      c10::List<at::Tensor> tensors;
-      const bool taken = take_all(given, tensors, [&](PyObject* item) {
-        if (!THPVariable_CheckExact(item)) return false;
-        tensors.push_back(THPVariable_Unpack(item));
-        return true;
-      });
-      stack.emplace_back(std::move(tensors));
-      return taken;
-    }
+    case Kind::kTensors: return take_list<at::Tensor>(given, stack, is_tensor, to_tensor);
+    case Kind::kInts: return take_list<int64_t>(given, stack, is_number, to_number);
     case Kind::kInt:
       if (THPDtype_Check(given)) {
         stack.emplace_back(static_cast<int64_t>(reinterpret_cast<THPDtype*>(given)->scalar_type));
         return true;
       }
-      if (!PyLong_CheckExact(given)) return false;
-      stack.emplace_back(static_cast<int64_t>(PyLong_AsLongLong(given)));
+      if (!is_number(given)) return false;
+      stack.emplace_back(to_number(given));
       return true;
-    case Kind::kInts: {
-      c10::List<int64_t> numbers;
-      const bool taken = take_all(given, numbers, [&](PyObject* item) {
-        if (!PyLong_CheckExact(item)) return false;
-        numbers.push_back(PyLong_AsLongLong(item));
-        return true;
-      });
-      stack.emplace_back(std::move(numbers));
-      return taken;
-    }
     case Kind::kFloat:
       if (!PyFloat_CheckExact(given)) return false;
       stack.emplace_back(PyFloat_AS_DOUBLE(given));
@@ -215,10 +207,9 @@ PyTypeObject* call_type() {
 // Returns a callable that does what `torchs`, torch's callable for the op, does; a new reference,
 // or null with an exception set. It lives as long as the process.
 extern "C" __attribute__((visibility("default"))) PyObject* symm_cp_op_call(const char* name,
-                                                                            const char* overload,
                                                                             PyObject* torchs) {
   HANDLE_TH_ERRORS
-  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   auto arguments = std::make_unique<std::vector<Argument>>();
   for (const c10::Argument& argument : op.schema().arguments())
     arguments->push_back(describe(argument));

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from symm_cp import env, trusted
 from symm_cp.native.compiler import FLAGS, Compiler, find_compiler, processor
 from symm_cp.native.errors import BuildError, explained, say
 from symm_cp.native.objects import Objects
-from symm_cp.native.sources import GLUE, Sources, Unit, source_dir
+from symm_cp.native.sources import Sources, source_dir
 
 _DAY = 24 * 3600
 #: How long libraries stay that nobody loads, in seconds: a change of the sources makes a new one.
@@ -112,11 +113,7 @@ def _compile_glue(sources: Sources, target: Path) -> None:
     compiler = Compiler(sources.folder)
     objects = Objects(target.parents[1] / "objects", sources, compiler)
     flags = (f"-isystem{headers}", "-fvisibility=hidden")
-    levels = dict(zip(GLUE, ("-O0", "-O1"), strict=True))
-    units = [
-        Unit(name.removesuffix(".cpp").replace("/", "_"), (name,), True, (*flags, level))
-        for name, level in levels.items()
-    ]
+    units = [replace(unit, flags=(*flags, *unit.flags)) for unit in sources.glue]
     made = objects.compile(units)
     _link(compiler, objects, made, target, "torch_python", "torch_cpu", "c10")
 

@@ -88,7 +88,7 @@ def load_glue() -> ctypes.CDLL:
     ]
     call = glue.symm_cp_op_call
     call.restype = ctypes.py_object
-    call.argtypes = [TEXT, TEXT, ctypes.py_object]
+    call.argtypes = [TEXT, ctypes.py_object]
     return glue
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from symm_cp.native.errors import BuildError
 
 #: Need Python's headers, so they are a library of their own (native/building.py). They give Python
-#: the backend of torch.distributed, and calls of ops that take less time than torch's.
-GLUE = ("backend/glue.cpp", "ops/glue.cpp")
+#: the backend of torch.distributed, and calls of ops that take less time than torch's. With levels:
+#: the first runs once for each group.
+GLUE = {"backend/glue.cpp": "-O0", "ops/glue.cpp": "-O1"}
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 LEVELS = {
     "attention/merge.cpp": "-O3",
@@ -111,6 +112,11 @@ class Sources:
         backend = tuple(name for name in names if name.startswith("backend/"))
         ops = tuple(name for name in names if name not in backend)
         return [Unit("torch_ops", ops, True), Unit("torch_backend", backend, True)]
+
+    @cached_property
+    def glue(self) -> list[Unit]:
+        """The units that include Python's headers: one for each source."""
+        return [replace(self._alone(name), flags=(level,)) for name, level in GLUE.items()]
 
     def parts(self, unit: Unit) -> list[Unit]:
         """Returns a unit for each source of a unit."""

@@ -29,7 +29,7 @@ from symm_cp.group.memory import (
     unknown_group,
 )
 from symm_cp.native import wire
-from symm_cp.ops.direct import direct
+from symm_cp.ops.direct import direct, op_of
 from symm_cp.ops.op import Kernel
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
 from symm_cp.runtime import process_group
@@ -494,14 +494,13 @@ def public_name(op: str) -> str:
 def op_for(name: str, device: torch.device, uneven: Uneven = ()) -> Any:
     """Returns the op that runs our kernel on a device: torch's of that name, or else ours.
 
-    Ours if there are sizes of uneven parts, in any case. It is an overload: without its name torch
-    would look for it in each call.
+    Ours if there are sizes of uneven parts, in any case.
 
     torch's kernels for CUDA fail for some arguments (scaled products of which the last dimension is
     gathered or scattered, negative dimensions, float8 results), round more often (the last
     dimension in 16 bits), and wait without end.
     """
-    return getattr(torch.ops.symm_mem, _name_for(name, device, uneven)).default
+    return op_of(_name_for(name, device, uneven))
 
 
 def caller(name: str, tensor: torch.Tensor, uneven: Uneven = ()) -> Callable[..., Any]:

@@ -27,18 +27,18 @@ def direct(name: str) -> Callable[..., Any]:
     While torch compiles it is that op itself.
     """
     if torch.compiler.is_compiling():
-        return _op(name)
+        return op_of(name)
     call = _calls.get(name)
     if call is None:
-        op, glue = _op(name), _glue()
-        schema = op._schema
-        made = glue and glue.symm_cp_op_call(
-            schema.name.encode(), schema.overload_name.encode(), op
-        )
-        call = _calls[name] = made or op
+        op, glue = op_of(name), _glue()
+        call = _calls[name] = glue.symm_cp_op_call(op._schema.name.encode(), op) if glue else op
     return call
 
 
-def _op(name: str) -> torch._ops.OpOverload:
-    overload: torch._ops.OpOverload = getattr(torch.ops.symm_mem, name).default
-    return overload
+def op_of(name: str) -> torch._ops.OpOverload:
+    """Returns `torch.ops.symm_mem.<name>.default`.
+
+    It is an overload: without its name torch would look for it in each call.
+    """
+    op: torch._ops.OpOverload = getattr(torch.ops.symm_mem, name).default
+    return op

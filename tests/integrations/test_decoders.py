@@ -30,6 +30,7 @@ from tests.integrations.common import (
     under_context_parallel,
 )
 from tests.integrations.decoders import CLIENTS, REFUSED, STRANGERS
+from tests.integrations.rounding import largest, size
 from tests.pool import Ranks
 
 # Divisible by no number of ranks or chunks here.
@@ -142,20 +143,16 @@ def errors(actual: Result, exact: Result) -> dict[str, float]:
     return {name: size(a.double() - b) / max(size(b), 1e-3) for name, (a, b) in pairs.items()}
 
 
-def size(tensor: torch.Tensor) -> float:
-    return float(tensor.double().square().mean().sqrt())
-
-
 def errs_like_one_process(group: dist.ProcessGroup, client: Client) -> None:
     single = replace(client, dtype=torch.float32)
-    # The loss is one number, and some weights have eight: errors of one run say little.
+    # The loss is one number, and some weights have eight.
     runs = []
     for _ in range(4):
         batch = batch_of("no mask", 24)
         exact = in_one_process(client, batch)
         with bfloat16():
             runs.append(errors(in_one_process(single, batch), exact))
-    rounded = {name: max(run[name] for run in runs) for name in runs[0]}
+    rounded = largest(runs)
     balancer = symm_cp.HeadTail(24, group.size())
     spread = under_context_parallel(group, single, batch, balancer=balancer, around=bfloat16)
     for name, error in errors(spread, exact).items():

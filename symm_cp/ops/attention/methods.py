@@ -156,8 +156,6 @@ def split_by(
     """
     if isinstance(method, Method):
         return group_name(mesh), method
-    if method is None and isinstance(mesh, (str, dist.ProcessGroup)):  # what most calls give
-        return group_name(mesh), OF_NAME[default_method()]
     dims = mesh.ndim if isinstance(mesh, DeviceMesh) else 1
     if isinstance(method, tuple | list):
         if tuple(method) not in (("ulysses", "allgather"), ("allgather", "ulysses")):

@@ -642,12 +642,9 @@ def all_gather_matmul(
     name = group_name(group)
     uneven = uneven_parts(sizes, name)
     matrices = [weights] if single else list(weights)
-    call = caller(GATHER, shard, uneven)
-    if uneven:
-        made = call(shard, matrices, gather_dim, name, *uneven, return_A=return_gathered)
-    else:  # stars and keywords in one call take a microsecond
-        made = call(shard, matrices, gather_dim, name, return_A=return_gathered)
-    gathered, outputs = made
+    gathered, outputs = caller(GATHER, shard, uneven)(
+        shard, matrices, gather_dim, name, *uneven, return_A=return_gathered
+    )
     result = outputs[0] if single else outputs
     return (gathered, result) if return_gathered else result
 

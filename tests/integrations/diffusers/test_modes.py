@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.exhaustive import exhaustive
 from tests.integrations.diffusers.test_models import DEGREES, checks, ranks_of
+from tests.integrations.rounding import largest, size
 from tests.pool import Ranks
 
 pytestmark = exhaustive
@@ -85,9 +86,6 @@ def errs_like_one_process(group: dist.ProcessGroup, degrees: dict[str, Any]) -> 
         name: value.float() if torch.is_tensor(value) else value for name, value in inputs.items()
     }
 
-    def size(error: torch.Tensor) -> float:
-        return float(error.double().square().mean().sqrt())
-
     def errors(model: nn.Module) -> dict[str, float]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             result = run_model(model.float(), single)
@@ -102,14 +100,13 @@ def errs_like_one_process(group: dist.ProcessGroup, degrees: dict[str, Any]) -> 
                 found[name] = size(other - grad)
         return found
 
-    # Some tensors have eight numbers, whose errors in one run say little: the largest of three
-    # runs, in which different numbers are rounded up.
+    # Some tensors have eight numbers: three runs, in which different ones are rounded up.
     exact_states = single["hidden_states"]
     runs = []
     for _ in range(3):
         single["hidden_states"] = exact_states * (1 + 2**-9 * torch.randn_like(exact_states))
         runs.append(errors(client.make()))
-    rounded = {name: max(run[name] for run in runs) for name in runs[0]}
+    rounded = largest(runs)
     single["hidden_states"] = exact_states
 
     integration.enable()

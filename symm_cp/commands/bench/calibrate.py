@@ -48,6 +48,9 @@ _TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 _HEADS, _HEAD_DIM = 4, 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MIN_REPETITIONS, _MAX_REPETITIONS = 5, 50
+#: What takes longer than this is measured once: noise is small beside it, and a processor without
+#: instructions for bfloat16 multiplies two matrices of 1024 x 1024 in 2.4 s.
+_LONG_SECONDS = 0.3
 _BRIEF_SECONDS = 0.01  # for each point
 _MIN_SECONDS = 1e-9  # a curve must not contain zeros
 # The least difference of two times, as a share of the first: noise may be larger than the
@@ -136,8 +139,12 @@ class _Meter:
         With `cold`, a matmul first evicts everything else from a core's own caches, as the work
         between two ops does.
         """
-        spent = max(self._once(run, before, cold) for _ in range(2))
-        own = [self._once(run, before, cold) for _ in range(self._repetitions(spent))]
+        (first,) = slowest([self._once(run, before, cold)], self.group)
+        if first > _LONG_SECONDS:
+            return first
+        (second,) = slowest([self._once(run, before, cold)], self.group)
+        repetitions = self._repetitions(max(first, second))
+        own = [self._once(run, before, cold) for _ in range(repetitions)]
         return max(_MIN_SECONDS, statistics.median(slowest(own, self.group)))
 
     def _once(self, run: Callable[[], object], before: Callable[[], object], cold: bool) -> float:
@@ -149,9 +156,8 @@ class _Meter:
         run()
         return time.perf_counter() - start
 
-    def _repetitions(self, spent: float) -> int:
-        """Returns how many repetitions fit into the time, identically on all ranks."""
-        (longest,) = slowest([spent], self.group)
+    def _repetitions(self, longest: float) -> int:
+        """Returns how many repetitions fit into the time."""
         fitting = int(self._budget / max(1e-9, longest))
         return max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, fitting))
 
@@ -392,8 +398,8 @@ def measure(
     """Returns this machine as measured, identically on all ranks. Collective; takes about 10 s.
 
     Without `kernels` it takes 2 s, and the machine is for work whose kernel is timed separately.
-    Raises `BusyError` if more work took less time, and with `idle` also if other programs take
-    cores from the ranks.
+    With `idle`, raises `BusyError` if other programs take cores from the ranks, or if more work
+    took less time; without, rank 0 prints the latter.
     """
     meter = _Meter(group, progress, seconds)
     if idle:
@@ -406,7 +412,11 @@ def measure(
     if idle:
         _check_idle(meter, "after the measurement")
     if meter.implausible and kernels:
-        raise BusyError(f"more work took less time: {'; '.join(meter.implausible)}")
+        fallen = f"more work took less time: {'; '.join(meter.implausible)}"
+        if idle:
+            raise BusyError(fallen)
+        if group.rank() == 0:
+            print(f"symm-cp calibrate: {fallen}; measure again when idle", file=sys.stderr)
     fastest = max(size / seconds for size, seconds in _points(curves["matmul.float32"]))
     rate = max(size / seconds for size, seconds in _points(curves["copy"]))
     memory = float(_memory_bytes())

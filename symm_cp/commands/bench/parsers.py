@@ -98,7 +98,11 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file to write (default: where trace and tune look for it)",
     )
-    add("--force", action="store_true", help="measure although other programs use the cores")
+    add(
+        "--force",
+        action="store_true",
+        help="write what was measured although other programs use the cores",
+    )
     add_rendezvous(parser)
 
 

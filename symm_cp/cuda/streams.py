@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -69,8 +68,61 @@ from symm_cp.tensors.alignment import part_offsets, scratch, scratch_rows
 from symm_cp.tensors.dtypes import real, wide
 from symm_cp.tensors.shards import Extent, Shards, Split, ViewAt, viewing
 
-# The numbers of the calls that a group's ranks have compared.
-_NUMBERS: StateKey[itertools.count[int]] = StateKey("compared calls")
+
+class _Compared:
+    """The calls that a group's ranks have compared: all ranks number them alike.
+
+    Of each number either all ranks were there, or one gave up waiting for a rank, which then passes
+    over that number. Which it was is decided once, by the first rank that says so.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.met = 1, 0
+
+    def agree(self, group: Group, call_name: bytes, limit: datetime.timedelta) -> None:
+        """Raises `RuntimeError` on every rank unless all ranks make this call now."""
+        store, begin = group.store(), f"symm_cp/{generation(group)}/call"
+
+        def key(number: int, what: object) -> str:
+            return f"{begin}/{number}/{what}"
+
+        while store.check([key(self.number, "end")]):  # without this rank
+            self.number += 1
+        number = self.number
+        self.number += 1
+        store.set(key(number, group.rank), call_name)
+        end, missing = _MET, None
+        for rank in range(group.world_size):
+            try:
+                store.wait([key(number, rank)], limit)
+            except RuntimeError as error:
+                end, missing = f"rank {group.rank} gave up", error
+                break
+        end = store.compare_set(key(number, "end"), "", end).decode()
+        if end != _MET:
+            raise reported(
+                RuntimeError(
+                    f"symm_cp: {call_name.decode()}: rank {rank} has not made its call number "
+                    f"{number} of group {group.name!r} within {limit.total_seconds():g} s"
+                    if missing is not None
+                    else f"symm_cp: {call_name.decode()}: {end} waiting for call number {number} "
+                    f"of group {group.name!r}"
+                )
+            ) from missing
+        calls = [store.get(key(number, rank)).decode() for rank in range(group.world_size)]
+        # Every rank has come to this call: nobody needs the keys of those before.
+        for before in range(self.met, number):
+            store.delete_key(key(before, group.rank))
+            if group.rank == 0:
+                store.delete_key(key(before, "end"))
+        self.met = number
+        if len(set(calls)) > 1:
+            by_rank = ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
+            raise reported(RuntimeError(f"symm_cp: ranks disagree: {by_rank}"))
+
+
+_MET = "met"
+_COMPARED: StateKey[_Compared] = StateKey("compared calls")
 
 
 def agree(group: Group, call_name: bytes) -> None:
@@ -78,34 +130,8 @@ def agree(group: Group, call_name: bytes) -> None:
 
     Also when a rank makes no call within the time-out.
     """
-    if not env.debug() or group.world_size == 1:
-        return
-    store, begin = group.store(), f"symm_cp/{generation(group)}/call"
-    numbers = group.state(_NUMBERS, _first_number)
-    number = next(numbers)
-    store.set(f"{begin}/{number}/{group.rank}", call_name)
-    limit = wait_limit(group)
-    calls = []
-    for rank in range(group.world_size):
-        try:
-            store.wait([f"{begin}/{number}/{rank}"], limit)
-        except RuntimeError as error:
-            raise reported(
-                RuntimeError(
-                    f"symm_cp: {call_name.decode()}: rank {rank} has not made its call number "
-                    f"{number} of group {group.name!r} within {limit.total_seconds():g} s"
-                )
-            ) from error
-        calls.append(store.get(f"{begin}/{number}/{rank}").decode())
-    # Every rank has made this call, so every rank has read the keys of the last one.
-    store.delete_key(f"{begin}/{number - 1}/{group.rank}")
-    if len(set(calls)) > 1:
-        by_rank = ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
-        raise reported(RuntimeError(f"symm_cp: ranks disagree: {by_rank}"))
-
-
-def _first_number() -> itertools.count[int]:
-    return itertools.count(1)
+    if env.debug() and group.world_size > 1:
+        group.state(_COMPARED, _Compared).agree(group, call_name, wait_limit(group))
 
 
 def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> None:

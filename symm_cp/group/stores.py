@@ -65,6 +65,10 @@ class TimedStore:
         """Adds to a number; returns the sum."""
         return self._ask(key, lambda: self.untimed.add(key, value))
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Writes a value where the expected one is, or none for ""; returns what is there then."""
+        return self._ask(key, lambda: self.untimed.compare_set(key, expected, desired))
+
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are there."""
         return self._ask(keys[0], lambda: self.untimed.check(list(keys)))

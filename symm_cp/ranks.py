@@ -217,8 +217,7 @@ def run_limited(
             time.sleep(_POLL_SECONDS)
         late = [p.poll() is None for p in started]
     finally:
-        for process in started:
-            process.kill()
+        _kill(started)
         _wait(started, _GRACE_SECONDS / 5)
     return [None if was_late else p.poll() for p, was_late in zip(started, late, strict=True)]
 
@@ -277,11 +276,17 @@ def _run(arguments: Sequence[str], world_size: int) -> list[int]:
                 break
             time.sleep(_POLL_SECONDS)
     finally:
+        _kill(started)
         for process in started:
-            if process.poll() is None:
-                process.kill()
             process.wait()
     return [process.returncode for process in started]
+
+
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Ends processes; all stop before the first dies, else its peers would report its death."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            process.send_signal(number)  # does nothing once it has ended
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:

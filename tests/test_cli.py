@@ -126,9 +126,8 @@ def test_an_interrupt_ends_a_command_and_its_ranks_in_a_line(tmp_path: Path) -> 
     out = str(tmp_path / "machine.toml")
     code, error = interrupted(["calibrate", "--force", "--seconds", "2", "--out", out], "calls")
     assert code == 130, error
-    assert [line for line in error.splitlines() if line and "/12" not in line] == [
-        "symm-cp: interrupted"
-    ]
+    lines = [line for line in error.splitlines() if line and "/12" not in line]
+    assert lines == ["symm-cp: interrupted"], error
 
 
 def test_a_terminal_interrupts_no_rank(tmp_path: Path) -> None:

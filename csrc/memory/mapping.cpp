@@ -169,4 +169,65 @@ void Mapping::barrier(int channel, int64_t timeout_ms) {
     await((rank() + step) % world_size(), channel, budget, "barrier");
 }
 
+int64_t* Mapping::number_of(int owner) const {
+  char* end = static_cast<char*>(pads_[owner]) + pad_bytes_ / sizeof(int64_t) * sizeof(int64_t);
+  return reinterpret_cast<int64_t*>(end) - 1;
+}
+
+// The last words of the pad before that number.
+Word* Mapping::counter(int owner, int source) const {
+  if (pad_bytes_ < 2 * sizeof(int64_t) + world_size() * sizeof(Word))
+    throw std::out_of_range("a signal pad of " + text(static_cast<int64_t>(pad_bytes_)) +
+                            " bytes has no room for counted signals of " + text(world_size()) +
+                            " ranks");
+  return reinterpret_cast<Word*>(number_of(owner)) - world_size() + source;
+}
+
+void Mapping::put_number(int owner, int64_t* number, int64_t value) {
+  peers_->check_owned("a signal");
+  reinterpret_cast<std::atomic<int64_t>*>(number)->store(value, std::memory_order_seq_cst);
+  wake_sleepers(reinterpret_cast<Word*>(number), &control(owner).sleepers);
+}
+
+void Mapping::await_number(int64_t* number, int source, const char* op,
+                           const std::function<bool(int64_t)>& ready) {
+  peers_->check_owned(op);
+  WaitBudget budget = budget_of(0);
+  const auto* whole = reinterpret_cast<std::atomic<int64_t>*>(number);
+  const std::string who = source < 0 ? "a peer" : "rank " + text(source);
+  wait_until(
+      reinterpret_cast<Word*>(number), &control(rank()).sleepers, spins_, budget,
+      [&](uint32_t) { return ready(whole->load(std::memory_order_acquire)); },
+      [&](bool expired) {
+        const std::string context = "rank " + text(rank()) + " waiting for the signal of " + who +
+                                    ", seeing " + text(whole->load(std::memory_order_acquire));
+        for (int peer = 0; peer < world_size(); ++peer)
+          if (peer != rank() && (source < 0 ? world_size() == 2 : peer == source))
+            throw_if_peer_lost(peer, false, budget, context);
+        if (expired)
+          throw PeerError(context + ": timed out after " + text(budget.limit.count()) + " ms");
+      });
+}
+
+void Mapping::count_signal(int destination) {
+  peers_->check_owned("a signal");
+  Word* word = counter(destination, rank());
+  word->fetch_add(1, std::memory_order_seq_cst);
+  wake_sleepers(word, &control(destination).sleepers);
+}
+
+void Mapping::take_signal(int source, const char* op) {
+  peers_->check_owned(op);
+  WaitBudget budget = budget_of(0);
+  Word* word = counter(rank(), source);
+  wait_until(
+      word, &control(rank()).sleepers, spins_, budget, [](uint32_t v) { return v > 0; },
+      [&](bool expired) {
+        throw_if_peer_lost(
+            source, expired, budget,
+            "rank " + text(rank()) + " waiting for the signal of rank " + text(source));
+      });
+  word->fetch_sub(1, std::memory_order_seq_cst);
+}
+
 }  // namespace symm_cp

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,7 +59,19 @@ class Mapping {
   void wait_signal(int source, int channel, int64_t timeout_ms);
   void barrier(int channel, int64_t timeout_ms);
 
+  // One-sided signals, up to the time-out of the group. Of one kind are numbers of 64 bits in the
+  // memory of a rank, such as the one at the end of its pad: the writes of a rank before it puts a
+  // number are seen by whoever sees the number. `source` may be -1: any rank.
+  void put_number(int owner, int64_t* number, int64_t value);
+  void await_number(int64_t* number, int source, const char* op,
+                    const std::function<bool(int64_t)>& ready);
+  int64_t* number_of(int owner) const;
+  // The others are counted, for each source: a wait takes one.
+  void count_signal(int destination);
+  void take_signal(int source, const char* op);
+
  private:
+  Word* counter(int owner, int source) const;
   void map_peers(const Segment& block, std::vector<Received>& received);
   Word* pad_word(int owner, int source, int channel, const char* op) const;
   WaitBudget budget_of(int64_t timeout_ms) const;
@@ -82,6 +96,12 @@ class Mapping {
 std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& group);
 std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers);
 
+// How far an address lies from the beginning of its allocation; none outside of symmetric memory.
+std::optional<size_t> symmetric_offset(const void* address);
+// Finds the mapping of one-sided operations, which name no group: that of the group of all ranks,
+// or the only one; null where there is none. `address` is in symmetric memory.
+std::shared_ptr<Mapping> find_mapping(const void* address);
+
 // Finds the mapping that the `sequence`-th rendezvous of these peers made; null when it was freed.
 std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence);
 
@@ -95,6 +115,9 @@ void refuse_peers(const std::string& group, const std::string& key, const std::s
 void check_refused_peers(const std::string& group, const Rendezvous& rendezvous, int peer);
 // How long ops of a group wait for a peer unless the user chose otherwise.
 std::chrono::milliseconds timeout_of(const std::string& group);
+
+// How long to wait where no group is named.
+std::chrono::milliseconds default_timeout();
 
 // Forgets the groups that were destroyed; their sockets close when their last mapping goes.
 void release_groups();

@@ -19,16 +19,16 @@ constexpr const char* kTwoShot = "two_shot_all_reduce_";
 constexpr const char* kTwoShotOut = "two_shot_all_reduce_out";
 constexpr const char* kReduceScatter = "reduce_scatter_out";
 
-// `output` is contiguous and of the input's shape and dtype. It may be the input.
+// `output` is contiguous and of the input's shape and dtype. It may be the input, for `in_parts`.
 void all_reduce(const char* op, Group& group, const at::Tensor& given, std::string_view reduce_by,
-                const at::Tensor& output) {
+                const at::Tensor& output, bool in_parts = false) {
   const at::ScalarType dtype = given.scalar_type();
   const ReduceOp reduce_op = check_reduce_op(op, "input", dtype, reduce_by);
   at::Tensor input = given.contiguous();
   bool in_place = input.is_same(given) && is_symmetric(group, input);
   const bool onto_itself = input.const_data_ptr() == output.const_data_ptr();
   // Peers read a symmetric input while this rank writes its output: only in parts can it be both.
-  if (overlap(input, output) && (in_place ? op != kTwoShot : !onto_itself)) {
+  if (overlap(input, output) && (in_place ? !in_parts : !onto_itself)) {
     input = input.clone();
     in_place = false;
   }
@@ -130,11 +130,51 @@ void two_shot_in_place(const c10::OperatorHandle& op, Stack* stack) {
                           ": input is written to, it must not be expanded: sizes ", input.sizes(),
                           ", strides ", input.strides());
         const at::Tensor dense = input.contiguous();
-        all_reduce(kTwoShot, *group, dense, arguments.text(1), dense);
+        all_reduce(kTwoShot, *group, dense, arguments.text(1), dense, true);
         if (!dense.is_same(input)) input.copy_(dense);
       }))
     return call_python(op, stack);
   arguments.end(input);
+}
+
+// torch's multicast kernels sum in the switch between GPUs, and take contiguous tensors in
+// symmetric memory. Here the ranks read each other's memory.
+constexpr const char* kMultimem = "multimem_all_reduce_";
+constexpr const char* kMultimemOneShot = "multimem_one_shot_all_reduce";
+
+void check_multimem(const char* op, const Arguments& arguments) {
+  const std::string& reduce_op = arguments.text(1);
+  check_dense(op, "input", arguments.tensor(0));
+  check_symmetric(op, "input", arguments.tensor(0));
+  TORCH_CHECK_VALUE(reduce_op == "sum", op, ": reduce_op='", reduce_op, "' must be 'sum'");
+}
+
+void multimem_in_place(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  const at::Tensor input = arguments.tensor(0);
+  if (!guarded(kMultimem, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+        check_multimem(kMultimem, arguments);
+        all_reduce(kMultimem, *group, input, "sum", input, true);
+      }))
+    return call_python(op, stack);
+  arguments.end(input);
+}
+
+// With a fourth argument, that is the output.
+void multimem_one_shot(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  at::Tensor output = arguments.count() == 4 ? arguments.tensor(3) : at::Tensor();
+  if (!guarded(kMultimemOneShot, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+        const at::Tensor& input = arguments.tensor(0);
+        check_multimem(kMultimemOneShot, arguments);
+        if (output.defined())
+          check_out(kMultimemOneShot, "out", output, input.sizes(), input.scalar_type());
+        else
+          output = new_output(input, input.sizes());
+        all_reduce(kMultimemOneShot, *group, input, "sum", output);
+      }))
+    return call_python(op, stack);
+  arguments.end(std::move(output));
 }
 
 // The sizes of the output of a reduce-scatter.
@@ -211,6 +251,9 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
          torch::CppFunction::makeFromBoxedFunction<&one_shot_copy_out>());
   m.impl("two_shot_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&two_shot_in_place>());
   m.impl("two_shot_all_reduce_out", torch::CppFunction::makeFromBoxedFunction<&two_shot_out>());
+  m.impl("multimem_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&multimem_in_place>());
+  for (const char* name : {"multimem_one_shot_all_reduce", "multimem_one_shot_all_reduce_out"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&multimem_one_shot>());
   for (const char* name : {"reduce_scatter_out", "_reduce_scatter"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reduce_scatter_kernel>());
 }

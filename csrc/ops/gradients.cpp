@@ -378,7 +378,8 @@ void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
   stack->emplace_back(result);
 }
 
-// Ops that write to an argument for the result have no gradient, as torch's.
+// Ops that write to an argument for the result have no gradient, as torch's; nor have those on
+// symmetric memory that torch has on GPUs only.
 void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
@@ -387,9 +388,8 @@ void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
     if (!values[i].isTensor()) continue;
     const at::Tensor tensor = values[i].toTensor();
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !needs_gradient(name, tensor), name,
-        ": has no gradient, as it writes its result to an argument, and ", arguments[i].name(),
-        " requires grad: use an op that returns its result, or torch.no_grad()");
+        !needs_gradient(name, tensor), name, ": has no gradient, and ", arguments[i].name(),
+        " requires grad: use an op that has one and returns its result, or torch.no_grad()");
     if (!tensor.is_neg() && !tensor.is_conj()) continue;
     // torch would return an input with such a bit, as some of its schemas say, and copy the result
     // back to an output at once, before a transfer is complete.
@@ -403,15 +403,24 @@ void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   redispatch(op, keys, stack);
 }
 
-// Lets autograd notice that a tensor that it has saved was overwritten. Returns the tensor that was
-// written. On other devices torch's ops stay as they are.
+// Lets autograd notice that tensors that it has saved were overwritten. On other devices torch's
+// ops stay as they are.
 void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  std::vector<at::Tensor> written;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    const auto* alias = arguments[i].alias_info();
+    if (alias == nullptr || !alias->isWrite()) continue;
+    if (value.isTensor()) written.push_back(value.toTensor());
+    if (value.isTensorList()) written = value.toTensorVector();
+  }
   {
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   }
-  const at::Tensor& written = stack->back().toTensor();
-  if (written.is_cpu() && !written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
+  for (const at::Tensor& tensor : written)
+    if (tensor.is_cpu() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 using AutogradKernel = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*);
@@ -449,16 +458,45 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
 TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
   m.impl("two_shot_all_reduce_",
          torch::CppFunction::makeFromBoxedFunction<&telling<&two_shot_autograd>>());
-  for (const char* name : {"one_shot_all_reduce_out", "one_shot_all_reduce_copy_out",
-                           "two_shot_all_reduce_out", "reduce_scatter_out"})
+  for (const char* name :
+       {"one_shot_all_reduce_out", "one_shot_all_reduce_copy_out", "two_shot_all_reduce_out",
+        "reduce_scatter_out", "all_to_all_vdev", "all_to_all_vdev_2d", "all_to_all_vdev_2d_offset",
+        "tile_reduce", "multi_root_tile_reduce", "nccl_reduce_scatter_offset",
+        "multimem_all_reduce_", "multimem_one_shot_all_reduce", "multimem_one_shot_all_reduce_out",
+        "multimem_one_shot_reduce_out", "multimem_all_gather_out", "nvshmem_broadcast",
+        "nvshmem_all_to_all"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&out_autograd>>());
+  for (const char* name :
+       {"nvshmem_put", "nvshmem_get", "nvshmem_put_with_signal", "nvshmem_wait_for_signal",
+        "nccl_put", "nccl_get", "nccl_put_with_signal", "nccl_wait_for_signal", "nccl_put_signal",
+        "stream_write_value32_", "memset32_", "_async_input_mm"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&out_autograd>());
 }
 
 TORCH_LIBRARY_IMPL(symm_mem, ADInplaceOrView, m) {
-  for (const char* name :
-       {"two_shot_all_reduce_", "two_shot_all_reduce_out", "one_shot_all_reduce_out",
-        "one_shot_all_reduce_copy_out", "reduce_scatter_out", "_low_contention_all_gather_out",
-        "_low_contention_reduce_scatter_out"})
+  for (const char* name : {"two_shot_all_reduce_",
+                           "two_shot_all_reduce_out",
+                           "one_shot_all_reduce_out",
+                           "one_shot_all_reduce_copy_out",
+                           "reduce_scatter_out",
+                           "_low_contention_all_gather_out",
+                           "_low_contention_reduce_scatter_out",
+                           "all_to_all_vdev",
+                           "all_to_all_vdev_2d",
+                           "all_to_all_vdev_2d_offset",
+                           "tile_reduce",
+                           "multi_root_tile_reduce",
+                           "nccl_reduce_scatter_offset",
+                           "multimem_all_reduce_",
+                           "multimem_one_shot_all_reduce_out",
+                           "multimem_one_shot_reduce_out",
+                           "multimem_all_gather_out",
+                           "nvshmem_broadcast",
+                           "nvshmem_all_to_all",
+                           "nvshmem_get",
+                           "nccl_get",
+                           "stream_write_value32_",
+                           "memset32_"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&count_modification>());
 }
 

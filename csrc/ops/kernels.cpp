@@ -306,12 +306,26 @@ void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op)
   exchange.reduce_op = reduce_op;
 }
 
+std::shared_ptr<Mapping> mapping_of(const Group& group, const void* address) {
+  const auto peers = group.known_peers();
+  return peers != nullptr ? find_mapping(address, *peers) : find_mapping(address, group.name());
+}
+
+std::shared_ptr<Mapping> mapping_of(const Group& group, int64_t sequence) {
+  const auto peers = group.known_peers();
+  return peers != nullptr ? find_mapping(*peers, sequence) : nullptr;
+}
+
 bool is_symmetric(const Group& group, const at::Tensor& tensor) {
   if (tensor.numel() == 0) return false;  // it has no address
-  const auto peers = group.known_peers();
-  const void* address = tensor.const_data_ptr();
-  return (peers != nullptr ? find_mapping(address, *peers) : find_mapping(address, group.name())) !=
-         nullptr;
+  return mapping_of(group, tensor.const_data_ptr()) != nullptr;
+}
+
+void check_symmetric(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.numel() == 0 || symmetric_offset(tensor.const_data_ptr()).has_value(),
+                    op, ": ", name,
+                    " is not in symmetric memory, as this op requires on GPUs: allocate it with "
+                    "torch.distributed._symmetric_memory.empty()");
 }
 
 bool serves_small_matmuls() { return small_matmuls.load(std::memory_order_relaxed); }

@@ -19,6 +19,7 @@
 #include "channel/group.h"
 #include "exchange/exchange.h"
 #include "exchange/trace.h"
+#include "memory/mapping.h"
 #include "memory/pool.h"
 
 namespace symm_cp::kernels {
@@ -163,8 +164,15 @@ std::string name_sizes(const std::vector<int64_t>& sizes);
 // Sets how an exchange reduces elements: complex ones as pairs of real ones.
 void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op);
 
+// The memory that a group's ranks gave with the tensor at an address, or at a rendezvous of that
+// number; null where there is none.
+std::shared_ptr<Mapping> mapping_of(const Group& group, const void* address);
+std::shared_ptr<Mapping> mapping_of(const Group& group, int64_t sequence);
 // Whether a tensor lies in symmetric memory that was rendezvoused with the group.
 bool is_symmetric(const Group& group, const at::Tensor& tensor);
+// Raises ValueError for a tensor that is not in symmetric memory, where torch's ops on GPUs take no
+// other. Whether it was rendezvoused is left to the caller.
+void check_symmetric(const char* op, const char* name, const at::Tensor& tensor);
 // Whether products of small matrices, and attention of few tokens, are computed by native kernels:
 // not while a way is forced, which Python has all of.
 bool serves_small_matmuls();

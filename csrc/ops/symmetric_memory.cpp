@@ -98,10 +98,15 @@ milliseconds own_timeout_of(c10d::ProcessGroup& group) {
   return kProcessGroupDefaultTimeout;
 }
 
+std::optional<milliseconds> chosen_timeout() {
+  const char* chosen = std::getenv("SYMM_CP_TIMEOUT_MS");
+  if (chosen == nullptr || std::atoll(chosen) <= 0) return std::nullopt;
+  return milliseconds(std::atoll(chosen));
+}
+
 milliseconds timeout_of(c10d::ProcessGroup& group) {
-  if (const char* chosen = std::getenv("SYMM_CP_TIMEOUT_MS"); chosen && std::atoll(chosen) > 0)
-    return milliseconds(std::atoll(chosen));
-  return own_timeout_of(group);
+  const auto chosen = chosen_timeout();
+  return chosen ? *chosen : own_timeout_of(group);
 }
 
 bool current(const GroupPeers& known, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
@@ -243,6 +248,7 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
   int get_world_size() override { return mapping_->world_size(); }
   c10::Device get_device() override { return c10::Device(c10::DeviceType::CPU); }
   bool world_within_direct_access() override { return true; }
+  const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
 
   void barrier(int channel, size_t timeout_ms) override {
     guarded([&] { mapping_->barrier(channel, static_cast<int64_t>(timeout_ms)); });
@@ -363,7 +369,9 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
 };
 
 const bool registered = [] {
-  symm::register_allocator(c10::DeviceType::CPU, c10::make_intrusive<CpuAllocator>());
+  const auto allocator = c10::make_intrusive<CpuAllocator>();
+  symm::register_allocator(c10::DeviceType::CPU, allocator);
+  symm::register_availability(allocator->name(), allocator);  // for set_backend("SHM")
   return true;
 }();
 
@@ -388,6 +396,24 @@ std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& na
     group_peers = it->second;
   }
   return find_mapping(address, *group_peers->peers);
+}
+
+std::optional<size_t> symmetric_offset(const void* address) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  const auto block = registry().find(address);
+  if (block == nullptr) return std::nullopt;
+  return static_cast<size_t>(static_cast<const char*>(address) - block->segment.data());
+}
+
+std::shared_ptr<Mapping> find_mapping(const void* address) {
+  std::map<std::string, std::shared_ptr<Mapping>> known;
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    if (const auto block = registry().find(address)) known = block->mappings;
+  }
+  if (known.size() == 1) return known.begin()->second;
+  const auto all = known.find("0");  // torch's name of the group of all ranks
+  return all == known.end() ? nullptr : all->second;
 }
 
 std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
@@ -425,6 +451,14 @@ milliseconds timeout_of(const std::string& name) {
   const auto process_group = try_resolve(name);
   return process_group ? timeout_of(*process_group)
                        : symm::get_group_info(name).store->getTimeout();
+}
+
+milliseconds default_timeout() { return chosen_timeout().value_or(kProcessGroupDefaultTimeout); }
+
+std::shared_ptr<Mapping> mapping_of_handle(symm::SymmetricMemory& handle) {
+  auto* ours = dynamic_cast<CpuSymmetricMemory*>(&handle);
+  TORCH_CHECK_VALUE(ours != nullptr, "hdl is not of symmetric memory on CPU");
+  return ours->mapping();
 }
 
 void release_groups() {

@@ -29,6 +29,7 @@ from symm_cp.native.sources import Sources, source_dir
 _DAY = 24 * 3600
 #: How long libraries stay that nobody loads, in seconds: a change of the sources makes a new one.
 _MAX_AGE = 30 * _DAY
+_GLUE = "libsymm_cp_glue.so"
 
 
 def cache_key() -> str:
@@ -64,7 +65,13 @@ def build_glue(verbose: bool = False) -> Path:
     Raises `BuildError`, also where Python's headers are missing.
     """
     what = "the backend of torch.distributed"
-    return _build("libsymm_cp_glue.so", _compile_glue, what, "5 to 20 seconds once", verbose)
+    return _build(_GLUE, _compile_glue, what, "5 to 20 seconds once", verbose)
+
+
+def glue_is_built() -> bool:
+    """Tells whether `build_glue` would return at once."""
+    with explained():
+        return _built(library_path().with_name(_GLUE))
 
 
 def _build(
@@ -95,6 +102,9 @@ def _compile(sources: Sources, target: Path) -> None:
     objects = Objects(target.parents[1] / "objects", sources, compiler)
     made = objects.compile(sources.plain, sources.torch)
     _link(compiler, objects, made, target, "torch_cpu", "c10")
+    # Now, and not in the first call that could use it: the other ranks would wait for that call.
+    with suppress(BuildError):
+        _compile_glue(sources, target.with_name(_GLUE))
 
 
 def check_headers(headers: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from symm_cp import env
 from symm_cp.native import wire
 from symm_cp.native.bindings import INT, LONG, SIGNATURES, TEXT, VOID
-from symm_cp.native.building import build, build_glue, mark_used, open_verified
+from symm_cp.native.building import build, build_glue, glue_is_built, mark_used, open_verified
 from symm_cp.native.errors import BuildError, explained, say
 
 _OTHER_VERSION = "csrc/ and symm_cp/ are of different versions: install symm_cp again"
@@ -90,6 +90,14 @@ def load_glue() -> ctypes.CDLL:
     call.restype = ctypes.py_object
     call.argtypes = [TEXT, ctypes.py_object]
     return glue
+
+
+def glue_if_built() -> ctypes.CDLL | None:
+    """Returns the library of `build_glue` where that was built; never builds it."""
+    try:
+        return load_glue() if glue_is_built() else None
+    except BuildError:
+        return None
 
 
 def address_of(function: object) -> int:

@@ -17,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
+from symm_cp.ops.op import declared_op
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -24,23 +26,34 @@ _ops = torch.ops.symm_mem
 _ordered: set[str] = set()  # names of ops that ranks call together
 
 
-def no_fake_remote_tensors(x: torch.Tensor, group_name: str) -> list[torch.Tensor]:
-    """A fake kernel that makes the compiler break its graph.
+def breaks_graph(name: str) -> Callable[..., Any]:
+    """Returns a fake kernel that makes the compiler break its graph, so that the op runs as it is.
 
-    What the op returns is memory of the peers. Its schema does not say so, and Inductor would use
-    that memory again for results of its own, as it does with any tensor that is not needed anymore.
+    For ops whose memory the compiler would take for its own: `get_remote_tensors` returns memory of
+    the peers, which Inductor would use again for results; others write to symmetric memory, which
+    the compiler replaces by copies in ordinary memory.
     """
-    raise UnsupportedOperatorException(_ops.get_remote_tensors.default)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedOperatorException(getattr(_ops, name).default)
+
+    refuse.breaks_graph = True  # type: ignore[attr-defined]
+    return refuse
 
 
-def _all_reduce_lowering(input: Any, reduce_op: str, group_name: str) -> Any:
+def _lowering_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Leaves an op on CPU tensors as it is; returns None for others.
+
+    torch's lowerings would place its inputs in symmetric memory. An all-reduce would be lowered to
+    `one_shot_all_reduce_out`, for fixed shapes only.
+    """
     from torch._inductor.lowering import fallback_handler
 
-    if input.get_device().type != "cpu":
+    first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+    if first.get_device().type != "cpu":
         return None
-    # The op itself would be lowered to `one_shot_all_reduce_out`, for fixed shapes only.
-    op = _ops._one_shot_all_reduce.default
-    return fallback_handler(op, add_to_fallback_set=False)(input, reduce_op, group_name)
+    op = _ops._one_shot_all_reduce.default if op is _ops.one_shot_all_reduce.default else op
+    return fallback_handler(op, add_to_fallback_set=False)(*args, **kwargs)
 
 
 def _lowering_in_order(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,8 +63,8 @@ def _lowering_in_order(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     graph, result = V.graph, None
     before = len(graph.operations)
-    if op is _ops.one_shot_all_reduce.default:
-        result = _all_reduce_lowering(*args, **kwargs)
+    if declared_op(op._schema.name.partition("::")[2]).cpu_only:
+        result = _lowering_on_cpu(op, *args, **kwargs)
     if result is None:
         result = lowering.lowerings[op](*args, **kwargs)
     for operation in graph.operations[before:]:
@@ -99,7 +112,7 @@ def teach_inductor() -> None:
     if known is not None and not hasattr(known, "symm_cp"):
 
         def lowered(*args: Any) -> Any:
-            on_cpu = _all_reduce_lowering(*args)
+            on_cpu = _lowering_on_cpu(op, *args)
             return known(*args) if on_cpu is None else on_cpu
 
         lowered.symm_cp = True  # type: ignore[attr-defined]

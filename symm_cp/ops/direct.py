@@ -15,10 +15,7 @@ _calls: dict[str, Callable[..., Any]] = {}
 
 @cache
 def _glue() -> Any:
-    try:
-        return native.load_glue()
-    except native.BuildError:  # no headers of Python: torch's callables do the same
-        return None
+    return native.glue_if_built()  # without headers of Python torch's callables do the same
 
 
 def direct(name: str) -> Callable[..., Any]:

@@ -138,7 +138,8 @@ class Op:
     plan: Kernel | None = None
     #: Optional: waits for the results of an op that returns before they are complete.
     complete: Callable[[torch.Tensor], torch.Tensor] | None = None
-    #: Required where the op writes to an argument: the same as calls that return new tensors.
+    #: Required where the op returns an argument that it writes to: the same as calls that return
+    #: new tensors. torch itself makes such calls of ops that write and return nothing.
     functional: Kernel | None = None
 
     #: The kernel for CPU tensors is native, and calls `kernel` for what it cannot serve.
@@ -148,6 +149,8 @@ class Op:
     #: Results (a schema) and function that the native kernel asks once for each kind of arguments.
     native_plan: tuple[str, Kernel] | None = None
     cpu_only: bool = False
+    #: No other rank takes part; the schema names no group.
+    one_sided: bool = False
     #: torch has a kernel for some devices: `override_cuda_ops` replaces it.
     replaces_torch: bool = False
     #: torch's fake kernel, for devices where torch's kernel runs: where it takes more than ours.
@@ -211,6 +214,7 @@ def declared_op(name: str) -> Op:
 def missing_parts(op: Op) -> list[str]:
     """Returns the names of the parts that a declaration lacks."""
     missing = [part for part in _REQUIRED if getattr(op, part) is None]
-    if op.schema is not None and op.overload._schema.is_mutable and op.functional is None:
+    schema = None if op.schema is None else op.overload._schema
+    if schema is not None and schema.is_mutable and schema.returns and op.functional is None:
         missing.append("functional")
     return missing

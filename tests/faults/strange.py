@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 import symm_cp
 from symm_cp.ops import op as declaration
+from symm_cp.ops.collectives import gpu_only
 from tests.ops.calls import caller, completed
 
 OPS = torch.ops.symm_mem
@@ -274,15 +275,17 @@ def _declared(op: declaration.Op) -> Op:
     return Op(tensors, call, written.index(True) if any(written) else None)
 
 
-#: The first returns memory of the peers. Only graphs and gradients call the others, with layouts
-#: and modifiers that graphs hold. Not covered: with fake tensors the call after them has failed,
-#: and the cause is not known.
+#: The first returns memory of the peers, the last take tensors in symmetric memory only
+#: (tests/ops/test_gpu_only.py). Only graphs and gradients call the others, with layouts and
+#: modifiers that graphs hold. Not covered: with fake tensors the call after them has failed, and
+#: the cause is not known.
 LEFT_OUT = (
     "get_remote_tensors",
     "_gather_sequence",
     "_same_on_all_ranks",
     "flex_all_gather_attention",
     "flex_all_gather_attention_backward",
+    *(op.name for op in gpu_only.OPS),
 )
 
 

@@ -17,6 +17,7 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.ops import exchange_heads, halo, scan
 from symm_cp.ops.attention import few_tokens, gather_kv
 from symm_cp.ops.attention import op as attention
+from symm_cp.ops.collectives import gpu_only
 from symm_cp.ops.matmul import all_reduce, backward
 from symm_cp.ops.matmul.gather import all_gather_matmul_kernel, all_gather_scaled_matmul_kernel
 from symm_cp.ops.matmul.scatter import (
@@ -323,6 +324,7 @@ DECIDE_NOTHING = {
     "_low_contention_all_gather_split", "_low_contention_reduce_scatter_split",
     "_low_contention_all_gather_out", "_low_contention_reduce_scatter_out",
     "_same_on_all_ranks",
+    *(op.name for op in gpu_only.OPS),
 }  # fmt: skip
 DECIDE = [op for op in declared() if op.name not in DECIDE_NOTHING]
 

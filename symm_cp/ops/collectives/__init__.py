@@ -1,5 +1,5 @@
-"""Plain collectives: complete when they return, or in the background."""
+"""Plain collectives: complete when they return, or in the background; and torch's for GPUs."""
 
-from symm_cp.ops.collectives import complete, low_contention
+from symm_cp.ops.collectives import complete, gpu_only, low_contention
 
-__all__ = ["complete", "low_contention"]
+__all__ = ["complete", "gpu_only", "low_contention"]

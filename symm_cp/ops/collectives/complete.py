@@ -23,7 +23,7 @@ from symm_cp.ops.common import (
     scatter_split,
     world_size_of,
 )
-from symm_cp.ops.compiled import no_fake_remote_tensors
+from symm_cp.ops.compiled import breaks_graph
 from symm_cp.ops.matmul.all_reduce import unfused_all_reduce
 from symm_cp.ops.op import (
     LEFT_TO_TORCH,
@@ -48,10 +48,10 @@ _TWO_SHOT = "two_shot_all_reduce_"
 _TWO_SHOT_OUT = "two_shot_all_reduce_out"
 _SCATTER_OUT = "reduce_scatter_out"
 
-_NO_GRADIENT = Elsewhere("csrc/ops/gradients.cpp refuses", differentiable=False)
+NO_GRADIENT = Elsewhere("csrc/ops/gradients.cpp refuses", differentiable=False)
 
 
-def _refusing(op: str) -> Kernel:
+def refusing(op: str) -> Kernel:
     """Returns the kernel for CPU tensors that the native one cannot serve: it raises."""
 
     def refuses(*args: Any) -> Any:
@@ -127,13 +127,14 @@ def _reduce_scatter_fake(
 # symmetric memory, which torch cannot do for CPU tensors. On other devices torch's kernel needs it.
 
 
-def _all_reduced(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+def all_reduced(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Returns the sum over the ranks of an input that need not lie in symmetric memory."""
     total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(input, *rest)
     return total
 
 
 def _two_shot_functional(input: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return input.copy_(_all_reduced(input, *rest))
+    return input.copy_(all_reduced(input, *rest))
 
 
 def _copy_functional(
@@ -141,7 +142,7 @@ def _copy_functional(
 ) -> torch.Tensor:
     _copy_fake(symm_buffer, local_input, *rest)
     if local_input.device.type == "cpu":
-        return _all_reduced(local_input, *rest)
+        return all_reduced(local_input, *rest)
     functionalize = CppFunctionalizeAPI()
     tensors: Any = functionalize.unwrap_tensors((symm_buffer, local_input))
     with functionalize.redispatch_to_next():
@@ -172,8 +173,8 @@ def _native(
     """An op whose kernel is in csrc/ops/collectives.cpp."""
     parts = {
         "schema": TORCHS,
-        "kernel": _refusing(name),
-        "gradient": _NO_GRADIENT,
+        "kernel": refusing(name),
+        "gradient": NO_GRADIENT,
         "vmap": LEFT_TO_TORCH,
         "native": True,
         **parts,
@@ -220,7 +221,7 @@ declare(
     _native(
         f"{_ALL_REDUCE}_out",
         example=_summed_to,
-        **into_output(_ALL_REDUCE, "out", _all_reduce_fake(_ALL_REDUCE), _all_reduced),
+        **into_output(_ALL_REDUCE, "out", _all_reduce_fake(_ALL_REDUCE), all_reduced),
     ),
     _native(_ALL_REDUCE_COPY, _copy_fake, _copied, _copy_functional, **_DIFFERENTIABLE),
     _native(
@@ -235,7 +236,7 @@ declare(
     _native(
         _TWO_SHOT_OUT,
         example=_summed_to,
-        **into_output(_TWO_SHOT_OUT, "out", _all_reduce_fake(_TWO_SHOT_OUT), _all_reduced),
+        **into_output(_TWO_SHOT_OUT, "out", _all_reduce_fake(_TWO_SHOT_OUT), all_reduced),
     ),
     _native(
         _SCATTER_OUT,
@@ -267,7 +268,7 @@ declare(
     ),
     _native(
         "get_remote_tensors",
-        no_fake_remote_tensors,
+        breaks_graph("get_remote_tensors"),
         _remote_example,
         kernel=_get_remote_tensors_cpu,
         gradient=NoGradient("the result has no autograd link to x"),

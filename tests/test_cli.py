@@ -251,9 +251,9 @@ def test_doctor_lists_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_doctor_lists_unneeded_ops_on_one_line() -> None:
     findings = doctor_module.op_findings()
     assert not [finding for finding in findings if finding.detail in ("none", "Meta")]
-    (others,) = (finding for finding in findings if finding.name == "others")
-    assert "as expected" in others.detail
-    assert "multimem_*" in others.detail
+    assert any(finding.name == "multimem_all_reduce_" for finding in findings)
+    for others in (finding for finding in findings if finding.name == "others"):
+        assert "as expected" in others.detail
 
 
 @pytest.mark.exhaustive

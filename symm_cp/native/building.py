@@ -102,9 +102,6 @@ def _compile(sources: Sources, target: Path) -> None:
     objects = Objects(target.parents[1] / "objects", sources, compiler)
     made = objects.compile(sources.plain, sources.torch)
     _link(compiler, objects, made, target, "torch_cpu", "c10")
-    # Now, and not in the first call that could use it: the other ranks would wait for that call.
-    with suppress(BuildError):
-        _compile_glue(sources, target.with_name(_GLUE))
 
 
 def check_headers(headers: Path) -> None:
@@ -117,12 +114,17 @@ def check_headers(headers: Path) -> None:
         )
 
 
+def headers() -> Path:
+    """Returns the folder of Python's headers; raises `BuildError` if they are not there."""
+    folder = Path(sysconfig.get_path("include"))
+    check_headers(folder)
+    return folder
+
+
 def _compile_glue(sources: Sources, target: Path) -> None:
-    headers = Path(sysconfig.get_path("include"))
-    check_headers(headers)
     compiler = Compiler(sources.folder)
     objects = Objects(target.parents[1] / "objects", sources, compiler)
-    flags = (f"-isystem{headers}", "-fvisibility=hidden")
+    flags = (f"-isystem{headers()}", "-fvisibility=hidden")
     units = [replace(unit, flags=(*flags, *unit.flags)) for unit in sources.glue]
     made = objects.compile(units)
     _link(compiler, objects, made, target, "torch_python", "torch_cpu", "c10")

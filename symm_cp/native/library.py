@@ -6,13 +6,21 @@ import atexit
 import ctypes
 import difflib
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from symm_cp import env
 from symm_cp.native import wire
 from symm_cp.native.bindings import INT, LONG, SIGNATURES, TEXT, VOID
-from symm_cp.native.building import build, build_glue, glue_is_built, mark_used, open_verified
+from symm_cp.native.building import (
+    build,
+    build_glue,
+    glue_is_built,
+    headers,
+    mark_used,
+    open_verified,
+)
 from symm_cp.native.errors import BuildError, explained, say
 
 _OTHER_VERSION = "csrc/ and symm_cp/ are of different versions: install symm_cp again"
@@ -55,6 +63,10 @@ def load() -> ctypes.CDLL:
         say(f"{error}; keeping as much as by default")
     # Its thread calls the CUDA driver, which ends with the process.
     atexit.register(library.symm_cp_watch_stop)
+    # Now, and not in the first call that could use it: the other ranks would wait for that call.
+    with suppress(BuildError):
+        headers()
+        build_glue()
     return library
 
 

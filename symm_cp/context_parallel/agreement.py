@@ -57,7 +57,8 @@ _SAME_BATCHES = (
 _SAME_WEIGHTS = (
     "seed all ranks identically before the model is made, load one checkpoint on all, or broadcast "
     "the weights of one rank (DistributedDataParallel over these ranks does, or "
-    "dist.broadcast(parameter.data, src, group=mesh.get_group()) for each)"
+    "dist.broadcast(parameter.data, src, group=mesh.get_group()) for each); freeze the same "
+    "parameters on all ranks"
 )
 _SUM_GRADIENTS = (
     "each rank has the gradients of its part of the sequence, and nobody summed them, so the "
@@ -344,7 +345,8 @@ def _record_of(parameters: Sequence[tuple[str, Any]]) -> tuple[torch.Tensor, lis
     sums = []
     for number, (name, parameter) in enumerate(parameters):
         slot, local = number % _SLOTS, local_part(parameter)
-        fixed[slot] = equal_inputs.text_hash((fixed[slot], name, local.dtype, local.shape))
+        kind = name, local.dtype, local.shape, parameter.requires_grad
+        fixed[slot] = equal_inputs.text_hash((fixed[slot], *kind))
         names[slot].append(name)
         sums.append((slot, _content(local).to(device) * (2 * number + 1)))
     record = torch.tensor(fixed, device=device)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from symm_cp.context_parallel import agreement
+from symm_cp.context_parallel.averaging import averages
 from symm_cp.context_parallel.inspectors import BatchRules, batch_rules, positions
 from symm_cp.context_parallel.layouts import Cut, check_cut, cut, note_cut, remember
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
@@ -109,6 +110,7 @@ class LossReduction:
         self._share = own / max(1, self.num_items) if counted else 1.0 / group.size()
         self._gain = float(group.size()) if average_gradients else 1.0
         self._cut: Cut | None = None  # see `belongs_to`
+        self.called = [False]  # outlives this object
         self._runs_before = 0
 
     def belongs_to(self, cut: Cut) -> None:
@@ -116,7 +118,7 @@ class LossReduction:
         self._cut, self._runs_before = cut, attention_runs.total()
         _, group, size = self._among
         if size > 1 and not torch.compiler.is_compiling():
-            _check_first_step(_resolve_process_group(group), cut)  # type: ignore[arg-type]
+            _check_first_step(_resolve_process_group(group), cut, self)  # type: ignore[arg-type]
 
     def __call__(self, loss: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
         """Reduces the mean loss over this rank's labels, or without labels over its positions.
@@ -125,6 +127,7 @@ class LossReduction:
         equal on all ranks, as models of transformers compute with `num_items_in_batch`.
         """
         if not torch.compiler.is_compiling():
+            self.called[0] = True
             self._check_context()
         share = 1.0 if summed else self._share
         return _GlobalMean.apply(loss, share, self._gain, *self._among)
@@ -149,8 +152,10 @@ _first_cuts: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups th
 _spent: list[RemovableHandle] = []  # hooks that were called; one cannot remove itself
 
 
-def _check_first_step(group: dist.ProcessGroup, cut: Cut) -> None:
+def _check_first_step(group: dist.ProcessGroup, cut: Cut, reduction: LossReduction) -> None:
     """Warns at the next optimizer step if no context was entered after a group's first cut.
+
+    Also if the loss of labels was not reduced.
 
     Only after the first: programs that cut ahead make a step between a cut and its context.
     """
@@ -160,6 +165,7 @@ def _check_first_step(group: dist.ProcessGroup, cut: Cut) -> None:
         return
     _first_cuts.add(group)
     runs_before = attention_runs.total()
+    called = reduction.called if reduction.num_items else [True]
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or handle in _spent:
@@ -169,6 +175,13 @@ def _check_first_step(group: dist.ProcessGroup, cut: Cut) -> None:
             warnings.warn(
                 f"{_OP}: an optimizer makes a step after a batch was cut, but no context was "
                 f"entered since, and no attention ran over all ranks: {_NO_CONTEXT}",
+                stacklevel=3,
+            )
+        elif not called[0]:
+            warnings.warn(
+                f"{_OP}: an optimizer makes a step, but the function that shard_batch returned was "
+                "not called with the loss, which is then of this rank's labels only: "
+                "reduce_loss(loss).backward()",
                 stacklevel=3,
             )
 
@@ -184,7 +197,7 @@ def shard_batch(
     load_balancer: BalancersByLength | None = None,
     shift_labels: bool | None = None,
     ignore_index: int = -100,
-    average_gradients: bool = False,
+    average_gradients: bool | None = None,
     method: MethodLike | None = None,
 ) -> tuple[dict[str, Any], LossReduction]:
     """Cuts a batch of a language model to this rank's part of the sequence. Collective.
@@ -222,8 +235,9 @@ def shard_batch(
         load_balancer: as in `context_parallel`, but no function; head-tail by default.
         shift_labels: whether labels are shifted. By default the labels of a decoder that has an
             encoder are not, and neither are those of a `model` for masked tokens or token classes.
-        average_gradients: set it if gradients of parameters are averaged over this group
-            afterwards (as DDP and FSDP do) instead of summed.
+        average_gradients: whether gradients of parameters are averaged over this group afterwards
+            (as DDP and FSDP do) instead of summed. By default, what `model` is wrapped in says so;
+            without a `model` they are summed.
         method: required for a mesh of two dimensions, over all ranks of which the sequence is then
             spread; as in `context_parallel`.
 
@@ -237,6 +251,8 @@ def shard_batch(
     """
     group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
     shift = (shift_labels, ignore_index)
+    if average_gradients is None:
+        average_gradients = model is not None and averages(model, group)
     return _shard(group, batch, model, seq_dim, load_balancer, shift, average_gradients)
 
 

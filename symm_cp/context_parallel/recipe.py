@@ -20,6 +20,13 @@ from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.context_parallel.agreement import local_part
+from symm_cp.context_parallel.averaging import (
+    averages,
+    covers,
+    groups_of_wrappers,
+    is_averaged,
+    parameters,
+)
 from symm_cp.context_parallel.batch import LossReduction, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
 from symm_cp.context_parallel.inspectors import batch_rules, plain
@@ -88,19 +95,22 @@ def training_step(
         average_gradients: whether DDP or FSDP averages gradients over these ranks; found out by
             default, except that FSDP2 was told to divide by another number.
 
-    Run the backward pass inside, once; gradients of earlier steps add up. At the end gradients of
-    parameters that are not FSDP2's or DDP's over these ranks are summed over the mesh; over further
-    replicas (`mesh["dp"]`) only DDP or FSDP averages them. For evaluation enter it under
-    `torch.no_grad()`. Raises as `shard_batch` and `context_parallel` do, `ValueError` for a model
-    without a loss, or of which nobody knows whether it shifts labels, and `RuntimeError` if the
-    loss had no backward pass inside.
+    Run the backward pass inside, once; gradients of earlier steps add up. At the end gradients
+    of parameters that are not FSDP2's or DDP's over these ranks are summed over the mesh; over
+    further replicas (`mesh["dp"]`) only DDP or FSDP averages them. Clip them after the block:
+    inside, a rank has those of its part only. A term that is the same on all ranks, as a
+    penalty on weights, counts once for each rank: divide it by their number. For evaluation
+    enter it under `torch.no_grad()`. Raises as `shard_batch` and `context_parallel` do,
+    `ValueError` for a model without a loss, or of which nobody knows whether it shifts labels,
+    and `RuntimeError` if the loss had no backward pass inside, or if its gradients are gone at
+    the end.
     """
     group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
     by_model = loss_function is None
     transformers = of_library(model)
     whole, shift_labels = _prepared(group, model, batch, by_model, transformers, shift_labels)
     if average_gradients is None:
-        average_gradients = _averages(model, group)
+        average_gradients = averages(model, group)
     local, reduce_loss = shard_batch(
         mesh,
         whole,
@@ -185,54 +195,6 @@ def _loss(
 # --- gradients ---------------------------------------------------------------------------------
 
 
-def _averages(model: nn.Module, group: dist.ProcessGroup) -> bool:
-    """Whether DDP or FSDP averages the gradients of a model over the ranks of a group."""
-    if group.size() == 1:
-        return False
-    if any(_is_averaged(module, parameter, group) for module, parameter in _parameters(model)):
-        return True
-    return any(_covers(wrapped, group) for wrapped in _groups_of_wrappers(model))
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yields the trained parameters of a model, once each, and the modules that own them.
-
-    Those that FSDP2 has gathered for a forward pass only are put back.
-    """
-    seen: set[int] = set()
-    for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            sharded: Any = module
-            sharded.reshard()
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield module, parameter
-
-
-def _is_averaged(module: nn.Module, parameter: Any, group: dist.ProcessGroup) -> bool:
-    """Whether FSDP2 reduces the gradient of a parameter over the ranks of a group."""
-    managed = getattr(module, "_is_fsdp_managed_module", False)
-    if not managed or not hasattr(parameter, "device_mesh"):
-        return False
-    ranks = set(parameter.device_mesh.mesh.flatten().tolist())
-    return ranks.issuperset(dist.get_process_group_ranks(group))
-
-
-def _groups_of_wrappers(model: nn.Module) -> Iterator[dist.ProcessGroup]:
-    """Yields the groups over which wrappers reduce gradients of plain parameters."""
-    for module in model.modules():
-        names = {kind.__name__ for kind in type(module).__mro__}
-        if names & {"DistributedDataParallel", "FullyShardedDataParallel"}:
-            wrapped: Any = module
-            yield wrapped.process_group
-
-
-def _covers(wrapped: dist.ProcessGroup, group: dist.ProcessGroup) -> bool:
-    ranks = set(dist.get_process_group_ranks(wrapped))
-    return ranks.issuperset(dist.get_process_group_ranks(group))
-
-
 class _Gradients:
     """Gradients of one step, apart from those that parameters had before."""
 
@@ -290,10 +252,10 @@ def _own_gradients(
 
 def _owned(model: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
     """Returns the parameters whose gradients nobody else sums over the ranks of a group."""
-    wrapped = any(_covers(each, group) for each in _groups_of_wrappers(model))
+    wrapped = any(covers(each, group) for each in groups_of_wrappers(model))
     if wrapped or group.size() == 1 or not torch.is_grad_enabled():
         return []
-    return [p for module, p in _parameters(model) if not _is_averaged(module, p, group)]
+    return [p for module, p in parameters(model) if not is_averaged(module, p, group)]
 
 
 @tells_peers
@@ -304,6 +266,11 @@ def _finish(group: dist.ProcessGroup, gradients: _Gradients, averaged: bool) -> 
             "step.loss.backward() inside, or enter it under torch.no_grad() for evaluation"
         )
     if gradients.expected and gradients.parameters:
+        if all(parameter.grad is None for parameter in gradients.parameters):
+            raise RuntimeError(
+                f"{_OP}: the block ends without gradients, though step.loss had its backward pass: "
+                "call zero_grad() before the block, or after the optimizer's step"
+            )
         _sum(group, gradients.parameters, averaged)
 
 

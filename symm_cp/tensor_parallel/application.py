@@ -20,6 +20,7 @@ from symm_cp.tensor_parallel.checkpoint import SavesWholeModel, load
 from symm_cp.tensor_parallel.embedding import option_of_whole
 from symm_cp.tensor_parallel.features import chunks
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
+from symm_cp.tensor_parallel.optimizers import replaced
 from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
 from symm_cp.tensor_parallel.same_inputs import compare_inputs
 from symm_cp.tensor_parallel.style import (
@@ -61,12 +62,13 @@ def apply(
         src_data_rank: the rank whose weights all take, as in `distribute_tensor`; None takes those
             of each rank, without communication. Weights on the meta device are not sent.
 
-    Inputs and outputs are the whole model's, the same on all ranks; a call of the model with other
-    inputs raises `RuntimeError` on all of them. All parameters become DTensors: split, or
-    `Replicate()`. `model.save_pretrained`, where there is one, then saves the whole model: call it
-    on all ranks, of which rank 0 writes. Returns the model. Raises `ValueError` or
-    `NotImplementedError`, which name the module, the kind and an alternative, before anything is
-    changed.
+    Inputs and outputs are the whole model's, the same on all ranks; a call of the model with
+    other inputs raises `RuntimeError` on all of them. All parameters become DTensors: split, or
+    `Replicate()`. Make optimizers afterwards: one that has the old parameters raises
+    `RuntimeError` at its step. `model.save_pretrained`, where there is one, then saves the
+    whole model: call it on all ranks, of which rank 0 writes. Returns the model. Raises
+    `ValueError` or `NotImplementedError`, which name the module, the kind and an alternative,
+    before anything is changed.
     """
     rules = rules_of(model, plan)
     work = _Application(model, _mesh_of(mesh, model), rules, sequence_parallel, src_data_rank)
@@ -262,7 +264,7 @@ class _Application:
 
     def run(self) -> None:
         """Shards the parameters, and wraps the modules."""
-        tied = self._tied()
+        tied, before = self._tied(), dict(self.model.named_parameters())
         self._apply_styles()
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
             if not isinstance(parameter, DTensor):
@@ -278,6 +280,7 @@ class _Application:
         if hasattr(self.model, "save_pretrained"):
             wrappers.wrap(self.model, SavesWholeModel)
         compare_inputs(self.model, self.seat)
+        replaced(before, self.model)
 
     def _distribute(self, name: str, placement: Placement) -> None:
         old = self.model.get_parameter(name)

@@ -4,9 +4,9 @@ Ranks with other prompts, or that sample other tokens, would mix them in every l
 plausible tokens. So each call of the model compares its first input (ids, or embeddings) before
 anything runs: a hash of 8 bytes travels, whatever the length is. Every call, not each n-th one: it
 costs some 30 microseconds on CPU, and ranks that draw tokens by generators of their own begin to
-differ in the middle of decoding. Calls with labels, which are not those of decoding, compare these
-and the mask as well. Buffers and weights that are not split are never compared: `apply` sends them
-from rank 0.
+differ in the middle of decoding. Calls of more than one token, which are not those of decoding,
+compare labels, masks and positions as well. Buffers and weights that are not split are never
+compared: `apply` sends them from rank 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from symm_cp.tensor_parallel.whole import Seat
 
 _OP = "tensor_parallel.apply"
 _NAMES = ("input_ids", "inputs_embeds", "decoder_input_ids")
-_OF_LOSSES = ("labels", "attention_mask")
+_OTHERS = ("labels", "attention_mask", "position_ids")
 _REMEDY = (
     "the ranks of a tensor-parallel mesh compute one model together and must get the same inputs. "
     "Read the prompt or batch on one rank and broadcast it, or give a DistributedSampler the "
@@ -44,8 +44,10 @@ class SameInputs:
         names = given[:1]
         if args and isinstance(args[0], torch.Tensor):
             args, names = (self._compared("input", args[0]), *args[1:]), []
-        if "labels" in given:
-            names += [name for name in _OF_LOSSES if name in given and name not in names]
+        if any(kwargs[name].dim() > 1 and kwargs[name].shape[1] > 1 for name in names) or (
+            not names and args[0].dim() > 1 and args[0].shape[1] > 1
+        ):
+            names += [name for name in _OTHERS if name in given and name not in names]
         return args, {**kwargs, **{name: self._compared(name, kwargs[name]) for name in names}}
 
     def _compared(self, name: str, value: torch.Tensor) -> torch.Tensor:

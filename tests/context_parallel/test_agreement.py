@@ -396,13 +396,79 @@ def no_context(group: dist.ProcessGroup) -> None:
                     local, _ = symm_cp.shard_batch(mesh, batch_of())
                 table[local["input_ids"]].sum().backward()
                 optimizer.step()
-        return sum("an optimizer makes a step" in str(w.message) for w in caught)
+        return sum("but no context was entered" in str(w.message) for w in caught)
 
     assert [warned_by_step(ahead=ahead) for ahead in (False, True)] == [1, 0]
 
 
 def test_a_batch_that_is_used_without_a_context_is_noticed(ranks: Ranks) -> None:
     ranks.run(2, no_context)
+
+
+def loss_not_reduced(group: dist.ProcessGroup) -> None:
+    """`shard_batch` returns a function that the loss has to go through."""
+    mesh = mesh_of(group)
+    table = nn.Parameter(torch.randn(31, 31))
+    q = torch.randn(1, 2, LENGTH // group.size(), 8)
+
+    def warned(*, reduce: bool) -> int:
+        batch_module._first_cuts.discard(group)
+        optimizer = torch.optim.SGD([table], lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                local, reduce_loss = symm_cp.shard_batch(mesh, batch_of())
+                with symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer):
+                    F.scaled_dot_product_attention(q, q, q, is_causal=True)
+                    loss = table[local["input_ids"]].sum()
+                    (reduce_loss(loss) if reduce else loss).backward()
+                    del reduce_loss
+                optimizer.step()
+        return sum("was not called with the loss" in str(w.message) for w in caught)
+
+    assert [warned(reduce=reduce) for reduce in (False, True)] == [1, 0]
+
+
+def test_a_loss_that_is_not_reduced_is_noticed(ranks: Ranks) -> None:
+    ranks.run(2, loss_not_reduced)
+
+
+def wrapped(group: dist.ProcessGroup) -> None:
+    """Whether gradients are averaged follows from what the model is wrapped in."""
+    mesh, batch = mesh_of(group), batch_of()
+    dense = model_of("LlamaForCausalLM")
+    dense(**batch).loss.backward()
+    for sharded in (False, True):
+        model: Any = model_of("LlamaForCausalLM")
+        if sharded:
+            fully_shard(model, mesh=mesh)
+        else:
+            model = DistributedDataParallel(model, process_group=group)
+        local, reduce_loss = symm_cp.shard_batch(mesh, batch, model=model)
+        balancer = reduce_loss.load_balancer
+        with symm_cp.context_parallel(mesh, model=model, load_balancer=balancer):
+            reduce_loss(model(**local).loss).backward()
+        for (name, parameter), want in zip(
+            model.named_parameters(), dense.parameters(), strict=True
+        ):
+            got = parameter.grad.full_tensor() if sharded else parameter.grad
+            torch.testing.assert_close(got, want.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_shard_batch_knows_ddp_and_fsdp(ranks: Ranks) -> None:
+    ranks.run(2, wrapped)
+
+
+def frozen(group: dist.ProcessGroup) -> None:
+    """A parameter that is frozen on one rank only."""
+    model = model_of("LlamaForCausalLM")
+    model.model.embed_tokens.weight.requires_grad_(group.rank() == 0)
+    with pytest.raises(RuntimeError, match=r"model\.embed_tokens\.weight.*freeze the same"):
+        symm_cp.shard_batch(mesh_of(group), batch_of(), model=model)
+
+
+def test_parameters_that_one_rank_freezes(ranks: Ranks) -> None:
+    ranks.run(2, frozen)
 
 
 def shifted_twice(group: dist.ProcessGroup) -> None:

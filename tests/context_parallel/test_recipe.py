@@ -201,6 +201,13 @@ def sums_what_one_rank_has(group: dist.ProcessGroup) -> None:
     with pytest.raises(RuntimeError, match=r"without a backward pass of step\.loss"):
         run(model, batch, lambda step: None, **options)
 
+    def forgets(step: Any) -> None:
+        step.loss.backward()
+        model.zero_grad()
+
+    with pytest.raises(RuntimeError, match=r"ends without gradients.*call zero_grad\(\) before"):
+        run(model, batch, forgets, **options)
+
     def fails_on_rank_0(step: Any) -> None:
         step.loss.backward()
         assert 1 // group.rank() >= 0

@@ -338,3 +338,23 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 def test_errors(ranks: Ranks) -> None:
     ranks.run(2, refuses)
+
+
+def made_before(group: dist.ProcessGroup) -> None:
+    """An optimizer that was made before `apply` has parameters that the model has no more."""
+    model = model_of("llama")
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    apply(model, mesh_of(group))
+    ids = tokens_of(model)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    with pytest.raises(
+        RuntimeError, match=r"SGD was made before apply, which has replaced its par"
+    ):
+        early.step()
+    other.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_that_was_made_before_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, made_before)

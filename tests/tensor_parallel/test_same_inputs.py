@@ -41,6 +41,17 @@ def other_prompts(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
             {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids).triu()},
             "attention_mask",
         ),
+        # Also without labels, as at the beginning of generation.
+        (
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids).triu()},
+            "attention_mask",
+        ),
+        (
+            {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]},
+            {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None] + 1},
+            "position_ids",
+        ),
     ]
     for usual, of_other, name in calls:
         with pytest.raises(RuntimeError, match=SAME) as caught:

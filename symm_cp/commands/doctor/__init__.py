@@ -7,7 +7,6 @@ import datetime
 import itertools
 import platform
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict

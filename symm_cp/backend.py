@@ -3,7 +3,8 @@
     import symm_cp
     torch.distributed.init_process_group("symm_cp")              # or "cpu:symm_cp,cuda:nccl"
 
-Importing symm_cp registers it; nothing of torch is changed, and gloo stays the default for CPU
+Importing symm_cp registers it, and from torch 2.14 on its name alone does (entry point
+"torch.distributed.backends"); nothing of torch is changed, and gloo stays the default for CPU
 tensors. `new_group`, `init_device_mesh`, DDP, FSDP2, DTensor and functional collectives use it like
 any other backend, and the ops of this package share its memory. It has every collective and every
 dtype: reductions of the integer and floating types, of bool and of the complex types, all else for
@@ -13,8 +14,8 @@ background, and their works and futures complete whether or not somebody waits.
 Making a group is collective: it finds the other ranks. From then on a call raises
 `torch.distributed.DistBackendError` within a second when a rank it needs has died.
 
-torch would import out-of-tree backends at its own import (entry points "torch.backends"). This
-package declares none: each program of the environment would pay for importing it, used or not.
+Earlier versions of torch would import out-of-tree backends at their own import (entry points
+"torch.backends"): each program of the environment would pay for it, used or not.
 `torch.distributed.monitored_barrier` accepts gloo only; `group.monitored_barrier(...)` works.
 
 torch's profiler shows each call as "symm_cp:all_reduce" and so on, to its end in the background.

@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo_arguments.add_arguments(demo)
     commands.add_parser("run", help=run.HELP, add_help=False)
+    run.add_exec(commands.add_parser("exec", help=run.EXEC_HELP, description=run.EXEC_HELP))
     doctor = commands.add_parser(
         "doctor", help="show what works here, and how to make the rest work"
     )
@@ -152,6 +153,8 @@ def _main(arguments: Sequence[str]) -> int:
     args = _parse(arguments)
     if args.command == "run":
         return run.main(args.arguments)
+    if args.command == "exec":
+        return run.main_exec(args)
     if args.command == "build":
         return _build()
     if hasattr(args, "rendezvous") and (

@@ -19,7 +19,7 @@ from symm_cp import cli
 from symm_cp.commands.run.redirect import replaced
 from tests.exhaustive import exhaustive
 
-SAID = "symm-cp run: process groups of"
+SAID = "symm_cp: process groups of"
 
 #: Its arguments are a folder, where it writes what it sees, and those of init_process_group.
 PROGRAM = """
@@ -236,3 +236,85 @@ def test_without_a_native_part_it_says_how_to_go_on(tmp_path: Path) -> None:
     assert "apt install g++" in done.stderr
     assert "--backend-for none leaves gloo in place" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# --- symm-cp exec ----------------------------------------------------------------------------
+
+
+def execute(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `symm-cp exec -- COMMAND` in a folder."""
+    root = str(Path(cli.__file__).resolve().parent.parent)
+    path = os.pathsep.join([root, environment.pop("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return subprocess.run(
+        [sys.executable, "-m", "symm_cp", "exec", "--", *command],
+        capture_output=True, text=True, timeout=120, check=False, cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
+    )  # fmt: skip
+
+
+#: Starts two ranks by itself, as servers do: one as a process, one as a command.
+SERVER = """
+    import os, subprocess, sys
+    import torch
+    import torch.distributed as dist
+
+    def rank(number, folder):
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=number, world_size=2)
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        name = dist.group.WORLD._get_backend(torch.device("cpu")).name()
+        with open(f"{folder}/{number}.txt", "w") as out:
+            out.write(f"{name} {total.tolist()}")
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        if len(sys.argv) > 2:
+            rank(int(sys.argv[1]), sys.argv[2])
+        else:
+            ranks = [subprocess.Popen([sys.executable, __file__, str(n), sys.argv[1]])
+                     for n in range(2)]
+            sys.exit(max(process.wait() for process in ranks))
+"""
+
+
+def test_a_program_that_starts_ranks_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "serve.py").write_text(textwrap.dedent(SERVER))
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "sitecustomize.py").write_text("print('other site')")
+    done = execute(tmp_path, sys.executable, "serve.py", str(tmp_path), PYTHONPATH=str(others))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(SAID) == 1
+    assert done.stdout.count("other site") == 4  # symm-cp, the program, two ranks
+    for rank in range(2):
+        assert (tmp_path / f"{rank}.txt").read_text() == "symm_cp [2.0, 2.0]"
+
+
+def test_commands_that_fail(tmp_path: Path) -> None:
+    assert execute(tmp_path, sys.executable, "-c", "raise SystemExit(7)").returncode == 7
+    done = execute(tmp_path, "no-such-command")
+    assert (done.returncode, done.stderr) == (
+        127, "symm-cp exec: no-such-command: no such command\n"
+    )  # fmt: skip
+    done = execute(tmp_path)
+    assert (done.returncode, "COMMAND is missing" in done.stderr) == (2, True)
+
+
+def test_isolated_programs_are_refused(tmp_path: Path) -> None:
+    """Python would ignore the environment that redirects its groups, and say nothing."""
+    for flag in ("-I", "-E", "-sI"):
+        done = execute(tmp_path, sys.executable, flag, "-c", "print(1)")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"runs Python with {flag}, by which it ignores the environment" in done.stderr
+    script = tmp_path / "tool"
+    script.write_text(f"#!{sys.executable} -I\nprint(1)\n")
+    script.chmod(0o755)
+    assert "runs Python with -I" in execute(tmp_path, str(script)).stderr
+    # Options of programs are not Python's.
+    assert execute(tmp_path, sys.executable, "-c", "print(1)", "-I").stdout == "1\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "symm_cp", "exec", "--backend-for", "none", "--", str(script)],
+        capture_output=True, text=True, check=False, cwd=Path(cli.__file__).parents[1],
+    )  # fmt: skip
+    assert done.stdout == "1\n"

@@ -403,12 +403,14 @@ void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   redispatch(op, keys, stack);
 }
 
-// Lets autograd notice that tensors that it has saved were overwritten. On other devices torch's
-// ops stay as they are.
+// Lets autograd notice that tensors that it has saved were overwritten: what an op returns or, if
+// it returns nothing, what its schema marks (of other ops it marks too much). On other devices
+// torch's ops stay as they are.
 void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const bool returns = !op.schema().returns().empty();
   const auto& arguments = op.schema().arguments();
   std::vector<at::Tensor> written;
-  for (size_t i = 0; i < arguments.size(); ++i) {
+  for (size_t i = 0; i < arguments.size() && !returns; ++i) {
     const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
     const auto* alias = arguments[i].alias_info();
     if (alias == nullptr || !alias->isWrite()) continue;
@@ -419,6 +421,7 @@ void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   }
+  if (returns) written.push_back(stack->back().toTensor());
   for (const at::Tensor& tensor : written)
     if (tensor.is_cpu() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }

@@ -68,7 +68,7 @@ def build_glue(verbose: bool = False) -> Path:
     return _build(_GLUE, _compile_glue, what, "5 to 20 seconds once", verbose)
 
 
-def glue_is_built() -> bool:
+def glue_is_there() -> bool:
     """Tells whether `build_glue` would return at once."""
     with explained():
         return _built(library_path().with_name(_GLUE))

@@ -16,7 +16,7 @@ from symm_cp.native.bindings import INT, LONG, SIGNATURES, TEXT, VOID
 from symm_cp.native.building import (
     build,
     build_glue,
-    glue_is_built,
+    glue_is_there,
     headers,
     mark_used,
     open_verified,
@@ -107,7 +107,7 @@ def load_glue() -> ctypes.CDLL:
 def glue_if_built() -> ctypes.CDLL | None:
     """Returns the library of `build_glue` where that was built; never builds it."""
     try:
-        return load_glue() if glue_is_built() else None
+        return load_glue() if glue_is_there() else None
     except BuildError:
         return None
 

@@ -1,19 +1,23 @@
 """`symm-cp run`: torchrun, with this package's backend in place of gloo on CPU.
 
-Programs need no edit. What makes the exchange is `startup/sitecustomize.py`, a folder that comes
-first in the `PYTHONPATH` of the programs started here, so Python runs them just as torchrun has it.
+`symm-cp exec` is the same for a program that starts its ranks by itself, or has one only. Programs
+need no edit. What makes the exchange is `startup/sitecustomize.py`, a folder that comes first in
+the `PYTHONPATH` of the programs started here, so Python runs them, and all that they start, just as
+it would have.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 HELP = "start a program as torchrun does; gloo's groups on CPU use shared memory instead"
+EXEC_HELP = "start any program; gloo's groups on CPU, of all it starts, use shared memory instead"
 _EPILOG = (
     "Process groups for which the program asks gloo, or no backend on a machine without "
     "accelerators, get the backend symm_cp for CPU tensors. dist.get_backend() still says what the "
@@ -37,7 +41,12 @@ def parser() -> argparse.ArgumentParser:
 
     torchrun = get_args_parser()
     torchrun.prog, torchrun.description, torchrun.epilog = "symm-cp run", HELP, _EPILOG
-    torchrun.add_argument(
+    _add_names(torchrun)
+    return torchrun
+
+
+def _add_names(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--backend-for",
         type=_names,
         default="gloo",
@@ -45,7 +54,16 @@ def parser() -> argparse.ArgumentParser:
         help="backends, with commas between, that symm_cp replaces on CPU; none: no backend "
         "(%(default)s)",
     )
-    return torchrun
+
+
+def add_exec(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `symm-cp exec`."""
+    parser.epilog = _EPILOG
+    parser.usage = "symm-cp exec [-h] [--backend-for NAMES] -- COMMAND ..."
+    _add_names(parser)
+    parser.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="COMMAND", help="a program and its arguments"
+    )
 
 
 def _check() -> None:
@@ -73,6 +91,69 @@ def _environment(names: str) -> Iterator[None]:
         os.environ.update(before)
 
 
+def _could_build(command: str, names: str) -> bool:
+    """Whether groups can be made of symm_cp, or need not be; prints why not."""
+    try:
+        if names != "none":
+            _check()
+    except RuntimeError as error:
+        print(
+            f"symm-cp {command}: {error}\n"
+            f"symm-cp {command}: --backend-for none leaves gloo in place",
+            file=sys.stderr,
+        )
+        return False
+    return True
+
+
+def _isolated(program: str, arguments: Sequence[str]) -> str:
+    """Returns the option by which Python ignores the environment, "" for other programs."""
+    path, options = Path(program), list(arguments)
+    try:
+        with path.open("rb") as file:
+            first = file.readline(256)
+    except OSError:
+        first = b""
+    if first.startswith(b"#!"):
+        words = first[2:].decode(errors="replace").split()
+        path = Path(next((word for word in words if "python" in Path(word).name), ""))
+        options = [word for word in words if word.startswith("-")]
+    if not path.name.startswith("python"):
+        return ""
+    for option in options:
+        if not option.startswith("-") or option[1:2] in ("", "-", "c", "m"):
+            break
+        if set(option[1:]) & {"I", "E"}:
+            return option
+    return ""
+
+
+def main_exec(args: argparse.Namespace) -> int:
+    """Runs `symm-cp exec`: this process becomes the program. Returns an exit code if it cannot."""
+    command = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if not command:
+        print("symm-cp exec: COMMAND is missing: symm-cp exec -- COMMAND ...", file=sys.stderr)
+        return 2
+    program = shutil.which(command[0])
+    if program is None:
+        print(f"symm-cp exec: {command[0]}: no such command", file=sys.stderr)
+        return 127
+    names = args.backend_for
+    if names != "none" and (option := _isolated(program, command[1:])):
+        print(
+            f"symm-cp exec: {command[0]} runs Python with {option}, by which it ignores the "
+            "environment that redirects its groups: leave the option out",
+            file=sys.stderr,
+        )
+        return 2
+    if not _could_build("exec", names):
+        return 2
+    sys.stdout.flush()
+    with _environment("" if names == "none" else names):
+        os.execv(program, command)
+    raise AssertionError  # execv does not return
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs `symm-cp run` and returns the exit code, torchrun's."""
     from torch.distributed import run as torchrun
@@ -81,15 +162,8 @@ def main(arguments: Sequence[str]) -> int:
 
     args = parser().parse_args(arguments)
     names = args.backend_for
-    if names != "none":
-        try:
-            _check()
-        except RuntimeError as error:
-            print(
-                f"symm-cp run: {error}\nsymm-cp run: --backend-for none leaves gloo in place",
-                file=sys.stderr,
-            )
-            return 2
+    if not _could_build("run", names):
+        return 2
     with _environment("" if names == "none" else names):
         try:
             record(torchrun.run)(args)

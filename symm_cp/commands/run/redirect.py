@@ -1,4 +1,4 @@
-"""Process groups of programs that `symm-cp run` started: symm_cp where they ask for gloo on CPU."""
+"""Process groups of programs that `symm-cp run` or `exec` started: symm_cp instead of gloo."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _record(
 def _say(requested: str) -> None:
     name = "gloo" if requested == c10d.Backend.UNDEFINED else requested
     print(
-        f"symm-cp run: process groups of {name} use the backend symm_cp for CPU tensors",
+        f"symm_cp: process groups of {name} use the backend symm_cp for CPU tensors",
         file=sys.stderr,
         flush=True,
     )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
+from torch._subclasses.functional_tensor import CppFunctionalizeAPI
 
 from symm_cp.ops.collectives.complete import NO_GRADIENT, all_reduced, refusing
 from symm_cp.ops.common import check_reduce_op, into_output, world_size_of
@@ -35,6 +36,7 @@ from symm_cp.ops.op import (
 )
 
 _MULTIMEM = "multimem_one_shot_all_reduce"
+_GATHER = "multimem_all_gather_out"
 
 
 def _symmetric(x: torch.Tensor, on: Caller | None = None) -> torch.Tensor:
@@ -63,7 +65,28 @@ def _summed(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tenso
 
 def _all_reduced(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     _summed(input, *rest)
-    return all_reduced(input, *rest)
+    if input.device.type == "cpu":
+        return all_reduced(input, *rest)
+    functionalize = CppFunctionalizeAPI()
+    with functionalize.redispatch_to_next():
+        total = torch.ops.symm_mem.multimem_one_shot_all_reduce(
+            functionalize.unwrap_tensors(input), *rest
+        )
+    wrapped: Any = functionalize.wrap_tensors(total)
+    return wrapped
+
+
+def _on_cpu(op: str, functional: Kernel) -> Kernel:
+    """torch compiles no op that returns an argument; on GPUs that stays so."""
+
+    def call(first: torch.Tensor, *rest: Any) -> Any:
+        if first.device.type != "cpu":
+            raise NotImplementedError(
+                f"{op}: torch.compile of it is supported on CPU only, not on {first.device}"
+            )
+        return functional(first, *rest)
+
+    return call
 
 
 def _in_place(input: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -186,22 +209,31 @@ def _put_signal(on: Caller) -> Arguments:
 OPS = (
     _collective("all_to_all_vdev", breaks_graph("all_to_all_vdev"), lambda on: _shuffle(on, 1)),
     _collective(
-        "all_to_all_vdev_2d", breaks_graph("all_to_all_vdev_2d"), lambda on: _shuffle(on, 2)
+        "all_to_all_vdev_2d",
+        breaks_graph("all_to_all_vdev_2d"),
+        lambda on: _shuffle(on, 2),
+        torchs_fake="_all_to_all_vdev_2d_meta",
     ),
     _collective(
         "all_to_all_vdev_2d_offset",
         breaks_graph("all_to_all_vdev_2d_offset"),
         lambda on: _shuffle(on, 2, placed=True),
+        torchs_fake="_all_to_all_vdev_2d_offset_meta",
     ),
     _collective("tile_reduce", breaks_graph("tile_reduce"), _tile),
     _collective("multi_root_tile_reduce", breaks_graph("multi_root_tile_reduce"), _tiles),
     _collective("nccl_reduce_scatter_offset", breaks_graph("nccl_reduce_scatter_offset"), _blocks),
-    _collective("multimem_all_reduce_", _given(0), _multimem, functional=_in_place),
+    _collective(
+        "multimem_all_reduce_",
+        _given(0),
+        _multimem,
+        functional=_on_cpu("multimem_all_reduce_", _in_place),
+    ),
     _collective(_MULTIMEM, _summed, _multimem, functional=_all_reduced),
     _collective(
         f"{_MULTIMEM}_out",
         example=lambda on: _multimem(on, on.rand(4, 6)),
-        **into_output(f"{_MULTIMEM}_out", "out", _summed, all_reduced),
+        **into_output(f"{_MULTIMEM}_out", "out", _summed, _on_cpu(f"{_MULTIMEM}_out", all_reduced)),
     ),
     _collective(
         "multimem_one_shot_reduce_out",
@@ -210,17 +242,17 @@ OPS = (
         functional=_eager_only("multimem_one_shot_reduce_out"),
     ),
     _collective(
-        "multimem_all_gather_out",
+        _GATHER,
         example=lambda on: arguments(
             on.rand(4, 6), on.group_name, _symmetric(on.rand(4 * on.world_size, 6))
         ),
-        **into_output("multimem_all_gather_out", "out", _gathered_shape, _gathered),
+        **into_output(_GATHER, "out", _gathered_shape, _on_cpu(_GATHER, _gathered)),
     ),
     _collective(
         "nvshmem_broadcast",
         _given(0),
         lambda on: arguments(_symmetric(on.rand(4, 6)), 0, on.group_name),
-        functional=_broadcast,
+        functional=_on_cpu("nvshmem_broadcast", _broadcast),
     ),
     _collective(
         "nvshmem_all_to_all",
@@ -230,7 +262,7 @@ OPS = (
             _symmetric(on.rand(4 * on.world_size, 6)),
             on.group_name,
         ),
-        functional=_exchanged,
+        functional=_on_cpu("nvshmem_all_to_all", _exchanged),
     ),
     *(
         _one_sided(f"{library}_{op}", breaks_graph(f"{library}_{op}"), _to_peer)

@@ -1,4 +1,4 @@
-"""Python imports this file when it starts programs of `symm-cp run`, and their children.
+"""Python imports this file when it starts programs of `symm-cp run` or `exec`, and their children.
 
 The program runs as without it, with one difference: once it has imported `torch.distributed`, its
 `symm_cp.commands.run.redirect` makes its process groups. Until then nothing of torch or symm_cp

@@ -124,7 +124,7 @@ def interrupted(arguments: Sequence[str], begun: str) -> tuple[int, str]:
 
 def test_an_interrupt_ends_a_command_and_its_ranks_in_a_line(tmp_path: Path) -> None:
     out = str(tmp_path / "machine.toml")
-    code, error = interrupted(["calibrate", "--force", "--seconds", "2", "--out", out], "calls")
+    code, error = interrupted(["calibrate", "--force", "--seconds", "0.3", "--out", out], "calls")
     assert code == 130, error
     lines = [line for line in error.splitlines() if line and "/12" not in line]
     assert lines == ["symm-cp: interrupted"], error

@@ -127,6 +127,7 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         expect_ok("exchanges", str(loops), str(seed))
     expect_ok("faults")
     expect_ok("messages", str(seed))
+    expect_ok("signals")
     if sanitizer != "thread":
         return
     for flag in NEEDED:

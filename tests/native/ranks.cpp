@@ -4,6 +4,7 @@
 //   flag ranks faults                       ranks that give up, with work in flight, and strangers
 //   ranks exchanges FILE SEED [FLAG]   see exchanges.cpp
 //   ranks messages SEED                see send_receive.cpp
+//   ranks signals                      one-sided puts, and signals of both kinds, in a ring
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -350,6 +351,33 @@ void faults() {
   strangers();
 }
 
+// --- one-sided signals ---------------------------------------------------------------------------
+
+constexpr int kTurns = 200;
+constexpr size_t kFloats = 64;  // of a put
+
+// Each rank writes to the next one and signals; that one reads, and signals back that it has.
+void pass_around(Rank& rank) {
+  const int W = rank.world_size(), me = rank.rank();
+  const int after = (me + 1) % W, before = (me + W - 1) % W;
+  const auto mapping = rank.map(rank.shared);
+  const auto place = [&](int owner, int source) {
+    return static_cast<float*>(mapping->data()[static_cast<size_t>(owner)]) +
+           static_cast<size_t>(source) * kFloats;
+  };
+  for (int turn = 1; turn <= kTurns; ++turn) {
+    std::fill_n(place(after, me), kFloats, static_cast<float>(turn * 10 + me));
+    mapping->put_number(after, mapping->number_of(after), turn);
+    mapping->await_number(mapping->number_of(me), before, "signals",
+                          [&](int64_t seen) { return seen == turn; });
+    const float* got = place(me, before);
+    for (size_t i = 0; i < kFloats; ++i)
+      expect(got[i] == static_cast<float>(turn * 10 + before), "wrong: a put before a signal");
+    mapping->count_signal(before);
+    mapping->take_signal(after, "signals");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -359,6 +387,9 @@ int main(int argc, char** argv) {
     faults();
   } else if (mode == "messages" && argc == 3) {
     check_messages(static_cast<unsigned>(std::atoi(argv[2])));
+  } else if (mode == "signals" && argc == 2) {
+    for (int ranks = 1; ranks <= 4; ++ranks)
+      on_all_ranks(ranks, std::chrono::seconds(60), pass_around);
   } else if (mode == "exchanges" && argc >= 4) {
     check_exchanges(argv[2], static_cast<unsigned>(std::atoi(argv[3])), flag(4));
   } else {

@@ -81,6 +81,12 @@ def blocks_scaled():
     return str(result[1][0].shape)
 
 
+def shuffled():
+    with FakeTensorMode(), torch.device("cuda"):
+        x, splits = torch.empty(4, 4), torch.empty(4, dtype=torch.int64)
+        return str(ops.all_to_all_vdev_2d(x, x, splits, torch.stack([splits, splits]), name))
+
+
 def seen():
     return {
         "kernels": kernels("CUDA"),
@@ -91,6 +97,7 @@ def seen():
         "gather": under_autocast(ops.fused_all_gather_matmul, "[x]", 0, name),
         "scatter": under_autocast(ops.fused_matmul_reduce_scatter, "x", "sum", 0, name),
         "blocks": blocks_scaled(),
+        "shuffled": shuffled(),
     }
 
 

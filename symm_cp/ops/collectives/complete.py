@@ -56,7 +56,8 @@ def refusing(op: str) -> Kernel:
 
     def refuses(*args: Any) -> Any:
         names = [arg.name for arg in declared_op(op).overload._schema.arguments]
-        tensor, group_name = args[0], args[names.index("group_name")]
+        tensor = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+        group_name = args[names.index("group_name")]
         if has_streams(tensor.device):
             raise NotImplementedError(
                 f"{op}: symm_cp has no kernel on this device: torch's own is used there"

@@ -13,6 +13,7 @@ programs, multicast and NVSHMEM's collectives become ops for plain tensors; othe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,25 +131,17 @@ def _product(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
 # --- declarations ----------------------------------------------------------------------------
 
 
-def _collective(
-    name: str, fake: Kernel, example: Callable[[Caller], Arguments], **parts: Any
-) -> Op:
+def _op(name: str, example: Callable[[Caller], Arguments], **parts: Any) -> Op:
+    """An op that breaks the graph of a compiler, unless `fake` is given."""
+    parts = {"fake": breaks_graph(name), **parts}
     return Op(
-        name=name, schema=TORCHS, kernel=refusing(name), fake=fake, example=example,
-        gradient=NO_GRADIENT, autocast=untouched, vmap=LEFT_TO_TORCH,
-        native=True, cpu_only=True, **parts,
+        name=name, schema=TORCHS, kernel=refusing(name), example=example, gradient=NO_GRADIENT,
+        autocast=untouched, vmap=LEFT_TO_TORCH, native=True, cpu_only=True, **parts,
     )  # fmt: skip
 
 
-def _one_sided(name: str, fake: Kernel, example: Callable[[Caller], Arguments], **parts: Any) -> Op:
-    def never(*args: Any) -> Any:
-        raise NotImplementedError(f"{name}: only the native kernel serves it")
-
-    return Op(
-        name=name, schema=TORCHS, kernel=never, fake=fake, example=example,
-        gradient=NO_GRADIENT, autocast=untouched, vmap=LEFT_TO_TORCH,
-        native=True, cpu_only=True, one_sided=True, **parts,
-    )  # fmt: skip
+def _one_sided(name: str, example: Callable[[Caller], Arguments], **parts: Any) -> Op:
+    return replace(_op(name, example, **parts), one_sided=True)
 
 
 def _chunks(count: int, *, placed: bool = False) -> torch.Tensor:
@@ -207,105 +200,87 @@ def _put_signal(on: Caller) -> Arguments:
 
 
 OPS = (
-    _collective("all_to_all_vdev", breaks_graph("all_to_all_vdev"), lambda on: _shuffle(on, 1)),
-    _collective(
+    _op("all_to_all_vdev", lambda on: _shuffle(on, 1)),
+    _op(
         "all_to_all_vdev_2d",
-        breaks_graph("all_to_all_vdev_2d"),
         lambda on: _shuffle(on, 2),
         torchs_fake="_all_to_all_vdev_2d_meta",
     ),
-    _collective(
+    _op(
         "all_to_all_vdev_2d_offset",
-        breaks_graph("all_to_all_vdev_2d_offset"),
         lambda on: _shuffle(on, 2, placed=True),
         torchs_fake="_all_to_all_vdev_2d_offset_meta",
     ),
-    _collective("tile_reduce", breaks_graph("tile_reduce"), _tile),
-    _collective("multi_root_tile_reduce", breaks_graph("multi_root_tile_reduce"), _tiles),
-    _collective("nccl_reduce_scatter_offset", breaks_graph("nccl_reduce_scatter_offset"), _blocks),
-    _collective(
+    _op("tile_reduce", _tile),
+    _op("multi_root_tile_reduce", _tiles),
+    _op("nccl_reduce_scatter_offset", _blocks),
+    _op(
         "multimem_all_reduce_",
-        _given(0),
         _multimem,
+        fake=_given(0),
         functional=_on_cpu("multimem_all_reduce_", _in_place),
     ),
-    _collective(_MULTIMEM, _summed, _multimem, functional=_all_reduced),
-    _collective(
+    _op(_MULTIMEM, _multimem, fake=_summed, functional=_all_reduced),
+    _op(
         f"{_MULTIMEM}_out",
-        example=lambda on: _multimem(on, on.rand(4, 6)),
+        lambda on: _multimem(on, on.rand(4, 6)),
         **into_output(f"{_MULTIMEM}_out", "out", _summed, _on_cpu(f"{_MULTIMEM}_out", all_reduced)),
     ),
-    _collective(
+    # In a graph, which ranks may take from one cache, no rank can be the root.
+    _op(
         "multimem_one_shot_reduce_out",
-        breaks_graph("multimem_one_shot_reduce_out"),
         lambda on: arguments(_symmetric(on.rand(4, 6)), "sum", 0, on.group_name, on.rand(4, 6)),
         functional=_eager_only("multimem_one_shot_reduce_out"),
     ),
-    _collective(
+    _op(
         _GATHER,
-        example=lambda on: arguments(
+        lambda on: arguments(
             on.rand(4, 6), on.group_name, _symmetric(on.rand(4 * on.world_size, 6))
         ),
         **into_output(_GATHER, "out", _gathered_shape, _on_cpu(_GATHER, _gathered)),
     ),
-    _collective(
+    _op(
         "nvshmem_broadcast",
-        _given(0),
         lambda on: arguments(_symmetric(on.rand(4, 6)), 0, on.group_name),
+        fake=_given(0),
         functional=_on_cpu("nvshmem_broadcast", _broadcast),
     ),
-    _collective(
+    _op(
         "nvshmem_all_to_all",
-        _given(1),
         lambda on: arguments(
-            _symmetric(on.rand(4 * on.world_size, 6)),
-            _symmetric(on.rand(4 * on.world_size, 6)),
-            on.group_name,
+            *(_symmetric(on.rand(4 * on.world_size, 6)) for _ in range(2)), on.group_name
         ),
+        fake=_given(1),
         functional=_on_cpu("nvshmem_all_to_all", _exchanged),
     ),
     *(
-        _one_sided(f"{library}_{op}", breaks_graph(f"{library}_{op}"), _to_peer)
-        for library in ("nvshmem", "nccl")
-        for op in ("put", "get")
+        _one_sided(name, _to_peer)
+        for name in ("nvshmem_put", "nvshmem_get", "nccl_put", "nccl_get")
     ),
     _one_sided(
         "nvshmem_put_with_signal",
-        breaks_graph("nvshmem_put_with_signal"),
         lambda on: arguments(_symmetric(on.rand(4, 6), on), _signal(on), 0, on.rank),
     ),
+    _one_sided("nvshmem_wait_for_signal", lambda on: arguments(_signal(on), 0, on.rank)),
     _one_sided(
-        "nvshmem_wait_for_signal",
-        breaks_graph("nvshmem_wait_for_signal"),
-        lambda on: arguments(_signal(on), 0, on.rank),
+        "nccl_put_with_signal", lambda on: arguments(_symmetric(on.rand(4, 6), on), 0, on.rank)
     ),
-    _one_sided(
-        "nccl_put_with_signal",
-        breaks_graph("nccl_put_with_signal"),
-        lambda on: arguments(_symmetric(on.rand(4, 6), on), 0, on.rank),
-    ),
-    _one_sided(
-        "nccl_wait_for_signal",
-        breaks_graph("nccl_wait_for_signal"),
-        lambda on: arguments(_signal(on), 0),
-    ),
-    _one_sided("nccl_put_signal", breaks_graph("nccl_put_signal"), _put_signal),
+    _one_sided("nccl_wait_for_signal", lambda on: arguments(_signal(on), 0)),
+    _one_sided("nccl_put_signal", _put_signal),
     _one_sided(
         "stream_write_value32_",
-        breaks_graph("stream_write_value32_"),
         lambda on: arguments(_words(4), 1, 7),
         functional=_eager_only("stream_write_value32_"),
     ),
     _one_sided(
         "memset32_",
-        breaks_graph("memset32_"),
         lambda on: arguments(_words(4), 1, 7, 2),
         functional=_eager_only("memset32_"),
     ),
     _one_sided(
         "_async_input_mm",
-        _product,
         lambda on: arguments(on.rand(4, 6), on.rand(6, 5), _words(2), 1),
+        fake=_product,
     ),
 )
 

@@ -68,10 +68,11 @@ def build_glue(verbose: bool = False) -> Path:
     return _build(_GLUE, _compile_glue, what, "5 to 20 seconds once", verbose)
 
 
-def glue_is_there() -> bool:
-    """Tells whether `build_glue` would return at once."""
+def glue_beside(library: Path) -> Path | None:
+    """Returns the path of `build_glue` if it lies there, beside the native part; never builds."""
+    path = library.with_name(_GLUE)
     with explained():
-        return _built(library_path().with_name(_GLUE))
+        return path if _built(path) else None
 
 
 def _build(

@@ -16,13 +16,14 @@ from symm_cp.native.bindings import INT, LONG, SIGNATURES, TEXT, VOID
 from symm_cp.native.building import (
     build,
     build_glue,
-    glue_is_there,
+    glue_beside,
     headers,
     mark_used,
     open_verified,
 )
 from symm_cp.native.errors import BuildError, explained, say
 
+_loaded: list[Path] = []  # of the native part
 _OTHER_VERSION = "csrc/ and symm_cp/ are of different versions: install symm_cp again"
 
 
@@ -49,7 +50,8 @@ def load() -> ctypes.CDLL:
     The library must be what was built, in folders that only its owner can change. Loading registers
     the CPU backend with torch's symmetric memory.
     """
-    library = _open_library(build(), ctypes.CDLL)
+    path = build()
+    library = _open_library(path, ctypes.CDLL)
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name, None)
         if function is None:
@@ -66,7 +68,9 @@ def load() -> ctypes.CDLL:
     # Now, and not in the first call that could use it: the other ranks would wait for that call.
     with suppress(BuildError):
         headers()
-        build_glue()
+        if glue_beside(path) is None:
+            build_glue()
+    _loaded.append(path)
     return library
 
 
@@ -91,7 +95,7 @@ def _open_library(path: Path, kind: type[ctypes.CDLL]) -> ctypes.CDLL:
 def load_glue() -> ctypes.CDLL:
     """Returns the library of `build_glue`, building it if need be; raises `BuildError`."""
     load()
-    glue = _open_library(build_glue(), ctypes.PyDLL)
+    glue = _open_library(glue_beside(_loaded[0]) or build_glue(), ctypes.PyDLL)
     make = glue.symm_cp_backend_object
     make.restype = ctypes.py_object
     make.argtypes = [
@@ -107,7 +111,8 @@ def load_glue() -> ctypes.CDLL:
 def glue_if_built() -> ctypes.CDLL | None:
     """Returns the library of `build_glue` where that was built; never builds it."""
     try:
-        return load_glue() if glue_is_there() else None
+        load()
+        return None if glue_beside(_loaded[0]) is None else load_glue()
     except BuildError:
         return None
 

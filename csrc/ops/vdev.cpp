@@ -209,7 +209,14 @@ std::shared_ptr<Mapping> input_of_all(const Shuffle& shuffle, Group& group, cons
     giver = rank;
   }
   if (giver < 0) return nullptr;
-  if (sequence != kNoRendezvous) return mapping_of(group, sequence);
+  if (sequence != kNoRendezvous) {
+    auto mapping = mapping_of(group, sequence);
+    TORCH_CHECK_VALUE(
+        mapping != nullptr, shuffle.op,
+        ": input is empty, and the tensor of the rendezvous of the others' inputs was "
+        "freed: keep it");
+    return mapping;
+  }
   for (int64_t rank = 0; rank < shuffle.ranks; ++rank)
     if (table.word(rank, kSequence) == kNoRows)
       fail_everywhere(shuffle.op, "input of rank ", rank,

@@ -154,6 +154,22 @@ def all_to_all_refusals(group: dist.ProcessGroup) -> None:
     with pytest.raises((ValueError, RuntimeError), match="are of different rendezvous"):
         OPS.all_to_all_vdev(given, out, splits, found, name)
     OPS.all_to_all_vdev(rows, out, splits, found, name)
+    # A rank without rows, whose own part of the others' rendezvous is there, or was freed.
+    nothing = symm_mem.empty(0, 3, device="cpu")
+    none = symmetric(torch.zeros(W, dtype=torch.int64))
+    args = (nothing, out, none) if rank == 0 else (rows, out, splits)
+    OPS.all_to_all_vdev(*args, found, name)
+    assert out[: 2 * (W - 1), 0].tolist() == [float(r) for r in range(1, W) for _ in range(2)]
+    own = symm_mem.empty(2 * W, 3, device="cpu")
+    symm_mem.rendezvous(own, name)
+    if rank == 0:
+        del own
+        args = (nothing, out, none)
+    else:
+        args = (own, out, splits)
+    with pytest.raises((ValueError, RuntimeError), match="input is empty, and the tensor of the"):
+        OPS.all_to_all_vdev(*args, found, name)
+    OPS.all_to_all_vdev(rows, out, splits, found, name)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

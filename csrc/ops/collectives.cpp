@@ -144,7 +144,7 @@ constexpr const char* kMultimemOneShot = "multimem_one_shot_all_reduce";
 
 void check_multimem(const char* op, const Arguments& arguments) {
   const std::string& reduce_op = arguments.text(1);
-  check_dense(op, "input", arguments.tensor(0));
+  kernels::check_dense(op, "input", arguments.tensor(0));
   check_symmetric(op, "input", arguments.tensor(0));
   TORCH_CHECK_VALUE(reduce_op == "sum", op, ": reduce_op='", reduce_op, "' must be 'sum'");
 }

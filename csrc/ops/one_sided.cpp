@@ -58,7 +58,7 @@ void check_peer(const char* op, int64_t peer, int ranks) {
 }
 
 Place place_of(const char* op, const char* name, const at::Tensor& tensor) {
-  check_dense(op, name, tensor);
+  kernels::check_dense(op, name, tensor);
   TORCH_CHECK_VALUE(tensor.numel() > 0, op, ": ", name, " is empty");
   check_symmetric(op, name, tensor);
   const void* data = tensor.const_data_ptr();
@@ -174,7 +174,7 @@ void nccl_put_signal(const c10::OperatorHandle& op, Stack* stack) {
     const auto handle = arguments.at(1).toCustomClass<SymmetricMemory>();
     const int64_t peer = arguments.number(2);
     const auto mapping = mapping_of_handle(*handle);
-    check_dense(name_of(op), "src", source);
+    kernels::check_dense(name_of(op), "src", source);
     check_peer(name_of(op), peer, mapping->world_size());
     const size_t room = handle->get_buffer_size() - handle->get_offset();
     TORCH_CHECK_VALUE(source.nbytes() <= room, name_of(op), ": src has ", source.nbytes(),

@@ -150,7 +150,7 @@ void multimem_reduce(const c10::OperatorHandle& op, Stack* stack) {
   if (!guarded(kReduce, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(0);
         const int64_t root = arguments.number(2);
-        check_dense(kReduce, "input", input);
+        kernels::check_dense(kReduce, "input", input);
         check_symmetric(kReduce, "input", input);
         check_sum(kReduce, "reduce_op", arguments.text(1));
         check_rank(kReduce, "root", root, group->world_size());
@@ -241,7 +241,7 @@ void reduce_scatter_offset(const c10::OperatorHandle& op, Stack* stack) {
 
 // --- copies --------------------------------------------------------------------------------------
 
-constexpr const char* kGather = "multimem_all_gather_out";
+constexpr const char* kMulticastGather = "multimem_all_gather_out";
 constexpr const char* kBroadcast = "nvshmem_broadcast";
 constexpr const char* kAllToAll = "nvshmem_all_to_all";
 
@@ -256,17 +256,18 @@ std::vector<Extent> equal_parts(const at::Tensor& tensor, int ranks) {
 void multimem_all_gather(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor out = arguments.tensor(2);
-  if (!guarded(kGather, arguments, 1, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded(kMulticastGather, arguments, 1, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(0);
-        check_has_dims(kGather, "input", input);
-        check_dense(kGather, "input", input);
-        check_symmetric(kGather, "out", out);
+        check_has_dims(kMulticastGather, "input", input);
+        kernels::check_dense(kMulticastGather, "input", input);
+        check_symmetric(kMulticastGather, "out", out);
         at::DimVector sizes(input.sizes());
         sizes[0] *= group->world_size();
-        check_out(kGather, "out", out, sizes, input.scalar_type());
+        check_out(kMulticastGather, "out", out, sizes, input.scalar_type());
         const at::Tensor given = overlap(input, out) ? input.clone() : input;
-        Exchange exchange = exchange_of(ExchangeKind::kAllGather,
-                                        name_call(kGather, input.scalar_type(), input.sizes(), ""));
+        Exchange exchange =
+            exchange_of(ExchangeKind::kAllGather,
+                        name_call(kMulticastGather, input.scalar_type(), input.sizes(), ""));
         exchange.input.push_back(bytes_of(given));
         exchange.output = equal_parts(out, group->world_size());
         run(*group, std::move(exchange));
@@ -280,7 +281,7 @@ void broadcast(const c10::OperatorHandle& op, Stack* stack) {
   const at::Tensor input = arguments.tensor(0);
   if (!guarded(kBroadcast, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         const int64_t root = arguments.number(1);
-        check_dense(kBroadcast, "input", input);
+        kernels::check_dense(kBroadcast, "input", input);
         check_symmetric(kBroadcast, "input", input);
         check_rank(kBroadcast, "root", root, group->world_size());
         Exchange exchange = exchange_of(ExchangeKind::kAllGather,
@@ -295,14 +296,14 @@ void broadcast(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end(input);
 }
 
-void all_to_all(const c10::OperatorHandle& op, Stack* stack) {
+void exchange_equal_parts(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor out = arguments.tensor(1);
   if (!guarded(kAllToAll, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(0);
         const int ranks = group->world_size();
-        check_dense(kAllToAll, "input", input);
-        check_dense(kAllToAll, "out", out);
+        kernels::check_dense(kAllToAll, "input", input);
+        kernels::check_dense(kAllToAll, "out", out);
         check_symmetric(kAllToAll, "input", input);
         check_symmetric(kAllToAll, "out", out);
         TORCH_CHECK_VALUE(input.numel() == out.numel() && input.scalar_type() == out.scalar_type(),
@@ -337,7 +338,7 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
   m.impl("multimem_all_gather_out",
          torch::CppFunction::makeFromBoxedFunction<&multimem_all_gather>());
   m.impl("nvshmem_broadcast", torch::CppFunction::makeFromBoxedFunction<&broadcast>());
-  m.impl("nvshmem_all_to_all", torch::CppFunction::makeFromBoxedFunction<&all_to_all>());
+  m.impl("nvshmem_all_to_all", torch::CppFunction::makeFromBoxedFunction<&exchange_equal_parts>());
 }
 
 }  // namespace symm_cp

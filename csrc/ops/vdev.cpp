@@ -96,7 +96,7 @@ class Table {
 void check_numbers(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kLong, op, ": ", name, " is ",
                    name_dtype(tensor.scalar_type()), ", must be torch.int64");
-  check_dense(op, name, tensor);
+  kernels::check_dense(op, name, tensor);
 }
 
 void check(const Shuffle& shuffle, const char* chunks_name) {
@@ -106,7 +106,7 @@ void check(const Shuffle& shuffle, const char* chunks_name) {
   for (const auto& [name, tensor] :
        {std::pair("input", &input), std::pair("out", &out), std::pair(chunks_name, &chunks),
         std::pair("out_splits_offsets", &out_chunks)}) {
-    check_dense(op, name, *tensor);
+    kernels::check_dense(op, name, *tensor);
     check_symmetric(op, name, *tensor);
   }
   TORCH_CHECK_TYPE(input.scalar_type() == out.scalar_type(), op, ": input is ",
@@ -296,7 +296,7 @@ constexpr const char* kFlat = "all_to_all_vdev";
 constexpr const char* kDispatch = "all_to_all_vdev_2d";
 constexpr const char* kCombine = "all_to_all_vdev_2d_offset";
 
-void all_to_all(const c10::OperatorHandle& op, Stack* stack) {
+void exchange(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   if (!call_shuffle(kFlat, arguments, 1, true, false, "in_splits", [] { return int64_t{0}; }))
     return call_python(op, stack);
@@ -326,7 +326,7 @@ void combine(const c10::OperatorHandle& op, Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
-  m.impl("all_to_all_vdev", torch::CppFunction::makeFromBoxedFunction<&all_to_all>());
+  m.impl("all_to_all_vdev", torch::CppFunction::makeFromBoxedFunction<&exchange>());
   m.impl("all_to_all_vdev_2d", torch::CppFunction::makeFromBoxedFunction<&dispatch>());
   m.impl("all_to_all_vdev_2d_offset", torch::CppFunction::makeFromBoxedFunction<&combine>());
 }

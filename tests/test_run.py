@@ -67,11 +67,18 @@ def start(
     program.parent.mkdir(exist_ok=True)
     program.write_text(textwrap.dedent(source))
     (folder / "elsewhere").mkdir(exist_ok=True)
+    return symm_cp_in(folder / "elsewhere", "run", *arguments, **environment)
+
+
+def symm_cp_in(
+    folder: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command `symm-cp` in a folder."""
     root = str(Path(cli.__file__).resolve().parent.parent)
     path = os.pathsep.join([root, environment.pop("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.run(
-        [sys.executable, "-m", "symm_cp", "run", *arguments],
-        capture_output=True, text=True, timeout=120, check=False, cwd=folder / "elsewhere",
+        [sys.executable, "-m", "symm_cp", *arguments],
+        capture_output=True, text=True, timeout=120, check=False, cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
     )  # fmt: skip
 
@@ -243,16 +250,10 @@ def test_without_a_native_part_it_says_how_to_go_on(tmp_path: Path) -> None:
 
 def execute(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs `symm-cp exec -- COMMAND` in a folder."""
-    root = str(Path(cli.__file__).resolve().parent.parent)
-    path = os.pathsep.join([root, environment.pop("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return subprocess.run(
-        [sys.executable, "-m", "symm_cp", "exec", "--", *command],
-        capture_output=True, text=True, timeout=120, check=False, cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
-    )  # fmt: skip
+    return symm_cp_in(folder, "exec", "--", *command, **environment)
 
 
-#: Starts two ranks by itself, as servers do: one as a process, one as a command.
+#: Starts two ranks by itself, as servers do.
 SERVER = """
     import os, subprocess, sys
     import torch
@@ -313,8 +314,5 @@ def test_isolated_programs_are_refused(tmp_path: Path) -> None:
     assert "runs Python with -I" in execute(tmp_path, str(script)).stderr
     # Options of programs are not Python's.
     assert execute(tmp_path, sys.executable, "-c", "print(1)", "-I").stdout == "1\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "symm_cp", "exec", "--backend-for", "none", "--", str(script)],
-        capture_output=True, text=True, check=False, cwd=Path(cli.__file__).parents[1],
-    )  # fmt: skip
+    done = symm_cp_in(tmp_path, "exec", "--backend-for", "none", "--", str(script))
     assert done.stdout == "1\n"

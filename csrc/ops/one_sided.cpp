@@ -241,7 +241,7 @@ void memset32(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 // Nobody tells who will write the word, so there is nobody whose death could be noticed.
-void await_word(const char* op, const AtomicWord& word, int64_t chunk) {
+void await_word(const AtomicWord& word, int64_t chunk) {
   const WithoutGil without_gil;
   WaitBudget budget(default_timeout());
   const Waiting waiting(budget);
@@ -277,7 +277,7 @@ void async_input_mm(const c10::OperatorHandle& op, Stack* stack) {
     const int64_t rows = a.size(0) / chunks;
     for (int64_t step = 0; step < chunks; ++step) {
       const int64_t chunk = (pivot + step) % chunks;
-      await_word(name, words[chunk], chunk);
+      await_word(words[chunk], chunk);
       at::Tensor part = product.narrow(0, chunk * rows, rows);
       at::mm_out(part, a.narrow(0, chunk * rows, rows), b);
     }

@@ -7,8 +7,6 @@
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
-#include <numeric>
-
 #include "base/error.h"
 #include "exchange/copy.h"
 #include "memory/mapping.h"

@@ -11,11 +11,12 @@ import os
 
 # What many tests import at first use.
 import numpy.random  # noqa: F401
-import torch._dynamo
+import torch._inductor.compile_fx
 import torch.distributed.tensor  # noqa: F401
 import transformers.modeling_utils
 import transformers.models.llama.modeling_llama  # noqa: F401
 
+import symm_cp.inductor  # noqa: F401
 from symm_cp import native
 from tests.rank_process import die_with
 

@@ -372,7 +372,7 @@ class DeviceWorkspace(Calls, ABC):
             self.rank,
             ctypes.byref(self.layout),
             int(graph),
-            events_needed(self.world_size),
+            events_needed(self.world_size, graph),
             group.name.encode(),
             self.limit_ms,
             (ctypes.c_int * self.world_size)(*watched_processes(group)),
@@ -429,6 +429,9 @@ class DeviceWorkspace(Calls, ABC):
         return self.memory[first:end].view(torch.int32)[:: wire.FLAG_BYTES // 4]
 
 
-def events_needed(world_size: int) -> int:
-    """Returns the number of events of a call: begin, join, end, one for each flag to oneself."""
-    return 3 + 4 * world_size
+def events_needed(world_size: int, graph: bool) -> int:
+    """Returns the number of events of a call: begin, join, end, one for each flag to oneself.
+
+    In a graph also one for each signal that steps of other lanes must not overtake.
+    """
+    return 3 + (6 if graph else 4) * world_size

@@ -1,8 +1,9 @@
 """Lowers a schedule to streams: native commands, with Python kernels between them.
 
 The steps of all lanes are handed out in the order that the pattern gives (`Variant.issue_order`),
-which `check` has proven to make progress even when all streams share one hardware queue. Flags to
-oneself become events. Nothing here waits for the device.
+which `check_issue_order` has proven to make progress even when all streams share one hardware
+queue. Captured graphs do not keep that order: there further events do (`schedule/graph_order.py`).
+Flags to oneself become events. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from symm_cp.cuda.workspaces import give_up_on
 from symm_cp.native import wire
 from symm_cp.runtime import recorder
 from symm_cp.runtime.program import Binding, Kernel, Place, copied_parts
+from symm_cp.schedule.graph_order import GraphOrder, Ordered, graph_order
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
 
@@ -204,8 +206,10 @@ class StreamLowering:
         joined: bool,
         captured: bool = False,
     ) -> None:
-        self.order, self.binding = order, binding
-        self.rank, self.world_size = rank, world_size
+        self.binding, self.rank, self.world_size = binding, rank, world_size
+        # Outside of graphs the issue order needs no edges.
+        plain = GraphOrder(tuple(Ordered(lane, step) for lane, step in order))
+        self.order = graph_order(tuple(order), rank) if captured else plain
         self.by_kernels = signals is not Signals.STREAM
         self.joined = joined
         # In the background, steps of the caller's streams are ordered by the peers' signals, unless
@@ -221,28 +225,38 @@ class StreamLowering:
         }
         self.items: list[_KernelCall | _ExchangeCall | _Batch] = []
         self.commands: list[wire.StreamCommand] = []
+        # Signals to peers, by their places, that others wait for in a graph.
+        self.awaited = {place for held in self.order.steps for place in held.behind}
+        if not joined:
+            self.awaited |= set(self.order.end_behind)
         # Copies handed out since something else was, with their regions: a batch has no order.
         self.copied: list[Copy] = []
-        self.events: dict[str, int] = {}
+        self.events: dict[str | int, int] = {}
 
     def launch(self) -> Launch:
         """Returns the launch; call it once."""
-        lanes = list(dict.fromkeys(lane for lane, _ in self.order))
+        lanes = list(dict.fromkeys(held.lane for held in self.order.steps))
         others = [lane for lane in lanes if lane != "compute"]
         if self.follows and not self.captured:
             self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_END)
         self._add(wire.StreamKind.RECORD, "compute", event=_BEGIN)
         for lane in others:
             self._add(wire.StreamKind.WAIT_EVENT, lane, event=_BEGIN)
-        for lane, step in self.order:
-            self._lower(lane, step)
+        for place, held in enumerate(self.order.steps):
+            for signal in held.behind:
+                self._add(wire.StreamKind.WAIT_EVENT, held.lane, event=self._event(signal))
+            self._lower(held.lane, held.step)
+            if place in self.awaited:
+                self._add(wire.StreamKind.RECORD, held.lane, event=self._event(place))
+        for signal in self.order.end_behind if not self.joined else ():
+            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=self._event(signal))
         for lane in others if self.joined else ():
             self._add(wire.StreamKind.RECORD, lane, event=_JOIN)
             self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_JOIN)
         if self.follows:
             self._add(wire.StreamKind.RECORD, "compute", event=_END)
         self._flush()
-        assert _FIRST_FREE + len(self.events) <= events_needed(self.world_size)
+        assert _FIRST_FREE + len(self.events) <= events_needed(self.world_size, self.captured)
         return Launch(tuple(self.items), self.joined)
 
     def _lower(self, lane: str, step: Step) -> None:
@@ -261,8 +275,7 @@ class StreamLowering:
             self._add(wire.StreamKind.ARRIVED, lane, peer=self.polled[step.flag], flag=flag)
             return
         if step.to == self.rank:
-            event = self.events.setdefault(step.flag, _FIRST_FREE + len(self.events))
-            self._add(wire.StreamKind.RECORD, lane, event=event)
+            self._add(wire.StreamKind.RECORD, lane, event=self._event(step.flag))
             return
         # The word that streams copy to flags is its lane's, whose streams follow one another only
         # where calls are joined (csrc/cuda/streams.h).
@@ -275,12 +288,16 @@ class StreamLowering:
 
     def _wait(self, lane: str, step: Wait) -> None:
         if step.source == self.rank:
-            self._add(wire.StreamKind.WAIT_EVENT, lane, event=self.events[step.flag])
+            self._add(wire.StreamKind.WAIT_EVENT, lane, event=self._event(step.flag))
         elif self.by_kernels:
             self._exchange(step, lane)
         else:
             flag = wire.DEVICE_FLAGS.index(step.flag)
             self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
+
+    def _event(self, what: str | int) -> int:
+        """The event of a flag to oneself, or of a signal to a peer, by its place."""
+        return self.events.setdefault(what, _FIRST_FREE + len(self.events))
 
     def _add(self, kind: wire.StreamKind, lane: str, **fields: int) -> None:
         self.copied = []

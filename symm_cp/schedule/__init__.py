@@ -1,12 +1,14 @@
 """Schedules: who copies what, who signals whom, and when a kernel runs, as plain data.
 
 ``patterns`` declares all that may run, each pattern with its direct and its staged form; ``check``
-proves schedules free of races and deadlocks, and ``check_issue_order`` that the order in which the
-host hands steps out lets all ranks finish. README.md explains the proof. Pure Python, no torch.
+proves schedules free of races and deadlocks, ``check_issue_order`` that the order in which the host
+hands steps out lets all ranks finish, and ``check_graph`` that captured graphs do. README.md
+explains the proof. Pure Python, no torch.
 """
 
 from symm_cp.schedule import patterns
 from symm_cp.schedule.check import CheckReport, check
+from symm_cp.schedule.graph_order import GraphCall, GraphOrder, check_graph, graph_order
 from symm_cp.schedule.issue_order import Call, check_issue_order
 from symm_cp.schedule.patterns import Pattern, Variant, peers
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait, accesses
@@ -18,6 +20,8 @@ __all__ = [
     "Pattern",
     "Region",
     "CheckReport",
+    "GraphCall",
+    "GraphOrder",
     "Schedule",
     "Signal",
     "Step",
@@ -25,7 +29,9 @@ __all__ = [
     "Wait",
     "accesses",
     "check",
+    "check_graph",
     "check_issue_order",
+    "graph_order",
     "patterns",
     "peers",
 ]

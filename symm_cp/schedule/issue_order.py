@@ -37,7 +37,7 @@ from symm_cp.schedule.check import CheckReport, Deadlock, Site, parts
 from symm_cp.schedule.patterns import Channel, IssueOrder, Variant
 from symm_cp.schedule.steps import Copy, Epoch, Signal, Step, Wait, awaited
 
-_Flag: TypeAlias = tuple[Channel, str, int, int]  # channel, name, writer rank, receiver rank
+Flag: TypeAlias = tuple[Channel, str, int, int]  # channel, name, writer rank, receiver rank
 _NEVER: Epoch = (0, 0)
 
 
@@ -54,7 +54,9 @@ class Call:
         return cls(variant.channel, variant.issue_orders(world_size, slots))
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
+    """A step of a call, as the proofs replay it."""
+
     channel: Channel
     epoch: int
     call: int
@@ -74,8 +76,8 @@ def check_issue_order(calls: Sequence[Call]) -> CheckReport:
         raise ValueError(f"calls of {sorted(sizes)} ranks: there must be calls, all of one size")
     (world_size,) = sizes
     queues = [deque(_queue(calls, rank)) for rank in range(world_size)]
-    raised: dict[_Flag, Epoch] = {}
-    waiting: dict[_Flag, int] = {}  # the receiver of a flag: no other rank waits for it
+    raised: dict[Flag, Epoch] = {}
+    waiting: dict[Flag, int] = {}  # the receiver of a flag: no other rank waits for it
     ready = deque(range(world_size))
     while ready:
         rank = ready.popleft()
@@ -93,11 +95,11 @@ def check_issue_order(calls: Sequence[Call]) -> CheckReport:
                 if flag in waiting:
                     ready.append(waiting.pop(flag))
             queue.popleft()
-    stuck = tuple(_deadlock(rank, queue[0], raised) for rank, queue in enumerate(queues) if queue)
+    stuck = tuple(deadlock(rank, queue[0], raised) for rank, queue in enumerate(queues) if queue)
     return CheckReport(stuck, len(calls), world_size)
 
 
-def _queue(calls: Sequence[Call], rank: int) -> Iterator[_Item]:
+def _queue(calls: Sequence[Call], rank: int) -> Iterator[Item]:
     epochs: dict[Channel, int] = {}
     for number, call in enumerate(calls):
         epoch = epochs[call.channel] = epochs.get(call.channel, 0) + 1
@@ -105,10 +107,11 @@ def _queue(calls: Sequence[Call], rank: int) -> Iterator[_Item]:
             if isinstance(step, Copy):
                 continue  # depends on nothing but its place in the queue
             for part in parts(step, rank):
-                yield _Item(call.channel, epoch, number, index, lane, part)
+                yield Item(call.channel, epoch, number, index, lane, part)
 
 
-def _deadlock(rank: int, item: _Item, raised: dict[_Flag, Epoch]) -> Deadlock:
+def deadlock(rank: int, item: Item, raised: dict[Flag, Epoch]) -> Deadlock:
+    """Reports a wait that does not end, with the last signal of its flag."""
     step = item.step
     assert isinstance(step, Wait)
     site = Site(rank, item.lane, item.call, item.at, str(step))

@@ -1,6 +1,8 @@
-// Captures: commands are recorded by lane, with what each lane comes after, and run at replay.
+// Captures: commands are recorded by lane, with what each lane comes after, and run at replay,
+// where nothing but these edges orders them.
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 #include "driver_model.h"
 
@@ -106,6 +108,37 @@ Result refuse_in_capture(SimStream* stream) {
   return kCaptureUnsupported;
 }
 
+namespace {
+
+// An order in which the driver may start the nodes of a graph: any that keeps its edges. Now it
+// goes through the lanes in turns, now it follows one of them as far as that goes.
+std::vector<const Graph::Node*> any_order(const Graph& graph) {
+  static std::mt19937 random(std::random_device{}());
+  std::lock_guard<std::mutex> lock(mutex);
+  std::vector<std::deque<const Graph::Node*>> lanes(graph.origins.size());
+  for (const Graph::Node& node : graph.nodes) lanes[node.lane].push_back(&node);
+  std::vector<bool> recorded(graph.records.size());
+  std::vector<size_t> preferred(lanes.size());
+  std::iota(preferred.begin(), preferred.end(), 0);
+  const unsigned change = 1u << random() % 6;  // after how many nodes, on average
+  std::vector<const Graph::Node*> order;
+  while (order.size() < graph.nodes.size()) {
+    if (random() % change == 0 || order.empty())
+      std::shuffle(preferred.begin(), preferred.end(), random);
+    const auto lane = std::find_if(preferred.begin(), preferred.end(), [&](size_t i) {
+      return !lanes[i].empty() &&
+             (lanes[i].front()->type != Graph::Node::kWait || recorded[lanes[i].front()->record]);
+    });
+    const Graph::Node* node = lanes[*lane].front();
+    lanes[*lane].pop_front();
+    if (node->type == Graph::Node::kRecord) recorded[node->record] = true;
+    order.push_back(node);
+  }
+  return order;
+}
+
+}  // namespace
+
 Result replay(Graph* graph, SimStream* stream, bool on_captured_streams) {
   if (stream->capture != nullptr) return kCaptureUnsupported;  // of the driver's, not of CUDA's
   while (!on_captured_streams && graph->streams.size() + 1 < graph->origins.size())
@@ -123,7 +156,8 @@ Result replay(Graph* graph, SimStream* stream, bool on_captured_streams) {
     return command;
   };
   if (graph->last_ended != nullptr) stream->push(await(graph->last_ended));
-  for (const Graph::Node& node : graph->nodes) {
+  for (const Graph::Node* each : any_order(*graph)) {
+    const Graph::Node& node = *each;
     SimStream* lane = node.lane == 0        ? stream
                       : on_captured_streams ? graph->origins[node.lane]
                                             : graph->streams[node.lane - 1];

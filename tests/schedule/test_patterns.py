@@ -409,6 +409,10 @@ def test_in_the_background_the_callers_lane_waits_for_no_call_under_way(
         (plain,) = (v for v in pattern.variants("staged") if "in_place" not in v.options)
         lanes = plain.schedule(0, world_size, slots).lanes
         waits = [step for step in lanes["compute"] if isinstance(step, Wait)]
+        if slots == 1 and world_size > 1:
+            assert [(wait.source, wait.flag) for wait in waits] == [(0, "free")]
+            raised = lanes["copy"].index(Signal(0, "free"))
+            waits = [step for step in lanes["copy"][:raised] if isinstance(step, Wait)]
         assert {(wait.flag, wait.lag) for wait in waits} <= {("done", slots)}
         assert {wait.source for wait in waits} == set(range(1, world_size))
         readers = {

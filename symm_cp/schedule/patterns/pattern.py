@@ -212,8 +212,12 @@ class Draft:
 
     def publish_in_background(self, *copies: Copy) -> None:
         """Copies the input away in the caller's lane, then signals from the copy lane."""
-        self.compute(*(Wait(peer, "done", lag=self.slots) for peer in self.peers))
-        self.compute(*copies, Signal(self.rank, "published"))
+        free = [Wait(peer, "done", lag=self.slots) for peer in self.peers]
+        if free and self.slots == 1:
+            # Behind the signal "done" of the last call, which no other edge of a graph would order.
+            self.copy(*free, Signal(self.rank, "free"))
+            free = [Wait(self.rank, "free")]
+        self.compute(*free, *copies, Signal(self.rank, "published"))
         self.copy(Wait(self.rank, "published"), *self.signals("ready"))
 
     def release(self, peer: int, *, in_place: bool = False) -> list[Step]:

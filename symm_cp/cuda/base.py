@@ -12,7 +12,8 @@ flags, then slots, as in memory.py. A group has one for each channel and device:
     "async"  low-contention collectives, which outlive the call. Likewise.
 
 and others for calls that are captured into graphs, where epochs cannot change from replay to
-replay: one for each graph. They have one slot, and flags that the waiter resets. Each of their
+replay: one for each graph, and one for all graphs of torch.compile. They have one slot, and flags
+that the waiter resets. Each of their
 calls is complete in itself, so graphs may be replayed any number of times, at the same time and in
 any order, as long as all ranks replay dependent graphs in the same order.
 """
@@ -23,6 +24,7 @@ import ctypes
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -210,6 +212,32 @@ class Device(ABC):
         """The means of signalling that the driver and torch may have, the best first."""
         return (Signals.STREAM,) if self.streams_can_wait() else ()
 
+    def in_graph_tree(self) -> bool:
+        """Whether `torch.compile(mode="reduce-overhead")` warms a graph up, or captures it, now."""
+        return False
+
+    def using(self, stream: int) -> AbstractContextManager[object]:
+        """Makes a stream the current one inside the `with` block, by the driver's handle."""
+        raise NotImplementedError(f"{self}: has no graphs of torch.compile")
+
+    def keep(self, make: Callable[[], T]) -> T:
+        """Returns what a function makes for later calls: ordinary tensors, in no graph's memory.
+
+        While torch warms a graph up, all that this thread allocates lies in the memory of the
+        graph, and whatever survives the call is an error. So another thread makes it then.
+        """
+
+        def made() -> T:
+            with self.guard(), self.using(stream), ordinary_tensors():
+                return make()
+
+        if not self.in_graph_tree() or self.capturing():
+            with ordinary_tensors():
+                return make()
+        stream, _ = self.streams("sync")
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(self.in_this_context(made)).result()
+
     def in_this_context(self, function: Callable[[], T]) -> Callable[[], T]:
         """Returns a function that other threads may call: it runs in this thread's context.
 
@@ -291,8 +319,7 @@ class DeviceWorkspace(Calls, ABC):
         # A function without declared types, whose checks take as long as the call.
         self._run = native.load()["symm_cp_streams_run"]
         nbytes = self.header_bytes + self.slots * self.slot_bytes
-        with ordinary_tensors():
-            self.memory, addresses = self.allocate(group, nbytes)
+        self.memory, addresses = device.keep(lambda: self.allocate(group, nbytes))
         self.handle = self._open(group, graph, addresses)
         weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
         self.set_single_copies(single=not verdict.batches)
@@ -300,8 +327,9 @@ class DeviceWorkspace(Calls, ABC):
         one = wire.sent_offset(wire.CONSTANT_ONE, self.rank, self.world_size)
         self.memory[one : one + 4].view(torch.int32).fill_(1)
         if self.signals is Signals.KERNEL:
-            with ordinary_tensors():
-                self.bases = torch.tensor(addresses, dtype=torch.int64).to(self.memory.device)
+            self.bases = device.keep(
+                lambda: torch.tensor(addresses, dtype=torch.int64).to(self.memory.device)
+            )
             if channel != TRIAL:
                 self.load_kernels()
         if graph and self.signals is not Signals.TORCH:

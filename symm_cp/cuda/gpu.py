@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -51,10 +52,26 @@ class CudaDevice(Device):
             with torch.cuda.stream(self._copy_stream(channel)):
                 kernel()
 
+    def using(self, stream: int) -> AbstractContextManager[object]:
+        """Makes a stream the current one inside the `with` block, by the driver's handle."""
+        return torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device))
+
     def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
         """Calls a function whose kernels go to a stream, given by the driver's handle."""
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device)):
+        with self.using(stream):
             kernel()
+
+    def in_graph_tree(self) -> bool:
+        """Whether `torch.compile(mode="reduce-overhead")` warms a graph up, or captures it, now."""
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is None:
+            return False
+        manager = trees.get_manager(self.torch_device.index, create_if_none_exists=False)
+        if manager is None or not (manager.in_warmup or manager.in_recording):
+            return False
+        # Both last until the next call; what runs meanwhile is on another stream.
+        with self.guard():
+            return bool(torch.cuda.current_stream() == manager.stream)
 
     def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
         """Captures the work that a function puts on a stream into a graph; returns its replay."""

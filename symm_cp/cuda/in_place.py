@@ -91,7 +91,7 @@ def read_in_place(tensor: torch.Tensor, group: GroupLike) -> None:
         for key in [key for key, old in tensors.known.items() if old.storage.expired()]:
             del tensors.known[key]
         _agree(device, tensor, local)
-        mapped = map_peers(tensor, local)
+        mapped = device.keep(lambda: map_peers(tensor, local))
         mapped.forget()
         tensors.count += 1
         storage = StorageWeakRef(tensor.untyped_storage())

@@ -54,8 +54,10 @@ class Kept(Generic[P, T]):
             return self._on_stream(stream, device, *args, **kwargs)  # type: ignore[arg-type]
 
     def _made(self, device: torch.device, *args: P.args, **kwargs: P.kwargs) -> T:
-        with ordinary_tensors():
-            return self._make(device, *args, **kwargs)
+        if not has_streams(device):
+            with ordinary_tensors():
+                return self._make(device, *args, **kwargs)
+        return device_of(device).keep(lambda: self._make(device, *args, **kwargs))
 
     def forget(self) -> None:
         """Drops all results."""

@@ -3,6 +3,9 @@
 Calls that are captured into a graph take workspaces of that graph alone: two graphs may be replayed
 at the same time, on different streams. These are made by `reserve`, since none can be made during a
 capture, and stay as long as the group.
+
+The graphs of `torch.compile(mode="reduce-overhead")` share workspaces: they share torch's memory,
+too, so that they are replayed one after the other. The calls before their captures make these.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ class _GraphWorkspaces:
 
     free: list[DeviceWorkspace] = field(default_factory=list)
     by_capture: dict[int, DeviceWorkspace] = field(default_factory=dict)
+    #: Of torch.compile's graphs, the largest last; graphs may still use the others.
+    shared: list[DeviceWorkspace] = field(default_factory=list)
 
     def taken_by(self, capture: int) -> DeviceWorkspace | None:
         """The workspace of a capture; a new one takes the next that is free."""
@@ -56,6 +61,7 @@ class Workspaces:
         for of_graphs in self.graphs.values():
             yield from of_graphs.free
             yield from of_graphs.by_capture.values()
+            yield from of_graphs.shared
 
     def clear(self) -> None:
         """Frees all workspaces, as soon as that is possible."""
@@ -120,6 +126,8 @@ def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> De
     if not capturing:
         if _holding or _retired:
             _free_retired()
+        if device.captures and verdict.graphs and device.in_graph_tree():
+            _make_shared(group, device, channel, slot_bytes, verdict)
         return _workspace(group, device, channel, slot_bytes, verdict)
     if not verdict.graphs:
         raise RuntimeError(
@@ -127,13 +135,16 @@ def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> De
             f"{verdict.reason}"
         )
     kind = workspaces_of(group).graphs.get(_key(device, channel, verdict.signals))
-    present = None if kind is None else kind.taken_by(device.capture_id())
+    if kind is not None and kind.shared and device.in_graph_tree():
+        present: DeviceWorkspace | None = kind.shared[-1]
+    else:
+        present = None if kind is None else kind.taken_by(device.capture_id())
     if present is not None and present.serves(slot_bytes):
         return present
     there_is, graphs = "", ""
     if present is not None:
         there_is = f"there is one of {present.slot_bytes}"
-    elif kind is not None:
+    elif kind is not None and kind.by_capture:
         there_is = f"each of the {len(kind.by_capture)} belongs to a graph that was captured before"
         graphs = ", graphs=n"
     raise RuntimeError(
@@ -186,6 +197,17 @@ def _make_for_graphs(
         kind.free[place : place + 1] = [_make(group, device, channel, needed, verdict, graph=True)]
         if present is not None:
             _retire(present)
+
+
+def _make_shared(
+    group: Group, device: Device, channel: str, slot_bytes: int, verdict: Verdict
+) -> None:
+    """Makes a workspace for captures of torch.compile, unless there is one of that size."""
+    key = _key(device, channel, verdict.signals)
+    shared = workspaces_of(group).graphs.setdefault(key, _GraphWorkspaces()).shared
+    if not shared or not shared[-1].serves(slot_bytes):
+        needed = max([slot_bytes, *(made.slot_bytes for made in shared)])
+        shared.append(_make(group, device, channel, needed, verdict, graph=True))
 
 
 def give_up(group: Group, error: BaseException) -> None:

@@ -3,7 +3,8 @@
 // the block is filled with NaN when the stream gets there. Whoever reads it later, in another
 // stream, computes with NaN; and whoever writes to it is found when it leaves the quarantine.
 //
-// Fresh memory is NaN as well.
+// Fresh memory is NaN as well. Blocks that are allocated while a thread has it so are counted: those
+// of a graph's pool, while torch warms the graph up.
 #include <c10/core/CPUAllocator.h>
 
 #include <atomic>
@@ -31,10 +32,14 @@ constexpr size_t kBlocks = 20000;
 struct Header {  // lies in front of the block
   size_t bytes;
   void* owner;
+  bool pooled;
 };
 static_assert(sizeof(Header) <= kAlign);
 
 Header& header(void* data) { return *reinterpret_cast<Header*>(static_cast<char*>(data) - kAlign); }
+
+thread_local bool pooling = false;
+std::atomic<int64_t> pooled{0};  // blocks
 
 struct Quarantine {
   std::mutex mutex;
@@ -79,7 +84,9 @@ void poison(void* data) {
 }
 
 void free_block(void* data) {
-  if (data != nullptr) simulated_when_passed(header(data).owner, poison, data);
+  if (data == nullptr) return;
+  if (header(data).pooled) --pooled;
+  simulated_when_passed(header(data).owner, poison, data);
 }
 
 class PoisoningAllocator final : public c10::Allocator {
@@ -90,7 +97,8 @@ class PoisoningAllocator final : public c10::Allocator {
     auto* start = static_cast<char*>(std::aligned_alloc(kAlign, rounded + kAlign));
     if (start == nullptr) throw std::bad_alloc();
     void* data = start + kAlign;
-    header(data) = {bytes, simulated_owning_stream()};
+    header(data) = {bytes, simulated_owning_stream(), pooling};
+    pooled += pooling;
     std::memset(data, kPattern, bytes);
     return {data, data, free_block, c10::Device(c10::kCPU)};
   }
@@ -109,6 +117,16 @@ void poison_use(int on) {
   static auto* allocator = new PoisoningAllocator;
   c10::SetCPUAllocator(on != 0 ? allocator : c10::GetDefaultCPUAllocator(), 255);
 }
+
+// Whether what this thread allocates is counted from now on; returns whether it was.
+int poison_pool(int on) {
+  const bool before = pooling;
+  pooling = on != 0;
+  return before;
+}
+
+// How many of these blocks are allocated.
+int64_t poison_pooled() { return pooled; }
 
 // Empties the quarantine; writes what was found to `text`.
 void poison_check(char* text, size_t room) {

@@ -108,11 +108,13 @@ def thread_state() -> Callable[[], AbstractContextManager[None]]:
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     modes = dispatch._get_current_dispatch_mode_stack()
+    pooling = machine().pooling()
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         with contextlib.ExitStack() as stack:
+            stack.enter_context(machine().pool(pooling))
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             torch.set_autocast_enabled("cpu", autocast[0])
@@ -235,6 +237,31 @@ class Machine:
         text = ctypes.create_string_buffer(1 << 14)
         self.poison.poison_check(text, ctypes.c_size_t(len(text)))
         return text.value.decode()
+
+    def pooling(self) -> bool:
+        """Whether what this thread allocates is counted, see `pool`."""
+        if "poison" not in self.__dict__:  # it was never built
+            return False
+        on = bool(self.poison.poison_pool(0))
+        self.poison.poison_pool(on)
+        return on
+
+    @contextlib.contextmanager
+    def pool(self, on: bool = True) -> Iterator[None]:
+        """Inside, what this thread allocates is counted, or not; memory is poisoned."""
+        if not on and "poison" not in self.__dict__:
+            yield
+            return
+        before = self.poison.poison_pool(int(on))
+        try:
+            yield
+        finally:
+            self.poison.poison_pool(before)
+
+    def pooled(self) -> int:
+        """How many blocks that were counted are allocated."""
+        self.poison.poison_pooled.restype = ctypes.c_int64
+        return int(self.poison.poison_pooled())
 
     def load(self, kernel: str, *, anyway: bool) -> None:
         """Loads a kernel when it is first launched, as drivers do by default."""

@@ -130,6 +130,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self.driver = build(self.mode.driver_version)
         self._kept: list[Any] | None = None  # what a graph of `capture` calls
         self.poisoned = False
+        self.tree = False  # of graphs: torch.compile warms one up, or captures it
         self.graph: Graph | None = None  # that is captured
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one
         self._groups: weakref.WeakKeyDictionary[cuda.DeviceWorkspace, str] = (
@@ -164,6 +165,22 @@ class SimulatedDevice(FlagKernels, cuda.Device):
     def _choose(self, stream: int) -> None:
         self._chosen.stream = stream
         self.library.simulated_choose_stream(stream)
+
+    def using(self, stream: int) -> AbstractContextManager[object]:
+        return self.stream(stream)
+
+    def in_graph_tree(self) -> bool:
+        return self.tree
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Inside, this thread allocates from the pool of a graph, as torch.compile's does first."""
+        self.tree = True
+        try:
+            with self.machine.pool():
+                yield
+        finally:
+            self.tree = False
 
     def streams(self, channel: str) -> tuple[int, int]:
         return getattr(self._chosen, "stream", 0), self._side(channel)

@@ -1,0 +1,152 @@
+"""`torch.compile(mode="reduce-overhead")`: what it does around our ops, on the simulated device.
+
+Torch calls a compiled function once with all that it allocates in the pool of the graph to come
+(warm-up), refuses what survives but for results, captures the next call, and replays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import random
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from symm_cp import cuda
+from symm_cp.cuda.gpu import CudaDevice
+from symm_cp.group import memory
+from symm_cp.ops.attention.tiles import _band
+from tests.cuda.graphs import graphed
+from tests.cuda.simulated import SimulatedDevice, simulation
+from tests.cuda.test_graph_order import ALL, cases
+from tests.exhaustive import some
+from tests.pool import Ranks
+
+
+def values_of(group: dist.ProcessGroup, seed: int, rows: int = 3) -> dict[str, torch.Tensor]:
+    W, generator = group.size(), torch.Generator().manual_seed(seed)
+    shapes = {
+        "weight": (8, 5), "rows": (W, rows, 8), "full": (W, 2 * W, 8),
+        "heads": (W, 3, 1, 2 * W, 8, 16),
+    }  # fmt: skip
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def warm_up(made: SimulatedDevice, call: Callable[[], Any]) -> Any:
+    """A first call; what it leaves in the pool of the graph are its results."""
+    before = made.machine.pooled()
+    with made.warming_up():
+        result = call()
+    made.synchronize()
+    gc.collect()
+    left = made.machine.pooled() - before
+    assert left == len({t.untyped_storage().data_ptr() for t in result}), left
+    return result
+
+
+def trees(group: dist.ProcessGroup, names: list[str], signals: str, seed: int) -> None:
+    own = dist.new_group(list(range(group.size())))  # without workspaces
+    values = values_of(group, seed)
+    chosen = [cases(own, values)[name] for name in names]
+    with simulation(poison=True, signals=signals, delays_us=50) as made:
+        graphs = []
+        for call, expected in chosen:
+            (found,) = warm_up(made, lambda call=call: [call()])
+            torch.testing.assert_close(found, expected(), rtol=1e-4, atol=1e-4)
+            made.tree = True
+            graphs.append((*graphed(made, call), expected))
+            made.tree = False
+        for turn in range(3):
+            for name, value in values_of(group, seed + turn).items():
+                values[name].copy_(value)
+            # In whatever order, one after the other, with eager calls in between.
+            for graph, out, expected in random.sample(graphs, len(graphs)):
+                graph.replay()
+                torch.testing.assert_close(out, expected(), rtol=1e-4, atol=1e-4)
+        for kind in cuda.workspaces_of(memory.resolve(own)).graphs.values():
+            assert len(kind.by_capture) == len(kind.free) == 0
+            assert 1 <= len(kind.shared) <= len(names)
+    dist.destroy_process_group(own)
+
+
+@pytest.mark.parametrize("signals", some("stream", "kernel", of=["stream", "kernel", "torch"]))
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+def test_all_ops_are_captured_without_reserve(ranks: Ranks, world_size: int, signals: str) -> None:
+    ranks.run(world_size, trees, ALL, signals, random.randrange(1 << 30))
+
+
+def test_masks_are_kept_out_of_the_pool() -> None:
+    device = torch.device("cpu")
+    _band.forget()
+    with simulation(poison=True) as made:
+        band = warm_up(made, lambda: kept_band(device))
+        assert band == []
+        assert _band(device, *BAND)[0] is _band(device, *BAND)[0]
+    _band.forget()
+
+
+BAND = (40, 60, -3, 5, torch.float32)
+
+
+def kept_band(device: torch.device) -> list[torch.Tensor]:
+    offset = torch.arange(60) - torch.arange(40).unsqueeze(1)
+    band, _ = _band(device, *BAND)
+    assert torch.equal(band == 0, (offset >= -3) & (offset <= 5))
+    return []
+
+
+def growing(group: dist.ProcessGroup, seed: int) -> None:
+    """A larger call gets a larger workspace; the graphs before it keep theirs."""
+    own = dist.new_group(list(range(group.size())))
+    captured = []
+    with simulation(delays_us=50, poison=True) as made:
+        for rows in (2, 4096, 3):
+            values = values_of(group, seed, rows)
+            call, expected = cases(own, values)["gather"]
+            warm_up(made, lambda call=call: [call()])
+            made.tree = True
+            captured.append((*graphed(made, call), expected))
+            made.tree = False
+        (kind,) = cuda.workspaces_of(memory.resolve(own)).graphs.values()
+        assert len(kind.shared) == 2
+        for graph, out, expected in captured:
+            graph.replay()
+            torch.testing.assert_close(out, expected(), rtol=1e-4, atol=1e-4)
+        # Graphs that users capture themselves may be replayed at the same time: they need more.
+        with pytest.raises(RuntimeError, match="there is none; none can be made while a graph"):
+            graphed(made, call)
+    dist.destroy_process_group(own)
+
+
+def test_a_larger_call_takes_a_larger_workspace(ranks: Ranks) -> None:
+    ranks.run(2, growing, random.randrange(1 << 30))
+
+
+def test_a_gpu_asks_torchs_graph_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cudagraph_trees as trees
+
+    manager = trees.CUDAGraphTreeManager
+    assert isinstance(manager.in_warmup, property)
+    assert isinstance(manager.in_recording, property)
+    assert "self.stream = torch.cuda.Stream()" in inspect.getsource(manager.__init__)
+    device = CudaDevice(torch.device("cuda", 0))
+    monkeypatch.setattr(device, "guard", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "its stream")
+    found: Any = None
+    monkeypatch.setattr(trees, "get_manager", lambda index, create_if_none_exists: found)
+    assert not device.in_graph_tree()
+    for warm_up, recording, stream, expected in [
+        (True, False, "its stream", True), (False, True, "its stream", True),
+        (False, False, "its stream", False), (True, False, "another", False),
+    ]:  # fmt: skip
+        found = SimpleNamespace(in_warmup=warm_up, in_recording=recording, stream=stream)
+        assert device.in_graph_tree() is expected
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees")
+    assert not device.in_graph_tree()

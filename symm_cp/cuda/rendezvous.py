@@ -8,13 +8,20 @@ sub-groups have other histories. So each rendezvous here has a process group of 
 ranks: torch makes these comparisons only for groups that were registered by `set_group_info`. Its
 store numbers the exchanges itself, waits for peers no longer than the group does, and notices when
 one exits. With a process group for each, no rank finds in torch's cache what its peers do not.
+
+Torch takes ranks for ranks of one GPU when their GPUs have one ordinal, as all have where each rank
+sees one (Slurm, Ray, Kubernetes), and sets up multicast, which nothing here uses and which is known
+to hang or to fail on some hosts. Neither happens here; the GPUs are told apart by their UUIDs.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +34,7 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 
-from symm_cp.group.liveness import generation, share_made, wait_for_keys, wait_limit
+from symm_cp.group.liveness import generation, share, share_made, wait_for_keys, wait_limit
 from symm_cp.group.memory import Group, StateKey
 from symm_cp.group.stores import TimedStore
 
@@ -37,6 +44,57 @@ _NUMBERED = re.compile(r"(?P<begin>.*SymmetricMemory/)(?P<number>\d+)(?P<end>.*)
 # The backends of symmetric memory that meet through the store of the process group. NCCL's meets
 # over a communicator; this package's counts the rendezvous of each group.
 _BY_STORE = ("CUDA",)
+
+
+#: Lets ranks share a GPU, as for tests.
+SHARE_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+# Torch reads them in each rendezvous.
+_DURING_RENDEZVOUS = {SHARE_GPUS: "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _DURING_RENDEZVOUS}
+    os.environ.update(_DURING_RENDEZVOUS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def gpu_of(device: torch.device) -> str:
+    """Returns what identifies a GPU among all."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def check_gpus(group: Group, device: torch.device) -> None:
+    """Raises `RuntimeError` on every rank where ranks share a GPU. Collective at its first call.
+
+    They may where the environment has `SHARE_GPUS`, on all ranks.
+    """
+    if group.state(_CHECKED, lambda: [False])[0]:
+        return
+    allowed = os.environ.get(SHARE_GPUS) == "1"
+    told = [text.partition(" ") for text in share(group, "gpu", f"{allowed} {gpu_of(device)}")]
+    ranks_by_gpu: dict[str, list[int]] = {}
+    for rank, (_, _, gpu) in enumerate(told):
+        ranks_by_gpu.setdefault(gpu, []).append(rank)
+    shared = {gpu: ranks for gpu, ranks in ranks_by_gpu.items() if len(ranks) > 1}
+    if shared and any(allows != "True" for allows, _, _ in told):
+        which = "; ".join(f"ranks {ranks} use GPU {gpu}" for gpu, ranks in shared.items())
+        raise RuntimeError(
+            f"symm_cp: ranks of group {group.name!r} share a GPU: {which}. Call "
+            "torch.cuda.set_device(local_rank) before the first op, or make one GPU visible to "
+            f"each; {SHARE_GPUS}=1 lets ranks share one, slowly"
+        )
+    group.state(_CHECKED, lambda: [False])[0] = True
+
+
+_CHECKED: StateKey[list[bool]] = StateKey("GPUs that were told apart")
 
 
 class ExchangeStore(dist.Store):
@@ -140,10 +198,13 @@ def map_peers(tensor: torch.Tensor, group: Group) -> Mapped:
     block of a rank (pytorch #190977). Raises `RuntimeError` on every rank where that is impossible.
     """
     by_store = _SymmetricMemory.get_backend(tensor.device) in _BY_STORE
+    if by_store:
+        check_gpus(group, tensor.device)
     private = PrivateGroup(group) if by_store else None
     try:
         name = group.name if private is None else private.name
-        handle: _SymmetricMemory | None = _SymmetricMemory.rendezvous(tensor, name)
+        with _environment():
+            handle: _SymmetricMemory | None = _SymmetricMemory.rendezvous(tensor, name)
         texts = share_made(group, "mapped", lambda: str(_offset(tensor, handle, group.rank)))
         assert handle is not None
         bases = zip(handle.buffer_ptrs, map(int, texts), strict=True)

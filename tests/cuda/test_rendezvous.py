@@ -1,0 +1,89 @@
+"""Which GPU a rank has, and what torch's rendezvous finds in the environment."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from symm_cp.cuda import rendezvous
+from symm_cp.group import memory
+from tests.cuda.simulated import simulation
+from tests.pool import Ranks
+
+VARIABLES = (rendezvous.SHARE_GPUS, "TORCH_SYMM_MEM_DISABLE_MULTICAST")
+
+
+def check(group: dist.ProcessGroup, gpus: list[str], allowed: list[str | None]) -> str:
+    """The error of a check in a group of its own; a check of the same GPUs follows a good one."""
+    own = memory.resolve(dist.new_group(list(range(group.size()))))
+    device, mine = torch.device("cpu"), allowed[group.rank()]
+    asked = []
+
+    def gpu_of(_: torch.device) -> str:
+        asked.append(True)
+        return gpus[group.rank()]
+
+    with (
+        mock.patch.dict(os.environ, {} if mine is None else {rendezvous.SHARE_GPUS: mine}),
+        mock.patch.object(rendezvous, "gpu_of", gpu_of),
+    ):
+        if mine is None:
+            os.environ.pop(rendezvous.SHARE_GPUS, None)
+        try:
+            rendezvous.check_gpus(own, device)
+        except RuntimeError as error:
+            return str(error)
+        rendezvous.check_gpus(own, device)
+        assert len(asked) == 1, "told once for a group"
+    return ""
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_share_a_gpu_by_mistake_are_told(ranks: Ranks, world_size: int) -> None:
+    apart, unset = [f"GPU-{rank}" for rank in range(world_size)], [None] * world_size
+    assert ranks.run(world_size, check, apart, unset) == [""] * world_size
+    same = ["GPU-7", *apart[1:-1], "GPU-7"]
+    for allowed in (unset, ["1", *unset[1:]], ["0"] * world_size):
+        for error in ranks.run(world_size, check, same, allowed):
+            assert f"share a GPU: ranks [0, {world_size - 1}] use GPU GPU-7" in error
+            assert "torch.cuda.set_device(local_rank)" in error
+    assert ranks.run(world_size, check, same, ["1"] * world_size) == [""] * world_size
+
+
+def seen_by_torch(group: dist.ProcessGroup) -> list[Any]:
+    """The variables as the C library has them: in a rendezvous, and after it."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+
+    def seen() -> list[bytes | None]:
+        return [getenv(name.encode()) for name in VARIABLES]
+
+    during = []
+
+    class Spy:
+        get_backend = _SymmetricMemory.get_backend
+
+        @staticmethod
+        def rendezvous(tensor: torch.Tensor, name: str) -> Any:
+            during.append(seen())
+            return _SymmetricMemory.rendezvous(tensor, name)
+
+    memory_ = _SymmetricMemory.empty_strided_p2p((8,), [1], torch.uint8, torch.device("cpu"), None)
+    os.environ.pop(VARIABLES[1], None)
+    os.environ[VARIABLES[0]] = "0"
+    with simulation(), mock.patch.object(rendezvous, "_SymmetricMemory", Spy):
+        rendezvous.map_peers(memory_, memory.resolve(group))
+    return [during, seen()]
+
+
+def test_torch_sets_up_no_multicast_and_compares_no_ordinals(ranks: Ranks) -> None:
+    for during, after in ranks.run(2, seen_by_torch):
+        assert during == [[b"1", b"1"]]
+        assert after == [b"0", None]

@@ -2,7 +2,7 @@
 
 The steps of all lanes are handed out in the order that the pattern gives (`Variant.issue_order`),
 which `check_issue_order` has proven to make progress even when all streams share one hardware
-queue. Captured graphs do not keep that order: there further events do (`schedule/graph_order.py`).
+queue. Captured graphs do not keep that order: there further events do (`schedule/graphs.py`).
 Flags to oneself become events. Nothing here waits for the device.
 """
 
@@ -20,7 +20,7 @@ from symm_cp.cuda.workspaces import give_up_on
 from symm_cp.native import wire
 from symm_cp.runtime import recorder
 from symm_cp.runtime.program import Binding, Kernel, Place, copied_parts
-from symm_cp.schedule.graph_order import GraphOrder, Ordered, graph_order
+from symm_cp.schedule.graphs import GraphOrder, Ordered, graph_order
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
 

@@ -8,7 +8,7 @@ explains the proof. Pure Python, no torch.
 
 from symm_cp.schedule import patterns
 from symm_cp.schedule.check import CheckReport, check
-from symm_cp.schedule.graph_order import GraphCall, GraphOrder, check_graph, graph_order
+from symm_cp.schedule.graphs import GraphCall, GraphOrder, check_graph, graph_order
 from symm_cp.schedule.issue_order import Call, check_issue_order
 from symm_cp.schedule.patterns import Pattern, Variant, peers
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait, accesses

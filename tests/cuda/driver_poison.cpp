@@ -3,8 +3,8 @@
 // the block is filled with NaN when the stream gets there. Whoever reads it later, in another
 // stream, computes with NaN; and whoever writes to it is found when it leaves the quarantine.
 //
-// Fresh memory is NaN as well. Blocks that are allocated while a thread has it so are counted: those
-// of a graph's pool, while torch warms the graph up.
+// Fresh memory is NaN as well. Blocks that are allocated while a thread has it so are counted:
+// those of a graph's pool, while torch warms the graph up.
 #include <c10/core/CPUAllocator.h>
 
 #include <atomic>

@@ -17,7 +17,7 @@ from symm_cp import cuda
 from symm_cp.cuda import stream_program
 from symm_cp.group import memory
 from symm_cp.schedule import GraphOrder
-from symm_cp.schedule.graph_order import Ordered
+from symm_cp.schedule.graphs import Ordered
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some

@@ -5,13 +5,15 @@ modules, so `symm_cp/__init__.py` asks here for which module it is imported. Wha
 is loaded, as `import symm_cp` would, when somebody asks for it: by a name of `symm_cp`, by another
 of its modules, or by an import of torch, since whoever imports both expects the ops to be there.
 Where torch is imported already, everything is loaded at once.
+
+And `when_imported` has something done as soon as another library is there.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
@@ -107,20 +109,66 @@ class _Finder(MetaPathFinder):
             require_linux()
         elif name != "torch" or sys.platform != "linux":
             return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self)
-                return spec
-        return None
+        return _followed(self, name, path, target, self._begin, self._end)
+
+    def _begin(self) -> None:
+        self.running += 1
+
+    def _end(self, failed: bool) -> None:
+        self.running -= 1
+        if not failed and self.running == 0 and "torch" in sys.modules and is_partial():
+            _load_the_rest()
+
+
+class _Arrival(MetaPathFinder):
+    """Calls a function once a module has been imported."""
+
+    def __init__(self, module: str, function: Callable[[], object]) -> None:
+        self._module, self._function = module, function
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._module:
+            return None
+        return _followed(self, name, path, target, lambda: None, self._end)
+
+    def _end(self, failed: bool) -> None:
+        if not failed and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _quietly(self._function)
+
+
+def when_imported(module: str, function: Callable[[], object]) -> None:
+    """Calls a function now, or as soon as a module has been imported; its errors are printed."""
+    if module in sys.modules:
+        _quietly(function)
+    else:
+        sys.meta_path.insert(0, _Arrival(module, function))
+
+
+def _followed(
+    ours: MetaPathFinder,
+    name: str,
+    path: Sequence[str] | None,
+    target: ModuleType | None,
+    begin: Callable[[], None],
+    end: Callable[[bool], None],
+) -> ModuleSpec | None:
+    """The spec of another finder, whose loader calls `begin` and, with whether it failed, `end`."""
+    for finder in sys.meta_path:
+        if finder is not ours and (spec := finder.find_spec(name, path, target)) is not None:
+            if spec.loader is not None:
+                spec.loader = _Loader(spec.loader, begin, end)
+            return spec
+    return None
 
 
 class _Loader(Loader):
-    """Another loader, after which everything may be loaded."""
+    """Another loader, and what is called around it."""
 
-    def __init__(self, of: Loader, finder: _Finder) -> None:
-        self._of = of
-        self._finder = finder
+    def __init__(self, of: Loader, begin: Callable[[], None], end: Callable[[bool], None]) -> None:
+        self._of, self._begin, self._end = of, begin, end
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._of, name)
@@ -132,17 +180,21 @@ class _Loader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._of
         module.__loader__ = self._of
-        self._finder.running += 1
+        failed = True
+        self._begin()
         try:
             self._of.exec_module(module)
+            failed = False
         finally:
-            self._finder.running -= 1
-        if self._finder.running == 0 and "torch" in sys.modules and is_partial():
-            _load_the_rest()
+            self._end(failed)
 
 
 def _load_the_rest() -> None:
+    _quietly(load_everything)
+
+
+def _quietly(function: Callable[[], object]) -> None:
     try:
-        load_everything()
+        function()
     except Exception as error:  # it is torch, or another module, that the user imports
         print(f"symm_cp: not loaded: {type(error).__name__}: {error}", file=sys.stderr)

@@ -131,7 +131,7 @@ assert "symm_cp" in dist.Backend.backend_list
 assert torch._C._dispatch_has_kernel_for_dispatch_key(
     "symm_mem::fused_all_gather_attention", "CPU"
 )
-assert not any("symm_cp" in kind.__module__ for kind in map(type, sys.meta_path))
+assert not symm_cp.loading.is_partial()
 assert type(torch.__spec__.loader).__module__ != "symm_cp.loading"
 for name in ("schedule", "ops", "native", "group"):
     assert getattr(symm_cp, name) is sys.modules["symm_cp." + name]
@@ -164,3 +164,45 @@ except ImportError as error:
 """)
     assert out.startswith("1.0\n")
     assert "symm_cp.group.memory" in out
+
+
+@pytest.mark.parametrize("first", some("symm_cp", of=["symm_cp", "transformers.modeling_utils"]))
+def test_transformers_knows_the_attention_as_soon_as_both_are_there(first: str) -> None:
+    out = run(f"""
+import sys
+import {first}, symm_cp
+if {first!r} == "symm_cp":
+    assert "symm_cp.integrations.transformers" not in sys.modules
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                     vocab_size=8)
+model = LlamaForCausalLM._from_config(config, attn_implementation="symm_cp")
+model.set_attn_implementation("sdpa")
+model.set_attn_implementation("symm_cp")
+print(model.config._attn_implementation, type(transformers.modeling_utils.__loader__).__name__)
+""")
+    assert out == "symm_cp SourceFileLoader\n"
+
+
+def test_when_a_module_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text("")
+    (tmp_path / "broken.py").write_text("raise ValueError('broken')")
+    out = run(f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from symm_cp import loading
+finders = len(sys.meta_path)
+loading.when_imported("sys", lambda: print("there"))
+for name in ("good", "broken", "missing"):
+    loading.when_imported(name, lambda name=name: print(name, "has come"))
+import good, good as again
+for name in ("broken", "missing"):
+    try:
+        __import__(name)
+    except Exception as error:
+        print(type(error).__name__)
+print(len(sys.meta_path) - finders)
+loading.when_imported("good", lambda: 1 / 0)
+""")
+    assert out == "there\ngood has come\nValueError\nModuleNotFoundError\n2\n"

@@ -1,11 +1,13 @@
 """Other libraries' models on symm_cp, through these libraries' own extension points.
 
 Each is imported only when asked for, and needs the library that it is named after; that of
-transformers also as soon as a context is entered while a model of transformers may exist.
+transformers also as soon as transformers' models are imported, so that
+`attn_implementation="symm_cp"` needs nothing but `import symm_cp`.
 """
 
 from contextlib import suppress as _suppress
 
+from symm_cp import loading as _loading
 from symm_cp.context_parallel import inspectors as _inspectors
 
 
@@ -15,3 +17,4 @@ def _inspect_transformers() -> None:
 
 
 _inspectors.register("transformers.modeling_utils", _inspect_transformers)
+_loading.when_imported("transformers.modeling_utils", _inspect_transformers)

@@ -236,6 +236,23 @@ def test_positions_that_are_missing_or_of_other_documents_are_refused(ranks: Ran
     ranks.run(2, positions)
 
 
+def kept(group: dist.ProcessGroup) -> None:
+    mesh, model = mesh_of(group), build("Llama")
+    for choice, given in ((1, "1"), (torch.tensor([-1]), "positions")):
+        with (
+            pytest.raises(NotImplementedError, match=f"LlamaForCausalLM .*logits_to_keep={given}:"),
+            symm_cp.context_parallel(mesh, load_balancer=layout(group)),
+        ):
+            model(**local_batch(group), logits_to_keep=choice)
+    with symm_cp.context_parallel(mesh, load_balancer=layout(group)):
+        model(**local_batch(group), logits_to_keep=0)
+
+
+def test_positions_are_not_chosen_from_a_part(ranks: Ranks) -> None:
+    """`logits_to_keep=1` would give another token on each rank."""
+    ranks.run(2, kept)
+
+
 def styled(group: dist.ProcessGroup) -> None:
     def parallel(model: Any, balancer: symm_cp.LoadBalancer | None) -> Any:
         style = symm_cp.ContextParallel(load_balancer=balancer)

@@ -39,6 +39,7 @@ def check_call(
     for limit in call_limits(module, asked) if asked else ():
         raise limit.error(module)
     _check_cache(module, args, kwargs)
+    _check_kept(module, args, kwargs)
     _check_positions(watch, module, args, kwargs, masks_are_whole, first)
 
 
@@ -54,6 +55,20 @@ def _check_cache(module: nn.Module, args: Any, kwargs: Any) -> None:
                 "generate does: a cache holds the keys of this rank's part only. Generate outside "
                 "of the context"
             )
+
+
+def _check_kept(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses a choice of positions, which the model would make in this rank's part."""
+    if "logits_to_keep" not in _parameters(module.__class__):
+        return
+    kept = _argument(module, "logits_to_keep", args, kwargs)
+    if isinstance(kept, torch.Tensor) or kept:
+        given = f"{kept}" if isinstance(kept, int) else "positions"
+        raise NotImplementedError(
+            f"context_parallel: {type(module).__name__} was called with logits_to_keep={given}: it "
+            "would keep positions of each rank's part. Call it without, and choose from the logits "
+            "of the whole sequence (symm_cp.context_parallel_unshard)"
+        )
 
 
 def _check_positions(

@@ -533,3 +533,23 @@ def test_doctor_looks_for_huge_pages(
     assert finding.state == state
     assert re.search(detail, finding.detail)
     assert bool(finding.advice) == (state == "missing")
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "detail"),
+    [
+        ("always within_size [advise] never deny force\n", "ok", "transparent huge pages: advise"),
+        ("always within_size advise [never] deny force\n", "info", "4 KiB.*echo advise > /"),
+        (None, "info", "not known: .* cannot be read"),
+    ],
+)
+def test_doctor_looks_for_huge_pages_of_shared_memory(
+    tmp_path: Path, text: str | None, state: str, detail: str
+) -> None:
+    """It obeys a setting of its own."""
+    setting = tmp_path / "shmem_enabled"
+    if text is not None:
+        setting.write_text(text)
+    finding = doctor.huge_shared_pages(setting)
+    assert (finding.section, finding.state) == ("symmetric memory", state)
+    assert re.search(detail, finding.detail)

@@ -23,6 +23,8 @@ from symm_cp.parsing import STDOUT, write_json
 from symm_cp.tensors.results import result_memory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# Of shared memory, which the setting above says nothing about.
+_HUGE_SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _KEYS = (
     "CPU", *(kind.dispatch_key for kind in cuda.known()), "Meta", "Autograd",
     "CompositeExplicitAutograd",
@@ -100,17 +102,34 @@ def _results() -> list[Finding]:
     return []
 
 
-def huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
-    """Checks whether the system gives huge pages to memory that asks for them."""
-    section, name = "memory of results", "huge pages"
+def _chosen(setting: Path) -> str | None:
+    """The word in brackets, as the kernel marks what a setting is; None where it cannot be read."""
     try:
         text = setting.read_text()
-        chosen = text[text.index("[") + 1 : text.index("]")]
+        return text[text.index("[") + 1 : text.index("]")]
     except (OSError, ValueError):
+        return None
+
+
+def huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
+    """Checks whether the system gives huge pages to memory that asks for them."""
+    section, name, chosen = "memory of results", "huge pages", _chosen(setting)
+    if chosen is None:
         return Finding(section, name, "info", f"not known: {setting} cannot be read")
     if chosen == "never":
         advice = f"as root: echo madvise > {setting}; the first use of memory is then faster"
         return Finding(section, name, "missing", "transparent huge pages are off", advice)
+    return Finding(section, name, "ok", f"transparent huge pages: {chosen}")
+
+
+def huge_shared_pages(setting: Path = _HUGE_SHARED_PAGES) -> Finding:
+    """Checks whether it gives them to shared memory, of which symmetric memory is made."""
+    section, name, chosen = "symmetric memory", "huge pages", _chosen(setting)
+    if chosen is None:
+        return Finding(section, name, "info", f"not known: {setting} cannot be read")
+    if chosen in ("never", "deny"):
+        detail = f"pages of 4 KiB, as most systems have it; as root: echo advise > {setting}"
+        return Finding(section, name, "info", detail)
     return Finding(section, name, "ok", f"transparent huge pages: {chosen}")
 
 
@@ -182,6 +201,7 @@ def examine() -> list[Finding]:
         _library(),
         *measured(),
         *_results(),
+        huge_shared_pages(),
         _cpu(),
         *itertools.chain.from_iterable(map(accelerated.devices_of, cuda.known())),
         accelerated.nvshmem_works(),

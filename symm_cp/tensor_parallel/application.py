@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,7 @@ from symm_cp.tensor_parallel.style import (
     FusedRowwiseParallel,
 )
 from symm_cp.tensor_parallel.whole import Seat
+from symm_cp.tensors.shards import Split
 
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
@@ -94,6 +96,24 @@ def _name_in(module: str, parameter: str) -> str:
     return f"{module}.{parameter}" if module else parameter
 
 
+#: The attribute of attention modules of transformers: how often `repeat_kv` repeats a key head.
+_REPEATS = "num_key_value_groups"
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """How the heads of an attention are divided.
+
+    `units` can be split apart: key heads with their query heads or, where `shared_by` query heads
+    share a key head and these are fewer than ranks, query heads. `queries` are all their features.
+    """
+
+    head_dim: int
+    units: int
+    queries: int
+    shared_by: int = 1
+
+
 class _Application:
     """One call of `apply`."""
 
@@ -110,6 +130,7 @@ class _Application:
         self.rules = rules
         self.blocks: Blocks | None = blocks_of(model, rules) if sequence_parallel else None
         self.kinds = {rule.name: rule.kind for rule in rules}
+        self.heads: dict[str, _Heads | None] = {}
         self.linears = [
             rule for rule in rules if not rule.parameter and rule.kind in COLWISE | ROWWISE
         ]
@@ -164,30 +185,72 @@ class _Application:
                 "leave its rules out of the plan"
             )
 
+    def _heads(self, rule: Rule) -> _Heads | None:
+        """The heads of the attention that a linear belongs to, None for other linears.
+
+        As they were at the first call for it: `run` changes modules.
+        """
+        if rule.name not in self.heads:
+            self.heads[rule.name] = self._heads_of(rule)
+        return self.heads[rule.name]
+
+    def _heads_of(self, rule: Rule) -> _Heads | None:
+        parent = rule.owner.rpartition(".")[0]
+        attention = self.module(parent)
+        head_dim = getattr(attention, "head_dim", None)
+        if not isinstance(head_dim, int) or rule.kind in _GATHERED | _SPLIT_INPUT:
+            return None
+        linears = [o for o in self.linears if o.owner.rpartition(".")[0] == parent]
+        colwise = [self.module(o.owner).out_features for o in linears if o.kind == "colwise"]
+        rowwise = [self.module(o.owner).in_features for o in linears if o.kind == "rowwise"]
+        if not colwise or any(width % head_dim for width in colwise):
+            return None
+        units, queries = math.gcd(*(width // head_dim for width in colwise)), max(colwise)
+        shared_by = queries // (units * head_dim)
+        # Only where each rank's key heads can be repeated another number of times.
+        repeats = (
+            set(colwise) == {queries, units * head_dim}
+            and set(rowwise) == {queries}
+            and getattr(attention, _REPEATS, None) == shared_by > 1
+        )
+        if units < self.seat.world_size and repeats:
+            return _Heads(head_dim, units * shared_by, queries, shared_by)
+        return _Heads(head_dim, units, queries)
+
     def _units(self, rule: Rule) -> int | None:
         """The number of heads that can be split apart in a linear of attention, None for others.
 
-        Query heads that share a key head stay together, as `repeat_kv` requires.
+        Query heads that share a key head stay together, as `repeat_kv` requires, unless there are
+        fewer key heads than ranks.
         """
-        parent = rule.owner.rpartition(".")[0]
-        head_dim = getattr(self.module(parent), "head_dim", None)
-        if not isinstance(head_dim, int) or rule.kind in _GATHERED | _SPLIT_INPUT:
-            return None
-        widths = [
-            self.module(other.owner).out_features
-            for other in self.linears
-            if other.owner.rpartition(".")[0] == parent and other.kind == "colwise"
-        ]
-        if not widths or any(width % head_dim for width in widths):
-            return None
-        return math.gcd(*(width // head_dim for width in widths))
+        heads = self._heads(rule)
+        return None if heads is None else heads.units
 
     def _multiple_of(self, rule: Rule) -> int:
-        units, linear = self._units(rule), self.module(rule.owner)
-        if units is None:
+        heads, linear = self._heads(rule), self.module(rule.owner)
+        if heads is None:
             return 1
         width: int = linear.out_features if rule.kind in COLWISE else linear.in_features
-        return width // units
+        return heads.head_dim if heads.shared_by > 1 else width // heads.units
+
+    def _shared_by(self, rule: Rule) -> int:
+        """How many query heads share a head of this linear, if ranks share its heads; else 1."""
+        heads = self._heads(rule)
+        if heads is None or self.module(rule.owner).out_features == heads.queries:
+            return 1
+        return heads.shared_by
+
+    def _set_repeats(self) -> None:
+        """Tells attention whose key heads ranks share how often each rank repeats its own."""
+        for rule in self.linears:
+            if rule.kind == "colwise" and self._shared_by(rule) > 1:
+                attention = self.module(rule.owner.rpartition(".")[0])
+                own = self.module(rule.owner).features.count
+                heads = self._heads(rule)
+                assert heads is not None
+                units = Split.nearly_equal(heads.units, self.seat.world_size)
+                queries = units.sizes[self.seat.rank] * heads.head_dim
+                setattr(attention, _REPEATS, queries // own)
 
     def _check_parameter(self, rule: Rule) -> None:
         parameter = self.module(rule.owner).get_parameter(rule.parameter)
@@ -309,9 +372,15 @@ class _Application:
                 self._apply_style(rule.owner, style)
         for (parent, _), rules in groups.items():
             units = {rule.owner.rpartition(".")[2]: self._multiple_of(rule) for rule in rules}
-            layout = self._layout(rules[0])
-            group = FusedColwiseGroup(tuple(units), input_layouts=layout, multiple_of=units)
+            shared = {rule.owner.rpartition(".")[2]: self._shared_by(rule) for rule in rules}
+            group = FusedColwiseGroup(
+                tuple(units),
+                input_layouts=self._layout(rules[0]),
+                multiple_of=units,
+                shared_by=shared,
+            )
             self._apply_style(parent, group)
+        self._set_repeats()
 
     def _layout(self, rule: Rule) -> Placement:
         return Shard(1) if self.blocks is not None and self.blocks.is_fused(rule) else Replicate()

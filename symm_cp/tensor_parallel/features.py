@@ -9,9 +9,13 @@ Linears compute with the features that they store, except where that would split
 `multiple_of` features (an attention head). Then units are divided nearly equally, the first ranks
 having one more, and the forward pass gathers the weight and takes this rank's units of it; the
 gradients go back to where they are stored. That costs an all-gather of the weight in each forward
-and a reduce-scatter in each backward. Other representations were rejected: DTensors know no other
-division (placements of one's own compare equal to `Shard`, and get lost in ops), and plain tensors
-are taken for replicated ones by `clip_grad_norm_` and by checkpoints, silently.
+and a reduce-scatter in each backward. Units that others share (the key heads of grouped queries)
+may be fewer than ranks: then each rank takes the ones that its own part of the others needs, in the
+same way, and the gradients of all ranks that have taken a unit are summed.
+
+Other representations were rejected: DTensors know no other division (placements of one's own
+compare equal to `Shard`, and get lost in ops), and plain tensors are taken for replicated ones by
+`clip_grad_norm_` and by checkpoints, silently.
 """
 
 from __future__ import annotations
@@ -37,11 +41,20 @@ class Features:
     stored: Split
     computed: Split
     rank: int
+    #: The runs of features that this rank computes, where ranks share some.
+    shared: tuple[range, ...] = ()
 
     @classmethod
-    def divided(cls, length: int, rank: int, ranks: int, multiple_of: int = 1) -> Features:
-        """Divides features into units of `multiple_of`."""
-        stored = chunks(length, ranks)
+    def divided(
+        cls, length: int, rank: int, ranks: int, multiple_of: int = 1, shared_by: int = 1
+    ) -> Features:
+        """Divides features into units of `multiple_of`, each for `shared_by` units of others."""
+        stored, count = chunks(length, ranks), length // multiple_of
+        if shared_by > 1 and count < ranks:
+            taken = [_taken(r, ranks, count, shared_by) for r in range(ranks)]
+            computed = Split(tuple(len(units) * multiple_of for units in taken))
+            runs = (range(u * multiple_of, (u + 1) * multiple_of) for u in taken[rank])
+            return cls(stored, computed, rank, tuple(runs))
         if all(size % multiple_of == 0 for size in stored.sizes):
             return cls(stored, stored, rank)
         units = Split.nearly_equal(length // multiple_of, ranks)
@@ -60,7 +73,7 @@ class Features:
     @property
     def as_stored(self) -> bool:
         """Whether every rank computes the features that it stores."""
-        return self.computed is self.stored or self.computed == self.stored
+        return not self.shared and (self.computed is self.stored or self.computed == self.stored)
 
     def own(self, stored: torch.Tensor, dim: int, group: str) -> torch.Tensor:
         """Returns the features that this rank computes, given the stored ones. May communicate."""
@@ -71,18 +84,36 @@ class Features:
         gathered, _ = all_gather_matmul(
             shard, [], gather_dim=dim, group=group, sizes=sizes, return_gathered=True
         )
-        part = gathered.narrow(dim, self.computed.start(self.rank), self.count)
+        if self.shared:
+            runs = [gathered.narrow(dim, run.start, len(run)) for run in self.shared]
+            part = torch.cat(runs, dim)
+        else:
+            part = gathered.narrow(dim, self.computed.start(self.rank), self.count)
         return part.squeeze(1) if stored.dim() == 1 else part
 
 
-def check_units(style: str, name: str, length: int, ranks: int, multiple_of: int) -> None:
+def _taken(rank: int, ranks: int, count: int, shared_by: int) -> list[int]:
+    """Which of `count` units a rank takes, for its part of `count * shared_by` units of others.
+
+    That is one, or if its part needs several, one for each unit of the part: the part may need more
+    of one than of another.
+    """
+    parts = Split.nearly_equal(count * shared_by, ranks)
+    start = parts.start(rank)
+    needed = [unit // shared_by for unit in range(start, start + parts.sizes[rank])]
+    return needed[:1] if len(set(needed)) == 1 else needed
+
+
+def check_units(
+    style: str, name: str, length: int, ranks: int, multiple_of: int, shared_by: int = 1
+) -> None:
     """Raises `ValueError` unless the features are whole units, and enough for all ranks."""
     if length % multiple_of != 0:
         raise ValueError(f"{style}: {name}={length} is not a multiple of {multiple_of=}")
     units = length // multiple_of
-    if multiple_of > 1 and units < ranks:
+    if multiple_of > 1 and units * shared_by < ranks:
         raise ValueError(
             f"{style}: {name}={length} has {units} units of {multiple_of=}, which is less than one "
-            f"for each of {ranks} ranks; use a mesh of at most {units} ranks, or repeat the units "
-            "in the model (keys and values that query heads share)"
+            f"for each of {ranks} ranks; use a mesh of at most {units * shared_by} ranks, or say "
+            "by shared_by= how many query heads share a key head, if these are key heads"
         )

@@ -53,12 +53,12 @@ def _check_local_output(style: str, use_local_output: bool) -> bool:
     return use_local_output
 
 
-def _check_multiple_of(style: str, multiple_of: int) -> int:
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int):
-        raise TypeError(f"{style}: multiple_of must be an int, not {multiple_of!r}")
-    if multiple_of < 1:
-        raise ValueError(f"{style}: {multiple_of=} must be at least 1")
-    return multiple_of
+def _check_count(style: str, argument: str, count: int) -> int:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{style}: {argument} must be an int, not {count!r}")
+    if count < 1:
+        raise ValueError(f"{style}: {argument}={count} must be at least 1")
+    return count
 
 
 def _check_linear(style: str, module: nn.Module) -> nn.Linear:
@@ -75,11 +75,19 @@ def _check_linear(style: str, module: nn.Module) -> nn.Linear:
 
 
 def _features(
-    style: str, name: str, size: int, mesh: DeviceMesh, multiple_of: int, *, local_output: bool
+    style: str,
+    name: str,
+    size: int,
+    mesh: DeviceMesh,
+    multiple_of: int,
+    *,
+    local_output: bool,
+    shared_by: int = 1,
 ) -> Features:
     """Divides features; raises `ValueError` when that is not possible."""
-    check_units(style, name, size, mesh.size(), multiple_of)
-    features = Features.divided(size, mesh.get_local_rank(), mesh.size(), multiple_of)
+    check_units(style, name, size, mesh.size(), multiple_of, shared_by)
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    features = Features.divided(size, rank, ranks, multiple_of, shared_by)
     if not local_output and not features.as_stored:
         raise ValueError(
             f"{style}: use_local_output=False needs parts of {name}={size} as torch.chunk makes "
@@ -150,6 +158,9 @@ class FusedColwiseParallel(ParallelStyle):
         multiple_of: each rank has a multiple of this many features; set it to the head dimension,
             so that no head is split. features.py explains sizes that are not divisible by the
             world size.
+        shared_by: for key and value heads, how many query heads share each. Where there are fewer
+            of them than ranks, each rank then computes those that its query heads need: one, or
+            one for each query head.
 
     The input is this rank's shard, or all of a replicated input: a plain tensor, or a DTensor
     placed as `input_layouts`. Shards are equal on all ranks. The output has the whole sequence and
@@ -169,6 +180,7 @@ class FusedColwiseParallel(ParallelStyle):
         use_local_output: bool = True,
         sequence_dim: int = 1,
         multiple_of: int = 1,
+        shared_by: int = 1,
     ) -> None:
         super().__init__()
         style = type(self).__name__
@@ -177,7 +189,8 @@ class FusedColwiseParallel(ParallelStyle):
             raise ValueError(f"{style}: {output_layouts=} must be Shard(-1) or Replicate()")
         self.gathers_output = output_layouts == Replicate()
         self.use_local_output = _check_local_output(style, use_local_output)
-        self.multiple_of = _check_multiple_of(style, multiple_of)
+        self.multiple_of = _check_count(style, "multiple_of", multiple_of)
+        self.shared_by = _check_count(style, "shared_by", shared_by)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = type(self).__name__
@@ -190,6 +203,7 @@ class FusedColwiseParallel(ParallelStyle):
             device_mesh,
             self.multiple_of,
             local_output=self.use_local_output,
+            shared_by=self.shared_by,
         )
         _distribute(linear, device_mesh, Shard(0), Shard(0), self.src_data_rank)
         _become(linear, FusedColwiseLinear, features, group, self)
@@ -224,6 +238,8 @@ class FusedColwiseGroup(ParallelStyle):
         input_layouts, use_local_output, sequence_dim: as for `FusedColwiseParallel`.
         multiple_of: as there, for all linears or by name: with grouped queries
             `{"wq": queries_per_key * head_dim, "wk": head_dim, "wv": head_dim}`.
+        shared_by: as there, by name, for linears that have it: with more ranks than key heads
+            `{"wk": queries_per_key, "wv": queries_per_key}`, and `multiple_of=head_dim`.
 
     Errors as for `FusedColwiseParallel`; and `ValueError` for a name that is missing or given
     twice, and for linears of different numbers of input features.
@@ -237,6 +253,7 @@ class FusedColwiseGroup(ParallelStyle):
         use_local_output: bool = True,
         sequence_dim: int = 1,
         multiple_of: int | Mapping[str, int] = 1,
+        shared_by: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         if isinstance(linears, str) or not all(isinstance(name, str) for name in linears):
@@ -252,12 +269,16 @@ class FusedColwiseGroup(ParallelStyle):
             raise ValueError(
                 f"FusedColwiseGroup: {multiple_of=} must have an entry for each of {linears=}"
             )
+        shared_by = shared_by or {}
+        if not set(shared_by) <= set(linears):
+            raise ValueError(f"FusedColwiseGroup: {shared_by=} names others than {linears=}")
         self.styles = {
             name: FusedColwiseParallel(
                 input_layouts=input_layouts,
                 use_local_output=use_local_output,
                 sequence_dim=sequence_dim,
                 multiple_of=units[name],
+                shared_by=shared_by.get(name, 1),
             )
             for name in linears
         }
@@ -303,9 +324,10 @@ class FusedColwiseGroup(ParallelStyle):
                 mesh,
                 each.multiple_of,
                 local_output=each.use_local_output,
+                shared_by=each.shared_by,
             )
             if each.multiple_of > 1:
-                units[name] = linear.out_features // each.multiple_of
+                units[name] = linear.out_features // each.multiple_of * each.shared_by
         uneven = any(count % ranks for count in units.values())
         if uneven and len(set(units.values())) > 1:
             raise ValueError(
@@ -352,7 +374,7 @@ class FusedRowwiseParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         style = type(self).__name__
-        self.multiple_of = _check_multiple_of(style, multiple_of)
+        self.multiple_of = _check_count(style, "multiple_of", multiple_of)
         self.sequence_dim = _sequence_dim_of(style, "output_layouts", output_layouts, sequence_dim)
         self.use_local_output = _check_local_output(style, use_local_output)
 

@@ -199,6 +199,7 @@ def histories(group: dist.ProcessGroup) -> None:
     with (
         simulation(delays_us=0),
         mock.patch.object(rendezvous, "_SymmetricMemory", torchs),
+        mock.patch.object(rendezvous, "gpu_of", return_value=f"GPU {group.rank()}"),
         mock.patch.object(symmetric_memory, "_SymmetricMemory", torchs),
     ):
         for members in (pair, group) if group.rank() < 2 else (group,):

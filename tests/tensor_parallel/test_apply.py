@@ -95,6 +95,68 @@ def test_uneven(ranks: Ranks, family: str, world_size: int, sequence_parallel: b
     ranks.run(world_size, as_in_one_process, family, sequence_parallel, **UNEVEN)
 
 
+#: Key heads that ranks share: each rank's query heads have one, or (8 heads, 2 key heads, 3 ranks)
+#: a rank's query heads have different ones.
+SHARED = [
+    ("llama", 4, False, 8, 2),
+    ("llama", 4, True, 8, 2),
+    ("qwen3", 3, True, 8, 2),
+    ("qwen3", 3, False, 4, 1),
+]
+SHARED_FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "mistral")
+
+
+def shares_key_heads(
+    group: dist.ProcessGroup, family: str, sequence_parallel: bool, queries: int, keys: int
+) -> None:
+    changes = {
+        "num_attention_heads": queries, "num_key_value_heads": keys, "hidden_size": 8 * queries,
+        "head_dim": 8,
+    }  # fmt: skip
+    as_in_one_process(group, family, sequence_parallel, **changes)
+    dense = model_of(family, **changes)
+    model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
+    attention = model.model.layers[0].self_attn
+    own = attention.q_proj.features.count // attention.k_proj.features.count
+    assert attention.num_key_value_groups == own
+    assert attention.k_proj.weight.shape == dense.model.layers[0].self_attn.k_proj.weight.shape
+    if not sequence_parallel:
+        tokens, options = tokens_of(dense, 5), {"max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(tokens, **options), dense.generate(tokens, **options))
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "sequence_parallel", "queries", "keys"),
+    some(
+        *SHARED[1:3],
+        of=[
+            *SHARED,
+            *((family, 4, False, 6, 2) for family in SHARED_FAMILIES),
+            *((family, 3, True, 6, 2) for family in SHARED_FAMILIES),
+        ],
+    ),
+)
+def test_ranks_share_key_heads(
+    ranks: Ranks, family: str, world_size: int, sequence_parallel: bool, queries: int, keys: int
+) -> None:
+    ranks.run(world_size, shares_key_heads, family, sequence_parallel, queries, keys)
+
+
+def shares_key_heads_compiled(group: dist.ProcessGroup) -> None:
+    dense = model_of("llama", num_key_value_heads=1)
+    model = apply(copy.deepcopy(dense), mesh_of(group))
+    compiled = torch.compile(model, backend="aot_eager")
+    tokens = tokens_of(dense)
+    for m in (compiled, dense):
+        m(tokens, labels=tokens, use_cache=False).loss.backward()
+    same_gradients(model, dense, 1e-6, 1e-7)
+
+
+@exhaustive
+def test_ranks_share_key_heads_compiled(ranks: Ranks) -> None:
+    ranks.run(3, shares_key_heads_compiled)
+
+
 # --- what else people do with models ---------------------------------------------------------
 
 
@@ -243,7 +305,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
     replaced = Tiny()
     replaced.up.forward = replaced.up.forward
-    narrow = model_of("llama", num_key_value_heads=1)
+    narrow = model_of("llama", num_attention_heads=1, num_key_value_heads=1)
     tied = model_of("tied llama")
     mixtral, gpt_oss = model_of("mixtral"), model_of("gpt_oss")
     experts = "model.layers.*.mlp.experts"

@@ -162,6 +162,35 @@ def test_features() -> None:
     assert not Features.divided(20, 0, 3, 4).as_stored
 
 
+def test_features_that_ranks_share() -> None:
+    """Each rank has the key heads of its query heads; where these differ, one for each of them."""
+    for keys, shared_by, ranks in (
+        (1, 4, 3),
+        (2, 4, 3),
+        (2, 4, 4),
+        (2, 3, 4),
+        (3, 2, 5),
+        (2, 4, 8),
+    ):
+        start = 0
+        for rank in range(ranks):
+            mine = Features.divided(keys * 8, rank, ranks, 8, shared_by)
+            query = Features.divided(keys * shared_by * 8, rank, ranks, 8)
+            needed = [(start + i) // shared_by for i in range(query.count // 8)]
+            start += len(needed)
+            taken = [run.start // 8 for run in mine.shared]
+            assert all(
+                run == range(8 * head, 8 * head + 8)
+                for run, head in zip(mine.shared, taken, strict=True)
+            )
+            repeats = query.count // mine.count
+            assert [head for head in taken for _ in range(repeats)] == needed
+            assert mine.stored == chunks(keys * 8, ranks)
+            assert not mine.as_stored
+    # Enough for all ranks: nothing is shared.
+    assert Features.divided(32, 1, 2, 8, 4) == Features.divided(32, 1, 2, 8)
+
+
 def saves(group: dist.ProcessGroup, folder: str) -> list[torch.Tensor]:
     model = _checkpointed(group)
     state = {"model": model.state_dict()}

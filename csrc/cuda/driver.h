@@ -38,6 +38,7 @@ struct MemOp {
   uint64_t padding;
 };
 static_assert(sizeof(MemOp) == 48);
+constexpr size_t kMostMemOps = 255;  // of a batch
 
 struct Location {  // CUmemLocation
   int type;

@@ -1,5 +1,7 @@
 #include "cuda/streams.h"
 
+#include <algorithm>
+
 namespace symm_cp {
 
 namespace {
@@ -191,8 +193,11 @@ void Streams::add_copy(const StreamCommand& command, void* const* operands, driv
 
 void Streams::flush(driver::Stream lane) {
   if (gathered_ == Gathered::kMemOps) {
-    const auto count = static_cast<unsigned>(mem_ops_.size());
-    api_.expect(api_.mem_ops(lane, count, mem_ops_.data(), 0), "cuStreamBatchMemOp");
+    for (size_t first = 0; first < mem_ops_.size(); first += driver::kMostMemOps) {
+      const size_t count = std::min(mem_ops_.size() - first, driver::kMostMemOps);
+      api_.expect(api_.mem_ops(lane, static_cast<unsigned>(count), mem_ops_.data() + first, 0),
+                  "cuStreamBatchMemOp");
+    }
   } else if (gathered_ != Gathered::kNothing) {
     flush_copies(lane);
   }

@@ -387,7 +387,7 @@ Result cuEventSynchronize(Event handle) {
 
 Result cuStreamBatchMemOp_v2(Stream handle, unsigned count, MemOp* given, unsigned) {
   return call_on(handle, [&](SimStream& stream) -> Result {
-    if (count == 0 || count > 256) return simulated::kInvalidValue;
+    if (count == 0 || count > kMostMemOps) return simulated::kInvalidValue;
     for (unsigned i = 0; i < count; ++i)
       if (const Result result = check_mem_op(given[i])) return result;
     ++counts[kMemOpCalls];

@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 
 from symm_cp.cuda import kernels
+from symm_cp.cuda.kernels import attention_merge
 from symm_cp.cuda.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.cuda.kernels.arrival_attention import arrival_attention as attention
 from symm_cp.cuda.kernels.signals import signal, wait
@@ -83,6 +85,18 @@ def merge_attention() -> int:
                 atol=tolerance,
             )
             cases += 1
+    # Batches times heads may be more than the second dimension of a grid holds (65,535).
+    grids: list[Any] = []
+
+    class Launched:
+        def __getitem__(self, grid: Any) -> Any:
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    with mock.patch.object(attention_merge, "_merge", Launched()):
+        out, lse = torch.empty(1 << 12, 1 << 6, 17, 1), torch.empty(1 << 12, 1 << 6, 17)
+        attention_merge.merge_attention(out, lse, out, lse)
+    assert grids == [((1 << 18) * 2,)]
     return cases
 
 

@@ -6,13 +6,18 @@ import ctypes
 from collections.abc import Sequence
 
 import pytest
+import torch.distributed as dist
 
 from symm_cp.cuda import Signals
 from symm_cp.cuda.stream_program import Launch, StreamLowering, _ExchangeCall, _KernelCall, lower
+from symm_cp.cuda.workspaces import workspace
+from symm_cp.group import memory
 from symm_cp.native import wire
 from symm_cp.runtime.program import Binding
 from symm_cp.schedule import Copy, Region, Signal, Step, Wait, patterns
 from symm_cp.tensors.shards import Extent
+from tests.cuda.simulated import simulation
+from tests.pool import Ranks
 
 LANES = ("compute", "copy")
 BINDING = Binding(
@@ -127,3 +132,27 @@ def test_copies_that_depend_on_each_other_are_not_batched(depends: bool) -> None
     launch = StreamLowering(order, 0, 1, BINDING, signals=Signals.STREAM, joined=True).launch()
     copies = [line for line in described(launch) if ": copy" in line]
     assert copies == ["copy: copy", "copy: copy alone" if depends else "copy: copy"]
+
+
+def many_memory_operations(group: dist.ProcessGroup) -> int:
+    """How many calls of the driver a batch of 300 takes, after which all have been carried out."""
+    flag = wire.DEVICE_FLAGS.index("arrived")
+    commands = [
+        wire.StreamCommand(kind=wire.StreamKind.ARRIVED, lane=0, peer=0, flag=flag)
+        for _ in range(300)
+    ]
+    with simulation() as made:
+        space = workspace(memory.resolve(group), made, "sync", 64)
+        lanes = (ctypes.c_void_p * 2)(*made.streams("sync"))
+        made.count()
+        batch = (wire.StreamCommand * len(commands))(*commands)
+        space.issue(batch, (ctypes.c_void_p * 1)(), lanes, 7, False, b"test")
+        made.synchronize()
+        counted = made.count()
+        assert counted["mem_ops"] == len(commands)
+        assert int(space.flags("arrived")[0]) == 7
+        return counted["mem_op_calls"]
+
+
+def test_a_batch_of_memory_operations_has_less_than_256(ranks: Ranks) -> None:
+    assert ranks.run(1, many_memory_operations) == [2]

@@ -37,9 +37,11 @@ def _merge(
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    bh = tl.program_id(1).to(tl.int64)
+    # One dimension: a grid's others end at 65,535.
+    program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(rows, ROWS)
+    bh = program // blocks
     b, h = bh // heads, bh % heads
-    s = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    s = program % blocks * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, FEATURES)
     seen = s < rows
     there = seen[:, None] & (e < E)[None, :]
@@ -77,7 +79,7 @@ def merge_attention(
         return
     assert out.stride(3) == 1
     assert part.stride(3) == 1
-    grid = (triton.cdiv(S, _ROWS), B * H)
+    grid = (triton.cdiv(S, _ROWS) * B * H,)
     _merge[grid](
         out,
         lse,

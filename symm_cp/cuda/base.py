@@ -21,6 +21,7 @@ any order, as long as all ranks replay dependent graphs in the same order.
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -46,6 +47,8 @@ T = TypeVar("T")
 
 #: The channel of the self-test's workspaces, whose waits the self-test watches itself.
 TRIAL = "self-test"
+
+_POLL = 1e-4  # seconds between looks at a stream; more delays the first call, less costs a core
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
 LANES = ("compute", "copy")
@@ -208,6 +211,18 @@ class Device(ABC):
             raise RuntimeError(native.error())
         return state == 1
 
+    def settle(self, seconds: float) -> None:
+        """Returns when the work on the current stream has ended; `RuntimeError` after that time."""
+        stream, _ = self.streams("sync")
+        deadline = time.monotonic() + seconds
+        while not self.ended(stream):
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"symm_cp: the current stream of {self} has not come to an end within "
+                    f"{seconds:g} s: something before this call hangs"
+                )
+            time.sleep(_POLL)
+
     def offers(self) -> tuple[Signals, ...]:
         """The means of signalling that the driver and torch may have, the best first."""
         return (Signals.STREAM,) if self.streams_can_wait() else ()
@@ -335,7 +350,7 @@ class DeviceWorkspace(Calls, ABC):
         if graph and self.signals is not Signals.TORCH:
             # Nobody has read this rank's slot before the first call.
             self.flags("done").fill_(1)
-        device.synchronize()
+        device.settle(wait_limit(group).total_seconds())
         # All ranks have cleared their flags: from now on peers may signal. Through the store, as no
         # kernel of this device may be known to reach a peer yet.
         share(group, f"cleared/{device.torch_type}/{channel}/{int(graph)}", "")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import os
 import resource
 import signal
+import threading
 import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -197,3 +199,22 @@ def leaks(group: dist.ProcessGroup) -> None:
 
 def test_workspaces_are_not_freed_while_that_would_wait_or_abort(ranks: Ranks) -> None:
     ranks.run(2, leaks)
+
+
+def hangs_before(group: dist.ProcessGroup) -> None:
+    """Work of the caller's that hangs holds up the first call as long as the group waits."""
+    limit = datetime.timedelta(seconds=2)
+    own = memory.resolve(dist.new_group(list(range(group.size())), timeout=limit))
+    ends = threading.Event()
+    with simulation() as made:
+        made.call(made.current_stream(), ends.wait)
+        try:
+            with pytest.raises(RuntimeError, match="has not come to an end within 2 s"):
+                cuda.reserve_on(own, made, 64)
+        finally:
+            ends.set()
+        cuda.reserve_on(own, made, 64)
+
+
+def test_a_first_call_behind_work_that_hangs_ends(ranks: Ranks) -> None:
+    ranks.run(2, hangs_before)

@@ -156,9 +156,12 @@ from symm_cp.context_parallel.inspectors import loaded
 
 assert "transformers" not in sys.modules
 assert len(loaded()) == 1
-from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+from transformers import masking_utils
 
+assert "transformers.modeling_utils" not in sys.modules
 del masking_utils.blockwise_overlay
+from transformers import LlamaConfig, LlamaForCausalLM
+
 inspector, _ = loaded()
 try:
     import symm_cp.integrations.transformers

@@ -515,41 +515,38 @@ def test_calls_do_not_grow_a_process(ranks: Ranks) -> None:
 # --- doctor --------------------------------------------------------------------------------------
 
 
+_RESULTS = doctor.huge_pages, "memory of results"
+_SHARED = doctor.huge_shared_pages, "symmetric memory"
+
+
 @pytest.mark.parametrize(
-    ("text", "state", "detail"),
+    ("memory", "text", "state", "detail"),
     [
-        ("always [madvise] never\n", "ok", "transparent huge pages: madvise"),
-        ("always madvise [never]\n", "missing", "transparent huge pages are off"),
-        (None, "info", "not known: .* cannot be read"),
+        (_RESULTS, "always [madvise] never", "ok", "transparent huge pages: madvise"),
+        (_RESULTS, "always madvise [never]", "missing", "transparent huge pages are off"),
+        (_RESULTS, None, "info", "not known: .* cannot be read"),
+        # It obeys a setting of its own.
+        (
+            _SHARED,
+            "always within_size [advise] never deny force",
+            "ok",
+            "transparent huge pages: advise",
+        ),
+        (_SHARED, "always within_size advise [never] deny force", "info", "4 KiB.*echo advise > /"),
+        (_SHARED, None, "info", "not known: .* cannot be read"),
     ],
 )
 def test_doctor_looks_for_huge_pages(
-    tmp_path: Path, text: str | None, state: str, detail: str
+    tmp_path: Path,
+    memory: tuple[Callable[[Path], doctor.Finding], str],
+    text: str | None,
+    state: str,
+    detail: str,
 ) -> None:
-    setting = tmp_path / "enabled"
+    setting, (find, section) = tmp_path / "enabled", memory
     if text is not None:
-        setting.write_text(text)
-    finding = doctor.huge_pages(setting)
-    assert finding.state == state
+        setting.write_text(f"{text}\n")
+    finding = find(setting)
+    assert (finding.section, finding.state) == (section, state)
     assert re.search(detail, finding.detail)
     assert bool(finding.advice) == (state == "missing")
-
-
-@pytest.mark.parametrize(
-    ("text", "state", "detail"),
-    [
-        ("always within_size [advise] never deny force\n", "ok", "transparent huge pages: advise"),
-        ("always within_size advise [never] deny force\n", "info", "4 KiB.*echo advise > /"),
-        (None, "info", "not known: .* cannot be read"),
-    ],
-)
-def test_doctor_looks_for_huge_pages_of_shared_memory(
-    tmp_path: Path, text: str | None, state: str, detail: str
-) -> None:
-    """It obeys a setting of its own."""
-    setting = tmp_path / "shmem_enabled"
-    if text is not None:
-        setting.write_text(text)
-    finding = doctor.huge_shared_pages(setting)
-    assert (finding.section, finding.state) == ("symmetric memory", state)
-    assert re.search(detail, finding.detail)

@@ -13,9 +13,9 @@ flags, then slots, as in memory.py. A group has one for each channel and device:
 
 and others for calls that are captured into graphs, where epochs cannot change from replay to
 replay: one for each graph, and one for all graphs of torch.compile. They have one slot, and flags
-that the waiter resets. Each of their
-calls is complete in itself, so graphs may be replayed any number of times, at the same time and in
-any order, as long as all ranks replay dependent graphs in the same order.
+that the waiter resets. Each of their calls is complete in itself, so graphs may be replayed any
+number of times, at the same time (but for those of torch.compile) and in any order, as long as all
+ranks replay dependent graphs in the same order.
 """
 
 from __future__ import annotations
@@ -241,15 +241,15 @@ class Device(ABC):
         While torch warms a graph up, all that this thread allocates lies in the memory of the
         graph, and whatever survives the call is an error. So another thread makes it then.
         """
+        if not self.in_graph_tree() or self.capturing():
+            with ordinary_tensors():
+                return make()
+        stream, _ = self.streams("sync")
 
         def made() -> T:
             with self.guard(), self.using(stream), ordinary_tensors():
                 return make()
 
-        if not self.in_graph_tree() or self.capturing():
-            with ordinary_tensors():
-                return make()
-        stream, _ = self.streams("sync")
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self.in_this_context(made)).result()
 

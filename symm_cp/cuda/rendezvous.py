@@ -66,6 +66,9 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
+_CHECKED: StateKey[bool] = StateKey("GPUs that were told apart")
+
+
 def gpu_of(device: torch.device) -> str:
     """Returns what identifies a GPU among all."""
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -76,7 +79,7 @@ def check_gpus(group: Group, device: torch.device) -> None:
 
     They may where the environment has `SHARE_GPUS`, on all ranks.
     """
-    if group.state(_CHECKED, lambda: [False])[0]:
+    if group.find(_CHECKED):
         return
     allowed = os.environ.get(SHARE_GPUS) == "1"
     told = [text.partition(" ") for text in share(group, "gpu", f"{allowed} {gpu_of(device)}")]
@@ -91,10 +94,7 @@ def check_gpus(group: Group, device: torch.device) -> None:
             "torch.cuda.set_device(local_rank) before the first op, or make one GPU visible to "
             f"each; {SHARE_GPUS}=1 lets ranks share one, slowly"
         )
-    group.state(_CHECKED, lambda: [False])[0] = True
-
-
-_CHECKED: StateKey[list[bool]] = StateKey("GPUs that were told apart")
+    group.state(_CHECKED, lambda: True)
 
 
 class ExchangeStore(dist.Store):

@@ -30,7 +30,6 @@ from symm_cp.tensor_parallel.style import (
     FusedRowwiseParallel,
 )
 from symm_cp.tensor_parallel.whole import Seat
-from symm_cp.tensors.shards import Split
 
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
@@ -176,8 +175,9 @@ class _Application:
                 rule, "must be an nn.Linear itself; leave the rule out to replicate it"
             )
         width = linear.out_features if rule.kind in COLWISE else linear.in_features
-        units, world_size = self._units(rule), self.seat.world_size
-        if units is not None and units < world_size:
+        heads, world_size = self._heads(rule), self.seat.world_size
+        if heads is not None and heads.units < world_size:
+            units = heads.units
             raise ValueError(
                 f"apply: {rule.name} (kind {rule.kind!r}) has {units} heads, or groups of query "
                 f"heads that share a key head, in its {width} features: fewer than world size "
@@ -188,6 +188,8 @@ class _Application:
     def _heads(self, rule: Rule) -> _Heads | None:
         """The heads of the attention that a linear belongs to, None for other linears.
 
+        Query heads that share a key head stay together, as `repeat_kv` requires, unless there are
+        fewer key heads than ranks.
         As they were at the first call for it: `run` changes modules.
         """
         if rule.name not in self.heads:
@@ -217,15 +219,6 @@ class _Application:
             return _Heads(head_dim, units * shared_by, queries, shared_by)
         return _Heads(head_dim, units, queries)
 
-    def _units(self, rule: Rule) -> int | None:
-        """The number of heads that can be split apart in a linear of attention, None for others.
-
-        Query heads that share a key head stay together, as `repeat_kv` requires, unless there are
-        fewer key heads than ranks.
-        """
-        heads = self._heads(rule)
-        return None if heads is None else heads.units
-
     def _multiple_of(self, rule: Rule) -> int:
         heads, linear = self._heads(rule), self.module(rule.owner)
         if heads is None:
@@ -239,18 +232,6 @@ class _Application:
         if heads is None or self.module(rule.owner).out_features == heads.queries:
             return 1
         return heads.shared_by
-
-    def _set_repeats(self) -> None:
-        """Tells attention whose key heads ranks share how often each rank repeats its own."""
-        for rule in self.linears:
-            if rule.kind == "colwise" and self._shared_by(rule) > 1:
-                attention = self.module(rule.owner.rpartition(".")[0])
-                own = self.module(rule.owner).features.count
-                heads = self._heads(rule)
-                assert heads is not None
-                units = Split.nearly_equal(heads.units, self.seat.world_size)
-                queries = units.sizes[self.seat.rank] * heads.head_dim
-                setattr(attention, _REPEATS, queries // own)
 
     def _check_parameter(self, rule: Rule) -> None:
         parameter = self.module(rule.owner).get_parameter(rule.parameter)
@@ -380,7 +361,9 @@ class _Application:
                 shared_by=shared,
             )
             self._apply_style(parent, group)
-        self._set_repeats()
+            if max(shared.values()) > 1:
+                counts = [self.module(rule.owner).features.count for rule in rules]
+                setattr(self.module(parent), _REPEATS, max(counts) // min(counts))
 
     def _layout(self, rule: Rule) -> Placement:
         return Shard(1) if self.blocks is not None and self.blocks.is_fused(rule) else Replicate()

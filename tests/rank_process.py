@@ -29,6 +29,9 @@ from symm_cp import env, native, tuning
 from symm_cp.context_parallel import layouts
 from tests import delays, device
 
+#: Python's usual thresholds, 700 new objects, let compilers spend a fifth of their time on garbage.
+GARBAGE = (50_000, 20, 100)
+
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 _MAX_LOCAL = 400

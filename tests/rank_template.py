@@ -18,7 +18,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 import symm_cp.inductor  # noqa: F401
 from symm_cp import native
-from tests.rank_process import die_with
+from tests.rank_process import GARBAGE, die_with
 
 die_with(os.getppid())
 with contextlib.suppress(native.BuildError):  # each rank says why
@@ -27,3 +27,4 @@ with contextlib.suppress(native.BuildError):  # each rank says why
 # Neither searched for garbage by ranks nor, for that, copied to them.
 gc.collect()
 gc.freeze()
+gc.set_threshold(*GARBAGE)

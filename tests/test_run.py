@@ -87,10 +87,8 @@ def seen_by(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize(
-    "backend", [["gloo"], *(pytest.param(b, marks=exhaustive) for b in ([], ["cpu:gloo"]))]
-)
-@pytest.mark.exhaustive
+@exhaustive
+@pytest.mark.parametrize("backend", [[], ["gloo"]])
 def test_a_program_gets_the_backend_and_sees_no_other_difference(
     tmp_path: Path, backend: Sequence[str]
 ) -> None:

@@ -141,8 +141,8 @@ def run(distributed_test: Any, suite: type, case: str) -> dict[str, Any]:
 
 def _reports(processes: list[Any], pipes: list[Any], until: float) -> Iterator[tuple[int, str]]:
     """What failing ranks report, until all have ended; a failure ends the others soon."""
-    while any(process.is_alive() for process in processes):
-        multiprocessing.connection.wait([process.sentinel for process in processes], timeout=0.1)
+    while running := [process.sentinel for process in processes if process.is_alive()]:
+        multiprocessing.connection.wait(running, timeout=0.1)
         for rank, pipe in enumerate(pipes):
             with contextlib.suppress(EOFError, OSError):
                 if pipe.poll():

@@ -20,11 +20,9 @@ SOURCES = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sanitizer", ["", "thread"], ids=["plain", "tsan"])
-def test_waits_are_judged_without_the_driver(tmp_path: Path, sanitizer: str) -> None:
+def test_waits_are_judged_without_the_driver(tmp_path: Path) -> None:
     command = [*shlex.split(native.find_compiler()), "-std=c++20", "-O1", "-g", "-pthread"]
-    command += [f"-I{native.source_dir()}"]
-    command += [f"-fsanitize={sanitizer}"] if sanitizer else []
+    command += [f"-I{native.source_dir()}", "-fsanitize=thread"]
     program = tmp_path / "cases"
     subprocess.run([*command, "-o", str(program), *map(str, SOURCES), "-ldl"], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)

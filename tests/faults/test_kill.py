@@ -39,7 +39,7 @@ NAMES = {
 #: Seconds from a death to the last survivor's error. Sleepers look around every 50 ms.
 LIMIT = 2.0
 #: Of the steps of an op on more than two ranks.
-SAMPLE = 8
+SAMPLE = 4
 PLAIN = ((2, "attention_ring"),)
 #: With --all every op on 3 ranks, where those that go on are several, and one of each kind on 4.
 OPS = some(

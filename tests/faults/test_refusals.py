@@ -10,7 +10,7 @@ from tests.pool import Ranks
 
 #: World sizes and numbers of random programs.
 FEW = ((2, 6), (3, 6), (4, 4))
-PROGRAMS = some(*FEW, of=[*FEW, (2, 30), (3, 50), (4, 40)])
+PROGRAMS = some(*FEW, of=[*FEW, (2, 20), (3, 20), (4, 20)])
 
 
 @pytest.mark.parametrize(("world_size", "count"), PROGRAMS)

@@ -25,7 +25,6 @@ from tests.pool import Ranks
 
 #: Classes of layers, and how many graphs of each are made.
 LAYERS = {
-    "bert": ("BertLayer",),
     "modernbert": ("ModernBertEncoderLayer",),
     "t5": ("T5Block",),
     "bart": ("BartEncoderLayer", "BartDecoderLayer"),
@@ -58,7 +57,6 @@ def layers_of_encoder(group: dist.ProcessGroup, name: str, layout: str, padding:
 @pytest.mark.parametrize(
     ("name", "layout", "padding"),
     [
-        ("bert", "HeadTail", True),
         ("modernbert", "Sequential", True),
         ("t5", "HeadTail", True),
         ("bart", "HeadTail", True),

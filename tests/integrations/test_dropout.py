@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.exhaustive import exhaustive, pairs
+from tests.exhaustive import exhaustive, in_turns
 from tests.integrations.common import (
     BALANCERS,
     Batch,
@@ -142,6 +142,9 @@ def check_encoder(
             assert_same(spread, alone, seen_batch(batch), client.tolerance)
 
 
+PLACES = ((2, "Sequential"), (4, "HeadTail"))
+
+
 def configured(name: str) -> Client:
     return (CLIENTS | STRANGERS)[name].having(**FROM_CONFIG[name])
 
@@ -154,32 +157,31 @@ def test_seed_oss_and_bart(ranks: Ranks) -> None:
 
 @exhaustive
 @pytest.mark.parametrize(
-    ("name", "kind"), pairs(FROM_CONFIG, ["no mask", "packed", "padded left", "padded right"])
+    ("name", "kind"), in_turns(FROM_CONFIG, ["no mask", "packed", "padded left", "padded right"])
 )
 def test_decoders_from_config(ranks: Ranks, name: str, kind: str) -> None:
-    places = tuple((size, layout) for size in (2, 4) for layout in BALANCERS)
-    check_decoder(ranks, configured(name), kind, places)
+    check_decoder(ranks, configured(name), kind, PLACES)
 
 
 @exhaustive
-@pytest.mark.parametrize(("name", "kind"), pairs(CLIENTS, ["packed", "padded left"]))
+@pytest.mark.parametrize(("name", "kind"), in_turns(CLIENTS, ["packed", "padded left"]))
 def test_all_probabilities_of_decoders(ranks: Ranks, name: str, kind: str) -> None:
     client = CLIENTS[name]
-    check_decoder(ranks, client, kind, ((2, "Sequential"), (4, "HeadTail")), switched_on)
+    check_decoder(ranks, client, kind, PLACES, switched_on)
 
 
 @exhaustive
 @pytest.mark.parametrize("name", OF_ENCODERS)
 def test_encoders_from_config(ranks: Ranks, name: str) -> None:
     client = (ENCODERS | SEQ2SEQ)[name].having(**OF_ENCODERS[name])
-    check_encoder(ranks, name, client, tuple((n, key) for n in (2, 4) for key in BALANCERS))
+    check_encoder(ranks, name, client, PLACES)
 
 
 @exhaustive
 @pytest.mark.parametrize("name", [*ENCODERS, *SEQ2SEQ])
 def test_all_probabilities_of_encoders(ranks: Ranks, name: str) -> None:
     client = (ENCODERS | SEQ2SEQ)[name]
-    check_encoder(ranks, name, client, ((2, "Sequential"), (4, "HeadTail")), switched_on)
+    check_encoder(ranks, name, client, PLACES, switched_on)
 
 
 def compiles(layer: str, model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import symm_cp
 from tests.context_parallel.common import mesh_of
-from tests.exhaustive import exhaustive, pairs
+from tests.exhaustive import exhaustive, in_turns, pairs
 from tests.integrations.common import (
     BALANCERS,
     Client,
@@ -103,8 +103,12 @@ LENGTHS = [(24, 16), (16, 24), (16, 16), (27, 13)]  # of what is read and what i
     ("name", "world_size", "layout", "lengths"),
     [
         *pairs(["t5", "bart"], (2, 4), LAYOUTS, LENGTHS),
-        *pairs(
-            [name for name in SEQ2SEQ if name not in ("t5", "bart")], (2, 4), LAYOUTS, LENGTHS[:2]
+        *(
+            (name, *how)
+            for name, how in in_turns(
+                [name for name in SEQ2SEQ if name not in ("t5", "bart")],
+                [(2, "HeadTail", LENGTHS[0]), (3, "Sequential", LENGTHS[1])],
+            )
         ),
         ("t5", 1, "HeadTail", LENGTHS[0]),
     ],

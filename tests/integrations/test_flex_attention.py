@@ -80,7 +80,13 @@ LARGER = [
     (2, "eager", "Sequential", "packed at ranks", "Mistral", None),
     (4, "eager", "Sequential", "packed at ranks", "Llama", None),
     (4, "eager", "HeadTail", "uneven", "Mistral", None),
+]
+COMPILED = [
     (4, "whole", "Sequential", "packed at ranks", "Mistral", None),
+    (2, "layers", "HeadTail", "packed", "Mistral", "ulysses"),
+    (2, "whole", "HeadTail", "uneven", "Mistral", "ulysses"),
+    (2, "layers", "Sequential", "left", "Llama", None),
+    (2, "whole", "HeadTail", "right", "Llama", None),
 ]
 
 
@@ -88,9 +94,11 @@ LARGER = [
     ("world_size", "prepared", "layout", "kind", "name", "method"),
     some(
         *CASES,
-        of=pairs(
-            (2, 4), PREPARED, BALANCERS, KINDS, CLIENTS, (None, "ulysses"), also=CASES + LARGER
-        ),
+        of=[
+            *CASES,
+            *pairs((2, 4), ["eager"], BALANCERS, KINDS, CLIENTS, (None, "ulysses"), also=LARGER),
+            *COMPILED,
+        ],
     ),
 )
 def test_flex_attention_is_that_of_one_process(

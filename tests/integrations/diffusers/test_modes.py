@@ -27,9 +27,7 @@ def compiled(model: nn.Module) -> None:
     ("name", "degrees"),
     [
         ("flux", {"ring_degree": 2}),
-        ("wan", DEGREES["ulysses 2"]),
         ("ltx", DEGREES["ring 2 and ulysses 2"]),
-        ("ltx", {"ring_degree": 2, "ring_anything": True}),
         ("qwen with padding", {"ulysses_degree": 2, "ulysses_anything": True}),
     ],
 )

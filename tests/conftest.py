@@ -68,7 +68,32 @@ def _is_left_out(item: pytest.Item, everything: bool) -> bool:
     return sum(mark.name == "exhaustive" for mark in call.marks) > 1
 
 
+def _mark_world_sizes(items: list[pytest.Item]) -> None:
+    """Of a test on each of 1 to 4 ranks, plain runs take two: few ranks, and several.
+
+    Which two is another choice for each test and each of its other parameters.
+    """
+    families: dict[tuple[str, str], list[tuple[int, pytest.Item]]] = {}
+    for item in items:
+        call = getattr(item, "callspec", None)
+        size = call.params.get("world_size") if call else None
+        if isinstance(size, int) and item.get_closest_marker("exhaustive") is None:
+            others = [part for part in call.id.split("-") if part != str(size)]
+            family = (item.nodeid.partition("[")[0], "-".join(others))
+            families.setdefault(family, []).append((size, item))
+    for family, members in families.items():
+        few = [item for size, item in members if size <= 2]
+        several = [item for size, item in members if size > 2]
+        for kin in (few, several):
+            kept = zlib.crc32("".join(family).encode()) % max(1, len(kin))
+            for number, item in enumerate(kin):
+                if number != kept:
+                    item.add_marker(pytest.mark.exhaustive)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_world_sizes(items)
     everything = bool(config.getoption("--all"))
     left_out = [item for item in items if _is_left_out(item, everything)]
     if left_out:
@@ -87,6 +112,10 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GARBAGE)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries look at the end whether all their objects have gone
 
 
 @pytest.fixture(scope="session")

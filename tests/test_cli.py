@@ -86,6 +86,7 @@ def test_help_takes_neither_torch_nor_a_build(script: bool, tmp_path: Path) -> N
     assert not (tmp_path / "built").exists()
 
 
+@pytest.mark.exhaustive
 def test_help_of_run_takes_no_build(tmp_path: Path) -> None:
     """It is torchrun's."""
     done = subprocess.run(
@@ -122,6 +123,7 @@ def interrupted(arguments: Sequence[str], begun: str) -> tuple[int, str]:
     return process.returncode, before + error
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_ends_a_command_and_its_ranks_in_a_line(tmp_path: Path) -> None:
     out = str(tmp_path / "machine.toml")
     code, error = interrupted(["calibrate", "--force", "--seconds", "0.3", "--out", out], "calls")
@@ -142,6 +144,7 @@ def test_a_terminal_interrupts_no_rank(tmp_path: Path) -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_stops_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -197,6 +200,7 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_doctor_finds_a_working_backend() -> None:
     done = doctor("--json")
     assert done.returncode == 0, done.stderr

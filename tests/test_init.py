@@ -61,6 +61,7 @@ def test_a_package_that_is_also_a_function() -> None:
         pass
 
 
+@pytest.mark.exhaustive
 def test_without_process_groups_it_says_what_to_call() -> None:
     code = """
 import torch, symm_cp
@@ -105,6 +106,7 @@ _ODD = {
 
 
 @pytest.mark.parametrize("odd", some("no home", of=_ODD))
+@pytest.mark.exhaustive
 def test_an_import_never_fails(odd: str, tmp_path: Path) -> None:
     """One line says what is wrong; what needs the native part raises an error with the same."""
     before, message = _ODD[odd]

@@ -118,6 +118,7 @@ ASKING = {
 
 
 @pytest.mark.parametrize("asking", some("an attribute", of=ASKING))
+@pytest.mark.exhaustive
 def test_what_was_left_out_is_loaded_when_asked_for(asking: str) -> None:
     out = run(f"""
 import sys
@@ -141,6 +142,7 @@ print("loaded")
     assert out == "loaded\n"
 
 
+@pytest.mark.exhaustive
 def test_everything_is_loaded_at_once_where_torch_is() -> None:
     out = run("""
 import torch
@@ -168,6 +170,7 @@ except ImportError as error:
 
 
 @pytest.mark.parametrize("first", some("symm_cp", of=["symm_cp", "transformers.modeling_utils"]))
+@pytest.mark.exhaustive
 def test_transformers_knows_the_attention_as_soon_as_both_are_there(first: str) -> None:
     out = run(f"""
 import sys
@@ -186,6 +189,7 @@ print(model.config._attn_implementation, type(transformers.modeling_utils.__load
     assert out == "symm_cp SourceFileLoader\n"
 
 
+@pytest.mark.exhaustive
 def test_when_a_module_is_imported(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text("")
     (tmp_path / "broken.py").write_text("raise ValueError('broken')")

@@ -50,6 +50,7 @@ def files(*folders: str) -> set[str]:
     }
 
 
+@pytest.mark.exhaustive
 def test_the_source_distribution_makes_the_wheel_and_has_no_part_of_the_tests(
     checkout: Path, tmp_path: Path
 ) -> None:

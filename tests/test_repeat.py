@@ -91,6 +91,7 @@ def test_tests_that_did_not_end_have_failed(tmp_path: Path) -> None:
     assert run.failed == ["b"]
 
 
+@pytest.mark.exhaustive
 def test_nothing_outlives_it(flaky: str, tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -410,6 +410,7 @@ except RuntimeError as error:
         pytest.param(_LITTLE_MEMORY, "True\n", id="oom", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_in_a_process_of_its_own(code: str, said: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],

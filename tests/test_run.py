@@ -235,6 +235,7 @@ def test_names_are_checked(names: str, message: str, capsys: pytest.CaptureFixtu
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_without_a_native_part_it_says_how_to_go_on(tmp_path: Path) -> None:
     done = start(tmp_path, "train.py", SYMM_CP_BUILD_DIR=str(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 2
@@ -277,6 +278,7 @@ SERVER = """
 """
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_starts_ranks_by_itself(tmp_path: Path) -> None:
     (tmp_path / "serve.py").write_text(textwrap.dedent(SERVER))
     others = tmp_path / "others"
@@ -298,6 +300,7 @@ def test_commands_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "COMMAND is missing" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_isolated_programs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Python would ignore the environment that redirects its groups, and say nothing."""
     for flag in ("-I", "-E", "-sI"):

@@ -75,6 +75,7 @@ print("as it should be")
         of=[(1, "symm_cp", "DETAIL"), (2, "cpu:symm_cp", "DETAIL"), (3, "symm_cp", "OFF")],
     ),
 )
+@pytest.mark.exhaustive
 def test_a_program(tmp_path: Path, size: int, backend: str, debug: str) -> None:
     environment = {
         **os.environ,

@@ -270,6 +270,7 @@ def variants(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
+@pytest.mark.exhaustive
 def test_where_a_shard_lies_changes_no_bit(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, variants)
 

@@ -113,6 +113,7 @@ def attention(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.exhaustive
 def test_torchs_flex_attention() -> None:
     length, W = 150, 3
     q, k, v = (torch.randn(2, 3, length, 8, dtype=torch.float64) for _ in range(3))

@@ -211,5 +211,6 @@ def over_gathered_keys(group: dist.ProcessGroup, length: int, seed: int) -> None
 @pytest.mark.parametrize(
     ("world_size", "length"), some((3, 75), of=[(1, 75), (2, 64), (3, 75), (4, 64)])
 )
+@pytest.mark.exhaustive
 def test_over_gathered_keys(ranks: Ranks, world_size: int, length: int) -> None:
     ranks.run(world_size, over_gathered_keys, length, int(torch.randint(1 << 30, ())))

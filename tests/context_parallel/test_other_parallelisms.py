@@ -6,7 +6,7 @@ Ranks of a context-parallel group share samples; the others have samples of thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -266,22 +266,18 @@ METHODS = ("allgather", "ulysses", "auto")
 BACKENDS = ("gloo", "symm_cp")
 
 
-def cases() -> list[tuple[Any, ...]]:
-    """Every parallelism with each method on 4 ranks, and with one of them on 2."""
-    found: list[tuple[Any, ...]] = []
+def cases() -> Iterator[tuple[Any, ...]]:
+    """Every parallelism on 2 and on 4 ranks, where methods and backends take turns."""
+    for number, kind in enumerate(OVER_DATA):
+        backend, two, four = BACKENDS[number % 2], METHODS[(number + 1) % 3], METHODS[number % 3]
+        yield 2, kind, {"dp": 1, "cp": 2}, backend, two, "HeadTail", False
+        yield 4, kind, {"dp": 2, "cp": 2}, backend, four, "Sequential", True
     for method in METHODS:
-        for number, kind in enumerate(OVER_DATA):
-            backend = BACKENDS[number % 2]
-            if method == METHODS[(number + 1) % 3]:
-                found.append((2, kind, {"dp": 1, "cp": 2}, backend, method, "HeadTail", False))
-            found.append((4, kind, {"dp": 2, "cp": 2}, backend, method, "Sequential", True))
-        found.append((4, "fsdp_over_all", {"dp": 1, "cp": 4}, "symm_cp", method, "HeadTail", True))
-        for number, kind in enumerate(OVER_WEIGHTS):
-            backend = BACKENDS[number % 2]
-            if method == METHODS[number % 3]:
-                found.append((2, kind, {"cp": 2, "tp": 1}, backend, method, "Sequential", True))
-            found.append((4, kind, {"cp": 2, "tp": 2}, backend, method, "HeadTail", False))
-    return found
+        yield 4, "fsdp_over_all", {"dp": 1, "cp": 4}, "symm_cp", method, "HeadTail", True
+    for number, kind in enumerate(OVER_WEIGHTS):
+        backend, two, four = BACKENDS[number % 2], METHODS[number % 3], METHODS[(number + 1) % 3]
+        yield 2, kind, {"cp": 2, "tp": 1}, backend, two, "Sequential", True
+        yield 4, kind, {"cp": 2, "tp": 2}, backend, four, "HeadTail", False
 
 
 PLAIN = (2, "fsdp_over_all", {"dp": 1, "cp": 2}, "gloo", "allgather", "HeadTail", False)

@@ -72,6 +72,7 @@ def attends(group: dist.ProcessGroup, seed: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", some(3, of=[2, 3]))
+@pytest.mark.exhaustive
 def test_attention_while_keys_arrive(
     ranks: Ranks, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ def without_edges(group: dist.ProcessGroup, seed: int) -> None:
         replays(group, ["scatter", "all-reduce", "ulysses"], 60, seed)
 
 
+@pytest.mark.exhaustive
 def test_without_the_edges_they_hang(ranks: Ranks) -> None:
     with ranks.own(2, without_edges, random.randrange(1 << 30)) as running:
         failures = [outcome.failure + outcome.output for outcome in running.outcomes(60)]

@@ -31,6 +31,7 @@ def checked() -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.exhaustive
 def test_kernel(checked: subprocess.CompletedProcess[str], name: str) -> None:
     assert re.search(rf"^{name}: [1-9]\d* cases checked$", checked.stdout, re.MULTILINE), (
         checked.stdout + checked.stderr

@@ -77,6 +77,7 @@ def run(package: Path, script: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.exhaustive
 def test_kernels_are_registered_for_its_key_as_for_cuda(package: Path) -> None:
     kernels = run(package, """
 from symm_cp.ops.common import device_kernels

@@ -143,6 +143,7 @@ def import_seen() -> list[Any]:
     return seen
 
 
+@pytest.mark.exhaustive
 def test_importing_leaves_torchs_cuda_ops_as_they_are(import_seen: list[Any]) -> None:
     before, after, _ = import_seen
     # Gradients that work with torch's kernels as well are added; torch has none.

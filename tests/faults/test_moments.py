@@ -56,7 +56,7 @@ def test_different_ops(ranks: Ranks, ops: tuple[str, str]) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("count", [100])
+@pytest.mark.parametrize("count", [50])
 def test_different_calls(ranks: Ranks, count: int) -> None:
     """Both ranks hear of it within two seconds, and the next call is as good as ever."""
     for _ in range(count):

@@ -9,7 +9,7 @@ from tests.faults import refusals
 from tests.pool import Ranks
 
 #: World sizes and numbers of random programs.
-FEW = ((2, 6), (3, 6), (4, 4))
+FEW = ((3, 4),)
 PROGRAMS = some(*FEW, of=[*FEW, (2, 20), (3, 20), (4, 20)])
 
 

@@ -248,6 +248,7 @@ FEW_KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_each_kind_is_refused_or_right(ranks: Ranks) -> None:
     assert not (faults := _faults(ranks, OPS, FEW_KINDS, 1)), "\n".join(faults[:20])
 

@@ -157,6 +157,7 @@ def collectives(group: dist.ProcessGroup, hosts: str) -> None:
 
 
 @SPREADS
+@pytest.mark.exhaustive
 def test_collectives(ranks: Ranks, hosts: str) -> None:
     ranks.run(len(hosts), collectives, hosts)
 

@@ -163,6 +163,7 @@ def uneven_parts(group: dist.ProcessGroup) -> None:
 
 
 @SPREADS
+@pytest.mark.exhaustive
 def test_uneven_parts(ranks: Ranks, world_size: int, per_host: int) -> None:
     ranks.run(world_size, on_hosts, per_host, uneven_parts)
 

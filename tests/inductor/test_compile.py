@@ -263,6 +263,7 @@ def uses_caches(group: dist.ProcessGroup) -> None:
     assert inductor.passes.Pass("x", lambda *_: None, passes[0], lambda graph: None).uuid() is None
 
 
+@pytest.mark.exhaustive
 def test_caches_passes_of_the_user_and_idempotence(ranks: Ranks) -> None:
     ranks.run(2, uses_caches, timeout=300)
 

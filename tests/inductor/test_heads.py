@@ -118,5 +118,6 @@ def explains(group: dist.ProcessGroup) -> None:
         assert "exchange_heads" in str(symm_cp.inductor.explain(graphs.layer, *inputs))
 
 
+@pytest.mark.exhaustive
 def test_explain_lists_them(ranks: Ranks) -> None:
     ranks.run(2, explains)

@@ -75,9 +75,10 @@ def layers_of_client(
 
 
 def test_layer_with_window_and_packing(ranks: Ranks) -> None:
-    ranks.run(2, layers_of_client, CLIENTS["mistral"], "HeadTail", {"documents": DOCUMENTS})
+    ranks.run(2, layers_of_client, ONE_LAYER, "HeadTail", {"documents": DOCUMENTS})
 
 
+ONE_LAYER = CLIENTS["mistral"].having(num_hidden_layers=1)
 #: Those whose layers the compiler sees differ, with as few of them as show it.
 LAYERED = {
     "gemma2": {},
@@ -167,9 +168,6 @@ class Problem:
         largest = max(float(grad.abs().max()) for grad in grads)
         for one, other in zip(compiled_grads, grads, strict=True):
             assert_near("gradient", one, other, self.tolerance, 1e-3 * largest)
-
-
-ONE_LAYER = CLIENTS["mistral"].having(num_hidden_layers=1)
 
 
 def many_calls(group: dist.ProcessGroup) -> None:

@@ -75,13 +75,14 @@ def flex_client(
     )
 
 
-CASES = [(2, "whole", "HeadTail", "packed", "Llama", None)]
+CASES = [(2, "eager", "Sequential", "packed at ranks", "Mistral", None)]
 LARGER = [
-    (2, "eager", "Sequential", "packed at ranks", "Mistral", None),
+    *CASES,
     (4, "eager", "Sequential", "packed at ranks", "Llama", None),
     (4, "eager", "HeadTail", "uneven", "Mistral", None),
 ]
 COMPILED = [
+    (2, "whole", "HeadTail", "packed", "Llama", None),
     (4, "whole", "Sequential", "packed at ranks", "Mistral", None),
     (2, "layers", "HeadTail", "packed", "Mistral", "ulysses"),
     (2, "whole", "HeadTail", "uneven", "Mistral", "ulysses"),
@@ -95,7 +96,6 @@ COMPILED = [
     some(
         *CASES,
         of=[
-            *CASES,
             *pairs((2, 4), ["eager"], BALANCERS, KINDS, CLIENTS, (None, "ulysses"), also=LARGER),
             *COMPILED,
         ],

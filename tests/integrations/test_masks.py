@@ -253,6 +253,7 @@ def composed(group: dist.ProcessGroup, layout: str, length: int) -> None:
         of=pairs((2, 3, 1), BALANCERS, (24, 25), also=[(2, "Sequential", 24)]),
     ),
 )
+@pytest.mark.exhaustive
 def test_masks_composed_further(ranks: Ranks, world_size: int, layout: str, length: int) -> None:
     ranks.run(world_size, composed, layout, length)
 

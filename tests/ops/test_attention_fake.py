@@ -71,6 +71,7 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world_size", some(1, of=[1, 2]))
+@pytest.mark.exhaustive
 def test_opcheck(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, passes_opcheck)
 

@@ -11,6 +11,7 @@ from symm_cp import tuning
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention import set_rotate_method
 from tests.allocations import peak_of
+from tests.exhaustive import exhaustive
 from tests.pool import Ranks
 
 B, H, S, E = 1, 2, 256, 32
@@ -123,6 +124,7 @@ def method_peaks(group: dist.ProcessGroup, method: str) -> tuple[list[int], int]
     return peaks, resolve(group.group_name).workspace("sync").slot_bytes
 
 
+@exhaustive
 def test_memory_of_each_method(ranks: Ranks) -> None:
     """In shards, tensors of all heads of this rank's part of the sequence: what the README says."""
     shard = 4 * math.prod(BY_HEADS)

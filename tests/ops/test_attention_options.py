@@ -254,6 +254,7 @@ def test_combinations(ranks: Ranks, world_size: int) -> None:
 
 @ON_DEVICES
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
+@pytest.mark.exhaustive
 def test_many_rows(ranks: Ranks, world_size: int) -> None:
     """Rows and keys enough for several blocks of the kernels, and tiles with bands."""
     layout = head_tail(300 * world_size + 1, world_size)

@@ -168,5 +168,6 @@ def two_alike(group: dist.ProcessGroup, op: str) -> None:
 @pytest.mark.parametrize(
     "op", some("all_gather_matmul", of=["all_gather_matmul", "one_shot_all_reduce"])
 )
+@pytest.mark.exhaustive
 def test_calls_keep_their_order_whatever_the_shapes(ranks: Ranks, op: str) -> None:
     ranks.run(2, two_alike, op)

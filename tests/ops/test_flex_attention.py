@@ -325,6 +325,7 @@ def reduced(group: dist.ProcessGroup) -> None:
             compare(group, case, balancer, mask, dtype=dtype, with_lse=with_lse)
 
 
+@pytest.mark.exhaustive
 def test_dtypes(ranks: Ranks) -> None:
     ranks.run(3, reduced)
 

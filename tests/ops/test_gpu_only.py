@@ -411,6 +411,7 @@ def compiled(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2])
+@pytest.mark.exhaustive
 def test_in_compiled_programs(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, compiled)
 

@@ -89,6 +89,7 @@ problems = layouts().flatmap(lambda layout: st.tuples(st.just(layout), masks(lay
 
 @settings(max_examples=300, deadline=None)
 @given(problems, st.sampled_from([2, 5, 256]))
+@pytest.mark.exhaustive
 def test_tiles_are_exactly_what_the_mask_leaves(
     problem: tuple[SequenceLayout, Mask], rows: int
 ) -> None:

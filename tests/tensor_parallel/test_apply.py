@@ -62,7 +62,7 @@ def as_in_one_process(
     same_gradients(model, dense, **limits)
 
 
-PLAIN = [(family, 2, sequential) for family in ("llama", "qwen3") for sequential in (False, True)]
+PLAIN = [("llama", 2, False), ("qwen3", 2, True)]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def compiled_as_eager(group: dist.ProcessGroup, sequence_parallel: bool) -> None
 
 @pytest.mark.parametrize(
     ("world_size", "sequence_parallel"),
-    [(w, s) for w in (1, 2, 4) for s in (False, True)],
+    [(1, False), (2, True), (3, False), (3, True)],
 )
 @pytest.mark.exhaustive
 def test_compiled(ranks: Ranks, world_size: int, sequence_parallel: bool) -> None:

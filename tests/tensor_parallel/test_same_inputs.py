@@ -128,5 +128,6 @@ def compiled(group: dist.ProcessGroup, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", some("aot_eager", of=["aot_eager", "inductor"]))
+@pytest.mark.exhaustive
 def test_graphs_compare_inputs(ranks: Ranks, backend: str) -> None:
     ranks.run(2, compiled, backend)

@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import zlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -58,44 +59,48 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("device_name", names, indirect=True)
 
 
-def _is_left_out(item: pytest.Item, everything: bool) -> bool:
+def _parameter(item: pytest.Item, name: str) -> Any:
+    call = getattr(item, "callspec", None)
+    return call.params.get(name) if call else None
+
+
+def _rare_world_sizes(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of a test on each of 1 to 4 ranks, all but two: one of few ranks, and one of several.
+
+    Which two is another choice for each test, and for each of its other parameters.
+    """
+    families: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        size = _parameter(item, "world_size")
+        marks = sum(1 for _ in item.iter_markers("exhaustive"))
+        if isinstance(size, int) and marks == (_parameter(item, "device_name") == "simulated"):
+            test, _, others = item.nodeid.partition("[")
+            others = "-".join(part for part in others.strip("]").split("-") if part != str(size))
+            families[f"{test} {others} {size <= 2}"].append(item)
+    return [
+        item
+        for family, members in families.items()
+        for number, item in enumerate(members)
+        if number != zlib.crc32(family.encode()) % len(members)
+    ]
+
+
+def _is_left_out(item: pytest.Item, everything: bool, rare: Collection[pytest.Item]) -> bool:
     if not everything:
         return item.get_closest_marker("exhaustive") is not None
     # The simulator repeats what plain runs have on the CPU, and not each rare value besides.
-    call = getattr(item, "callspec", None)
-    if call is None or call.params.get("device_name") != "simulated":
+    if _parameter(item, "device_name") != "simulated":
         return False
-    return sum(mark.name == "exhaustive" for mark in call.marks) > 1
-
-
-def _mark_world_sizes(items: list[pytest.Item]) -> None:
-    """Of a test on each of 1 to 4 ranks, plain runs take two: few ranks, and several.
-
-    Which two is another choice for each test and each of its other parameters.
-    """
-    families: dict[tuple[str, str], list[tuple[int, pytest.Item]]] = {}
-    for item in items:
-        call = getattr(item, "callspec", None)
-        size = call.params.get("world_size") if call else None
-        if isinstance(size, int) and item.get_closest_marker("exhaustive") is None:
-            others = [part for part in call.id.split("-") if part != str(size)]
-            family = (item.nodeid.partition("[")[0], "-".join(others))
-            families.setdefault(family, []).append((size, item))
-    for family, members in families.items():
-        few = [item for size, item in members if size <= 2]
-        several = [item for size, item in members if size > 2]
-        for kin in (few, several):
-            kept = zlib.crc32("".join(family).encode()) % max(1, len(kin))
-            for number, item in enumerate(kin):
-                if number != kept:
-                    item.add_marker(pytest.mark.exhaustive)
+    return sum(mark.name == "exhaustive" for mark in item.callspec.marks) > 1 or item in rare  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_world_sizes(items)
     everything = bool(config.getoption("--all"))
-    left_out = [item for item in items if _is_left_out(item, everything)]
+    rare = set(_rare_world_sizes(items))
+    for item in rare:
+        item.add_marker(pytest.mark.exhaustive)
+    left_out = [item for item in items if _is_left_out(item, everything, rare)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         kept = set(items).difference(left_out)

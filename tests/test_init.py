@@ -21,6 +21,7 @@ from tests.exhaustive import some
 SLOW = ("torch.distributed.tensor", "torch._inductor", "torch._dynamo", "triton", "matplotlib")
 
 
+@pytest.mark.exhaustive
 def test_import_leaves_out_what_is_slow() -> None:
     code = f"import symm_cp, sys; print([name for name in {SLOW} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -153,6 +153,7 @@ print("symm_cp" in dist.Backend.backend_list)
     assert out == "True\n"
 
 
+@pytest.mark.exhaustive
 def test_an_import_of_torch_succeeds_whatever_happens_to_the_rest() -> None:
     out = run("""
 import sys

@@ -716,6 +716,7 @@ for use in (
 
 
 @pytest.mark.parametrize("chosen", some(None, of=[None, "/nonexistent/c++"]))
+@pytest.mark.exhaustive
 def test_without_a_compiler(chosen: str | None, tmp_path: Path) -> None:
     """The import succeeds and says what to install; so does what needs the native part."""
     environment = {

@@ -334,6 +334,7 @@ def forked(child: Callable[[], bool]) -> bool:
     return False
 
 
+@pytest.mark.exhaustive
 def test_forked_processes() -> None:
     """While another thread uses blocks, so that some forks happen within its calls."""
     held, kept = result(4), result(6)

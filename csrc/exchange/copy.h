@@ -5,6 +5,9 @@
 
 namespace symm_cp {
 
+// Results of so many bytes leave the caches anyway, and need not push out what others have there.
+constexpr int64_t kStreamed = int64_t{4} << 20;
+
 // Copies between addresses of any alignment that do not overlap. `streaming` writes past the
 // caches, for data that they cannot hold. As without it, other threads may read the data once this
 // has returned and they were signalled.

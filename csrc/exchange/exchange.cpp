@@ -19,9 +19,6 @@ namespace symm_cp {
 
 namespace {
 
-// Results that leave the caches anyway need not push out what others have there.
-constexpr int64_t kStreamed = int64_t{4} << 20;
-
 // The most bytes that the first piece of any rank may take, for `Workspace::begin`.
 int64_t slot_bytes_of(const Exchange& exchange, const Loop& loop) {
   if (!loop.slotted) return 0;

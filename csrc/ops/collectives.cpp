@@ -143,10 +143,9 @@ constexpr const char* kMultimem = "multimem_all_reduce_";
 constexpr const char* kMultimemOneShot = "multimem_one_shot_all_reduce";
 
 void check_multimem(const char* op, const Arguments& arguments) {
-  const std::string& reduce_op = arguments.text(1);
   kernels::check_dense(op, "input", arguments.tensor(0));
   check_symmetric(op, "input", arguments.tensor(0));
-  TORCH_CHECK_VALUE(reduce_op == "sum", op, ": reduce_op='", reduce_op, "' must be 'sum'");
+  check_sum(op, "reduce_op", arguments.text(1));
 }
 
 void multimem_in_place(const c10::OperatorHandle& op, Stack* stack) {

@@ -247,6 +247,15 @@ void check_has_dims(const char* op, const char* name, const at::Tensor& tensor) 
   TORCH_CHECK_VALUE(tensor.dim() > 0, op, ": ", name, " must have at least 1 dimension, has none");
 }
 
+void check_rank(const char* op, const char* name, int64_t rank, int ranks) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < ranks, op, ": ", name, "=", rank,
+                    " is not a rank of a group of ", ranks);
+}
+
+void check_sum(const char* op, const char* name, const std::string& reduce_op) {
+  TORCH_CHECK_VALUE(reduce_op == "sum", op, ": ", name, "='", reduce_op, "' must be 'sum'");
+}
+
 ReduceOp check_reduce_op(const char* op, const char* name, at::ScalarType dtype,
                          std::string_view reduce_op) {
   const bool mean = reduce_op == "avg";

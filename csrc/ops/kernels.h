@@ -148,6 +148,9 @@ void check_dense(const char* op, const char* name, const at::Tensor& tensor);
 void check_out(const char* op, const char* name, const at::Tensor& out, at::IntArrayRef sizes,
                at::ScalarType dtype);
 void check_has_dims(const char* op, const char* name, const at::Tensor& tensor);
+void check_rank(const char* op, const char* name, int64_t rank, int ranks);
+// Of torch's ops that only add.
+void check_sum(const char* op, const char* name, const std::string& reduce_op);
 ReduceOp check_reduce_op(const char* op, const char* name, at::ScalarType dtype,
                          std::string_view reduce_op);
 

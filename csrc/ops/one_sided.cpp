@@ -52,11 +52,6 @@ struct Place {
   }
 };
 
-void check_peer(const char* op, int64_t peer, int ranks) {
-  TORCH_CHECK_VALUE(peer >= 0 && peer < ranks, op, ": peer=", peer, " is not a rank of a group of ",
-                    ranks);
-}
-
 Place place_of(const char* op, const char* name, const at::Tensor& tensor) {
   kernels::check_dense(op, name, tensor);
   TORCH_CHECK_VALUE(tensor.numel() > 0, op, ": ", name, " is empty");
@@ -71,7 +66,7 @@ Place place_of(const char* op, const char* name, const at::Tensor& tensor) {
 
 Place place_of(const char* op, const char* name, const at::Tensor& tensor, int64_t peer) {
   Place place = place_of(op, name, tensor);
-  check_peer(op, peer, place.mapping->world_size());
+  check_rank(op, "peer", peer, place.mapping->world_size());
   return place;
 }
 
@@ -175,7 +170,7 @@ void nccl_put_signal(const c10::OperatorHandle& op, Stack* stack) {
     const int64_t peer = arguments.number(2);
     const auto mapping = mapping_of_handle(*handle);
     kernels::check_dense(name_of(op), "src", source);
-    check_peer(name_of(op), peer, mapping->world_size());
+    check_rank(name_of(op), "peer", peer, mapping->world_size());
     const size_t room = handle->get_buffer_size() - handle->get_offset();
     TORCH_CHECK_VALUE(source.nbytes() <= room, name_of(op), ": src has ", source.nbytes(),
                       " bytes, hdl has ", room);
@@ -192,7 +187,7 @@ void nccl_wait_signal(const c10::OperatorHandle& op, Stack* stack) {
   checked(name_of(op), arguments, [&] {
     const auto mapping = mapping_of_handle(*arguments.at(0).toCustomClass<SymmetricMemory>());
     const int64_t peer = arguments.number(1);
-    check_peer(name_of(op), peer, mapping->world_size());
+    check_rank(name_of(op), "peer", peer, mapping->world_size());
     mapping->take_signal(static_cast<int>(peer), name_of(op));
   });
   arguments.end();

@@ -15,15 +15,6 @@ namespace {
 using namespace kernels;
 using torch::jit::Stack;
 
-void check_rank(const char* op, const char* name, int64_t rank, int ranks) {
-  TORCH_CHECK_VALUE(rank >= 0 && rank < ranks, op, ": ", name, "=", rank,
-                    " is not a rank of a group of ", ranks);
-}
-
-void check_sum(const char* op, const char* name, const std::string& reduce_op) {
-  TORCH_CHECK_VALUE(reduce_op == "sum", op, ": ", name, "='", reduce_op, "' must be 'sum'");
-}
-
 Extent bytes_of(const at::Tensor& tensor) {
   return {tensor.mutable_data_ptr(), static_cast<int64_t>(tensor.nbytes())};
 }

@@ -19,9 +19,6 @@ namespace {
 using namespace kernels;
 using torch::jit::Stack;
 
-// Results that leave the caches anyway need not push out what others have there.
-constexpr int64_t kStreamed = int64_t{4} << 20;
-
 // What a rank tells the others, before the lengths and the beginnings of its chunks.
 enum Word : int64_t { kSequence, kOffset, kRoom, kWords };
 // Instead of the number of a rendezvous.

@@ -191,6 +191,7 @@ def test_a_call_repeats_its_bits(ranks: Ranks, world_size: int) -> None:
     assert ranks.run(world_size, repeated, alignment.ALIGN) == [[]] * world_size
 
 
+@pytest.mark.exhaustive
 def test_other_offsets_would_be_noticed(ranks: Ranks) -> None:
     for differ in ranks.run(2, repeated, 8):
         assert any(name.startswith("gather") for name in differ)
@@ -320,5 +321,6 @@ def by_the_library(group: dist.ProcessGroup) -> None:
             assert same(out, kept), (x.shape, w.shape)
 
 
+@pytest.mark.exhaustive
 def test_torchs_own_products(ranks: Ranks) -> None:
     ranks.run(3, by_the_library)

@@ -89,7 +89,7 @@ def attends(group: dist.ProcessGroup, length: int, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "length"),
-    some((1, 64), (2, 75), (3, 64), (4, 75), of=itertools.product([1, 2, 3, 4], [64, 75])),
+    some((2, 75), (3, 64), of=itertools.product([1, 2, 3, 4], [64, 75])),
 )
 def test_trains_as_one_process(ranks: Ranks, world_size: int, length: int) -> None:
     ranks.run(world_size, attends, length, int(torch.randint(1 << 30, ())))

@@ -383,6 +383,7 @@ def compiles(group: dist.ProcessGroup, seed: int) -> None:
         within(group, layout, step)
 
 
+@pytest.mark.exhaustive
 def test_compiled_functions_draw_the_same(ranks: Ranks) -> None:
     ranks.run(2, compiles, int(torch.randint(1 << 30, ())), timeout=300)
 

@@ -199,6 +199,7 @@ def test_compiled_llama_with_flex_attention(ranks: Ranks, world_size: int) -> No
     ranks.run(world_size, flex_trains, compiled=True)
 
 
+@pytest.mark.exhaustive
 def test_mistral_with_flex_attention_and_a_window(ranks: Ranks) -> None:
     ranks.run(2, flex_trains, compiled=False, window=30)
 

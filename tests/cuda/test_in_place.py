@@ -145,6 +145,7 @@ def mismatched(group: dist.ProcessGroup) -> None:
         gathers(plain if group.rank() else x, group, 4)
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_which_only_some_read_in_place_end_with_words(ranks: Ranks) -> None:
     with ranks.own(2, mismatched) as running:
         for rank, outcome in enumerate(running.outcomes()):

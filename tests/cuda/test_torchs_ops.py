@@ -162,6 +162,7 @@ def test_importing_leaves_torchs_cuda_ops_as_they_are(import_seen: list[Any]) ->
     assert {**after, "autograd": 0} == {**before, "autograd": 0}
 
 
+@pytest.mark.exhaustive
 def test_gradients_go_through_no_symmetric_memory(import_seen: list[Any]) -> None:
     # torch's kernels would refuse a gradient, which is an ordinary tensor.
     gradients = import_seen[2]

@@ -275,6 +275,7 @@ def gpus_apart(group: dist.ProcessGroup, seed: int) -> None:
         _forget(group)
 
 
+@pytest.mark.exhaustive
 def test_ops_between_gpus_that_do_not_reach_each_other(ranks: Ranks) -> None:
     ranks.run(4, gpus_apart, random.randrange(1 << 30))
 
@@ -321,6 +322,7 @@ def until_the_link_is_cut(group: dist.ProcessGroup) -> None:
         say(str(error))
 
 
+@pytest.mark.exhaustive
 def test_a_link_that_goes_down_is_an_error_that_names_the_ranks(ranks: Ranks) -> None:
     with fabric(2) as made:
         places = [made.place(rank // 2) for rank in range(4)]

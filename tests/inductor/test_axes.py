@@ -24,6 +24,7 @@ from symm_cp.inductor.axes import (
     view,
     without,
 )
+from tests.exhaustive import exhaustive
 
 
 def elements(axes: Axes, shape: tuple[int, ...]) -> torch.Tensor:
@@ -73,6 +74,7 @@ def arranged(draw: st.DrawFn) -> tuple[tuple[int, ...], torch.Tensor, Axes]:
 
 @settings(max_examples=400, deadline=None)
 @given(arranged())
+@exhaustive
 def test_axes_say_where_elements_are(case: tuple[tuple[int, ...], torch.Tensor, Axes]) -> None:
     shape, tensor, axes = case
     assert sizes(axes) == list(tensor.shape)

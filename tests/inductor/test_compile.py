@@ -328,6 +328,7 @@ def written_out(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_attention_that_is_written_out(ranks: Ranks) -> None:
     ranks.run(2, written_out, timeout=300)
 
@@ -403,6 +404,7 @@ def compiles_whole(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2]))
+@pytest.mark.exhaustive
 def test_user_code_compiles_without_graph_breaks(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, compiles_whole, timeout=300)
 

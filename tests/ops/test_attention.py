@@ -200,7 +200,7 @@ def test_masks_and_layouts(ranks: Ranks, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
-    some(*enumerate(DTYPES, 1), of=itertools.product([1, 2, 3, 4], DTYPES)),
+    some(*list(enumerate(DTYPES, 1))[1:3], of=itertools.product([1, 2, 3, 4], DTYPES)),
     ids=str,
 )
 def test_dtypes_heads_and_features(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:

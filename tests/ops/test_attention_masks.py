@@ -179,6 +179,7 @@ def cases_of(layout: SequenceLayout) -> list[Case]:
 
 
 @pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
+@pytest.mark.exhaustive
 def test_masks_of_each_sample(ranks: Ranks, world_size: int) -> None:
     cases = [case for layout in layouts(world_size) for case in cases_of(layout)]
     # Gaps of two keys and more are cut out of tiles, as long ones of real sequences are.

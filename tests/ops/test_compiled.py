@@ -88,6 +88,7 @@ def gradients(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.exhaustive
 def test_gradients(ranks: Ranks) -> None:
     ranks.run(2, gradients)
 
@@ -131,6 +132,7 @@ def remote(group: dist.ProcessGroup) -> None:
         torch.compile(by_op, fullgraph=True)(own)
 
 
+@pytest.mark.exhaustive
 def test_remote_tensors_are_not_written_to(ranks: Ranks) -> None:
     ranks.run(2, remote)
 

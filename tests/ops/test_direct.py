@@ -177,6 +177,7 @@ def test_errors_of_the_op(torchs: Torchs) -> None:
     assert equal(call(A, [])[0], A + 1)
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_kept(torchs: Torchs) -> None:
     call, tensors = direct("echo"), [torch.ones(2) for _ in range(3)]
     seen.clear()

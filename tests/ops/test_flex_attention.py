@@ -309,6 +309,7 @@ def test_masks(ranks: Ranks, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
+@pytest.mark.exhaustive
 def test_score_mods(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, plain, scores)
 
@@ -388,6 +389,7 @@ def test_runs_of_keys() -> None:
     assert runs == list(zip((0, 128, 384, 512), (128, 384, 512, 700), kinds, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_evaluates_only_undecided_tiles(ranks: Ranks) -> None:
     ranks.run(2, evaluations)
 

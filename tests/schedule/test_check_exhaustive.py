@@ -122,7 +122,6 @@ def place(site: Site) -> Place:
 #: Workspaces, ranks, calls, cases.
 FEW = (
     (Workspace("sync", "direct", 2), 2, 4, 110),
-    (Workspace("async", "staged", 1), 2, 4, 110),
     # Two lanes a rank: many more interleavings.
     (Workspace("sync", "staged", 1), 2, 2, 40),
 )
@@ -134,6 +133,7 @@ FEW = (
         *FEW,
         of=[
             *FEW,
+            (Workspace("async", "staged", 1), 2, 4, 110),
             (Workspace("async", "direct", 2), 2, 4, 110),
             (Workspace("sync", "direct", 2), 3, 3, 4),
             (Workspace("async", "direct", 2), 3, 3, 4),

@@ -185,6 +185,7 @@ def test_many_documents_are_cut_in_time() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(problems)
+@pytest.mark.exhaustive
 def test_peers_see_no_other_rows(problem: tuple[SequenceLayout, Mask]) -> None:
     layout, mask = problem
     for owner, (first, end) in enumerate(seen_by_peers(layout, (mask,))):

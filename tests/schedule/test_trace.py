@@ -56,6 +56,7 @@ def test_times_begin_at_the_first_step() -> None:
     assert rows[0]["args"] == {"call": 0, "op": "an op"}
 
 
+@pytest.mark.exhaustive
 def test_the_chart(tmp_path: Path) -> None:
     trace.draw(tmp_path / "t.png", {"measured": TIMELINE, "simulated": TIMELINE}, "a title")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")

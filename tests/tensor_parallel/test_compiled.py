@@ -160,6 +160,7 @@ def trains_replicated(group: dist.ProcessGroup, around: str, backend: str) -> No
         of=[(a, "counted") for a in ("", "norm", "colwise", "rowwise")] + [("", "inductor")],
     ),
 )
+@pytest.mark.exhaustive
 def test_trains_replicated(ranks: Ranks, around: str, backend: str) -> None:
     ranks.run(2, trains_replicated, around, backend)
 
@@ -200,5 +201,6 @@ def changes(group: dist.ProcessGroup) -> None:
                 compiled(x)
 
 
+@pytest.mark.exhaustive
 def test_modified_between(ranks: Ranks) -> None:
     ranks.run(2, changes)

@@ -470,7 +470,7 @@ def many_steps(group: dist.ProcessGroup, steps: int) -> None:
     before = buffer_bytes(model), result_memory().in_use, resident_bytes()
     for _ in range(steps):
         one_backward(model, x)
-    gc.collect()
+        gc.collect()  # of itself Python does so seldom here: see tests/rank_process.py
     after = buffer_bytes(model), result_memory().in_use, resident_bytes()
     assert after[:2] == before[:2]
     # Less than a gather, a reduction or a gradient in each step.

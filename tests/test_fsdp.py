@@ -370,7 +370,7 @@ PLAIN = (("bfloat16, sums in float32", "accumulating", 2), ("prefetching", "eval
     some(
         *PLAIN,
         of=[
-            *pairs(ON_ANY, STEP_KINDS, (2, 3, 4), also=PLAIN),
+            *pairs(ON_ANY, STEP_KINDS, (2, 3), also=PLAIN),
             *product(FOUR_RANKS, ["accumulating", "evaluating"], (4,)),
             ("hsdp", "clipped", 4),
             ("hsdp", "hsdp", 4),

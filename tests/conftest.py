@@ -17,7 +17,7 @@ import torch
 
 from tests import delays
 from tests.pool import SEED_VARIABLE, Ranks
-from tests.rank_process import GARBAGE
+from tests.rank_process import collect_garbage_seldom
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.
 _DRAWN = int.from_bytes(os.urandom(4), "little")
@@ -114,9 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GARBAGE)
+    collect_garbage_seldom()
 
 
 def pytest_unconfigure() -> None:

@@ -445,7 +445,9 @@ def _environment() -> dict[str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks share GPUs
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
-    environment.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # see `rank_process.GARBAGE`
+    environment.setdefault(
+        "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0"
+    )  # nor otherwise: see rank_process.py
     return environment
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -28,9 +29,6 @@ import symm_cp  # noqa: F401 - as a user does; registers the CPU backend
 from symm_cp import env, native, tuning
 from symm_cp.context_parallel import layouts
 from tests import delays, device
-
-#: Python's usual thresholds, 700 new objects, let compilers spend a fifth of their time on garbage.
-GARBAGE = (50_000, 20, 100)
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
@@ -71,6 +69,16 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call above
         os._exit(1)
+
+
+def collect_garbage_seldom() -> None:
+    """Has Python look for garbage less often, and never among the objects that there are now.
+
+    With its usual threshold, 700 new objects, compilers spend up to a fifth of their time on it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 _pipe: Connection | None = None

@@ -6,7 +6,6 @@ Python's fork server (`multiprocessing`) imports this module, once, before it fo
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 
 # What many tests import at first use.
@@ -18,13 +17,11 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 import symm_cp.inductor  # noqa: F401
 from symm_cp import native
-from tests.rank_process import GARBAGE, die_with
+from tests.rank_process import collect_garbage_seldom, die_with
 
 die_with(os.getppid())
 with contextlib.suppress(native.BuildError):  # each rank says why
     native.load()
     native.build_glue()
-# Neither searched for garbage by ranks nor, for that, copied to them.
-gc.collect()
-gc.freeze()
-gc.set_threshold(*GARBAGE)
+# What there is now is neither searched by ranks nor, for that, copied to them.
+collect_garbage_seldom()

@@ -5,7 +5,8 @@
 
 namespace symm_cp {
 
-// Results of so many bytes leave the caches anyway, and need not push out what others have there.
+// Results of this size or more do not fit in the caches. Written past them, they push out nothing
+// that others still need there.
 constexpr int64_t kStreamed = int64_t{4} << 20;
 
 // Copies between addresses of any alignment that do not overlap. `streaming` writes past the

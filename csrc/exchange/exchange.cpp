@@ -37,26 +37,31 @@ class Cursor {
  public:
   Cursor(char* begin, const Extent* extent, int64_t offset) : at_(begin) {
     if (extent == nullptr || extent->row == 0) return;
-    row_ = extent->row;
-    gap_ = extent->pitch - extent->row;
-    at_ = static_cast<char*>(extent->data) + offset / row_ * extent->pitch + offset % row_;
-    left_ = row_ - offset % row_;
+    extent_ = extent;
+    rows_ = extent->bytes / extent->row;
+    enter(offset / extent->row, offset % extent->row);
   }
   char* at() const { return at_; }
   int64_t left() const { return left_; }
   void advance(int64_t bytes) {
     at_ += bytes;
     left_ -= bytes;
-    if (left_ > 0) return;
-    at_ += gap_;
-    left_ = row_;
+    if (left_ == 0 && row_ + 1 < rows_) enter(row_ + 1, 0);
   }
 
  private:
+  void enter(int64_t row, int64_t offset) {
+    row_ = row;
+    const int64_t number = extent_->numbers == nullptr ? row : extent_->numbers[row];
+    at_ = static_cast<char*>(extent_->data) + number * extent_->pitch + offset;
+    left_ = extent_->row - offset;
+  }
+
+  const Extent* extent_ = nullptr;
   char* at_;
   int64_t left_ = INT64_MAX;  // in this row
-  int64_t row_ = INT64_MAX;
-  int64_t gap_ = 0;
+  int64_t row_ = 0;
+  int64_t rows_ = 0;
 };
 
 bool reads_input(const Area& area) {

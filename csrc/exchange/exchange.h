@@ -30,6 +30,7 @@ struct Extent {
   int64_t bytes = 0;  // of all rows
   int64_t row = 0;    // 0: contiguous
   int64_t pitch = 0;
+  const int64_t* numbers = nullptr;  // of the rows, where they are not 0, 1, 2 and so on
 };
 
 // The steps of one piece.

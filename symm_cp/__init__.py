@@ -91,6 +91,7 @@ __all__ = [
     "low_contention_reduce_scatter",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "moe",
     "nvshmem",
     "override_cuda_ops",
     "read_in_place",
@@ -110,7 +111,7 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
-    from symm_cp import fsdp, inductor, tensor_parallel
+    from symm_cp import fsdp, inductor, moe, tensor_parallel
     from symm_cp.context_parallel import ContextParallel, context_parallel
     from symm_cp.cuda import nvshmem
 
@@ -120,7 +121,7 @@ def __getattr__(name: str) -> object:
         _loading.load_everything()
         return getattr(_sys.modules[__name__], name)
     # Imported when asked for: torch's compiler takes a second, its styles (DTensor) half a second.
-    if name in ("fsdp", "inductor", "tensor_parallel"):
+    if name in ("fsdp", "inductor", "moe", "tensor_parallel"):
         return _import_module(f"symm_cp.{name}")
     if name == "nvshmem":
         return _import_module("symm_cp.cuda.nvshmem")

@@ -4,6 +4,7 @@ from symm_cp.ops import (
     attention,
     collectives,
     equal_inputs,
+    experts,
     matmul,
 )
 from symm_cp.ops.heads import exchange_heads, projection
@@ -16,6 +17,7 @@ __all__ = [
     "delta_rule",
     "equal_inputs",
     "exchange_heads",
+    "experts",
     "halo",
     "matmul",
     "projection",

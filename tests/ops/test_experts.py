@@ -1,0 +1,157 @@
+"""`moe.dispatch` and `moe.combine`: against one process that has all tokens and all experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from symm_cp import moe
+from tests import device
+from tests.exhaustive import some
+from tests.pool import Ranks
+
+pytestmark = device.devices(*device.NAMES)
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+EPS = {torch.float16: 2**-24, torch.bfloat16: 2**-24}  # sums are in float32, and rounded once
+
+
+def routed(
+    all_experts: list[torch.Tensor], num_experts: int, ranks: int, capacity: int | None = None
+) -> list[list[tuple[int, int, int]]]:
+    """The rows of each rank's experts: (rank, token, choice) of each, in order."""
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+    for expert in range(num_experts):
+        found = [
+            (rank, token, choice)
+            for rank, experts in enumerate(all_experts)
+            for token, choice in (experts == expert).nonzero().tolist()
+        ]
+        rows[expert * ranks // num_experts] += found[:capacity]
+    return rows
+
+
+class Case:
+    """Tokens, experts and weights of all ranks, equal on all of them."""
+
+    def __init__(
+        self,
+        ranks: int,
+        sizes: list[int],
+        num_experts: int,
+        top_k: int,
+        features: tuple[int, ...] = (5,),
+        dtype: torch.dtype = torch.float64,
+        seed: int = 0,
+        skew: float = 0.0,
+    ) -> None:
+        on: Any = {"generator": torch.Generator(device.name()).manual_seed(seed + 1)}
+        self.num_experts, self.top_k = num_experts, top_k
+        self.tokens = [torch.randn(n, *features, **on).to(dtype) for n in sizes]
+        self.weights = [torch.rand(n, top_k, **on).to(dtype) for n in sizes]
+        self.experts = []
+        for n in sizes:
+            scores = torch.rand(n, num_experts + 1, **on)
+            scores[:, :1] += skew
+            chosen = scores.topk(top_k, dim=1).indices
+            self.experts.append(torch.where(chosen == num_experts, -1, chosen))  # or none at all
+        self.outputs = [torch.randn(n, *features, **on).to(dtype) for n in sizes]
+
+
+def layer(rows: torch.Tensor, begin: int, ends: torch.Tensor) -> torch.Tensor:
+    """Experts that differ from each other: the e-th multiplies by e + 2, and squares."""
+    parts = torch.tensor_split(rows, ends.tolist()[:-1])
+    return torch.cat([part.square() * (begin + e + 2) for e, part in enumerate(parts)])
+
+
+def dense(case: Case, capacity: int | None, ranks: int) -> tuple[list[torch.Tensor], ...]:
+    """Outputs of all ranks, and the gradients of all tokens and weights, in one process."""
+    tokens = [t.detach().double().requires_grad_() for t in case.tokens]
+    weights = [w.detach().double().requires_grad_() for w in case.weights]
+    outputs = [t * 0 for t in tokens]
+    taken = {
+        row for rows in routed(case.experts, case.num_experts, ranks, capacity) for row in rows
+    }
+    for rank, token, choice in sorted(taken):
+        factor = weights[rank][token, choice] * (int(case.experts[rank][token, choice]) + 2)
+        picked = torch.zeros(len(outputs[rank]), dtype=torch.float64, device=device.name())
+        picked[token] = 1
+        row = picked.view(-1, *(1,) * (outputs[rank].dim() - 1))
+        outputs[rank] = outputs[rank] + row * factor * tokens[rank][token].square()
+    total = sum((out * g.double()).sum() for out, g in zip(outputs, case.outputs, strict=True))
+    grads = torch.autograd.grad(total, tokens + weights, allow_unused=True)
+    given = zip(grads, tokens + weights, strict=True)
+    found = [torch.zeros_like(x) if g is None else g for g, x in given]
+    return [o.detach() for o in outputs], found[: len(tokens)], found[len(tokens) :]
+
+
+def close(found: torch.Tensor, want: torch.Tensor, terms: int) -> None:
+    eps = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), want, rtol=terms * eps, atol=8 * terms * eps)
+
+
+def agrees(group: dist.ProcessGroup, case: Case, capacity: int | None = None) -> None:
+    W, rank = group.size(), group.rank()
+    tokens = case.tokens[rank].clone().requires_grad_()
+    weights = case.weights[rank].clone().requires_grad_()
+    rows, routing = moe.dispatch(
+        tokens, case.experts[rank], case.num_experts, group=group, capacity=capacity
+    )
+    expected = routed(case.experts, case.num_experts, W, capacity)[rank]
+    assert rows.is_contiguous()
+    assert rows.shape == (len(expected), *tokens.shape[1:])
+    for row, (source, token, _) in zip(rows, expected, strict=True):
+        assert torch.equal(row, case.tokens[source][token])
+    assert routing.ends[-1] == len(expected)
+    local = case.num_experts // W
+    out = moe.combine(layer(rows, rank * local, routing.ends), weights, routing)
+    grads = torch.autograd.grad(out, (tokens, weights), case.outputs[rank])
+    outputs, of_tokens, of_weights = dense(case, capacity, W)
+    width = case.tokens[rank][:1].numel()
+    close(out, outputs[rank], 8 * case.top_k)
+    close(grads[0], of_tokens[rank], 16 * case.top_k)
+    close(grads[1], of_weights[rank], 32 * (1 + width))
+
+
+def many_agree(group: dist.ProcessGroup, seeds: range, dtypes: list[torch.dtype]) -> None:
+    W = group.size()
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(low: int, high: int, generator: torch.Generator = generator) -> int:
+            return int(torch.randint(low, high, (1,), generator=generator))
+
+        sizes = [draw(0, 9) for _ in range(W)]
+        num_experts = W * draw(1, 4)
+        case = Case(
+            W, sizes, num_experts, draw(1, min(5, num_experts + 1)),
+            [(), (7,), (3, 2), (1,)][draw(0, 4)], dtypes[seed % len(dtypes)], seed,
+            [0.0, 0.0, 5.0][draw(0, 3)],
+        )  # fmt: skip
+        agrees(group, case, [None, None, 0, 3][draw(0, 4)])
+
+
+def drawn() -> int:
+    return int(torch.randint(1 << 20, (1,)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_random_routings(ranks: Ranks, world_size: int) -> None:
+    seed = drawn()
+    ranks.run(world_size, many_agree, range(seed, seed + 6), [torch.float64])
+
+
+@pytest.mark.parametrize("dtype", some(torch.bfloat16, of=FLOATS))
+def test_every_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
+    seed = drawn()
+    ranks.run(2, many_agree, range(seed, seed + 4), [dtype])
+
+
+@pytest.mark.parametrize("world_size", some(of=[2, 3, 4]))
+def test_500_random_routings(ranks: Ranks, world_size: int) -> None:
+    """Of all dtypes, 500 in all."""
+    seed = drawn()
+    ranks.run(world_size, many_agree, range(seed, seed + 167), FLOATS)

@@ -7,6 +7,7 @@ shards under `context_parallel`, and compares loss, logits and the gradient of e
 
 from __future__ import annotations
 
+import tempfile
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -99,6 +100,18 @@ def spread_weights(model: nn.Module, seed: int = 0) -> None:
             else:  # norms, biases, sinks: near their start values, which may be uninitialised
                 base = 1.0 if bool((parameter == 1).all()) else 0.0
                 parameter.copy_(base + 0.3 * noise)
+
+
+@contextmanager
+def saved(model: Any) -> Iterator[str]:
+    """The folder to which rank 0 has saved a model, for all ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders, 0)
+        model.save_pretrained(folders[0])
+        dist.barrier()
+        yield folders[0]
+        dist.barrier()
 
 
 def causal_batch(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +17,13 @@ from transformers.distributed import DistributedConfig
 
 import symm_cp
 from tests.exhaustive import exhaustive, some
-from tests.integrations.common import Client, assert_same, causal_batch, in_one_process
+from tests.integrations.common import (
+    Client,
+    assert_same,
+    causal_batch,
+    in_one_process,
+    saved,
+)
 from tests.integrations.test_accelerate import accelerating, accelerator_of, step
 from tests.integrations.test_trainer import alone, results, trained
 from tests.pool import Ranks
@@ -31,18 +35,6 @@ CLIENTS = {
     # Normalizes each head: gradients of these norms are summed over the ranks that have the heads.
     "Qwen3": Client("Qwen3"),
 }
-
-
-@contextmanager
-def saved(model: Any) -> Iterator[str]:
-    """The folder to which rank 0 has saved a model, for all ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        folders = [folder]
-        dist.broadcast_object_list(folders, 0)
-        model.save_pretrained(folders[0])
-        dist.barrier()
-        yield folders[0]
-        dist.barrier()
 
 
 def split_by_symm_cp(client: Client, accelerator: Accelerator) -> nn.Module:

@@ -1,9 +1,12 @@
 """Models of Hugging Face's transformers under `context_parallel`: `attn_implementation="symm_cp"`.
 
-Importing this registers the implementation with `AttentionInterface` and `AttentionMaskInterface`.
+Importing this registers the implementation with `AttentionInterface` and `AttentionMaskInterface`,
+and that of experts with `EPImplementationInterface`, which releases before 5.20 lack.
 """
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -17,3 +20,6 @@ __all__ = ["NAME", "attending"]
 
 AttentionInterface.register(NAME, attention_function)
 AttentionMaskInterface.register(NAME, mask_function)
+
+with suppress(ImportError):
+    from symm_cp.integrations.transformers import experts as _experts  # noqa: F401

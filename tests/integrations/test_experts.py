@@ -1,0 +1,120 @@
+"""transformers' expert parallelism by `ep_implementation="symm_cp"`: against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.distributed import DistributedConfig
+
+from tests.backend.world import world
+from tests.exhaustive import some
+from tests.integrations.common import Client, saved
+from tests.integrations.decoders import CLIENTS
+from tests.pool import Ranks
+
+MODELS = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3")
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def close(found: Any, want: torch.Tensor, tolerance: float, what: str) -> None:
+    """Of any dtype: transformers loads some routers in float32."""
+    scale = float(want.abs().max())
+    torch.testing.assert_close(
+        found.to(want.dtype), want, rtol=0, atol=tolerance * scale, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def loaded(client: Client, folder: str, implementation: str, **sizes: int) -> nn.Module:
+    config = DistributedConfig(ep_implementation=implementation, **sizes)
+    made = type(client.make("eager"))
+    return made.from_pretrained(  # type: ignore[attr-defined, no-any-return]
+        folder,
+        distributed_config=config,
+        dtype=client.dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def in_a_world(
+    group: dist.ProcessGroup, function: Callable[[dist.ProcessGroup, str], None], name: str
+) -> None:
+    """transformers spreads models over all ranks."""
+    with world(group, "symm_cp") as of_world:
+        function(of_world, name)
+        dist.barrier()  # others may still connect
+
+
+def with_a_shared_batch(group: dist.ProcessGroup, name: str) -> None:
+    """Ranks of a TP group hold one batch, and send a part of it each."""
+    client = CLIENTS[name].having(
+        num_experts=8, num_local_experts=8, n_routed_experts=8, num_key_value_heads=4
+    )
+    W = group.size()
+    model: Any = client.make("eager")
+    # 13 tokens: not a multiple of the ranks; with 1 token some ranks have none.
+    for shape in ((1, 13), (1, 1)):
+        ids = torch.randint(3, 60, shape)
+        model.zero_grad()
+        expected = model(input_ids=ids, use_cache=False)
+        expected.logits.square().sum().backward()
+        with saved(model) as folder:
+            split: Any = loaded(client, folder, "symm_cp", tp_size=W, ep_size=W)
+        found = split(input_ids=ids, use_cache=False)
+        logits = whole(found.logits)
+        logits.square().sum().backward()
+        close(logits, expected.logits, client.tolerance, "logits")
+        grads = gradients(split)
+        for parameter, want in gradients(model).items():
+            close(grads[parameter], want, 5 * client.tolerance, parameter)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(split.generate(ids, **options), model.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    some(("qwen3-moe", 2), of=[(name, size) for name in MODELS for size in (2, 4)]),
+)
+def test_ranks_that_share_a_batch(ranks: Ranks, name: str, world_size: int) -> None:
+    ranks.run(world_size, in_a_world, with_a_shared_batch, name)
+
+
+def with_batches_of_their_own(group: dist.ProcessGroup, name: str) -> None:
+    """Ranks of an FSDP group hold different batches: as transformers' own exchange does it."""
+    client = CLIENTS[name].having(
+        num_experts=8, num_local_experts=8, n_routed_experts=8, num_key_value_heads=4
+    )
+    W, rank = group.size(), group.rank()
+    model: Any = client.make("eager")
+    ids = torch.randint(3, 60, (W, 9))
+    expected = model(input_ids=ids, use_cache=False).logits.detach()
+    results = {}
+    with saved(model) as folder:
+        for implementation in ("all_to_all", "symm_cp"):
+            split: Any = loaded(client, folder, implementation, fsdp_size=W, ep_size=W)
+            logits = split(input_ids=ids[rank : rank + 1], use_cache=False).logits
+            logits.square().sum().backward()
+            results[implementation] = gradients(split)
+            close(logits, expected[rank : rank + 1], client.tolerance, implementation)
+    for parameter, want in results["all_to_all"].items():
+        close(results["symm_cp"][parameter], want, 5 * client.tolerance, parameter)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    some(("mixtral", 2), of=[("mixtral", 2), ("gpt-oss", 4), ("qwen3-moe", 2)]),
+)
+def test_ranks_with_batches_of_their_own(ranks: Ranks, name: str, world_size: int) -> None:
+    ranks.run(world_size, in_a_world, with_batches_of_their_own, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers.distributed import DistributedConfig
 
+import symm_cp
 from tests.backend.world import world
 from tests.exhaustive import some
-from tests.integrations.common import Client, saved
+from tests.integrations.common import Client, causal_batch, saved
 from tests.integrations.decoders import CLIENTS
 from tests.pool import Ranks
 
@@ -118,3 +120,30 @@ def with_batches_of_their_own(group: dist.ProcessGroup, name: str) -> None:
 )
 def test_ranks_with_batches_of_their_own(ranks: Ranks, name: str, world_size: int) -> None:
     ranks.run(world_size, in_a_world, with_batches_of_their_own, name)
+
+
+def with_parts_of_a_sequence(group: dist.ProcessGroup, name: str) -> None:
+    """Context parallelism over the same ranks: each has a part of every sequence, and experts."""
+    # FSDP2 divides gradients of lone shards twice in float64 and float16.
+    client = replace(CLIENTS[name], dtype=torch.float32, tolerance=2e-5)
+    client = client.having(num_experts=8, num_local_experts=8)
+    model: Any = client.make("eager")
+    batch = causal_batch(26, padding="right")
+    expected = model(**batch, use_cache=False)
+    expected.loss.backward()
+    with saved(model) as folder:
+        split: Any = loaded(client, folder, "symm_cp", fsdp_size=group.size(), ep_size=group.size())
+    with symm_cp.training_step(split, batch, split._device_mesh["fsdp"]) as step:
+        step.loss.backward()
+    close(step.loss, expected.loss, client.tolerance, "loss")
+    grads = gradients(split)
+    for parameter, want in gradients(model).items():
+        close(grads[parameter], want, 5 * client.tolerance, parameter)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    some(("qwen3-moe", 2), of=[("qwen3-moe", 2), ("gpt-oss", 4), ("mixtral", 4)]),
+)
+def test_ranks_with_parts_of_a_sequence(ranks: Ranks, name: str, world_size: int) -> None:
+    ranks.run(world_size, in_a_world, with_parts_of_a_sequence, name)

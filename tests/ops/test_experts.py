@@ -13,7 +13,7 @@ from tests import device
 from tests.exhaustive import some
 from tests.pool import Ranks
 
-pytestmark = device.devices(*device.NAMES)
+everywhere = device.devices(*device.NAMES)
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EPS = {torch.float16: 2**-24, torch.bfloat16: 2**-24}  # sums are in float32, and rounded once
@@ -138,20 +138,113 @@ def drawn() -> int:
     return int(torch.randint(1 << 20, (1,)))
 
 
+@everywhere
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_random_routings(ranks: Ranks, world_size: int) -> None:
     seed = drawn()
     ranks.run(world_size, many_agree, range(seed, seed + 6), [torch.float64])
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", some(torch.bfloat16, of=FLOATS))
 def test_every_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
     seed = drawn()
     ranks.run(2, many_agree, range(seed, seed + 4), [dtype])
 
 
+@everywhere
 @pytest.mark.parametrize("world_size", some(of=[2, 3, 4]))
 def test_500_random_routings(ranks: Ranks, world_size: int) -> None:
     """Of all dtypes, 500 in all."""
     seed = drawn()
     ranks.run(world_size, many_agree, range(seed, seed + 167), FLOATS)
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    """In one graph; also with other numbers of rows than when it was compiled."""
+    W, rank = group.size(), group.rank()
+
+    def step(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows, routing = moe.dispatch(tokens, experts, 2 * W, group=group)
+        return moe.combine(rows.square(), weights, routing)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        run = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for seed in (3, 4):
+            case = Case(W, [6] * W, 2 * W, 2, seed=seed)
+            results = []
+            for function in (run, step):
+                inputs = [x[rank].clone().requires_grad_() for x in (case.tokens, case.weights)]
+                out = function(inputs[0], case.experts[rank], inputs[1])
+                results.append([out, *torch.autograd.grad(out, inputs, case.outputs[rank])])
+            for found, want in zip(*results, strict=True):
+                torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
+def test_compiled(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, compiled)
+
+
+def refused(group: dist.ProcessGroup) -> None:
+    """By all ranks, or by one, which tells the others; the next call works."""
+    W, rank = group.size(), group.rank()
+    case = Case(W, [4] * W, 2 * W, 2, features=(3,))
+    tokens, experts, weights = case.tokens[rank], case.experts[rank], case.weights[rank]
+
+    def call(**changed: Any) -> torch.Tensor:
+        given = {"tokens": tokens, "experts": experts, "num_experts": 2 * W, **changed}
+        back = {name: given.pop(name) for name in ("rows", "weights") if name in given}
+        rows, routing = moe.dispatch(**given, group=group)
+        return moe.combine(back.get("rows", rows), back.get("weights", weights), routing)
+
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "experts .* must be .tokens, experts of each.", {"experts": experts[:3]}),
+        (TypeError, "experts is torch.float64, must be torch.int64", {"experts": experts.double()}),
+        (ValueError, f"expert {2 * W} .*must be from 0 to", {"experts": experts * 0 + 2 * W}),
+        (ValueError, "expert -2 .*or -1 for none", {"experts": experts * 0 - 2}),
+        (ValueError, f"num_experts={-W} must be a positive multiple", {"num_experts": -W}),
+        (ValueError, "capacity=-1 must not be negative", {"capacity": -1}),
+        (ValueError, r"weights \[4, 3\] must be \[4, 2\]", {"weights": weights.new_ones(4, 3)}),
+        (TypeError, "weights is torch.int64", {"weights": torch.ones_like(experts)}),
+        (ValueError, "rows .* must have", {"rows": tokens.new_ones(99, 3)}),
+        (TypeError, "rows is torch.int64", {"rows": torch.ones(8, 3, dtype=torch.int64)}),
+    ]
+    good = call()
+    for error, text, changed in wrong:
+        with pytest.raises(error, match=text):
+            call(**changed)
+        assert torch.equal(call(), good)
+        if W > 1:
+            with pytest.raises((error, RuntimeError), match=text if rank == 1 else "rank 1"):
+                call(**changed if rank == 1 else {})
+            assert torch.equal(call(), good)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
+def test_wrong_arguments(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, refused)
+
+
+def other_routing(group: dist.ProcessGroup) -> None:
+    """Tables that belong to no routing of this rank are refused, whatever is in them."""
+    W = group.size()
+    rows, routing = moe.dispatch(torch.ones(2, 3), torch.zeros(2, 1).long(), W, group=group)
+    for table in (
+        routing.table[:-1],
+        routing.table + 1,
+        routing.table * 0 - 5,
+        torch.full_like(routing.table, 1 << 60),
+        routing.table.float(),
+        routing.table[: W * W - 1],
+    ):
+        with pytest.raises((ValueError, TypeError), match=r"table|weights|pairs"):
+            moe.combine(rows, torch.ones(2, 1), routing._replace(table=table))
+    assert torch.equal(moe.combine(rows, None, routing), torch.ones(2, 3))
+    with pytest.raises(TypeError, match="routing is Tensor, must be from dispatch"):
+        moe.combine(rows, None, routing.table)  # type: ignore[arg-type]
+
+
+def test_tables_of_others(ranks: Ranks) -> None:
+    ranks.run(2, other_routing)

@@ -27,6 +27,7 @@ from tests.ops import (
     test_attention_options,
     test_delta_rule,
     test_exchange_heads,
+    test_experts,
     test_gradients,
     test_halo,
     test_head_projection,
@@ -125,16 +126,17 @@ def test_all_ops(ranks: Ranks, world_size: int, per_host: int) -> None:
     ranks.run(world_size, on_hosts, per_host, all_ops, random.randrange(1 << 30))
 
 
-def exchanges_of_heads(group: dist.ProcessGroup) -> None:
+def exchanges(group: dist.ProcessGroup) -> None:
     test_exchange_heads.exchanges(group)
     test_head_projection.projects(group, True, torch.float64)
     test_head_projection.collects(group, True, torch.float64)
     test_round_trips.pipelines(group, 2, torch.float32)
+    test_experts.many_agree(group, range(8), [torch.float64])
 
 
 @SPREADS
-def test_exchanges_of_heads(ranks: Ranks, world_size: int, per_host: int) -> None:
-    ranks.run(world_size, on_hosts, per_host, exchanges_of_heads)
+def test_exchanges_of_heads_and_tokens(ranks: Ranks, world_size: int, per_host: int) -> None:
+    ranks.run(world_size, on_hosts, per_host, exchanges)
 
 
 def recurrent(group: dist.ProcessGroup) -> None:

@@ -126,7 +126,7 @@ def with_parts_of_a_sequence(group: dist.ProcessGroup, name: str) -> None:
     """Context parallelism over the same ranks: each has a part of every sequence, and experts."""
     # FSDP2 divides gradients of lone shards twice in float64 and float16.
     client = replace(CLIENTS[name], dtype=torch.float32, tolerance=2e-5)
-    client = client.having(num_experts=8, num_local_experts=8)
+    client = client.having(num_experts=8, num_local_experts=8, n_routed_experts=8)
     model: Any = client.make("eager")
     batch = causal_batch(26, padding="right")
     expected = model(**batch, use_cache=False)
@@ -143,7 +143,9 @@ def with_parts_of_a_sequence(group: dist.ProcessGroup, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    some(("qwen3-moe", 2), of=[("qwen3-moe", 2), ("gpt-oss", 4), ("mixtral", 4)]),
+    some(
+        ("qwen3-moe", 2), of=[("qwen3-moe", 2), ("gpt-oss", 4), ("mixtral", 4), ("deepseek-v3", 2)]
+    ),
 )
 def test_ranks_with_parts_of_a_sequence(ranks: Ranks, name: str, world_size: int) -> None:
     ranks.run(world_size, in_a_world, with_parts_of_a_sequence, name)

@@ -1,6 +1,6 @@
 """A mixture of experts whose experts are spread over the ranks, against its matmuls alone.
 
-*Unfused* is what transformers' "all_to_all" does: tokens sorted by expert and copied, exchanged with
+*Unfused* is what transformers' "all_to_all" does: tokens sorted by expert and copied, exchanged by
 `all_to_all_single`, sorted by expert again, and the same on the way back. Dispatch and combination
 by themselves are compared with a memcpy of the rows that a rank's experts get.
 

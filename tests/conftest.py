@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import signal
 import zlib
@@ -15,29 +14,28 @@ import numpy as np
 import pytest
 import torch
 
-from tests import delays
-from tests.pool import SEED_VARIABLE, Ranks
-from tests.rank_process import collect_garbage_seldom
+from symm_cp.testing import Ranks, Setup, delays, session_seed
+from symm_cp.testing.process import collect_garbage_seldom
+from tests.cuda import simulated
 
-# Fresh inputs in every session; the seed of a failure is in its message and in the summary.
-_DRAWN = int.from_bytes(os.urandom(4), "little")
+#: The processes that run functions of tests.
+SIZE = 4
 
-
-def session_seed(config: pytest.Config) -> int:
-    """Returns the seed of all tests; workers of pytest-xdist have that of the main process."""
-    sent = getattr(config, "workerinput", {}).get(SEED_VARIABLE)
-    return int(sent or os.environ.get(SEED_VARIABLE) or _DRAWN)
+_SETUP = Setup(
+    backend="cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo",
+    # What many tests import at first use.
+    preload=(
+        *("pytest", "hypothesis", "numpy.random", "torch._inductor.compile_fx"),
+        *("torch.distributed.tensor", "transformers.modeling_utils"),
+        *("transformers.models.llama.modeling_llama", "symm_cp.inductor", "tests.device"),
+    ),
+    around="tests.device:in_use",
+)
 
 
 def pytest_configure() -> None:
     # A shell that starts pytest in the background has it, and all that it starts, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Hands the seed to a worker of pytest-xdist."""
-    node.workerinput[SEED_VARIABLE] = session_seed(node.config)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -124,7 +122,8 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
     """Rank processes for multi-rank tests: ``ranks.run(world_size, function, *args)``."""
-    pool = Ranks(session_seed(pytestconfig))
+    simulated.build()  # once, instead of by each rank
+    pool = Ranks(session_seed(pytestconfig), SIZE, _SETUP)
     yield pool
     pool.close()
 
@@ -136,7 +135,7 @@ def device_name(request: pytest.FixtureRequest) -> str:
     if "ranks" in request.fixturenames:
         pool = request.getfixturevalue("ranks")
         if isinstance(pool, Ranks):  # it may be a number of ranks, too
-            pool.device = name
+            pool.options = {"device": name}
             pool.renew()
     return name
 
@@ -156,13 +155,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {SEED_VARIABLE}={session_seed(config)}"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
-        seed = session_seed(terminalreporter.config)
-        terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={seed}")

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import symm_cp
+from symm_cp.context_parallel import layouts
 
 NAMES = ("cpu", "simulated", "cuda")
 devices = pytest.mark.devices
@@ -36,12 +38,15 @@ def name() -> str:
 
 
 @contextlib.contextmanager
-def in_use(device: str, rank: int) -> Iterator[None]:
+def in_use(group: dist.ProcessGroup, seed: int, device: str = "cpu") -> Iterator[None]:
     """Inside, the ops of a rank run on this device, and new tensors are there."""
     global _in_use
+    # Groups outlive tests: how an earlier one cut its sequences says nothing about this one.
+    for records in (layouts._used, layouts._last_cut, layouts._cuts):
+        records.clear()
     before, _in_use = _in_use, device
     try:
-        with _ops_on(device, rank):
+        with _ops_on(device, group.rank()):
             yield
     finally:
         _in_use = before

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests import delays
+from symm_cp.testing import delays
 
 SEED_VARIABLE = "SYMM_CP_TEST_SEED"
 #: Seconds for a test before pytest writes down where each thread is.

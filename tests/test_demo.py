@@ -34,8 +34,8 @@ from symm_cp.commands.harness.paired import (
     unfused_over,
 )
 from symm_cp.ranks import threads_of
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 TINY = ["--steps", "3", "--dim", "64", "--layers", "2", "--seq", "48", "--batch", "2"]
 BRIEF = [*TINY, "--most-steps", "3"]

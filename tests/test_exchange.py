@@ -14,8 +14,8 @@ import torch.distributed as dist
 from symm_cp import native
 from symm_cp.group.memory import resolve
 from symm_cp.native.wire import DType, ExchangeKind, ReduceOp
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 PIECE = 512 << 10  # kPieceBytes of csrc/exchange/exchange.h
 SYNC, ASYNC = 0, 1

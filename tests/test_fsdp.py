@@ -32,11 +32,10 @@ from torch.utils.checkpoint import checkpoint
 import symm_cp.fsdp
 from symm_cp.schedule.steps import Copy
 from symm_cp.tensors.results import result_memory
+from symm_cp.testing import Ranks, say
 from tests.backend.world import world
 from tests.device import chosen, devices
 from tests.exhaustive import exhaustive, pairs, some
-from tests.pool import Ranks
-from tests.rank_process import say
 
 FEATURES = 65  # over 2 to 4 ranks the rows of no weight divide evenly
 LAYERS = 3
@@ -470,7 +469,7 @@ def many_steps(group: dist.ProcessGroup, steps: int) -> None:
     before = buffer_bytes(model), result_memory().in_use, resident_bytes()
     for _ in range(steps):
         one_backward(model, x)
-        gc.collect()  # of itself Python does so seldom here: see tests/rank_process.py
+        gc.collect()  # of itself Python does so seldom here: see symm_cp/testing/process.py
     after = buffer_bytes(model), result_memory().in_use, resident_bytes()
     assert after[:2] == before[:2]
     # Less than a gather, a reduction or a gradient in each step.

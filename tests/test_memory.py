@@ -19,10 +19,10 @@ from symm_cp import tuning
 from symm_cp.group import memory
 from symm_cp.native import wire
 from symm_cp.runtime.program import probing
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.faults import soak
 from tests.faults.ops import ALL, results
-from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 

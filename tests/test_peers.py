@@ -12,9 +12,9 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.patience import patient
-from tests.pool import Ranks
 
 #: A rank that finds its peers waiting looks at the store less often.
 POINTS = 24

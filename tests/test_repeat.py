@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import delays, repeat
-from tests.pool import Place, Ranks
+from symm_cp.testing import Place, Ranks, delays
+from tests import repeat
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAKY = """

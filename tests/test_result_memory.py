@@ -27,8 +27,8 @@ import symm_cp
 from symm_cp import env, native
 from symm_cp.commands import doctor
 from symm_cp.tensors.results import contiguous, new_result, result_memory
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
 MIB = 1 << 20

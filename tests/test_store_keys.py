@@ -17,8 +17,8 @@ import torch.distributed as dist
 from symm_cp.cuda.streams import agree
 from symm_cp.group.liveness import PeerLostError, generation, share, share_made
 from symm_cp.group.memory import Group
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 
 def late(group: dist.ProcessGroup, rank: int) -> None:

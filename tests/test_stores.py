@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.patience import patient
-from tests.pool import Ranks
 
 TIMEOUT_MS = 500
 

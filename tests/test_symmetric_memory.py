@@ -17,9 +17,9 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
 import symm_cp  # noqa: F401 - registers the CPU backend
-from tests.pool import SIZE, Ranks
+from symm_cp.testing import Ranks
 
-WORLD_SIZES = range(1, SIZE + 1)
+WORLD_4S = range(1, 5)
 CPU = torch.device("cpu")
 # torch 2.11 does not tell.
 is_symmetric = getattr(symm_mem, "is_symm_mem_tensor", None)
@@ -48,7 +48,7 @@ def describe_handle(group: dist.ProcessGroup) -> None:
     assert handle.multicast_ptr == 0
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", WORLD_4S)
 def test_handle(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, describe_handle)
 
@@ -123,7 +123,7 @@ def read_peers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     handle.barrier()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", WORLD_4S)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8],
@@ -143,7 +143,7 @@ def write_to_peers(group: dist.ProcessGroup) -> None:
     assert torch.equal(tensor, expected[:, None].expand_as(tensor))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", WORLD_4S)
 def test_writes_reach_peers(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, write_to_peers)
 
@@ -293,7 +293,7 @@ def signal_ring(group: dist.ProcessGroup, rounds: int) -> None:
         handle.barrier(channel=3)  # before the next round overwrites it
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", WORLD_4S)
 def test_signals_publish_writes(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, signal_ring, 300)
 
@@ -309,7 +309,7 @@ def count_barriers(group: dist.ProcessGroup, rounds: int) -> None:
         assert [int(peer[count % 2]) for peer in peers] == [count] * world_size
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", WORLD_4S)
 def test_barrier_orders_writes(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, count_barriers, 500)
 
@@ -335,7 +335,7 @@ def use_pads(group: dist.ProcessGroup) -> None:
         handle.get_signal_pad(rank, (handle.signal_pad_size // 4 + 1,))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", WORLD_4S)
 def test_signal_pads(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, use_pads)
 
@@ -361,7 +361,7 @@ def wrong_channels(group: dist.ProcessGroup) -> None:
     handle.barrier(channel=count - 1)  # the last one is good
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", WORLD_4S)
 def test_channels_and_ranks_are_checked(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, wrong_channels)
 

@@ -17,9 +17,8 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
 import symm_cp  # noqa: F401 - registers the CPU backend
+from symm_cp.testing import Ranks, say
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
-from tests.rank_process import say
 
 LIMIT_MS = 300
 

@@ -19,7 +19,7 @@ from symm_cp.runtime import cpu
 from symm_cp.schedule import patterns
 from symm_cp.schedule.simulate import Event
 from symm_cp.schedule.steps import Compute, Copy, Schedule, Signal, Step, Wait
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 

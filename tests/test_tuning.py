@@ -18,8 +18,8 @@ from symm_cp import tuning
 from symm_cp.group import memory
 from symm_cp.runtime import cpu
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Curve, to_toml
+from symm_cp.testing import Ranks
 from symm_cp.tuning import Question
-from tests.pool import Ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tests.pool import GROUP_TIMEOUT
+from symm_cp.testing import Setup
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -40,7 +40,7 @@ def shared(group: dist.ProcessGroup) -> dist.ProcessGroup:
             "symm_cp",
             c10d._get_default_store(),
             f"symm_cp of {ranks}",
-            timeout=GROUP_TIMEOUT,
+            timeout=Setup().timeout,
         )
         c10d._world.pg_group_ranks[ours] = {rank: index for index, rank in enumerate(ranks)}
         _groups[group] = ours

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from symm_cp.testing import say
 from tests.backend.common import all_gather_single, fresh, shared
-from tests.rank_process import say
 
 SHORT = datetime.timedelta(milliseconds=600)
 Call = Callable[[dist.ProcessGroup], object]

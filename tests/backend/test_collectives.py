@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from symm_cp.testing import Ranks
 from tests.backend.common import (
     COMPLEX,
     FLOATING,
@@ -25,7 +26,6 @@ from tests.backend.common import (
     strided,
 )
 from tests.exhaustive import pairs, some
-from tests.pool import Ranks
 
 HOWS = ("sync", "async", "future", "poll")
 #: The last ones take several pieces, and with more than two ranks two shots.

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
+from symm_cp.testing import Ranks
 from tests.backend import faulty
 from tests.exhaustive import some
 from tests.patience import patient
-from tests.pool import Ranks
 
 #: Seconds from a death to the last survivor's error.
 LIMIT = 2.0

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from symm_cp.testing import Ranks
 from tests.backend.world import world
 from tests.exhaustive import some
 from tests.patience import patient
-from tests.pool import Ranks
 
 #: Elements: none, eager messages up to 64 KiB, and messages that go in pieces.
 SIZES = [0, 1, 3, 1000, 16384, 16385, 100_003, 2 << 20]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from symm_cp.testing import Ranks
 from tests.backend.common import all_gather_single, reduce_scatter_single, shared
-from tests.pool import Ranks
 
 Shapes = list[list[int]]
 

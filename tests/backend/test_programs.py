@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from symm_cp.testing import Ranks
 from tests.backend import programs, sharded
 from tests.backend.world import world
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 BACKEND = "symm_cp"
 #: Of sums in 16 bits, which gloo rounds after each rank: three steps at a learning rate of 0.1.

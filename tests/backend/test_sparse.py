@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from symm_cp.testing import Ranks
 from tests.backend.common import FLOATING, INTEGERS, settle, shared
 from tests.backend.faulty import told
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 HOWS = ("sync", "async", "future", "poll")
 #: Sizes, how many of the dimensions are sparse, and the number of values on a rank.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from symm_cp.commands.bench import calibrate, parsers
 from symm_cp.commands.bench.calibrate import Point, falls, rising
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 
 
 def test_a_curve_never_falls() -> None:

@@ -15,8 +15,8 @@ from symm_cp.commands.bench import jobs, shapes
 from symm_cp.commands.bench.jobs import Setting
 from symm_cp.commands.harness.measure import UNFUSED
 from symm_cp.commands.plan.models import MODELS
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 SMALL = {
     "matmul": "6x8x4",

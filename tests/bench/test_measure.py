@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from symm_cp.commands.harness import measure, report
 from symm_cp.commands.harness.measure import FUSED, LIMIT, UNFUSED, Case, Row, bootstrap, duration
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 
 def row(limit: list[float], unfused: list[float], fused: list[float]) -> Row:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from symm_cp import tuning
 from symm_cp.commands.bench import parsers, tune
 from symm_cp.ops.attention import arrival as arrival_attention
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import build, simulation
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 
 def takes(group: Any, query: Any, key: Any, spec: Any) -> bool:

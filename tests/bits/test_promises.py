@@ -24,11 +24,11 @@ from symm_cp import cuda, tuning
 from symm_cp.group import memory
 from symm_cp.ops.matmul.scaled_mm import torch_scales_rows_on_cpu
 from symm_cp.tensors import alignment
+from symm_cp.testing import Ranks
 from tests import device as test_device
 from tests.bits.products import watched
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 #: Several, so that two places seldom err alike.
 ULPS = 1000

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from symm_cp import cuda
 from symm_cp.group import memory
+from symm_cp.testing import Ranks
 from tests.bits.products import watched
 from tests.cuda.simulated import simulation
 from tests.ops import test_random
-from tests.pool import Ranks
 
 
 def random_ops(group: dist.ProcessGroup, mode: dict[str, Any] | None, count: int) -> None:

@@ -19,10 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import symm_cp
 from symm_cp.context_parallel import agreement
 from symm_cp.context_parallel import batch as batch_module
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.context_parallel.test_batch import model_of
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 LENGTH = 16
 SAME = "must get the same batches"

@@ -12,9 +12,9 @@ import transformers
 from transformers.modeling_outputs import BaseModelOutput
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, mesh_of
 from tests.exhaustive import exhaustive, pairs, some
-from tests.pool import Ranks
 
 IGNORE = -100
 

@@ -15,9 +15,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, assert_all_close, dense, mesh_of, whole
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 

@@ -25,9 +25,9 @@ from torch.nn.attention.flex_attention import (
 
 import symm_cp
 from symm_cp.context_parallel import flex
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, Tensors, assert_all_close, mesh_of, whole
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 HEADS = 4

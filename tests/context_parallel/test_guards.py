@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.modules.module import _has_any_global_hook
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
-from tests.pool import Ranks
 
 VOCABULARY, LENGTH = 61, 64
 SIZES = {

@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import symm_cp
 from symm_cp.context_parallel.region import region_over
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, assert_all_close, mesh_of
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 Balancers = dict[int, symm_cp.LoadBalancer]
 

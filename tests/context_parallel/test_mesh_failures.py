@@ -19,9 +19,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import symm_cp
 from symm_cp.ops.attention import op, ulysses
+from symm_cp.testing import Ranks
 from tests.context_parallel.test_methods import MIXED, mesh_2d
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 
 class Trouble(Exception):

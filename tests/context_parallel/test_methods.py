@@ -22,9 +22,9 @@ import symm_cp
 from symm_cp import tuning
 from symm_cp.ops.attention.methods import default_method
 from symm_cp.ops.attention.ulysses import UlyssesCall
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, assert_all_close, dense, mesh_of, whole
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 MIXED = ("ulysses", "allgather")
 MIXES = (MIXED, MIXED[::-1])

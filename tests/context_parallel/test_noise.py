@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 SAMPLES, LENGTH, FEATURES = 3, 27, 20
 LAYOUTS: dict[str, Callable[[int, int], symm_cp.LoadBalancer]] = {

@@ -27,12 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.backend.world import world
 from tests.context_parallel.common import CLOSE
 from tests.exhaustive import exhaustive, some
 from tests.integrations.common import Client, Result, assert_same, causal_batch, target_loss
 from tests.integrations.common import in_one_process as in_one_process_of
-from tests.pool import Ranks
 
 VOCABULARY, WIDTH, HEADS, KEY_HEADS, LENGTH, SAMPLES = 29, 32, 4, 2, 16, 2
 IGNORED = -100

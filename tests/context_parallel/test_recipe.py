@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.backend.world import world
 from tests.context_parallel.common import CLOSE, mesh_of
 from tests.context_parallel.test_batch import model_of
@@ -27,7 +28,6 @@ from tests.context_parallel.test_other_parallelisms import (
     loss_of,
 )
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 
 def loss_function(logits: torch.Tensor, local: Mapping[str, Any]) -> torch.Tensor:

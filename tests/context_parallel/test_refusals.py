@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import symm_cp
 from symm_cp.ops import common
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.patience import patient
-from tests.pool import Ranks
 
 Call = Callable[[bool], object]
 

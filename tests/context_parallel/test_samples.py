@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import assert_all_close, mesh_of
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 

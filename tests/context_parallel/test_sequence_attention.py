@@ -17,9 +17,9 @@ from symm_cp.context_parallel.region import ParallelRegion, region_over
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.ops.attention.flex.mask import evaluate
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, mesh_of, whole
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 HEADS, BATCH = 4, 2
 

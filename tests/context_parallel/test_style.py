@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.attention_reference import Problem
 from tests.context_parallel.common import CLOSE, assert_all_close, dense, mesh_of, whole
-from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 

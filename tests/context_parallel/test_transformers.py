@@ -24,9 +24,9 @@ from transformers import (
 
 import symm_cp
 from symm_cp.integrations.transformers import inspector
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 STEPS, VOCABULARY = 3, 97
 

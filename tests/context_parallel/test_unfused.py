@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
-from tests.pool import Ranks
 
 UNFUSED = "no attention ran context parallel"
 

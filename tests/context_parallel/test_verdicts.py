@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import symm_cp
 from symm_cp.context_parallel.verdicts import known_of
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
-from tests.pool import Ranks
 
 ROOT = Path(symm_cp.__file__).resolve().parent
 VOCABULARY, LENGTH = 97, 64

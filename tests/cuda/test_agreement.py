@@ -14,8 +14,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 import symm_cp
 from symm_cp.ops.common import device_kernels
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
-from tests.pool import Ranks
 
 GATHER = device_kernels["_low_contention_all_gather"]
 SCATTER = device_kernels["_low_contention_reduce_scatter"]
@@ -83,6 +83,8 @@ def test_ranks_with_inputs_of_other_kinds(ranks: Ranks) -> None:
 
 
 def misses(group: dist.ProcessGroup) -> None:
+    with simulation(delays_us=0):
+        good(group)  # a group keeps the time-out that it is made with, and outlives this test
     with simulation(delays_us=0), debugging(SYMM_CP_TIMEOUT_MS="300"):
         good(group)
         if group.rank() > 0:

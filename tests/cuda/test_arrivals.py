@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 # What the kernel does not compute.
 UNKNOWN: list[dict[str, Any]] = [

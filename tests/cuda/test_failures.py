@@ -22,9 +22,9 @@ from symm_cp import cuda
 from symm_cp.group import memory
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.common import device_kernels
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.exhaustive import pairs, some
-from tests.pool import Ranks
 
 wait = torch.ops._c10d_functional.wait_tensor
 

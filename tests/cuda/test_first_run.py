@@ -21,8 +21,8 @@ from symm_cp.commands import first_run
 from symm_cp.commands.first_run import Item, Part, checks
 from symm_cp.commands.first_run.checks import Check
 from symm_cp.ranks import run_limited
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
-from tests.pool import Ranks
 
 CPU = torch.device("cpu")
 

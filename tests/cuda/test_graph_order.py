@@ -18,10 +18,10 @@ from symm_cp.cuda import stream_program
 from symm_cp.group import memory
 from symm_cp.schedule import GraphOrder
 from symm_cp.schedule.graphs import Ordered
+from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 #: A call, and what it should return, for values that are the same on all ranks.
 Case = tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]

@@ -23,11 +23,11 @@ from symm_cp import cuda
 from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
 from symm_cp.ops.attention.tiles import _band
+from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.cuda.test_graph_order import ALL, cases
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 
 def values_of(group: dist.ProcessGroup, seed: int, rows: int = 3) -> dict[str, torch.Tensor]:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import cuda
 from symm_cp.group import memory
+from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
-from tests.pool import Ranks
 
 
 def two_graphs(group: dist.ProcessGroup, replays: int) -> None:

@@ -23,9 +23,9 @@ from symm_cp import cuda
 from symm_cp.cuda import rendezvous
 from symm_cp.cuda import symmetric as symmetric_memory
 from symm_cp.group import memory
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 
 def symmetric(*shape: int) -> torch.Tensor:

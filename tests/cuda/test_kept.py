@@ -18,9 +18,9 @@ from symm_cp.ops.attention.arrival import _tables
 from symm_cp.ops.attention.masks import _host_edges
 from symm_cp.ops.attention.tiles import _band
 from symm_cp.schedule.layout import head_tail
+from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
-from tests.pool import Ranks
 
 CPU = torch.device("cpu")
 BAND = (CPU, 40, 60, -3, 5, torch.float32)

@@ -16,8 +16,8 @@ from symm_cp.native import wire
 from symm_cp.runtime.program import Binding
 from symm_cp.schedule import Copy, Region, Signal, Step, Wait, patterns
 from symm_cp.tensors.shards import Extent
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
-from tests.pool import Ranks
 
 LANES = ("compute", "copy")
 BINDING = Binding(

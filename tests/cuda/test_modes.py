@@ -13,11 +13,11 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import cuda
 from symm_cp.group import memory
+from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import random_mode, simulation
 from tests.cuda.test_runtime import mixes
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 
 def described(mode: dict[str, Any]) -> str:

@@ -25,8 +25,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import symm_cp
 from symm_cp import inductor
+from symm_cp.testing import Ranks
 from tests.device import devices
-from tests.pool import Ranks
 
 pytestmark = devices("cuda")
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from symm_cp import cuda
 from symm_cp.group import memory
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 from tests.exhaustive import exhaustive, some
 from tests.ops import test_attention, test_gradients, test_random
-from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize(

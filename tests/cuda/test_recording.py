@@ -13,8 +13,8 @@ from symm_cp import tuning
 from symm_cp.ops.common import device_kernels
 from symm_cp.schedule.simulate import Event
 from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
-from tests.pool import Ranks
 
 
 def on(events: tuple[Event, ...], lane: str) -> list[Event]:

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp.cuda import rendezvous
 from symm_cp.group import memory
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
-from tests.pool import Ranks
 
 VARIABLES = (rendezvous.SHARE_GPUS, "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 

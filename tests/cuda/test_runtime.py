@@ -19,9 +19,9 @@ from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
 from symm_cp.native import wire
 from symm_cp.ops.common import device_kernels
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulated_device, simulation
 from tests.exhaustive import exhaustive
-from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize(

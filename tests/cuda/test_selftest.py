@@ -18,8 +18,8 @@ from symm_cp.cuda import Signals, Verdict, selftest
 from symm_cp.cuda.symmetric import SymmetricWorkspace
 from symm_cp.group import memory
 from symm_cp.native import wire
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import SimulatedDevice, simulation
-from tests.pool import Ranks
 
 Commands = list[wire.StreamCommand]
 COPY, SIGNAL = wire.StreamKind.COPY, wire.StreamKind.SIGNAL

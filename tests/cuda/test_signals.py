@@ -19,10 +19,10 @@ from symm_cp import cuda
 from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
 from symm_cp.ops.common import device_kernels
+from symm_cp.testing import Ranks
 from tests.cuda import test_pipelines, test_runtime
 from tests.cuda.simulated import simulated_device, simulation
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 all_gather = device_kernels["_low_contention_all_gather"]
 wait = torch.ops._c10d_functional.wait_tensor

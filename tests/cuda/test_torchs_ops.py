@@ -17,8 +17,8 @@ import symm_cp
 from symm_cp import native
 from symm_cp.cuda import Signals, Verdict
 from symm_cp.cuda.gpu import CudaDevice
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulated_device, simulation
-from tests.pool import Ranks
 
 # What a user of torch's ops sees, before and after the import.
 _SEEN = """

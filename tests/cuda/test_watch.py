@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from symm_cp.testing import Outcome, Ranks
 from tests.cuda import waits
 from tests.device import devices
 from tests.exhaustive import some
-from tests.pool import Outcome, Ranks
 
 pytestmark = devices("simulated", "cuda")
 

@@ -25,8 +25,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
-from tests.pool import Ranks
-from tests.rank_process import say
+from symm_cp.testing import Ranks, say
 
 OPS = torch.ops.symm_mem
 #: How many times groups come and go between two looks at what a rank holds.

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.ops.test_errors import works
-from tests.pool import Ranks
 
 
 class _Balancer(NamedTuple):

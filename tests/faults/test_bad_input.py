@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.faults.bad_input import KINDS, cases, group_argument
 from tests.faults.calls_as_data import Case, wide
 from tests.ops.test_errors import works
-from tests.pool import Ranks
 
 #: World sizes and numbers of cases; 3,200 with --all.
 FEW = ((1, 100), (2, 200), (3, 150))

@@ -15,8 +15,8 @@ from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
 from symm_cp.group import memory
+from symm_cp.testing import Ranks
 from tests.patience import patient
-from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
 SIZES = pytest.mark.parametrize("world_size", [2, 3, 4])

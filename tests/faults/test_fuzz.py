@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from symm_cp.runtime.program import probing
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.faults.ops import ALL, results
-from tests.pool import Ranks
 
 #: World sizes and numbers of random sequences of ops; 600 with --all.
 FEW = ((2, 40), (3, 30), (4, 20))

@@ -9,11 +9,11 @@ import re
 
 import pytest
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.faults import kills
 from tests.faults.ops import ALL
 from tests.patience import patient
-from tests.pool import Ranks
 
 #: What the errors call the ops.
 NAMES = {

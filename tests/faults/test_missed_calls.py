@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.patience import patient
-from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
 CALLS = 14

@@ -8,10 +8,10 @@ import re
 
 import pytest
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.faults import mismatches, moments
 from tests.patience import patient
-from tests.pool import Ranks
 
 OPS = re.compile(
     r"all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|send|recv|making group|"

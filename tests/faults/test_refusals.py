@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.faults import refusals
-from tests.pool import Ranks
 
 #: World sizes and numbers of random programs.
 FEW = ((3, 4),)

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from symm_cp.testing import Ranks
 from tests.backend.common import shared
 from tests.exhaustive import exhaustive
 from tests.faults import strange
 from tests.faults.calls_as_data import wide
-from tests.pool import Ranks
 
 AT_ONCE = 3.0  # seconds, on a busy machine; of the time-out below
 TIMEOUT_MS = 10_000

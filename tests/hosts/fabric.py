@@ -13,7 +13,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 
-from tests.pool import Place, Running
+from symm_cp.testing import Place, Running
 
 _SWITCH = "switch"
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from symm_cp import cuda
 from symm_cp.group import hosts, memory
 from symm_cp.ops.common import device_kernels
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
 from tests.ops import test_random
-from tests.pool import Ranks
 
 CPU = torch.device("cpu")
 

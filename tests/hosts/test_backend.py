@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
+from symm_cp.testing import Place, Ranks, say
 from tests.backend import programs, sharded
 from tests.backend.test_programs import compare
 from tests.exhaustive import exhaustive, some
 from tests.hosts.fabric import fabric
-from tests.pool import Place, Ranks
-from tests.rank_process import say
 
 BACKEND = "symm_cp"
 #: The host of each rank.

@@ -20,6 +20,7 @@ import symm_cp
 from symm_cp import env, native
 from symm_cp.group import hosts, liveness, memory
 from symm_cp.schedule.layout import head_tail
+from symm_cp.testing import Ranks, say
 from tests.exhaustive import exhaustive, some
 from tests.hosts.fabric import fabric
 from tests.ops import (
@@ -36,8 +37,6 @@ from tests.ops import (
     test_scan,
     test_uneven,
 )
-from tests.pool import Ranks
-from tests.rank_process import say
 
 CPU = torch.device("cpu")
 wait = torch.ops._c10d_functional.wait_tensor

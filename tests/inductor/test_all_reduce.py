@@ -25,12 +25,12 @@ from torch.distributed.tensor.parallel import (
 import symm_cp
 from symm_cp import inductor
 from symm_cp.inductor.options import Options
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
 from tests.hosts.test_hierarchy import spread_out
 from tests.inductor.all_reduce_graphs import InputOfColumns, InRows, reduce
 from tests.inductor.graphs import AR, SUM, run, through_passes
 from tests.inductor.test_compile import Block, compiling, gradients, mesh_of
-from tests.pool import Ranks
 
 C10D = "_c10d_functional"
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.inductor.options import Options
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, in_turns, some
 from tests.inductor.graphs import run, through_passes
 from tests.inductor.ulysses_graphs import OTHERS, PROGRAMS, D, E, Ordered, functional_to_heads
-from tests.pool import Ranks
 
 B, s = 2, 3
 

@@ -39,9 +39,9 @@ import symm_cp
 from symm_cp import inductor
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import fuse_post_grad
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.inductor.graphs import through_passes
-from tests.pool import Ranks
 
 DIM = 16
 

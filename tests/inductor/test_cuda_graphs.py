@@ -14,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from symm_cp.inductor.decisions import recording
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import fuse_post_grad
+from symm_cp.testing import Ranks
 from tests.inductor.graphs import AG, AG8, RS, RS8
 from tests.inductor.scaled_graphs import FLOAT8
-from tests.pool import Ranks
 
 _M, _K, _N, _W = 64, 128, 256, 2
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_gather_tensor_autograd as gather
 
 from symm_cp import inductor
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 
 
 def lengths(group: dist.ProcessGroup) -> None:

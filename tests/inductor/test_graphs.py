@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.inductor.options import Options
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.inductor import all_reduce_graphs, attention_graphs, matmul_graphs, scaled_graphs
 from tests.inductor.graphs import AG, ATTENTION, RS, GraphCase, gather, run, scatter, through_passes
 from tests.inductor.matmul_graphs import block
-from tests.pool import Ranks
 
 
 def graphs(W: int) -> dict[str, GraphCase]:

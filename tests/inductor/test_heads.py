@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.inductor.options import Options
+from symm_cp.testing import Ranks
 from tests.inductor.graphs import run, through_passes
-from tests.pool import Ranks
 
 D, E = 6, 2
 

@@ -12,7 +12,7 @@ from torch.fx import Graph
 from symm_cp.inductor.decisions import recording
 from symm_cp.inductor.hide_collectives import sink_collectives
 from symm_cp.inductor.options import Options
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 
 
 def hides_on_cuda(group: dist.ProcessGroup) -> None:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from symm_cp import inductor
 from symm_cp.inductor.options import Options
+from symm_cp.testing import Ranks
 from tests.inductor.graphs import through_passes
-from tests.pool import Ranks
 
 
 def _gathered(x: Any, group: Any, dim: int = 0) -> Any:

@@ -24,6 +24,7 @@ from transformers import Trainer, TrainingArguments
 import symm_cp
 from symm_cp.integrations.accelerate import disable, enable
 from symm_cp.ops.attention.methods import rotate_method
+from symm_cp.testing import Ranks
 from tests.backend.world import world
 from tests.exhaustive import exhaustive, some
 from tests.integrations.common import (
@@ -44,7 +45,6 @@ from tests.integrations.test_trainer import (
     results,
     trained,
 )
-from tests.pool import Ranks
 
 LLAMA = Client("Llama")
 WINDOWS = Client("Mistral", {"sliding_window": 5})

@@ -12,10 +12,10 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from torch._dynamo.utils import counters
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive
 from tests.integrations.common import assert_same, causal_batch, in_one_process
 from tests.integrations.test_accelerate import CLIENTS, accelerating, step
-from tests.pool import Ranks
 
 
 def compiled_steps(group: dist.ProcessGroup, name: str, fsdp: bool, regional: bool) -> None:

@@ -16,6 +16,7 @@ from transformers import Trainer
 from transformers.distributed import DistributedConfig
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
 from tests.integrations.common import (
     Client,
@@ -26,7 +27,6 @@ from tests.integrations.common import (
 )
 from tests.integrations.test_accelerate import accelerating, accelerator_of, step
 from tests.integrations.test_trainer import alone, results, trained
-from tests.pool import Ranks
 
 LLAMA = Client("Llama")
 CLIENTS = {

@@ -14,11 +14,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import in_turns
 from tests.integrations.common import Client, assert_near, causal_batch, check_client
 from tests.integrations.decoders import CLIENTS
-from tests.pool import Ranks
 
 FIRST_CALL_LIMIT = 3.0  # of what the layer takes outside of contexts
 LENGTH = 48

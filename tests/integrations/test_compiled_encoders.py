@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive
 from tests.integrations.common import Result, assert_same
 from tests.integrations.encoders import (
@@ -21,7 +22,6 @@ from tests.integrations.encoders import (
 from tests.integrations.test_compiled import at_most
 from tests.integrations.test_decoders import batch_of, drops
 from tests.integrations.test_encoders import transcribes
-from tests.pool import Ranks
 
 #: Classes of layers, and how many graphs of each are made.
 LAYERS = {

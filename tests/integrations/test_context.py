@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import symm_cp
 import symm_cp.integrations.transformers
 from symm_cp.integrations.transformers.kinds import CACHE
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import some
 from tests.integrations.common import (
@@ -30,7 +31,6 @@ from tests.integrations.common import (
     under_context_parallel,
     wide_softmax,
 )
-from tests.pool import Ranks
 
 LLAMA = Client("Llama")
 GEMMA = Client("Gemma2").having(sliding_window=9)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive, pairs, some
 from tests.integrations.common import (
@@ -31,7 +32,6 @@ from tests.integrations.common import (
 )
 from tests.integrations.decoders import CLIENTS, REFUSED, STRANGERS
 from tests.integrations.rounding import largest, size
-from tests.pool import Ranks
 
 # Divisible by no number of ranks or chunks here.
 LENGTH = 27

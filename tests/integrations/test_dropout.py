@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, in_turns
 from tests.integrations.common import (
     BALANCERS,
@@ -32,7 +33,6 @@ from tests.integrations.encoders import (
 )
 from tests.integrations.test_compiled_encoders import compiled
 from tests.integrations.test_decoders import LENGTH, batch_of, recomputing
-from tests.pool import Ranks
 
 RATE, SEED = 0.1, 7
 # From their configurations: what the families call their probabilities.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive, in_turns, pairs
 from tests.integrations.common import (
@@ -35,7 +36,6 @@ from tests.integrations.encoders import (
     pair_batch,
     seen_batch,
 )
-from tests.pool import Ranks
 
 LAYOUTS = list(BALANCERS)
 

@@ -13,11 +13,11 @@ from torch import nn
 from transformers.distributed import DistributedConfig
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.backend.world import world
 from tests.exhaustive import some
 from tests.integrations.common import Client, causal_batch, saved
 from tests.integrations.decoders import CLIENTS
-from tests.pool import Ranks
 
 MODELS = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3")
 

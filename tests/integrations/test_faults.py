@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.integrations.common import (
     Batch,
@@ -22,7 +23,6 @@ from tests.integrations.common import (
 )
 from tests.integrations.decoders import CLIENTS
 from tests.patience import patient
-from tests.pool import Ranks
 
 LENGTH = 24
 AT_ONCE = 20.0  # seconds; the groups of the tests time out after 60

@@ -18,6 +18,7 @@ from transformers import AttentionMaskInterface, LlamaConfig, masking_utils
 import symm_cp
 from symm_cp.context_parallel import flex
 from symm_cp.integrations.transformers import flex_masks
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import pairs, some
 from tests.integrations.common import (
@@ -29,7 +30,6 @@ from tests.integrations.common import (
     in_one_process,
 )
 from tests.integrations.test_compiled import at_most, layers_compiled
-from tests.pool import Ranks
 
 FLEX = "flex_attention"
 LAYERS = {"num_hidden_layers": 1}  # compiled in each test

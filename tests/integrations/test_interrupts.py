@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive
 from tests.integrations.common import assert_near, causal_batch, in_one_process
 from tests.integrations.decoders import CLIENTS
 from tests.integrations.test_faults import step
 from tests.patience import patient
-from tests.pool import Ranks
 
 LENGTH = 24
 CLIENT = CLIENTS["mistral"]

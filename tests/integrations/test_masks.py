@@ -21,10 +21,10 @@ from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.integrations.transformers import kinds
 from symm_cp.integrations.transformers.attention import mask_function as symm_cp_mask
 from symm_cp.ops.attention.flex.mask import evaluate
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import pairs, some
 from tests.integrations.common import BALANCERS
-from tests.pool import Ranks
 
 Tensors = dict[str, torch.Tensor]
 BATCH = 2

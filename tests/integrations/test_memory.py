@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.integrations.common import Client, causal_batch, target_loss
-from tests.pool import Ranks
 
 TOKENS = 4096
 WINDOW = {"sliding_window": 512}

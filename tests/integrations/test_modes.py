@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.integrations.common import (
     Batch,
@@ -26,7 +27,6 @@ from tests.integrations.common import (
     under_context_parallel,
 )
 from tests.integrations.decoders import CLIENTS
-from tests.pool import Ranks
 
 LENGTH = 24
 DOCUMENTS = [10, 6, 8]

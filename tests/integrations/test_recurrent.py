@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive, pairs, some
 from tests.integrations.common import Client, causal_batch, check_client
 from tests.integrations.decoders import MOE
-from tests.pool import Ranks
 
 _DELTA = {
     "linear_num_value_heads": 4,

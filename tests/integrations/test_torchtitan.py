@@ -35,9 +35,9 @@ from symm_cp.integrations.torchtitan import (
     last_layout,
     prepare_context_parallel_input,
 )
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, mesh_of
 from tests.exhaustive import exhaustive, in_turns, some
-from tests.pool import Ranks
 
 VOCABULARY, WIDTH, HEADS, KEY_HEADS, LENGTH, SAMPLES = 29, 32, 4, 2, 32, 2
 STARTS = ((0, 11, 19), (0, 5))  # of the documents of each sample

@@ -16,9 +16,9 @@ from transformers import Trainer, TrainingArguments
 
 import symm_cp
 from symm_cp.integrations.transformers.trainer import ContextParallelMixin, ContextParallelTrainer
+from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive
-from tests.pool import Ranks
 
 pytest.importorskip("accelerate")
 

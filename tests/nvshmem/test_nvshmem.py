@@ -19,11 +19,11 @@ import symm_cp
 from symm_cp import cuda
 from symm_cp.cuda import nvshmem
 from symm_cp.group import memory
+from symm_cp.testing import Ranks
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.exhaustive import some
 from tests.nvshmem.double import Double
 from tests.ops import test_attention, test_random
-from tests.pool import Ranks
 
 #: Which memory is mapped: none, all, or that of pairs (0, 1) and (2, 3).
 MAPPED = {

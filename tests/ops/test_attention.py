@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from symm_cp import tuning
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.testing import Ranks
 from tests import device
 from tests.attention_reference import Problem, check
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 pytestmark = device.devices(*device.NAMES)
 

@@ -13,7 +13,7 @@ from symm_cp import tuning
 from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.schedule.layout import head_tail_order
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 
 OP = torch.ops.symm_mem.fused_all_gather_attention
 

@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from symm_cp.schedule.layout import head_tail_order
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, pairs, some
-from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
 TRAINED = ("sinks", "bias")

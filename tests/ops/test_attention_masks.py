@@ -16,10 +16,10 @@ from symm_cp.ops.attention.masks import SHORT_GAP, documents_of, keys_of
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
+from symm_cp.testing import Ranks
 from tests.allocations import allocated
 from tests.attention_reference import Problem, check
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 OP = torch.ops.symm_mem.fused_all_gather_attention
 HEADS, FEATURES = 2, 16

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from symm_cp import tuning
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention import set_rotate_method
+from symm_cp.testing import Ranks
 from tests.allocations import peak_of
 from tests.exhaustive import exhaustive
-from tests.pool import Ranks
 
 B, H, S, E = 1, 2, 256, 32
 

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from symm_cp.ops.attention import philox, set_rotate_method
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.testing import Ranks
 from tests import device
 from tests.attention_reference import Problem, check
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 OP = torch.ops.symm_mem.fused_all_gather_attention
 BACKWARD = torch.ops.symm_mem.fused_all_gather_attention_backward

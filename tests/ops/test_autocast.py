@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import symm_cp
 from symm_cp.context_parallel import ContextParallel, context_parallel
+from symm_cp.testing import Ranks
 from tests.ops.calls import OPS, Call, Tensors, calls, leaves
-from tests.pool import Ranks
 from tests.tensor_parallel.common import fused_plan, mesh_of
 
 CASTING = (

@@ -12,9 +12,9 @@ from torch.distributed._functional_collectives import wait_tensor as wait
 
 import symm_cp
 from symm_cp.group import memory
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.ops.calls import leaves
-from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])

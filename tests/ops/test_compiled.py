@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.ops.calls import OPS, leaves
-from tests.pool import Ranks
 
 
 def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from symm_cp.ops import common
 from symm_cp.ops.common import WITH_SIZES
 from symm_cp.ops.matmul import operands
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 
 OPS = torch.ops.symm_mem
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -29,9 +29,9 @@ from symm_cp.ops.op import Caller, declared
 from symm_cp.ops.op import Op as DeclaredOp
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.shards import Split
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
 from tests.ops.worlds import Rank, World, check_alike
-from tests.pool import Ranks
 
 #: Numbers of queries and keys of each rank; on some ranks only they are equally many.
 LENGTHS: dict[int, list[tuple[list[int], list[int]]]] = {

@@ -27,10 +27,10 @@ from symm_cp.ops.op import (
     missing_parts,
     untouched,
 )
+from symm_cp.testing import Ranks
 from tests.faults import strange
 from tests.ops.calls import caller, calls, completed, is_real
 from tests.ops.test_fake import layout
-from tests.pool import Ranks
 
 TABLE = (Path(symm_cp.__file__).parent / "ops" / "README.md").read_text().split("\n\n")[2]
 OPS = [op.name for op in declared()]

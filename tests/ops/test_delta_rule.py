@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive
-from tests.pool import Ranks
 
 pytestmark = device.devices("cpu", "simulated")
 

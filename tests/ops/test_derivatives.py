@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.ops.calls import ATTENTION, OPS, Call, Tensors, calls, leaves, trained, waited
-from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from symm_cp.ops import equal_inputs
+from symm_cp.testing import Ranks
 from tests import device
-from tests.pool import Ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])

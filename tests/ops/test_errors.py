@@ -12,8 +12,8 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 import symm_cp
 from symm_cp import tuning
 from symm_cp.group import memory
+from symm_cp.testing import Ranks, Setup
 from tests.exhaustive import some
-from tests.pool import GROUP_TIMEOUT, Ranks
 
 OPS = torch.ops.symm_mem
 FLOAT8 = torch.float8_e4m3fn
@@ -168,7 +168,7 @@ def one_fails(group: dist.ProcessGroup, victim: int) -> None:
             symm_cp.matmul_reduce_scatter(x, w, group=group)
     finally:
         torch.mm = original
-    assert time.monotonic() - start < GROUP_TIMEOUT.total_seconds() / 2  # they were told
+    assert time.monotonic() - start < Setup().timeout.total_seconds() / 2  # they were told
     works(group)
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp.tensors.shards import Split
+from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
-from tests.pool import Ranks
 from tests.reference import reduce
 
 pytestmark = device.devices(*device.NAMES)

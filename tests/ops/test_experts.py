@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import moe
+from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 everywhere = device.devices(*device.NAMES)
 

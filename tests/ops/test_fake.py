@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import symm_cp  # noqa: F401 - registers the kernels
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
 FLOAT8 = torch.float8_e4m3fn

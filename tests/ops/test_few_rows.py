@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from symm_cp import tuning
 from symm_cp.ops.matmul import all_reduce
+from symm_cp.testing import Ranks
 from tests import reference
 from tests.exhaustive import some
 from tests.patience import patient
-from tests.pool import Ranks
 
 OP = torch.ops.symm_mem.fused_matmul_all_reduce
 FEW_BYTES = 512 << 10  # kFewBytes of csrc/ops/matmul_all_reduce.cpp

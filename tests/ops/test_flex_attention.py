@@ -27,8 +27,8 @@ from symm_cp.ops.attention.flex import mask as flex_mask
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.methods import ALLGATHER, Method
 from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 # Rounding of 16-bit weights and outputs, of values of size 1; 600 terms for the others.
 TOLERANCE = {

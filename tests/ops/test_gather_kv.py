@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests import device
-from tests.pool import Ranks
 from tests.reference import reduce_scatter
 
 pytestmark = device.devices(*device.NAMES)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
+from symm_cp.testing import Ranks
 from tests import device
-from tests.pool import Ranks
 
 pytestmark = device.devices(*device.NAMES)
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive
-from tests.pool import Ranks
 
 pytestmark = device.devices(*device.NAMES)
 

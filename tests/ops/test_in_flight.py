@@ -12,7 +12,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor as wait
 
 import symm_cp
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])

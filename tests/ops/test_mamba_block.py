@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
-from tests.pool import Ranks
 
 HIDDEN, HEADS, WIDTH, STATE, KERNEL, CHUNK = 12, 3, 4, 5, 4, 4
 

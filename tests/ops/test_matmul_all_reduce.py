@@ -18,10 +18,10 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
 from symm_cp import tuning
+from symm_cp.testing import Ranks
 from tests import device, reference
 from tests.exhaustive import some
 from tests.ops.test_random import laid_out
-from tests.pool import Ranks
 
 pytestmark = device.devices(*device.NAMES)
 

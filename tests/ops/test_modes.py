@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import symm_cp
 from symm_cp.ops.attention import tiles as attention_tiles
+from symm_cp.testing import Ranks
 from tests.ops.calls import OPS, Tensors, calls, leaves, trained
-from tests.pool import Ranks
 
 
 class Seen(TorchDispatchMode):

@@ -12,9 +12,9 @@ import symm_cp
 from symm_cp.schedule.layout import head_tail, sequential
 from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import seen_by_peers
+from symm_cp.testing import Ranks
 from tests.attention_reference import Problem, check
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 BATCH, LENGTH = 3, 48
 

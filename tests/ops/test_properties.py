@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests import reference
-from tests.pool import Ranks
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 SETTINGS = settings(

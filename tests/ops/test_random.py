@@ -15,8 +15,8 @@ from torch.distributed._functional_collectives import wait_tensor as wait
 import symm_cp
 from symm_cp import cuda, tuning
 from symm_cp.group import memory
+from symm_cp.testing import Ranks
 from tests import device, reference
-from tests.pool import Ranks
 
 pytestmark = device.devices(*device.NAMES)
 

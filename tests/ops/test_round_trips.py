@@ -12,9 +12,9 @@ from symm_cp.ops.heads.packing import HeadPart, HeadRanges, head_exchange
 from symm_cp.runtime.round_trips import RoundTrip, Tensors, run_round_trips
 from symm_cp.schedule.layout import head_tail
 from symm_cp.tensors.shards import Split
+from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import some
-from tests.pool import Ranks
 
 pytestmark = device.devices(*device.NAMES)
 

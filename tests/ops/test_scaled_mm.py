@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp.ops.matmul import scaled_mm
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 
 FLOAT8 = torch.float8_e4m3fn
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
+from symm_cp.testing import Ranks
 from tests.exhaustive import pairs, some
-from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
+from symm_cp.testing import Ranks
 from tests.device import devices
 from tests.exhaustive import some
 from tests.ops.calls import OPS, waited
-from tests.pool import Ranks
 
 GATHER = OPS._low_contention_all_gather_out
 SCATTER = OPS._low_contention_reduce_scatter_out

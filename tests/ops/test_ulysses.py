@@ -21,12 +21,12 @@ from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.methods import Method, split_by
 from symm_cp.ops.heads.shares import shares_of
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive, some
 from tests.ops import test_attention_options as by_keys
 from tests.ops import test_flex_attention as flex
 from tests.ops.test_attention_options import Case, combined, layouts, positions
-from tests.pool import Ranks
 
 OP = torch.ops.symm_mem.fused_all_gather_attention
 ULYSSES = Method("ulysses")

@@ -16,10 +16,10 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 import symm_cp
 from symm_cp import tuning
 from symm_cp.tensors.shards import Split
+from symm_cp.testing import Ranks
 from tests import reference
 from tests.exhaustive import some
 from tests.ops.test_fake import CHECKS, compare
-from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
 FLOAT8 = torch.float8_e4m3fn

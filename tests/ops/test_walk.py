@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 
 
 def counted(frame: FrameType) -> bool:

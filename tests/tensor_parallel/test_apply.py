@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from symm_cp.tensor_parallel import apply
 from symm_cp.tensor_parallel.features import chunks
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, in_turns, pairs, some
-from tests.pool import Ranks
 from tests.tensor_parallel.common import Recorder, mesh_of
 from tests.tensor_parallel.models import FAMILIES, model_of, tokens_of
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from symm_cp.tensor_parallel import apply, load, save, stored
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, in_turns, some
-from tests.pool import Ranks
 from tests.tensor_parallel import models
 from tests.tensor_parallel.common import mesh_of
 

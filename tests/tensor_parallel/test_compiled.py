@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from symm_cp.tensor_parallel import FusedColwiseGroup
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.pool import Ranks
 from tests.tensor_parallel.common import (
     Block,
     K,

@@ -27,10 +27,10 @@ from symm_cp.tensor_parallel import (
     FusedRowwiseParallel,
     replicated,
 )
+from symm_cp.testing import Ranks
 from tests import reference
 from tests.exhaustive import some
 from tests.patience import patient
-from tests.pool import Ranks
 from tests.tensor_parallel.common import (
     WORLD_SIZES,
     B,

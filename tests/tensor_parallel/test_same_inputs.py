@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from symm_cp.tensor_parallel import apply
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.pool import Ranks
 from tests.tensor_parallel.common import mesh_of
 from tests.tensor_parallel.models import VOCABULARY, model_of, tokens_of
 

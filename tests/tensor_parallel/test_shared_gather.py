@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from symm_cp.tensor_parallel import FusedColwiseGroup
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 from tests.tensor_parallel.common import (
     B,
     K,

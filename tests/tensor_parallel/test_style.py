@@ -28,9 +28,9 @@ from symm_cp.tensor_parallel import (
     FusedColwiseParallel,
     FusedRowwiseParallel,
 )
+from symm_cp.testing import Ranks
 from tests import reference
 from tests.patience import patient
-from tests.pool import Ranks
 from tests.tensor_parallel.common import (
     WORLD_SIZES,
     B,

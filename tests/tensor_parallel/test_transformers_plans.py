@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, debug
 
+from symm_cp.testing import Ranks
 from tests.backend.world import world
 from tests.exhaustive import some
-from tests.pool import Ranks
 from tests.tensor_parallel.models import FAMILIES, config_of, save, tokens_of
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from symm_cp import tuning
 from symm_cp.tensor_parallel import FusedColwiseGroup, FusedColwiseParallel, FusedRowwiseParallel
 from symm_cp.tensor_parallel.features import Features, chunks
+from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.pool import Ranks
 from tests.tensor_parallel.common import leaf, local, mesh_of, part, same
 
 D = 4  # the dimension of a head

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from symm_cp.tensor_parallel import FusedColwiseParallel, FusedRowwiseParallel
+from symm_cp.testing import Ranks
 from tests.exhaustive import pairs, some
-from tests.pool import Ranks
 from tests.tensor_parallel.common import Recorder, local, mesh_of, part, same
 
 DIM = 6

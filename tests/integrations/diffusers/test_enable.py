@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive
-from tests.pool import Ranks
 from tests.test_accelerators import cuda_without_gpu
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, pairs
-from tests.pool import Ranks
 
 NAMES = (
     *("flux", "flux2", "wan", "wan by position", "wan from image", "chronoedit"),

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive
 from tests.integrations.diffusers.test_models import DEGREES, checks, ranks_of
 from tests.integrations.rounding import largest, size
-from tests.pool import Ranks
 
 pytestmark = exhaustive
 

@@ -1,7 +1,7 @@
 """Random delays around every wait of a run of tests: `SYMM_CP_TEST_DELAYS`, in microseconds.
 
-They pause threads of the tests' process, and of the ranks that it starts, before and after waits,
-before signals and requests to stores. `symm_cp.runtime.program` delays steps, in single tests.
+They pause threads of a process of the tests before and after waits, before signals and requests to
+stores: whatever does not wait for a peer that it needs fails sooner or later.
 """
 
 from __future__ import annotations

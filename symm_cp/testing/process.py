@@ -1,22 +1,24 @@
 """What a rank process executes: it joins the other ranks, then answers calls, until it is ended.
 
-The tests start rank processes by `tests/pool.py`; `say` is for what they run.
+Rank processes are started by pool.py; `say` is for what they run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import random
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,16 +27,38 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import symm_cp  # noqa: F401 - as a user does; registers the CPU backend
 from symm_cp import env, native, tuning
-from symm_cp.context_parallel import layouts
-from tests import delays, device
+from symm_cp.testing import delays
+from symm_cp.testing.cuda_on_cpu import cuda_on_cpu
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 _MAX_LOCAL = 400
 _FIRST_GROUP = 1000
 _GROUPS_OF_A_RUN = 1000
+# Whose local variables tell a test's author little.
+_LIBRARIES = (str(Path(native.__file__).parent.parent), str(Path(os.__file__).parent))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all ranks of a pool have in common."""
+
+    #: Of the default group; "" leaves it to the functions that run (`init_process_group()`).
+    backend: str = "symm_cp"
+    #: Of the default group: how long its collectives wait for a peer.
+    timeout: datetime.timedelta = datetime.timedelta(seconds=60)
+    #: Modules that are imported once, by the process that ranks are forked from.
+    preload: tuple[str, ...] = ()
+    #: "module:function" of a context manager around every function that runs; it is called with
+    #: the group (None without a backend), the seed and the options of the call by name.
+    around: str = ""
+    #: Ranks 0..W-1 of one set of processes form a group for every W, instead of the default group.
+    subgroups: bool = False
+    #: Functions find the variables that torchrun sets.
+    launched: bool = True
+    #: Functions that ask for "cuda" get the CPU: see cuda_on_cpu.py.
+    cuda_on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,12 +68,10 @@ class Member:
     rank: int
     world_size: int
     store: int | str  # the port of a TCPStore, or the path of a FileStore
-    backend: str
-    timeout: datetime.timedelta
+    setup: Setup
     log: str  # the file that takes stdout and stderr
     environment: Mapping[str, str]
     namespace: str  # of the network, as `ip netns` calls it
-    subgroups: bool  # whether ranks 0..W-1 form a group for every W
 
 
 @dataclass(frozen=True)
@@ -59,9 +81,9 @@ class Call:
     world_size: int
     seed: int
     number: int  # of the runs so far
-    device: str
     path: list[str]
     function: bytes  # pickled, with its arguments: `path` has to be set before it is unpickled
+    options: Mapping[str, Any] = field(default_factory=dict)  # for `Setup.around`
 
 
 def die_with(parent: int) -> None:
@@ -91,15 +113,17 @@ def say(value: object) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Formats an error with the local variables of each frame of the tests."""
+    """Formats an error with the local variables of frames of neither Python nor any library."""
     summary = traceback.TracebackException.from_exception(error, capture_locals=True)
     for frame in summary.stack:
         if frame.locals is not None:
-            in_tests = f"{os.sep}tests{os.sep}" in frame.filename and frame.filename != __file__
+            shown = (
+                not frame.filename.startswith(_LIBRARIES) and "site-packages" not in frame.filename
+            )
             frame.locals = {
                 name: text if len(text) <= _MAX_LOCAL else f"{text[:_MAX_LOCAL]}..."
                 for name, text in frame.locals.items()
-                if in_tests
+                if shown
             }
     return "".join(summary.format())
 
@@ -135,47 +159,74 @@ def _forget_the_machine(folder: Path) -> None:
         setattr(tuning, name, lambda ranks, usual=usual: elsewhere(usual(ranks)))
 
 
-def _join(member: Member) -> dict[int, dist.ProcessGroup]:
+def _join(member: Member) -> dict[int, dist.ProcessGroup | None]:
     """Returns the groups of ranks 0..W-1 that this rank is in, by W."""
+    setup = member.setup
+    if not setup.backend:
+        return {member.world_size: None}
     store: dist.Store
     if isinstance(member.store, int):
-        store = dist.TCPStore("127.0.0.1", member.store, is_master=False, timeout=member.timeout)
+        store = dist.TCPStore("127.0.0.1", member.store, is_master=False, timeout=setup.timeout)
     else:
         store = dist.FileStore(member.store, member.world_size)
     dist.init_process_group(
-        member.backend,
+        setup.backend,
         store=store,
         rank=member.rank,
         world_size=member.world_size,
-        timeout=member.timeout,
+        timeout=setup.timeout,
     )
     assert dist.group.WORLD is not None
-    groups = {member.world_size: dist.group.WORLD}
-    for world_size in range(1, member.world_size) if member.subgroups else ():
+    groups: dict[int, dist.ProcessGroup | None] = {member.world_size: dist.group.WORLD}
+    for world_size in range(1, member.world_size) if setup.subgroups else ():
         # Collective over all processes, the ones outside the group too.
-        group = dist.new_group(list(range(world_size)), timeout=member.timeout)
+        group = dist.new_group(list(range(world_size)), timeout=setup.timeout)
         if member.rank < world_size:
             groups[world_size] = group
     return groups
 
 
-def _answer(call: Call, groups: dict[int, dist.ProcessGroup]) -> bytes:
+def _as_launched(member: Member, number: int) -> None:
+    """Sets what torchrun tells the processes that it starts; a store of its own for each call."""
+    variables = {"RANK": member.rank, "LOCAL_RANK": member.rank}
+    variables |= {"WORLD_SIZE": member.world_size, "LOCAL_WORLD_SIZE": member.world_size}
+    if isinstance(member.store, int):
+        variables |= {"MASTER_PORT": member.store, "TORCHELASTIC_RESTART_COUNT": number}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {name: str(value) for name, value in variables.items()}
+
+
+@contextlib.contextmanager
+def _surroundings(member: Member, call: Call, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What a function runs in."""
+    with contextlib.ExitStack() as stack:
+        if member.setup.around:
+            module, _, name = member.setup.around.partition(":")
+            around = getattr(importlib.import_module(module), name)
+            stack.enter_context(around(group=group, seed=call.seed, **call.options))
+        try:
+            yield
+        finally:
+            if not member.setup.backend and dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _answer(member: Member, call: Call, groups: Mapping[int, dist.ProcessGroup | None]) -> bytes:
     """Runs one call and returns the pickled reply."""
     try:
         # torch names groups by a counter of the process. A run with fewer ranks that makes groups
         # would leave the counters apart, and the next groups of all ranks would not find together.
         dist.distributed_c10d._world.group_count = _FIRST_GROUP + _GROUPS_OF_A_RUN * call.number
         sys.path[:] = call.path
+        if member.setup.launched:
+            _as_launched(member, call.number)
         function, args, kwargs = pickle.loads(call.function)
         random.seed(call.seed)
         np.random.seed(call.seed)
         torch.manual_seed(call.seed)
         group = groups[call.world_size]
-        delays.begin(call.seed + group.rank())
-        # Groups outlive tests: how an earlier one cut its sequences says nothing about this one.
-        for records in (layouts._used, layouts._last_cut, layouts._cuts):
-            records.clear()
-        with device.in_use(call.device, group.rank()):
+        delays.begin(call.seed + member.rank)
+        with _surroundings(member, call, group):
             reply: tuple[str, Any] = ("result", function(group, *args, **kwargs))
         return pickle.dumps(reply)
     except BaseException as error:  # pytest's own outcomes are no Exceptions
@@ -193,8 +244,10 @@ def main(pipe: Connection, member: Member) -> None:
         native.load()  # says why when it cannot be built
         groups = _join(member)
         pipe.send_bytes(pickle.dumps(("result", None)))
-        while message := pipe.recv_bytes():
-            pipe.send_bytes(_answer(pickle.loads(message), groups))
+        mapped = cuda_on_cpu(member.world_size, member.rank)
+        with mapped if member.setup.cuda_on_cpu else contextlib.nullcontext():
+            while message := pipe.recv_bytes():
+                pipe.send_bytes(_answer(member, pickle.loads(message), groups))
     except (EOFError, ConnectionError):
         os._exit(0)  # no clean-up that could wait for peers
     except BaseException as error:

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from symm_cp.testing import Place, RankError, Ranks, RankTimeout, say
 from tests.exhaustive import exhaustive
 from tests.patience import patient
-from tests.pool import SIZE, Place, RankError, Ranks, RankTimeout
-from tests.rank_process import say
+
+SIZE = 4  # see conftest.py
 
 
 def sum_of_ranks(group: dist.ProcessGroup, value: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -169,7 +170,7 @@ def test_world_size_is_checked(few: Ranks) -> None:
 
 _OWNER = """
 import time
-from tests.pool import Ranks
+from symm_cp.testing import Ranks
 pool = Ranks(0, size=2)
 pool.start()
 print(*pool.pids(), flush=True)
@@ -183,7 +184,7 @@ def test_processes_die_with_their_parent() -> None:
         [sys.executable, "-c", _OWNER],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).resolve().parent.parent,
+        cwd=Path(__file__).resolve().parents[2],
     )
     assert owner.stdout is not None
     pids = [int(pid) for pid in owner.stdout.readline().split()]

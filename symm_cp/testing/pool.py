@@ -1,4 +1,4 @@
-"""The one way in which tests start ranks.
+"""Ranks for tests: processes that are started once, and run functions.
 
 ``ranks.run(world_size, function, *args)`` calls ``function(group, *args)`` on every rank, in
 processes that live for the whole session, and returns the results in rank order. A failure or a
@@ -6,15 +6,15 @@ hang costs the pool its processes (their groups may be out of step); the next ru
 
 ``with ranks.own(world_size, function, *args) as running:`` does so in new processes that run just
 this: there may be more of them than in the pool, they may be killed, stopped, or run in network
-namespaces. ``running.hear(rank)`` returns what the function sends by ``rank_process.say(value)``,
+namespaces. ``running.hear(rank)`` returns what the function sends by ``say(value)``,
 and ``running.outcomes()`` what became of each rank.
 
 Functions must be at the top level of their modules; arguments and results are pickled. Generators
 (torch, numpy, random) start from one seed on all ranks, which follows from the session's seed, the
 test's name and the number of the call.
 
-All processes are forked from one that has imported torch and symm_cp (`tests/rank_template.py`), so
-that a new rank costs a fraction of a second. What a rank executes is `tests/rank_process.py`.
+All processes are forked from one that has imported torch and symm_cp (template.py), so that a new
+rank costs a fraction of a second. What a rank executes is process.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
@@ -38,14 +38,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from symm_cp import native
-from tests import rank_process
-from tests.cuda import simulated
+from symm_cp.testing import process as rank_process
+from symm_cp.testing.process import Setup
 
-SIZE = 4
 SEED_VARIABLE = "SYMM_CP_TEST_SEED"
 #: After as many, new processes serve the next test: threads and objects of torch pile up, and
 #: compilers take ten times as long in old processes.
@@ -53,12 +51,9 @@ RUNS_OF_A_POOL = 50
 START_LIMIT = 600.0  # the first start may build the native part
 GRACE = 3.0  # after one rank failed, how long the others may take to end or fail by themselves
 DUMP_LIMIT = 2.0
-GROUP_TIMEOUT = datetime.timedelta(seconds=60)  # shorter than a run's: its errors say more
 
-_ROOT = Path(__file__).resolve().parent.parent
 _FORKED = multiprocessing.get_context("forkserver")
 _SPAWNED = multiprocessing.get_context("spawn")
-_FORKED.set_forkserver_preload(["tests.rank_template", "pytest", "hypothesis"])
 
 
 class RankError(AssertionError):
@@ -133,10 +128,9 @@ class Team:
     def __init__(
         self,
         size: int,
+        setup: Setup,
         *,
         places: Sequence[Place] = (),
-        timeout: datetime.timedelta = GROUP_TIMEOUT,
-        pooled: bool = False,
         forked: bool = True,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="symm-cp-ranks-")
@@ -152,8 +146,7 @@ class Team:
         # Once, instead of by each rank, and before anything that has to end within a time.
         native.build()
         native.build_glue()
-        simulated.build()
-        _start_template()
+        _start_template(setup.preload)
         for rank in range(size):
             place = places[rank] if places else Place()
             log = Path(self._folder.name, f"rank {rank}")
@@ -162,12 +155,10 @@ class Team:
                 rank=rank,
                 world_size=size,
                 store=self._store.port if self._store else f"{self._folder.name}/store",
-                backend="cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo",
-                timeout=timeout,
+                setup=setup,
                 log=str(log),
                 environment={**_environment(), **place.environment},
                 namespace=place.namespace,
-                subgroups=pooled,
             )
             self._processes.append(_begin(member, log, _FORKED if forked else _SPAWNED))
 
@@ -327,13 +318,19 @@ class Running:
 
 
 class Ranks:
-    """A pool of `size` rank processes, started when first needed, and others besides."""
+    """Rank processes for functions, started when first needed, and others besides."""
 
-    def __init__(self, session_seed: int, size: int = SIZE) -> None:
+    def __init__(self, session_seed: int, size: int = 0, setup: Setup | None = None) -> None:
+        """Without `size` every number of ranks has processes of its own, and a default group.
+
+        With `size` there are as many processes, of which functions run on the first ones; the
+        default group is that of all.
+        """
         self.session_seed = session_seed
         self.size = size
-        self.device = "cpu"  # where the ops of the next calls run: see tests/device.py
-        self._pool: Team | None = None
+        self.setup = replace(setup or Setup(), subgroups=size > 0, launched=size == 0)
+        self.options: dict[str, Any] = {}  # of the next calls: see `Setup.around`
+        self._teams: dict[int, Team] = {}
         self._runs = 0
         self._started_at = 0  # of the runs
         self._test = ""
@@ -348,19 +345,38 @@ class Ranks:
         seed: int | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Calls ``function(group, *args, **kwargs)`` on ranks 0..world_size-1; returns results."""
+        """Calls ``function(group, *args, **kwargs)`` on ranks 0..world_size-1; returns results.
+
+        Raises `RankError` with the tracebacks of all ranks that failed, `RankTimeout` with the
+        stacks of those that have not ended after `timeout` seconds. `seed`: of the ranks' random
+        generators, by default another one for each test and call.
+        """
         __tracebackhide__ = True  # pytest shows the ranks' tracebacks, not this frame
-        if not 1 <= world_size <= self.size:
-            raise ValueError(f"{world_size=} is not in 1 to {self.size}")
+        name = f"{function.__module__}.{function.__qualname__}"
+        return self.run_test(name, world_size, function, args, kwargs, timeout, seed)
+
+    def run_test(
+        self,
+        name: str,
+        world_size: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        seed: int | None = None,
+    ) -> list[Any]:
+        """As `run`; errors call the function `name`."""
+        __tracebackhide__ = True
+        if world_size < 1 or 0 < self.size < world_size:
+            required = f"in 1 to {self.size}" if self.size else "positive"
+            raise ValueError(f"{world_size=} is not {required}")
         call = self._call(world_size, seed, function, args, kwargs)
-        self.start()
-        assert self._pool is not None
-        self._pool.begin(call)
-        replies = self._pool.collect(range(world_size), timeout)
+        team = self.start(world_size)
+        team.begin(call)
+        replies = team.collect(range(world_size), timeout)
         if len(replies.results) == world_size:
             return [replies.results[rank] for rank in range(world_size)]
-        name = f"{function.__module__}.{function.__qualname__}, {world_size} ranks"
-        error = self._pool.error(name, replies, timeout, self.session_seed)
+        error = team.error(f"{name}, {world_size} ranks", replies, timeout, self.session_seed)
         self.close()
         raise error
 
@@ -371,16 +387,17 @@ class Ranks:
         function: Callable[..., Any],
         *args: Any,
         places: Sequence[Place] = (),
-        group_timeout: datetime.timedelta = GROUP_TIMEOUT,
+        group_timeout: datetime.timedelta | None = None,
         forked: bool = True,
     ) -> Iterator[Running]:
         """Inside, ``function(group, *args)`` runs in new processes; those left are killed.
 
         `places` says where each rank runs; without it all are on this host. Unless `forked`, the
-        processes have imported nothing that `tests.rank_process` does not.
+        processes have imported nothing that process.py does not.
         """
         call = self._call(world_size, None, function, args, {})
-        team = Team(world_size, places=places, timeout=group_timeout, forked=forked)
+        setup = replace(self.setup, subgroups=False, timeout=group_timeout or self.setup.timeout)
+        team = Team(world_size, setup, places=places, forked=forked)
         try:
             self._await(team, world_size)
             team.begin(call, last=True)
@@ -389,32 +406,37 @@ class Ranks:
             team.close()
 
     def renew(self) -> None:
-        """Ends the pool's processes if they have run much: groups, threads and garbage pile up."""
+        """Ends the processes if they have run much: groups, threads and garbage pile up."""
         if self._runs - self._started_at >= RUNS_OF_A_POOL:
             self.close()
 
-    def start(self) -> None:
-        """Starts the pool's processes unless they run."""
-        if self._pool is not None and self._pool.alive():
-            return
-        self.close()
-        self._started_at = self._runs
-        self._pool = Team(self.size, pooled=True)
+    def start(self, world_size: int = 0) -> Team:
+        """Starts the processes for runs of so many ranks, unless they run."""
+        size = self.size or world_size
+        team = self._teams.get(size)
+        if team is not None and team.alive():
+            return team
+        if team is not None:
+            self.close()
+        if not self._teams:
+            self._started_at = self._runs
+        team = self._teams[size] = Team(size, self.setup)
         try:
-            self._await(self._pool, self.size)
+            self._await(team, size)
         except RankError:
             self.close()
             raise
+        return team
 
     def close(self) -> None:
-        """Ends the pool's processes."""
-        if self._pool is not None:
-            self._pool.close()
-        self._pool = None
+        """Ends the processes."""
+        for team in self._teams.values():
+            team.close()
+        self._teams = {}
 
     def pids(self) -> list[int]:
-        """Returns the process ids of the pool, in rank order."""
-        return self._pool.pids() if self._pool is not None else []
+        """Returns the process ids, those of the ranks of one group in rank order."""
+        return [pid for team in self._teams.values() for pid in team.pids()]
 
     def _await(self, team: Team, size: int) -> None:
         ready = team.collect(range(size), START_LIMIT)
@@ -437,25 +459,28 @@ class Ranks:
         if seed is None:
             seed = zlib.crc32(f"{self.session_seed} {test} {self._calls}".encode())
         pickled = pickle.dumps((function, args, kwargs))
-        return rank_process.Call(world_size, seed, self._runs, self.device, list(sys.path), pickled)
+        path, options = list(sys.path), dict(self.options)
+        return rank_process.Call(world_size, seed, self._runs, path, pickled, options)
 
 
 def _environment() -> dict[str, str]:
-    # One thread a rank: the tests run on small machines, and sums come out in one order.
+    # One thread a rank: tests run on small machines, and sums come out in one order.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks share GPUs
-    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
-    environment.setdefault(
-        "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0"
-    )  # nor otherwise: see rank_process.py
-    return environment
+    defaults = {
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # ranks share GPUs
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for deterministic algorithms
+        "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",  # nor otherwise: see process.py
+    }
+    return defaults | environment
 
 
-def _start_template() -> None:
+def _start_template(preload: Sequence[str]) -> None:
     """Starts the process that ranks are forked from, unless it runs."""
     environment = _environment()
     # Python 3.11's does not take our sys.path over.
-    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), environment.get("PYTHONPATH", "")])
+    path = [folder for folder in sys.path if folder]
+    environment["PYTHONPATH"] = os.pathsep.join([*path, environment.get("PYTHONPATH", "")])
+    _FORKED.set_forkserver_preload([*preload, "symm_cp.testing.template"])
     with mock.patch.dict(os.environ, environment):
         forkserver.ensure_running()
 

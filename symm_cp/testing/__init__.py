@@ -1,0 +1,61 @@
+"""Tests of distributed programs, on ranks that are started once: `pytest -p symm_cp.testing`.
+
+    @pytest.mark.ranks(4)
+    def test_sum(group):  # runs on four ranks at once
+        x = torch.full((3,), float(group.rank()))
+        dist.all_reduce(x)
+        assert x[0] == 6
+
+Without the marker, `ranks.run(4, function, *args)` calls a function on ranks, and returns what each
+returned. README.md says more.
+"""
+
+from symm_cp.testing.cuda_on_cpu import UnmappedError, cuda_on_cpu
+from symm_cp.testing.plugin import (
+    group,
+    pytest_addoption,
+    pytest_configure,
+    pytest_configure_node,
+    pytest_pyfunc_call,
+    pytest_report_header,
+    pytest_terminal_summary,
+    pytest_unconfigure,
+    ranks,
+    session_seed,
+    uninitialized_ranks,
+)
+from symm_cp.testing.pool import (
+    SEED_VARIABLE,
+    Outcome,
+    Place,
+    RankError,
+    Ranks,
+    RankTimeout,
+    Running,
+)
+from symm_cp.testing.process import Setup, say
+
+__all__ = [
+    "SEED_VARIABLE",
+    "Outcome",
+    "Place",
+    "RankError",
+    "RankTimeout",
+    "Ranks",
+    "Running",
+    "Setup",
+    "UnmappedError",
+    "cuda_on_cpu",
+    "group",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_configure_node",
+    "pytest_pyfunc_call",
+    "pytest_report_header",
+    "pytest_terminal_summary",
+    "pytest_unconfigure",
+    "ranks",
+    "say",
+    "session_seed",
+    "uninitialized_ranks",
+]

@@ -1,0 +1,152 @@
+"""What pytest learns by `-p symm_cp.testing`: fixtures, a marker and options for tests on ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from symm_cp.testing import delays
+from symm_cp.testing.cuda_on_cpu import cuda_on_cpu
+from symm_cp.testing.pool import SEED_VARIABLE, RankError, Ranks
+from symm_cp.testing.process import Setup
+
+# Fresh inputs in every session; the seed of a failure is in its message and in the summary.
+_DRAWN = int.from_bytes(os.urandom(4), "little")
+_UNMAPPED = re.compile(r"^symm_cp\.testing\.cuda_on_cpu\.UnmappedError: (.*)$", re.MULTILINE)
+_CUDA_ON_CPU = pytest.StashKey[contextlib.ExitStack]()
+
+
+def session_seed(config: pytest.Config) -> int:
+    """Returns the seed of all tests; workers of pytest-xdist have that of the main process."""
+    sent = getattr(config, "workerinput", {}).get(SEED_VARIABLE)
+    return int(sent or os.environ.get(SEED_VARIABLE) or _DRAWN)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the command line, and of pyproject.toml."""
+    group = parser.getgroup("ranks", "tests on several ranks (symm_cp.testing)")
+    group.addoption(
+        "--ranks-backend", default="symm_cp", help="of the ranks' default group (symm_cp)"
+    )
+    group.addoption(
+        "--ranks-timeout", type=float, default=120.0, help="seconds for a test on ranks (120)"
+    )
+    group.addoption(
+        "--ranks-delays",
+        type=int,
+        metavar="US",
+        help="random delays of up to so many microseconds around waits and signals",
+    )
+    group.addoption("--cuda-on-cpu", action="store_true", help='what asks for "cuda" gets the CPU')
+    parser.addini(
+        "ranks_preload", "modules that are imported once, before ranks are forked", "args"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds the marker."""
+    config.addinivalue_line(
+        "markers",
+        "ranks(world_size=None, init=True): run the test on so many ranks at once, by default as "
+        "many as its parameter world_size says; init=False: it calls init_process_group itself",
+    )
+    if longest := config.getoption("--ranks-delays"):
+        os.environ[delays.VARIABLE] = str(longest)
+    if config.getoption("--cuda-on-cpu"):  # what tests ask while they are collected
+        config.stash[_CUDA_ON_CPU] = stack = contextlib.ExitStack()
+        stack.enter_context(cuda_on_cpu(world_size=8))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Gives torch its own functions back."""
+    if stack := config.stash.get(_CUDA_ON_CPU, None):
+        stack.close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hands the seed to a worker of pytest-xdist."""
+    node.workerinput[SEED_VARIABLE] = session_seed(node.config)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """The seed of this session."""
+    return f"seed: {SEED_VARIABLE}={session_seed(config)}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How to repeat what failed."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        seed = session_seed(terminalreporter.config)
+        terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={seed}")
+
+
+def _pool(config: pytest.Config, backend: str) -> Ranks:
+    setup = Setup(
+        backend=backend,
+        # Shorter than a test's: errors of the group say more.
+        timeout=datetime.timedelta(seconds=config.getoption("--ranks-timeout") / 2),
+        preload=(*config.getini("ranks_preload"), "pytest"),
+        cuda_on_cpu=config.getoption("--cuda-on-cpu"),
+    )
+    return Ranks(session_seed(config), setup=setup)
+
+
+@pytest.fixture(scope="session")
+def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
+    """Rank processes: ``ranks.run(world_size, function, *args)``."""
+    pool = _pool(pytestconfig, pytestconfig.getoption("--ranks-backend"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def uninitialized_ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
+    """The same without a default group: functions call ``init_process_group()``."""
+    pool = _pool(pytestconfig, "")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def group() -> None:
+    """On a rank, the default group of a test that is marked with `ranks`."""
+
+
+def _call(group: Any, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    if "group" in arguments:
+        arguments["group"] = group
+    function(**arguments)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a marked test on ranks instead of here."""
+    __tracebackhide__ = True  # what failed is in the ranks' tracebacks
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    world_size = marker.args[0] if marker.args else arguments.get("world_size")
+    if not isinstance(world_size, int):
+        raise pytest.UsageError(
+            f"{pyfuncitem.nodeid}: the marker ranks needs a number of ranks, or a parameter "
+            "world_size of the test"
+        )
+    fixture = "ranks" if marker.kwargs.get("init", True) else "uninitialized_ranks"
+    pool: Ranks = pyfuncitem._request.getfixturevalue(fixture)
+    pool.renew()
+    limit = pyfuncitem.config.getoption("--ranks-timeout")
+    try:
+        pool.run_test(pyfuncitem.name, world_size, _call, (pyfuncitem.obj, arguments), {}, limit)
+    except RankError as error:
+        if reason := _UNMAPPED.search(str(error)):
+            pytest.skip(reason[1])
+        raise
+    return True

@@ -1,0 +1,107 @@
+"""`pytest -p symm_cp.testing`, as another project uses it; programs for GPUs on CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from symm_cp.testing import Ranks, UnmappedError, cuda_on_cpu
+from tests.exhaustive import exhaustive
+
+_SAMPLES = Path(__file__).parent / "samples"
+
+
+def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
+    """What became of each sample by name, and the output."""
+    for sample in _SAMPLES.glob("*.txt"):
+        (folder / f"test_{sample.stem}.py").write_text(sample.read_text())
+    command = [sys.executable, "-m", "pytest", "-p", "symm_cp.testing", "-v", "-rs", *options]
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    done = subprocess.run(
+        [*command, "--rootdir", str(folder)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=variables,
+        check=False,
+    )
+    found = re.findall(r"::(test_\w+)(?:\[\w+\])? (PASSED|FAILED|SKIPPED|ERROR)", done.stdout)
+    return dict(found), done.stdout + done.stderr
+
+
+def test_programs_for_gpus_run_on_cpu(tmp_path: Path) -> None:
+    found, output = outcomes(tmp_path, "--cuda-on-cpu", "--ranks-timeout", "60", "test_gpu.py")
+    assert found == {
+        "test_tensor_parallelism": "PASSED",
+        "test_symmetric_memory": "PASSED",
+        "test_a_graph": "SKIPPED",
+    }, output
+    assert "needs a GPU: torch.cuda.CUDAGraph" in output
+
+
+@exhaustive
+def test_what_another_project_sees(tmp_path: Path) -> None:
+    found, output = outcomes(tmp_path, "--ranks-timeout", "6", "--ranks-delays", "100")
+    assert found == {
+        "test_tensor_parallelism": "SKIPPED",
+        "test_symmetric_memory": "SKIPPED",
+        "test_a_graph": "SKIPPED",
+        "test_sum": "PASSED",
+        "test_sizes": "PASSED",
+        "test_one_fails": "FAILED",
+        "test_one_hangs": "FAILED",
+        "test_without_a_number": "FAILED",
+        "test_makes_its_group": "PASSED",
+        "test_makes_another": "PASSED",
+        "test_a_function": "PASSED",
+    }, output
+    assert "test_one_fails, 2 ranks: failed on ranks [1]" in output
+    assert "mine = 41" in output  # the locals
+    assert re.search(r"--- rank 1 ---\s+was still here:(.|\n)*in test_one_hangs", output)
+    assert "rank 1 did not come within the timeout of 3000 ms" in output
+    assert "the marker ranks needs a number of ranks" in output
+    assert "repeat these inputs with SYMM_CP_TEST_SEED=" in output
+
+
+def maps_and_restores(group: dist.ProcessGroup) -> None:
+    rank = group.rank()
+    before = (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available())
+    with cuda_on_cpu(group.size(), rank):
+        assert torch.cuda.is_available()
+        assert torch.cuda.device_count() == group.size()
+        assert torch.cuda.current_device() == rank
+        device = torch.device("cuda", rank)
+        made = [
+            torch.ones(2, device=device),
+            torch.ones(2, device=f"cuda:{rank}"),
+            torch.ones(2, device=rank),
+            torch.ones(2).to("cuda"),
+            torch.ones(2).to(device, torch.float64).float(),
+            torch.ones(2).cuda(rank, non_blocking=True),
+            torch.nn.Linear(2, 1).to("cuda").cuda().weight.detach()[0] * 0 + 1,
+            torch.ones(2, pin_memory=True),
+        ]
+        with device:
+            made.append(torch.ones(2))
+        assert all(x.device.type == "cpu" and torch.equal(x, torch.ones(2)) for x in made)
+        torch.cuda.manual_seed_all(3)
+        first = torch.rand(1, device="cuda")
+        torch.manual_seed(3)
+        assert torch.equal(torch.rand(1, device="cuda"), first)
+        stream = torch.cuda.current_stream()
+        stream.wait_event(stream.record_event())
+        for needs_a_gpu in (torch.cuda.CUDAGraph, torch.cuda.get_device_properties):
+            with pytest.raises(UnmappedError, match=r"needs a GPU: torch\.cuda"):
+                needs_a_gpu()
+    assert (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available()) == before
+
+
+def test_what_names_cuda_gets_the_cpu(ranks: Ranks) -> None:
+    ranks.run(2, maps_and_restores)

@@ -10,7 +10,7 @@ Without the marker, `ranks.run(4, function, *args)` calls a function on ranks, a
 returned. README.md says more.
 """
 
-from symm_cp.testing.cuda_on_cpu import UnmappedError, cuda_on_cpu
+from symm_cp.testing.gpu_programs import UnmappedError, cuda_on_cpu
 from symm_cp.testing.plugin import (
     group,
     pytest_addoption,
@@ -34,11 +34,13 @@ from symm_cp.testing.pool import (
     Running,
 )
 from symm_cp.testing.process import Setup, say
+from symm_cp.testing.races import RaceError, detect_races
 
 __all__ = [
     "SEED_VARIABLE",
     "Outcome",
     "Place",
+    "RaceError",
     "RankError",
     "RankTimeout",
     "Ranks",
@@ -46,6 +48,7 @@ __all__ = [
     "Setup",
     "UnmappedError",
     "cuda_on_cpu",
+    "detect_races",
     "group",
     "pytest_addoption",
     "pytest_configure",

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from symm_cp.testing import delays
-from symm_cp.testing.cuda_on_cpu import cuda_on_cpu
+from symm_cp.testing.gpu_programs import cuda_on_cpu
 from symm_cp.testing.pool import SEED_VARIABLE, RankError, Ranks
 from symm_cp.testing.process import Setup
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.
 _DRAWN = int.from_bytes(os.urandom(4), "little")
-_UNMAPPED = re.compile(r"^symm_cp\.testing\.cuda_on_cpu\.UnmappedError: (.*)$", re.MULTILINE)
+_UNMAPPED = re.compile(r"^symm_cp\.testing\.gpu_programs\.UnmappedError: (.*)$", re.MULTILINE)
 _CUDA_ON_CPU = pytest.StashKey[contextlib.ExitStack]()
 
 
@@ -44,6 +44,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="random delays of up to so many microseconds around waits and signals",
     )
     group.addoption("--cuda-on-cpu", action="store_true", help='what asks for "cuda" gets the CPU')
+    group.addoption(
+        "--ranks-races",
+        action="store_true",
+        help="fail tests whose ranks use symmetric memory without an order between them",
+    )
     parser.addini(
         "ranks_preload", "modules that are imported once, before ranks are forked", "args"
     )
@@ -53,8 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Adds the marker."""
     config.addinivalue_line(
         "markers",
-        "ranks(world_size=None, init=True): run the test on so many ranks at once, by default as "
-        "many as its parameter world_size says; init=False: it calls init_process_group itself",
+        "ranks(world_size=None, init=True, timeout=None): run the test on so many ranks at once, "
+        "by default as many as its parameter world_size says; init=False: it calls "
+        "init_process_group itself; timeout: seconds, instead of --ranks-timeout",
     )
     if longest := config.getoption("--ranks-delays"):
         os.environ[delays.VARIABLE] = str(longest)
@@ -94,6 +100,7 @@ def _pool(config: pytest.Config, backend: str) -> Ranks:
         timeout=datetime.timedelta(seconds=config.getoption("--ranks-timeout") / 2),
         preload=(*config.getini("ranks_preload"), "pytest"),
         cuda_on_cpu=config.getoption("--cuda-on-cpu"),
+        races=config.getoption("--ranks-races"),
     )
     return Ranks(session_seed(config), setup=setup)
 
@@ -142,7 +149,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     fixture = "ranks" if marker.kwargs.get("init", True) else "uninitialized_ranks"
     pool: Ranks = pyfuncitem._request.getfixturevalue(fixture)
     pool.renew()
-    limit = pyfuncitem.config.getoption("--ranks-timeout")
+    limit = marker.kwargs.get("timeout", pyfuncitem.config.getoption("--ranks-timeout"))
     try:
         pool.run_test(pyfuncitem.name, world_size, _call, (pyfuncitem.obj, arguments), {}, limit)
     except RankError as error:

@@ -42,7 +42,9 @@ import torch.distributed as dist
 
 from symm_cp import native
 from symm_cp.testing import process as rank_process
+from symm_cp.testing.accesses import Log
 from symm_cp.testing.process import Setup
+from symm_cp.testing.races import check_races
 
 SEED_VARIABLE = "SYMM_CP_TEST_SEED"
 #: After as many, new processes serve the next test: threads and objects of torch pile up, and
@@ -116,6 +118,7 @@ class _Replies:
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     died_at: dict[int, float] = field(default_factory=dict)
+    accesses: dict[int, Log] = field(default_factory=dict)  # to symmetric memory, if noted
 
     def pending(self) -> list[int]:
         done = self.results.keys() | self.failures.keys()
@@ -206,8 +209,10 @@ class Team:
             return
         if kind == "said":
             process.said.append(value)
+        elif kind == "result":
+            replies.results[rank], replies.accesses[rank] = value
         else:
-            (replies.results if kind == "result" else replies.failures)[rank] = value
+            replies.failures[rank] = value
 
     def error(self, what: str, replies: _Replies, timeout: float, seed: int) -> RankError:
         """What to raise when not all ranks have sent a result."""
@@ -348,7 +353,8 @@ class Ranks:
         """Calls ``function(group, *args, **kwargs)`` on ranks 0..world_size-1; returns results.
 
         Raises `RankError` with the tracebacks of all ranks that failed, `RankTimeout` with the
-        stacks of those that have not ended after `timeout` seconds. `seed`: of the ranks' random
+        stacks of those that have not ended after `timeout` seconds, `RaceError` where races are
+        looked for (`Setup.races`) and found. `seed`: of the ranks' random
         generators, by default another one for each test and call.
         """
         __tracebackhide__ = True  # pytest shows the ranks' tracebacks, not this frame
@@ -375,6 +381,7 @@ class Ranks:
         team.begin(call)
         replies = team.collect(range(world_size), timeout)
         if len(replies.results) == world_size:
+            check_races(replies.accesses)
             return [replies.results[rank] for rank in range(world_size)]
         error = team.error(f"{name}, {world_size} ranks", replies, timeout, self.session_seed)
         self.close()

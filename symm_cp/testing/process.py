@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from symm_cp import env, native, tuning
 from symm_cp.testing import delays
-from symm_cp.testing.cuda_on_cpu import cuda_on_cpu
+from symm_cp.testing.accesses import Log, noting_accesses
+from symm_cp.testing.gpu_programs import cuda_on_cpu
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
@@ -57,8 +58,10 @@ class Setup:
     subgroups: bool = False
     #: Functions find the variables that torchrun sets.
     launched: bool = True
-    #: Functions that ask for "cuda" get the CPU: see cuda_on_cpu.py.
+    #: Functions that ask for "cuda" get the CPU: see gpu_programs.py.
     cuda_on_cpu: bool = False
+    #: What functions do with symmetric memory is noted, and races are errors: see races.py.
+    races: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,9 +229,12 @@ def _answer(member: Member, call: Call, groups: Mapping[int, dist.ProcessGroup |
         torch.manual_seed(call.seed)
         group = groups[call.world_size]
         delays.begin(call.seed + member.rank)
-        with _surroundings(member, call, group):
-            reply: tuple[str, Any] = ("result", function(group, *args, **kwargs))
-        return pickle.dumps(reply)
+        log: Log = []
+        with _surroundings(member, call, group), contextlib.ExitStack() as stack:
+            if member.setup.races:
+                log = stack.enter_context(noting_accesses())
+            result = function(group, *args, **kwargs)
+        return pickle.dumps(("result", (result, log)))
     except BaseException as error:  # pytest's own outcomes are no Exceptions
         return pickle.dumps(("failure", describe(error)))
 
@@ -243,7 +249,7 @@ def main(pipe: Connection, member: Member) -> None:
         torch.set_num_threads(1)
         native.load()  # says why when it cannot be built
         groups = _join(member)
-        pipe.send_bytes(pickle.dumps(("result", None)))
+        pipe.send_bytes(pickle.dumps(("result", (None, []))))
         mapped = cuda_on_cpu(member.world_size, member.rank)
         with mapped if member.setup.cuda_on_cpu else contextlib.nullcontext():
             while message := pipe.recv_bytes():

@@ -356,6 +356,14 @@ def test_a_context_refuses_shards_of_another_layout(ranks: Ranks, world_size: in
     ranks.run(world_size, other_layouts)
 
 
+def forget_first_cuts(group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
+    """The next cut of the group is its first one, and no cut of another test waits for a step."""
+    batch_module._first_cuts.discard(group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step()
+
+
 def no_context(group: dist.ProcessGroup) -> None:
     mesh, table = mesh_of(group), torch.randn(31, 31, requires_grad=True)
     balancer = symm_cp.HeadTail(LENGTH, group.size())
@@ -384,8 +392,8 @@ def no_context(group: dist.ProcessGroup) -> None:
 
     def warned_by_step(*, ahead: bool) -> int:
         """A program that reduces no loss, and one that cuts its batches ahead."""
-        batch_module._first_cuts.discard(group)
         optimizer = torch.optim.SGD([table], lr=0.1)
+        forget_first_cuts(group, optimizer)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(3):
@@ -412,8 +420,8 @@ def loss_not_reduced(group: dist.ProcessGroup) -> None:
     q = torch.randn(1, 2, LENGTH // group.size(), 8)
 
     def warned(*, reduce: bool) -> int:
-        batch_module._first_cuts.discard(group)
         optimizer = torch.optim.SGD([table], lr=0.1)
+        forget_first_cuts(group, optimizer)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):

@@ -37,7 +37,7 @@ def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
 
 
 def test_programs_for_gpus_run_on_cpu(tmp_path: Path) -> None:
-    found, output = outcomes(tmp_path, "--cuda-on-cpu", "--ranks-timeout", "60", "test_gpu.py")
+    found, output = outcomes(tmp_path, "--cuda-on-cpu", "test_gpu.py")
     assert found == {
         "test_tensor_parallelism": "PASSED",
         "test_symmetric_memory": "PASSED",
@@ -48,7 +48,7 @@ def test_programs_for_gpus_run_on_cpu(tmp_path: Path) -> None:
 
 @exhaustive
 def test_what_another_project_sees(tmp_path: Path) -> None:
-    found, output = outcomes(tmp_path, "--ranks-timeout", "6", "--ranks-delays", "100")
+    found, output = outcomes(tmp_path, "--ranks-delays", "100", "--ranks-races")
     assert found == {
         "test_tensor_parallelism": "SKIPPED",
         "test_symmetric_memory": "SKIPPED",
@@ -61,11 +61,13 @@ def test_what_another_project_sees(tmp_path: Path) -> None:
         "test_makes_its_group": "PASSED",
         "test_makes_another": "PASSED",
         "test_a_function": "PASSED",
+        "test_forgets_a_barrier": "FAILED",
     }, output
     assert "test_one_fails, 2 ranks: failed on ranks [1]" in output
     assert "mine = 41" in output  # the locals
     assert re.search(r"--- rank 1 ---\s+was still here:(.|\n)*in test_one_hangs", output)
-    assert "rank 1 did not come within the timeout of 3000 ms" in output
+    assert "test_one_hangs, 2 ranks: ranks [0, 1] did not end within 8 s" in output
+    assert re.search("RaceError: rank [01] writes bytes 0 to 16 of rank [01]'s buffer", output)
     assert "the marker ranks needs a number of ranks" in output
     assert "repeat these inputs with SYMM_CP_TEST_SEED=" in output
 

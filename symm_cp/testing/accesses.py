@@ -1,0 +1,331 @@
+"""What a rank does with symmetric memory, noted: see races.py."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symm_mem
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), os.__file__[:-5])
+
+
+class Region(NamedTuple):
+    """A rank's buffer of a rendezvous: the `number`-th of a group."""
+
+    group: str
+    number: int
+    owner: int  # in the world
+
+
+class Bytes(NamedTuple):
+    """Bytes of a region: where they begin, and the layout of the tensor that they hold."""
+
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item: int
+
+    @property
+    def end(self) -> int:
+        """The byte behind the last one."""
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return self.begin + (last + 1) * self.item
+
+    @property
+    def dense(self) -> bool:
+        """Whether there are no gaps."""
+        return self.end - self.begin == math.prod(self.shape) * self.item
+
+    def marked(self, begin: int, end: int) -> torch.Tensor:
+        """Returns which of the bytes from `begin` to `end` of the region it has."""
+        marks = torch.zeros(end - begin, dtype=torch.bool)
+        for byte in range(self.item):
+            strides = [stride * self.item for stride in self.strides]
+            marks.as_strided(self.shape, strides, self.begin - begin + byte).fill_(True)
+        return marks
+
+    def meets(self, other: Bytes) -> bool:
+        """Whether both have a byte in common."""
+        if self.end <= other.begin or other.end <= self.begin:
+            return False
+        if self.dense and other.dense:
+            return True
+        begin, end = min(self.begin, other.begin), max(self.end, other.end)
+        return bool((self.marked(begin, end) & other.marked(begin, end)).any())
+
+
+class Access(NamedTuple):
+    """An op reads or writes."""
+
+    region: Region
+    bytes: Bytes
+    write: bool
+    what: str  # the op, and where it was called
+
+
+class Meeting(NamedTuple):
+    """Ranks wait for each other: all for all, those that get a root's data for the root, or it."""
+
+    key: tuple[object, ...]
+    members: tuple[int, ...]
+    root: int | None = None
+    to_root: bool = False
+
+
+class Put(NamedTuple):
+    """A rank signals another; `value` of signals that count up, else each is waited for once."""
+
+    to: int
+    key: tuple[object, ...]
+    value: int | None = None
+    slot: bool = False  # one signal at a time: the next one waits until this one was taken
+
+
+class Wait(NamedTuple):
+    """A rank waits for a signal of another."""
+
+    source: int
+    key: tuple[object, ...]
+    value: int | None = None
+
+
+Event = Access | Meeting | Put | Wait
+Log = list[Event]
+
+
+# --- what a rank notes -------------------------------------------------------------------------
+
+
+def _place() -> str:
+    """Returns where the program is, outside of torch and of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HIDDEN):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _members(group_name: str) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(_resolve_process_group(group_name)))
+
+
+@dataclass
+class _Memory:
+    """A region as this process addresses it."""
+
+    region: Region
+    address: int
+    size: int
+
+
+@dataclass
+class _Notes:
+    """What this rank has noted."""
+
+    log: Log = field(default_factory=list)
+    memory: list[_Memory] = field(default_factory=list)
+    groups: dict[int, tuple[str, int]] = field(default_factory=dict)  # of handles, by address
+    met: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # rendezvous of a group
+    handles: list[Any] = field(default_factory=list)  # kept, so that addresses stay theirs
+
+    def learn(self, handle: Any, group_name: str) -> None:
+        """Takes note of the buffers of a rendezvous."""
+        number = self.met[group_name]
+        known = {(m.address, m.size, m.region.owner) for m in self.memory}
+        pointers = list(zip(_members(group_name), handle.buffer_ptrs, strict=True))
+        self.handles.append(handle)
+        if all((p, handle.buffer_size, owner) in known for owner, p in pointers):
+            found = next(m.region for m in self.memory if m.address == pointers[0][1])
+            self.groups[id(handle)] = group_name, found.number
+            return
+        self.met[group_name] += 1
+        self.groups[id(handle)] = group_name, number
+        for owner, pointer in pointers:
+            # Memory that was freed may come back.
+            self.memory = [m for m in self.memory if m.address != pointer]
+            region = Region(group_name, number, owner)
+            self.memory.append(_Memory(region, pointer, handle.buffer_size))
+
+    def find(self, tensor: torch.Tensor) -> tuple[Region, Bytes] | None:
+        """Returns the region that a tensor lies in, if any."""
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() == 0:
+            return None
+        address = tensor.data_ptr()
+        for memory in self.memory:
+            if memory.address <= address < memory.address + memory.size:
+                strides, item = tuple(tensor.stride()), tensor.element_size()
+                begin = address - memory.address
+                return memory.region, Bytes(begin, tuple(tensor.shape), strides, item)
+        return None
+
+    def access(self, tensor: torch.Tensor, write: bool, what: str, owner: int = -1) -> None:
+        """Notes an access to a tensor, or to the same bytes of the buffer of another rank."""
+        found = self.find(tensor)
+        if found is not None:
+            region, part = found
+            region = region if owner < 0 else region._replace(owner=owner)
+            self.log.append(Access(region, part, write, what))
+
+    def of_group(self, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
+        """Returns the group that a tensor in symmetric memory was rendezvoused with."""
+        found = self.find(tensor)
+        name = found[0].group if found else str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        return name, _members(name)
+
+
+# Ops of one rank: whether the peer's bytes are written, and this rank's.
+_ONE_SIDED = {
+    "nvshmem_put": True, "nvshmem_put_with_signal": True, "nvshmem_get": False,
+    "nccl_put": True, "nccl_put_with_signal": True, "nccl_get": False,
+}  # fmt: skip
+_ROOTED = {"broadcast_": False, "scatter_": False, "reduce_": True, "gather_": True}
+
+
+class _Noting(TorchDispatchMode):
+    """Notes what every op reads and writes, and which ops synchronise."""
+
+    def __init__(self, notes: _Notes) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        plain = (torch.Tensor, torch.nn.Parameter)
+        if any(kind not in plain for kind in types):
+            return NotImplemented  # the ops that a subclass calls are noted
+        schema = func._schema
+        given = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
+        what = f"{func.namespace}.{schema.name.rpartition('::')[2]} at {_place()}"
+        if func.namespace == "symm_mem" and self._one_sided(func, given, what):
+            return func(*args, **kwargs)
+        meeting = self._meeting(func, given)
+        is_view = bool(schema.returns) and all(
+            r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+        )
+        if not is_view:
+            self._note(schema, given, what, write=False)
+        if meeting is not None:
+            self.notes.log.append(meeting)
+        if not is_view:
+            self._note(schema, given, what, write=True)
+        return func(*args, **kwargs)
+
+    def _note(self, schema: Any, given: dict[str, Any], what: str, *, write: bool) -> None:
+        for argument in schema.arguments:
+            alias = argument.alias_info
+            if (alias is not None and alias.is_write) != write:
+                continue
+            for tensor in tree_leaves(given.get(argument.name)):
+                if isinstance(tensor, torch.Tensor):
+                    self.notes.access(tensor, write, what)
+
+    def _one_sided(self, func: Any, given: dict[str, Any], what: str) -> bool:
+        name = func._schema.name.rpartition("::")[2]
+        rank, notes = dist.get_rank(), self.notes
+        if name in _ONE_SIDED:
+            group, members = notes.of_group(given["tensor"])
+            peer = members[given["peer"]]
+            notes.access(given["tensor"], not _ONE_SIDED[name], what)
+            notes.access(given["tensor"], _ONE_SIDED[name], what, peer)
+            if "signal" in given:
+                notes.log.append(Put(peer, ("value", group, rank), given["signal"]))
+            return True
+        if name in ("nvshmem_wait_for_signal", "nccl_wait_for_signal"):
+            group, members = notes.of_group(given["sigpad"])
+            sources = [members[given["peer"]]] if "peer" in given else members
+            for source in sources:
+                key = ("value", group, source)
+                notes.log.append(Wait(source, key, given["signal"]))
+            return True
+        return False
+
+    def _meeting(self, func: Any, given: dict[str, Any]) -> Event | None:
+        name = func._schema.name.rpartition("::")[2]
+        group = given.get("process_group", given.get("group_name"))
+        if group is None or func.namespace not in ("c10d", "_c10d_functional", "symm_mem"):
+            return None
+        if not isinstance(group, str):
+            group = str(dist.ProcessGroup.unbox(group).group_name)
+        members = _members(group)
+        if name in ("send", "recv_"):
+            peer = members[given["dst" if name == "send" else "src"]]
+            key = ("message", group, given["tag"])
+            return Put(peer, key) if name == "send" else Wait(peer, key)
+        root = members[given["root_rank"]] if name in _ROOTED else None
+        return Meeting(("collective", group), members, root, _ROOTED.get(name, False))
+
+
+def _patches(notes: _Notes) -> Iterator[Any]:
+    """What notes the calls of handles, which no dispatcher sees."""
+    kind = torch_symm_mem._SymmetricMemory
+
+    def patch(name: str, make: Callable[[Any], Any], static: bool = False) -> Any:
+        made = make(getattr(kind, name))
+        return mock.patch.object(kind, name, staticmethod(made) if static else made)
+
+    def rendezvous(original: Any) -> Any:
+        def call(tensor: torch.Tensor, group_name: Any = None) -> Any:
+            handle = original(tensor, group_name)
+            if handle is not None:
+                notes.log.append(Meeting(("collective", str(group_name)), _members(group_name)))
+                notes.learn(handle, str(group_name))
+            return handle
+
+        return call
+
+    def barrier(original: Any) -> Any:
+        def call(self: Any, channel: int = 0, timeout_ms: int = 0) -> None:
+            group, number = notes.groups[id(self)]
+            notes.log.append(Meeting(("barrier", group, number, channel), _members(group)))
+            original(self, channel, timeout_ms)
+
+        return call
+
+    def put_signal(original: Any) -> Any:
+        def call(self: Any, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+            group, number = notes.groups[id(self)]
+            key = ("signal", group, number, channel)
+            notes.log.append(Put(_members(group)[dst_rank], key, slot=True))
+            original(self, dst_rank, channel, timeout_ms)
+
+        return call
+
+    def wait_signal(original: Any) -> Any:
+        def call(self: Any, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+            group, number = notes.groups[id(self)]
+            notes.log.append(Wait(_members(group)[src_rank], ("signal", group, number, channel)))
+            original(self, src_rank, channel, timeout_ms)
+
+        return call
+
+    yield patch("rendezvous", rendezvous, static=True)
+    yield patch("barrier", barrier)
+    yield patch("put_signal", put_signal)
+    yield patch("wait_signal", wait_signal)
+
+
+@contextmanager
+def noting_accesses() -> Iterator[Log]:
+    """Inside, notes what this rank does with symmetric memory: see `find_races`."""
+    notes = _Notes()
+    with contextlib.ExitStack() as stack:
+        for patch in _patches(notes):
+            stack.enter_context(patch)
+        stack.enter_context(_Noting(notes))
+        yield notes.log

@@ -1,0 +1,276 @@
+"""Races on symmetric memory are found whatever the timing, and nothing else is."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from symm_cp.testing import RaceError, Ranks, detect_races
+from symm_cp.testing.accesses import Access, Bytes, Event, Meeting, Put, Region, Wait
+from symm_cp.testing.races import find_races
+from tests.exhaustive import some
+
+# --- programs ----------------------------------------------------------------------------------
+
+
+class Rank:
+    """A rank with a buffer of 16 numbers, and its neighbours' ones."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.own = symm_mem.empty(16, device="cpu").zero_()
+        self.handle = symm_mem.rendezvous(self.own, group)
+        self.next, self.last = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self.peer = self.handle.get_buffer(self.next, (16,), torch.float32)
+
+
+def reads_at_once(r: Rank) -> None:
+    r.own.fill_(r.rank)
+    r.peer.sum()
+
+
+def reads_behind_a_barrier(r: Rank) -> None:
+    r.own.fill_(r.rank)
+    r.handle.barrier()
+    r.peer.sum()
+    r.handle.barrier()
+    r.own.fill_(1)
+
+
+def writes_again_too_soon(r: Rank) -> None:
+    r.own.fill_(r.rank)
+    r.handle.barrier()
+    r.peer.sum()
+    r.own.fill_(1)
+
+
+def signals(r: Rank) -> None:
+    r.peer.fill_(1.0)
+    r.handle.put_signal(r.next)
+    r.handle.wait_signal(r.last)
+    r.own.sum()
+    r.handle.put_signal(r.last, 1)
+    r.handle.wait_signal(r.next, 1)
+    r.peer.fill_(2.0)
+
+
+def signals_on_another_channel(r: Rank) -> None:
+    """The signal that is waited for comes before the write."""
+    r.handle.put_signal(r.next)
+    r.peer.fill_(1.0)
+    r.handle.wait_signal(r.last)
+    r.own.sum()
+
+
+def all_reduces(r: Rank) -> None:
+    r.own.fill_(r.rank)
+    dist.all_reduce(torch.ones(1), group=r.group)
+    r.peer.sum()
+    dist.barrier(r.group)
+    r.own.add_(1)
+
+
+def broadcasts_from_0(r: Rank) -> None:
+    """Others come after what the root has done, and not after each other."""
+    if r.rank == 0:
+        r.own.fill_(1)
+    dist.broadcast(torch.ones(1), 0, group=r.group)
+    if r.rank > 0:
+        r.handle.get_buffer(0, (16,), torch.float32).sum()
+
+
+def broadcasts_and_writes_there(r: Rank) -> None:
+    broadcasts_from_0(r)
+    if r.rank == 0:
+        r.own.fill_(2)
+
+
+def sends(r: Rank) -> None:
+    r.peer.fill_(1.0)
+    if r.rank % 2:
+        dist.recv(torch.ones(1), r.last, group=r.group)
+        r.own.sum()
+    elif r.next % 2:
+        dist.send(torch.ones(1), r.next, group=r.group)
+
+
+def columns(r: Rank) -> None:
+    """Ranks write to the same rows, each to a column of its own."""
+    r.handle.get_buffer(0, (4, 4), torch.float32)[:, r.rank].fill_(1)
+
+
+def rows_and_a_column(r: Rank) -> None:
+    whole = r.handle.get_buffer(0, (4, 4), torch.float32)
+    (whole[:, 1] if r.rank else whole[2]).fill_(1)
+
+
+def only_views(r: Rank) -> None:
+    r.own.fill_(1)
+    r.peer.view(4, 4)[1:].t().detach()
+
+
+def ops(r: Rank) -> None:
+    r.own.fill_(r.rank)
+    torch.ops.symm_mem.one_shot_all_reduce(r.own, "sum", r.group.group_name)
+    r.own.fill_(2)
+
+
+def puts(r: Rank) -> None:
+    r.own.fill_(1)
+    torch.ops.symm_mem.nvshmem_put(r.own, r.next)
+
+
+def puts_between_barriers(r: Rank) -> None:
+    halves = r.own.split(8)
+    halves[0].fill_(r.rank)
+    r.handle.barrier()
+    if r.rank == 0:
+        torch.ops.symm_mem.nvshmem_put(halves[0], r.next)
+    r.handle.barrier()
+    halves[0].sum()
+
+
+def subgroup(r: Rank) -> None:
+    """A barrier of other ranks orders nothing."""
+    pair = dist.new_group([0, 1])
+    r.own.fill_(1)
+    if r.rank < 2:
+        dist.barrier(pair)
+    r.peer.sum()
+
+
+RIGHT = [
+    *(reads_behind_a_barrier, signals, all_reduces, broadcasts_from_0, columns, only_views, ops),
+    puts_between_barriers,
+    sends,
+]
+WRONG = {
+    reads_at_once: (
+        r"rank 1 writes bytes 0 to 64 of rank 1's buffer \(rendezvous 0 of group '.*'\) in "
+        r"aten\.fill_ at test_races\.py:\d+; rank 0 reads there in aten\.sum at test_races\.py:"
+        r"\d+; no barrier, signal or collective orders the two"
+    ),
+    writes_again_too_soon: "reads there in aten.sum",
+    signals_on_another_channel: "reads there in aten.sum",
+    broadcasts_and_writes_there: "rank 0 writes .* in aten.fill_ .*; rank [12] reads",
+    rows_and_a_column: "rank 0 writes bytes 32 to 48 .*; rank 1 writes there, too",
+    puts: "symm_mem.nvshmem_put at",
+    subgroup: "rank 2",
+}
+
+
+def looks(group: dist.ProcessGroup, program: Callable[[Rank], None]) -> str:
+    try:
+        with detect_races(group):
+            program(Rank(group))
+    except RaceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("program", RIGHT)
+def test_programs_without_races(ranks: Ranks, program: Callable[[Rank], None]) -> None:
+    assert ranks.run(3, looks, program) == [""] * 3
+
+
+@pytest.mark.parametrize("program", WRONG)
+def test_programs_with_races(ranks: Ranks, program: Callable[[Rank], None]) -> None:
+    found = ranks.run(3, looks, program)
+    assert found[0] == found[1] == found[2]
+    assert re.search(WRONG[program], found[0]), found[0]
+
+
+# --- random notes ------------------------------------------------------------------------------
+
+
+def random_program(ranks: int, steps: int, draw: random.Random) -> tuple[list[list[Event]], set]:
+    """Notes that some run could have left, and which pairs of accesses nothing orders."""
+    logs: list[list[Event]] = [[] for _ in range(ranks)]
+    nodes: list[tuple[int, int]] = []  # rank, place in its log
+    edges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    sent: list[tuple[int, int, tuple[int, int]]] = []
+
+    def add(rank: int, event: Event) -> tuple[int, int]:
+        node = (rank, len(logs[rank]))
+        logs[rank].append(event)
+        edges[node] = [(rank, node[1] - 1)] if node[1] else []
+        nodes.append(node)
+        return node
+
+    for _ in range(steps):
+        kind, rank = (
+            draw.choice(["access", "access", "access", "meet", "put", "wait"]),
+            draw.randrange(ranks),
+        )
+        if kind == "access":
+            begin = 4 * draw.randrange(4)
+            part = Bytes(begin, (draw.randrange(1, 3),), (1,), 4)
+            region = Region("g", 0, draw.randrange(2))
+            add(rank, Access(region, part, draw.random() < 0.5, f"{rank} {len(logs[rank])}"))
+        elif kind == "meet":
+            members = tuple(sorted(draw.sample(range(ranks), draw.randrange(2, ranks + 1))))
+            arrived = [add(member, Meeting(("m", members), members)) for member in members]
+            for node in arrived:
+                edges[node] += [(r, place - 1) for r, place in arrived if place]
+        elif kind == "put":
+            to = draw.choice([r for r in range(ranks) if r != rank])
+            sent.append((rank, to, add(rank, Put(to, ("s",)))))
+        elif sent:
+            source, to, node = next(s for s in sent)
+            sent.remove((source, to, node))
+            edges[add(to, Wait(source, ("s",)))].append(node)
+
+    before: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for node in nodes:  # in an order that every edge agrees with
+        before[node] = set().union(*({e} | before.get(e, set()) for e in edges[node]))
+    accesses = [n for n in nodes if isinstance(logs[n[0]][n[1]], Access)]
+    races = set()
+    for one in accesses:
+        for other in accesses:
+            a, b = logs[one[0]][one[1]], logs[other[0]][other[1]]
+            assert isinstance(a, Access)
+            assert isinstance(b, Access)
+            apart = a.bytes.end <= b.bytes.begin or b.bytes.end <= a.bytes.begin
+            if one[0] >= other[0] or a.region != b.region or apart or not (a.write or b.write):
+                continue
+            if one not in before[other] and other not in before[one]:
+                races.add(frozenset({a.what, b.what}))
+    return logs, races
+
+
+@pytest.mark.parametrize("count", some(300, of=[300, 20_000]))
+def test_random_notes(count: int) -> None:
+    """Against all paths of the graph of what comes before what."""
+    draw = random.Random(torch.initial_seed())
+    racy = 0
+    for _ in range(count):
+        ranks = draw.randrange(2, 5)
+        logs, races = random_program(ranks, draw.randrange(4, 40), draw)
+        found = {
+            frozenset({one.access.what, other.access.what})
+            for one, other in find_races(dict(enumerate(logs)))
+        }
+        assert found <= races
+        assert bool(found) == bool(races)
+        racy += bool(races)
+    assert count / 10 < racy < count
+
+
+def test_bytes_that_meet() -> None:
+    rows, column = Bytes(32, (4,), (1,), 4), Bytes(4, (4,), (4,), 4)
+    assert rows.dense
+    assert not column.dense
+    assert rows.meets(column)
+    assert not Bytes(0, (4,), (4,), 4).meets(column)
+    assert not Bytes(48, (1,), (1,), 4).meets(rows)
+    # A transposed tensor has no gaps, either.
+    assert Bytes(0, (2, 3), (1, 2), 8).dense
+    # Of another dtype, from the middle of a number.
+    assert Bytes(6, (1,), (1,), 2).meets(column)
+    assert not Bytes(2, (1,), (1,), 2).meets(column)

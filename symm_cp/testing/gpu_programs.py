@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,6 +46,8 @@ class _OnCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.device:  # programs ask a device for its index
+            return func(*args, **(kwargs or {}))
         kwargs = {name: _mapped(value) for name, value in (kwargs or {}).items()}
         if type(kwargs.get("device")) is int:  # the number of a GPU
             kwargs["device"] = "cpu"
@@ -100,6 +103,17 @@ class _Event:
         return (end._at - self._at) * 1e3
 
 
+_PROPERTIES = SimpleNamespace(
+    name="CPU in place of a GPU",
+    major=9,
+    minor=0,
+    total_memory=1 << 36,
+    multi_processor_count=1,
+    is_integrated=False,
+    uuid="CPU",
+)
+
+
 def _unmapped(what: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnmappedError(f"needs a GPU: {what}")
@@ -107,39 +121,59 @@ def _unmapped(what: str) -> Callable[..., Any]:
     return refuse
 
 
-def _functions(world_size: int, rank: int) -> dict[str, Any]:
-    """What stands in for functions and classes of `torch.cuda`."""
-    nothing = lambda *args, **kwargs: None  # noqa: E731
-    stream = _Stream()
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: world_size,
-        "current_device": lambda: rank,
-        "get_device_name": lambda device=None: "CPU in place of a GPU",
-        "get_device_capability": lambda device=None: (9, 0),
-        "is_bf16_supported": lambda *args, **kwargs: True,
-        "set_device": nothing,
-        "synchronize": nothing,
-        "empty_cache": nothing,
-        "reset_peak_memory_stats": nothing,
-        "memory_allocated": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "manual_seed": torch.default_generator.manual_seed,
-        "manual_seed_all": torch.default_generator.manual_seed,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
-        "stream": lambda stream: nullcontext(),
-        "device": lambda device: nullcontext(),
-        "Stream": _Stream,
-        "Event": _Event,
-        "CUDAGraph": _unmapped("torch.cuda.CUDAGraph"),
-        "graph": _unmapped("torch.cuda.graph"),
-        "get_device_properties": _unmapped("torch.cuda.get_device_properties"),
-        "mem_get_info": _unmapped("torch.cuda.mem_get_info"),
-    }
+class _Devices:
+    """What stands in for functions and classes of `torch.cuda` and `torch.accelerator`."""
+
+    def __init__(self, count: int, current: int) -> None:
+        self._count, self._current, self._stream = count, current, _Stream()
+
+    def _set_device(self, device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        self._current = self._current if index is None else index
+
+    def of_cuda(self) -> dict[str, Any]:
+        nothing = lambda *args, **kwargs: None  # noqa: E731
+        seed = torch.default_generator.manual_seed
+        return {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "device_count": lambda: self._count,
+            "current_device": lambda: self._current,
+            "get_device_name": lambda device=None: _PROPERTIES.name,
+            "get_device_capability": lambda device=None: (_PROPERTIES.major, _PROPERTIES.minor),
+            "get_device_properties": lambda device=None: _PROPERTIES,
+            "is_bf16_supported": lambda *args, **kwargs: True,
+            "set_device": self._set_device,
+            "synchronize": nothing,
+            "empty_cache": nothing,
+            "reset_peak_memory_stats": nothing,
+            "memory_allocated": lambda device=None: 0,
+            "max_memory_allocated": lambda device=None: 0,
+            "manual_seed": seed,
+            "manual_seed_all": seed,
+            "get_rng_state": lambda device=None: torch.get_rng_state(),
+            "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+            "current_stream": lambda device=None: self._stream,
+            "default_stream": lambda device=None: self._stream,
+            "stream": lambda stream: nullcontext(),
+            "device": lambda device: nullcontext(),
+            "Stream": _Stream,
+            "Event": _Event,
+            "CUDAGraph": _unmapped("torch.cuda.CUDAGraph"),
+            "graph": _unmapped("torch.cuda.graph"),
+            "mem_get_info": _unmapped("torch.cuda.mem_get_info"),
+        }
+
+    def of_accelerator(self) -> dict[str, Any]:
+        return {
+            "is_available": lambda: True,
+            "device_count": lambda: self._count,
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "current_device_index": lambda: self._current,
+            "set_device_index": self._set_device,
+            "current_stream": lambda device=None: self._stream,
+            "synchronize": lambda device=None: None,
+        }
 
 
 def _taking(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -165,14 +199,18 @@ def cuda_on_cpu(world_size: int = 1, rank: int = 0) -> Iterator[None]:
         world_size: what `torch.cuda.device_count` says.
         rank: what `torch.cuda.current_device` says.
 
-    `torch.compile` with a backend that generates code for GPUs, CUDA graphs and properties of GPUs
-    raise `UnmappedError`; kernels in Triton fail as they do without a GPU.
+    CUDA graphs and free memory raise `UnmappedError`; kernels in Triton fail as without a GPU.
     """
     import_module("torch._dynamo")  # reads torch.cuda once, and wants to find torch's own functions
     p2p = torch_symm_mem._SymmetricMemory
     with ExitStack() as stack:
-        for name, function in _functions(world_size, rank).items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        devices = _Devices(world_size, rank)
+        for module, functions in (
+            (torch.cuda, devices.of_cuda()),
+            (torch.accelerator, devices.of_accelerator()),
+        ):
+            for name, function in functions.items():
+                stack.enter_context(mock.patch.object(module, name, function))
         for owner, name, change in (
             (c10d, "_new_process_group_helper", _without_nccl),
             (DeviceMesh, "__init__", _mapped),
@@ -185,5 +223,7 @@ def cuda_on_cpu(world_size: int = 1, rank: int = 0) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, taking))
         for module in (c10d, torch.distributed):
             stack.enter_context(mock.patch.object(module, "is_nccl_available", return_value=True))
+        triton = import_module("torch.utils._triton")  # there are no kernels of its for CPUs
+        stack.enter_context(mock.patch.object(triton, "has_triton_package", return_value=False))
         stack.enter_context(_OnCpu())
         yield

@@ -20,8 +20,8 @@ _SAMPLES = Path(__file__).parent / "samples"
 
 def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
     """What became of each sample by name, and the output."""
-    for sample in _SAMPLES.glob("*.txt"):
-        (folder / f"test_{sample.stem}.py").write_text(sample.read_text())
+    for name in ("gpu", "others"):
+        (folder / f"test_{name}.py").write_text((_SAMPLES / f"{name}.txt").read_text())
     command = [sys.executable, "-m", "pytest", "-p", "symm_cp.testing", "-v", "-rs", *options]
     variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     done = subprocess.run(
@@ -36,6 +36,7 @@ def outcomes(folder: Path, *options: str) -> tuple[dict[str, str], str]:
     return dict(found), done.stdout + done.stderr
 
 
+@exhaustive
 def test_programs_for_gpus_run_on_cpu(tmp_path: Path) -> None:
     found, output = outcomes(tmp_path, "--cuda-on-cpu", "test_gpu.py")
     assert found == {
@@ -72,6 +73,17 @@ def test_what_another_project_sees(tmp_path: Path) -> None:
     assert "repeat these inputs with SYMM_CP_TEST_SEED=" in output
 
 
+@exhaustive
+def test_tests_of_torch_kind_run_on_cpu(tmp_path: Path) -> None:
+    """Ranks that torch's own classes for tests start, by `symm-cp exec`."""
+    program = tmp_path / "program.py"
+    program.write_text((_SAMPLES / "torchs.txt").read_text())
+    command = [sys.executable, "-m", "symm_cp", "exec", "--cuda-on-cpu", "2", "--", sys.executable]
+    done = subprocess.run([*command, str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Ran 2 tests in .*\n\nOK\n", done.stderr), done.stderr
+
+
 def maps_and_restores(group: dist.ProcessGroup) -> None:
     rank = group.rank()
     before = (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available())
@@ -99,7 +111,7 @@ def maps_and_restores(group: dist.ProcessGroup) -> None:
         assert torch.equal(torch.rand(1, device="cuda"), first)
         stream = torch.cuda.current_stream()
         stream.wait_event(stream.record_event())
-        for needs_a_gpu in (torch.cuda.CUDAGraph, torch.cuda.get_device_properties):
+        for needs_a_gpu in (torch.cuda.CUDAGraph, torch.cuda.mem_get_info):
             with pytest.raises(UnmappedError, match=r"needs a GPU: torch\.cuda"):
                 needs_a_gpu()
     assert (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available()) == before

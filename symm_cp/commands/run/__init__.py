@@ -54,12 +54,18 @@ def _add_names(parser: argparse.ArgumentParser) -> None:
         help="backends, with commas between, that symm_cp replaces on CPU; none: no backend "
         "(%(default)s)",
     )
+    parser.add_argument(
+        "--cuda-on-cpu",
+        type=int,
+        metavar="DEVICES",
+        help='what asks for "cuda" gets the CPU, as if there were so many GPUs: for tests',
+    )
 
 
 def add_exec(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp exec`."""
     parser.epilog = _EPILOG
-    parser.usage = "symm-cp exec [-h] [--backend-for NAMES] -- COMMAND ..."
+    parser.usage = "symm-cp exec [-h] [--backend-for NAMES] [--cuda-on-cpu DEVICES] -- COMMAND ..."
     _add_names(parser)
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="COMMAND", help="a program and its arguments"
@@ -79,11 +85,13 @@ def _check() -> None:
 
 
 @contextmanager
-def _environment(names: str) -> Iterator[None]:
+def _environment(names: str, cuda_on_cpu: int | None) -> Iterator[None]:
     """Sets the environment that programs inherit, inside."""
     path = os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH")]))
     before = dict(os.environ)
     os.environ.update(PYTHONPATH=path, SYMM_CP_BACKEND_FOR=names)
+    if cuda_on_cpu:
+        os.environ["SYMM_CP_CUDA_ON_CPU"] = str(cuda_on_cpu)
     try:
         yield
     finally:
@@ -149,7 +157,7 @@ def main_exec(args: argparse.Namespace) -> int:
     if not _could_build("exec", names):
         return 2
     sys.stdout.flush()
-    with _environment("" if names == "none" else names):
+    with _environment("" if names == "none" else names, args.cuda_on_cpu):
         os.execv(program, command)
     raise AssertionError  # execv does not return
 
@@ -164,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
     names = args.backend_for
     if not _could_build("run", names):
         return 2
-    with _environment("" if names == "none" else names):
+    with _environment("" if names == "none" else names, args.cuda_on_cpu):
         try:
             record(torchrun.run)(args)
         except ChildFailedError as error:

@@ -1,19 +1,27 @@
 """Python imports this file when it starts programs of `symm-cp run` or `exec`, and their children.
 
 The program runs as without it, with one difference: once it has imported `torch.distributed`, its
-`symm_cp.commands.run.redirect` makes its process groups. Until then nothing of torch or symm_cp
-is imported, so that the program can set variables first.
+`symm_cp.commands.run.redirect` makes its process groups; with `--cuda-on-cpu` a second one, once it
+has imported torch. Until then nothing of torch or symm_cp is imported, so that the program can set
+variables first.
 """
 
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _C10D = "torch.distributed.distributed_c10d"
+_kept: list[object] = []
+
+
+def _find_symm_cp() -> None:
+    if importlib.util.find_spec("symm_cp") is None:  # a checkout that is not installed
+        sys.path.append(os.path.abspath(os.path.join(_FOLDER, "..", "..", "..", "..")))
 
 
 def _redirect(c10d: ModuleType) -> None:
@@ -21,8 +29,7 @@ def _redirect(c10d: ModuleType) -> None:
     make = c10d._new_process_group_helper
 
     def make_redirected(*args: object, **kwargs: object) -> object:
-        if importlib.util.find_spec("symm_cp") is None:  # a checkout that is not installed
-            sys.path.append(os.path.abspath(os.path.join(_FOLDER, "..", "..", "..")))
+        _find_symm_cp()
         from symm_cp.commands.run.redirect import make_group
 
         return make_group(make, *args, **kwargs)
@@ -30,13 +37,27 @@ def _redirect(c10d: ModuleType) -> None:
     c10d._new_process_group_helper = make_redirected  # type: ignore[attr-defined]
 
 
+def _map_cuda(torch: ModuleType) -> None:
+    """Has the program get the CPU for CUDA, as long as it runs."""
+    _find_symm_cp()
+    from symm_cp.testing.gpu_programs import cuda_on_cpu
+
+    devices = int(os.environ["SYMM_CP_CUDA_ON_CPU"])
+    mapping = cuda_on_cpu(devices, int(os.environ.get("LOCAL_RANK", 0)))
+    mapping.__enter__()
+    _kept.append(mapping)  # it would end with its context manager
+
+
 class _Finder:
-    """Finds torch's module as Python does, and redirects it when it has been executed."""
+    """Finds a module as Python does, and acts when it has been executed."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name, self._act = name, act
 
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _C10D:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)  # type: ignore[arg-type]
         spec = importlib.util.find_spec(name)
@@ -46,7 +67,7 @@ class _Finder:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _redirect(module)
+            self._act(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -66,5 +87,7 @@ def _import_hidden() -> None:
 
 if __name__ == "sitecustomize":  # imported by Python at its start
     if os.environ.get("SYMM_CP_BACKEND_FOR"):
-        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder(_C10D, _redirect))  # type: ignore[arg-type]
+    if os.environ.get("SYMM_CP_CUDA_ON_CPU"):
+        sys.meta_path.insert(0, _Finder("torch", _map_cuda))  # type: ignore[arg-type]
     _import_hidden()

@@ -99,7 +99,7 @@ class Put(NamedTuple):
 class Wait(NamedTuple):
     """A rank waits for a signal of another."""
 
-    source: int
+    source: int  # -1: of any
     key: tuple[object, ...]
     value: int | None = None
 
@@ -183,7 +183,10 @@ class _Notes:
     def of_group(self, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
         """Returns the group that a tensor in symmetric memory was rendezvoused with."""
         found = self.find(tensor)
-        name = found[0].group if found else str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        if found is None and len(self.met) == 1:
+            (name,) = self.met
+        else:
+            name = found[0].group if found else str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
         return name, _members(name)
 
 
@@ -237,21 +240,24 @@ class _Noting(TorchDispatchMode):
 
     def _one_sided(self, func: Any, given: dict[str, Any], what: str) -> bool:
         name = func._schema.name.rpartition("::")[2]
-        rank, notes = dist.get_rank(), self.notes
+        notes = self.notes
         if name in _ONE_SIDED:
             group, members = notes.of_group(given["tensor"])
             peer = members[given["peer"]]
             notes.access(given["tensor"], not _ONE_SIDED[name], what)
             notes.access(given["tensor"], _ONE_SIDED[name], what, peer)
             if "signal" in given:
-                notes.log.append(Put(peer, ("value", group, rank), given["signal"]))
+                notes.log.append(Put(peer, ("value", group), given["signal"]))
             return True
         if name in ("nvshmem_wait_for_signal", "nccl_wait_for_signal"):
             group, members = notes.of_group(given["sigpad"])
-            sources = [members[given["peer"]]] if "peer" in given else members
-            for source in sources:
-                key = ("value", group, source)
-                notes.log.append(Wait(source, key, given["signal"]))
+            source = members[given["peer"]] if "peer" in given else -1
+            notes.log.append(Wait(source, ("value", group), given["signal"]))
+            return True
+        if name in ("nccl_put_signal", "nccl_wait_signal"):  # of a handle, which is opaque here
+            group, members = notes.of_group(given.get("src", torch.empty(0)))
+            peer, key = members[given["peer"]], ("count", group)
+            notes.log.append(Put(peer, key) if name == "nccl_put_signal" else Wait(peer, key))
             return True
         return False
 
@@ -267,6 +273,8 @@ class _Noting(TorchDispatchMode):
             peer = members[given["dst" if name == "send" else "src"]]
             key = ("message", group, given["tag"])
             return Put(peer, key) if name == "send" else Wait(peer, key)
+        if name == "recv_any_source_":
+            return Wait(-1, ("message", group, given["tag"]))
         root = members[given["root_rank"]] if name in _ROOTED else None
         return Meeting(("collective", group), members, root, _ROOTED.get(name, False))
 

@@ -96,7 +96,9 @@ class _Replay:
             self.puts[key].append((event.value, dict(clock)))
             clock[rank] += 1
             return True
-        key = (event.source, rank, event.key)
+        sources = self.logs if event.source < 0 else (event.source,)
+        keys = [(source, rank, event.key) for source in sources]
+        key = next((key for key in keys if self._signal(key, event.value) is not None), keys[0])
         found = self._signal(key, event.value)
         if found is None:
             return False

@@ -136,6 +136,19 @@ def puts_between_barriers(r: Rank) -> None:
     halves[0].sum()
 
 
+def puts_with_signals(r: Rank) -> None:
+    """The signal orders what was put before it, whoever it was that put."""
+    pad = symm_mem.empty(1, dtype=torch.int64, device="cpu").zero_()
+    symm_mem.rendezvous(pad, r.group)
+    half = r.own[:8].fill_(r.rank)
+    r.handle.barrier()
+    if r.rank == 0:
+        torch.ops.symm_mem.nvshmem_put_with_signal(half, pad, 1, 1)
+    if r.rank == 1:
+        torch.ops.symm_mem.nvshmem_wait_for_signal(pad, 1, 0)
+        half.sum()
+
+
 def subgroup(r: Rank) -> None:
     """A barrier of other ranks orders nothing."""
     pair = dist.new_group([0, 1])
@@ -148,6 +161,7 @@ def subgroup(r: Rank) -> None:
 RIGHT = [
     *(reads_behind_a_barrier, signals, all_reduces, broadcasts_from_0, columns, only_views, ops),
     puts_between_barriers,
+    puts_with_signals,
     sends,
 ]
 WRONG = {

@@ -38,7 +38,7 @@ class Cursor {
   Cursor(char* begin, const Extent* extent, int64_t offset) : at_(begin) {
     if (extent == nullptr || extent->row == 0) return;
     extent_ = extent;
-    rows_ = extent->bytes / extent->row;
+    rows_ = (extent->bytes + extent->row - 1) / extent->row;
     enter(offset / extent->row, offset % extent->row);
   }
   char* at() const { return at_; }

@@ -182,18 +182,21 @@ std::vector<char> content_of(const Planned& planned, const std::vector<int>& sou
   return content;
 }
 
-// The memory of one part, at any address, contiguous or in rows with gaps.
+// The memory of one part, at any address, contiguous or in rows with gaps, in any order.
 struct Memory {
   std::vector<char> bytes;
+  std::vector<int64_t> numbers;
   Extent extent;
 
   // Calls `visit(at, offset, bytes)` for each run of bytes.
   template <class F>
   void each_row(F visit) const {
     const int64_t row = extent.row == 0 ? extent.bytes : extent.row;
-    char* at = static_cast<char*>(extent.data);
-    for (int64_t offset = 0; offset < extent.bytes; offset += row, at += extent.pitch)
-      visit(at, offset, static_cast<size_t>(std::min(row, extent.bytes - offset)));
+    for (int64_t i = 0; i * row < extent.bytes; ++i) {
+      const int64_t number = extent.numbers == nullptr ? i : extent.numbers[i];
+      visit(static_cast<char*>(extent.data) + number * extent.pitch, i * row,
+            static_cast<size_t>(std::min(row, extent.bytes - i * row)));
+    }
   }
   void fill(const std::vector<char>& content) const {
     each_row([&](char* at, int64_t offset, size_t bytes) {
@@ -213,14 +216,22 @@ struct Memory {
 Memory memory_of(int64_t size, bool rows, std::mt19937& random) {
   Memory memory;
   const int64_t offset = static_cast<int64_t>(random() % 3);
+  int64_t room = size;
   memory.extent.bytes = size;
-  if (rows && random() % 3 == 0) {
-    memory.extent.row = 100 + static_cast<int64_t>(random() % 9000);
-    memory.extent.pitch = memory.extent.row + static_cast<int64_t>(random() % 100);
+  if (rows && size > 0 && random() % 3 == 0) {
+    Extent& extent = memory.extent;
+    extent.row = 100 + static_cast<int64_t>(random() % 9000);
+    extent.pitch = extent.row + static_cast<int64_t>(random() % 100);
+    const int64_t count = (size + extent.row - 1) / extent.row;
+    room = count * extent.pitch;
+    if (random() % 2 == 0) {
+      memory.numbers.resize(static_cast<size_t>(count));
+      std::iota(memory.numbers.begin(), memory.numbers.end(), int64_t{0});
+      std::shuffle(memory.numbers.begin(), memory.numbers.end(), random);
+      extent.numbers = memory.numbers.data();
+    }
   }
-  const int64_t row = memory.extent.row == 0 ? size + 1 : memory.extent.row;
-  const int64_t gaps = size / row * (memory.extent.row == 0 ? 0 : memory.extent.pitch - row);
-  memory.bytes.assign(static_cast<size_t>(offset + size + gaps), 0);
+  memory.bytes.assign(static_cast<size_t>(offset + room), 0);
   memory.extent.data = memory.bytes.data() + offset;
   return memory;
 }

@@ -264,7 +264,7 @@ declare(
         ),
         kernel=_route_kernel,
         fake=_route_fake,
-        gradient=Elsewhere("experts and places have none", differentiable=False),
+        gradient=Elsewhere("csrc/ops/autograd_gate.cpp: integers have none", differentiable=False),
         autocast=untouched,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(

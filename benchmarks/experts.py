@@ -24,7 +24,7 @@ from symm_cp import moe
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 1024, 1024, 8, 2
 TOKENS = 4096  # of all ranks
-#: The share of the tokens' first choices that go to one expert, beyond its fair part.
+#: Added to the scores of the first expert: with 1 each token has it as one of its two.
 SKEWS = {"even": 0.0, "one expert takes half": 1.0}
 
 
@@ -32,7 +32,7 @@ class _Layer:
     """One rank's experts: two matmuls with a gate between them."""
 
     def __init__(self, group: dist.ProcessGroup, skew: float, tokens: int) -> None:
-        self.group, self.rank = group, group.rank()
+        self.group = group
         generator = torch.Generator().manual_seed(1 + group.rank())
         self.tokens = torch.randn(tokens, HIDDEN, generator=generator)
         scores = torch.rand(tokens, EXPERTS, generator=generator)

@@ -1,5 +1,5 @@
 // Tokens to their experts, which the ranks divide among them, and results back: the kernels of
-// symm_cp/ops/experts.py.
+// symm_cp/ops/experts/op.py.
 //
 // First all ranks learn how many tokens each has for each expert, from which every one knows what
 // it sends and where what it gets belongs. Then rows go straight from their place in one rank's
@@ -75,7 +75,7 @@ class Routing {
   int64_t given(int64_t peer) const { return begins_[peer + 1] - begins_[peer]; }
   int64_t taken(int64_t peer) const { return static_cast<int64_t>(arriving_[peer].size()); }
   int64_t sent() const { return sent_; }
-  // The rows that this rank's experts get, and those of a rank's tokens among them.
+  // How many rows this rank's experts get, and which of them are those of a rank's tokens.
   int64_t rows() const { return rows_; }
   const int64_t* arriving(int64_t peer) const { return arriving_[peer].data(); }
   // The tokens of all that is sent.

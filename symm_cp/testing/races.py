@@ -69,7 +69,7 @@ class _Replay:
         self.accesses: list[_Ordered] = []
 
     def run(self) -> list[_Ordered]:
-        """Returns all accesses that were ordered; ranks that wait in vain stop there."""
+        """Returns all accesses with their clocks, of each rank up to a wait that never ends."""
         moved = True
         while moved:
             moved = False

@@ -41,11 +41,11 @@ def parser() -> argparse.ArgumentParser:
 
     torchrun = get_args_parser()
     torchrun.prog, torchrun.description, torchrun.epilog = "symm-cp run", HELP, _EPILOG
-    _add_names(torchrun)
+    _add_options(torchrun)
     return torchrun
 
 
-def _add_names(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend-for",
         type=_names,
@@ -66,7 +66,7 @@ def add_exec(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp exec`."""
     parser.epilog = _EPILOG
     parser.usage = "symm-cp exec [-h] [--backend-for NAMES] [--cuda-on-cpu DEVICES] -- COMMAND ..."
-    _add_names(parser)
+    _add_options(parser)
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="COMMAND", help="a program and its arguments"
     )

@@ -86,7 +86,7 @@ def balancers(length: int, W: int, mask: BlockMask | None) -> list[LoadBalancer]
 
 
 def check(
-    name: str, actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, times: int = 1
+    name: str, actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, times: float = 1
 ) -> None:
     assert actual.shape == expected.shape, f"{name}: {actual.shape=}, expected {expected.shape}"
     if actual.numel() == 0:
@@ -154,10 +154,12 @@ def compare(
         # A score's gradient has the sum over a row of the output, as it was rounded, and its own.
         times = 3 if name != "v" and dtype.itemsize == 2 else 1
         check(f"gradient of {name}", actual, exact[:, :, at], dtype, times)
+    # One element has terms of all rows, which cancel: their roundings do not.
+    times = max(1.0, (B * H * length) ** 0.5 / 4)
     for actual, exact in zip(found[3:], wanted[3:], strict=True):
         total = actual.clone()
         dist.all_reduce(total, group=group)
-        check("gradient of a captured tensor", total, exact, dtype)
+        check("gradient of a captured tensor", total, exact, dtype, times)
 
 
 def plain(

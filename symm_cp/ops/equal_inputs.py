@@ -28,7 +28,7 @@ from symm_cp.group.memory import GroupLike, reported, resolve
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops.common import tells_peers
 from symm_cp.ops.direct import direct
-from symm_cp.ops.op import LEFT_TO_TORCH, Elsewhere, Op, arguments, declare, untouched
+from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
 
 #: How errors say that the comparison can be turned off.
 OFF = "SYMM_CP_COMPARE_INPUTS=0 turns this check off"
@@ -311,7 +311,7 @@ declare(
         schema="(Tensor input, str op, str name, str remedy, str group_name) -> Tensor",
         kernel=_same_kernel,
         fake=_same_fake,
-        gradient=Elsewhere("graphs compare integers and bools", differentiable=False),
+        gradient=NoGradient("graphs compare integers and bools"),
         autocast=untouched,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(torch.ones(4, 6), "op", "input", "", on.group_name),

@@ -277,12 +277,9 @@ def _declared(op: declaration.Op) -> Op:
 
 #: The first returns memory of the peers, the last take tensors in symmetric memory only
 #: (tests/ops/test_gpu_only.py). Only graphs and gradients call the others, with layouts and
-#: modifiers that graphs hold. Not covered: with fake tensors the call after them has failed, and
-#: the cause is not known.
+#: modifiers that graphs hold.
 LEFT_OUT = (
     "get_remote_tensors",
-    "_gather_sequence",
-    "_same_on_all_ranks",
     "flex_all_gather_attention",
     "flex_all_gather_attention_backward",
     *(op.name for op in gpu_only.OPS),

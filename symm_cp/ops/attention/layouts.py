@@ -56,7 +56,11 @@ def decoded(op: str, layouts: torch.Tensor, world_size: int) -> tuple[SequenceLa
             f"{op}: layouts must be a 1-D tensor of int64 on CPU, is {layouts.dtype} "
             f"{list(layouts.shape)} on {layouts.device}"
         )
-    return _decoded(op, tuple(layouts.tolist()), world_size)
+    try:
+        numbers = tuple(layouts.tolist())
+    except MemoryError:
+        raise ValueError(f"{op}: layouts of {len(layouts)} numbers do not fit in memory") from None
+    return _decoded(op, numbers, world_size)
 
 
 @lru_cache(maxsize=64)

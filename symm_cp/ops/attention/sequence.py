@@ -14,7 +14,7 @@ import torch
 from symm_cp import runtime
 from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
 from symm_cp.ops.common import group_of, what_is
-from symm_cp.ops.op import LEFT_TO_TORCH, Elsewhere, Op, arguments, declare, untouched
+from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
 from symm_cp.schedule.layout import head_tail, sequential
 
 _GATHER = "_gather_sequence"
@@ -60,7 +60,7 @@ declare(
         schema="(Tensor shard, Tensor layouts, SymInt length, str group_name) -> Tensor",
         kernel=_gather_kernel,
         fake=_gather_fake,
-        gradient=Elsewhere("positions and masks have none", differentiable=False),
+        gradient=NoGradient("positions and masks have none"),
         autocast=untouched,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(

@@ -3,6 +3,7 @@
 // fails when the connection breaks.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
@@ -47,7 +48,9 @@ class LinkProbe {
   // thread waits until it is aborted.
   struct Probe {
     Probe(c10d::Backend& backend, int rank) {
-      std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+      // Without torch's dispatcher: under the caller's modes or transforms it may be no plain tensor,
+      // and gloo refuses that, which is no sign of a broken link.
+      std::vector<at::Tensor> nothing{at::detail::empty_cpu({1}, at::kByte)};
       try {
         work = backend.recv(nothing, rank, kTag);
       } catch (const std::exception&) {

@@ -48,8 +48,8 @@ class LinkProbe {
   // thread waits until it is aborted.
   struct Probe {
     Probe(c10d::Backend& backend, int rank) {
-      // Without torch's dispatcher: under the caller's modes or transforms it may be no plain tensor,
-      // and gloo refuses that, which is no sign of a broken link.
+      // Without torch's dispatcher: under the caller's modes or transforms it may be no plain
+      // tensor, and gloo refuses that, which is no sign of a broken link.
       std::vector<at::Tensor> nothing{at::detail::empty_cpu({1}, at::kByte)};
       try {
         work = backend.recv(nothing, rank, kTag);

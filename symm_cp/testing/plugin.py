@@ -19,6 +19,11 @@ from symm_cp.testing.process import Setup
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.
 _DRAWN = int.from_bytes(os.urandom(4), "little")
 _UNMAPPED = re.compile(r"^symm_cp\.testing\.gpu_programs\.UnmappedError: (.*)$", re.MULTILINE)
+# What a rank raises when it waits in vain for one that raised first.
+_PEER_LOST = re.compile(
+    r"^(RuntimeError|torch\.distributed\.Dist\w*Error): .*(\brank \d|\bpeer\b|[Tt]ime)",
+    re.MULTILINE,
+)
 _CUDA_ON_CPU = pytest.StashKey[contextlib.ExitStack]()
 
 
@@ -132,6 +137,17 @@ def _call(group: Any, function: Callable[..., Any], arguments: dict[str, Any]) -
     function(**arguments)
 
 
+def _needs_a_gpu(error: RankError) -> str:
+    """Returns what only a GPU has, if that is why ranks failed, or that their peers did."""
+    reasons = []
+    for report in error.reports.values():
+        if found := _UNMAPPED.search(report):
+            reasons.append(found[1])
+        elif not (report.startswith("was still here") or _PEER_LOST.search(report)):
+            return ""
+    return reasons[0] if reasons else ""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a marked test on ranks instead of here."""
@@ -153,7 +169,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     try:
         pool.run_test(pyfuncitem.name, world_size, _call, (pyfuncitem.obj, arguments), {}, limit)
     except RankError as error:
-        if reason := _UNMAPPED.search(str(error)):
-            pytest.skip(reason[1])
+        if reason := _needs_a_gpu(error):
+            pytest.skip(reason)
         raise
     return True

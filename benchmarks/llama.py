@@ -1,8 +1,9 @@
 """A Llama of transformers for `inference.py` and `training.py`, split over ranks in several ways.
 
 - `transformers (...)` is split by transformers itself, as `from_pretrained(..., tp_plan="auto")`
-  does it, over a backend of torch.distributed. Over `nothing`, a backend whose collectives return
-  at once, it shows what the code of transformers and torch takes around them.
+  does it, over a backend of torch.distributed; over `symm_cp` also with this package's
+  styles, as programs get them (`fused`). Over `nothing`, a backend whose collectives return at
+  once, it shows what the code of transformers and torch takes around them.
 - `apply` is split by `symm_cp.tensor_parallel.apply`.
 - `limit` has the same parts of the weights in plain modules, and no communication at all.
 - `one process, all threads` is the whole model on rank 0, with as many threads as there are ranks
@@ -11,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 from collections.abc import Callable, Iterator
@@ -61,7 +63,7 @@ def _mesh(over: dist.ProcessGroup, name: str) -> DeviceMesh:
     return DeviceMesh.from_group(over, "cpu", mesh_dim_names=(name,))
 
 
-def by_transformers(model: nn.Module, over: dist.ProcessGroup, backend: str) -> nn.Module:
+def by_transformers(model: nn.Module, over: dist.ProcessGroup, name: str) -> nn.Module:
     """Returns the model as transformers splits it over the ranks of a group."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -69,7 +71,27 @@ def by_transformers(model: nn.Module, over: dist.ProcessGroup, backend: str) -> 
     model = sharing_weights(model)
     config: Any = DistributedConfig(tp_size=over.size(), tp_plan="auto")
     plan = model._resolve_parallel_plans(config)[0]
-    return apply_tensor_parallelism(model, _mesh(over, backend), plan)
+    return apply_tensor_parallelism(model, _mesh(over, name), plan)
+
+
+@contextlib.contextmanager
+def _unfused() -> Iterator[None]:
+    """Has transformers split by its own styles."""
+    from transformers.distributed import tensor_parallel
+
+    styles = tensor_parallel.ALL_PARALLEL_STYLES
+    for name, kind in {
+        "rowwise": tensor_parallel.RowwiseParallel,
+        "colwise": tensor_parallel.ColwiseParallel,
+    }.items():
+        styles[name] = kind(
+            input_layouts=styles[name].input_layouts, output_layouts=styles[name].output_layouts
+        )
+    try:
+        yield
+    finally:
+        for name in ("rowwise", "colwise"):
+            del styles[name]
 
 
 def applied(model: nn.Module, over: dist.ProcessGroup, **options: Any) -> nn.Module:
@@ -142,7 +164,12 @@ def variants(
     yield "limit", _with_own_weights(alone(model, group))
     for backend, over in groups_over(group, _NOTHING, "symm_cp").items():
         name = "nothing" if backend == _NOTHING else backend
-        yield f"transformers ({name})", _with_own_weights(by_transformers(model, over, backend))
+        with _unfused():
+            split = by_transformers(model, over, backend)
+        yield f"transformers ({name})", _with_own_weights(split)
+        if backend != _NOTHING:
+            split = by_transformers(model, over, backend)
+            yield f"transformers ({name}, fused)", _with_own_weights(split)
     yield "transformers (gloo)", _with_own_weights(by_transformers(model, group, "gloo"))
     for name, options in applications.items():
         yield name, _with_own_weights(applied(model, group, **options))

@@ -305,7 +305,8 @@ def llama(file: str, what: str) -> list[str]:
     """A model of transformers, split by transformers and by this package."""
     own = {"apply": "`apply`", "apply, sequence parallel": "`apply`, sequence parallel"}
     own |= {ONE_PROCESS: ONE_PROCESS}
-    theirs = {"nothing": "no communication", "symm_cp": "over `symm_cp`", "gloo": "over gloo"}
+    theirs = {"nothing": "no communication", "symm_cp": "over `symm_cp`"}
+    theirs |= {"symm_cp, fused": "over `symm_cp`, fused", "gloo": "over gloo"}
     names = {f"transformers ({over})": f"transformers, {text}" for over, text in theirs.items()}
     measured_here = {name for row in load(file)[1].values() for name in row["ratio"]}
     names = {name: text for name, text in (names | own).items() if name in measured_here}

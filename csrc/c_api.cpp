@@ -247,8 +247,8 @@ int64_t symm_cp_lock(void* group) {
 
 void symm_cp_unlock(void* group) { of(group).unlock_calls(); }
 
-// Called with the name of a group that C++ does not know yet; makes it known, or explains why not.
-void symm_cp_on_unknown_group(int (*find)(const char* name)) { on_unknown_group(find); }
+// Called with the name of a group of which C++ needs more than it knows: see on_unknown_group.
+void symm_cp_on_unknown_group(int (*find)(const char* name, int ask)) { on_unknown_group(find); }
 void symm_cp_explain(const char* why) { explain(why); }
 void symm_cp_explain_interruption(void* group, void* exception) {
   auto* const known = static_cast<std::shared_ptr<Group>*>(group);

@@ -1,6 +1,7 @@
 #include "channel/group.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 #include "base/probe.h"
@@ -17,6 +18,7 @@ int64_t pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kP
 std::string text(int64_t value) { return std::to_string(value); }
 
 thread_local bool engine = false;
+thread_local std::function<void()>* before_number = nullptr;
 
 }  // namespace
 
@@ -193,7 +195,18 @@ Group::~Group() {
 void Group::enter_engine() { engine = true; }
 bool Group::in_engine() { return engine; }
 
+BeforeNumber::BeforeNumber(std::function<void()> ask) : ask_(std::move(ask)) {
+  before_number = &ask_;
+}
+
+BeforeNumber::~BeforeNumber() { before_number = nullptr; }
+
+void BeforeNumber::ask() {
+  if (auto* const first = std::exchange(before_number, nullptr)) (*first)();
+}
+
 int64_t Group::next(int index, bool by_user) {
+  if (by_user) BeforeNumber::ask();
   std::lock_guard<std::mutex> lock(mutex_);
   if (by_user) {
     const auto self = std::this_thread::get_id();

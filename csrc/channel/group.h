@@ -2,8 +2,10 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -106,9 +108,12 @@ class Group {
   // The steps of an exchange, which Python has lowered for this group.
   const Loop& loop(int index, ExchangeKind kind, bool in_place) const;
   void set_loop(int index, ExchangeKind kind, bool in_place, Loop loop);
-  // Whether all ranks share this host's memory.
-  bool on_one_host() const { return on_one_host_; }
-  void set_on_one_host(bool all) { on_one_host_ = all; }
+  // Whether all ranks share this host's memory; nothing before that was asked (groups.h).
+  std::optional<bool> on_one_host() const {
+    const Hosts known = hosts_;
+    return known == Hosts::kUnknown ? std::nullopt : std::optional(known == Hosts::kOne);
+  }
+  void set_on_one_host(bool all) { hosts_ = all ? Hosts::kOne : Hosts::kSeveral; }
   // For Python, whose calls on the channel `sync` have several parts. See CallLock.
   void lock_calls() { acquire(call_locks_[kSync]); }
   void unlock_calls() { call_locks_[kSync].unlock(); }
@@ -182,7 +187,8 @@ class Group {
   static void acquire(std::recursive_timed_mutex& mutex);
   static constexpr int kKinds = 8;
   std::optional<Loop> loops_[kChannels][kKinds][2];
-  std::atomic<bool> on_one_host_{true};
+  enum class Hosts { kUnknown, kOne, kSeveral };
+  std::atomic<Hosts> hosts_{Hosts::kUnknown};
   std::recursive_timed_mutex call_locks_[kChannels];
   friend class CallLock;
   Lane lane_;
@@ -198,6 +204,20 @@ class CallLock {
 
  private:
   std::recursive_timed_mutex& mutex_;
+};
+
+// In its scope, the thread's first call to get a number does so after `ask`, which may throw: what
+// comes before that refuses a call without waiting for anybody.
+class BeforeNumber {
+ public:
+  explicit BeforeNumber(std::function<void()> ask);
+  ~BeforeNumber();
+  BeforeNumber(const BeforeNumber&) = delete;
+  BeforeNumber& operator=(const BeforeNumber&) = delete;
+  static void ask();
+
+ private:
+  std::function<void()> ask_;
 };
 
 // In its scope the calling thread may be marked as blocked (`Group::block`); unmarks it at the end.

@@ -33,7 +33,7 @@ KnownGroups& known_groups() {
   return *all;
 }
 
-std::atomic<int (*)(const char*)> find_in_python{nullptr};
+std::atomic<int (*)(const char*, int)> find_in_python{nullptr};
 thread_local std::string explanation;
 thread_local std::shared_ptr<Group> interrupted;
 thread_local void* interruption = nullptr;
@@ -55,20 +55,34 @@ std::shared_ptr<Group> known_group(const std::string& name, const c10d::ProcessG
   return found->second.group.lock();
 }
 
-}  // namespace
-
-std::shared_ptr<Group> group_of(const std::string& name) {
+std::shared_ptr<Group> find(const std::string& name, bool ask) {
   const auto process_group = process_group_of(name);
-  if (auto known = known_group(name, process_group.get())) return known;
+  auto known = known_group(name, process_group.get());
+  if (known != nullptr && (!ask || known->on_one_host())) return known;
   const auto find = find_in_python.load();
   if (find == nullptr) throw std::runtime_error("symm_cp is not imported");
   interrupted = nullptr;
-  const bool found = find(name.c_str()) == 0;
+  const bool found = find(name.c_str(), ask ? 1 : 0) == 0;
   if (interruption != nullptr) raise_later(std::exchange(interruption, nullptr));
   if (!found) throw std::runtime_error(explanation);
-  auto made = known_group(name, process_group.get());
-  if (made == nullptr) throw std::runtime_error("group '" + name + "' is being destroyed");
-  return made;
+  known = known_group(name, process_group.get());
+  if (known == nullptr) throw std::runtime_error("group '" + name + "' is being destroyed");
+  return known;
+}
+
+}  // namespace
+
+std::shared_ptr<Group> group_named(const std::string& name) { return find(name, false); }
+std::shared_ptr<Group> group_of(const std::string& name) { return find(name, true); }
+
+void require_one_host(const Group& group) {
+  std::shared_ptr<Group> known;
+  try {
+    known = group_of(group.name());
+  } catch (const std::exception& error) {
+    throw HostsUnknown(error.what());
+  }
+  if (!*known->on_one_host()) throw SpansHosts("group '" + group.name() + "' spans hosts");
 }
 
 void known_as(const std::shared_ptr<Group>& group) {
@@ -79,7 +93,7 @@ void known_as(const std::shared_ptr<Group>& group) {
       group->name(), KnownGroup{group, c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group)});
 }
 
-void on_unknown_group(int (*find)(const char* name)) { find_in_python.store(find); }
+void on_unknown_group(int (*find)(const char* name, int ask)) { find_in_python.store(find); }
 
 void explain(const char* why) { explanation = why; }
 

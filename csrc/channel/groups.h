@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 
 namespace symm_cp {
@@ -11,15 +12,31 @@ class Group;
 // Returns the group of that name, which is made at its first use: that runs Python
 // (symm_cp.group.memory.resolve), so this takes Python's lock if need be. Throws
 // std::invalid_argument where there is no such process group, and std::runtime_error where the
-// group cannot be made. Afterwards a look-up costs less than a microsecond. A group may span hosts:
-// see Group::on_one_host.
+// group cannot be made. Afterwards a look-up costs less than a microsecond. Never waits for peers,
+// so whether the group spans hosts may not be known yet.
+std::shared_ptr<Group> group_named(const std::string& name);
+
+// The same once it is known whether the group spans hosts. Collective at the first call for a
+// group.
 std::shared_ptr<Group> group_of(const std::string& name);
 
-// Lets `group_of` find a group, as long as its process group lives and somebody owns it.
+// The group's ranks do not share memory.
+struct SpansHosts : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// Whether they do could not be found out: a peer did not come, or Ctrl-C.
+struct HostsUnknown : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+// Throws unless all ranks of a group share this host's memory. Collective, as `group_of`.
+void require_one_host(const Group& group);
+
+// Lets `group_named` find a group, as long as its process group lives and somebody owns it.
 void known_as(const std::shared_ptr<Group>& group);
 
 // `find` makes a group and calls `known_as`; it returns 0, or says why it could not (`explain`).
-void on_unknown_group(int (*find)(const char* name));
+// With `ask` it also finds out whether the group spans hosts.
+void on_unknown_group(int (*find)(const char* name, int ask));
 void explain(const char* why);
 
 // As `explain`, where Ctrl-C has ended `find`, which knew the group already, or null. Python raises

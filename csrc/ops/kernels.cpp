@@ -111,7 +111,7 @@ void check_sizes(const char* op, const std::vector<int64_t>& sizes, int ranks) {
 
 std::shared_ptr<Group> look_up(const char* op, const std::string& name) {
   try {
-    return group_of(name);
+    return group_named(name);
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
   } catch (const std::runtime_error& error) {
@@ -361,12 +361,22 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
              c10::function_ref<void(const std::shared_ptr<Group>&)> body) {
   if (!serving.load(std::memory_order_relaxed)) return false;
   const std::shared_ptr<Group> group = look_up(op, arguments.text(group_name));
-  if (!group->on_one_host()) return false;
+  const auto together = group->on_one_host();
+  if (together == false) return false;
   told_interruption = false;
   was_interrupted();  // in an earlier call
   try {
     arguments.check_memory(op);
-    body(group);
+    if (together) {
+      body(group);
+    } else {
+      const BeforeNumber asked([&] { require_one_host(*group); });
+      body(group);
+    }
+  } catch (const SpansHosts&) {
+    return false;
+  } catch (const HostsUnknown& error) {
+    TORCH_CHECK(false, op, ": ", error.what());
   } catch (const Failed& error) {
     note_told(error.cause);
     std::rethrow_exception(error.cause);
@@ -396,8 +406,8 @@ void telling_of_refusals(const char* op, const c10::IValue& group_name, int chan
         told_interruption = true;
         return;
       }
-      const auto group = group_of(group_name.toStringRef());
-      if (group->on_one_host()) tell_peers(*group, channel, error);
+      const auto group = group_named(group_name.toStringRef());
+      if (group->on_one_host().value_or(true)) tell_peers(*group, channel, error);
     } catch (const std::exception&) {  // no group, nobody to tell
     }
   };

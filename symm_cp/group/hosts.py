@@ -203,10 +203,22 @@ def _places(group: Group, device: torch.device) -> list[Place]:
     return [_place_of_text(text) for text in texts]
 
 
+def _met_on_this_host(group: Group) -> bool:
+    """Whether the backend asked when the group was made.
+
+    Then the group's first call has no other peers to wait for than its own, nor another time-out.
+    """
+    return bool(native.load().symm_cp_met_on_this_host(group.name.encode()))
+
+
+def _known_at_once(group: Group) -> bool:
+    """Whether `hosts_of` waits for nobody, for tensors on CPU."""
+    known = group.find(SPREADS) or {}
+    return group.world_size == 1 or "cpu" in known or _met_on_this_host(group)
+
+
 def _find(group: Group, device: torch.device) -> Hosts | None:
-    # The backend asked when the group was made: its first call has no other peers to wait for than
-    # its own, nor another time-out.
-    if device.type == "cpu" and native.load().symm_cp_met_on_this_host(group.name.encode()):
+    if device.type == "cpu" and _met_on_this_host(group):
         return None
     places = _places(group, device)
     ranks = spread(places)
@@ -324,16 +336,17 @@ def numbers_on_host(group: Group, name: bytes, numbers: Sequence[int]) -> Number
     return tuple(tuple(taken[at : at + count]) for at in range(0, count * ranks, count))
 
 
-def _find_by_name(name: bytes) -> int:
-    """Collective at the first call for a group, as it is an op's first call."""
+def _find_by_name(name: bytes, ask: int) -> int:
+    """For csrc/channel/groups.h; with `ask` collective at the first call for a group."""
     library, group = native.load(), None
     try:
         group = resolve(name.decode())
-        try:
-            together = hosts_of(group, _CPU) is None
-        except NotImplementedError:
-            together = False  # the op says why
-        library.symm_cp_set_on_one_host(group.handle, together)
+        if ask or _known_at_once(group):
+            try:
+                together = hosts_of(group, _CPU) is None
+            except NotImplementedError:
+                together = False  # the op says why
+            library.symm_cp_set_on_one_host(group.handle, together)
         library.symm_cp_group_known(group.handle)
     except BaseException as error:
         if isinstance(error, Exception):

@@ -9,7 +9,7 @@ from symm_cp.native import wire
 VOID, INT, LONG, TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_char_p
 _EPOCH, _LAYOUT = ctypes.c_uint32, ctypes.POINTER(wire.WorkspaceLayout)
 #: Takes the name of a group; see csrc/channel/groups.h.
-FindGroup = ctypes.CFUNCTYPE(INT, TEXT)
+FindGroup = ctypes.CFUNCTYPE(INT, TEXT, INT)
 NoteCall = ctypes.CFUNCTYPE(None, TEXT)
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_error": (TEXT, []),

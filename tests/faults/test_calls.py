@@ -69,6 +69,12 @@ def test_refusals_of_several_calls(ranks: Ranks) -> None:
     ranks.run(2, refused_twice)
 
 
+def test_refusals_of_several_calls_before_anybody_has_called(ranks: Ranks) -> None:
+    """In new processes: nobody waits to hear on which hosts the others are."""
+    with ranks.own(2, refused_twice) as running:
+        assert [outcome.failure for outcome in running.outcomes()] == ["", ""]
+
+
 def differ_after_a_refusal(group: dist.ProcessGroup) -> None:
     """Rank 1 refuses a call like one that worked, and then makes another call than rank 0."""
     own = fresh(group)

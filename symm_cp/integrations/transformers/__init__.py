@@ -1,7 +1,8 @@
 """Models of Hugging Face's transformers under `context_parallel`: `attn_implementation="symm_cp"`.
 
-Importing this registers the implementation with `AttentionInterface` and `AttentionMaskInterface`,
-and that of experts with `EPImplementationInterface`, which releases before 5.20 lack.
+Importing this registers the implementation with `AttentionInterface` and `AttentionMaskInterface`;
+that of experts with `EPImplementationInterface`, and fused styles with `ALL_PARALLEL_STYLES`, where
+the release has them.
 """
 
 from __future__ import annotations
@@ -23,3 +24,5 @@ AttentionMaskInterface.register(NAME, mask_function)
 
 with suppress(ImportError):
     from symm_cp.integrations.transformers import experts as _experts  # noqa: F401
+with suppress(ImportError):
+    from symm_cp.integrations.transformers import styles as _styles  # noqa: F401

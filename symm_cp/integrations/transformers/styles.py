@@ -1,0 +1,117 @@
+"""`from_pretrained(..., tp_plan="auto")` on fused ops: the styles "rowwise" and "colwise".
+
+Over process groups of this backend, as under `symm-cp run`, a linear split by its input features
+is a matmul whose products are summed as they are made, and the gradient of one split by its output
+features likewise. Everything else computes as transformers has it: other groups and devices,
+quantized weights, wrapped linears, features that the ranks do not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    ColwiseParallel,
+    RowwiseParallel,
+)
+
+from symm_cp.ops import autocast
+from symm_cp.tensor_parallel import replicated
+
+_BACKEND = "symm_cp"
+Forward = Callable[..., Any]
+#: Computes one input by the fused form: its local weight and bias, and the group's name.
+Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
+
+
+def _group_name(module: nn.Linear, mesh: DeviceMesh, features: int) -> str:
+    """Returns the group to fuse over, "" where a linear is left to transformers."""
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return ""  # somebody else has a part in what it computes
+    group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+    if group.size() == 1 or features % group.size() != 0:
+        return ""
+    if torch.device("cpu") not in group._device_types:
+        return ""
+    is_ours = group._get_backend(torch.device("cpu")).name() == _BACKEND
+    return group.group_name if is_ours else ""
+
+
+def _install(module: nn.Linear, group: str, split: Shard, fused: Fused) -> None:
+    """Has a linear, whose parameters are `split`, compute by the fused form what that takes."""
+    usual: Forward = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        weight, bias = module.weight, module.bias
+        if (
+            not isinstance(x, torch.Tensor)
+            or isinstance(x, DTensor)
+            or x.device.type != "cpu"
+            or x.dim() < 2
+            or not isinstance(weight, DTensor)
+            or weight.placements != (split,)
+            or getattr(module, "_hf_quantized_needs_local_tp", False)
+        ):
+            return usual(*args, **kwargs)
+        own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+        return fused(x, weight.to_local(), own_bias, group)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def _cast(*tensors: Any) -> Any:
+    """As autocast casts operands of matmuls: it does not know these ops."""
+    return autocast.cast(tensors, "cpu") if torch.is_autocast_enabled("cpu") else tensors
+
+
+def _rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
+) -> torch.Tensor:
+    x, weight, bias = _cast(x, weight, bias)
+    return replicated.sum_products([x], [weight.t()], bias, group)
+
+
+def _columns(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
+) -> torch.Tensor:
+    x, weight, bias = _cast(x, weight, bias)
+    return replicated.columns(x, [weight], [bias], group)[0]
+
+
+class FusedRowwise(RowwiseParallel):  # type: ignore[misc]
+    """transformers' "rowwise": its sum over the ranks is part of the matmul."""
+
+    def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        """Replaces the forward of a linear."""
+        group = _group_name(module, mesh, getattr(module, "in_features", 0))
+        super().install_forward(module, mesh)
+        if group:
+            _install(module, group, Shard(1), _rows)
+        return module
+
+
+class FusedColwise(ColwiseParallel):  # type: ignore[misc]
+    """transformers' "colwise": the gradient of its input is summed as it is made."""
+
+    def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        """Replaces the forward of a linear."""
+        group = _group_name(module, mesh, getattr(module, "out_features", 0))
+        super().install_forward(module, mesh)
+        if group:
+            _install(module, group, Shard(0), _columns)
+        return module
+
+
+ALL_PARALLEL_STYLES.register(
+    "rowwise", FusedRowwise(input_layouts=Shard(-1), output_layouts=Replicate())
+)
+ALL_PARALLEL_STYLES.register(
+    "colwise", FusedColwise(input_layouts=Replicate(), output_layouts=Shard(-1))
+)

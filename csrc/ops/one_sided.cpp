@@ -19,7 +19,7 @@
 
 namespace symm_cp {
 
-// Throws ValueError for a handle of other memory than this package's; see symmetric_memory.cpp.
+// Null for a handle of other memory than this package's; see symmetric_memory.cpp.
 std::shared_ptr<Mapping> mapping_of_handle(c10d::symmetric_memory::SymmetricMemory& handle);
 
 namespace {
@@ -169,6 +169,7 @@ void nccl_put_signal(const c10::OperatorHandle& op, Stack* stack) {
     const auto handle = arguments.at(1).toCustomClass<SymmetricMemory>();
     const int64_t peer = arguments.number(2);
     const auto mapping = mapping_of_handle(*handle);
+    TORCH_CHECK_VALUE(mapping != nullptr, name_of(op), ": hdl is not of symmetric memory on CPU");
     kernels::check_dense(name_of(op), "src", source);
     check_rank(name_of(op), "peer", peer, mapping->world_size());
     const size_t room = handle->get_buffer_size() - handle->get_offset();
@@ -182,10 +183,16 @@ void nccl_put_signal(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end();
 }
 
-void nccl_wait_signal(const c10::OperatorHandle& op, Stack* stack) {
+void nccl_wait_signal(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto handle = torch::jit::peek(*stack, 0, 2).toCustomClass<SymmetricMemory>();
+  const auto mapping = mapping_of_handle(*handle);
+  if (mapping == nullptr) {  // torch's, where it has a kernel
+    const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER,
+                                    c10::DispatchKey::BackendSelect);
+    return op.redispatchBoxed(keys & after, stack);
+  }
   Arguments arguments(op, stack);
   checked(name_of(op), arguments, [&] {
-    const auto mapping = mapping_of_handle(*arguments.at(0).toCustomClass<SymmetricMemory>());
     const int64_t peer = arguments.number(1);
     check_rank(name_of(op), "peer", peer, mapping->world_size());
     mapping->take_signal(static_cast<int>(peer), name_of(op));
@@ -302,11 +309,9 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
   m.impl("_async_input_mm", torch::CppFunction::makeFromBoxedFunction<&async_input_mm>());
 }
 
-// It takes no tensor, by whose device a kernel could be chosen: torch's own stays where it has one.
-TORCH_LIBRARY_IMPL(symm_mem, CompositeExplicitAutograd, m) {
-  const auto op = c10::Dispatcher::singleton().findOp({"symm_mem::nccl_wait_signal", ""});
-  if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd))
-    m.impl("nccl_wait_signal", torch::CppFunction::makeFromBoxedFunction<&nccl_wait_signal>());
+// It takes no tensor, by whose device a kernel could be chosen: the handle tells whose it is.
+TORCH_LIBRARY_IMPL(symm_mem, BackendSelect, m) {
+  m.impl("nccl_wait_signal", torch::CppFunction::makeFromBoxedFunction<&nccl_wait_signal>());
 }
 
 }  // namespace symm_cp

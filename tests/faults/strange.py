@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import wait_tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import symm_cp
 from symm_cp.ops import op as declaration
@@ -453,3 +453,16 @@ def _collectives() -> dict[str, Op]:
 
 RAW, ENTRY_POINTS, COLLECTIVES = _raw_ops(), _entry_points(), _collectives()
 ALL: dict[str, Op] = {**RAW, **ENTRY_POINTS, **COLLECTIVES}
+
+
+def values(result: Any) -> Tensors:
+    """The tensors of a result."""
+    return [x.detach() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+
+
+def called(op: Op, tensors: Tensors, group: dist.ProcessGroup) -> Any:
+    """The results of a call, or the error."""
+    try:
+        return values(op.call(tensors, group))
+    except Exception as error:
+        return error

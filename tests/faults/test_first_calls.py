@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import symm_cp  # noqa: F401 (registers the ops)
 from symm_cp.testing import Ranks
+from tests.exhaustive import some
+from tests.faults import strange
+from tests.patience import patient
 
 #: Long enough for the others to look for this rank, and to watch the link to it.
 LATE = 0.5
@@ -61,3 +66,34 @@ def test_a_late_peer_is_not_a_dead_one(ranks: Ranks, make: Callable[..., torch.T
     # In new processes: where ranks are is known to all groups after the first call of one.
     with ranks.own(2, first, make) as running:
         assert [outcome.failure for outcome in running.outcomes()] == ["", ""]
+
+
+def refused_by_one(group: dist.ProcessGroup, name: str) -> None:
+    """Rank 0 refuses the first call of a group, while the other has not come to it."""
+    op = strange.ALL[name]
+    # Where the user names the hosts, no group knows them from another one.
+    with mock.patch.dict(os.environ, {"SYMM_CP_HOST": "here"}):
+        own = dist.new_group(list(range(group.size())))
+        tensors = op.tensors(group.size())
+        given = [x.clone() for x in tensors]
+        if group.rank() == 0:
+            given[0] = strange.MAKE["deleted"](given[0])
+        else:
+            dist.barrier(group)
+        begin = time.monotonic()
+        error = strange.called(op, given, own)
+        assert time.monotonic() - begin < patient(2)
+        if group.rank() == 0:
+            dist.barrier(group)
+        assert isinstance(error, Exception), error
+        assert "storage" in str(error)
+        after = strange.called(op, [x.clone() for x in tensors], own)
+        assert isinstance(after, list), after
+
+
+OPS = sorted((*strange.RAW, *strange.ENTRY_POINTS))
+
+
+@pytest.mark.parametrize("name", some(*OPS[::7], of=OPS))
+def test_a_refusal_waits_for_nobody(ranks: Ranks, name: str) -> None:
+    ranks.run(2, refused_by_one, name)

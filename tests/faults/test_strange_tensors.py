@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from symm_cp.testing import Ranks
 from tests.backend.common import shared
@@ -49,12 +48,8 @@ class Outcome(NamedTuple):
     after: str = ""  # what is wrong with the good call after it
 
 
-def _values(result: Any) -> list[torch.Tensor]:
-    return [x.detach() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-
-
 def _difference(found: Any, expected: list[torch.Tensor]) -> str:
-    values = _values(found)
+    values = strange.values(found)
     if [x.shape for x in values] != [x.shape for x in expected]:
         return f"shapes {[x.shape for x in values]}, not {[x.shape for x in expected]}"
     for one, other in zip(values, expected, strict=True):
@@ -65,14 +60,6 @@ def _difference(found: Any, expected: list[torch.Tensor]) -> str:
         if one.dtype != other.dtype or not torch.allclose(one, other, 1e-4, 1e-5, equal_nan=True):
             return f"{one}, not {other}"
     return ""
-
-
-def _called(op: strange.Op, tensors: strange.Tensors, group: dist.ProcessGroup) -> Any:
-    """The results of a call, or the error."""
-    try:
-        return _values(op.call(tensors, group))
-    except Exception as error:
-        return error
 
 
 def _attempt(
@@ -93,11 +80,11 @@ def _attempt(
     if ordinary is not None:
         if mine:
             same[case.position] = ordinary
-        expected = _called(op, same, group)
+        expected = strange.called(op, same, group)
     if mine:
         tensors[case.position] = made
     begin = time.monotonic()
-    found = _called(op, tensors, group)
+    found = strange.called(op, tensors, group)
     seconds = time.monotonic() - begin
     if isinstance(found, Exception):
         return Outcome(type(found).__name__, str(found), seconds)
@@ -132,7 +119,7 @@ def attempts(
     """
     own, outcomes = _group_for(op, group), []
     plain = strange.ALL[op].tensors(group.size())
-    good = _values(strange.ALL[op].call([x.clone() for x in plain], own))
+    good = strange.values(strange.ALL[op].call([x.clone() for x in plain], own))
     good = [x.clone() for x in good]
     for number, kind in enumerate(kinds):
         for place in range(min(several, len(plain))):
@@ -146,7 +133,7 @@ def attempts(
                 outcome = _attempt(case, plain, good, own)
                 if outcome is None:
                     continue
-                again = _called(strange.ALL[op], [x.clone() for x in plain], own)
+                again = strange.called(strange.ALL[op], [x.clone() for x in plain], own)
                 wrong = repr(again) if isinstance(again, Exception) else _difference(again, good)
                 outcomes.append((case, outcome._replace(after=wrong)))
                 if wrong:

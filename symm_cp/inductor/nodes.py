@@ -17,6 +17,8 @@ ALL_REDUCE = c10d.all_reduce.default
 ALL_REDUCE_COALESCED = c10d.all_reduce_coalesced.default
 ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT = c10d.wait_tensor.default
+#: Of all results of a coalesced collective, since torch 2.15.
+WAIT_FOR_ALL = c10d.wait_tensors.default if hasattr(c10d, "wait_tensors") else None
 
 
 def is_item(node: Node) -> bool:

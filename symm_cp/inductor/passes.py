@@ -22,6 +22,7 @@ from symm_cp.inductor.fuse_scatters import fuse_scatters
 from symm_cp.inductor.hide_collectives import sink_collectives
 from symm_cp.inductor.neighbours import record_called, record_others
 from symm_cp.inductor.options import Options
+from symm_cp.inductor.rewrite import wait_for_each
 
 
 @cache
@@ -85,6 +86,7 @@ def _refuse(report: Report) -> None:
 
 def fuse_post_grad(graph: Graph, options: Options) -> None:
     """Rewrites a forward or a backward graph."""
+    wait_for_each(graph)
     if options.context_parallel:
         fuse_all_to_alls(graph, options)
         fuse_projections(graph, options)
@@ -103,6 +105,7 @@ def fuse_post_grad(graph: Graph, options: Options) -> None:
 
 def fuse_joint(graph: Graph, options: Options) -> None:
     """Rewrites a joint graph of forward and backward."""
+    wait_for_each(graph)
     if options.context_parallel:
         fuse_attention(graph, options)
         graph.eliminate_dead_code()

@@ -13,7 +13,15 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from symm_cp.inductor.axes import Axes, flat, origin, refined, sizes, without
-from symm_cp.inductor.nodes import WAIT, aten, is_dynamic, is_result, static_shape
+from symm_cp.inductor.nodes import (
+    WAIT,
+    WAIT_FOR_ALL,
+    aten,
+    is_dynamic,
+    is_item,
+    is_result,
+    static_shape,
+)
 from symm_cp.inductor.origins import Bits, Traced, Tracer
 
 #: Marks nodes that a pass has inserted, in their metadata.
@@ -52,6 +60,22 @@ def _reshape_sizes(shape: Sequence[int]) -> list[int]:
     if unknown > 1:
         raise DynamicShapeError(f"{unknown} sizes are unknown at compile time")
     return sizes
+
+
+def wait_for_each(graph: Graph) -> None:
+    """Replaces waits for several tensors by waits for one each, which is what passes look for."""
+    for node in graph.find_nodes(op="call_function", target=WAIT_FOR_ALL) if WAIT_FOR_ALL else ():
+        given: Any = node.args[0]
+        if not all(is_item(user) for user in node.users):
+            continue
+        emitter = Emitter(graph, node)
+        if isinstance(given, Node):
+            given = [emitter.item(given, index) for index in range(len(given.meta["val"]))]
+        waits = [emitter.call(WAIT, tensor) for tensor in given]
+        for item in list(node.users):
+            item.replace_all_uses_with(waits[item.args[1]])  # type: ignore[index]
+            graph.erase_node(item)
+        graph.erase_node(node)
 
 
 class Emitter:

@@ -48,9 +48,10 @@ _TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 _HEADS, _HEAD_DIM = 4, 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MIN_REPETITIONS, _MAX_REPETITIONS = 5, 50
-#: What takes longer than this is measured once: noise is small beside it, and a processor without
-#: instructions for bfloat16 multiplies two matrices of 1024 x 1024 in 2.4 s.
-_LONG_SECONDS = 0.3
+#: What takes longer than this many times the time for a point is measured once: noise is small
+#: beside it, and a processor without instructions for bfloat16 takes 2.4 s for two matrices of
+#: 1024 x 1024.
+_LONG = 2.0
 _BRIEF_SECONDS = 0.01  # for each point
 _MIN_SECONDS = 1e-9  # a curve must not contain zeros
 # The least difference of two times, as a share of the first: noise may be larger than the
@@ -140,7 +141,7 @@ class _Meter:
         between two ops does.
         """
         (first,) = slowest([self._once(run, before, cold)], self.group)
-        if first > _LONG_SECONDS:
+        if first > _LONG * self._budget:
             return first
         (second,) = slowest([self._once(run, before, cold)], self.group)
         repetitions = self._repetitions(max(first, second))

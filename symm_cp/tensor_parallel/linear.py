@@ -84,7 +84,7 @@ def _local_input(
     return x
 
 
-def _as_autocast_casts(*tensors: Any) -> tuple[Any, ...]:
+def as_autocast_casts(*tensors: Any) -> tuple[Any, ...]:
     """Casts tensors as autocast casts operands of matmuls, for ops that autocast does not know."""
     device = tensors[0].device.type
     return autocast.cast(tensors, device) if torch.is_autocast_enabled(device) else tensors
@@ -158,7 +158,7 @@ def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> 
     weights = [linear.features.own(linear.weight.to_local(), 0, group) for linear in linears]
     biases = [_own_bias(linear) for linear in linears]
     if first.sequence_dim is None:
-        x, weights, biases = _as_autocast_casts(x, weights, biases)
+        x, weights, biases = as_autocast_casts(x, weights, biases)
         outputs = replicated.columns(x, weights, biases, group)
     else:
         transposed = [weight.t() for weight in weights]
@@ -247,7 +247,7 @@ class FusedRowwiseLinear(nn.Linear):
         x_part, placement = check(input, self, group)
         weight = self.features.own(self.weight.to_local(), 1, group)
         if self.sequence_dim is None:
-            x_part, weight, bias = _as_autocast_casts(x_part, weight, bias)
+            x_part, weight, bias = as_autocast_casts(x_part, weight, bias)
             output = replicated.sum_products([x_part], [weight.t()], bias, group)
         else:
             dim = self.sequence_dim

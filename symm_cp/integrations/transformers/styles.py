@@ -3,7 +3,7 @@
 Over process groups of this backend, as under `symm-cp run`, a linear split by its input features
 is a matmul whose products are summed as they are made, and the gradient of one split by its output
 features likewise. Everything else computes as transformers has it: other groups and devices,
-quantized weights, wrapped linears, features that the ranks do not divide.
+quantized weights, wrapped linears, uneven numbers of features.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from transformers.distributed.tensor_parallel import (
     RowwiseParallel,
 )
 
-from symm_cp.ops import autocast
 from symm_cp.tensor_parallel import replicated
+from symm_cp.tensor_parallel.linear import as_autocast_casts
 
 _BACKEND = "symm_cp"
 Forward = Callable[..., Any]
@@ -66,47 +66,46 @@ def _install(module: nn.Linear, group: str, split: Shard, fused: Fused) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 
-def _cast(*tensors: Any) -> Any:
-    """As autocast casts operands of matmuls: it does not know these ops."""
-    return autocast.cast(tensors, "cpu") if torch.is_autocast_enabled("cpu") else tensors
-
-
 def _rows(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
 ) -> torch.Tensor:
-    x, weight, bias = _cast(x, weight, bias)
+    x, weight, bias = as_autocast_casts(x, weight, bias)
     return replicated.sum_products([x], [weight.t()], bias, group)
 
 
 def _columns(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
 ) -> torch.Tensor:
-    x, weight, bias = _cast(x, weight, bias)
+    x, weight, bias = as_autocast_casts(x, weight, bias)
     return replicated.columns(x, [weight], [bias], group)[0]
 
 
-class FusedRowwise(RowwiseParallel):  # type: ignore[misc]
+class _Fusing:
+    """A style of transformers whose linears compute by `_fused`, split along `_features`."""
+
+    _features: str
+    _split: Shard
+    _fused: Fused
+
+    def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
+        """Replaces the forward of a linear."""
+        group = _group_name(module, mesh, getattr(module, self._features, 0))
+        super().install_forward(module, mesh)  # type: ignore[misc]
+        if group:
+            _install(module, group, self._split, self._fused)
+        return module
+
+
+class FusedRowwise(_Fusing, RowwiseParallel):  # type: ignore[misc]
     """transformers' "rowwise": its sum over the ranks is part of the matmul."""
 
-    def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
-        """Replaces the forward of a linear."""
-        group = _group_name(module, mesh, getattr(module, "in_features", 0))
-        super().install_forward(module, mesh)
-        if group:
-            _install(module, group, Shard(1), _rows)
-        return module
+    _features, _split, _fused = "in_features", Shard(1), staticmethod(_rows)
 
 
-class FusedColwise(ColwiseParallel):  # type: ignore[misc]
+class FusedColwise(_Fusing, ColwiseParallel):  # type: ignore[misc]
     """transformers' "colwise": the gradient of its input is summed as it is made."""
 
-    def install_forward(self, module: nn.Linear, mesh: DeviceMesh) -> nn.Linear:
-        """Replaces the forward of a linear."""
-        group = _group_name(module, mesh, getattr(module, "out_features", 0))
-        super().install_forward(module, mesh)
-        if group:
-            _install(module, group, Shard(0), _columns)
-        return module
+    _features, _split, _fused = "out_features", Shard(0), staticmethod(_columns)
 
 
 ALL_PARALLEL_STYLES.register(

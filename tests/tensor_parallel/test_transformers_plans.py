@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, debug
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp.testing import Ranks
 from tests.backend.world import world
 from tests.exhaustive import exhaustive, some
+from tests.tensor_parallel.common import Recorder
 from tests.tensor_parallel.models import FAMILIES, config_of, save, tokens_of
 
 
@@ -50,20 +49,10 @@ def own_meshes() -> Iterator[None]:
     debug._clear_sharding_prop_cache()
 
 
-class Counting(TorchDispatchMode):
-    """Counts the calls of ops by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[op.overloadpacket.__name__] += 1
-        return op(*args, **(kwargs or {}))
-
-    def fused(self) -> bool:
-        sums = ("fused_matmul_all_reduce", "_fused_matmuls_all_reduce")
-        return any(self.calls[name] for name in sums)
+def is_fused(recorder: Recorder) -> bool:
+    """Whether products were summed over the ranks as they were made."""
+    sums = {"symm_mem::fused_matmul_all_reduce", "symm_mem::_fused_matmuls_all_reduce"}
+    return not sums.isdisjoint(recorder.names)
 
 
 def runs_as_in_one_process(
@@ -93,18 +82,18 @@ def runs_as_in_one_process(
         torch.testing.assert_close(ours.logits, dense.logits, rtol=1e-5, atol=1e-6)
         for m, out in ((model, ours), (alone, dense)):
             m.zero_grad()
-            with Counting() as counting:
+            with Recorder() as recorder:
                 out.loss.backward()
-            assert counting.fused() == (fused and m is model)
+            assert is_fused(recorder) == (fused and m is model)
         for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(
                 whole(mine.grad), whole(other.grad), rtol=1e-5, atol=1e-6,
                 msg=lambda m, name=name: f"{name}: {m}",
             )  # fmt: skip
-        with Counting() as counting:
+        with Recorder() as recorder:
             made = [m.generate(tokens, max_new_tokens=5, do_sample=False) for m in (model, alone)]
         assert torch.equal(*made)
-        assert counting.fused() == fused
+        assert is_fused(recorder) == fused
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
             cast = [m(tokens, use_cache=False).logits.double() for m in (model, alone)]
         torch.testing.assert_close(*cast, rtol=0, atol=0.1 * float(cast[1].abs().max()))

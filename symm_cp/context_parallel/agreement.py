@@ -10,8 +10,8 @@ gradients                           in the context after the model's first      
                                     optimizer step, as that step saw them
 
 Parameters and gradients count where all ranks must have the same: plain ones, and DTensors that are
-not split over these ranks. Those of FSDP are not read. Buffers of models are not compared: running
-statistics differ between ranks of correct programs.
+not split over these ranks (FSDP2's over other mesh dimensions). Buffers of models are not compared:
+running statistics differ between ranks of correct programs.
 
 A comparison is a collective, which must not be started by what one rank may do by itself: load a
 checkpoint that it broadcasts afterwards, or run a small module, as a probe. Ranks therefore tell
@@ -282,9 +282,10 @@ def _equal_parameters(model: nn.Module, group: dist.ProcessGroup) -> Iterator[tu
     ranks = dist.get_process_group_ranks(group)
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        if getattr(module, "_is_fsdp_managed_module", False):
-            continue
+        managed = getattr(module, "_is_fsdp_managed_module", False)
         for name, parameter in module.named_parameters(prefix, recurse=False):
+            if managed and not hasattr(parameter, "device_mesh"):
+                continue  # gathered for a forward pass
             if id(parameter) not in seen and _must_be_equal(parameter, ranks):
                 seen.add(id(parameter))
                 yield name, parameter
@@ -348,29 +349,11 @@ def _record_of(parameters: Sequence[tuple[str, Any]]) -> tuple[torch.Tensor, lis
         kind = name, local.dtype, local.shape, parameter.requires_grad
         fixed[slot] = equal_inputs.text_hash((fixed[slot], *kind))
         names[slot].append(name)
-        sums.append((slot, _content(local).to(device) * (2 * number + 1)))
+        sums.append((slot, equal_inputs.content_hash(local).to(device) * (2 * number + 1)))
     record = torch.tensor(fixed, device=device)
     index = torch.tensor([slot for slot, _ in sums], device=device)
     record.index_add_(0, index, torch.stack([each for _, each in sums]))
     return record, names
-
-
-def _content(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a hash of all bytes of a tensor, read once: an int64.
-
-    A sum of all words, which does not know their places, and a hash of a few that does.
-    """
-    flat = parameter.detach().contiguous().view(-1)
-    if flat.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=flat.device)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    as_bytes = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    as_bytes = as_bytes.view(torch.uint8)
-    whole = len(as_bytes) // 8 * 8
-    words = as_bytes[:whole].view(torch.int64)
-    ends = torch.cat([words[:: max(1, len(words) // 4096)], as_bytes[whole:].to(torch.int64)])
-    return words.sum() + equal_inputs.hashed(ends)
 
 
 def _forget(module: nn.Module, keys: Any = None) -> None:

@@ -178,6 +178,24 @@ def hashed(tensor: torch.Tensor) -> torch.Tensor:
     return (flat.to(torch.int64) * _weights(flat.device, len(flat))).sum()
 
 
+def content_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a hash of all bytes of a tensor, read once: an int64.
+
+    A sum of all words, which does not know their places, and a hash of a few that does.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=flat.device)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    as_bytes = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    as_bytes = as_bytes.view(torch.uint8)
+    whole = len(as_bytes) // 8 * 8
+    words = as_bytes[:whole].view(torch.int64)
+    ends = torch.cat([words[:: max(1, len(words) // 4096)], as_bytes[whole:].to(torch.int64)])
+    return words.sum() + hashed(ends)
+
+
 def _is_float(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -238,14 +256,17 @@ _SAME = "_same_on_all_ranks"
 _PIECE = 28  # bits of a hash in one addend: sums over any number of ranks do not overflow
 
 
-def _compare_input(input: torch.Tensor, op: str, name: str, remedy: str, group: str) -> None:
+def _compare_input(
+    input: torch.Tensor, op: str, name: str, remedy: str, group: str, *further: Item
+) -> None:
     """As `compare` of one tensor, in a quarter of its time where that is equal on all ranks."""
-    if not enabled(input) or _sums_agree(group, input):
+    if not enabled(input) or _sums_agree(group, input, further):
         return
-    compare(group, op, [(name, input)], subject="the inputs of ranks", remedy=remedy)
+    items = [(name, input), *further]
+    compare(group, op, items, subject="the inputs of ranks", remedy=remedy)
 
 
-def _sums_agree(group: str, input: torch.Tensor) -> bool:
+def _sums_agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> bool:
     """Whether inputs on CPU are surely equal on all ranks, by one native all-reduce of a hash.
 
     Floating-point ones may be equal but for rounding all the same. The sum of hashes that are not
@@ -262,7 +283,8 @@ def _sums_agree(group: str, input: torch.Tensor) -> bool:
     with ordinary_tensors():
         counted = _values(input) if _is_float(input) else input.detach()
         flat = counted.reshape(-1)[:_MOST_HASHED].contiguous()
-        data = hashlib.blake2b(repr((input.dtype, input.shape)).encode(), digest_size=7)
+        described = repr((input.dtype, input.shape, *further))
+        data = hashlib.blake2b(described.encode(), digest_size=7)
         data.update(memoryview(flat.numpy()).cast("B") if len(flat) else b"")
         number = int.from_bytes(data.digest())
         pieces = [number >> _PIECE, number & ((1 << _PIECE) - 1)]
@@ -287,12 +309,12 @@ _telling: Callable[..., None] = tells_peers(_compare_input)
 
 
 def same_on_all_ranks(
-    input: torch.Tensor, op: str, name: str, remedy: str, group: str
+    input: torch.Tensor, op: str, name: str, remedy: str, group: str, *further: Item
 ) -> torch.Tensor:
     """Returns the input; raises `RuntimeError` unless it is equal on all ranks. Collective.
 
-    Graphs of torch.compile compare integers and bools, whenever they run; floating-point inputs
-    are compared by eager code only.
+    Graphs of torch.compile compare integers and bools, whenever they run; floating-point inputs,
+    and what else must be equal (`further`, told apart by `repr`), are compared by eager code only.
     """
     if not env.compare_inputs():
         return input
@@ -301,7 +323,7 @@ def same_on_all_ranks(
             return input
         same: torch.Tensor = torch.ops.symm_mem._same_on_all_ranks(input, op, name, remedy, group)
         return same
-    _telling(input, op, name, remedy, group)
+    _telling(input, op, name, remedy, group, *further)
     return input
 
 

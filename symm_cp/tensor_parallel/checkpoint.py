@@ -228,6 +228,17 @@ class SavesWholeModel(nn.Module):
             if writes:
                 save(save_directory, True, state_dict, **options)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises `NotImplementedError`, or returns the embeddings if asked for no new size."""
+        size = args[0] if args else kwargs.get("new_num_tokens")
+        if size is None and kwargs.get("pad_to_multiple_of") is None:
+            resize: Any = super().resize_token_embeddings  # type: ignore[misc]
+            return resize(*args, **kwargs)
+        raise NotImplementedError(
+            f"resize_token_embeddings: got new_num_tokens={size} for a model whose vocabulary "
+            "tensor_parallel.apply has split: resize before apply"
+        )
+
 
 @contextmanager
 def _saving(op: str, model: nn.Module) -> Iterator[tuple[list[_Slot], bool]]:

@@ -5,8 +5,9 @@ plausible tokens. So each call of the model compares its first input (ids, or em
 anything runs: a hash of 8 bytes travels, whatever the length is. Every call, not each n-th one: it
 costs some 30 microseconds on CPU, and ranks that draw tokens by generators of their own begin to
 differ in the middle of decoding. Calls of more than one token, which are not those of decoding,
-compare labels, masks and positions as well. Buffers and weights that are not split are never
-compared: `apply` sends them from rank 0.
+compare labels, masks and positions as well. Buffers and weights that are not split are not
+compared: `apply` sends them from rank 0. Parameters of modules that are added afterwards (adapters)
+are, once, in the first call with them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
-from symm_cp.ops.equal_inputs import same_on_all_ranks
+from symm_cp.ops.equal_inputs import Item, content_hash, same_on_all_ranks, text_hash
 from symm_cp.tensor_parallel.whole import Seat
 
 _OP = "tensor_parallel.apply"
@@ -26,8 +32,16 @@ _REMEDY = (
     "the ranks of a tensor-parallel mesh compute one model together and must get the same inputs. "
     "Read the prompt or batch on one rank and broadcast it, or give a DistributedSampler the "
     "num_replicas and rank of the data-parallel groups; seed all ranks identically "
-    "(torch.manual_seed) where tokens are sampled"
+    "(torch.manual_seed) where tokens are sampled, and before modules are added to the model"
 )
+
+_registrations = 0  # of modules and parameters in any module, once a model has been split
+_counting: list[RemovableHandle] = []
+
+
+def _count(*_: Any) -> None:
+    global _registrations
+    _registrations += 1
 
 
 class SameInputs:
@@ -35,28 +49,59 @@ class SameInputs:
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
+        self.added: dict[str, int] = {}  # hashes of parameters that the model has got since
+        self.shown = "none"
+        self.seen = _registrations
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of the call."""
+        further = self._added_to(module)
         given = [name for name in (*_NAMES, *kwargs) if isinstance(kwargs.get(name), torch.Tensor)]
         names = given[:1]
         if args and isinstance(args[0], torch.Tensor):
-            args, names = (self._compared("input", args[0]), *args[1:]), []
+            args, names = (self._compared("input", args[0], *further), *args[1:]), []
+            further = ()
         if any(kwargs[name].dim() > 1 and kwargs[name].shape[1] > 1 for name in names) or (
             not names and args[0].dim() > 1 and args[0].shape[1] > 1
         ):
             names += [name for name in _OTHERS if name in given and name not in names]
-        return args, {**kwargs, **{name: self._compared(name, kwargs[name]) for name in names}}
+        for name in names:
+            kwargs = {**kwargs, name: self._compared(name, kwargs[name], *further)}
+            further = ()
+        return args, kwargs
 
-    def _compared(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _compared(self, name: str, value: torch.Tensor, *further: Item) -> torch.Tensor:
         if hasattr(value, "to_local"):
             return value
-        return same_on_all_ranks(value, _OP, name, _REMEDY, self.seat.group)
+        try:
+            return same_on_all_ranks(value, _OP, name, _REMEDY, self.seat.group, *further)
+        except RuntimeError:  # parameters may be made equal now
+            self.added.clear()
+            self.seen = -1
+            raise
+
+    def _added_to(self, model: nn.Module) -> tuple[Item, ...]:
+        """What stands for the parameters that were added after `apply`, which made DTensors."""
+        if torch.compiler.is_compiling():
+            return ()
+        if self.seen != _registrations:
+            self.seen = _registrations
+            for name, parameter in model.named_parameters():
+                if type(parameter) is nn.Parameter and name not in self.added:
+                    self.added[name] = int(content_hash(parameter)) if not parameter.is_meta else 0
+            if self.added:
+                first, others = next(iter(self.added)), len(self.added) - 1
+                more = f" and {others} more" if others else ""
+                self.shown = f"{first}{more}, hash {text_hash(self.added):x}"
+        return (("parameters added after apply", self.shown),)
 
 
 def compare_inputs(model: nn.Module, seat: Seat) -> None:
     """Has the ranks compare the inputs of each call of a model."""
     if seat.world_size > 1:
+        if not _counting:
+            _counting.append(register_module_module_registration_hook(_count))
+            _counting.append(register_module_parameter_registration_hook(_count))
         model.register_forward_pre_hook(SameInputs(seat), with_kwargs=True)

@@ -29,7 +29,34 @@ def wrap(module: nn.Module, wrapper: Any, **attributes: Any) -> None:
 
 @cache
 def _wrapped_class(wrapper: Any, kind: Any) -> Any:
-    return type(kind.__name__, (wrapper, kind), {"__doc__": kind.__doc__})
+    # Copies of a module are wrapped, too; pickle finds no class of this name in any module.
+    return type(kind.__name__, (wrapper, kind), {"__doc__": kind.__doc__, "__reduce_ex__": _reduce})
+
+
+class _OnlyCopied:
+    """The class of a wrapped module, for `copy`; `pickle` is told what to use instead."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def __deepcopy__(self, memo: Any) -> _OnlyCopied:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self.kind.__name__}: a model that tensor_parallel.apply has split over ranks cannot "
+            "be pickled (torch.save(model), multiprocessing). Use symm_cp.tensor_parallel.save("
+            "model, folder) or model.save_pretrained(folder), which write the whole model, or "
+            "torch.distributed.checkpoint for model.state_dict()"
+        )
+
+
+def _new(of: _OnlyCopied) -> Any:
+    return of.kind.__new__(of.kind)
+
+
+def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    return _new, (_OnlyCopied(type(module)),), object.__reduce_ex__(module, 2)[2]
 
 
 class LocalParameters(nn.Module):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -163,8 +164,11 @@ def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
     trained = model
     if how == "ddp":
         trained = DistributedDataParallel(model, process_group=group)
-    if how == "fsdp":
+    if "fsdp" in how:
         mesh = mesh_of(group)
+        if how != "fsdp":  # over the replicas, of which there is one
+            shape = torch.arange(group.size()).view(1, -1)
+            mesh = DeviceMesh("cpu", shape, mesh_dim_names=("dp", "cp"))["dp"]
         fully_shard(model.model.layers[0], mesh=mesh)
         trained = fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
@@ -184,9 +188,9 @@ def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
                 reduce_loss(F.cross_entropy(logits.flatten(0, 1), labels.flatten())).backward()
             if how == "accumulates" and number % 2 == 0:
                 continue
-            if how in ("sums", "accumulates"):
+            if how in ("sums", "accumulates", "fsdp of replicas, sums"):
                 for parameter in trained.parameters():
-                    dist.all_reduce(parameter.grad, group=group)
+                    dist.all_reduce(agreement.local_part(parameter.grad), group=group)
             torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
@@ -199,12 +203,13 @@ def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
 
 
 def sums_or_not(group: dist.ProcessGroup) -> None:
-    for how in ("sums", "accumulates", "ddp", "fsdp"):
+    for how in ("sums", "accumulates", "ddp", "fsdp", "fsdp of replicas, sums"):
         assert forgets_to_sum(group, how) == [], how
-    (message,) = forgets_to_sum(group, "nobody")
-    assert "the gradients of LlamaForCausalLM differed" in message
-    assert "symm_cp.training_step" in message
-    assert "average_gradients=True" in message
+    for how, kind in (("nobody", "LlamaForCausalLM"), ("fsdp of replicas", "FSDPLlamaForCausalLM")):
+        (message,) = forgets_to_sum(group, how)
+        assert f"the gradients of {kind} differed" in message
+        assert "symm_cp.training_step" in message
+        assert "average_gradients=True" in message
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[2, 4]))

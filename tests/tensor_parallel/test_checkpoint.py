@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import resource
 from pathlib import Path
@@ -160,6 +161,21 @@ def save_pretrained_saves_all(group: dist.ProcessGroup, family: str, folder: str
 )
 def test_save_pretrained(ranks: Ranks, family: str, world_size: int, tmp_path: Path) -> None:
     ranks.run(world_size, save_pretrained_saves_all, family, str(tmp_path))
+
+
+def left_alone(group: dist.ProcessGroup) -> None:
+    """What would need the whole model says what to use; copies work."""
+    model: Any = apply(models.model_of("llama"), mesh_of(group))
+    with pytest.raises(TypeError, match=r"torch\.save\(model\).*tensor_parallel\.save\(model, fol"):
+        torch.save(model, io.BytesIO())
+    with pytest.raises(NotImplementedError, match=r"new_num_tokens=90.* resize before apply"):
+        model.resize_token_embeddings(90)
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+    same_logits(copy.deepcopy(model), copy.copy(model))
+
+
+def test_pickle_and_new_sizes_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, left_alone)
 
 
 def saves_on_one_rank(group: dist.ProcessGroup, folder: str) -> None:

@@ -99,6 +99,41 @@ def test_other_samples_are_refused_on_all_ranks(ranks: Ranks) -> None:
     ranks.run(2, samples)
 
 
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Module, size: int) -> None:
+        super().__init__()
+        self.base, self.up = base, nn.Linear(size, size, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(self.base(x))
+
+
+def adapters(group: dist.ProcessGroup) -> None:
+    """Modules that are added after `apply` must have the same weights on all ranks."""
+    dense = model_of("llama")
+    ids = tokens_of(dense)
+    model, other = (apply(copy.deepcopy(dense), mesh_of(group)) for _ in range(2))
+    model(ids)
+    nn.Linear(2 + group.rank(), 2)  # a rank's own module is none of the model's
+    with torch.random.fork_rng():
+        for each, seed in ((dense, 0), (model, 0), (other, group.rank())):
+            torch.manual_seed(seed)
+            for layer in each.model.layers:
+                layer.mlp = Adapter(layer.mlp, dense.config.hidden_size)
+    expected = dense(ids).logits
+    torch.testing.assert_close(model(ids).logits, expected)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.up\.weight and .*seed all ranks"):
+        other(ids)
+    for parameter in other.parameters():
+        if type(parameter) is nn.Parameter:
+            dist.broadcast(parameter.data, group=group, group_src=0)
+    torch.testing.assert_close(other(ids).logits, expected)
+
+
+def test_modules_that_are_added_later(ranks: Ranks) -> None:
+    ranks.run(2, adapters)
+
+
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -33,13 +33,22 @@ _SETUP = Setup(
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if not 0 < (part := config.getoption("--draw")) <= 1:
+        raise pytest.UsageError(f"--draw: got {part:g}, must be above 0, and at most 1")
     # A shell that starts pytest in the background has it, and all that it starts, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked exhaustive, too")
+    parser.addoption(
+        "--draw",
+        type=float,
+        default=1.0,
+        metavar="PART",
+        help="of the exhaustive cases of each test, run this part, drawn by the seed (0.5: half)",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -92,6 +101,19 @@ def _is_left_out(item: pytest.Item, everything: bool, rare: Collection[pytest.It
     return sum(mark.name == "exhaustive" for mark in item.callspec.marks) > 1 or item in rare  # type: ignore[attr-defined]
 
 
+def _not_drawn(items: list[pytest.Item], part: float, seed: int) -> set[pytest.Item]:
+    """All but a random part of the exhaustive cases of each test, of which one stays at least."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    return {
+        item
+        for test, cases in tests.items()
+        for item in random.Random(f"{seed} {test}").sample(cases, int(len(cases) * (1 - part)))
+    }
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     everything = bool(config.getoption("--all"))
@@ -99,6 +121,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in rare:
         item.add_marker(pytest.mark.exhaustive)
     left_out = [item for item in items if _is_left_out(item, everything, rare)]
+    if everything:
+        left = set(items).difference(left_out)
+        candidates = [item for item in items if item in left]
+        left_out.extend(_not_drawn(candidates, config.getoption("--draw"), session_seed(config)))
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         kept = set(items).difference(left_out)

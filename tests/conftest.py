@@ -72,9 +72,9 @@ def _parameter(item: pytest.Item, name: str) -> Any:
 
 
 def _rare_world_sizes(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of a test on each of 1 to 4 ranks, all but two: one of few ranks, and one of several.
+    """Of a test on several numbers of ranks, all but one of them, more than 1 if possible.
 
-    Which two is another choice for each test, and for each of its other parameters.
+    Which one is another choice for each test, and for each of its other parameters.
     """
     families: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -83,13 +83,13 @@ def _rare_world_sizes(items: list[pytest.Item]) -> list[pytest.Item]:
         if isinstance(size, int) and marks == (_parameter(item, "device_name") == "simulated"):
             test, _, others = item.nodeid.partition("[")
             others = "-".join(part for part in others.strip("]").split("-") if part != str(size))
-            families[f"{test} {others} {size <= 2}"].append(item)
-    return [
-        item
-        for family, members in families.items()
-        for number, item in enumerate(members)
-        if number != zlib.crc32(family.encode()) % len(members)
-    ]
+            families[f"{test} {others}"].append(item)
+    rare = []
+    for family, members in families.items():
+        several = [item for item in members if _parameter(item, "world_size") > 1] or members
+        kept = several[zlib.crc32(family.encode()) % len(several)]
+        rare.extend(item for item in members if item is not kept)
+    return rare
 
 
 def _is_left_out(item: pytest.Item, everything: bool, rare: Collection[pytest.Item]) -> bool:

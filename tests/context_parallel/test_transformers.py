@@ -204,6 +204,7 @@ def test_mistral_with_flex_attention_and_a_window(ranks: Ranks) -> None:
     ranks.run(2, flex_trains, compiled=False, window=30)
 
 
+@pytest.mark.exhaustive
 def test_llama_with_flex_attention_and_checkpointing(ranks: Ranks) -> None:
     ranks.run(2, flex_trains, compiled=False, recompute=True)
 

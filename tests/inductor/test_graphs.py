@@ -132,7 +132,7 @@ ON_TWO = [(2, name) for name in graphs(2)]
 ON_FOUR = [(4, name) for name in graphs(4)]
 #: All-reduces keep shapes and arrangements, so that few of their graphs are needed each time; of
 #: the others, neighbours in the list are alike.
-PLAIN = [(2, name) for name in graphs(2) if name not in all_reduce_graphs.RARE][::4]
+PLAIN = [(2, name) for name in graphs(2) if name not in all_reduce_graphs.RARE][::6]
 
 
 # Each on two ranks, every fourth one on four as well.

@@ -74,6 +74,7 @@ def layers_of_client(
         )
 
 
+@pytest.mark.exhaustive
 def test_layer_with_window_and_packing(ranks: Ranks) -> None:
     ranks.run(2, layers_of_client, ONE_LAYER, "HeadTail", {"documents": DOCUMENTS})
 

@@ -22,7 +22,7 @@ from symm_cp import native
 from symm_cp.ops.attention import native_tiles, philox, tiles_by_matmuls
 from symm_cp.ops.attention.scoring import Scoring, TileMask
 from tests import processors
-from tests.exhaustive import exhaustive, pairs, some
+from tests.exhaustive import exhaustive, in_turns, pairs, some
 from tests.tile_kernels import KERNELS, backward, forward
 
 #: Round-offs of results of about one: of the dtype, and of sums of some hundred terms.
@@ -285,7 +285,7 @@ def test_native_kernel_agrees_with_matmuls(dtype: torch.dtype, features: str) ->
 
 # Rows and heads: one head of many rows, or two of a group.
 SHAPES = [(1700, (1, 1, 1)), (1300, (1, 2, 2))]
-PLAIN = [(width, "", torch.float32, shape) for width in (1, 511, 1024) for shape in SHAPES]
+PLAIN = [(width, "", torch.float32, shape) for width, shape in in_turns((1, 511, 1024), SHAPES)]
 MOVING = pairs(
     [1, 33, 300, 511, 1023, 1024, 1025],
     ["", "softcap mask", "bias dropout positions"],

@@ -144,9 +144,9 @@ class Question:
         dtype, item = str(self.dtype)[6:], self.dtype.itemsize
         total = 0.0
         for rows, inner, columns in self.products:
-            # The dimension that grows with the shards: rows, or the summed dimension.
-            weight = inner * columns * item * (shards if self.accumulated else 1)
-            total += machine.matmul(2.0 * shards * rows * inner * columns, dtype, weight)
+            # The dimension that grows with the shards: the summed dimension, or rows.
+            whole = (rows, shards * inner) if self.accumulated else (shards * rows, inner)
+            total += machine.product(*whole, columns, dtype, item)
         if self.accumulated and shards == 1:
             # Adding to the result reads it again. In 16 bits, each product is moreover rounded to
             # a buffer, then added to a float32 sum: five times the bytes of the result in all (a

@@ -81,8 +81,8 @@ def enable(
         strict: compiling raises `UnfusedError` when a collective next to a matmul or attention is
             not fused. It is next to a matmul if only ops that move or cast elements lie between
             them; this includes collectives without a fused form, such as an all-to-all of tokens.
-        min_flops: matmuls of fewer floating-point operations are left alone (default: 0 on CPU, 1e9
-            on CUDA, where the parts of a smaller matmul do not fill a GPU).
+        min_flops: matmuls of fewer floating-point operations are left alone (default: 0 on CPU; on
+            CUDA 2e11, or 3e10 in CUDA graphs: parts of a smaller matmul do not fill a GPU).
         min_bytes: smaller collectives do not become low-contention ones.
         all_reduce: other all-reduces of CPU tensors run as a native op, which returns when it is
             done. Turn it off where ranks have idle cores, and other work of the graph hides

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch._inductor.config
 
 
 @dataclass(frozen=True)
@@ -12,8 +13,9 @@ class Options:
     """The options of `enable`.
 
     A matmul of fewer than `min_flops` floating-point operations is not fused. The default is 0 on
-    CPU, where a fused op starts faster than a collective, and 1e9 on CUDA, where the parts of a
-    smaller matmul do not fill a GPU (pytorch#179770: 0.3 of the speed).
+    CPU, where a fused op costs no more than a collective. On CUDA the parts of a smaller matmul do
+    not fill a GPU (pytorch#179770: 0.3 of the speed), and Python, which starts each part, takes
+    about as long as an H100 for 2e11 operations; for 3e10 it is parts alone, as in CUDA graphs.
     """
 
     async_tp: bool = True
@@ -28,7 +30,8 @@ class Options:
         """Returns why matmuls are left alone, or an empty text."""
         min_flops = self.min_flops
         if min_flops is None:
-            min_flops = 0.0 if device.type == "cpu" else 1e9
+            in_graphs = torch._inductor.config.triton.cudagraphs
+            min_flops = 0.0 if device.type == "cpu" else 3e10 if in_graphs else 2e11
         if flops >= min_flops:
             return ""
         return f"a matmul of {flops:.3g} operations is too small (min_flops={min_flops:.3g})"

@@ -8,8 +8,13 @@ The figures are from NVIDIA's data sheets (dense bfloat16): H100 SXM 989 TFLOP/s
 NVLink 4 with 900 GB/s in both directions together; H200 the same with 141 GB and 4.8 TB/s; HGX B200
 2250 TFLOP/s, 180 GB, 7.7 TB/s, NVLink 5 with 1.8 TB/s; GB200 NVL72 2500 TFLOP/s, 186 GB, 8 TB/s, 72
 GPUs on one NVLink. Between hosts: one 400 Gbit/s adapter per GPU, as in DGX systems. The share of a
-peak that is reached is an assumption: 0.75 for large matmuls and 0.65 for attention
-(FlashAttention-3, Shah et al. 2024, reports up to 0.75), 0.8 for links.
+peak that is reached is an assumption: 0.65 for attention (FlashAttention-3, Shah et al. 2024,
+reports up to 0.75), 0.8 for links.
+
+Products on GPUs are computed in *tiles*, one on a multiprocessor at a time, so a shard that has fewer
+tiles than the GPU has multiprocessors takes as long as one that has as many (wave quantization, as
+NVIDIA's guide to matrix multiplication calls it). The tiles and the share of 0.65 were fitted to ten
+shapes that others have measured on 8 H100 (`tests/schedule/test_machine.py`).
 """
 
 from __future__ import annotations
@@ -56,6 +61,10 @@ class Curve:
         )
 
 
+#: Tiles of products: rows, columns, and their speed compared with the first one's. Libraries take
+#: smaller ones where large ones would leave multiprocessors idle.
+_TILES = ((128, 256, 1.0), (128, 128, 0.8), (64, 128, 0.5))
+
 #: The kinds of curves, over operations or bytes. Curves of kernels are named with the dtype, as in
 #: "matmul.float32". "fresh": the extra cost of first touching new memory for a result. "remote":
 #: the extra time of a kernel that reads memory which a peer has just written. "weight": the time
@@ -74,7 +83,8 @@ class Machine:
     nvlink: float
     network: float = 50e9
     gpus: int = 8
-    matmul_reached: float = 0.75
+    multiprocessors: int = 0
+    matmul_reached: float = 0.65
     attention_reached: float = 0.65
     link_reached: float = 0.8
     kernel_seconds: float = 4e-6
@@ -90,6 +100,22 @@ class Machine:
         if curve is not None:
             return seconds + curve(weight)
         return max(seconds, weight / self.memory_rate)
+
+    def product(
+        self, rows: int, inner: int, columns: int, dtype: str = "bfloat16", item: int = 2
+    ) -> float:
+        """Seconds of a matmul of `rows` x `inner` with `inner` x `columns`, `item` bytes each."""
+        weight = inner * columns * item
+        if not self.multiprocessors or self.curves:
+            return self.matmul(2.0 * rows * inner * columns, dtype, weight)
+        rate = self.flops * self.matmul_reached / self.multiprocessors
+        waves = (
+            math.ceil(math.ceil(rows / height) * math.ceil(columns / width) / self.multiprocessors)
+            * (2.0 * height * width * inner / (rate * speed))
+            for height, width, speed in _TILES
+        )
+        moved = (weight + rows * (inner + columns) * item) / self.memory_rate
+        return self.kernel_seconds + max(min(waves), moved)
 
     def attention(self, flops: float, dtype: str = "bfloat16") -> float:
         """Seconds of an attention kernel of `flops` operations."""
@@ -127,10 +153,10 @@ class Machine:
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("h100", 989e12, 80e9, 3.35e12, 450e9),
-        Machine("h200", 989e12, 141e9, 4.8e12, 450e9),
-        Machine("b200", 2250e12, 180e9, 7.7e12, 900e9),
-        Machine("gb200", 2500e12, 186e9, 8e12, 900e9, gpus=72),
+        Machine("h100", 989e12, 80e9, 3.35e12, 450e9, multiprocessors=132),
+        Machine("h200", 989e12, 141e9, 4.8e12, 450e9, multiprocessors=132),
+        Machine("b200", 2250e12, 180e9, 7.7e12, 900e9, multiprocessors=148),
+        Machine("gb200", 2500e12, 186e9, 8e12, 900e9, gpus=72, multiprocessors=152),
     )
 }
 

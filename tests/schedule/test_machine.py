@@ -45,13 +45,29 @@ def test_what_is_no_curve(sizes: tuple[float, ...], seconds: tuple[float, ...]) 
 
 def test_figures_of_a_maker() -> None:
     h100 = MACHINES["h100"]
-    assert h100.matmul(989e12) == pytest.approx(1 / 0.75)
+    assert h100.matmul(989e12) == pytest.approx(1 / 0.65)
     assert h100.matmul(1.0, weight=3.35e12) == pytest.approx(1.0)  # as long as reading it takes
     assert h100.attention(989e12) == pytest.approx(1 / 0.65)
     assert h100.copy(3.35e12) == pytest.approx(2.0)  # read and written
     assert h100.transfer(450e9) == pytest.approx(1 / 0.8)
     assert h100.reduce(1e12, 3) == pytest.approx(4 / 3.35)
     assert h100.fresh(1e9) == h100.remote(1e9) == 0.0
+
+
+def test_products_are_computed_in_waves_of_tiles() -> None:
+    h100 = MACHINES["h100"]
+    wave, launch = 2.0 * 128 * 256 * 8192 * 132 / (989e12 * 0.65), 4e-6
+    assert h100.product(128 * 66, 8192, 256 * 2) == pytest.approx(wave + launch)
+    assert h100.product(128 * 66 + 1, 8192, 256 * 2) > 1.2 * wave  # some tiles more
+    # Half as many tiles in smaller ones, which are slower; few of the smallest take half a wave.
+    assert h100.product(128 * 33, 8192, 256 * 2) == pytest.approx(wave / 2 / 0.8 + launch)
+    assert h100.product(64, 8192, 128) == h100.product(64 * 132, 8192, 128)
+    assert h100.product(1, 8192, 65536) == pytest.approx(  # as long as reading the weight takes
+        launch + (8192 * 65536 + 8192 + 65536) * 2 / 3.35e12
+    )
+    flops, weight = 2.0 * 3 * 5 * 7, 5 * 7 * 4
+    expected = TYPICAL_CPU.matmul(flops, "float32", weight)
+    assert TYPICAL_CPU.product(3, 5, 7, "float32", 4) == expected
 
 
 def test_curves_come_before_figures() -> None:

@@ -233,8 +233,8 @@ def _variant(setting: Setting, pattern: Pattern) -> Variant:
 
 
 def _matmul(setting: Setting, rows: int, inner: int, columns: int) -> Callable[[Machine], float]:
-    dtype, weight = str(setting.dtype)[6:], inner * columns * setting.dtype.itemsize
-    return lambda machine: machine.matmul(2.0 * rows * inner * columns, dtype, weight)
+    dtype, item = str(setting.dtype)[6:], setting.dtype.itemsize
+    return lambda machine: machine.product(rows, inner, columns, dtype, item)
 
 
 def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Job:

@@ -11,10 +11,10 @@ GPUs on one NVLink. Between hosts: one 400 Gbit/s adapter per GPU, as in DGX sys
 peak that is reached is an assumption: 0.65 for attention (FlashAttention-3, Shah et al. 2024,
 reports up to 0.75), 0.8 for links.
 
-Products on GPUs are computed in *tiles*, one on a multiprocessor at a time, so a shard that has fewer
-tiles than the GPU has multiprocessors takes as long as one that has as many (wave quantization, as
-NVIDIA's guide to matrix multiplication calls it). The tiles and the share of 0.65 were fitted to ten
-shapes that others have measured on 8 H100 (`tests/schedule/test_machine.py`).
+Products on GPUs are computed in *tiles*, one on a multiprocessor at a time, so a shard that has
+fewer tiles than the GPU has multiprocessors takes as long as one that has as many (wave
+quantization, as NVIDIA's guide to matrix multiplication calls it). The tiles and the share of 0.65
+were fitted to ten shapes that others have measured on 8 H100 (`tests/test_tuning.py`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from symm_cp import __version__
-from symm_cp.commands import bench, plan, run
+from symm_cp.commands import bench, explain, plan, run
 from symm_cp.commands.demo import arguments as demo_arguments
 from symm_cp.parsing import add_json
 from symm_cp.ranks import add_rendezvous, is_rank, positive, started_elsewhere
@@ -39,6 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     demo_arguments.add_arguments(demo)
     commands.add_parser("run", help=run.HELP, add_help=False)
     run.add_exec(commands.add_parser("exec", help=run.EXEC_HELP, description=run.EXEC_HELP))
+    explain.add_arguments(
+        commands.add_parser("explain", help=explain.HELP, description=explain.HELP)
+    )
     doctor = commands.add_parser(
         "doctor", help="show what works here, and how to make the rest work"
     )
@@ -155,6 +158,8 @@ def _main(arguments: Sequence[str]) -> int:
         return run.main(args.arguments)
     if args.command == "exec":
         return run.main_exec(args)
+    if args.command == "explain":
+        return explain.main(args)
     if args.command == "build":
         return _build()
     if hasattr(args, "rendezvous") and (

@@ -28,6 +28,7 @@ __all__ = [
     "compile_options",
     "disable",
     "enable",
+    "enabled",
     "explain",
 ]
 
@@ -116,6 +117,11 @@ def compile_options(options: Options | None = None, **changes: Any) -> dict[str,
             f"compile_options: unknown {', '.join(unknown)}; must be of {', '.join(sorted(known))}"
         )
     return passes_for(replace(options or Options(), **changes))
+
+
+def enabled() -> bool:
+    """Whether the passes are in Inductor's configuration."""
+    return _options is not None
 
 
 def disable() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from symm_cp.inductor.decisions import Decision, Report, record, recording
 from symm_cp.inductor.fuse_all_reduces import replace_all_reduces
@@ -21,6 +21,7 @@ from symm_cp.inductor.fuse_projections import fuse_projections
 from symm_cp.inductor.fuse_scatters import fuse_scatters
 from symm_cp.inductor.hide_collectives import sink_collectives
 from symm_cp.inductor.neighbours import record_called, record_others
+from symm_cp.inductor.nodes import value
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.rewrite import wait_for_each
 
@@ -32,6 +33,21 @@ def _sources() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         sources.update(path.read_bytes())
     return sources.hexdigest()
+
+
+#: By the name of a node that was in a graph before the passes: its op, and the bytes it is given.
+Before = dict[str, tuple[str, int]]
+#: Called with the decisions on each graph.
+listeners: list[Callable[[Before, Report], None]] = []
+
+
+def _given(graph: Graph) -> Before:
+    def nbytes(node: Node) -> int:
+        tensors = (t for t in map(value, node.all_input_nodes) if t is not None)
+        sizes = (t.numel() * t.element_size() for t in tensors)
+        return sum(size for size in sizes if isinstance(size, int))
+
+    return {node.name: (str(node.target), nbytes(node)) for node in graph.nodes}
 
 
 class UnfusedError(RuntimeError):
@@ -52,9 +68,12 @@ class Pass(CustomGraphPass):
         """Runs the passes on a graph."""
         for earlier in self._before:
             earlier(graph)
+        before = _given(graph) if listeners else {}
         with recording() as report:
             self._run(graph, self.options)
         report.decisions = _final(report)
+        for listen in listeners:
+            listen(before, report)
         for decision in report.decisions:
             record(decision)
         if self.options.strict:
@@ -134,9 +153,9 @@ def install(options: Options) -> Callable[[], None]:
         setattr(inductor_config, name, new)
 
     def remove() -> None:
-        for name, value in before.items():
+        for name, earlier in before.items():
             # A pass that the user has set since stays: it may call ours.
             if isinstance(getattr(inductor_config, name), Pass):
-                setattr(inductor_config, name, value)
+                setattr(inductor_config, name, earlier)
 
     return remove

@@ -66,6 +66,11 @@ def add_exec(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp exec`."""
     parser.epilog = _EPILOG
     parser.usage = "symm-cp exec [-h] [--backend-for NAMES] [--cuda-on-cpu DEVICES] -- COMMAND ..."
+    add_program(parser)
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of programs that are started, and the program."""
     _add_options(parser)
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="COMMAND", help="a program and its arguments"
@@ -85,8 +90,10 @@ def _check() -> None:
 
 
 @contextmanager
-def _environment(names: str, cuda_on_cpu: int | None) -> Iterator[None]:
-    """Sets the environment that programs inherit, inside."""
+def environment(args: argparse.Namespace) -> Iterator[None]:
+    """Sets the environment that programs inherit, inside; `args` are the options of programs."""
+    names, cuda_on_cpu = args.backend_for, args.cuda_on_cpu
+    names = "" if names == "none" else names
     path = os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH")]))
     before = dict(os.environ)
     os.environ.update(PYTHONPATH=path, SYMM_CP_BACKEND_FOR=names)
@@ -136,30 +143,36 @@ def _isolated(program: str, arguments: Sequence[str]) -> str:
     return ""
 
 
-def main_exec(args: argparse.Namespace) -> int:
-    """Runs `symm-cp exec`: this process becomes the program. Returns an exit code if it cannot."""
+def command_of(name: str, args: argparse.Namespace) -> tuple[list[str], int]:
+    """Returns the program and its arguments, for the command `name`; or none, and an exit code."""
     command = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not command:
-        print("symm-cp exec: COMMAND is missing: symm-cp exec -- COMMAND ...", file=sys.stderr)
-        return 2
+        print(f"symm-cp {name}: COMMAND is missing: symm-cp {name} -- COMMAND ...", file=sys.stderr)
+        return [], 2
     program = shutil.which(command[0])
     if program is None:
-        print(f"symm-cp exec: {command[0]}: no such command", file=sys.stderr)
-        return 127
+        print(f"symm-cp {name}: {command[0]}: no such command", file=sys.stderr)
+        return [], 127
     names = args.backend_for
     if names != "none" and (option := _isolated(program, command[1:])):
         print(
-            f"symm-cp exec: {command[0]} runs Python with {option}, by which it ignores the "
+            f"symm-cp {name}: {command[0]} runs Python with {option}, by which it ignores the "
             "environment that redirects its groups: leave the option out",
             file=sys.stderr,
         )
-        return 2
-    if not _could_build("exec", names):
-        return 2
+        return [], 2
+    return (command, 0) if _could_build(name, names) else ([], 2)
+
+
+def main_exec(args: argparse.Namespace) -> int:
+    """Runs `symm-cp exec`: this process becomes the program. Returns an exit code if it cannot."""
+    command, code = command_of("exec", args)
+    if not command:
+        return code
     sys.stdout.flush()
-    with _environment("" if names == "none" else names, args.cuda_on_cpu):
-        os.execv(program, command)
-    raise AssertionError  # execv does not return
+    with environment(args):
+        os.execvp(command[0], command)
+    raise AssertionError  # execvp does not return
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -172,7 +185,7 @@ def main(arguments: Sequence[str]) -> int:
     names = args.backend_for
     if not _could_build("run", names):
         return 2
-    with _environment("" if names == "none" else names, args.cuda_on_cpu):
+    with environment(args):
         try:
             record(torchrun.run)(args)
         except ChildFailedError as error:

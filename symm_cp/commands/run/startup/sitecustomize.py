@@ -48,6 +48,14 @@ def _map_cuda(torch: ModuleType) -> None:
     _kept.append(mapping)  # it would end with its context manager
 
 
+def _explain(_: ModuleType) -> None:
+    """Has the graphs that the program compiles noted (`symm-cp explain`)."""
+    _find_symm_cp()
+    from symm_cp.inductor.notes import begin
+
+    begin(os.environ["SYMM_CP_EXPLAIN"])
+
+
 class _Finder:
     """Finds a module as Python does, and acts when it has been executed."""
 
@@ -90,4 +98,7 @@ if __name__ == "sitecustomize":  # imported by Python at its start
         sys.meta_path.insert(0, _Finder(_C10D, _redirect))  # type: ignore[arg-type]
     if os.environ.get("SYMM_CP_CUDA_ON_CPU"):
         sys.meta_path.insert(0, _Finder("torch", _map_cuda))  # type: ignore[arg-type]
+    if os.environ.get("SYMM_CP_EXPLAIN"):
+        compiler = _Finder("torch._inductor.compile_fx", _explain)
+        sys.meta_path.insert(0, compiler)  # type: ignore[arg-type]
     _import_hidden()

@@ -1,0 +1,115 @@
+"""`symm-cp explain -- COMMAND`: what the passes make of each graph that a program compiles.
+
+The program runs unchanged, as by `symm-cp exec`, with the passes of `symm_cp.inductor.enable`
+unless it sets its own. Each process notes its graphs in a file (`symm_cp/inductor/notes.py`), which
+is read when all have ended. Graphs are compiled anew: one from a cache says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from symm_cp.commands import run
+from symm_cp.parsing import STDOUT, add_json, write_json
+
+HELP = "run a program, and list the collectives of its compiled graphs: fused, or why not"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `symm-cp explain`."""
+    parser.usage = "symm-cp explain [-h] [--json [FILE]] [--backend-for NAMES] -- COMMAND ..."
+    add_json(parser, "the graphs of all processes")
+    run.add_program(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the program and prints the report; returns the program's exit code."""
+    command, code = run.command_of("explain", args)
+    if not command:
+        return code
+    with tempfile.TemporaryDirectory(prefix="symm-cp-explain-") as folder:
+        fresh = {"SYMM_CP_EXPLAIN": folder, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        with run.environment(args):
+            ended = subprocess.run(
+                command,
+                env={**os.environ, **fresh},
+                stdout=sys.stderr if args.json == STDOUT else None,  # for the report alone
+                check=False,
+            )
+        graphs = list(_graphs(Path(folder)))
+    code = ended.returncode if ended.returncode >= 0 else 128 - ended.returncode
+    if args.json is not None:
+        write_json(args.json, {"command": command, "exit_code": code, "graphs": graphs})
+    if args.json != STDOUT:
+        print(report(graphs))
+    if code:
+        print(f"symm-cp explain: the program ended with exit code {code}", file=sys.stderr)
+    return code
+
+
+def _graphs(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the graphs of all processes, by rank, in the order in which each compiled them."""
+    noted = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in folder.glob("*.jsonl")
+    ]
+    for of_process in sorted(filter(None, noted), key=lambda graphs: graphs[0]["rank"]):
+        for number, graph in enumerate(of_process, 1):
+            yield {"graph": number, **graph}
+
+
+def report(graphs: list[dict[str, Any]]) -> str:
+    """Returns the text of a report: the graphs of the first rank, and which ranks differ."""
+    if not graphs:
+        return (
+            "no graph with a collective was compiled: the passes see what torch.compile compiles "
+            "with its default backend (inductor)"
+        )
+    ranks: dict[int, list[dict[str, Any]]] = {}
+    for graph in graphs:
+        ranks.setdefault(graph["rank"], []).append(graph)
+    first, own = next(iter(ranks.items()))
+    decisions = [each for graph in own for each in graph["collectives"]]
+    fused = sum(bool(each["fused_into"]) for each in decisions)
+    exposed = sum(each["exposed_us"] for each in decisions)
+    lines = [
+        f"rank {first}: {fused} of {len(decisions)} collectives fused; about {exposed:.3g} us of "
+        "communication are left in the open (predicted)"
+    ]
+    for graph in own:
+        lines += [f"graph {graph['graph']}", *map(_line, graph["collectives"])]
+    advice = Counter(each["advice"] for each in decisions if each["advice"])
+    lines += ["what to change:"] if advice else []
+    lines += [f"- {text} ({count} x)" for text, count in advice.items()]
+    others = [rank for rank, found in ranks.items() if _fates(found) != _fates(own)]
+    if others:
+        lines.append(f"ranks {others} compiled other graphs than rank {first}: --json has them")
+    return "\n".join(lines)
+
+
+def _line(each: dict[str, Any]) -> str:
+    if each["fused_into"]:
+        fate = f"fused into {each['fused_into']}"
+    elif each["runs_as"]:
+        fate = f"runs as {each['runs_as']}: {each['reason']}"
+    else:
+        fate = f"left alone: {each['reason']}"
+    size = f"{each['bytes'] / 1024:.4g} KiB"
+    exposed = f", about {each['exposed_us']:.3g} us" if each["exposed_us"] else ""
+    return f"- {each['name']} ({size} on {each['ranks']} ranks{exposed}): {fate}"
+
+
+def _fates(graphs: list[dict[str, Any]]) -> list[Any]:
+    return [
+        [(each["name"], each["bytes"], each["fused_into"]) for each in graph["collectives"]]
+        for graph in graphs
+    ]

@@ -1,0 +1,101 @@
+"""`symm-cp explain`: a program's compiled graphs, on all ranks, and nothing of it changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from symm_cp import cli
+from symm_cp.commands.explain import report
+from tests.exhaustive import exhaustive
+from tests.test_run import symm_cp_in
+
+#: A block of torch's own tensor parallelism, and a collective that has no fused form.
+PROGRAM = """
+    import sys
+    import torch
+    import torch._inductor.config
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as collectives
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel, RowwiseParallel, parallelize_module
+    )
+
+    torch._inductor.config.fallback_by_default = True  # no kernels to compile
+    dist.init_process_group("gloo")
+    block = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(block, init_device_mesh("cpu", (2,)), plan)
+    torch.compile(block)(torch.randn(8, 64, requires_grad=True)).sum().backward()
+
+    @torch.compile
+    def exchange(x):
+        return collectives.all_to_all_single(x, None, None, dist.group.WORLD) * 2
+
+    exchange(torch.ones(4 * (1 + dist.get_rank() * (len(sys.argv) > 1))))
+    dist.destroy_process_group()
+    raise SystemExit(3 if len(sys.argv) > 1 else 0)
+"""
+
+
+@exhaustive
+def test_a_program_of_two_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
+    done = symm_cp_in(tmp_path, "explain", "--json", "out.json", "--", *map(str, command))
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: 2 of 3 collectives fused; about 1 us" in done.stdout
+    assert "(2 KiB on 2 ranks): fused into fused_matmul_all_reduce" in done.stdout
+    assert "left alone: no fused op exists for all_to_all_single" in done.stdout
+    assert "symm_cp.sequence_to_heads and heads_to_sequence" in done.stdout
+    assert "compiled other graphs" not in done.stdout
+    graphs = json.loads((tmp_path / "out.json").read_text())["graphs"]
+    assert [(graph["rank"], graph["graph"]) for graph in graphs] == [
+        (rank, number) for rank in range(2) for number in (1, 2, 3)
+    ]
+
+    done = symm_cp_in(tmp_path, "explain", "--json", "--", *map(str, command), "differs")
+    assert done.returncode == 1  # torchrun's
+    assert json.loads(done.stdout)["exit_code"] == 1
+    assert "the program ended with exit code 1" in done.stderr
+
+
+def decision(**changes: Any) -> dict[str, Any]:
+    each = {"name": "all_gather", "bytes": 2048, "ranks": 2, "exposed_us": 0.0, "advice": ""}
+    return {**each, "fused_into": "an_op", "runs_as": None, "reason": "because", **changes}
+
+
+def test_the_report() -> None:
+    left = {"fused_into": None, "exposed_us": 7.5}
+    graphs = [
+        {"rank": 0, "graph": 1, "collectives": [decision(), decision(**left, advice="change it")]},
+        {"rank": 0, "graph": 2, "collectives": [decision(**left, runs_as="another_op")]},
+        {"rank": 1, "graph": 1, "collectives": [decision()]},
+    ]
+    assert report(graphs).splitlines() == [
+        "rank 0: 1 of 3 collectives fused; about 15 us of communication are left in the open "
+        "(predicted)",
+        "graph 1",
+        "- all_gather (2 KiB on 2 ranks): fused into an_op",
+        "- all_gather (2 KiB on 2 ranks, about 7.5 us): left alone: because",
+        "graph 2",
+        "- all_gather (2 KiB on 2 ranks, about 7.5 us): runs as another_op: because",
+        "what to change:",
+        "- change it (1 x)",
+        "ranks [1] compiled other graphs than rank 0: --json has them",
+    ]
+    assert "no graph with a collective was compiled" in report([])
+
+
+def test_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "--"]) == 2
+    assert "symm-cp explain: COMMAND is missing" in capsys.readouterr().err
+    assert cli.main(["explain", "--", "no-such-command"]) == 127
+    assert capsys.readouterr().err == "symm-cp explain: no-such-command: no such command\n"

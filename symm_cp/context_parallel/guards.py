@@ -213,7 +213,7 @@ def show_random_functions() -> None:
         functions.update(_MISSING)
 
 
-def _constant_when_traced(function: Any) -> Any:
+def constant_when_traced(function: Any) -> Any:
     """`torch.compiler.assume_constant_result`, which would import the compiler: a second."""
     function._dynamo_marked_constant = True
     return function
@@ -223,7 +223,7 @@ def _constant_when_traced(function: Any) -> Any:
 # the error message: the traced code raises it, so that callers get an exception of this type.
 
 
-@_constant_when_traced
+@constant_when_traced
 def _complaint_before(module: nn.Module) -> str | None:
     watch = current()
     if watch is None:
@@ -237,7 +237,7 @@ def _complaint_before(module: nn.Module) -> str | None:
     return None
 
 
-@_constant_when_traced
+@constant_when_traced
 def _complaint_after(module: nn.Module, shown: tuple[str, ...]) -> str | None:
     watch = current()
     inspector = None if watch is None else watch.calls.get(module)

@@ -140,9 +140,9 @@ class Watch:
         if self.world_size == 1 or self.fused or ran is None or on_unfused == "ignore":
             return
         message = (
-            f"{where}: {ran} ran, but no attention ran context parallel: neither "
-            "F.scaled_dot_product_attention nor flex_attention was called, so attention saw only "
-            "this rank's part of the sequence. Use an implementation that calls one of them "
+            f"{where}: {ran} ran, but no attention ran context parallel: none of "
+            "F.scaled_dot_product_attention, flex_attention and varlen_attn was called, so "
+            "attention saw only this rank's part of the sequence. Use one that calls one of them "
             "(transformers: context_parallel(model=...))"
         )
         if where == "context_parallel":

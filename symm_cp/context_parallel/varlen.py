@@ -11,7 +11,9 @@ Shapes: T tokens of this rank, N documents, B samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,13 +59,16 @@ def call(region: ParallelRegion, func: Any, args: Sequence[Any], kwargs: dict[st
     if region.world_size == 1 and _unsupported(func, given) is not None:
         return func(*args, **kwargs)
     query = given["query"]
-    if torch.compiler.is_dynamo_compiling() and not in_tiles(query.device):
+    attend_now: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _call
+    if not torch.compiler.is_dynamo_compiling():
+        # In frames that Dynamo gave up on it would compile what they call piece by piece.
+        attend_now = _untraced() if "torch._dynamo" in sys.modules else _call
+    elif not in_tiles(query.device):
         # Imported here because it loads Dynamo.
         from symm_cp.context_parallel.noise_trace import outside_graph
 
-        out, lse = outside_graph(_call, region, func, given)
-    else:
-        out, lse = _call(region, func, given)
+        attend_now = functools.partial(outside_graph, _call)
+    out, lse = attend_now(region, func, given)
     return out, lse, torch.zeros((2,), dtype=torch.uint64, device=query.device)
 
 
@@ -78,6 +83,11 @@ def _call(
     region: ParallelRegion, func: Any, given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return telling_peers(region.told, _attend_given, region, func, given)
+
+
+@functools.cache
+def _untraced() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    return torch.compiler.disable(_call)  # type: ignore[no-any-return]
 
 
 _SERVED = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +19,13 @@ import symm_cp
 from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import pairs as pairs_of
 from symm_cp.testing import Ranks
-from tests.context_parallel.common import CLOSE, assert_all_close
+from tests.context_parallel.common import CLOSE, assert_all_close, mesh_of
 from tests.context_parallel.test_flex_compiled import graphs, one_graph
 from tests.exhaustive import pairs, some
 
 HEADS, KEY_HEADS, FEATURES = 4, 2, 8
 # Some longer than all ranks' chunks, of one token, and empty: cumulative lengths may repeat.
-DOCUMENTS = ([7, 40, 1, 0, 13], [61], [1, 2, 3, 5, 50, 0], [30, 31])
+DOCUMENTS = ([7, 40, 1, 0, 13], [61], [1, 2, 3, 5, 0])
 WINDOWS = ((-1, -1), (-1, 0), (5, 0), (4, 3), (0, 0), (-1, 2))
 LAYOUTS: dict[str, Callable[[list[int], int], symm_cp.LoadBalancer]] = {
     "head_tail": lambda lengths, W: symm_cp.HeadTail(sum(lengths), W),
@@ -114,13 +116,12 @@ def attends(group: dist.ProcessGroup, layout: str, method: str, seed: int) -> No
     some(
         (3, "documents", "allgather"),
         (2, "head_tail", "ulysses"),
-        of=[
-            *{
-                *pairs((1, 2, 3, 4), tuple(LAYOUTS), ("allgather", "ulysses")),
-                (3, "documents", "allgather"),
-                (2, "head_tail", "ulysses"),
-            },
-        ],
+        of=pairs(
+            (1, 2, 3, 4),
+            LAYOUTS,
+            ("allgather", "ulysses"),
+            also=[(3, "documents", "allgather"), (2, "head_tail", "ulysses")],
+        ),
     ),
 )
 def test_documents_are_those_of_one_process(
@@ -271,14 +272,12 @@ def refuses(group: dist.ProcessGroup) -> None:
     W = group.size()
     torch.manual_seed(5)
     q, k, whole = torch.randn(8, HEADS, 4), torch.randn(8, KEY_HEADS, 4), cumulative([3, 8 * W - 3])
-    own = cumulative([3, 5])
+    own, given = cumulative([3, 5]), inputs(8 * W)  # a context would spread them
     balancer = symm_cp.HeadTail(8 * W, W)
 
     def refused(kind: type[Exception], match: str, *args: Any, **options: Any) -> None:
-        for compiled in (False, True):
-            function = torch.compile(varlen_attn, backend="eager") if compiled else varlen_attn
-            with pytest.raises(kind, match=match):
-                function(*args, 8, 8, **options)
+        with pytest.raises(kind, match=match):
+            varlen_attn(*args, 8, 8, **options)
 
     with symm_cp.context_parallel(group, load_balancer=balancer):
         refused(ValueError, r"cu_seq_q ends at 8, this rank has 8 tokens.*all", q, q, q, own, own)
@@ -292,17 +291,19 @@ def refuses(group: dist.ProcessGroup) -> None:
         refused(NotImplementedError, "query has 8 tokens and key 4", q, q[:4], q[:4], whole, whole)
         for options in ({"seqused_k": own}, {"num_splits": 1}):
             refused(NotImplementedError, next(iter(options)), q, q, q, whole, whole, **options)
+        compiled = torch.compile(varlen_attn, backend="eager", fullgraph=True)
+        with pytest.raises(ValueError, match="cu_seq_q ends at 8, this rank has 8 tokens"):
+            compiled(q, q, q, own, own, 8, 8)
         with pytest.raises(ValueError, match="same number of heads"):  # torch's own
             varlen_attn(q, k, k, whole, whole, 8, 8)
         with pytest.raises(NotImplementedError, match=r"varlen_attn_out .* call varlen_attn"):
             varlen_attn_out(torch.empty_like(q), q, q, q, whole, whole, 8, 8)
-        check([t.double() for t in inputs(8 * W)], balancer.positions(group.rank()), whole, (1, 0))
+        check(given, balancer.positions(group.rank()), whole, (1, 0))
     with symm_cp.context_parallel(group):
         refused(ValueError, "has no load_balancer", q, q, q, whole, whole)
-    for two in ({8 * W: balancer, 16 * W: symm_cp.HeadTail(16 * W, W)},):
-        twice = torch.cat([q, q])
-        with symm_cp.context_parallel(group, load_balancer=two):
-            refused(ValueError, "may be those of sequences of", *(twice,) * 3, 2 * whole, 2 * whole)
+    two, twice = {8 * W: balancer, 16 * W: symm_cp.HeadTail(16 * W, W)}, torch.cat([q, q])
+    with symm_cp.context_parallel(group, load_balancer=two):
+        refused(ValueError, "may be those of sequences of", *(twice,) * 3, 2 * whole, 2 * whole)
     with pytest.raises((RuntimeError, NotImplementedError), match="_flash_attention_forward"):
         varlen_attn(q, q, q, own, own, 8, 8)  # outside of a context: torch's own
 
@@ -336,3 +337,27 @@ def on_one_rank(group: dist.ProcessGroup) -> None:
 
 def test_one_rank_refuses_nothing(ranks: Ranks) -> None:
     ranks.run(1, on_one_rank)
+
+
+# --- the README ---------------------------------------------------------------------------------
+
+
+def as_documented(group: dist.ProcessGroup, example: str) -> None:
+    torch.manual_seed(7)
+    scope: dict[str, Any] = {"mesh": mesh_of(group)}
+    exec(example, scope)
+    rows = scope["balancer"].positions(group.rank())
+    ids = scope["batch"]["input_ids"][0]
+    assert torch.equal(scope["local"]["input_ids"][0], ids[rows])
+    whole = scope["projection"](scope["embedding"](ids)).view(-1, 3, 4, 16).unbind(1)
+    for begin, end in itertools.pairwise(scope["cu_seq"].tolist()):
+        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in whole)
+        right = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+        own = (begin <= rows) & (rows < end)
+        torch.testing.assert_close(scope["out"][own], right[rows[own] - begin])
+
+
+def test_the_example_of_the_readme_runs(ranks: Ranks) -> None:
+    readme = Path(symm_cp.context_parallel.__file__).with_name("README.md").read_text()
+    (example,) = re.findall(r"```python\n(import itertools\n.*?)```", readme, re.DOTALL)
+    ranks.run(3, as_documented, example)

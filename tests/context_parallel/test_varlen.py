@@ -138,10 +138,8 @@ def compiles(group: dist.ProcessGroup, backend: str, seed: int) -> None:
     before = graphs()
     compiled = torch.compile(attention, fullgraph=True, backend=backend)
     with one_graph():
-        for layout, lengths in itertools.product(LAYOUTS, ([7, 40, 1, 12], [20, 1, 1, 38])):
-            balancer = LAYOUTS[layout](lengths, group.size())
-            if len(set(balancer.lengths)) > 1:
-                continue  # other shapes
+        for layout, lengths in itertools.product(LAYOUTS, ([24, 72], [48, 48])):
+            balancer = LAYOUTS[layout](lengths, group.size())  # all ranks hold equally many
             given, rows = inputs(sum(lengths)), balancer.positions(group.rank())
             with symm_cp.context_parallel(group, load_balancer=balancer):
                 check(given, rows, cumulative(lengths), (5, 0), None, compiled)
@@ -150,7 +148,7 @@ def compiles(group: dist.ProcessGroup, backend: str, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "backend"),
-    some((2, "inductor"), of=[(2, "inductor"), *((W, "aot_eager") for W in (1, 2, 3, 4))]),
+    some((2, "aot_eager"), of=[(2, "inductor"), *((W, "aot_eager") for W in (1, 2, 3, 4))]),
 )
 def test_compiled_calls_are_in_one_graph(ranks: Ranks, world_size: int, backend: str) -> None:
     ranks.run(world_size, compiles, backend, int(torch.randint(2**31, ())))
@@ -172,7 +170,10 @@ def in_a_row(group: dist.ProcessGroup, of_samples: bool, seed: int) -> None:
     given, cu_seq = inputs(len(each) * length), cumulative([n for one in each for n in one])
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     with symm_cp.context_parallel(group, load_balancer=balancer):
-        for window, function in (((-1, 0), attention), ((3, 2), attention), ((-1, 0), compiled)):
+        for window, function in (
+            ((-1, 0), attention),
+            ((3, 2), compiled if of_samples else attention),
+        ):
             check(given, rows, cu_seq, window, None, function)
 
 

@@ -151,8 +151,9 @@ def context_parallel(
 ) -> Iterator[None]:
     """Cuts buffers to this rank's part of the sequence, and runs attention context parallel.
 
-    Inside, `F.scaled_dot_product_attention` and `flex_attention`, however they were imported, take
-    this rank's parts of queries, keys and values and attend to the whole sequence; with
+    Inside, `F.scaled_dot_product_attention`, `flex_attention` and torch's `varlen_attn`, however
+    they were imported, take this rank's parts of queries, keys and values and attend to the whole
+    sequence; cumulative lengths of `varlen_attn` are those of the whole packed sequence, and with
     `flex_attention`, `mask_mod`, `score_mod` and `BlockMask` are those of the whole sequence (those
     of transformers' models, too: causal masks, windows, padding and packed documents)::
 
@@ -178,7 +179,7 @@ def context_parallel(
             there must be at least as many as ranks. "auto": the faster one for each call, by the
             simulator's figures. For a mesh of two dimensions the method of each, as in ("ulysses",
             "allgather"). By default what `set_rotate_method` chose.
-        on_unfused: what to do at the end if modules ran but neither function was called, so that
+        on_unfused: what to do at the end if modules ran but no such function was called, so that
             attention, if there was any, saw only this rank's part: "raise" `RuntimeError`, "warn",
             or "ignore" it. Does not apply after an exception or if no module ran.
 
@@ -191,7 +192,7 @@ def context_parallel(
     wrong: `nn.MultiheadAttention`, layers that mix positions otherwise, missing positions,
     generation, and models of transformers that are not passed as `model` and have sliding windows
     or chunks shorter than the sequence (unless they use flex attention), attention sinks, soft caps
-    or attention that calls neither function ("eager"). On one rank nothing is spread, and no module
+    or attention that calls none of these ("eager"). On one rank nothing is spread, and no module
     refused. Raises `ValueError` or `TypeError` for an invalid model, and `ValueError` for invalid
     buffers and methods, and for shards that another load balancer has cut, before anything is
     changed; `RuntimeError` on all ranks if they have different buffers or, when it first runs, a

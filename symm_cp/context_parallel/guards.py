@@ -140,9 +140,9 @@ class Watch:
         if self.world_size == 1 or self.fused or ran is None or on_unfused == "ignore":
             return
         message = (
-            f"{where}: {ran} ran, but no attention ran context parallel: neither "
-            "F.scaled_dot_product_attention nor flex_attention was called, so attention saw only "
-            "this rank's part of the sequence. Use an implementation that calls one of them "
+            f"{where}: {ran} ran, but no attention ran context parallel: none of "
+            "F.scaled_dot_product_attention, flex_attention and varlen_attn was called, so "
+            "attention saw only this rank's part of the sequence. Use one that calls one of them "
             "(transformers: context_parallel(model=...))"
         )
         if where == "context_parallel":
@@ -213,7 +213,7 @@ def show_random_functions() -> None:
         functions.update(_MISSING)
 
 
-def _constant_when_traced(function: Any) -> Any:
+def constant_when_traced(function: Any) -> Any:
     """`torch.compiler.assume_constant_result`, which would import the compiler: a second."""
     function._dynamo_marked_constant = True
     return function
@@ -223,7 +223,7 @@ def _constant_when_traced(function: Any) -> Any:
 # the error message: the traced code raises it, so that callers get an exception of this type.
 
 
-@_constant_when_traced
+@constant_when_traced
 def _complaint_before(module: nn.Module) -> str | None:
     watch = current()
     if watch is None:
@@ -237,7 +237,7 @@ def _complaint_before(module: nn.Module) -> str | None:
     return None
 
 
-@_constant_when_traced
+@constant_when_traced
 def _complaint_after(module: nn.Module, shown: tuple[str, ...]) -> str | None:
     watch = current()
     inspector = None if watch is None else watch.calls.get(module)

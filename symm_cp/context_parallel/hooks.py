@@ -1,7 +1,8 @@
 """Enters and leaves regions, and intercepts the functions called within them.
 
-A `TorchFunctionMode` sees `scaled_dot_product_attention` and random functions, however they were
-imported. flex_hook.py intercepts `flex_attention`, guards.py the modules that run.
+A `TorchFunctionMode` sees `scaled_dot_product_attention`, the op of `varlen_attn` and random
+functions, however they were imported. flex_hook.py intercepts `flex_attention`, guards.py the
+modules that run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.context_parallel import guards, random_functions, sdpa
+from symm_cp.context_parallel import guards, random_functions, sdpa, varlen
 from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
 from symm_cp.context_parallel.layouts import enter_cuts
 from symm_cp.context_parallel.refusals import telling_of_models, telling_peers
@@ -97,7 +98,11 @@ class RegionMode(FlexMode):
             return self._backward(func, args, kwargs)
         if args and isinstance(args[0], _BODIES) and torch.compiler.is_dynamo_compiling():
             args = (self._within(args[0]), *args[1:])
-        if getattr(func, "__name__", None) in _CALLED_DIRECTLY:
+        name = getattr(func, "__name__", None)
+        if name in varlen.OPS and varlen.is_varlen(func):
+            self.watch.called = True
+            return varlen.call(self.region, func, args, kwargs)
+        if name in _CALLED_DIRECTLY:
             self.watch.called = True
         return func(*args, **kwargs)
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.cuda.kept import kept
 from symm_cp.ops.attention.flex.mask import positions
-from symm_cp.schedule.layout import SequenceLayout, even_lengths, head_tail, sequential
+from symm_cp.schedule.layout import SequenceLayout, even_lengths, head_tail, in_a_row, sequential
 
 
 class LoadBalancer:
@@ -59,6 +59,11 @@ class LoadBalancer:
         if len(self._layouts) == 1:
             return ()
         return tuple(LoadBalancer(layout) for layout in self._layouts)
+
+    @property
+    def of_all_samples(self) -> SequenceLayout:
+        """The layout, or if each sample has its own, that of all samples' tokens in a row."""
+        return in_a_row(self._layouts)
 
     @property
     def seq_length(self) -> int:

@@ -218,6 +218,13 @@ def saw_queries(query: torch.Tensor) -> None:
         _seen_in(watch).saw_queries(query)
 
 
+def saw_samples(layouts: torch.Tensor, tokens: int) -> None:
+    """Remembers the same of attention to samples in a row, of `layouts` as the op gets them."""
+    watch = None if torch.compiler.is_compiling() else current()
+    if watch is not None and type(layouts) is torch.Tensor and tokens:
+        _seen_in(watch).saw_samples(max(1, -int(layouts[0])), tokens)
+
+
 def _seen_in(watch: Watch) -> Seen:
     if watch.seen is None:  # Dynamo traces how watches are made, and would not make this
         watch.seen = Seen()

@@ -37,6 +37,11 @@ class Seen:
         self.batches[int(query.shape[0])] = None
         self.lengths[int(query.shape[2])] = None
 
+    def saw_samples(self, samples: int, tokens: int) -> None:
+        """Remembers the samples of tokens that have no dimension of them."""
+        self.batches[samples] = None
+        self.lengths[tokens // samples] = None
+
 
 class Sequences:
     """The sequences of a region on one rank.

@@ -51,11 +51,15 @@ class ParallelRegion:
     # The layouts as ops in graphs take them, as an input of the graph; None if samples have
     # different layouts, or a function chooses.
     layouts: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    # The same for tokens of all samples in a row, also where samples have different layouts; None
+    # if a function chooses.
+    packed: torch.Tensor | None = field(default=None, repr=False, compare=False)
     # Whether all ranks hold equally many positions of each sequence.
     even: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layouts", self._layouts())
+        object.__setattr__(self, "packed", self._packed())
         even = all(len(set(balancer.lengths)) == 1 for balancer in self.balancers)
         object.__setattr__(self, "even", even and self.choose is None)
 
@@ -68,6 +72,11 @@ class ParallelRegion:
         if self.choose is not None or any(balancer.samples for balancer in self.balancers):
             return None
         return encoded(tuple(balancer.layout for balancer in self.balancers))
+
+    def _packed(self) -> torch.Tensor | None:
+        if self.choose is not None:
+            return None
+        return encoded(tuple(balancer.of_all_samples for balancer in self.balancers))
 
     def layouts_in_graph(self, device: torch.device) -> torch.Tensor | None:
         """Returns the layouts as an input of the graph that is being traced, if they can be one."""

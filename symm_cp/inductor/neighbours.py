@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.decisions import Decision, record, recorded
@@ -20,6 +21,8 @@ _MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "_int_mm",
     "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
 }  # fmt: skip
+# Attention to gathered keys that no pass fuses.
+_ATTENTION = {"flex_attention", "_varlen_attn"}
 _MOVES = {
     "view", "reshape", "_unsafe_view", "view_as", "_reshape_alias", "flatten", "unflatten",
     "as_strided", "clone", "alias", "contiguous", "detach", "copy", "copy_", "lift_fresh_copy",
@@ -34,6 +37,8 @@ _NOT_COLLECTIVES = {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd"}  # 2
 
 
 def _packet(node: Node) -> str:
+    if isinstance(node.target, HigherOrderOperator):
+        return str(node.target.name())
     packet = getattr(node.target, "overloadpacket", None)
     return "" if packet is None else str(packet.__name__)
 
@@ -42,13 +47,18 @@ def _only_moves(node: Node) -> bool:
     return node.target is operator.getitem or _packet(node) in _MOVES
 
 
-def _path(start: Node, neighbours: Callable[[Node], Iterable[Node]]) -> list[Node]:
-    """Returns the nodes from a neighbour of `start` to the nearest matmul; empty without one."""
+def _path(
+    start: Node, neighbours: Callable[[Node], Iterable[Node]], ends: set[str] = _MATMULS
+) -> list[Node]:
+    """Returns the nodes from a neighbour of `start` to the nearest matmul; empty without one.
+
+    Or to another op in `ends`.
+    """
     paths = [[node] for node in neighbours(start)]
     seen: set[Node] = set()
     for path in paths:  # grows: breadth first
         node = path[-1]
-        if _packet(node) in _MATMULS:
+        if _packet(node) in ends:
             return path
         if node not in seen and _only_moves(node):
             seen.add(node)
@@ -67,6 +77,12 @@ def _inputs(node: Node) -> Iterable[Node]:
 def fed_by(node: Node) -> list[Node]:
     """Returns the nodes from a user of a tensor to the nearest matmul that it feeds, if any."""
     return _path(node, _users)
+
+
+def attention_fed_by(node: Node) -> str | None:
+    """Returns the function whose attention a gathered tensor feeds, if no pass fuses that."""
+    path = _path(node, _users, _ATTENTION)
+    return _packet(path[-1]).removeprefix("_") if path else None
 
 
 def feeding(node: Node) -> list[Node]:

@@ -154,6 +154,22 @@ def pooled(layout: SequenceLayout, members: Sequence[Sequence[int]]) -> Sequence
     return SequenceLayout(len(members), tuple(order), layout.chunk_lengths)
 
 
+def in_a_row(layouts: Sequence[SequenceLayout]) -> SequenceLayout:
+    """How sequences are spread that follow one another as one sequence.
+
+    A rank holds its part of the first, then that of the second, and so on. All are spread over the
+    same ranks.
+    """
+    if len(layouts) == 1:
+        return layouts[0]
+    begins = itertools.accumulate((len(each.chunk_order) for each in layouts), initial=0)
+    numbered = list(zip(begins, layouts, strict=False))
+    ranks = range(layouts[0].world_size)
+    order = (begin + c for rank in ranks for begin, each in numbered for c in each.chunks(rank))
+    lengths = (length for each in layouts for length in each.chunk_lengths)
+    return SequenceLayout(len(ranks), tuple(order), tuple(lengths))
+
+
 def held_layout(op: str, held: Sequence[int], local_length: int) -> int:
     """Returns which of several sequences a shard of `local_length` positions belongs to.
 

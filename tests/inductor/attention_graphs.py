@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.inductor.graphs import ATTENTION, GraphCase, gather
 
@@ -35,6 +36,10 @@ def attend_upper_left(group: Any, q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(
         q, gather(k, 2, group), gather(v, 2, group), is_causal=True
     )
+
+
+def attend_flex(group: Any, q: Any, k: Any, v: Any) -> Any:
+    return flex_attention(q, gather(k, 2, group), gather(v, 2, group))
 
 
 def attend_window(group: Any, q: Any, k: Any, v: Any) -> Any:
@@ -102,6 +107,9 @@ def graphs(W: int) -> dict[str, GraphCase]:
         "attention, upper left": GraphCase(attend_upper_left, (HEADS,) * 3, reasons=("is_causal",)),
         "attention, window": GraphCase(
             attend_window, (HEADS,) * 3, reasons=("not the causal one",)
+        ),
+        "attention, flex": GraphCase(
+            attend_flex, (HEADS,) * 3, reasons=("it feeds flex_attention, which is fused only",)
         ),
         "attention, over heads": GraphCase(
             attend_over_heads,

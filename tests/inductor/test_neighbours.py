@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 
 import torch
+import torch.nn.attention.varlen  # defines its op
 from torch.library import _scoped_library
 
 from symm_cp.inductor.decisions import recording
-from symm_cp.inductor.neighbours import record_others
+from symm_cp.inductor.neighbours import attention_fed_by, record_others
 
 c10d = torch.ops._c10d_functional
 
@@ -32,3 +33,16 @@ def test_waits_of_several_tensors_are_no_collectives() -> None:
     (decision,) = report.decisions
     assert decision.collective == gathered.name
     assert decision.reason == "mm_default is next to it, and it takes several tensors at once"
+
+
+def test_attention_to_gathered_keys_is_named() -> None:
+    """`varlen_attn` has no kernel on CPU, so no graph of it can run here."""
+    graph = torch.fx.Graph()
+    q, k, edges = (graph.placeholder(name) for name in ("q", "k", "edges"))
+    gathered = graph.call_function(c10d.all_gather_into_tensor.default, (k, 2, "group"))
+    waited = graph.call_function(c10d.wait_tensor.default, (gathered,))
+    moved = graph.call_function(torch.ops.aten.permute.default, (waited, [1, 0, 2]))
+    assert attention_fed_by(waited) is None
+    attention = torch.ops.torch_attn._varlen_attn.default
+    graph.call_function(attention, (q, moved, moved, edges, edges, 4, 4))
+    assert attention_fed_by(waited) == "varlen_attn"

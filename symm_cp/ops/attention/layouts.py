@@ -5,7 +5,8 @@ set of documents. The tensor is an input of the graph, which the kernels read wh
 
 It is 1-D, of int64, on CPU: the number of layouts, and for each the number of its chunks, their
 order and their lengths (see schedule/layout.py). Zeros fill it up to a power of two, so that it
-has one of few sizes. Without any layout sequences of any length are spread head-tail.
+has one of few sizes. Without any layout sequences of any length are spread head-tail. -B instead of
+the number of layouts: the sequence is B sequences in a row, each spread as the one layout says.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from symm_cp.modes import ordinary_tensors
-from symm_cp.schedule.layout import SequenceLayout, held_layout
+from symm_cp.schedule.layout import SequenceLayout, held_layout, in_a_row
 
 _LEAST = 64
 
@@ -32,6 +33,19 @@ def encoded(layouts: tuple[SequenceLayout, ...]) -> torch.Tensor:
     size = max(_LEAST, 1 << (len(numbers) - 1).bit_length())
     with ordinary_tensors():
         return torch.tensor(numbers + [0] * (size - len(numbers)), dtype=torch.int64, device="cpu")
+
+
+def encoded_in_a_row(layout: SequenceLayout, count: int, size: int) -> torch.Tensor:
+    """Returns the layout of `count` sequences in a row as one tensor of `size` numbers.
+
+    Its size does not depend on `count`, which may be known only when a graph runs.
+    """
+    tensor = encoded((layout,)).new_zeros(size)
+    one = encoded((layout,))[:size]
+    tensor[: len(one)] = one
+    if count != 1:
+        tensor[0] = -count
+    return tensor
 
 
 def in_rank_order(*lengths: torch.Tensor) -> torch.Tensor:
@@ -67,8 +81,9 @@ def decoded(op: str, layouts: torch.Tensor, world_size: int) -> tuple[SequenceLa
 def _decoded(op: str, numbers: tuple[int, ...], world_size: int) -> tuple[SequenceLayout, ...]:
     found: list[SequenceLayout] = []
     begin = 1
+    in_row = -numbers[0] if numbers and numbers[0] < 0 else 0
     try:
-        for _ in range(numbers[0]):
+        for _ in range(1 if in_row else numbers[0]):
             order = begin + 1
             lengths = order + numbers[begin]
             end = lengths + numbers[begin]
@@ -78,7 +93,7 @@ def _decoded(op: str, numbers: tuple[int, ...], world_size: int) -> tuple[Sequen
         raise ValueError(
             f"{op}: layouts={list(numbers[:16])}... holds no layouts: {error}"
         ) from None
-    return tuple(found)
+    return (in_a_row(found * in_row),) if in_row else tuple(found)
 
 
 class Spread(Protocol):

@@ -1,0 +1,343 @@
+"""`varlen_attn` of torch.nn.attention.varlen within a region, on this rank's tokens.
+
+It is a Python function that calls the custom op `torch_attn::_varlen_attn`. The mode of a region
+(hooks.py) sees that op, however the function was imported, also where Dynamo traces it.
+
+Tokens have no dimension of samples, so how many sequences are in a row follows from where the
+cumulative lengths end, which graphs learn when they run: `_packed_sequence` is an op.
+
+Shapes: T tokens of this rank, N documents, B samples.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
+from symm_cp.context_parallel.flex import in_tiles
+from symm_cp.context_parallel.guards import constant_when_traced
+from symm_cp.context_parallel.noise import saw_samples
+from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.cuda.kept import HostReads
+from symm_cp.ops.attention.layouts import decoded, encoded, encoded_in_a_row
+from symm_cp.ops.attention.masks import check_readable
+from symm_cp.schedule.layout import SequenceLayout, sequential
+
+VARLEN = "varlen_attn"
+#: The names of torch's ops, and of their only overloads.
+OPS = frozenset(
+    ("_varlen_attn", "_varlen_attn.default", "_varlen_attn_out", "_varlen_attn_out.default")
+)
+
+_INTS = (torch.int32, torch.int64)
+_SHOWN = 8  # numbers of a list in an error
+
+
+# --- the function, as the mode of a region sees it ----------------------------------------------
+
+
+@constant_when_traced
+def is_varlen(func: Any) -> bool:
+    """Whether a function whose name is in `OPS` is one of torch's ops."""
+    op = getattr(torch.ops.torch_attn, func.__name__.removesuffix(".default"))
+    return func is op or func is op.default
+
+
+def call(region: ParallelRegion, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Returns what torch's op returns, for attention to the whole sequence: (out, lse, state).
+
+    What cannot be served is refused on more than one rank, and left to torch on one.
+    """
+    given = {**dict(zip(_arguments(func), args, strict=False)), **kwargs}
+    if region.world_size == 1 and _unsupported(func, given) is not None:
+        return func(*args, **kwargs)
+    query = given["query"]
+    attend_now: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _call
+    if not torch.compiler.is_dynamo_compiling():
+        # In frames that Dynamo gave up on it would compile what they call piece by piece.
+        attend_now = _untraced() if "torch._dynamo" in sys.modules else _call
+    elif not in_tiles(query.device):
+        # Imported here because it loads Dynamo.
+        from symm_cp.context_parallel.noise_trace import outside_graph
+
+        attend_now = functools.partial(outside_graph, _call)
+    out, lse = attend_now(region, func, given)
+    return out, lse, torch.zeros((2,), dtype=torch.uint64, device=query.device)
+
+
+@constant_when_traced
+def _arguments(func: Any) -> tuple[str, ...]:
+    """The names of an op's arguments, which differ from release to release of torch."""
+    overload = getattr(func, "default", func)
+    return tuple(argument.name for argument in overload._schema.arguments)
+
+
+def _call(
+    region: ParallelRegion, func: Any, given: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return telling_peers(region.told, _attend_given, region, func, given)
+
+
+@functools.cache
+def _untraced() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    return torch.compiler.disable(_call)  # type: ignore[no-any-return]
+
+
+_SERVED = {
+    *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"),
+    *("is_causal", "scale", "window_size", "enable_gqa"),
+}
+
+
+def _unsupported(func: Any, given: dict[str, Any]) -> str | None:
+    """Returns why a call cannot be served, if it cannot."""
+    if "out" in given:
+        return (
+            f"{VARLEN}_out within context_parallel is not supported: call {VARLEN}, which returns "
+            "its result"
+        )
+    if given["cu_seq_k"] is None:
+        return (
+            f"{VARLEN}: cu_seq_k=None within context_parallel is not supported: pass cu_seq_q, "
+            "since every document of queries is one of keys"
+        )
+    for name, value in given.items():
+        # `seqused_k`, `block_table` and `num_splits`, and what later releases add.
+        if name not in _SERVED and value is not None and value is not False:
+            return (
+                f"{VARLEN}: {name} within context_parallel is not supported: leave it out (paged "
+                "and partly filled caches of keys, and numbers of splits, are those of one process)"
+            )
+    return None
+
+
+def _attend_given(
+    region: ParallelRegion, func: Any, given: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    region.expect(VARLEN)
+    reason = _unsupported(func, given)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    window = given.get("window_size")
+    left, right = (-1, -1) if window is None else window
+    if given.get("is_causal", False):
+        right = 0
+    tensors = (given["query"], given["key"], given["value"])
+    documents = Documents(given["cu_seq_q"], given["cu_seq_k"])
+    return attend(region, tensors, documents, (left, right), given.get("scale"))
+
+
+# --- attention to packed documents --------------------------------------------------------------
+
+
+class Documents(NamedTuple):
+    """Cumulative lengths of documents: (N + 1,) of int32 or int64, those of all tokens."""
+
+    cu_seq_q: torch.Tensor
+    cu_seq_k: torch.Tensor
+
+
+def attend(
+    region: ParallelRegion,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    documents: Documents,
+    window: tuple[int, int],
+    scale: float | None = None,
+    *,
+    layouts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends within documents that are packed into the whole sequence, or into B in a row.
+
+    Args:
+        region: says over which group, and how each sequence is spread.
+        tensors: query (T, H, E), key (T, G, E) and value (T, G, V), this rank's parts of each
+            sequence, one after the other. G is H or a divisor of it.
+        documents: those of the whole sequences.
+        window: how many positions before and after its own a query sees; negative: all.
+        scale: of the scores; 1 / sqrt(E) by default.
+        layouts: the encoded layouts of the region, if its own do not say it.
+
+    Returns (T, H, V), and the log-sum-exp (H, T). Raises `ValueError`, `TypeError` and
+    `NotImplementedError` before any communication.
+    """
+    query, key, value = tensors
+    _check_tokens(query, key, value)
+    tokens = query.shape[0]
+    if layouts is None:
+        layouts = _layouts(region, tokens)
+    told = region.told
+    edges, layouts = torch.ops.symm_cp.packed_sequence(
+        documents.cu_seq_q,
+        documents.cu_seq_k,
+        tokens,
+        layouts,
+        region.group,
+        [told] if isinstance(told, str) else list(told),
+    )
+    saw_samples(layouts, tokens)
+    left, right = window
+    out, lse = all_gather_attention(
+        *(tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors),
+        group=region.group,
+        is_causal=right == 0,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        load_balancer=layouts,
+        cu_seqlens=edges,
+        window_left=left if left >= 0 else None,
+        window_right=right if right > 0 else None,
+        method=region.method,
+        return_lse=True,
+    )
+    # Heads of a token lie together, as in torch's result, which users view as (T, H * V).
+    return out[0].transpose(0, 1).contiguous(), lse[0]
+
+
+def _check_tokens(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if is_dtensor(tensor):
+            raise NotImplementedError(
+                f"{VARLEN}: {name} is a DTensor, which is not supported within context_parallel: "
+                "pass this rank's part (to_local())"
+            )
+        if tensor.dim() != 3:
+            raise ValueError(
+                f"{VARLEN}: {name} has shape {list(tensor.shape)}, must be (tokens, heads, "
+                "features)"
+            )
+        if tensor.shape[0] != query.shape[0]:
+            raise NotImplementedError(
+                f"{VARLEN}: query has {query.shape[0]} tokens and {name} {tensor.shape[0]}: within "
+                "context_parallel documents of queries and keys must be the same"
+            )
+
+
+def _layouts(region: ParallelRegion, tokens: int) -> torch.Tensor:
+    if region.packed is not None:
+        return region.packed
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            f"{VARLEN}: a function as load_balancer is not supported in compiled code: pass a "
+            "LoadBalancer, or a mapping of lengths to LoadBalancers"
+        )
+    return encoded((region.layout(tokens).of_all_samples,))
+
+
+# --- the op -------------------------------------------------------------------------------------
+
+_library = torch.library.Library("symm_cp", "FRAGMENT")
+_library.define(
+    "packed_sequence(Tensor cu_seq_q, Tensor cu_seq_k, SymInt tokens, Tensor layouts, "
+    "str group_name, str[] told) -> (Tensor, Tensor)"
+)
+
+
+def _packed_sequence(
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    tokens: int,
+    layouts: torch.Tensor,
+    group_name: str,
+    told: list[str],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the edges of documents on CPU, and the layout of all tokens, once both are checked.
+
+    Of the layouts of sequences it is the only one of which the tokens are, or several in a row.
+    """
+    over = told[0] if len(told) == 1 else tuple(told)
+    return telling_peers(over, _checked, cu_seq_q, cu_seq_k, tokens, layouts, group_name)
+
+
+def _checked(
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    tokens: int,
+    layouts: torch.Tensor,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    edges = _edges("cu_seq_q", cu_seq_q)
+    if cu_seq_k is not cu_seq_q and (other := _edges("cu_seq_k", cu_seq_k)) != edges:
+        raise NotImplementedError(
+            f"{VARLEN}: cu_seq_q is {_shown(edges)} and cu_seq_k {_shown(other)}: within "
+            "context_parallel documents of queries and keys must be the same"
+        )
+    if len(edges) < 2 or edges[0] != 0 or edges != sorted(edges):
+        raise ValueError(f"{VARLEN}: cu_seq_q={_shown(edges)} must ascend from 0")
+    known = decoded(VARLEN, layouts, group.size())
+    layout, samples = _spread(known, tokens, edges[-1], group.rank(), group.size())
+    size = int(layouts.shape[0])
+    return torch.tensor(edges, dtype=torch.int64), encoded_in_a_row(layout, samples, size)
+
+
+_edges_read: HostReads[list[int]] = HostReads()
+
+
+def _edges(name: str, cu_seq: torch.Tensor) -> list[int]:
+    if cu_seq.dim() != 1 or cu_seq.dtype not in _INTS:
+        raise ValueError(
+            f"{VARLEN}: {name} must be a 1-D tensor of int32 or int64, is {cu_seq.dtype} "
+            f"{list(cu_seq.shape)}"
+        )
+    check_readable(VARLEN, name, cu_seq, cu_seq.device)
+    return _edges_read.get(cu_seq, cu_seq.tolist)
+
+
+def _shown(edges: Sequence[int]) -> str:
+    if len(edges) <= _SHOWN:
+        return str(list(edges))
+    return f"[{', '.join(map(str, edges[: _SHOWN - 1]))}, ..., {edges[-1]}]"
+
+
+def _spread(
+    known: Sequence[SequenceLayout], tokens: int, total: int, rank: int, world_size: int
+) -> tuple[SequenceLayout, int]:
+    """Returns how a sequence is spread, and how many of them `total` tokens of all ranks are."""
+    if world_size == 1 and total == tokens:
+        return sequential(total, 1), 1
+    if tokens == total == 0:
+        return sequential(0, world_size), 1
+    if not known:
+        raise ValueError(
+            f"{VARLEN}: context_parallel has no load_balancer, without which tokens do not tell "
+            "how many sequences they are: pass the one that the batch was cut by (shard_batch "
+            "returns it as reduce_loss.load_balancer)"
+        )
+    found = []
+    for layout in (each for each in known if each.length):
+        samples, rest = divmod(total, layout.length)
+        if rest == 0 and samples * layout.lengths[rank] == tokens:
+            found.append((layout, samples))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        lengths = [layout.length for layout, _ in found]
+        raise ValueError(
+            f"{VARLEN}: {total} tokens may be those of sequences of {lengths} positions: pass a "
+            "load_balancer of one of these lengths"
+        )
+    held = " or ".join(f"{each.lengths[rank]} of {each.length}" for each in known)
+    raise ValueError(
+        f"{VARLEN}: cu_seq_q ends at {total}, this rank has {tokens} tokens, and the load_balancer "
+        f"gives it {held} positions: cu_seq_q must end at the number of all ranks' tokens. Compute "
+        "cumulative lengths from the whole batch, before it is cut (shard_batch leaves tensors "
+        "named cu_seq... whole), and count padding as a document"
+    )
+
+
+def _fake_packed_sequence(
+    cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor, tokens: int, layouts: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    edges = torch.empty(cu_seq_q.shape, dtype=torch.int64, device="cpu")
+    return edges, torch.empty(layouts.shape, dtype=torch.int64, device="cpu")
+
+
+_library.impl("packed_sequence", _packed_sequence, "CompositeExplicitAutograd")
+torch.library.register_fake("symm_cp::packed_sequence", _fake_packed_sequence, lib=_library)

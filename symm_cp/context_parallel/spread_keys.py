@@ -1,7 +1,7 @@
 """Keys and values of one layer's cache, of which each rank keeps its part.
 
-Positions are dealt to the ranks in blocks, in turns: block b belongs to rank b % W. So the parts stay
-equal, but for a block, however long the sequence grows.
+Positions are dealt to the ranks in blocks, in turns: block b belongs to rank b % W. So the parts
+stay equal, but for a block, however long the sequence grows.
 
 Shapes: key (B, G, S, E), value (B, G, S, V).
 """

@@ -133,9 +133,9 @@ def refusals(group: dist.ProcessGroup, batch: dict[str, torch.Tensor]) -> None:
     cache.reset()
     with decoding(model, group):
         generated(model, batch, cache)  # a cache that was made before
+        ids, other = batch["input_ids"] + group.rank(), SpreadCache(model.config, group)
         with pytest.raises(RuntimeError, match="seed all ranks alike"):
-            ids = batch["input_ids"] + group.rank() % 2
-            model(input_ids=ids, **{kinds.CACHE: SpreadCache(model.config, group)})
+            model(input_ids=ids, **{kinds.CACHE: other})
         cache.reset()
         with pytest.raises(NotImplementedError, match="output_attentions"):
             model(**batch, **{kinds.CACHE: cache}, output_attentions=True)

@@ -104,9 +104,12 @@ def test_equals_dense_attention(ranks: Ranks, name: str, world_size: int) -> Non
         second = Problem(**{**vars(second), "sinks": first.sinks})
     results = ranks.run(world_size, attend, case, [first, second])
     for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
     out, lse = results[0]
-    assert out.is_contiguous() and lse.is_contiguous() and out.dtype == case.dtype
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    assert out.dtype == case.dtype
     for sample, problem in enumerate((first, second)):
         exact, dense = problem.solve(torch.float64), problem.solve(case.dtype)
         for part, found in (("out", out), ("lse", lse)):

@@ -156,16 +156,17 @@ class SpreadCache(DynamicCache):
         self.config, self.group, self.turn = decoder, group_name(mesh), Turn()
         state = resolve(self.group)
         blocks = Blocks(state.rank, state.world_size, block_size)
-        grows = [type(layer) is DynamicLayer for layer in self.layers]
+        whole: list[Any] = self.layers
+        grows = [type(layer) is DynamicLayer for layer in whole]
         if not any(grows):
-            kinds = sorted({type(layer).__name__ for layer in self.layers})
+            kinds = sorted({type(layer).__name__ for layer in whole})
             raise ValueError(
                 f"{_OP}: no layer of {config.model_type} keeps keys of the whole sequence (they "
                 f"are {', '.join(kinds)}), so there is nothing to spread: use DynamicCache"
             )
-        self.layers = [
+        self.layers: list[Any] = [
             SpreadLayer(self, number, SpreadKeys(blocks, capacity)) if spread else layer
-            for number, (layer, spread) in enumerate(zip(self.layers, grows, strict=True))
+            for number, (layer, spread) in enumerate(zip(whole, grows, strict=True))
         ]
 
 

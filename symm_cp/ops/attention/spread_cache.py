@@ -177,8 +177,8 @@ def _attend(
     if query.numel() == 0 or key.shape[2] == 0:
         return packed
     out, lse = packed[..., :features].contiguous(), packed[..., features].contiguous()
-    tensors = [dense_features(tensor) for tensor in (query, key, value)]
-    native_tiles.attend(*tensors, scoring, TileMask(mask=mask), out, lse)
+    query, key, value = (dense_features(tensor) for tensor in (query, key, value))
+    native_tiles.attend(query, key, value, scoring, TileMask(mask=mask), out, lse)
     packed[..., :features].copy_(out)
     packed[..., features].copy_(lse)
     return packed

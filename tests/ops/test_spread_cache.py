@@ -44,7 +44,7 @@ CASES = {
     "tokens": Case(90, 5, block=8),
     "tokens, float64": Case(90, 5, dtype=torch.float64),
     "prefill": Case(150, 150, block=16),
-    "prefill in chunks": Case(9000, 700, block=512, heads=(12, 4), features=(64, 64)),
+    "prefill in chunks": Case(1000, 700, block=32, heads=(12, 4), features=(64, 64)),
     "window": Case(80, 30, window_left=11),
     "window of one": Case(40, 7, window_left=0),
     "window, padded": Case(80, 30, window_left=11, hidden=60),

@@ -2,7 +2,7 @@
 
     python benchmarks/decoding.py --json benchmarks/results/decoding.json
 
-Two layers of a Llama, with 16 heads of 64 features that share 4 key heads, in float32. The cache
+Two layers of a Llama, with 16 heads of 64 features that share 8 key heads, in float32. The cache
 holds 32,768 random keys of each layer; each step adds a token and takes it back. "one rank" is the
 same cache on rank 0 alone, with one thread, while the others wait.
 """
@@ -23,7 +23,7 @@ from benchmarks.harness import Case, main
 from benchmarks.llama import ONE_PROCESS, in_one_process
 
 CONTEXT = 32768
-HIDDEN, HEADS, KEY_HEADS, LAYERS = 1024, 16, 4, 2
+HIDDEN, HEADS, KEY_HEADS, LAYERS = 1024, 16, 8, 2
 BY_TRANSFORMERS = "DynamicCache, all threads"
 ALONE = "one rank"
 

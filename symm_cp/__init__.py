@@ -47,6 +47,7 @@ if _everything:
     from symm_cp.group.memory import get_workspace
     from symm_cp.ops.attention import set_rotate_method
     from symm_cp.ops.attention.gather_kv import all_gather_kv
+    from symm_cp.ops.attention.spread_cache import spread_cache_attention
     from symm_cp.ops.collectives.low_contention import (
         low_contention_all_gather,
         low_contention_reduce_scatter,
@@ -103,6 +104,7 @@ __all__ = [
     "sequence_to_heads",
     "set_rotate_method",
     "shard_batch",
+    "spread_cache_attention",
     "tensor_parallel",
     "trace",
     "training_step",

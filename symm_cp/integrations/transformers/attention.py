@@ -18,7 +18,7 @@ from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
-from symm_cp.integrations.transformers import outside
+from symm_cp.integrations.transformers import outside, spread
 from symm_cp.integrations.transformers.limits import SYMM_CP
 from symm_cp.integrations.transformers.masks import OP, sequence_mask, with_packing
 from symm_cp.integrations.transformers.positions import rescaled
@@ -89,6 +89,10 @@ def attention_function(
     Shapes as transformers has them: query (B, H, S, E), key and value (B, G, S, E); returns
     (B, S, H, E) and no weights. What was made within a region is recomputed in that region.
     """
+    if (part := spread.part_of(key)) is not None:
+        options = {"dropout": dropout, "scaling": scaling}
+        tensors = (query, key, value)
+        return spread.attend(part, module, tensors, attention_mask, options, is_causal, kwargs)
     within = current_region()
     region = within[0] if within is not None else getattr(attention_mask, "region", None)
     if within is not None:

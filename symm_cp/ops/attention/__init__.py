@@ -23,6 +23,7 @@ In reading order:
     layouts     layouts of sequences as inputs of graphs
     sequence    what graphs know of the whole sequence: ops that gather, and that give positions
     gather_kv   `all_gather_kv`, for attention that needs all keys at once
+    spread_cache  attention of new tokens to a cache of which each rank holds a part
 
 To add a mask kind:
 
@@ -43,8 +44,8 @@ gradients (sinks, bias) need `op` as well.
 
 from __future__ import annotations
 
-from symm_cp.ops.attention import gather_kv, op, sequence  # these declare ops
+from symm_cp.ops.attention import gather_kv, op, sequence, spread_cache  # these declare ops
 from symm_cp.ops.attention.flex import graph
 from symm_cp.ops.attention.methods import set_rotate_method
 
-__all__ = ["gather_kv", "graph", "op", "sequence", "set_rotate_method"]
+__all__ = ["gather_kv", "graph", "op", "sequence", "set_rotate_method", "spread_cache"]

@@ -1,0 +1,120 @@
+"""Attention to a cache that is spread over ranks: what a layer of `SpreadCache` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.spread_keys import SpreadKeys
+from symm_cp.ops.attention.spread_cache import spread_cache_attention
+
+_OP = "SpreadCache"
+_PART, _COLUMNS = "_symm_cp_part", "_symm_cp_columns"
+
+
+@dataclass
+class Turn:
+    """Whether the model has attended to what its cache returned last: `layer` is that layer."""
+
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's keys of a layer, as the model gets them from its cache."""
+
+    group: str
+    kept: SpreadKeys
+    turn: Turn
+
+    def mark(self, keys: torch.Tensor) -> torch.Tensor:
+        """Returns the keys, from which `part_of` tells that they are a part."""
+        setattr(keys, _PART, self)
+        return keys
+
+    def columns(self, mask: torch.Tensor) -> torch.Tensor:
+        """Returns a mask of the whole sequence for this rank's keys. Layers share masks."""
+        if mask.dim() != 4 or mask.shape[3] != self.kept.length:
+            raise ValueError(
+                f"{_OP}: attention_mask has shape {list(mask.shape)}, must be (batch, heads, "
+                f"queries, {self.kept.length}): of all positions in the cache"
+            )
+        key = (self.kept.blocks, self.kept.length)
+        known = getattr(mask, _COLUMNS, None)
+        if known is None or known[0] != key:
+            known = key, mask.index_select(3, self.kept.positions)
+            setattr(mask, _COLUMNS, known)
+        own: torch.Tensor = known[1]
+        return own
+
+
+def part_of(keys: torch.Tensor) -> Part | None:
+    """Returns what a cache knows of the keys that it returned; None for all other tensors."""
+    return getattr(keys, _PART, None)
+
+
+def attend(
+    part: Part,
+    module: nn.Module,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: Any,
+    options: dict[str, Any],
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attends to the keys of all ranks; arguments and results as transformers has them."""
+    part.turn.layer = None
+    out = telling_peers(
+        part.group, _attend, part, module, tensors, mask, options, is_causal, kwargs
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    part: Part,
+    module: nn.Module,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: Any,
+    options: dict[str, Any],
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    name = type(module).__name__
+    if current_region() is not None:
+        raise NotImplementedError(
+            f"{_OP}: {name} was called within context_parallel, where each rank has a part of the "
+            "sequence, but every rank decodes all new tokens: use it outside of that context"
+        )
+    bias = kwargs.get("position_bias")
+    for feature, asked in (
+        ("output_attentions", bool(kwargs.get("output_attentions"))),
+        ("dropout", options["dropout"] > 0),
+        ("position_bias", bias is not None and bias.numel() > 0),
+        ("a mask other than a tensor", not (mask is None or isinstance(mask, torch.Tensor))),
+    ):
+        if asked:
+            raise NotImplementedError(f"{_OP}: {name} has {feature}, which is not supported")
+    query, key, value = tensors
+    sinks = kwargs.get("s_aux")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    places: dict[str, Any] = {}
+    if mask is None and causal and query.shape[2] > 1:
+        places["key_positions"] = part.kept.positions
+        places["first_query"] = part.kept.length - query.shape[2]
+    out, _ = spread_cache_attention(
+        query,
+        key,
+        value,
+        group=part.group,
+        mask=None if mask is None else part.columns(mask),
+        scale=options["scaling"],
+        softcap=kwargs.get("softcap"),
+        sinks=getattr(module, "sinks", None) if sinks is None else sinks,
+        **places,
+    )
+    return out

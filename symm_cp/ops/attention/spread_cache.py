@@ -1,0 +1,284 @@
+"""Attention of new tokens to a cache of keys and values that is spread over the ranks.
+
+Every rank has the same queries and its own part of the keys, of any length. It attends to these,
+and the results of all ranks are merged by log-sum-exp, in rank order. What travels is a result for
+each query, however long the cache is.
+
+Shapes: query (B, H, S, E), key (B, G, K, E), value (B, G, K, V); K differs from rank to rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from symm_cp import runtime
+from symm_cp.group.memory import Group, GroupLike, group_name
+from symm_cp.ops import autocast
+from symm_cp.ops.attention import kernels, native_tiles
+from symm_cp.ops.attention.checks import check_tensors
+from symm_cp.ops.attention.kernels import factor_of
+from symm_cp.ops.attention.scoring import Scoring, TileMask
+from symm_cp.ops.attention.tiles import additive, dense_features
+from symm_cp.ops.common import Place, attention_runs, entry_point, kernel_and_fake, name_of
+from symm_cp.ops.direct import direct
+from symm_cp.ops.op import ONE_BY_ONE, NoGradient, Op, arguments, declare
+from symm_cp.tensors.dtypes import FLOATING, wide
+from symm_cp.tensors.results import new_result
+
+_OP = "spread_cache_attention"
+
+
+def _check_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> None:
+    whole = (*query.shape[:3], key.shape[2])
+    fits = mask.dim() == 4 and all(
+        own in (1, size) for own, size in zip(mask.shape, whole, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"{_OP}: mask has shape {list(mask.shape)}, must be {list(whole)} or have ones in "
+            "place of some: (batch, heads, queries, this rank's keys)"
+        )
+    if mask.dtype != torch.bool and mask.dtype not in FLOATING:
+        raise TypeError(f"{_OP}: mask is {mask.dtype}, must be bool or floating")
+    if mask.device != query.device:
+        raise ValueError(f"{_OP}: mask is on {mask.device} and query on {query.device}")
+
+
+def _check_positions(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor | None,
+    first_query: int | None,
+    window_left: int | None,
+) -> None:
+    if (positions is None) != (first_query is None):
+        raise ValueError(
+            f"{_OP}: key_positions and first_query={first_query} must be given together"
+        )
+    if window_left is not None and (positions is None or window_left < 0):
+        raise ValueError(
+            f"{_OP}: {window_left=} must not be negative, and requires key_positions and "
+            "first_query"
+        )
+    if positions is None:
+        return
+    if positions.dtype != torch.int64 or list(positions.shape) != [key.shape[2]]:
+        raise ValueError(
+            f"{_OP}: key_positions is {positions.dtype} {list(positions.shape)}, must be "
+            f"torch.int64 [{key.shape[2]}]: one for each of this rank's keys, ascending"
+        )
+    if positions.device != query.device:
+        raise ValueError(
+            f"{_OP}: key_positions is on {positions.device} and query on {query.device}"
+        )
+
+
+def _check_sinks(query: torch.Tensor, sinks: torch.Tensor) -> None:
+    if list(sinks.shape) != [query.shape[1]] or sinks.device != query.device:
+        raise ValueError(
+            f"{_OP}: sinks has shape {list(sinks.shape)} on {sinks.device}, must be "
+            f"[{query.shape[1]}] on {query.device}: one for each head of query"
+        )
+    if sinks.dtype not in FLOATING:
+        raise TypeError(f"{_OP}: sinks is {sinks.dtype}, must be floating")
+
+
+def _spread_cache_attention(
+    place: Place,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group_name: str,
+    mask: torch.Tensor | None = None,
+    key_positions: torch.Tensor | None = None,
+    first_query: int | None = None,
+    window_left: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_tensors(_OP, query, key, value, enable_gqa=True)
+    if query.shape[3] == 0 or value.shape[3] == 0:
+        raise ValueError(
+            f"{_OP}: query {list(query.shape)} and value {list(value.shape)} must have features"
+        )
+    if mask is not None:
+        _check_mask(query, key, mask)
+    _check_positions(query, key, key_positions, first_query, window_left)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"{_OP}: {softcap=} must be positive and finite; None is no cap")
+    if sinks is not None:
+        _check_sinks(query, sinks)
+    group = place.group
+    if group is None:
+        shape = (*query.shape[:3], value.shape[3])
+        lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+        return query.new_empty(shape), lse
+    if query.device.type != "cpu":
+        attention_runs.count += 1  # the native kernel counts otherwise
+    if key_positions is not None and bool((key_positions.diff() <= 0).any()):
+        raise ValueError(f"{_OP}: key_positions must ascend")
+    visible = _visible(query, key_positions, first_query, window_left)
+    scoring = Scoring(scale=factor_of(query, scale), softcap=softcap)
+    packed = _attend(query, key, value, _joined(query, mask, visible), scoring)
+    details = (first_query, window_left, scale, softcap, sinks is not None)
+    name = _name(query, key, value, details)
+    return _merged(group, query, packed, sinks, name)
+
+
+def _name(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, details: tuple[object, ...]
+) -> bytes:
+    text = f"heads={key.shape[1]} features={value.shape[3]} {details}"
+    return name_of(_OP, query.dtype, query.shape, text)
+
+
+def _visible(
+    query: torch.Tensor,
+    positions: torch.Tensor | None,
+    first_query: int | None,
+    window_left: int | None,
+) -> torch.Tensor | None:
+    """Which keys the queries see by position, (S, K); None: all."""
+    if positions is None or first_query is None:
+        return None
+    rows = torch.arange(first_query, first_query + query.shape[2], device=query.device)
+    behind = rows.unsqueeze(1) - positions
+    visible = behind >= 0
+    return visible if window_left is None else visible & (behind <= window_left)
+
+
+def _joined(
+    query: torch.Tensor, mask: torch.Tensor | None, visible: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Returns one additive mask of both."""
+    if mask is None and visible is None:
+        return None
+    if mask is None or visible is None or mask.dtype == torch.bool:
+        both = [each for each in (mask, visible) if each is not None]
+        joined = both[0] if len(both) == 1 else both[0] & both[1]
+        return additive(joined, query.dtype) if joined.dtype == torch.bool else joined
+    return mask.masked_fill(visible.logical_not(), -torch.inf)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attends to this rank's keys: (B, H, S, V + 1), the log-sum-exp behind the features."""
+    dtype, features = wide(query.dtype), value.shape[3]
+    packed = new_result(query, (*query.shape[:3], features + 1), dtype)
+    packed.zero_()[..., features].fill_(-torch.inf)
+    if query.numel() == 0 or key.shape[2] == 0:
+        return packed
+    out, lse = packed[..., :features].contiguous(), packed[..., features].contiguous()
+    query, key, value = (dense_features(tensor) for tensor in (query, key, value))
+    native_tiles.attend(query, key, value, scoring, TileMask(mask=mask), out, lse)
+    packed[..., :features].copy_(out)
+    packed[..., features].copy_(lse)
+    return packed
+
+
+def _merged(
+    group: Group,
+    query: torch.Tensor,
+    packed: torch.Tensor,
+    sinks: torch.Tensor | None,
+    name: bytes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges the results of all ranks, and the sinks as one that has no values."""
+    features = packed.shape[3] - 1
+    out = torch.zeros_like(packed[..., :features], memory_format=torch.contiguous_format)
+    lse = torch.full_like(packed[..., 0], -torch.inf, memory_format=torch.contiguous_format)
+
+    def combine(parts: list[torch.Tensor]) -> None:
+        for part in parts:
+            kernels.merge(out, lse, part[..., :features], part[..., features])
+
+    runtime.of(query, group).all_gather_and_combine(group, packed, combine, name)
+    if sinks is not None and lse.numel() > 0:
+        of_sinks = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
+        kernels.merge(out, lse, torch.zeros_like(out), of_sinks)
+    return out.to(query.dtype), lse
+
+
+_kernel, _fake = kernel_and_fake(_spread_cache_attention)
+declare(
+    Op(
+        name=_OP,
+        schema=(
+            "(Tensor query, Tensor key, Tensor value, str group_name, Tensor? mask=None, "
+            "Tensor? key_positions=None, SymInt? first_query=None, SymInt? window_left=None, "
+            "float? scale=None, float? softcap=None, Tensor? sinks=None)"
+            " -> (Tensor out, Tensor logsumexp)"
+        ),
+        kernel=_kernel,  # csrc/ops/spread_cache.cpp serves CPU tensors
+        fake=_fake,
+        gradient=NoGradient(
+            "attend to a cache under torch.no_grad(); all_gather_attention has gradients"
+        ),
+        autocast=autocast.cast_query_key_value,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.ones(1, 4, 2, 6), on.rand(1, 2, 3 + on.rank, 6), on.rand(1, 2, 3 + on.rank, 5),
+            on.group_name,
+        ),
+        native=True,
+    )
+)  # fmt: skip
+
+
+@entry_point
+def spread_cache_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: GroupLike,
+    mask: torch.Tensor | None = None,
+    key_positions: torch.Tensor | None = None,
+    first_query: int | None = None,
+    window_left: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends to keys and values of which each rank has some, with the same queries on all ranks.
+
+    Same result as attention to the keys and values of all ranks, for decoding over a cache that is
+    spread over ranks::
+
+        keys, values, masks = (all_gather_tensor(each) for each in (key, value, mask))
+        F.scaled_dot_product_attention(query, keys, values, masks, scale=scale, enable_gqa=True)
+
+    Args:
+        query: (B, H, S, E), equal on all ranks.
+        key, value: (B, G, K, E) and (B, G, K, V), this rank's; G divides H. K may differ from rank
+            to rank, and be 0.
+        group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+        mask: which of this rank's keys are seen (bool), or what is added to their scores; (B, H, S,
+            K), where any dimension may be 1.
+        key_positions: (K,) of int64, ascending: where this rank's keys are in the sequence. Then
+            attention is causal: query i, at position `first_query` + i, sees no key behind it, nor
+            one more than `window_left` positions before it.
+        scale, softcap: as `all_gather_attention`; equal on all ranks, as `first_query`.
+        sinks: (H,), a logit for each head that takes a part of the weights; equal on all ranks.
+
+    Returns the output (B, H, S, V), and its log-sum-exp (B, H, S) in float32 or float64, both
+    contiguous, with the same bits on all ranks: results are merged in rank order, in float32 for
+    16-bit types. A query that sees no key gets zeros and -inf. No gradient. One all-gather of a
+    result for each query, on CPU in one native call. Raises `ValueError` or `TypeError` for
+    arguments that do not fit, before any communication; `RuntimeError` when a peer fails or
+    disagrees.
+    Source: split-key decoding (flash-decoding), its parts on different ranks.
+    """
+    result: tuple[torch.Tensor, torch.Tensor] = direct(_OP)(
+        query, key, value, group_name(group), mask, key_positions, first_query, window_left, scale,
+        softcap, sinks,
+    )  # fmt: skip
+    return result

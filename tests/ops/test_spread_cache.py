@@ -1,0 +1,188 @@
+"""Attention to a cache of which each rank holds a part, against dense attention to all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp.testing import Ranks
+from tests import attention_reference
+from tests.attention_reference import Problem
+from tests.device import devices
+from tests.exhaustive import some
+
+pytestmark = devices("cpu", "simulated", "cuda")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cache of `keys` positions, in blocks that the ranks take in turns."""
+
+    keys: int
+    new: int
+    block: int = 4
+    window_left: int | None = None
+    hidden: int = 0  # the first keys of the first sample
+    causal: bool = True
+    heads: tuple[int, int] = (4, 2)
+    features: tuple[int, int] = (8, 8)
+    dtype: torch.dtype = torch.float32
+    options: dict[str, float] | None = None
+    sinks: bool = False
+
+
+CASES = {
+    "a token": Case(70, 1),
+    "a token, 16 bits": Case(70, 1, dtype=torch.bfloat16),
+    "a token, padded": Case(130, 1, hidden=100),
+    "a token, keys on one rank": Case(3, 1, block=8),
+    "tokens": Case(90, 5, block=8),
+    "tokens, float64": Case(90, 5, dtype=torch.float64),
+    "prefill": Case(150, 150, block=16),
+    "prefill in chunks": Case(1000, 700, block=32, heads=(12, 4), features=(64, 64)),
+    "window": Case(80, 30, window_left=11),
+    "window of one": Case(40, 7, window_left=0),
+    "window, padded": Case(80, 30, window_left=11, hidden=60),
+    "not causal": Case(50, 6, causal=False),
+    "sinks, scale, soft cap": Case(60, 3, sinks=True, options={"scale": 0.3, "softcap": 2.0}),
+    "values of other width": Case(60, 2, features=(8, 5), heads=(2, 2)),
+    "16 bits, prefill": Case(100, 40, dtype=torch.float16, hidden=10),
+    "no query": Case(20, 0),
+}
+
+
+def problem_of(case: Case, hidden: int) -> Problem:
+    """The problem of one sample."""
+    (H, G), (E, V) = case.heads, case.features
+    at = torch.arange(case.keys - case.new, case.keys)[:, None] - torch.arange(case.keys)
+    visible = torch.ones_like(at, dtype=torch.bool)
+    if case.causal:
+        visible &= at >= 0
+        if case.window_left is not None:
+            visible &= at <= case.window_left
+    visible[:, :hidden] = False
+    q = torch.randn(1, H, case.new, E).to(case.dtype)
+    k, v = (torch.randn(1, G, case.keys, size).to(case.dtype) for size in (E, V))
+    sinks = torch.randn(H) if case.sinks else None
+    return Problem(
+        q, k, v, visible, torch.zeros(1, H, case.new, V), sinks=sinks, **(case.options or {})
+    )
+
+
+def attend(group: dist.ProcessGroup, case: Case, problems: list[Problem]) -> Any:
+    positions = torch.arange(case.keys)
+    own = positions[positions // case.block % group.size() == group.rank()]
+    q, k, v = (torch.cat([getattr(p, name) for p in problems]) for name in "qkv")
+    mask = torch.ones(len(problems), 1, 1, len(own), dtype=torch.bool)
+    mask[0] = own >= case.hidden
+    places = {"key_positions": own, "first_query": case.keys - case.new}
+    out, lse = symm_cp.spread_cache_attention(
+        q,
+        k[:, :, own],
+        v[:, :, own],
+        group=group,
+        mask=mask if case.hidden else None,
+        window_left=case.window_left,
+        sinks=problems[0].sinks,
+        **(places if case.causal else {}),
+        **(case.options or {}),
+    )
+    return out, lse
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.parametrize("name", CASES)
+def test_equals_dense_attention(ranks: Ranks, name: str, world_size: int) -> None:
+    case = CASES[name]
+    first, second = problem_of(case, case.hidden), problem_of(case, 0)
+    if first.sinks is not None:
+        second = Problem(**{**vars(second), "sinks": first.sinks})
+    results = ranks.run(world_size, attend, case, [first, second])
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+    out, lse = results[0]
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    assert out.dtype == case.dtype
+    for sample, problem in enumerate((first, second)):
+        exact, dense = problem.solve(torch.float64), problem.solve(case.dtype)
+        for part, found in (("out", out), ("lse", lse)):
+            attention_reference.check(
+                part, found[sample : sample + 1], exact[part], dense[part],
+                torch.arange(case.new), case.dtype, case.keys,
+            )  # fmt: skip
+
+
+def decode(group: dist.ProcessGroup, steps: int) -> bool:
+    """Decodes token by token, and compares with one call for all of them."""
+    torch.manual_seed(0)
+    W, rank = group.size(), group.rank()
+    q, k, v = torch.randn(2, 4, steps, 8), torch.randn(2, 2, steps, 8), torch.randn(2, 2, steps, 8)
+    positions = torch.arange(steps)
+    own = positions[positions // 2 % W == rank]
+    whole, _ = symm_cp.spread_cache_attention(
+        q, k[:, :, own], v[:, :, own], group=group, key_positions=own, first_query=0
+    )
+    for step in range(steps):
+        seen = own[own <= step]
+        out, _ = symm_cp.spread_cache_attention(
+            q[:, :, step : step + 1], k[:, :, seen], v[:, :, seen], group=group
+        )
+        torch.testing.assert_close(out, whole[:, :, step : step + 1], atol=1e-5, rtol=1e-5)
+    return True
+
+
+def test_steps_equal_one_call(ranks: Ranks) -> None:
+    assert all(ranks.run(2, decode, 25))
+
+
+def refused(group: dist.ProcessGroup) -> list[str]:
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8)
+    at = torch.arange(6)
+    wrong = [
+        {"mask": torch.ones(1, 1, 2, 5, dtype=torch.bool)},
+        {"mask": torch.ones(1, 1, 2, 6, dtype=torch.int32)},
+        {"key_positions": at},
+        {"key_positions": at[:5], "first_query": 6},
+        {"key_positions": at.flip(0), "first_query": 6},
+        {"key_positions": at, "first_query": 6, "window_left": -1},
+        {"window_left": 3},
+        {"softcap": 0.0},
+        {"sinks": torch.zeros(2)},
+        {"key": torch.randn(1, 3, 6, 8)},
+        {"value": torch.randn(1, 2, 5, 8)},
+        {"query": q.int()},
+    ]
+    errors = []
+    for change in wrong:
+        given = {"query": q, "key": k, "value": k, "group": group, **change}
+        with pytest.raises((ValueError, TypeError), match="spread_cache_attention: ") as error:
+            symm_cp.spread_cache_attention(**given)
+        errors.append(str(error.value))
+    symm_cp.spread_cache_attention(q, k, k, group=group)  # the group can still be used
+    if group.size() > 1:
+        with pytest.raises(RuntimeError, match="first_query"):
+            symm_cp.spread_cache_attention(
+                q, k, k, group=group, key_positions=at, first_query=6 + group.rank()
+            )
+    with pytest.raises(NotImplementedError, match="all_gather_attention"):
+        symm_cp.spread_cache_attention(q.requires_grad_(), k, k, group=group)[0].sum().backward()
+    return errors
+
+
+def test_wrong_arguments_are_refused(ranks: Ranks) -> None:
+    for errors in ranks.run(2, refused):
+        assert all(
+            name in error
+            for name, error in zip(
+                ("mask", "mask", "first_query", "key_positions", "ascend", "window_left",
+                 "window_left", "softcap", "sinks", "heads", "value", "query"),
+                errors, strict=True,
+            )
+        ), errors  # fmt: skip

@@ -2,7 +2,8 @@
 
 Of `DeviceCommunicatorBase` it keeps what runs well over the backend symm_cp (`all_gather`,
 `reduce_scatter`, `gather`, `send`, `recv`, `broadcast`), and adds what the base class and vLLM's
-`CpuCommunicator` lack: gathers and reduce-scatters of unequal parts, and dictionaries with any values, on any CPU.
+`CpuCommunicator` lack: gathers and reduce-scatters of unequal parts, and dictionaries with any
+values, on any CPU.
 
 A call with sizes that do not fit raises `ValueError`, before any communication, and the other ranks
 of the group hear of it.
@@ -11,8 +12,6 @@ of the group hear of it.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import resolve
-from symm_cp.ops.common import tells_peers
+from symm_cp.integrations import parts
 
 _CPU = torch.device("cpu")
 
@@ -75,14 +74,13 @@ class SymmCommunicator(DeviceCommunicatorBase):
         Of a list, all tensors are gathered, and their parts have the same lengths.
         """
         inputs = [input_] if isinstance(input_, torch.Tensor) else list(input_)
-        sizes = _sizes_of_parts(inputs, dim, sizes, self.rank_in_group, self.device_group)
+        lengths = parts.lengths_to_gather("all_gatherv", inputs, dim, sizes, self.device_group)
         outputs = []
         for x in inputs:  # all are checked: a rank that refuses them makes none of these calls
             shape = list(x.shape)
-            shape[dim] = sum(sizes)
+            shape[dim] = sum(lengths)
             outputs.append(x.new_empty(shape))
-            parts = list(outputs[-1].split(sizes, dim))
-            dist.all_gather(parts, x, group=self.device_group)
+            dist.all_gather(list(outputs[-1].split(lengths, dim)), x, group=self.device_group)
         return outputs[0] if isinstance(input_, torch.Tensor) else outputs
 
     def reduce_scatterv(
@@ -92,10 +90,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
 
         By default all parts are equal, and the world size must divide the dimension.
         """
-        sizes = _sizes_of_whole(input_, dim, sizes, self.device_group)
-        shape = list(input_.shape)
-        shape[dim] = sizes[self.rank_in_group]
-        return self._reduce_scatter(input_, input_.new_empty(shape), dim, sizes)
+        return self._reduce_scatter("reduce_scatterv", input_, None, dim, sizes)
 
     def reduce_scatterv_into_output(
         self,
@@ -105,13 +100,22 @@ class SymmCommunicator(DeviceCommunicatorBase):
         sizes: list[int] | None = None,
     ) -> torch.Tensor:
         """`reduce_scatterv` into memory that is given; returns it."""
-        sizes = _sizes_of_whole(input_, dim, sizes, self.device_group, output, self.rank_in_group)
-        return self._reduce_scatter(input_, output, dim, sizes)
+        return self._reduce_scatter("reduce_scatterv_into_output", input_, output, dim, sizes)
 
     def _reduce_scatter(
-        self, input_: torch.Tensor, output: torch.Tensor, dim: int, sizes: list[int]
+        self,
+        op: str,
+        input_: torch.Tensor,
+        output: torch.Tensor | None,
+        dim: int,
+        sizes: list[int] | None,
     ) -> torch.Tensor:
-        dist.reduce_scatter(output, list(input_.split(sizes, dim)), group=self.device_group)
+        lengths = parts.lengths_to_scatter(op, input_, dim, sizes, self.device_group, output)
+        if output is None:
+            shape = list(input_.shape)
+            shape[dim] = lengths[self.rank_in_group]
+            output = input_.new_empty(shape)
+        dist.reduce_scatter(output, list(input_.split(lengths, dim)), group=self.device_group)
         return output
 
     def send_tensor_dict(self, tensor_dict: dict[str, Any], dst: int) -> None:
@@ -211,72 +215,3 @@ def _check_peer(op: str, argument: str, peer: int, rank: int, world_size: int) -
             f"{op}: {argument}={peer} must be another rank of the group of {world_size} "
             f"(this is rank {rank})"
         )
-
-
-def _check_sizes(op: str, sizes: Sequence[int], world_size: int) -> None:
-    if len(sizes) != world_size or any(size < 0 for size in sizes):
-        raise ValueError(f"{op}: {sizes=} must be a length for each of {world_size} ranks")
-
-
-def _check_dim(op: str, x: torch.Tensor, dim: int) -> None:
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{op}: {dim=} is out of range for a {x.dim()}-D input")
-
-
-@partial(tells_peers, channel="async", op="all_gatherv")
-def _sizes_of_parts(
-    inputs: Sequence[torch.Tensor],
-    dim: int,
-    sizes: Sequence[int] | None,
-    rank: int,
-    group: dist.ProcessGroup,
-) -> list[int]:
-    """Checks the parts of a gather; returns the lengths of all of them."""
-    for x in inputs:
-        _check_dim("all_gatherv", x, dim)
-    if sizes is None:
-        length = inputs[0].shape[dim] if inputs else 0
-        given, sizes = "that of the first", [length] * group.size()
-    else:
-        given = f"sizes[{rank}]={sizes[rank] if rank < len(sizes) else None}"
-        _check_sizes("all_gatherv", sizes, group.size())
-    for x in inputs:
-        if x.shape[dim] != sizes[rank]:
-            raise ValueError(
-                f"all_gatherv: the length of input of sizes {list(x.shape)} along {dim=} must be "
-                f"{given}"
-            )
-    return list(sizes)
-
-
-@partial(tells_peers, channel="async", op="reduce_scatterv")
-def _sizes_of_whole(
-    input_: torch.Tensor,
-    dim: int,
-    sizes: Sequence[int] | None,
-    group: dist.ProcessGroup,
-    output: torch.Tensor | None = None,
-    rank: int = 0,
-) -> list[int]:
-    """Checks a tensor that is to be scattered; returns the lengths of its parts."""
-    _check_dim("reduce_scatterv", input_, dim)
-    length, world_size = input_.shape[dim], group.size()
-    if sizes is None:
-        if length % world_size:
-            raise ValueError(
-                f"reduce_scatterv: {length} along {dim=} is not divisible by world size "
-                f"{world_size}; pass sizes"
-            )
-        sizes = [length // world_size] * world_size
-    _check_sizes("reduce_scatterv", sizes, world_size)
-    if sum(sizes) != length:
-        raise ValueError(f"reduce_scatterv: {sizes=} must add up to {length}, along {dim=}")
-    if output is not None:
-        shape = list(input_.shape)
-        shape[dim] = sizes[rank]
-        if list(output.shape) != shape or output.dtype != input_.dtype:
-            raise ValueError(
-                f"reduce_scatterv: output is {output.dtype} of sizes {list(output.shape)}, it must "
-                f"be {input_.dtype} of sizes {shape}"
-            )
-    return list(sizes)

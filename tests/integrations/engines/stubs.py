@@ -1,4 +1,4 @@
-"""What stands in for vLLM and SGLang where they are not installed: the interfaces that plug-ins use.
+"""Stand-ins for what the plug-ins see of vLLM and SGLang where these are not installed.
 
 The engines bring some 100 packages, so CI has none of them. Where one is installed, the tests use
 its own classes instead.

@@ -5,7 +5,10 @@ On vLLM's own base class where vLLM is installed, else on a stub of it.
 
 from __future__ import annotations
 
+import importlib
 import logging
+import tomllib
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from symm_cp.integrations import vllm as plugin
 from symm_cp.testing import Ranks
 from tests.backend.common import gathered, shared, small_integers, strided
+from tests.backend.test_entry_point import PROJECT
 from tests.exhaustive import some
 from tests.integrations.engines.stubs import (
     needs_vllm,
@@ -127,7 +131,7 @@ def passes_tokens_on(group: dist.ProcessGroup) -> None:
     assert ours.combine(x) is x
 
     class Manager:  # as vLLM's AgRsAll2AllManager, with 1 token of rank 0, 2 of rank 1, ...
-        sizes = [1 + rank for rank in range(group.size())]
+        sizes = tuple(1 + rank for rank in range(group.size()))
 
         def dispatch(self, hidden, weights, ids, is_sequence_parallel, extra_tensors):
             return ours.all_gatherv([hidden, weights, ids, *extra_tensors], 0, self.sizes)
@@ -170,13 +174,13 @@ def refuses(group: dist.ProcessGroup) -> dict[str, str]:
     part, whole = torch.ones(2, 3), torch.ones(2 * size, 3)
     sizes = [2] * size
     calls = {
-        "own length": lambda: ours.all_gatherv(part, 0, sizes[:-1] + [3] if wrong else sizes),
+        "own length": lambda: ours.all_gatherv(part, 0, [*sizes[:-1], 3] if wrong else sizes),
         "one of a list": lambda: ours.all_gatherv(
             [part, torch.ones(1, 3) if wrong else part], 0, sizes
         ),
         "count": lambda: ours.all_gatherv(part, 0, sizes[1:] if wrong else sizes),
         "dim": lambda: ours.all_gatherv(part, 2 if wrong else 0, sizes),
-        "negative": lambda: ours.all_gatherv(part, 0, [-2] + sizes[1:] if wrong else sizes),
+        "negative": lambda: ours.all_gatherv(part, 0, [-2, *sizes[1:]] if wrong else sizes),
         "sum": lambda: ours.reduce_scatterv(whole, 0, [1] * size if wrong else sizes),
         "indivisible": lambda: ours.reduce_scatterv(
             torch.ones(2 * size + 1, 3) if wrong else whole, 0
@@ -198,14 +202,14 @@ def refuses(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 REASONS = {
-    "own length": "all_gatherv: the length of input of sizes [2, 3] along dim=0 must be sizes[",
-    "one of a list": "all_gatherv: the length of input of sizes [1, 3] along dim=0 must be sizes[",
+    "own length": "all_gatherv: input of shape (2, 3) on rank ",
+    "one of a list": "all_gatherv: input of shape (1, 3) on rank ",
     "count": "all_gatherv: sizes=[2",
     "dim": "all_gatherv: dim=2 is out of range for a 2-D input",
     "negative": "all_gatherv: sizes=[-2, ",
     "sum": "reduce_scatterv: sizes=[1, 1",
-    "indivisible": "is not divisible by world size",
-    "output": "reduce_scatterv: output is torch.float32 of sizes [1, 3], it must be",
+    "indivisible": "reduce_scatterv: length ",
+    "output": "reduce_scatterv_into_output: output of shape (1, 3) and torch.float32 must be",
 }
 
 
@@ -247,6 +251,14 @@ def test_registers_on_cpu() -> None:
     assert (found.__module__, found.__name__) == (module, name)
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_the_entry_points(name: str) -> None:
+    group = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}[name]
+    found = tomllib.loads(PROJECT.read_text())["project"]["entry-points"][group]
+    module = importlib.import_module(f"symm_cp.integrations.{name}")
+    assert EntryPoint("symm_cp", found["symm_cp"], group).load() is module.register
+
+
 def test_leaves_other_choices(caplog: pytest.LogCaptureFixture) -> None:
     gpu, others = Platform("cuda"), Platform(communicator="others.Communicator")
     with caplog.at_level(logging.WARNING):
@@ -257,3 +269,50 @@ def test_leaves_other_choices(caplog: pytest.LogCaptureFixture) -> None:
             assert platform.get_device_communicator_cls() == platform._communicator
     assert "symm_cp is not used" in caplog.text
     assert "others.Communicator" in caplog.text
+
+
+def uses_vllms_own(world: dist.ProcessGroup) -> None:
+    """vLLM loads the plug-in, and its `GroupCoordinator` makes the communicator."""
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    assert current_platform.dist_backend == "symm_cp"
+    rank, size = world.rank(), world.size()
+    group = GroupCoordinator(
+        [list(range(size))], rank, current_platform.dist_backend, True, group_name="tp"
+    )
+    assert isinstance(group.device_communicator, vllm_communicator())
+    assert dist.get_backend(group.device_group) == "symm_cp"
+    x = drawn(world, [2 * size, 6], torch.bfloat16)
+    inputs = everybodys(world, x)
+    total = sum(inputs)
+    assert torch.equal(group.all_reduce(x.clone()), total)
+    for dim in (0, 1, -1):
+        assert torch.equal(group.all_gather(x, dim), torch.cat(inputs, dim))
+        found = group.gather(x, size - 1, dim)
+        assert found is None if rank < size - 1 else torch.equal(found, torch.cat(inputs, dim))
+    assert torch.equal(group.reduce_scatter(x, 0), total.chunk(size)[rank])
+    assert torch.equal(group.broadcast(x.clone(), 1), inputs[1])
+    sizes = SIZES[size][1]
+    rows = drawn(world, [sizes[rank], 3], torch.float32)
+    (found,) = group.all_gatherv([rows], 0, sizes)
+    assert torch.equal(found, torch.cat(everybodys(world, rows)))
+    assert torch.equal(group.reduce_scatterv(found, 0, sizes), size * rows)
+    values = {"hidden_states": x, "step": 3}
+    if rank > 0:
+        received = group.recv_tensor_dict()
+        assert torch.equal(received["hidden_states"], inputs[rank - 1])
+        assert received["step"] == 3
+        assert torch.equal(group.recv(x.shape, x.dtype), inputs[rank - 1])
+    if rank + 1 < size:
+        group.send_tensor_dict(values)
+        group.send(x)
+
+
+@needs_vllm
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+def test_vllms_own_classes(ranks: Ranks, world_size: int) -> None:
+    with ranks.own(world_size, uses_vllms_own) as running:
+        assert [outcome.failure for outcome in running.outcomes(120)] == [""] * world_size

@@ -309,10 +309,12 @@ def uses_vllms_own(world: dist.ProcessGroup) -> None:
     if rank + 1 < size:
         group.send_tensor_dict(values)
         group.send(x)
+    group.barrier()  # a rank that ends is lost to those that still receive from it
 
 
 @needs_vllm
 @pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
 def test_vllms_own_classes(ranks: Ranks, world_size: int) -> None:
     with ranks.own(world_size, uses_vllms_own) as running:
-        assert [outcome.failure for outcome in running.outcomes(120)] == [""] * world_size
+        failures = [outcome.failure for outcome in running.outcomes(120)]
+    assert not any(failures), "\n".join(failures)

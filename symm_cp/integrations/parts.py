@@ -1,0 +1,101 @@
+"""Checks of gathers and reduce-scatters of unequal parts, for the engines' communicators.
+
+The calls themselves are `torch.distributed.all_gather` and `reduce_scatter` over the backend
+symm_cp, which take views of one tensor as parts. Each function raises `ValueError` before any
+communication, and the other ranks, whose calls would wait for this one, raise with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from symm_cp.ops.common import tells_peers
+
+
+# The backend's calls are made on this channel, and number as this rank's refusal does.
+@partial(tells_peers, channel="async")
+def lengths_to_gather(
+    op: str,
+    inputs: Sequence[torch.Tensor],
+    dim: int,
+    sizes: Sequence[int] | None,
+    group: dist.ProcessGroup,
+    output: torch.Tensor | None = None,
+) -> list[int]:
+    """Returns the length along `dim` of every rank's part, by default that of this rank's.
+
+    All of `inputs` are parts of other tensors, with the same lengths. `output` is the gathered
+    tensor, if the caller has one.
+    """
+    rank = group.rank()
+    for x in inputs:
+        _check_dim(op, x, dim)
+    own = inputs[0].shape[dim] if inputs else 0
+    parts = [own] * group.size() if sizes is None else list(sizes)
+    _check_sizes(op, parts, group.size())
+    for x in inputs:
+        if x.shape[dim] != parts[rank]:
+            wanted = "those of the first" if sizes is None else f"{sizes=}"
+            raise ValueError(
+                f"{op}: input of shape {tuple(x.shape)} on rank {rank} must have the length "
+                f"{parts[rank]} along {dim=}, for {wanted}"
+            )
+    if output is not None:
+        if len(inputs) != 1:
+            raise ValueError(f"{op}: output needs one input, got {len(inputs)}")
+        _check_output(op, output, inputs[0], dim, sum(parts))
+    return parts
+
+
+@partial(tells_peers, channel="async")
+def lengths_to_scatter(
+    op: str,
+    input: torch.Tensor,
+    dim: int,
+    sizes: Sequence[int] | None,
+    group: dist.ProcessGroup,
+    output: torch.Tensor | None = None,
+) -> list[int]:
+    """Returns the length along `dim` of every rank's part, by default equal ones.
+
+    `output` is this rank's part, if the caller has one.
+    """
+    _check_dim(op, input, dim)
+    length, world_size = input.shape[dim], group.size()
+    if sizes is None:
+        if length % world_size:
+            raise ValueError(
+                f"{op}: length {length} along {dim=} is not divisible by world size {world_size}; "
+                "pass sizes"
+            )
+        sizes = [length // world_size] * world_size
+    _check_sizes(op, sizes, world_size)
+    if sum(sizes) != length:
+        raise ValueError(f"{op}: {sizes=} must add up to the length along {dim=}, {length}")
+    if output is not None:
+        _check_output(op, output, input, dim, sizes[group.rank()])
+    return list(sizes)
+
+
+def _check_sizes(op: str, sizes: Sequence[int], world_size: int) -> None:
+    if len(sizes) != world_size or any(size < 0 for size in sizes):
+        raise ValueError(f"{op}: {sizes=} must be a length for each of {world_size} ranks")
+
+
+def _check_dim(op: str, x: torch.Tensor, dim: int) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{op}: {dim=} is out of range for a {x.dim()}-D input")
+
+
+def _check_output(op: str, output: torch.Tensor, like: torch.Tensor, dim: int, length: int) -> None:
+    shape = list(like.shape)
+    shape[dim] = length
+    if list(output.shape) != shape or output.dtype != like.dtype:
+        raise ValueError(
+            f"{op}: output of shape {tuple(output.shape)} and {output.dtype} must be of shape "
+            f"{tuple(shape)} and {like.dtype}"
+        )

@@ -1,0 +1,91 @@
+"""SGLang on CPU over symm_cp: a plug-in that SGLang loads by its entry point.
+
+`register` hooks three functions of `sglang.srt.distributed.parallel_state` through SGLang's own
+`HookRegistry`; each changes what happens on CPU alone:
+
+- `get_default_distributed_backend` answers "symm_cp" where it would answer "gloo". All collectives
+  of `GroupCoordinator` that went over gloo then go over shared memory, on any processor.
+- `GroupCoordinator.all_gatherv` and `reduce_scatterv`, which need NCCL, run on CPU tensors, too.
+
+SGLang's own kernels in shared memory, which need AMX or Arm, stay where it chooses them.
+`torch.ops.symm_mem.fused_*`, which `layernorm_sp.py` calls, have CPU kernels as soon as symm_cp is
+imported. `SGLANG_PLUGINS` chooses which plug-ins are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from symm_cp import backend, native
+from symm_cp.integrations import parts
+
+_STATE = "sglang.srt.distributed.parallel_state"
+
+
+def register() -> None:
+    """Registers the hooks, which SGLang then puts in place.
+
+    SGLang calls it. Where the native part cannot be built it registers none, with a warning.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    logger = logging.getLogger(__name__)
+    try:
+        native.load()
+    except native.BuildError as error:
+        logger.warning("symm_cp is not used: %s", error)
+        return
+    backend.register()
+    HookRegistry.register(f"{_STATE}.get_default_distributed_backend", _backend, HookType.AROUND)
+    for name, hook in (("all_gatherv", _all_gatherv), ("reduce_scatterv", _reduce_scatterv)):
+        HookRegistry.register(f"{_STATE}.GroupCoordinator.{name}", hook, HookType.AROUND)
+    logger.info("CPU ranks communicate over symm_cp: default backend, all_gatherv, reduce_scatterv")
+
+
+def _backend(original: Callable[[str], str], device: str) -> str:
+    chosen = original(device)
+    return backend.NAME if device == "cpu" and chosen == "gloo" else chosen
+
+
+def _all_gatherv(
+    original: Callable[..., Any],
+    coordinator: Any,
+    input_: torch.Tensor | list[torch.Tensor],
+    sizes: list[int] | None = None,
+    output: torch.Tensor | None = None,
+) -> Any:
+    """Gathers parts of `sizes` rows, by default equal ones; a list of results, as SGLang's own."""
+    inputs = [input_] if isinstance(input_, torch.Tensor) else list(input_)
+    if not all(x.is_cpu for x in inputs):
+        return original(coordinator, input_, sizes, output)
+    group = coordinator.device_group
+    lengths = parts.lengths_to_gather("all_gatherv", inputs, 0, sizes, group, output)
+    results = []
+    for x in inputs:  # all are checked: a rank that refuses them makes none of these calls
+        result = x.new_empty((sum(lengths), *x.shape[1:])) if output is None else output
+        dist.all_gather(list(result.split(lengths)), x, group=group)
+        results.append(result)
+    return results
+
+
+def _reduce_scatterv(
+    original: Callable[..., Any],
+    coordinator: Any,
+    input_: torch.Tensor,
+    output: torch.Tensor | None = None,
+    sizes: list[int] | None = None,
+) -> Any:
+    """Returns this rank's rows, `sizes[rank]` or an equal part, of the sum over the ranks."""
+    if not input_.is_cpu:
+        return original(coordinator, input_, output, sizes)
+    group = coordinator.device_group
+    lengths = parts.lengths_to_scatter("reduce_scatterv", input_, 0, sizes, group, output)
+    if output is None:
+        output = input_.new_empty((lengths[coordinator.rank_in_group], *input_.shape[1:]))
+    dist.reduce_scatter(output, list(input_.split(lengths)), group=group)
+    return output

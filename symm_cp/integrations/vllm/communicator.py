@@ -1,0 +1,217 @@
+"""vLLM's device communicator for CPU tensors over shared memory.
+
+Of `DeviceCommunicatorBase` it keeps what runs well over the backend symm_cp (`all_gather`,
+`reduce_scatter`, `gather`, `send`, `recv`, `broadcast`), and adds what the base class and vLLM's
+`CpuCommunicator` lack: gathers and reduce-scatters of unequal parts, and dictionaries with any
+values, on any CPU.
+
+A call with sizes that do not fit raises `ValueError`, before any communication, and the other ranks
+of the group hear of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.memory import resolve
+from symm_cp.integrations import parts
+
+_CPU = torch.device("cpu")
+
+
+class SymmCommunicator(DeviceCommunicatorBase):
+    """Communication of one of vLLM's groups, over a `device_group` with the backend symm_cp.
+
+    Made by all ranks of the group together. Ranks in arguments are ranks in the group.
+    """
+
+    #: vLLM's `GroupCoordinator` then sends dictionaries through this class.
+    supports_tensor_dict = True
+
+    def __init__(
+        self,
+        cpu_group: dist.ProcessGroup,
+        device: torch.device | None = None,
+        device_group: dist.ProcessGroup | None = None,
+        unique_name: str = "",
+        use_all2all: bool = False,
+    ) -> None:
+        super().__init__(
+            cpu_group, device, device_group, unique_name=unique_name, use_all2all=use_all2all
+        )
+        self.device_group = cpu_group if device_group is None else device_group
+        self._group_name = self.device_group.group_name
+        self._on_one_host = hosts_of(resolve(self.device_group), _CPU) is None
+        if self.use_all2all:  # as vLLM's CPU communicator: gathers out, reduce-scatters back
+            from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+
+            self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over the ranks, in new memory; on several hosts in that of the input."""
+        if not self._on_one_host:
+            return super().all_reduce(input_)
+        # Native from the dispatcher to memory, and one opaque op to vLLM's compiler.
+        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
+            input_, "sum", self._group_name
+        )
+        return total
+
+    def all_gatherv(
+        self,
+        input_: torch.Tensor | list[torch.Tensor],
+        dim: int = 0,
+        sizes: list[int] | None = None,
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Gathers parts whose lengths along `dim` are `sizes`, by default all as this rank's.
+
+        Of a list, all tensors are gathered, and their parts have the same lengths.
+        """
+        inputs = [input_] if isinstance(input_, torch.Tensor) else list(input_)
+        lengths = parts.lengths_to_gather("all_gatherv", inputs, dim, sizes, self.device_group)
+        outputs = []
+        for x in inputs:  # all are checked: a rank that refuses them makes none of these calls
+            shape = list(x.shape)
+            shape[dim] = sum(lengths)
+            outputs.append(x.new_empty(shape))
+            dist.all_gather(list(outputs[-1].split(lengths, dim)), x, group=self.device_group)
+        return outputs[0] if isinstance(input_, torch.Tensor) else outputs
+
+    def reduce_scatterv(
+        self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> torch.Tensor:
+        """Returns this rank's part, `sizes[rank]` long along `dim`, of the sum over the ranks.
+
+        By default all parts are equal, and the world size must divide the dimension.
+        """
+        return self._reduce_scatter("reduce_scatterv", input_, None, dim, sizes)
+
+    def reduce_scatterv_into_output(
+        self,
+        input_: torch.Tensor,
+        output: torch.Tensor,
+        dim: int = -1,
+        sizes: list[int] | None = None,
+    ) -> torch.Tensor:
+        """`reduce_scatterv` into memory that is given; returns it."""
+        return self._reduce_scatter("reduce_scatterv_into_output", input_, output, dim, sizes)
+
+    def _reduce_scatter(
+        self,
+        op: str,
+        input_: torch.Tensor,
+        output: torch.Tensor | None,
+        dim: int,
+        sizes: list[int] | None,
+    ) -> torch.Tensor:
+        lengths = parts.lengths_to_scatter(op, input_, dim, sizes, self.device_group, output)
+        if output is None:
+            shape = list(input_.shape)
+            shape[dim] = lengths[self.rank_in_group]
+            output = input_.new_empty(shape)
+        dist.reduce_scatter(output, list(input_.split(lengths, dim)), group=self.device_group)
+        return output
+
+    def send_tensor_dict(self, tensor_dict: dict[str, Any], dst: int) -> None:
+        """Sends a dictionary of tensors and other values that can be pickled; returns when sent."""
+        _check_peer("send_tensor_dict", "dst", dst, self.rank_in_group, self.world_size)
+        tensors = [v for v in tensor_dict.values() if isinstance(v, torch.Tensor)]
+        described = [
+            (key, (value.shape, value.dtype), None)
+            if isinstance(value, torch.Tensor)
+            else (key, None, value)
+            for key, value in tensor_dict.items()
+        ]
+        text = torch.frombuffer(bytearray(pickle.dumps(described)), dtype=torch.uint8)
+        messages = [torch.tensor([text.numel()]), text]
+        messages += [x.contiguous() for x in tensors if x.numel() > 0]
+        works = [dist.isend(x, group=self.device_group, group_dst=dst) for x in messages]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def recv_tensor_dict(self, src: int) -> dict[str, Any]:
+        """Receives what rank `src` passes to `send_tensor_dict`."""
+        _check_peer("recv_tensor_dict", "src", src, self.rank_in_group, self.world_size)
+        text_bytes = torch.empty(1, dtype=torch.int64)
+        dist.recv(text_bytes, group=self.device_group, group_src=src)
+        text = torch.empty(int(text_bytes), dtype=torch.uint8)
+        dist.recv(text, group=self.device_group, group_src=src)
+        received: dict[str, Any] = {}
+        works = []
+        for key, tensor, value in pickle.loads(text.numpy().tobytes()):
+            received[key] = value
+            if tensor is not None:
+                shape, dtype = tensor
+                received[key] = x = torch.empty(shape, dtype=dtype)
+                if x.numel() > 0:
+                    works.append(dist.irecv(x, group=self.device_group, group_src=src))
+        for work in works:
+            if work is not None:
+                work.wait()
+        return received
+
+    # To the experts' ranks and back, by vLLM's manager: its gathers are those above. Without one
+    # the base class returns what it is given.
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[torch.Tensor] | None = None,
+    ) -> Any:
+        """Gathers the tokens of all ranks, and the router's logits."""
+        return self._experts.dispatch_router_logits(
+            hidden_states, router_logits, is_sequence_parallel, extra_tensors
+        )
+
+    def dispatch(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[torch.Tensor] | None = None,
+    ) -> Any:
+        """Gathers the tokens of all ranks, and the experts that they chose."""
+        return self._experts.dispatch(
+            hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors
+        )
+
+    def combine(
+        self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False
+    ) -> torch.Tensor:
+        """Returns the sums of the experts' results for this rank's tokens."""
+        combined: torch.Tensor = self._experts.combine(hidden_states, is_sequence_parallel)
+        return combined
+
+    def combine_into_output(
+        self,
+        hidden_states: torch.Tensor,
+        output: torch.Tensor,
+        is_sequence_parallel: bool = False,
+    ) -> torch.Tensor:
+        """`combine` into memory that is given; returns it."""
+        combined: torch.Tensor = self._experts.combine_into_output(
+            hidden_states, output, is_sequence_parallel
+        )
+        return combined
+
+    @property
+    def _experts(self) -> Any:
+        return super() if self.all2all_manager is None else self.all2all_manager
+
+
+def _check_peer(op: str, argument: str, peer: int, rank: int, world_size: int) -> None:
+    if not 0 <= peer < world_size or peer == rank:
+        raise ValueError(
+            f"{op}: {argument}={peer} must be another rank of the group of {world_size} "
+            f"(this is rank {rank})"
+        )

@@ -1,0 +1,73 @@
+"""Stand-ins for what the plug-ins see of vLLM and SGLang where these are not installed.
+
+The engines bring some 100 packages, so CI has none of them. Where one is installed, the tests use
+its own classes instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+HAS_SGLANG = importlib.util.find_spec("sglang") is not None
+needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
+needs_sglang = pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installed")
+
+
+class DeviceCommunicatorBase:
+    """The constructor of vLLM 0.32's, in `base_device_communicator.py`; no communication."""
+
+    def __init__(self, cpu_group, device, device_group, unique_name="", use_all2all=False):
+        self.device, self.cpu_group, self.device_group = device, cpu_group, device_group
+        self.rank_in_group, self.world_size = cpu_group.rank(), cpu_group.size()
+        self.ranks = dist.get_process_group_ranks(cpu_group)
+        self.use_all2all = unique_name.split(":")[0] == "ep" and use_all2all
+        self.all2all_manager = None
+
+    def dispatch(self, hidden_states, topk_weights, topk_ids, *_):
+        return hidden_states, topk_weights, topk_ids
+
+    def combine(self, hidden_states, *_):
+        return hidden_states
+
+
+@contextlib.contextmanager
+def modules(**contents: dict[str, object]) -> Iterator[None]:
+    """Inside, these modules can be imported; `a__b={"name": value}` is a module a.b with a name."""
+    made: dict[str, ModuleType] = {}
+    for name, names in contents.items():
+        parts = name.split("__")
+        for count in range(1, len(parts) + 1):
+            path = ".".join(parts[:count])
+            made.setdefault(path, ModuleType(path))
+        vars(made[".".join(parts)]).update(names)
+    with mock.patch.dict(sys.modules, made):
+        yield
+
+
+def vllm_communicator() -> type:
+    """The communicator, on vLLM's base class or on the stub."""
+    path = "symm_cp.integrations.vllm.communicator"
+    if HAS_VLLM or path in sys.modules:
+        return importlib.import_module(path).SymmCommunicator
+    base = "vllm__distributed__device_communicators__base_device_communicator"
+    with modules(**{base: {"DeviceCommunicatorBase": DeviceCommunicatorBase}}):
+        return importlib.import_module(path).SymmCommunicator
+
+
+def vllm_platform(platform: object) -> contextlib.AbstractContextManager[None]:
+    """Inside, it is the current platform of vLLM."""
+    return modules(
+        vllm__logger={"init_logger": logging.getLogger},
+        vllm__platforms={"current_platform": platform},
+    )

@@ -16,7 +16,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import symm_cp
 from symm_cp import env, native
 from symm_cp.testing import Ranks
-from tests.exhaustive import some
+from tests.exhaustive import exhaustive, some
 
 OPS = torch.ops.symm_mem
 #: As csrc/base/team.h numbers them.
@@ -79,7 +79,7 @@ def ops(group: dist.ProcessGroup, x: torch.Tensor, in_place: torch.Tensor) -> Te
 def products(group: dist.ProcessGroup, x: torch.Tensor) -> Tensors:
     """A matmul of few terms, whose bits do not depend on threads, with a bias."""
     a, b = x[:1024].reshape(512, 2), x[1024:2048].reshape(2, 512)
-    product = OPS.fused_matmul_all_reduce(a, b, "sum", group.group_name, bias=x[:512])
+    product = OPS.fused_matmul_all_reduce(a, b, x[:512], "sum", group.group_name)
     return {"matmul": product}
 
 
@@ -102,38 +102,42 @@ def collectives(group: dist.ProcessGroup, x: torch.Tensor, asynchronous: bool) -
     return {f"{name}, {asynchronous=}": tensor for name, tensor in found.items()}
 
 
-def same_bits(group: dist.ProcessGroup, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+def same_bits(
+    group: dist.ProcessGroup, dtype: torch.dtype, nbytes: int, counts: tuple[int, ...]
+) -> None:
     over = dist.new_group(list(range(group.size())), backend="symm_cp")
     seed = random.randrange(1 << 30)
-    for length in lengths:
-        x = numbers(length, dtype, seed + group.rank())
-        in_place = symmetric(x, group)
+    x = numbers(nbytes // dtype.itemsize + 3, dtype, seed + group.rank())
+    in_place = symmetric(x, group)
 
-        def run(x: torch.Tensor = x, in_place: torch.Tensor = in_place) -> Tensors:
-            found = ops(group, x, in_place)
-            if dtype == torch.float32:
-                found |= products(group, x)
-            return found | collectives(over, x, False) | collectives(over, x, True)
+    def run() -> Tensors:
+        found = ops(group, x, in_place)
+        if dtype == torch.float32:
+            found |= products(group, x)
+        return found | collectives(over, x, False) | collectives(over, x, True)
 
-        with threads(1) as divisions:
-            want = run()
-            assert divisions() == 0
-        for count, background in ((2, 2), (5, 1)):
-            with threads(count, background=background) as divisions:
-                found = run()
-                assert divisions() > 0, "nothing was divided"
-            for name, tensor in found.items():
-                bits = tensor.contiguous().view(torch.uint8)
-                assert torch.equal(bits, want[name].contiguous().view(torch.uint8)), (name, count)
-        del in_place
+    with threads(1) as divisions:
+        want = run()
+        assert divisions() == 0
+    for count in counts:
+        with threads(count, background=count) as divisions:
+            found = run()
+            assert divisions() > 0, "nothing was divided"
+        for name, tensor in found.items():
+            bits = tensor.contiguous().view(torch.uint8)
+            assert torch.equal(bits, want[name].contiguous().view(torch.uint8)), (name, count)
     dist.destroy_process_group(over)
 
 
-@pytest.mark.parametrize("dtype", some(torch.float32, torch.bfloat16, of=DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", some(torch.float32, of=DTYPES), ids=str)
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_bits_do_not_depend_on_threads(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    """Nor does it matter that ranks have other numbers of threads than cores."""
-    ranks.run(world_size, same_bits, dtype, (300_007, 2_000_003))
+    ranks.run(world_size, same_bits, dtype, 400_000, (2,))
+
+
+@exhaustive
+def test_more_threads_than_cores_and_several_pieces(ranks: Ranks) -> None:
+    ranks.run(2, same_bits, torch.bfloat16, 4_000_000, (5, 2))
 
 
 def differ(group: dist.ProcessGroup) -> None:
@@ -179,11 +183,13 @@ def test_work_is_divided_where_the_ranks_have_cores_for_it(ranks: Ranks) -> None
         (2, 2, ONE, False),
         (2, 2, ALL, True),
     ]:
-        for later in ranks.own(world_size, divides, count, cores, choice):
-            assert (later > 0) == divided, (world_size, count, choice)
+        with ranks.own(world_size, divides, count, cores, choice) as running:
+            for outcome in running.outcomes():
+                assert outcome.result is not None, outcome
+                assert (outcome.result > 0) == divided, (world_size, count, choice)
 
 
-def forks(group: dist.ProcessGroup) -> None:
+def forks(group: dist.ProcessGroup) -> int:
     """A forked process has none of its parent's threads, and waits for none."""
     x = torch.ones(1 << 20)
     with threads(2) as divisions:
@@ -197,11 +203,13 @@ def forks(group: dist.ProcessGroup) -> None:
             start = library.symm_cp_divisions()
             library.symm_cp_copy(to.data_ptr(), x.data_ptr(), x.nbytes, False)
             os._exit(library.symm_cp_divisions() - start)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_forked_processes_work_alone(ranks: Ranks) -> None:
-    ranks.own(1, forks)
+    with ranks.own(1, forks) as running:
+        (outcome,) = running.outcomes()
+    assert outcome.result == 0, outcome
 
 
 def test_planes_of_other_sizes(ranks: Ranks) -> None:

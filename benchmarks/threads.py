@@ -1,7 +1,7 @@
 """Copies and reductions by all threads of a rank, against one thread and against a memcpy.
 
-    OMP_NUM_THREADS=2 python benchmarks/threads.py --ranks 1
-    OMP_NUM_THREADS=2 python benchmarks/threads.py --ranks 2
+    python benchmarks/threads.py --ranks 1 --threads 2
+    python benchmarks/threads.py --ranks 2 --threads 2
 
 One rank is timed against torch's copy of the bytes by all its threads: its copies, its reductions
 of two sources (the copy then moves the bytes that these read and write) and its packing of heads.
@@ -12,7 +12,6 @@ cores for all their threads, "divided" always does.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,7 +112,6 @@ def _together(group: dist.ProcessGroup, size: int) -> Iterator[Case]:
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     """Yields all cases."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     for size in SIZES:
         yield from _alone(size) if group.size() == 1 else _together(group, size)
 

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +34,7 @@ Cases = Callable[..., Iterable[Case]]
 
 def _run_rank(cases: Iterable[Case], group: dist.ProcessGroup, args: argparse.Namespace) -> None:
     rows = []
+    torch.set_num_threads(args.threads)
     for case in cases:
         if args.case not in case.name:
             continue
@@ -70,7 +72,8 @@ def main(
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=positive, default=2, help="processes, one thread each")
+    parser.add_argument("--ranks", type=positive, default=2, help="processes (%(default)s)")
+    parser.add_argument("--threads", type=positive, default=1, help="of a process (%(default)s)")
     parser.add_argument("--seconds", type=float, default=4.0, help="time for a case (%(default)s)")
     parser.add_argument("--case", default="", help="only cases with this in their name")
     parser.add_argument("--json", type=Path, help="write the rows, the machine and the date here")

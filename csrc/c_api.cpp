@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/pauses.h"
 #include "base/probe.h"
+#include "base/team.h"
 #include "channel/channel.h"
 #include "channel/group.h"
 #include "channel/groups.h"
@@ -287,17 +288,28 @@ void symm_cp_result_memory(BlockUsage* usage) { *usage = Blocks::instance().usag
 int64_t symm_cp_reduce(void* out, const void* const* sources, int count, int64_t elements,
                        int dtype, int op, int streaming) {
   return guarded([&]() -> int64_t {
+    const Team team(own_cores());
     reduce(out, sources, count, elements, static_cast<DType>(dtype), static_cast<ReduceOp>(op),
            streaming != 0);
     return 0;
   });
 }
 
+// See team.h; `threads` is a number of its enumeration.
+void symm_cp_set_threads(int threads, int background) {
+  set_threads(static_cast<Threads>(threads));
+  set_background_threads(background);
+}
+
+// How often a copy or a reduction was divided among threads. For tests.
+int64_t symm_cp_divisions() { return Team::divisions(); }
+
 int symm_cp_reducible(int dtype, int op) {
   return reducible(static_cast<DType>(dtype), static_cast<ReduceOp>(op)) ? 1 : 0;
 }
 
 void symm_cp_copy(void* to, const void* from, int64_t bytes, int streaming) {
+  const Team team(own_cores());
   copy_bytes(to, from, bytes, streaming != 0);
 }
 

@@ -12,12 +12,18 @@
 | `SYMM_CP_WAY` | the way of fused matmuls: `shards` or `whole` | by simulation |
 | `SYMM_CP_BACKEND_FOR` | backends that symm_cp replaces on CPU (`symm-cp run` sets it) | none |
 | `SYMM_CP_KEEP_MIB` | freed memory of results that a process keeps for later ones, in MiB | below |
+| `SYMM_CP_THREADS` | threads of a rank that copy and reduce: `one`, or `all` of torch's | below |
+| `SYMM_CP_BACKGROUND_THREADS` | threads that copy and reduce in asynchronous ops, per group | 1 |
 | `SYMM_CP_COMPARE_INPUTS` | 0: ranks do not compare batches, prompts, weights | 1 |
 | `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
 
 `SYMM_CP_KEEP_MIB` is 1/32 of the memory of the machine or container unless set, 1024 at most. With
 0, large results come from torch's allocator, like all others.
+
+Unless `SYMM_CP_THREADS` is set, large copies and reductions take all threads that torch has in the
+process (`OMP_NUM_THREADS`, `torch.set_num_threads`) if the ranks of the group have a core for each
+of them, by the cores that they may run on, and else one.
 """
 
 from __future__ import annotations
@@ -123,6 +129,22 @@ def kept_bytes() -> int:
     if text is not None and not text.isdigit():
         raise ValueError(f"SYMM_CP_KEEP_MIB={text!r} must be a number of MiB, 0 to keep none")
     return -1 if text is None else int(text) << 20
+
+
+def threads() -> int:
+    """Returns who copies and reduces, as csrc/base/team.h numbers it."""
+    text = _get("SYMM_CP_THREADS") or None
+    if text not in (None, "one", "all"):
+        raise ValueError(f"SYMM_CP_THREADS={text!r} must be 'one' or 'all'")
+    return {"one": 0, None: 1, "all": 2}[text]
+
+
+def background_threads() -> int:
+    """Returns how many threads the engine of asynchronous ops has in each group."""
+    text = _get("SYMM_CP_BACKGROUND_THREADS", "1")
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError(f"SYMM_CP_BACKGROUND_THREADS={text!r} must be a number of threads")
+    return int(text)
 
 
 def compare_inputs() -> bool:

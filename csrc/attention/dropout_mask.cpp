@@ -1,8 +1,8 @@
 // The op that draws dropout masks by position: explained in symm_cp/ops/position_noise.py.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
+#include "base/parallel.h"
 
 #include <algorithm>
 #include <array>
@@ -42,7 +42,7 @@ at::Tensor dropout_mask(const at::Tensor& positions, int64_t samples, int64_t fe
   bool* to = mask.mutable_data_ptr<bool>();
   const Dropout dropout{static_cast<uint64_t>(seed), static_cast<uint32_t>(std::lround(p * 65536))};
   const int64_t grain = std::max<int64_t>(1, 32768 / features);
-  at::parallel_for(0, samples * rows, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, samples * rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t sample = i / rows;
       const int64_t position = at_position[sample / repeats * rows + i % rows];

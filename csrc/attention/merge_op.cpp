@@ -1,7 +1,7 @@
 // The op that merges attention over parts of the keys (merge.h).
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
+#include "base/parallel.h"
 
 #include <algorithm>
 
@@ -42,7 +42,7 @@ void merge_attention(const at::Tensor& out, const at::Tensor& lse, const at::Ten
   };
   const int64_t count = part.size(0) * sizes.rows * sizes.heads;
   const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, sizes.features));
-  at::parallel_for(0, count, grain, merge);
+  parallel_for(0, count, grain, merge);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 // element by element. Sums of products are float32.
 #pragma once
 
-#include <ATen/Parallel.h>
+#include "base/parallel.h"
 
 #include "attention/products.h"
 
@@ -87,7 +87,7 @@ class BlockedForward {
           keys(narrow ? 0 : in.sizes.samples * in.sizes.groups * key_size) {
       if (narrow) return;
       const TileSizes& sizes = in.sizes;
-      at::parallel_for(0, sizes.samples * sizes.groups, 1, [&](int64_t begin, int64_t end) {
+      parallel_for(0, sizes.samples * sizes.groups, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
           transpose_floats(in.key.at(i / sizes.groups, i % sizes.groups, 0), in.key.row, sizes.keys,
                            sizes.features, keys.get() + i * key_size, key_stride);
@@ -287,7 +287,7 @@ class PackedForward {
           keys(in.sizes.samples * in.sizes.groups * key_size),
           values(in.sizes.samples * in.sizes.groups * value_size) {
       const TileSizes& sizes = in.sizes;
-      at::parallel_for(0, sizes.samples * sizes.groups, 1, [&](int64_t begin, int64_t end) {
+      parallel_for(0, sizes.samples * sizes.groups, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const int64_t b = i / sizes.groups, g = i % sizes.groups;
           transpose_pairs(bits_of(in.key.at(b, g, 0)), in.key.row, sizes.keys, sizes.features,

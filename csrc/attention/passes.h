@@ -1,7 +1,7 @@
 // The passes over a tile, block by block: flash attention. Source: FlashAttention-2 (Dao, 2023).
 #pragma once
 
-#include <ATen/Parallel.h>
+#include "base/parallel.h"
 
 #include <cmath>
 #include <limits>
@@ -51,7 +51,7 @@ struct AnyRows {
 template <class Task>
 void for_tasks(int64_t tasks, const Task& run) {
   const int64_t least = at::get_num_threads() > 1 ? 2 : 1;
-  at::parallel_for(0, std::max(tasks, least), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, std::max(tasks, least), 1, [&](int64_t begin, int64_t end) {
     if (begin < std::min(end, tasks)) run(begin, std::min(end, tasks));
   });
 }
@@ -330,7 +330,7 @@ void fill_inner(const at::Tensor& grad_out, const at::Tensor& out,
   const Strided<A> to = strided<A>(inner);
   const int64_t heads = inner.size(1), rows = inner.size(2), features = out.size(3);
   const Strided<const A> less = grad_lse ? strided<const A>(*grad_lse) : Strided<const A>{};
-  at::parallel_for(0, inner.size(0) * heads, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, inner.size(0) * heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t b = task / heads, h = task % heads;
       for (int64_t i = 0; i < rows; ++i)

@@ -7,7 +7,9 @@
 #include "backend/backend_call.h"
 #include "backend/backend_sparse.h"
 #include "backend/backend_tensors.h"
+#include "base/team.h"
 #include "channel/group.h"
+#include "exchange/copy.h"
 
 namespace symm_cp {
 
@@ -81,8 +83,15 @@ void run_alone(const Exchange& exchange) {
   const Extent& output = exchange.output.front();
   TORCH_CHECK_VALUE(output.bytes == 0 || input.bytes == output.bytes, exchange.call_name,
                     ": gives ", input.bytes, " bytes and takes ", output.bytes);
-  if (output.bytes > 0 && output.data != input.data)
-    std::memmove(output.data, input.data, static_cast<size_t>(output.bytes));
+  const auto* from = static_cast<const char*>(input.data);
+  auto* to = static_cast<char*>(output.data);
+  if (output.bytes == 0 || to == from) return;
+  if (from < to + output.bytes && to < from + output.bytes) {
+    std::memmove(to, from, static_cast<size_t>(output.bytes));
+    return;
+  }
+  const Team team(own_cores());
+  copy_bytes(to, from, output.bytes, output.bytes >= kStreamed);
 }
 
 std::string refusal_of(const std::exception& error, int rank) {

@@ -8,6 +8,7 @@
 #include "backend/backend_tensors.h"
 #include "base/error.h"
 #include "base/python.h"
+#include "base/team.h"
 #include "channel/group.h"
 #include "channel/groups.h"
 #include "exchange/reduce.h"
@@ -516,6 +517,7 @@ void TwoLevelBackend::enqueue(std::function<void()> call) {
 }
 
 void TwoLevelBackend::carry_out_all() {
+  Team::leave_callers_pool();
   std::unique_lock<std::mutex> lock(queue_mutex_);
   while (true) {
     queue_changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/python.h"
+#include "base/team.h"
 
 namespace symm_cp {
 
@@ -32,6 +33,7 @@ class Helpers {
 
  private:
   void run() {
+    Team::leave_callers_pool();
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       if (tasks_.empty()) {

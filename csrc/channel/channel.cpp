@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/probe.h"
+#include "base/team.h"
 #include "channel/group.h"
 #include "exchange/copy.h"
 #include "exchange/reduce.h"
@@ -326,9 +327,11 @@ void Channel::copy_rows(const Command& command, void* const* operands, const Cal
   if (to == from) return;
   if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
   const auto copy = [&](bool past_caches) {
-    for (int64_t row = 0; row < command.rows; ++row)
-      copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes,
-                 past_caches);
+    divide_rows(command.rows, command.rows * command.bytes, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row)
+        copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes,
+                   past_caches);
+    });
     return command.rows * command.bytes;
   };
   if (command.to.space == Space::kSlot)
@@ -345,12 +348,16 @@ void Channel::reduce_rows(const Command& command, const Reference* references,
   char* to = static_cast<char*>(resolve(command.to, operands, call));
   if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
   const auto dtype = static_cast<DType>(command.dtype);
-  for (int64_t row = 0; row < command.rows; ++row) {
-    reduce(to, sources.data(), command.sources, command.bytes / element_bytes(dtype), dtype,
-           command.mean != 0 ? ReduceOp::kAvg : ReduceOp::kSum, false);
-    to += command.to_pitch;
-    for (auto& source : sources) source = static_cast<const char*>(source) + command.from_pitch;
-  }
+  divide_rows(command.rows, command.rows * command.bytes, [&](int64_t first, int64_t last) {
+    std::vector<const void*> row_of(sources);
+    for (int64_t row = first; row < last; ++row) {
+      for (size_t i = 0; i < sources.size(); ++i)
+        row_of[i] = static_cast<const char*>(sources[i]) + row * command.from_pitch;
+      reduce(to + row * command.to_pitch, row_of.data(), command.sources,
+             command.bytes / element_bytes(dtype), dtype,
+             command.mean != 0 ? ReduceOp::kAvg : ReduceOp::kSum, false);
+    }
+  });
 }
 
 void Channel::run_one(const Command& c, const Reference* references, void* const* operands,
@@ -373,6 +380,7 @@ void Channel::run(const Command* commands, int count, const Reference* reference
                   void* const* operands, Call& call) {
   Recorder& recorder = Recorder::instance();
   Probe& probe = Probe::instance();
+  const Team team(mapping_->cores());
   if (!recorder.on() && !probe.on()) {
     for (const Command* c = commands; c != commands + count; ++c)
       run_one(*c, references, operands, call);

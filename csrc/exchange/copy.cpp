@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "base/team.h"
 #include "exchange/vectors.h"
 
 namespace symm_cp {
@@ -89,6 +90,14 @@ void copy_by_rows(const PlaneCopy& all, Copy copy) {
         copy(to.data + p * to.plane + r * to.pitch, from.data + p * from.plane + r * from.pitch);
 }
 
+// Some rows of each plane.
+PlaneCopy rows_of(PlaneCopy copy, int64_t first, int64_t last) {
+  copy.to.data += first * copy.to.pitch;
+  copy.from.data += first * copy.from.pitch;
+  copy.rows = last - first;
+  return copy;
+}
+
 // Whether they read, or write, parts of the same rows; then they are put in the order of the parts.
 bool share_rows(std::vector<PlaneCopy>& copies, Planes PlaneCopy::* side) {
   const PlaneCopy& one = copies.front();
@@ -107,16 +116,22 @@ void copy_planes(PlaneCopy copy) {
   const auto& [to, from, planes, rows, row, streaming] = copy;
   if (row == 0) return;
   if (to.pitch == row && from.pitch == row) {
-    for (int64_t p = 0; p < planes; ++p)
-      copy_bytes(to.data + p * to.plane, from.data + p * from.plane, rows * row, streaming);
-  } else if (row >= kLongRow) {
-    copy_by_rows(copy,
-                 [&](char* out, const char* in) { copy_bytes(out, in, copy.row, copy.streaming); });
-  } else {
-    const CopyRow copy_one = row_copy_of(copy);
-    copy_by_rows(copy, [&](char* out, const char* in) { copy_one(out, in, copy.row); });
-    if (streaming) finish_streams();
+    divide_rows(planes, copy.bytes(), [&](int64_t first, int64_t last) {
+      for (int64_t p = first; p < last; ++p)
+        copy_bytes(copy.to.data + p * copy.to.plane, copy.from.data + p * copy.from.plane,
+                   copy.rows * copy.row, copy.streaming);
+    });
+    return;
   }
+  divide_rows(rows, copy.bytes(), [&](int64_t first, int64_t last) {
+    const PlaneCopy part = rows_of(copy, first, last);
+    if (part.row >= kLongRow)
+      return copy_by_rows(
+          part, [&](char* out, const char* in) { copy_bytes(out, in, part.row, part.streaming); });
+    const CopyRow copy_one = row_copy_of(part);
+    copy_by_rows(part, [&](char* out, const char* in) { copy_one(out, in, part.row); });
+    if (part.streaming) finish_streams();
+  });
 }
 
 // Parts of a row that are copied one part after the other, each from many rows, are read twice from
@@ -129,25 +144,29 @@ void copy_all_planes(std::vector<PlaneCopy> copies) {
     return;
   }
   std::vector<CopyRow> copy_one;
+  int64_t bytes = 0;
   for (PlaneCopy& copy : copies) {
     copy = merged(copy);
     copy_one.push_back(row_copy_of(copy));
+    bytes += copy.bytes();
   }
-  for (int64_t r = 0; r < copies.front().rows; ++r)
-    for (size_t i = 0; i < copies.size(); ++i) {
-      const auto& [to, from, planes, rows, row, streaming] = copies[i];
-      for (int64_t p = 0; p < planes; ++p)
-        copy_one[i](to.data + p * to.plane + r * to.pitch,
-                    from.data + p * from.plane + r * from.pitch, row);
-    }
-  finish_streams();
+  divide_rows(copies.front().rows, bytes, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r)
+      for (size_t i = 0; i < copies.size(); ++i) {
+        const auto& [to, from, planes, rows, row, streaming] = copies[i];
+        for (int64_t p = 0; p < planes; ++p)
+          copy_one[i](to.data + p * to.plane + r * to.pitch,
+                      from.data + p * from.plane + r * from.pitch, row);
+      }
+    finish_streams();
+  });
 }
+
+namespace {
 
 // Not memcpy: it uses string instructions for large blocks, which page faults slow down, and page
 // by page it takes longer.
-void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming) {
-  char* out = static_cast<char*>(to);
-  const char* in = static_cast<const char*>(from);
+void copy_part(char* out, const char* in, int64_t bytes, bool streaming) {
   int64_t at = 0;
   const bool large = bytes >= 2 * kBlock;
   if (large) {
@@ -162,6 +181,15 @@ void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming) {
   }
   for (; at + kBlock <= bytes; at += kBlock) copy_block<false>(out + at, in + at);
   std::memcpy(out + at, in + at, static_cast<size_t>(bytes - at));
+}
+
+}  // namespace
+
+void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming) {
+  divide_bytes(to, bytes, 1, [&](int64_t begin, int64_t end) {
+    copy_part(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, end - begin,
+              streaming);
+  });
 }
 
 }  // namespace symm_cp

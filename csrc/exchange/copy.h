@@ -9,6 +9,8 @@ namespace symm_cp {
 // that others still need there.
 constexpr int64_t kStreamed = int64_t{4} << 20;
 
+// All of these divide large copies among the threads that the calling thread has (base/team.h).
+
 // Copies between addresses of any alignment that do not overlap. `streaming` writes past the
 // caches, for data that they cannot hold. As without it, other threads may read the data once this
 // has returned and they were signalled.

@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/probe.h"
+#include "base/team.h"
 #include "channel/group.h"
 #include "exchange/boxes.h"
 #include "exchange/copy.h"
@@ -226,15 +227,18 @@ int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& st
   bytes = std::min(bytes, given);
   if (bytes <= 0 || to == from) return bytes;
   const auto copy = [&](bool past_caches) {
-    Cursor target(to, extent_of(step.to), piece * room_);
-    Cursor source(const_cast<char*>(from), extent_of(step.source), piece * room_);
-    for (int64_t left = bytes; left > 0;) {
-      const int64_t run = std::min({left, target.left(), source.left()});
-      copy_bytes(target.at(), source.at(), run, past_caches);
-      target.advance(run);
-      source.advance(run);
-      left -= run;
-    }
+    divide_bytes(to, bytes, 1, [&](int64_t begin, int64_t end) {
+      const int64_t offset = piece * room_ + begin;
+      Cursor target(to + begin, extent_of(step.to), offset);
+      Cursor source(const_cast<char*>(from) + begin, extent_of(step.source), offset);
+      for (int64_t left = end - begin; left > 0;) {
+        const int64_t run = std::min({left, target.left(), source.left()});
+        copy_bytes(target.at(), source.at(), run, past_caches);
+        target.advance(run);
+        source.advance(run);
+        left -= run;
+      }
+    });
     return bytes;
   };
   return stored(channel, step.to, bytes, copy);
@@ -274,18 +278,20 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
 
 void ExchangeRun::reduce_rows(char* to, int64_t offset, int64_t bytes) {
   const int64_t row = exchange_.addend.bytes, size = element_bytes(exchange_.dtype);
-  std::vector<const void*> sources(sources_);
-  sources.push_back(nullptr);
-  for (int64_t done = 0; done < bytes;) {
-    const int64_t column = (offset + done) % row;
-    const int64_t run = std::min(row - column, bytes - done);
-    for (size_t i = 0; i < sources_.size(); ++i)
-      sources[i] = static_cast<const char*>(sources_[i]) + done;
-    sources.back() = static_cast<const char*>(exchange_.addend.data) + column;
-    reduce(to + done, sources.data(), static_cast<int>(sources.size()), run / size, exchange_.dtype,
-           exchange_.reduce_op, false);
-    done += run;
-  }
+  divide_bytes(to, bytes, size, [&](int64_t begin, int64_t end) {
+    std::vector<const void*> sources(sources_);
+    sources.push_back(nullptr);
+    for (int64_t done = begin; done < end;) {
+      const int64_t column = (offset + done) % row;
+      const int64_t run = std::min(row - column, end - done);
+      for (size_t i = 0; i < sources_.size(); ++i)
+        sources[i] = static_cast<const char*>(sources_[i]) + done;
+      sources.back() = static_cast<const char*>(exchange_.addend.data) + column;
+      reduce(to + done, sources.data(), static_cast<int>(sources.size()), run / size,
+             exchange_.dtype, exchange_.reduce_op, false);
+      done += run;
+    }
+  });
 }
 
 int64_t ExchangeRun::produce(Channel& channel, const Call& call, const LoopStep& step,
@@ -359,6 +365,7 @@ void ExchangeRun::steps(Channel& channel, Call& call, int64_t piece, size_t firs
   Recorder& recorder = Recorder::instance();
   Probe& probe = Probe::instance();
   const bool watched = recorder.on() || probe.on();
+  const Team team(channel.mapping().cores());
   for (size_t at = first, end = 0; at < last; at = end) {
     end = end_of_pass(at, last);
     const LoopStep& each = loop_.steps[end - 1];

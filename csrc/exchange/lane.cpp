@@ -3,6 +3,8 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/helper_pool.h"
+#include "base/team.h"
 #include "channel/group.h"
 #include "exchange/trace.h"
 
@@ -142,6 +144,9 @@ void Lane::end_now(int64_t number) {
 void Lane::serve() {
   Recorder::enter_engine();
   Group::enter_engine();
+  Team::leave_callers_pool();
+  HelperPool helpers(std::min(background_threads(), caller_pool().threads()));
+  const Team team(helpers);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     work_.wait(lock, [this] { return closing_ || (wake_ && !running_); });

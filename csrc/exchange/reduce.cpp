@@ -7,7 +7,9 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <vector>
 
+#include "base/team.h"
 #include "exchange/float16.h"
 #include "exchange/vectors.h"
 
@@ -378,8 +380,15 @@ void reduce(void* out, const void* const* sources, int count, int64_t elements, 
   if (run == nullptr)
     throw std::invalid_argument("scalar type " + std::to_string(static_cast<int>(dtype)) +
                                 " has no reduction " + std::to_string(static_cast<int>(op)));
-  run({static_cast<char*>(out), reinterpret_cast<const char* const*>(sources), count,
-       elements * element_bytes(dtype), streaming});
+  const int64_t size = element_bytes(dtype);
+  char* to = static_cast<char*>(out);
+  const char* const* all = reinterpret_cast<const char* const*>(sources);
+  divide_bytes(out, elements * size, size, [&](int64_t begin, int64_t end) {
+    if (begin == 0) return run({to, all, count, end, streaming});
+    std::vector<const char*> part(all, all + count);
+    for (const char*& source : part) source += begin;
+    run({to + begin, part.data(), count, end - begin, streaming});
+  });
 }
 
 }  // namespace symm_cp

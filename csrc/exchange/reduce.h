@@ -16,7 +16,8 @@ bool reducible(DType dtype, ReduceOp op);
 
 // Reduces `count` sources, 1 or more, of `elements` each. Addresses may have any alignment. `out`
 // may be one of the sources; else it overlaps none. Each element is read once from every source and
-// written once. Throws std::invalid_argument unless `reducible`.
+// written once. Large reductions are divided among the threads that the calling thread has
+// (base/team.h), which changes no bit of them. Throws std::invalid_argument unless `reducible`.
 //
 // float16 and bfloat16 are widened to float32, and rounded once, to nearest even; other types are
 // reduced in the type itself. Averages are sums divided by `count`. Integers wrap. Minima and

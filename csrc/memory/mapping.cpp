@@ -60,6 +60,8 @@ Mapping::Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t bloc
     map_peers(block, received);
     // All ranks have mapped all memory, or none uses it.
     peers_->exchange(rendezvous, 1, {}, true);
+    for (int peer = 0; peer < world_size(); ++peer)
+      cores_.add(&control(peer).cores, peer == rank());
   } catch (const std::exception& error) {
     peers_->refuse(rendezvous.key, cause_of(error, rank()), other_of(error));
     throw;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "channel/wait.h"
+#include "memory/rank_cores.h"
 #include "rendezvous/peers.h"
 
 namespace symm_cp {
@@ -19,6 +20,7 @@ struct ControlPage {
   static constexpr size_t kBytes = 4096;
   Word sleepers;  // processes asleep on a word that this rank owns
   Word closed;    // 1: this rank has closed the memory; it signals nothing any more
+  alignas(64) CoreRecord cores;
 };
 static_assert(sizeof(ControlPage) <= ControlPage::kBytes);
 
@@ -44,6 +46,9 @@ class Mapping {
   ControlPage& control(int rank) const {
     return *reinterpret_cast<ControlPage*>(static_cast<char*>(pads_[rank]) - ControlPage::kBytes);
   }
+
+  // The cores of the ranks, for a Team.
+  Cores& cores() const { return cores_; }
 
   // Tells the peers that this rank signals nothing here any more.
   void close();
@@ -87,6 +92,7 @@ class Mapping {
   std::vector<Segment> remote_;  // keeps peers' memory mapped
   std::vector<void*> data_;
   std::vector<void*> pads_;
+  mutable RankCores cores_;  // of a mapping that stays as it is: only records are written
 };
 
 // What symmetric_memory.cpp knows of torch's groups and tensors:

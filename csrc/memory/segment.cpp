@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/team.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -114,7 +115,11 @@ void prefault(void* address, size_t size) {
   unsigned char resident = 1;
   const auto middle = (begin + (end - begin) / 2) / page * page;
   if (mincore(reinterpret_cast<void*>(middle), page, &resident) != 0 || (resident & 1) != 0) return;
-  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE);  // else they fault
+  const auto populate = [&](int64_t from, int64_t to) {
+    const auto part = reinterpret_cast<void*>(begin + static_cast<uintptr_t>(from));
+    madvise(part, static_cast<size_t>(to - from), MADV_POPULATE_WRITE);  // else they fault
+  };
+  divide_bytes(reinterpret_cast<void*>(begin), static_cast<int64_t>(end - begin), 1, populate);
 }
 
 void Segment::attach(bool populate) {

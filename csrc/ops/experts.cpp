@@ -5,8 +5,8 @@
 // it sends and where what it gets belongs. Then rows go straight from their place in one rank's
 // tensor to that in another's, over the slots of the ranks.
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
+#include "base/parallel.h"
 
 #include <algorithm>
 
@@ -263,7 +263,7 @@ void add_rows(const Routing& routing, const std::vector<const char*>& row_at,
   auto* to = static_cast<T*>(out.mutable_data_ptr());
   const Sum* weight = weights.defined() ? weights.const_data_ptr<Sum>() : nullptr;
   const int64_t grain = std::max<int64_t>(1, (int64_t{32} << 10) / std::max<int64_t>(1, width));
-  at::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
+  parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
     for (int64_t token = first; token < last; ++token)
       for (int64_t begin = 0; begin < width; begin += kBlock) {
         const int64_t length = std::min(kBlock, width - begin);

@@ -13,6 +13,7 @@
 
 #include "base/error.h"
 #include "base/python.h"
+#include "base/team.h"
 #include "exchange/copy.h"
 #include "memory/mapping.h"
 #include "ops/kernels.h"
@@ -70,7 +71,8 @@ Place place_of(const char* op, const char* name, const at::Tensor& tensor, int64
   return place;
 }
 
-void copy(void* to, const void* from, const at::Tensor& like) {
+void copy(const Mapping& mapping, void* to, const void* from, const at::Tensor& like) {
+  const Team team(mapping.cores());
   if (to != from) copy_bytes(to, from, static_cast<int64_t>(like.nbytes()), false);
 }
 
@@ -92,7 +94,7 @@ void put(const c10::OperatorHandle& op, Stack* stack) {
   checked(name_of(op), arguments, [&] {
     const at::Tensor& tensor = arguments.tensor(0);
     const Place place = place_of(name_of(op), "tensor", tensor, arguments.number(1));
-    copy(place.at(arguments.number(1)), tensor.const_data_ptr(), tensor);
+    copy(*place.mapping, place.at(arguments.number(1)), tensor.const_data_ptr(), tensor);
   });
   arguments.end();
 }
@@ -102,7 +104,7 @@ void get(const c10::OperatorHandle& op, Stack* stack) {
   checked(name_of(op), arguments, [&] {
     const at::Tensor& tensor = arguments.tensor(0);
     const Place place = place_of(name_of(op), "tensor", tensor, arguments.number(1));
-    copy(tensor.mutable_data_ptr(), place.at(arguments.number(1)), tensor);
+    copy(*place.mapping, tensor.mutable_data_ptr(), place.at(arguments.number(1)), tensor);
   });
   arguments.end();
 }
@@ -115,7 +117,7 @@ void nvshmem_put_with_signal(const c10::OperatorHandle& op, Stack* stack) {
     const Place place = place_of(name_of(op), "tensor", tensor, peer);
     const Place signals = place_of(name_of(op), "sigpad", pad, peer);
     int64_t* number = number_at(name_of(op), pad, signals.at(peer));
-    copy(place.at(peer), tensor.const_data_ptr(), tensor);
+    copy(*place.mapping, place.at(peer), tensor.const_data_ptr(), tensor);
     signals.mapping->put_number(static_cast<int>(peer), number, signal);
   });
   arguments.end();
@@ -143,7 +145,7 @@ void nccl_put_with_signal(const c10::OperatorHandle& op, Stack* stack) {
     const int64_t signal = arguments.number(1), peer = arguments.number(2);
     const Place place = place_of(name_of(op), "tensor", tensor, peer);
     Mapping& mapping = *place.mapping;
-    copy(place.at(peer), tensor.const_data_ptr(), tensor);
+    copy(*place.mapping, place.at(peer), tensor.const_data_ptr(), tensor);
     mapping.put_number(static_cast<int>(peer), mapping.number_of(static_cast<int>(peer)), signal);
   });
   arguments.end();
@@ -177,7 +179,7 @@ void nccl_put_signal(const c10::OperatorHandle& op, Stack* stack) {
                       " bytes, hdl has ", room);
     char* to =
         static_cast<char*>(mapping->data()[static_cast<size_t>(peer)]) + handle->get_offset();
-    copy(to, source.const_data_ptr(), source);
+    copy(*mapping, to, source.const_data_ptr(), source);
     mapping->count_signal(static_cast<int>(peer));
   });
   arguments.end();

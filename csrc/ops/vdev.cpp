@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include "base/error.h"
+#include "base/team.h"
 #include "exchange/copy.h"
 #include "memory/mapping.h"
 #include "ops/kernels.h"
@@ -230,6 +231,7 @@ void take_rows(const Shuffle& shuffle, const Group& group, const Table& table,
   for (int64_t at = 0; at < count; ++at) rows += table.length(table.source(group.rank(), at));
   const bool past_caches = rows * row >= kStreamed;
   auto* out = static_cast<char*>(shuffle.out.mutable_data_ptr());
+  const Team team(mapping->cores());
   // Each rank begins with its own rows, then those of the next rank, so that no two read from one.
   for (int64_t step = 0; step < shuffle.ranks; ++step) {
     const int64_t from = (group.rank() + step) % shuffle.ranks;

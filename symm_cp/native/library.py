@@ -63,6 +63,10 @@ def load() -> ctypes.CDLL:
         library.symm_cp_keep_results(env.kept_bytes())
     except ValueError as error:  # an import never fails
         say(f"{error}; keeping as much as by default")
+    try:
+        library.symm_cp_set_threads(env.threads(), env.background_threads())
+    except ValueError as error:
+        say(f"{error}; using the default")
     # Its thread calls the CUDA driver, which ends with the process.
     atexit.register(library.symm_cp_watch_stop)
     # Now, and not in the first call that could use it: the other ranks would wait for that call.

@@ -106,12 +106,15 @@ def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
 
 
 def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:
-    """Plans, exchanges, messages and faults on 1 to 4 ranks; left-out waits must show."""
+    """Plans, exchanges, messages and faults on 1 to 4 ranks; left-out waits must show.
+
+    Exchanges also with several threads in each rank, also where it waits for its copy engine.
+    """
     program = [*prefix, build_ranks(compiler, sanitizer, folder)]
     seed = random.randrange(1 << 30)
 
-    def expect_ok(*arguments: str) -> None:
-        done = _run([*program, *arguments])
+    def expect_ok(*arguments: str, threads: int = 1) -> None:
+        done = _run([*program, *arguments], {"RANK_THREADS": str(threads)} if threads > 1 else {})
         _expect(done, done.returncode == 0 and done.stdout == "ok\n")
 
     def expect_race(*arguments: str) -> None:
@@ -125,6 +128,7 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         loops.write_bytes(plans.write_loops(world_size))
         expect_ok("calls", str(calls))
         expect_ok("exchanges", str(loops), str(seed))
+        expect_ok("exchanges", str(loops), str(seed + 1), threads=3)
     expect_ok("faults")
     expect_ok("messages", str(seed))
     expect_ok("signals")

@@ -382,6 +382,7 @@ void pass_around(Rank& rank) {
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
+  if (const char* threads = std::getenv("RANK_THREADS")) set_threads_of_ranks(std::atoi(threads));
   const auto flag = [&](int at) { return argc > at ? std::atoi(argv[at]) : -1; };
   if (mode == "faults" && argc == 2) {
     faults();

@@ -12,6 +12,9 @@
 #include <thread>
 #include <vector>
 
+#include "base/helper_pool.h"
+#include "base/team.h"
+
 extern "C" {
 void* __real_mmap(void*, size_t, int, int, int, off_t);
 int __real_munmap(void*, size_t);
@@ -63,6 +66,20 @@ GroupPeers& group_peers_of(const std::string& name) {
 
 std::atomic<int> names{0};
 
+// A pool for each thread that asks.
+class PoolOfThread : public Pool {
+ public:
+  explicit PoolOfThread(int threads) : threads_(threads) {}
+  int threads() override { return threads_; }
+  void run(int parts, void (*body)(void*, int), void* argument) override {
+    thread_local HelperPool pool(threads_);
+    pool.run(parts, body, argument);
+  }
+
+ private:
+  int threads_;
+};
+
 }  // namespace
 
 bool has_mappings() {
@@ -112,6 +129,13 @@ std::shared_ptr<Mapping> Rank::map(const Segment& segment) {
   std::lock_guard<std::mutex> lock(known_mutex);
   known[mesh.get()].push_back({segment.data(), segment.size(), mapping});
   return mapping;
+}
+
+void set_threads_of_ranks(int threads) {
+  static PoolOfThread pool(threads);
+  set_pool(&pool);
+  set_threads(Threads::kAll);
+  set_background_threads(threads);
 }
 
 void on_all_ranks(int world_size, std::chrono::milliseconds timeout,

@@ -38,6 +38,9 @@ class Rank {
   int64_t sequence_ = 0;
 };
 
+// From now on each rank divides its work among this many threads, whatever the cores.
+void set_threads_of_ranks(int threads);
+
 // Runs `body` in a thread for each rank, and waits for their ends.
 void on_all_ranks(int world_size, std::chrono::milliseconds timeout,
                   const std::function<void(Rank&)>& body);

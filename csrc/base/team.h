@@ -1,0 +1,130 @@
+// Copies and reductions by several threads of a rank.
+//
+// The functions that copy and reduce (exchange/copy.h, exchange/reduce.h) divide large work among
+// the threads that the calling thread's Team has, and do it alone where there is no Team: in the
+// threads that this library starts itself, and wherever a caller has opened none. What is divided
+// never changes results, nor what ranks tell each other, so that ranks may decide differently.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+namespace symm_cp {
+
+// Threads that carry out parts of work side by side.
+class Pool {
+ public:
+  virtual ~Pool() = default;
+  // How many the calling thread has at this moment: 1 within a part.
+  virtual int threads() = 0;
+  // Calls body(argument, part) for each part, part p always in the same thread, and returns when
+  // all have returned. There are at most `threads()` parts. `body` must not throw.
+  virtual void run(int parts, void (*body)(void* argument, int part), void* argument) = 0;
+};
+
+// The pool of the threads that call ops. Torch's threads are set when the library is loaded
+// (base/parallel.cpp); without any pool, all work alone.
+void set_pool(Pool* pool);
+Pool& caller_pool();
+
+// Who copies and reduces: one thread, all threads where the cores suffice, or all.
+enum class Threads { kOne, kWhereCoresSuffice, kAll };
+void set_threads(Threads threads);
+// How many threads a copy engine has of its own; see lane.cpp.
+void set_background_threads(int threads);
+int background_threads();
+
+// The cores that threads may run on. In a loop of short parts every thread that has to wait for a
+// core holds up all others for a time slice, some milliseconds: threads are worth it only where
+// each has a core of its own.
+class Cores {
+ public:
+  virtual ~Cores() = default;
+  // Whether each of this many threads of the calling thread's pool has a core, in the presence of
+  // other ranks.
+  virtual bool suffice(int threads) = 0;
+};
+
+// Of this process, for calls without other ranks.
+Cores& own_cores();
+
+// The bits of cores, by their numbers: those on which the threads of a pool may run.
+constexpr int kMostCores = 2048;
+using CoreMask = std::array<uint32_t, kMostCores / 32>;
+CoreMask cores_of(Pool& pool, int threads);
+int count_cores(const CoreMask& mask);
+
+// In its scope the calling thread divides large work.
+class Team {
+ public:
+  // With the pool of the threads that call ops, if the cores suffice for it: those of the ranks
+  // that may be at work at the same time. In threads that have left that pool it changes nothing.
+  explicit Team(Cores& cores);
+  // With all threads of another pool, whatever the cores.
+  explicit Team(Pool& pool);
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  // Work of fewer bytes takes one thread no longer than it takes several to meet.
+  static constexpr int64_t kLeastBytes = int64_t{128} << 10;
+  // Of a part. With more threads than parts some have none.
+  static constexpr int64_t kLeastPart = int64_t{64} << 10;
+
+  // Into how many parts the calling thread divides work of so many bytes.
+  static int parts_of(int64_t bytes) { return bytes < kLeastBytes ? 1 : parts_of_large(bytes); }
+  // Calls body(part) for each.
+  template <class Body>
+  static void run(int parts, const Body& body) {
+    run_parts(
+        parts, [](void* argument, int part) { (*static_cast<const Body*>(argument))(part); },
+        const_cast<Body*>(&body));
+  }
+
+  // How often work was divided in this process, for tests.
+  static int64_t divisions();
+  // From now on the calling thread, which the library has started, does not use the pool of the
+  // threads that call ops: OpenMP would start as many threads again for it.
+  static void leave_callers_pool();
+
+ private:
+  static int parts_of_large(int64_t bytes);
+  static void run_parts(int parts, void (*body)(void*, int), void* argument);
+  int threads();
+
+  Pool& pool_;
+  Cores* cores_;
+  int threads_ = 0;  // 0: not yet decided
+  Team* outer_;
+};
+
+// Calls body(begin, end) for parts of the bytes that begin at `to`: all of a page is written by one
+// thread, since the first to touch a page decides on which memory node it lies. Parts are multiples
+// of `unit` bytes, a power of two up to 64.
+template <class Body>
+void divide_bytes(const void* to, int64_t bytes, int64_t unit, const Body& body) {
+  constexpr int64_t kPage = 4096;
+  const int parts = Team::parts_of(bytes);
+  if (parts == 1) return body(int64_t{0}, bytes);
+  const int64_t first = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kPage);
+  const auto cut = [&](int part) {
+    if (part == 0 || part == parts) return part == 0 ? int64_t{0} : bytes;
+    const int64_t even = bytes / parts * part;
+    return ((first + even) / kPage * kPage - first) / unit * unit;
+  };
+  Team::run(parts, [&](int part) { body(cut(part), cut(part + 1)); });
+}
+
+// Calls body(begin, end) for parts of the rows, which take so many bytes together.
+template <class Body>
+void divide_rows(int64_t rows, int64_t bytes, const Body& body) {
+  const int wanted = Team::parts_of(bytes);
+  const int parts = static_cast<int>(std::min<int64_t>(wanted, rows));
+  // Few rows, if they are long, are better divided each.
+  if (parts < 2 || (parts < wanted && bytes / rows >= Team::kLeastBytes))
+    return body(int64_t{0}, rows);
+  Team::run(parts, [&](int part) { body(rows * part / parts, rows * (part + 1) / parts); });
+}
+
+}  // namespace symm_cp

@@ -117,7 +117,11 @@ def say(value: object) -> None:
 
 def describe(error: BaseException) -> str:
     """Formats an error with the local variables of frames of neither Python nor any library."""
-    summary = traceback.TracebackException.from_exception(error, capture_locals=True)
+    try:
+        summary = traceback.TracebackException.from_exception(error, capture_locals=True)
+    except Exception as unshown:  # of the `repr` of a local variable
+        text = "".join(traceback.format_exception(error))
+        return f"{text}(local variables cannot be shown: {type(unshown).__name__}: {unshown})\n"
     for frame in summary.stack:
         if frame.locals is not None:
             shown = (

@@ -85,6 +85,21 @@ def test_every_failing_rank_is_reported(few: Ranks) -> None:
     assert "SYMM_CP_TEST_SEED=" in str(caught.value)
 
 
+class Unshown:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr today")
+
+
+def fail_with_a_local(group: dist.ProcessGroup) -> None:
+    unshown = Unshown()
+    raise ValueError(f"bad luck on {group.rank()}, {unshown is None}")
+
+
+def test_locals_that_cannot_be_shown(few: Ranks) -> None:
+    with pytest.raises(RankError, match=r"bad luck on 0, False\n.*RuntimeError: no repr today"):
+        few.run(1, fail_with_a_local)
+
+
 @pytest.mark.exhaustive
 def test_a_failure_does_not_wait_for_ranks_that_hang(few: Ranks) -> None:
     few.start()

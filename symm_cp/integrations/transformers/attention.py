@@ -89,7 +89,7 @@ def attention_function(
     Shapes as transformers has them: query (B, H, S, E), key and value (B, G, S, E); returns
     (B, S, H, E) and no weights. What was made within a region is recomputed in that region.
     """
-    if (part := spread.part_of(key)) is not None:
+    if (part := spread.part_of(module, key)) is not None:
         options = {"dropout": dropout, "scaling": scaling}
         tensors = (query, key, value)
         return spread.attend(part, module, tensors, attention_mask, options, is_causal, kwargs)

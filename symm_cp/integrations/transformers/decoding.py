@@ -38,7 +38,7 @@ class SpreadLayer(DynamicLayer):
     def __init__(self, cache: SpreadCache, number: int, kept: SpreadKeys) -> None:
         super().__init__()
         self._number, self._kept = number, kept
-        self._config, self._part = cache.config, Part(cache.group, kept, cache.turn)
+        self._config, self._part = cache.config, Part(cache.group, kept, cache.turn, cache.config)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Does nothing but note that there are keys."""

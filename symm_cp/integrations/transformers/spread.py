@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,23 @@ class Part:
     group: str
     kept: SpreadKeys
     turn: Turn
+    config: Any  # of the model
 
     def mark(self, keys: torch.Tensor) -> torch.Tensor:
         """Returns the keys, from which `part_of` tells that they are a part."""
         setattr(keys, _PART, self)
+        _waiting.part = self
         return keys
+
+    def made(self, module: Any, keys: torch.Tensor) -> bool:
+        """Whether a module has made keys of those it got, as multi-head latent attention does."""
+        return (
+            self.turn.layer is not None
+            and getattr(module, "layer_idx", None) == self.turn.layer
+            and getattr(module, "config", None) is self.config
+            and keys.dim() == 4
+            and keys.shape[2] == self.kept.keys.shape[2]
+        )
 
     def columns(self, mask: torch.Tensor) -> torch.Tensor:
         """Returns a mask of the whole sequence for this rank's keys. Layers share masks."""
@@ -53,9 +66,15 @@ class Part:
         return own
 
 
-def part_of(keys: torch.Tensor) -> Part | None:
+_waiting = threading.local()  # `part`: what a cache returned last
+
+
+def part_of(module: Any, keys: torch.Tensor) -> Part | None:
     """Returns what a cache knows of the keys that it returned; None for all other tensors."""
-    return getattr(keys, _PART, None)
+    part: Part | None = getattr(keys, _PART, None)
+    if part is None and (last := getattr(_waiting, "part", None)) is not None:
+        part = last if last.made(module, keys) else None
+    return part
 
 
 def attend(

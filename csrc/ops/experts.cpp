@@ -102,13 +102,13 @@ class Routing {
   std::vector<std::vector<int64_t>> arriving_;
 };
 
-// Rows with their elements side by side, and how far apart they begin.
-struct Rows {
+// TokenRows with their elements side by side, and how far apart they begin.
+struct TokenRows {
   at::Tensor tensor;
   char* data;
   int64_t bytes, pitch;
 
-  explicit Rows(const at::Tensor& given)
+  explicit TokenRows(const at::Tensor& given)
       : tensor(given.numel() > 0 && given[0].is_contiguous() ? given : given.contiguous()),
         data(static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()))),
         bytes(static_cast<int64_t>(tensor.element_size())),
@@ -222,11 +222,11 @@ at::Tensor dispatch_rows(Group& group, const at::Tensor& tokens, const at::Tenso
                     " pairs of a token and an expert");
   TORCH_CHECK_VALUE(rows == routing.rows(), kDispatchRows, ": rows=", rows, " must be ",
                     routing.rows(), ", the rows of this rank's experts");
-  const Rows input(tokens);
+  const TokenRows input(tokens);
   at::DimVector shape(tokens.sizes());
   shape[0] = rows;
   at::Tensor out = new_output(tokens, shape);
-  const Rows output(out);
+  const TokenRows output(out);
   const auto numbers = routing.tokens(top_k);
   Exchange exchange{};
   exchange.kind = ExchangeKind::kAllToAll;
@@ -318,7 +318,7 @@ at::Tensor combine_rows(Group& group, const at::Tensor& rows, const at::Tensor& 
   const bool wide = rows.scalar_type() == at::kDouble;
   const at::Tensor factors =
       weights.defined() ? weights.to(wide ? at::kDouble : at::kFloat).contiguous() : weights;
-  const Rows input(rows);
+  const TokenRows input(rows);
   at::DimVector shape(rows.sizes());
   shape[0] = routing.sent();
   at::Tensor returned = new_output(rows, shape);  // but those of this rank's experts

@@ -221,7 +221,8 @@ def test_every_instruction_set_gives_the_same_bits(level: list[str], tmp_path: P
     folder = native.source_dir()
     options = ["-std=c++20", "-O2", *level, "-fPIC", "-shared", f"-I{folder}"]
     compiler = shlex.split(native.find_compiler())
-    sources = [str(entry), str(folder / "exchange" / "reduce.cpp")]
+    files = ("exchange/reduce.cpp", "base/team.cpp")
+    sources = [str(entry), *(str(folder / name) for name in files)]
     subprocess.run([*compiler, *options, *sources, "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))
     library.symm_cp_reduce.argtypes = native.load().symm_cp_reduce.argtypes

@@ -14,7 +14,7 @@ SOURCES = [
     Path(__file__).with_name("watch_cases.cpp"),
     *(
         native.source_dir() / name
-        for name in ("cuda/watch.cpp", "cuda/driver.cpp", "memory/segment.cpp")
+        for name in ("cuda/watch.cpp", "cuda/driver.cpp", "memory/segment.cpp", "base/team.cpp")
     ),
 ]
 

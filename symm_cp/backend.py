@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import logging
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -42,6 +43,17 @@ def register() -> None:
     """Makes the backend known to torch.distributed."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create_from, extended_api=True, devices=["cpu"])
+
+
+def register_or_warn(logger: logging.Logger) -> bool:
+    """Registers the backend for an engine's plug-in; where it cannot be built, warns: False."""
+    try:
+        native.load()
+    except native.BuildError as error:
+        logger.warning("symm_cp is not used: %s", error)
+        return False
+    register()
+    return True
 
 
 def _create_from(

@@ -160,12 +160,17 @@ def _nothing(machine: Machine) -> float:
     return 0.0
 
 
+def calibrated(text: str) -> Machine:
+    """Returns the machine that the text of a file of `machine_path` describes, or a typical one."""
+    return from_toml(text, "the calibrated machine") if text else TYPICAL_CPU
+
+
 class Facts:
     """The facts by which the ranks of a group choose."""
 
     def __init__(self, reading: int, machine: str, tuned: str) -> None:
         self.reading = reading
-        self.machine = from_toml(machine, "the calibrated machine") if machine else TYPICAL_CPU
+        self.machine = calibrated(machine)
         self.tuned = parse_tuned(tuned, "the file of symm-cp tune")
         self.choices: dict[Question | AttentionWork, Choice] = {}
         #: Whether each rank has a GPU of its own; None: not known yet.

@@ -72,7 +72,7 @@ class Team {
   // Of a part. With more threads than parts some have none.
   static constexpr int64_t kLeastPart = int64_t{64} << 10;
 
-  // Into how many parts the calling thread divides work of so many bytes.
+  // The number of parts into which the calling thread divides work on `bytes`.
   static int parts_of(int64_t bytes) { return bytes < kLeastBytes ? 1 : parts_of_large(bytes); }
   // Calls body(part) for each.
   template <class Body>
@@ -116,7 +116,7 @@ void divide_bytes(const void* to, int64_t bytes, int64_t unit, const Body& body)
   Team::run(parts, [&](int part) { body(cut(part), cut(part + 1)); });
 }
 
-// Calls body(begin, end) for parts of the rows, which take so many bytes together.
+// Calls body(begin, end) for parts of the rows; `bytes` are those of all rows.
 template <class Body>
 void divide_rows(int64_t rows, int64_t bytes, const Body& body) {
   const int wanted = Team::parts_of(bytes);

@@ -39,8 +39,8 @@ enum : size_t {
   kSinks
 };
 
-// Results of so many bytes are exchanged at a time: memory for those of all ranks is bounded, and a
-// rank attends to the next queries while its peers are behind.
+// The most bytes of results that one exchange carries: this bounds the memory for those of all
+// ranks, and a rank attends to the next queries while its peers are behind.
 constexpr int64_t kChunkBytes = int64_t{2} << 20;
 // With more rows for each key head the project's own kernel is faster than torch's. With fewer keys
 // torch's treats a row of NaN scores as one that sees no key.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from symm_cp import inductor, tuning
 from symm_cp.inductor import passes
 from symm_cp.inductor.decisions import Decision, Report
-from symm_cp.schedule.machine import TYPICAL_CPU, Machine, from_toml
+from symm_cp.schedule.machine import Machine
 
 #: Bytes that a rank receives, by kind of collective: of its own input, on so many ranks.
 _RECEIVED = {
@@ -59,6 +60,7 @@ def _described(decision: Decision, before: passes.Before) -> dict[str, Any]:
     }
 
 
+@cache
 def _machine(ranks: int) -> Machine:
     text, _ = tuning.read_file(tuning.machine_path, ranks)
-    return from_toml(text, "the calibrated machine") if text else TYPICAL_CPU
+    return tuning.calibrated(text)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symm_cp import backend, native
+from symm_cp import backend
 from symm_cp.integrations import parts
 
 _STATE = "sglang.srt.distributed.parallel_state"
@@ -35,12 +35,8 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     logger = logging.getLogger(__name__)
-    try:
-        native.load()
-    except native.BuildError as error:
-        logger.warning("symm_cp is not used: %s", error)
+    if not backend.register_or_warn(logger):
         return
-    backend.register()
     HookRegistry.register(f"{_STATE}.get_default_distributed_backend", _backend, HookType.AROUND)
     for name, hook in (("all_gatherv", _all_gatherv), ("reduce_scatterv", _reduce_scatterv)):
         HookRegistry.register(f"{_STATE}.GroupCoordinator.{name}", hook, HookType.AROUND)

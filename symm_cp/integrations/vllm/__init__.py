@@ -9,7 +9,7 @@ or a communicator, nothing is set.
 
 from __future__ import annotations
 
-from symm_cp import backend, native
+from symm_cp import backend
 
 COMMUNICATOR = f"{__name__}.communicator.SymmCommunicator"
 _VLLMS = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
@@ -32,12 +32,8 @@ def register() -> None:
     if chosen != ("gloo", _VLLMS):
         logger.warning("symm_cp is not used: the CPU platform's choices are %s and %s", *chosen)
         return
-    try:
-        native.load()
-    except native.BuildError as error:
-        logger.warning("symm_cp is not used: %s", error)
+    if not backend.register_or_warn(logger):
         return
-    backend.register()
     current_platform.dist_backend = backend.NAME
     current_platform.get_device_communicator_cls = lambda: COMMUNICATOR
     logger.info("CPU ranks communicate over symm_cp: dist_backend, get_device_communicator_cls")

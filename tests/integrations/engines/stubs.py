@@ -11,12 +11,14 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+
+from symm_cp.testing import Ranks
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
@@ -71,3 +73,10 @@ def vllm_platform(platform: object) -> contextlib.AbstractContextManager[None]:
         vllm__logger={"init_logger": logging.getLogger},
         vllm__platforms={"current_platform": platform},
     )
+
+
+def run_in_new_processes(ranks: Ranks, world_size: int, function: Callable[..., None]) -> None:
+    """Runs a function on ranks of their own: engines keep state in their modules."""
+    with ranks.own(world_size, function) as running:
+        failures = [outcome.failure for outcome in running.outcomes(120)]
+    assert not any(failures), "\n".join(failures)

@@ -19,7 +19,7 @@ from symm_cp.integrations import sglang as plugin
 from symm_cp.testing import Ranks
 from tests.backend.common import shared, small_integers, strided
 from tests.exhaustive import some
-from tests.integrations.engines.stubs import modules, needs_sglang
+from tests.integrations.engines.stubs import modules, needs_sglang, run_in_new_processes
 from tests.integrations.engines.test_vllm import SIZES, everybodys, told
 
 
@@ -169,6 +169,4 @@ def uses_sglangs_own(_: dist.ProcessGroup) -> None:
 @needs_sglang
 @pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
 def test_sglangs_own_classes(ranks: Ranks, world_size: int) -> None:
-    with ranks.own(world_size, uses_sglangs_own) as running:
-        failures = [outcome.failure for outcome in running.outcomes(120)]
-    assert not any(failures), "\n".join(failures)
+    run_in_new_processes(ranks, world_size, uses_sglangs_own)

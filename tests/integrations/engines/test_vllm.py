@@ -22,6 +22,7 @@ from tests.backend.test_entry_point import PROJECT
 from tests.exhaustive import some
 from tests.integrations.engines.stubs import (
     needs_vllm,
+    run_in_new_processes,
     vllm_communicator,
     vllm_platform,
 )
@@ -315,6 +316,4 @@ def uses_vllms_own(world: dist.ProcessGroup) -> None:
 @needs_vllm
 @pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
 def test_vllms_own_classes(ranks: Ranks, world_size: int) -> None:
-    with ranks.own(world_size, uses_vllms_own) as running:
-        failures = [outcome.failure for outcome in running.outcomes(120)]
-    assert not any(failures), "\n".join(failures)
+    run_in_new_processes(ranks, world_size, uses_vllms_own)

@@ -41,6 +41,11 @@ def prompt(padded: bool) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def whole(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Says that no token is padding: transformers would take generated ones for it by their id."""
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def generated(model: Any, batch: dict[str, torch.Tensor], cache: Any, **how: Any) -> torch.Tensor:
     torch.manual_seed(5)
     return model.generate(
@@ -104,13 +109,13 @@ def reuse(group: dist.ProcessGroup, batch: dict[str, torch.Tensor], more: torch.
     with decoding(model, group, block_size=BLOCK, capacity=50) as cache:
         first = generated(model, batch, cache)
         longer = torch.cat((first, more), 1)
-        second = generated(model, {"input_ids": longer}, cache)
+        second = generated(model, whole(longer), cache)
         cache.crop(17 - cache.get_seq_length())
         assert cache.get_seq_length() == 17
         other = torch.cat((batch["input_ids"], more), 1)
-        third = generated(model, {"input_ids": other}, cache)
+        third = generated(model, whole(other), cache)
         cache.reset()
-        fresh = generated(model, {"input_ids": other}, cache)
+        fresh = generated(model, whole(other), cache)
     assert torch.equal(third, fresh)
     return longer, second, other, third
 
@@ -121,8 +126,8 @@ def test_a_prefix_is_reused(ranks: Ranks, world_size: int) -> None:
     expected = in_one_process("llama", batch)
     for longer, second, other, third in ranks.run(world_size, reuse, batch, more):
         assert torch.equal(longer[:, :-5], expected)
-        assert torch.equal(second, in_one_process("llama", {"input_ids": longer}))
-        assert torch.equal(third, in_one_process("llama", {"input_ids": other}))
+        assert torch.equal(second, in_one_process("llama", whole(longer)))
+        assert torch.equal(third, in_one_process("llama", whole(other)))
 
 
 def refusals(group: dist.ProcessGroup, batch: dict[str, torch.Tensor]) -> None:

@@ -390,9 +390,8 @@ def _compute_loss(original: Any) -> Any:
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         from symm_cp.integrations.transformers import trainer
 
-        loss, outputs = original(self, model, inputs, return_outputs=True)
-        loss = trainer.loss_of_step(self, reduce_loss, loss, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+        compute = partial(original, self, model, inputs)
+        return trainer.computed_loss(self, reduce_loss, compute, return_outputs, num_items_in_batch)
 
     return compute
 

@@ -60,6 +60,7 @@ class _Stream:
     """Work on it is done when the call that issued it has returned."""
 
     cuda_stream = 0
+    device = torch.device("cpu")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -76,6 +77,9 @@ class _Stream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def record_event(self, event: _Event | None = None) -> _Event:
         event = event or _Event()
@@ -103,6 +107,10 @@ class _Event:
         return (end._at - self._at) * 1e3
 
 
+class _ProcessGroupNCCL:
+    """The class of no group: in builds of torch without NCCL functions ask groups for it."""
+
+
 _PROPERTIES = SimpleNamespace(
     name="CPU in place of a GPU",
     major=9,
@@ -111,6 +119,7 @@ _PROPERTIES = SimpleNamespace(
     multi_processor_count=1,
     is_integrated=False,
     uuid="CPU",
+    gcnArchName="",
 )
 
 
@@ -159,8 +168,10 @@ class _Devices:
             "device": lambda device: nullcontext(),
             "Stream": _Stream,
             "Event": _Event,
+            "is_current_stream_capturing": lambda: False,
             "CUDAGraph": _unmapped("torch.cuda.CUDAGraph"),
             "graph": _unmapped("torch.cuda.graph"),
+            "graph_pool_handle": _unmapped("torch.cuda.graph_pool_handle"),
             "mem_get_info": _unmapped("torch.cuda.mem_get_info"),
         }
 
@@ -189,6 +200,16 @@ def _without_nccl(argument: Any) -> Any:
     if isinstance(argument, torch.device):  # to which a group of NCCL is bound
         return None
     return _NCCL.sub("symm_cp", argument) if isinstance(argument, str) else argument
+
+
+def _without_accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that finds no accelerator: Dynamo guards its stream by calls in C++."""
+
+    def call(*args: Any) -> Any:
+        with mock.patch.object(torch.accelerator, "is_available", return_value=False):
+            return function(*args)
+
+    return call
 
 
 @contextmanager
@@ -223,6 +244,12 @@ def cuda_on_cpu(world_size: int = 1, rank: int = 0) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, taking))
         for module in (c10d, torch.distributed):
             stack.enter_context(mock.patch.object(module, "is_nccl_available", return_value=True))
+            if not hasattr(module, "ProcessGroupNCCL"):
+                nccl = mock.patch.object(module, "ProcessGroupNCCL", _ProcessGroupNCCL, create=True)
+                stack.enter_context(nccl)
+        streams = import_module("torch._dynamo.variables.streams").SymbolicStreamState
+        no_stream = _without_accelerator(streams.__init__)
+        stack.enter_context(mock.patch.object(streams, "__init__", no_stream))
         triton = import_module("torch.utils._triton")  # there are no kernels of its for CPUs
         stack.enter_context(mock.patch.object(triton, "has_triton_package", return_value=False))
         stack.enter_context(_OnCpu())

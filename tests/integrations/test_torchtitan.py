@@ -348,11 +348,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         cp_shard(mesh, (ids,), None, "ptrr")
     with pytest.raises(ValueError, match="ptrr_mask_key='b' must be one of"):
         cp_shard(mesh, (ids,), {"a": masks_of("flex")}, "ptrr", ptrr_mask_key="b")
-    with (
-        pytest.raises(ValueError, match="'a' 'ptrr' requires")
-        if False
-        else pytest.raises(ValueError, match="attention_masks is a int, 'ptrr' requires")
-    ):
+    with pytest.raises(ValueError, match="attention_masks is a int, 'ptrr' requires"):
         cp_shard(mesh, (ids,), {"a": 1}, "ptrr", ptrr_mask_key="a")
     varlen = VarlenAttention()
     apply_cp_to_forward([varlen], mesh)

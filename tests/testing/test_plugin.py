@@ -119,7 +119,8 @@ def maps_and_restores(group: dist.ProcessGroup) -> None:
         assert torch.equal(torch.rand(1, device="cuda"), first)
         stream = torch.cuda.current_stream()
         stream.wait_event(stream.record_event())
-        for needs_a_gpu in (torch.cuda.CUDAGraph, torch.cuda.mem_get_info):
+        needs = (torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle, torch.cuda.mem_get_info)
+        for needs_a_gpu in needs:
             with pytest.raises(UnmappedError, match=r"needs a GPU: torch\.cuda"):
                 needs_a_gpu()
     assert (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available()) == before
@@ -127,3 +128,29 @@ def maps_and_restores(group: dist.ProcessGroup) -> None:
 
 def test_what_names_cuda_gets_the_cpu(ranks: Ranks) -> None:
     ranks.run(2, maps_and_restores)
+
+
+def compiles_and_steps(backend: str) -> None:
+    def loss(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
+        return (layer(x).tanh() * torch.arange(3, device="cuda")).sum()
+
+    with cuda_on_cpu():
+        layer = torch.nn.Linear(4, 3).to("cuda")
+        x = torch.randn(5, 4, device="cuda")
+        compiled = torch.compile(loss, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(x, layer), loss(x, layer))
+        (expected,) = torch.autograd.grad(loss(x, layer), [layer.weight])
+        compiled(x, layer).backward()
+        torch.testing.assert_close(layer.weight.grad, expected)
+        before = layer.weight.detach().clone()
+        torch.optim.AdamW(layer.parameters(), fused=True).step()  # asks whether a stream captures
+        assert not torch.equal(layer.weight, before)
+
+
+def test_compiles_for_the_cpu() -> None:
+    compiles_and_steps("aot_eager")
+
+
+@exhaustive
+def test_compiles_code_for_the_cpu() -> None:
+    compiles_and_steps("inductor")

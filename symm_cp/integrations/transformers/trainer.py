@@ -59,7 +59,25 @@ def cut_inputs(
     return shard_batch(group, whole, model=model, load_balancer=balancers, average_gradients=True)
 
 
-def loss_of_step(
+def computed_loss(
+    trainer: Any,
+    reduce_loss: LossReduction,
+    compute: Callable[[bool], Any],
+    return_outputs: bool,
+    items: torch.Tensor | int | None,
+) -> Any:
+    """Returns what `Trainer.compute_loss` does, of the whole batch.
+
+    `compute` returns it for this rank's part, by its argument with the outputs or without: TRL's
+    trainers compute the logits in another forward pass for them.
+    """
+    if not return_outputs:
+        return _loss_of_step(trainer, reduce_loss, compute(False), items)
+    loss, outputs = compute(True)
+    return _loss_of_step(trainer, reduce_loss, loss, items), outputs
+
+
+def _loss_of_step(
     trainer: Any, reduce_loss: LossReduction, loss: torch.Tensor, items: torch.Tensor | int | None
 ) -> torch.Tensor:
     """Returns the share of a batch in the loss of a step, from the mean over this rank's labels.
@@ -187,9 +205,8 @@ class ContextParallelMixin:
         reduce_loss, self._cp_reduce_loss = self._cp_reduce_loss, None
         if reduce_loss is None:
             raise RuntimeError(f"{_OP}: compute_loss was called with a batch that was not cut")
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)  # type: ignore[misc]
-        loss = loss_of_step(self, reduce_loss, loss, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+        compute = partial(super().compute_loss, model, inputs)  # type: ignore[misc]
+        return computed_loss(self, reduce_loss, compute, return_outputs, num_items_in_batch)
 
     def prediction_step(
         self,

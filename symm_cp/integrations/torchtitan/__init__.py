@@ -193,7 +193,7 @@ def apply_cp_to_forward(
     for module in attention_modules:
         _kind(module)
     for module in attention_modules:
-        module.forward = _attending(  # type: ignore[method-assign]
+        module.forward = attending(  # type: ignore[method-assign]
             module, module.forward, cp_mesh, load_balancer, method
         )
 
@@ -231,7 +231,7 @@ class OverSequence:
         """Attends to the whole sequence with this rank's queries, keys and values."""
         forward = vars(self).get("_symm_cp_forward")
         if forward is None:
-            forward = _attending(
+            forward = attending(
                 self,  # type: ignore[arg-type]
                 super().forward,  # type: ignore[misc]
                 self.cp_group(),
@@ -263,12 +263,12 @@ def _kind(module: nn.Module) -> str:
     )
 
 
-def _attending(
+def attending(
     module: nn.Module,
     forward: Callable[..., Any],
     group: GroupLike,
-    load_balancer: Balancers | None,
-    method: MethodLike | None,
+    load_balancer: Balancers | None = None,
+    method: MethodLike | None = None,
 ) -> Callable[..., Any]:
     """Returns a forward pass that attends to the whole sequence."""
     kind = _kind(module)

@@ -159,19 +159,22 @@ void Backend::add_all_reduce(Collective& collective, const char* op, CallName na
                              std::optional<int64_t> root, bool aside) const {
   const DType dtype = dtype_of(op, tensor, reduce_op);
   const bool takes = !root || *root == rank_;
-  const Extent all =
-      takes ? bytes_written(collective, tensor, true, aside) : bytes_read(collective, tensor);
+  const bool copies = multiplies(reduce_op);
+  const Extent all = takes ? bytes_written(collective, tensor, !copies, aside)
+                           : bytes_read(collective, summand(op, tensor, reduce_op));
+  const Extent read =
+      takes && copies ? bytes_read(collective, summand(op, tensor, reduce_op)) : all;
   // With a root the other ranks take nothing, so that there is nothing to gather.
   const bool in_parts = !root && two_shot(size_, all.bytes);
   Exchange exchange = exchange_of(
       in_parts ? ExchangeKind::kTwoShotAllReduce : ExchangeKind::kAllReduce, name.describe(tensor));
   exchange.dtype = dtype;
-  exchange.reduce_op = static_cast<ReduceOp>(reduce_op.op_);
+  exchange.reduce_op = reduce_op_of(reduce_op);
   if (in_parts) {
-    exchange.input = aligned_parts_of(all, size_);
-    exchange.output = exchange.input;
+    exchange.input = aligned_parts_of(read, size_);
+    exchange.output = aligned_parts_of(all, size_);
   } else {
-    exchange.input.push_back(all);
+    exchange.input.push_back(read);
     exchange.output.push_back(takes ? all : Extent{});
   }
   collective.exchanges.push_back(std::move(exchange));
@@ -183,7 +186,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
     collective.begin_event(tensors);
     const at::Tensor& tensor = single("all_reduce", "tensor", tensors);
     CallName name("all_reduce ");
-    name << name_of(reduce_op_of("all_reduce", opts.reduceOp));
+    name << name_of(opts.reduceOp);
     add_all_reduce(collective, "all_reduce", name, tensor, opts.reduceOp, std::nullopt);
     collective.outputs = tensors;
   });
@@ -203,7 +206,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
   const Manner each = manner("all_reduce", OpType::ALLREDUCE_COALESCED, opts, tensors.size());
   return call(each, [&](Collective& collective) {
     collective.begin_event(tensors);
-    const char* operation = name_of(reduce_op_of("all_reduce", opts.reduceOp));
+    const char* operation = name_of(opts.reduceOp);
     for (const at::Tensor& tensor : tensors) check_dense("all_reduce", "tensors", tensor);
     const bool aside = must_write_aside({{}, each_alone(tensors)});
     int64_t number = 0;
@@ -222,7 +225,7 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
     check_root("reduce", opts.rootRank);
     const at::Tensor& tensor = single("reduce", "tensor", tensors);
     CallName name("reduce ");
-    name << name_of(reduce_op_of("reduce", opts.reduceOp)) << " to rank " << opts.rootRank;
+    name << name_of(opts.reduceOp) << " to rank " << opts.rootRank;
     add_all_reduce(collective, "reduce", name, tensor, opts.reduceOp, opts.rootRank);
     collective.outputs = tensors;
   });
@@ -402,11 +405,12 @@ void Backend::add_reduce_scatter(Collective& collective, const char* op, const a
   TORCH_CHECK_VALUE(input.numel() == output.numel() * size_, op, ": input has ", input.numel(),
                     " elements, it must have ", size_, " times those of output, ", output.numel());
   CallName name(op);
-  name << " " << name_of(reduce_op_of(op, reduce_op));
+  name << " " << name_of(reduce_op);
   Exchange exchange = exchange_of(ExchangeKind::kReduceScatter, name.describe(output));
   exchange.dtype = dtype_of(op, input, reduce_op);
-  exchange.reduce_op = static_cast<ReduceOp>(reduce_op.op_);
-  exchange.input = equal_parts_of(bytes_read(collective, input), size_);
+  exchange.reduce_op = reduce_op_of(reduce_op);
+  const at::Tensor read = summand(op, input, reduce_op);
+  exchange.input = equal_parts_of(bytes_read(collective, read), size_);
   exchange.output.push_back(bytes_written(collective, output, false, aside));
   separate(collective, exchange, rank_);
   collective.outputs.push_back(output);
@@ -430,12 +434,12 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                       output.sizes(), ", input_list[", rank_, "] must have as many elements, not ",
                       inputs[0][rank_].sizes());
     CallName name(kOp);
-    name << " " << name_of(reduce_op_of(kOp, opts.reduceOp));
+    name << " " << name_of(opts.reduceOp);
     Exchange exchange = exchange_of(ExchangeKind::kReduceScatter, describe(name, inputs[0]));
     exchange.dtype = dtype_of(kOp, output, opts.reduceOp);
-    exchange.reduce_op = static_cast<ReduceOp>(opts.reduceOp.op_);
+    exchange.reduce_op = reduce_op_of(opts.reduceOp);
     for (const at::Tensor& input : inputs[0])
-      exchange.input.push_back(bytes_read(collective, input));
+      exchange.input.push_back(bytes_read(collective, summand(kOp, input, opts.reduceOp)));
     exchange.output.push_back(bytes_written(collective, output));
     separate(collective, exchange, rank_);
     collective.outputs = outputs;

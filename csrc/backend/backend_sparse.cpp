@@ -98,8 +98,7 @@ void add_sparse_sum(Collective& collective, const char* op, const at::Tensor& te
                     const c10d::ReduceOp& reduce_op, int world_size) {
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), op, ": tensor must be on the CPU, not on ",
                     tensor.device());
-  const ReduceOp operation = reduce_op_of(op, reduce_op);
-  TORCH_CHECK_NOT_IMPLEMENTED(operation == ReduceOp::kSum, op, ": ", name_of(operation),
+  TORCH_CHECK_NOT_IMPLEMENTED(reduce_op.op_ == c10d::ReduceOp::SUM, op, ": ", name_of(reduce_op),
                               " of sparse tensors is not supported, only sum; or use to_dense()");
   const at::AutoDispatchBelowADInplaceOrView guard;
   auto terms = std::make_shared<Terms>(tensor, world_size);

@@ -102,16 +102,35 @@ CallName& CallName::describe(const at::Tensor& tensor, bool rows) {
 
 const char* name_of(ReduceOp reduce_op) { return kReduceOpNames[static_cast<int>(reduce_op)]; }
 
-ReduceOp reduce_op_of(const char* op, const c10d::ReduceOp& reduce_op) {
+ReduceOp reduce_op_of(const c10d::ReduceOp& reduce_op) {
   static_assert(static_cast<int>(ReduceOp::kBxor) == c10d::ReduceOp::BXOR &&
                 static_cast<int>(ReduceOp::kAvg) == c10d::ReduceOp::AVG);
-  TORCH_CHECK_NOT_IMPLEMENTED(reduce_op.op_ <= c10d::ReduceOp::BXOR, op,
-                              ": ReduceOp.PREMUL_SUM is not supported; multiply, then use SUM");
-  return static_cast<ReduceOp>(reduce_op.op_);
+  return multiplies(reduce_op) ? ReduceOp::kSum : static_cast<ReduceOp>(reduce_op.op_);
+}
+
+bool multiplies(const c10d::ReduceOp& reduce_op) {
+  return reduce_op.op_ == c10d::ReduceOp::PREMUL_SUM;
+}
+
+const char* name_of(const c10d::ReduceOp& reduce_op) {
+  return multiplies(reduce_op) ? "premul_sum" : name_of(reduce_op_of(reduce_op));
+}
+
+at::Tensor summand(const char* op, const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
+  if (!multiplies(reduce_op)) return tensor;
+  TORCH_CHECK_TYPE(at::isFloatingType(tensor.scalar_type()), op,
+                   ": ReduceOp.PREMUL_SUM takes floating-point tensors, not ",
+                   dtype_name(tensor.scalar_type()));
+  const auto* factor =
+      dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(reduce_op.supplement_.get());
+  TORCH_CHECK_VALUE(factor != nullptr, op, ": ReduceOp.PREMUL_SUM must have a factor");
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  if (!factor->tensor_factor.defined()) return tensor.mul(factor->double_factor);
+  return tensor.mul(factor->tensor_factor.to(tensor.options()).reshape({}));
 }
 
 DType dtype_of(const char* op, const at::Tensor& tensor, const c10d::ReduceOp& reduce_op) {
-  const ReduceOp operation = reduce_op_of(op, reduce_op);
+  const ReduceOp operation = reduce_op_of(reduce_op);
   const auto dtype = static_cast<DType>(tensor.scalar_type());
   static_assert(static_cast<int>(at::kBFloat16) == static_cast<int>(DType::kBfloat16) &&
                 static_cast<int>(at::kBool) == static_cast<int>(DType::kBool));

@@ -38,8 +38,12 @@ class CallName {
 
 // The enumerators have the same numbers. Throws where elements of the type cannot be reduced so.
 DType dtype_of(const char* op, const at::Tensor& tensor, const c10d::ReduceOp& reduce_op);
-ReduceOp reduce_op_of(const char* op, const c10d::ReduceOp& reduce_op);
+ReduceOp reduce_op_of(const c10d::ReduceOp& reduce_op);
 const char* name_of(ReduceOp reduce_op);
+const char* name_of(const c10d::ReduceOp& reduce_op);
+// PREMUL_SUM is the sum of every rank's tensor times that rank's factor: of its `summand`, a copy.
+bool multiplies(const c10d::ReduceOp& reduce_op);
+at::Tensor summand(const char* op, const at::Tensor& tensor, const c10d::ReduceOp& reduce_op);
 
 // Throws ValueError or NotImplementedError unless a tensor is dense and on the CPU, and its memory
 // is there.

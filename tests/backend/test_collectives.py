@@ -6,6 +6,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -243,8 +244,43 @@ def check_all_to_all(group: dist.ProcessGroup, how: str) -> None:
         assert torch.equal(x, theirs)
 
 
+def multiplied(factor: Any) -> Any:
+    """Sums after a multiplication, as FSDP2 asks NCCL for; torch 2.15 has another name for it."""
+    make = getattr(dist, "_make_nccl_premul_sum", None) or Op.PREMUL_SUM
+    return make(factor)
+
+
+def check_multiplied(group: dist.ProcessGroup, how: str) -> None:
+    ours, size, rank = shared(group), group.size(), group.rank()
+    factors = [2.0 ** -(1 + each) for each in range(size)]
+    for as_tensor, (dtype, shape) in itertools.product((False, True), cases(FLOATING)):
+        op = multiplied(torch.tensor([factors[rank]]) if as_tensor else factors[rank])
+        inputs = [(x * 64).to(dtype) for x in all_inputs(group, (size, *shape), torch.float32)]
+        scaled = [x * factor for x, factor in zip(inputs, factors, strict=True)]
+        expected, own = dense(Op.SUM, scaled), inputs[rank]
+        for x in (own.clone(), strided(own)):
+            settle(how, dist.all_reduce, x, op, group=ours)
+            assert torch.equal(x, expected), (dtype, shape)
+        x = strided(own)
+        settle(how, dist.reduce, x, op=op, group=ours, group_dst=size - 1)
+        assert torch.equal(x, expected if rank == size - 1 else own), (dtype, shape)
+        for scatter, given in (
+            (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, own),
+            (dist.reduce_scatter, list(own.clone())),
+        ):
+            output = torch.zeros_like(own[0])
+            settle(how, scatter, output, given, op, group=ours)
+            assert torch.equal(output, expected[rank]), (dtype, shape)
+        assert torch.equal(own, inputs[rank])
+    with pytest.raises(TypeError, match=r"PREMUL_SUM takes floating-point tensors, not int64"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int64), multiplied(0.5), group=ours)
+    with pytest.raises(NotImplementedError, match="premul_sum of sparse tensors"):
+        dist.all_reduce(torch.eye(2).to_sparse(), multiplied(0.5), group=ours)
+
+
 CHECKS = {
     "reduce": check_reduce,
+    "multiplied": check_multiplied,
     "broadcast": check_broadcast,
     "all_gather": check_all_gather,
     "uneven all_gather": check_uneven_all_gather,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -123,7 +124,17 @@ def trains(
         sizes = (replicas, group.size() // replicas)
         mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "cp"))["cp"]
     cp = {"cp_load_balancer": symm_cp.Sequential} if sequential else {}
-    with tempfile.TemporaryDirectory() as folder:
+    compute_loss = Trainer.compute_loss
+
+    def asked_for_the_loss(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's trainers compute logits once more for the outputs."""
+        assert not (model.training and (args[1:2] == (True,) or kwargs.get("return_outputs")))
+        return compute_loss(self, model, *args, **kwargs)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(Trainer, "compute_loss", asked_for_the_loss),
+    ):
         return trained(
             ContextParallelTrainer, name, folder, 4 // replicas, options, cp_mesh=mesh, **cp
         )

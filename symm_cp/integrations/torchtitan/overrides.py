@@ -9,6 +9,7 @@ backward pass of flex attention there, and no `varlen_attn`.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ class _Attends:
 class SymmFlexAttention(_Attends, FlexAttention):
     """`flex_attention` with any mask and score modification."""
 
+    # torchtitan reads the names of its arguments.
+    forward = functools.wraps(FlexAttention.forward)(_Attends.forward)
+
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
         """The fields of torchtitan's."""
@@ -54,6 +58,12 @@ class SymmFlexAttention(_Attends, FlexAttention):
 
 class SymmVarlenAttention(_Attends, VarlenAttention):
     """Attention within packed documents."""
+
+    forward = functools.wraps(VarlenAttention.forward)(_Attends.forward)
+
+    def __init__(self, config: VarlenAttention.Config) -> None:
+        super(VarlenAttention, self).__init__()  # theirs loads a kernel for GPUs
+        self.window_size = config.window_size
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -69,7 +79,7 @@ def flex_attention(config: FlexAttention.Config) -> FlexAttention.Config:
 
 @override(target=VarlenAttention.Config, description="varlen attention on symm_cp")
 def varlen_attention(config: VarlenAttention.Config) -> VarlenAttention.Config:
-    """Replaces torchtitan's `VarlenAttention`, also over a sequence that ranks share."""
+    """Replaces torchtitan's `VarlenAttention`; its own models refuse it with a mesh "cp"."""
     _take_over()
     return derive(config, SymmVarlenAttention.Config)
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -110,6 +111,8 @@ def trains(group: dist.ProcessGroup, kind: str, balancing: str | None) -> None:
         assert dataclasses.asdict(replaced) == dataclasses.asdict(config)
         attention = {"flex": loaded.SymmFlexAttention, "varlen": loaded.SymmVarlenAttention}[kind]
         assert type(replaced) is attention.Config
+        original = {"flex": FlexAttention, "varlen": VarlenAttention}[kind]
+        assert inspect.signature(attention.forward) == inspect.signature(original.forward)
         split = pattern.decoder(lambda: attention(replaced))  # type: ignore[arg-type]
         alone = split(ids, **extra)  # no mesh is applied: each rank by itself
         torch.testing.assert_close(alone, whole, **CLOSE)

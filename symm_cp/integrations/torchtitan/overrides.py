@@ -9,6 +9,7 @@ backward pass of flex attention there, and no `varlen_attn`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable
@@ -21,6 +22,8 @@ from torch import nn
 from torchtitan.config import override
 from torchtitan.config.override import derive
 from torchtitan.distributed import context_parallel as theirs
+from torchtitan.distributed.spmd_types import current_spmd_mesh
+from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 
 from symm_cp.context_parallel.lengths import Balancers
@@ -33,23 +36,41 @@ __all__ = ["flex_attention", "varlen_attention"]
 class _Attends:
     """Attends with symm_cp, in front of a class of torchtitan."""
 
-    def over(self, group: GroupLike, load_balancer: Balancers | None = None) -> Callable[..., Any]:
+    def _symm_cp_over(
+        self, group: GroupLike, load_balancer: Balancers | None = None
+    ) -> Callable[..., Any]:
         """From now on attends over a group; returns the forward pass."""
         forward = ours.attending(self, super().forward, group, load_balancer)  # type: ignore
         object.__setattr__(self, "_symm_cp_forward", forward)
         return forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _symm_cp_attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Attends over the mesh that was applied, in a group of this rank alone before."""
-        forward = vars(self).get("_symm_cp_forward") or self.over(_alone())
+        forward = vars(self).get("_symm_cp_forward")
+        if forward is None:
+            group = _shared_by_ranks()
+            forward = (
+                self._symm_cp_over(group, ours.last_layout(group))
+                if group
+                else self._symm_cp_over(_alone())
+            )
         return forward(*args, **kwargs)
+
+
+def _with_the_arguments_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward method with its signature: torchtitan reads names of arguments there."""
+
+    @functools.wraps(original)
+    def forward(self: _Attends, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._symm_cp_attend(*args, **kwargs)
+
+    return forward
 
 
 class SymmFlexAttention(_Attends, FlexAttention):
     """`flex_attention` with any mask and score modification."""
 
-    # torchtitan reads the names of its arguments.
-    forward = functools.wraps(FlexAttention.forward)(_Attends.forward)
+    forward = _with_the_arguments_of(FlexAttention.forward)
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -59,7 +80,7 @@ class SymmFlexAttention(_Attends, FlexAttention):
 class SymmVarlenAttention(_Attends, VarlenAttention):
     """Attention within packed documents."""
 
-    forward = functools.wraps(VarlenAttention.forward)(_Attends.forward)
+    forward = _with_the_arguments_of(VarlenAttention.forward)
 
     def __init__(self, config: VarlenAttention.Config) -> None:
         super(VarlenAttention, self).__init__()  # theirs loads a kernel for GPUs
@@ -74,14 +95,14 @@ class SymmVarlenAttention(_Attends, VarlenAttention):
 def flex_attention(config: FlexAttention.Config) -> FlexAttention.Config:
     """Replaces torchtitan's `FlexAttention`."""
     _take_over()
-    return derive(config, SymmFlexAttention.Config)
+    return derive(config, SymmFlexAttention.Config, sharding_config=_in_parts(config))
 
 
 @override(target=VarlenAttention.Config, description="varlen attention on symm_cp")
 def varlen_attention(config: VarlenAttention.Config) -> VarlenAttention.Config:
     """Replaces torchtitan's `VarlenAttention`; its own models refuse it with a mesh "cp"."""
     _take_over()
-    return derive(config, SymmVarlenAttention.Config)
+    return derive(config, SymmVarlenAttention.Config, sharding_config=_in_parts(config))
 
 
 def _alone() -> dist.ProcessGroup:
@@ -99,11 +120,38 @@ _GROUPS: dict[str, Any] = {}
 # --- context parallelism ---
 
 
+def _shared_by_ranks() -> dist.ProcessGroup | None:
+    """Returns the ranks of "cp" in the mesh of torchtitan's `spmd_types`, if there are several."""
+    mesh = current_spmd_mesh()
+    if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
+        return None
+    group = mesh.get_group("cp")
+    return group if group.size() > 1 else None
+
+
+def _in_parts(config: Any) -> Any:
+    """Returns how inputs are sharded, with keys and values left in their parts, as queries are.
+
+    torchtitan's `spmd_types` gathers them over "cp" before the module; here attention does.
+    """
+    sharding = config.sharding_config
+    if sharding is None or get_spmd_backend() != "spmd_types":
+        return sharding
+    local_map = sharding.local_map
+    if local_map is not None:
+        gradients = local_map.in_grad_placements
+        same = (gradients[0],) * len(gradients)
+        local_map = dataclasses.replace(local_map, in_grad_placements=same)
+    return dataclasses.replace(
+        sharding, in_dst_shardings=sharding.in_src_shardings, local_map=local_map
+    )
+
+
 def _apply_cp_to_forward(attention_modules: Iterable[nn.Module], cp_mesh: GroupLike) -> None:
     modules = list(attention_modules)
     replaced = [module for module in modules if isinstance(module, _Attends)]
     for module in replaced:
-        module.over(cp_mesh, ours.last_layout(cp_mesh))
+        module._symm_cp_over(cp_mesh, ours.last_layout(cp_mesh))
     if others := [module for module in modules if module not in replaced]:
         _APPLY(others, cp_mesh)
 

@@ -39,6 +39,7 @@ class FlexAttention(pattern.FlexAttention):
     @dataclasses.dataclass
     class Config:
         block_size: int = 128
+        sharding_config: Any = None
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -49,6 +50,7 @@ class VarlenAttention(pattern.VarlenAttention):
     @dataclasses.dataclass
     class Config:
         window_size: tuple[int, int] = (-1, 0)
+        sharding_config: Any = None
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -63,8 +65,8 @@ def _override(target: type, description: str) -> Callable[[Any], Any]:
     return register
 
 
-def _derive(source: Any, target: type) -> Any:
-    return target(**dataclasses.asdict(source))
+def _derive(source: Any, target: type, **deltas: Any) -> Any:
+    return target(**dataclasses.asdict(source) | deltas)
 
 
 @contextlib.contextmanager
@@ -80,6 +82,8 @@ def overrides() -> Iterator[tuple[ModuleType, ModuleType]]:
         torchtitan__config={"override": _override},
         torchtitan__config__override={"derive": _derive},
         torchtitan__distributed__context_parallel=own,
+        torchtitan__distributed__spmd_types={"current_spmd_mesh": lambda: None},
+        torchtitan__distributed__utils={"get_spmd_backend": lambda: "partial_dtensor"},
         torchtitan__models__common__attention={
             "FlexAttention": FlexAttention,
             "VarlenAttention": VarlenAttention,

@@ -12,8 +12,14 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
+import os
+import random
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +30,7 @@ from torch import nn
 
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, mesh_of
-from tests.exhaustive import some
+from tests.exhaustive import exhaustive, some
 from tests.integrations import test_torchtitan as pattern
 from tests.integrations.engines.stubs import modules
 
@@ -148,3 +154,92 @@ def test_overrides_are_as_in_one_process(
     ranks: Ranks, world_size: int, kind: str, balancing: str | None
 ) -> None:
     ranks.run(world_size, trains, kind, balancing)
+
+
+_CONFIG = """
+from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+
+def small(**options):
+    config = llama3_debugmodel()
+    config.model_spec = model_registry("debugmodel", attn_backend="flex", **options)
+    config.activation_checkpoint = None
+    config.training.mixed_precision_param = "float32"
+    config.training.disable_cuda_graphs = True
+    config.training.local_batch_size, config.training.global_batch_size = 2, 2
+    config.training.seq_len, config.training.steps = 64, 2
+    return config
+
+
+def asynchronous():  # torchtitan's linears on torch.ops.symm_mem.fused_*
+    config = small(tp_gemm_backend="dist_gemm")
+    config.parallelism.spmd_backend = "spmd_types"
+    return config
+"""
+
+
+def _assets(folder: Path) -> None:
+    """A tokenizer and texts, at the places where torchtitan's debug models look for them."""
+    import tokenizers
+
+    words = [f"w{i}" for i in range(200)]
+    special = ["<unk>", "<|begin_of_text|>", "<|end_of_text|>"]
+    vocabulary = {word: i for i, word in enumerate([*special, *words])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(special[1:])
+    where = folder / "tests" / "assets"
+    for name in ("tokenizer", "c4_test"):
+        (where / name).mkdir(parents=True)
+    tokenizer.save(str(where / "tokenizer" / "tokenizer.json"))
+    names = {"bos_token": special[1], "eos_token": special[2]}
+    (where / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(names))
+    shuffle = random.Random(0)
+    texts = [" ".join(shuffle.choices(words, k=shuffle.randint(10, 100))) for _ in range(200)]
+    lines = [json.dumps({"text": text, "url": "", "timestamp": ""}) for text in texts]
+    (where / "c4_test" / "data.json").write_text("\n".join(lines))
+    (folder / "small.py").write_text(_CONFIG)
+
+
+def _losses(folder: Path, ranks: int, config: str, *options: str) -> list[float]:
+    """Those that torchtitan's own trainer logs."""
+    command = [sys.executable, "-m", "symm_cp", "run", "--cuda-on-cpu", str(ranks)]
+    command += ["--nproc-per-node", str(ranks), "-m", "torchtitan.train", "--module", "small"]
+    override = "symm_cp.integrations.torchtitan.overrides.flex_attention"
+    command += ["--config", config, "--override.imports", override, "--checkpoint.enable", *options]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **offline, "PYTHONPATH": path, "HF_HOME": str(folder / "hf")}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    plain = re.sub(r"\x1b\[[\d;]*m", "", output)
+    return [float(loss) for loss in re.findall(r"step: +\d+ +loss: +([\d.]+)", plain)]
+
+
+@exhaustive
+@needs_torchtitan
+def test_its_own_trainer(tmp_path: Path) -> None:
+    _assets(tmp_path)
+    seed = ["--dump_folder", "seed", "--checkpoint.create_seed_checkpoint"]
+    _losses(tmp_path, 1, "small", *seed)
+    load = ["--checkpoint.no-initial_load_model_only", "--checkpoint.initial_load_path"]
+    load.append(str(tmp_path / "seed" / "checkpoint" / "step-0"))
+    expected = _losses(tmp_path, 1, "small", *load, "--dump_folder", "one")
+    assert len(expected) == 2
+    cp, tp = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor"))
+    backend = "--parallelism.spmd_backend"
+    for number, (config, *options) in enumerate(
+        (
+            ("small", backend, "partial_dtensor", cp, "2"),
+            ("small", backend, "spmd_types", cp, "2"),
+            ("small", cp, "2", "--parallelism.context_parallel_load_balancer", "None"),
+            ("small", backend, "partial_dtensor", tp, "2"),
+            ("asynchronous", tp, "2"),
+        )
+    ):
+        found = _losses(tmp_path, 2, config, *load, "--dump_folder", str(number), *options)
+        assert sorted(set(found)) == pytest.approx(sorted(expected), abs=2e-5), options

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from symm_cp import native
-from symm_cp.native import building, objects, wire
+from symm_cp.native import building, objects, prebuilt, wire
 from symm_cp.native.compiler import link_flags, processor
 from symm_cp.native.sources import GLUE, LEVELS, Sources
 from tests.exhaustive import some
@@ -73,6 +73,7 @@ class Compiler:
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler(tmp_path)
     made.write()
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "none")
     for name, value in made.environment().items():
         monkeypatch.setenv(name, value)
     return made

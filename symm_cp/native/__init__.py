@@ -16,6 +16,7 @@ are called by torch, some microseconds slower.
     compiler.py   the C++ compiler and its flags
     objects.py    the cache of compiled objects
     building.py   the libraries, built once
+    prebuilt.py   libraries that a wheel carries
     library.py    the libraries, loaded once
 """
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from symm_cp import env, trusted
+from symm_cp.native import prebuilt
 from symm_cp.native.compiler import FLAGS, Compiler, find_compiler, processor
 from symm_cp.native.errors import BuildError, explained, say
 from symm_cp.native.objects import Objects
@@ -29,6 +30,7 @@ from symm_cp.native.sources import Sources, source_dir
 _DAY = 24 * 3600
 #: How long libraries stay that nobody loads, in seconds: a change of the sources makes a new one.
 _MAX_AGE = 30 * _DAY
+_LIBRARY = "libsymm_cp.so"
 _GLUE = "libsymm_cp_glue.so"
 
 
@@ -39,33 +41,51 @@ def cache_key() -> str:
 
 def _key(sources: Sources) -> str:
     parts = (torch.__version__, str(sysconfig.get_config_var("SOABI")), processor(), str(FLAGS))
-    text = "\0".join((sources.digest(sorted(sources.contents)), *parts))
+    text = "\0".join((sources.all_digest, *parts))
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def library_path() -> Path:
     """Returns where the library for the installed torch is, or will be once it is built."""
-    return env.build_dir() / cache_key() / "libsymm_cp.so"
+    sources = Sources(source_dir())
+    built = env.build_dir() / _key(sources) / _LIBRARY
+    return built if built.is_file() else prebuilt.find(sources, _LIBRARY) or built
 
 
-def build(verbose: bool = False) -> Path:
+def build(verbose: bool = False, here: bool = False) -> Path:
     """Builds the native part for the installed torch unless it is there, and returns its path.
 
-    Many processes may call it at once: one builds, the others wait. Raises `BuildError`.
+    It is there as well if the wheel carries it compiled, for this torch and a processor like this
+    one; with `here` that does not count. Many processes may call it at once: one builds, the others
+    wait. Raises `BuildError`.
     """
     what = "the native part"
-    return _build(
-        "libsymm_cp.so", _compile, what, "10 to 40 seconds once, fewer after a change", verbose
-    )
+    span = "10 to 40 seconds once, fewer after a change"
+    return _build(_LIBRARY, _compile, what, span, verbose, here)
 
 
-def build_glue(verbose: bool = False) -> Path:
+def build_glue(verbose: bool = False, here: bool = False) -> Path:
     """The same for the library of what needs Python's headers: the backend, and calls of ops.
 
     Raises `BuildError`, also where Python's headers are missing.
     """
     what = "the backend of torch.distributed"
-    return _build(_GLUE, _compile_glue, what, "5 to 20 seconds once", verbose)
+    return _build(_GLUE, _compile_glue, what, "5 to 20 seconds once", verbose, here)
+
+
+def build_for(level: str) -> Path:
+    """Compiles both libraries for a level of processor, for a wheel; returns their folder."""
+    with explained():
+        sources = Sources(source_dir())
+        folder = prebuilt.FOLDER / prebuilt.key(sources, level)
+        objects = env.build_dir() / "objects"
+        folder.mkdir(parents=True, exist_ok=True)
+        with trusted.folder(env.build_dir(), create=True):
+            pass
+        with trusted.locked(env.build_dir() / "lock"):
+            for name, compile_to in ((_LIBRARY, _compile), (_GLUE, _compile_glue)):
+                compile_to(sources, folder / name, Compiler(sources.folder, level), objects)
+    return folder
 
 
 def glue_beside(library: Path) -> Path | None:
@@ -76,7 +96,12 @@ def glue_beside(library: Path) -> Path | None:
 
 
 def _build(
-    name: str, compile_to: Callable[[Sources, Path], None], what: str, span: str, verbose: bool
+    name: str,
+    compile_to: Callable[[Sources, Path, Compiler, Path], None],
+    what: str,
+    span: str,
+    verbose: bool,
+    here: bool,
 ) -> Path:
     with explained():
         sources = Sources(source_dir())
@@ -85,6 +110,9 @@ def _build(
             if verbose:
                 say(f"already built: {target}")
             return target
+        carried = None if here else prebuilt.find(sources, name)
+        if carried is not None:
+            return carried
         find_compiler()
         with trusted.folder(env.build_dir(), create=True):
             pass
@@ -92,15 +120,15 @@ def _build(
             if not _built(target):
                 say(f"building {what} for torch {torch.__version__} ({span}) ...")
                 start = time.perf_counter()
-                compile_to(sources, target)
+                objects = env.build_dir() / "objects"
+                compile_to(sources, target, Compiler(sources.folder), objects)
                 _prune_libraries()
                 say(f"built in {time.perf_counter() - start:.0f} s")
     return target
 
 
-def _compile(sources: Sources, target: Path) -> None:
-    compiler = Compiler(sources.folder)
-    objects = Objects(target.parents[1] / "objects", sources, compiler)
+def _compile(sources: Sources, target: Path, compiler: Compiler, folder: Path) -> None:
+    objects = Objects(folder, sources, compiler)
     made = objects.compile(sources.plain, sources.torch)
     _link(compiler, objects, made, target, "torch_cpu", "c10")
 
@@ -122,9 +150,8 @@ def headers() -> Path:
     return folder
 
 
-def _compile_glue(sources: Sources, target: Path) -> None:
-    compiler = Compiler(sources.folder)
-    objects = Objects(target.parents[1] / "objects", sources, compiler)
+def _compile_glue(sources: Sources, target: Path, compiler: Compiler, folder: Path) -> None:
+    objects = Objects(folder, sources, compiler)
     flags = (f"-isystem{headers()}", "-fvisibility=hidden")
     units = [replace(unit, flags=(*flags, *unit.flags)) for unit in sources.glue]
     made = objects.compile(units)
@@ -194,6 +221,6 @@ def _prune_libraries() -> None:
     for folder in env.build_dir().glob("[0-9a-f]" * 20):
         with suppress(OSError):
             newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-            age = _MAX_AGE if (folder / "libsymm_cp.so").exists() else _DAY
+            age = _MAX_AGE if (folder / _LIBRARY).exists() else _DAY
             if now - newest > age:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -17,7 +17,8 @@ import torch
 from symm_cp import env
 from symm_cp.native.errors import BuildError
 
-FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden", "-march=native")
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden")
+_NATIVE = "native"
 
 
 def find_compiler() -> str:
@@ -39,14 +40,18 @@ def find_compiler() -> str:
 
 
 class Compiler:
-    """The compiler that builds, in the folder of the sources."""
+    """The compiler that builds, in the folder of the sources, for this processor or a level."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, level: str = _NATIVE) -> None:
         self._folder = folder
+        self._flags = (*FLAGS, f"-march={level}")
         self.command = shlex.split(find_compiler())
         #: What its objects depend on beside the sources and the flags of a unit.
         self.identity = "\0".join(
-            (self.run([*self.command, "--version"]), *self.command, *FLAGS, processor())
+            (
+                *(self.run([*self.command, "--version"]), *self.command, *self._flags),
+                *([processor()] if level == _NATIVE else []),
+            )
         )
         programs = {os.path.basename(os.path.realpath(word)) for word in self.command}
         ccache = None if "ccache" in programs else shutil.which("ccache")
@@ -60,7 +65,7 @@ class Compiler:
 
     def compile(self, arguments: Sequence[str], out: Path) -> None:
         """Compiles with the common flags; file names are relative to the folder of the sources."""
-        self.run([*self._prefix, *self.command, *FLAGS, "-I.", *arguments, "-o", str(out)])
+        self.run([*self._prefix, *self.command, *self._flags, "-I.", *arguments, "-o", str(out)])
 
     def link(self, objects: Sequence[Path], out: Path, *torch_libraries: str) -> None:
         """Links a library with libraries of torch."""

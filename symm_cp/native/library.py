@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from symm_cp import env
-from symm_cp.native import wire
+from symm_cp.native import prebuilt, wire
 from symm_cp.native.bindings import INT, LONG, SIGNATURES, TEXT, VOID
 from symm_cp.native.building import (
     build,
@@ -50,8 +50,7 @@ def load() -> ctypes.CDLL:
     The library must be what was built, in folders that only its owner can change. Loading registers
     the CPU backend with torch's symmetric memory.
     """
-    path = build()
-    library = _open_library(path, ctypes.CDLL)
+    path, library = _open_native_part()
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name, None)
         if function is None:
@@ -76,6 +75,18 @@ def load() -> ctypes.CDLL:
             build_glue()
     _loaded.append(path)
     return library
+
+
+def _open_native_part() -> tuple[Path, ctypes.CDLL]:
+    path = build()
+    try:
+        return path, _open_library(path, ctypes.CDLL)
+    except BuildError as error:
+        if not path.is_relative_to(prebuilt.FOLDER):
+            raise
+        say(f"{error}")
+    path = build(here=True)
+    return path, _open_library(path, ctypes.CDLL)
 
 
 def _open_library(path: Path, kind: type[ctypes.CDLL]) -> ctypes.CDLL:

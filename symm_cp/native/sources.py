@@ -129,6 +129,11 @@ class Sources:
             digest.update(name.encode() + b"\0" + hashlib.sha256(self.contents[name]).digest())
         return digest.hexdigest()
 
+    @cached_property
+    def all_digest(self) -> str:
+        """A hash of all files."""
+        return self.digest(sorted(self.contents))
+
     def require_unchanged(self, names: Iterable[str]) -> None:
         """Raises `BuildError` if files, or what they include, are not as they were read."""
         for name in self.closure(*names):

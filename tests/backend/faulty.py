@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from symm_cp.testing import say
 from tests.backend.common import all_gather_single, fresh, shared
+from tests.patience import patient
 
 SHORT = datetime.timedelta(milliseconds=600)
 Call = Callable[[dist.ProcessGroup], object]
@@ -97,13 +98,16 @@ def death_of_a_sender(group: dist.ProcessGroup, name: str, *, first: bool) -> tu
     last, x = group.size() - 1, torch.ones(3)
     if not first:
         call(ours)
-    dist.barrier(group)
+    # Until the last rank is in the call, which takes it longer on a busy machine.
+    until_there = torch.tensor(min(patient(0.3), 1.5))
+    dist.broadcast(until_there, 0, group)
     if group.rank() == 0:
-        time.sleep(0.6)
+        time.sleep(2 * until_there.item())
         return _go_on(group, call, until_told(lambda group: dist.recv(x, last, group), ours))
     if group.rank() == last:
         dist.send(x, 0, ours)  # which has ended before rank 0 is there
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        threading.Timer(until_there.item(), kill).start()
     return _go_on(group, call, until_told(call, ours))
 
 

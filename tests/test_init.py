@@ -44,10 +44,8 @@ def test_every_module_can_be_imported_by_its_name() -> None:
     for info in pkgutil.walk_packages(symm_cp.__path__, "symm_cp."):
         optional = (
             *("symm_cp.__main__", "symm_cp.cuda.kernels", "symm_cp.commands.run.startup"),
-            *(
-                "symm_cp.integrations.vllm.communicator",
-                "symm_cp.integrations.torchtitan.overrides",
-            ),
+            "symm_cp.integrations.vllm.communicator",
+            "symm_cp.integrations.torchtitan.overrides",
         )
         if info.name.startswith(optional) or info.name in SHADOWED:
             continue

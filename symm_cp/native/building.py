@@ -78,13 +78,12 @@ def build_for(level: str) -> Path:
     with explained():
         sources = Sources(source_dir())
         folder = prebuilt.FOLDER / prebuilt.key(sources, level)
-        objects = env.build_dir() / "objects"
         folder.mkdir(parents=True, exist_ok=True)
         with trusted.folder(env.build_dir(), create=True):
             pass
         with trusted.locked(env.build_dir() / "lock"):
             for name, compile_to in ((_LIBRARY, _compile), (_GLUE, _compile_glue)):
-                compile_to(sources, folder / name, Compiler(sources.folder, level), objects)
+                compile_to(sources, folder / name, Compiler(sources.folder, level))
     return folder
 
 
@@ -97,7 +96,7 @@ def glue_beside(library: Path) -> Path | None:
 
 def _build(
     name: str,
-    compile_to: Callable[[Sources, Path, Compiler, Path], None],
+    compile_to: Callable[[Sources, Path, Compiler], None],
     what: str,
     span: str,
     verbose: bool,
@@ -120,15 +119,14 @@ def _build(
             if not _built(target):
                 say(f"building {what} for torch {torch.__version__} ({span}) ...")
                 start = time.perf_counter()
-                objects = env.build_dir() / "objects"
-                compile_to(sources, target, Compiler(sources.folder), objects)
+                compile_to(sources, target, Compiler(sources.folder))
                 _prune_libraries()
                 say(f"built in {time.perf_counter() - start:.0f} s")
     return target
 
 
-def _compile(sources: Sources, target: Path, compiler: Compiler, folder: Path) -> None:
-    objects = Objects(folder, sources, compiler)
+def _compile(sources: Sources, target: Path, compiler: Compiler) -> None:
+    objects = Objects(env.build_dir() / "objects", sources, compiler)
     made = objects.compile(sources.plain, sources.torch)
     _link(compiler, objects, made, target, "torch_cpu", "c10")
 
@@ -150,8 +148,8 @@ def headers() -> Path:
     return folder
 
 
-def _compile_glue(sources: Sources, target: Path, compiler: Compiler, folder: Path) -> None:
-    objects = Objects(folder, sources, compiler)
+def _compile_glue(sources: Sources, target: Path, compiler: Compiler) -> None:
+    objects = Objects(env.build_dir() / "objects", sources, compiler)
     flags = (f"-isystem{headers()}", "-fvisibility=hidden")
     units = [replace(unit, flags=(*flags, *unit.flags)) for unit in sources.glue]
     made = objects.compile(units)

@@ -84,7 +84,7 @@ def _open_native_part() -> tuple[Path, ctypes.CDLL]:
     except BuildError as error:
         if not path.is_relative_to(prebuilt.FOLDER):
             raise
-        say(f"{error}")
+        say(str(error))
     path = build(here=True)
     return path, _open_library(path, ctypes.CDLL)
 

@@ -106,8 +106,7 @@ def death_of_a_sender(group: dist.ProcessGroup, name: str, *, first: bool) -> tu
         return _go_on(group, call, until_told(lambda group: dist.recv(x, last, group), ours))
     if group.rank() == last:
         dist.send(x, 0, ours)  # which has ended before rank 0 is there
-        kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        threading.Timer(until_there.item(), kill).start()
+        threading.Timer(until_there.item(), os.kill, (os.getpid(), signal.SIGKILL)).start()
     return _go_on(group, call, until_told(call, ours))
 
 

@@ -52,6 +52,9 @@ def modules(**contents: dict[str, object]) -> Iterator[None]:
         for count in range(1, len(parts) + 1):
             path = ".".join(parts[:count])
             made.setdefault(path, ModuleType(path))
+            if count > 1:  # as an import of a submodule does, unless the package has the name
+                parent = made[".".join(parts[: count - 1])]
+                vars(parent).setdefault(parts[count - 1], made[path])
         vars(made[".".join(parts)]).update(names)
     with mock.patch.dict(sys.modules, made):
         yield

@@ -96,11 +96,6 @@ def overrides() -> Iterator[tuple[ModuleType, ModuleType]]:
         },
         torchtitan__models__mine__parallelize=own,
     ):
-        torchtitan = sys.modules["torchtitan"]
-        torchtitan.config = sys.modules["torchtitan.config"]  # type: ignore[attr-defined]
-        distributed = sys.modules["torchtitan.distributed"]
-        theirs = sys.modules["torchtitan.distributed.context_parallel"]
-        distributed.context_parallel = theirs  # type: ignore[attr-defined]
         loaded = importlib.import_module("symm_cp.integrations.torchtitan.overrides")
         yield loaded, sys.modules["torchtitan.models.mine.parallelize"]
 

@@ -16,6 +16,7 @@ import pytest
 from symm_cp import cli, native, ranks, tuning
 from symm_cp.commands import doctor as doctor_module
 from symm_cp.commands.doctor import accelerated
+from symm_cp.parsing import STDOUT
 
 
 def test_build_prints_the_libraries(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +227,19 @@ def test_json_goes_to_a_file_as_well(
         assert ("+ CPU" in shown) == shows_text
         text = Path(arguments[1]).read_text() if shows_text else shown
         assert json.loads(text)[0]["name"] == "CPU"
+
+
+def test_json_is_an_option_of_all_reports_alike() -> None:
+    (commands,) = cli._parser()._subparsers._group_actions  # type: ignore[union-attr]
+    options = {
+        name: option
+        for name, parser in commands.choices.items()  # type: ignore[union-attr]
+        for option in parser._actions
+        if "--json" in option.option_strings
+    }
+    assert {"demo", "doctor", "explain", "plan", "selftest"} < set(options)
+    for name, option in options.items():
+        assert (option.nargs, option.const, option.type) == ("?", STDOUT, Path), name
 
 
 def test_doctor_lists_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,7 @@ bool Channel::begin(Call& call, bool movable) {
     reach_ = -1;
   } else {
     wait_for_failed_call(call);
-    // Later calls of the background may have their numbers already.
-    if (index_ == kSync) next = agree_on_call(call, movable);
+    next = agree_on_call(call, movable);
   }
   begun_epoch_ = call.epoch;
   digest_ = next ? call.digest : 0;

@@ -61,6 +61,7 @@ bool Workspace::begins_at_once(int64_t slot_bytes) const {
 Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& call_name,
                       std::chrono::milliseconds timeout) {
   group_.check_owned(call_name);
+  number = group_.moved(index_, number);
   Call call{number, static_cast<uint32_t>(number - base_), call_name.substr(0, kMaxCallName),
             Place::kSlot, group_.budget(timeout)};
   call.digest = digest_of(call.call_name);
@@ -78,12 +79,13 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& cal
 
 // Takes the next number as long as peers are behind: they fail calls that have failed here before.
 void Workspace::agree_with_peers(Call& call) {
-  const bool movable = group_.made(index_) == call.number;
+  // The lane carries out what is behind this call only afterwards.
+  const bool movable = index_ == kAsync || group_.made(index_) == call.number;
   while (!channel_->begin(call, movable)) {
     channel_->fail(call.epoch, "rank " + text(group_.rank()) + " has gone on to " + call.call_name);
+    group_.move(index_, call.number);
     ++call.number;
     ++call.epoch;
-    group_.move_to(index_, call.number);
     group_.set_entered(index_, call.number);
     last_ = call.number;
   }
@@ -159,7 +161,7 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
 
 void Workspace::fail(int64_t number, const std::string& cause, const CallSite* other) {
   if (!group_.owned()) return;
-  number = std::max(number, last_);  // the call may have got another one
+  number = std::max(group_.moved(index_, number), last_);
   group_.set_entered(index_, number);
   last_ = number;
   const std::string key = key_of_call(index_, number);
@@ -220,10 +222,21 @@ int64_t Group::next(int index, bool by_user) {
   return number;
 }
 
-void Group::move_to(int index, int64_t number) {
+void Group::move(int index, int64_t number) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ordinal_of(index, number) = board().made(kSync) + board().made(kAsync) + 1;
-  board().set_made(index, number);
+  const int64_t made = board().made(index);
+  const int64_t first = std::max(number, made + 1 - static_cast<int64_t>(kOrdinals));
+  for (int64_t of = made; of >= first; --of)
+    ordinal_of(index, of + 1) = ordinal_of(index, of).load() + 1;
+  moves_[index].push_back(made);
+  board().set_made(index, made + 1);
+}
+
+int64_t Group::moved(int index, int64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto& moves = moves_[index];
+  while (!moves.empty() && moves.front() < number) moves.pop_front();
+  return number + static_cast<int64_t>(moves.size());
 }
 
 void Group::acquire(std::recursive_timed_mutex& mutex) {
@@ -280,7 +293,7 @@ void Group::failed(int index, int64_t number, const std::exception& error) {
   const std::string cause = cause_of(error, rank_);
   const CallSite* other = other_of(error);
   if (other != nullptr && other->channel != index) {
-    const CallSite own{index, number, {}};
+    const CallSite own{index, moved(index, number), {}};
     give_up_at(other->channel, other->number, cause, &own);
   }
   workspaces_[index].fail(number, cause, other);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -99,8 +100,10 @@ class Group {
   // The number of a new call on a channel. For the threads that call ops, in the order of the
   // calls.
   int64_t next(int index, bool by_user = true);
-  // Gives the call that was numbered last another number, which is the next one.
-  void move_to(int index, int64_t number);
+  // Gives the call that runs as `number` the next one, and so on for all calls behind it.
+  void move(int index, int64_t number);
+  // As which number a call runs that got `number` from `next`. Asked in the order of the calls.
+  int64_t moved(int index, int64_t number);
   // How many calls of a channel have begun.
   int64_t made(int index) const { return board().made(index); }
   // The peers, once they are known.
@@ -171,7 +174,8 @@ class Group {
   std::atomic<std::chrono::milliseconds> timeout_;
   int64_t offset_;
   int forks_;
-  std::mutex mutex_;  // numbers, and making the peers
+  std::mutex mutex_;                      // numbers, and making the peers
+  std::deque<int64_t> moves_[kChannels];  // the last call that each move took along
   std::thread::id first_thread_;
   bool several_threads_ = false;  // more than one thread has made calls
   Board own_board_{};             // until there are peers

@@ -102,6 +102,7 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   queue_.pop_front();
   Program& program = item.program;
   running_name_ = program.call_name;
+  running_number_ = program.number;
   lock.unlock();
   pause_at_random();
   std::string failure = carry_out(item);
@@ -129,6 +130,7 @@ bool Lane::begin_now(int64_t number, const std::string& call_name) {
   if (running_ || !queue_.empty()) return false;
   running_ = true;
   running_name_ = call_name;
+  running_number_ = number;
   submitted_ = number;
   return true;
 }
@@ -168,7 +170,7 @@ void Lane::wait(int64_t number) {
       run_one(lock);
       if (wake_) work_.notify_one();  // the engine may have found the lane taken
     } else if (done_.wait_for(lock, kSlice) == std::cv_status::timeout) {
-      const CallSite site{kAsync, completed_ + 1, running_name_};
+      const CallSite site{kAsync, group_.moved(kAsync, running_number_), running_name_};
       lock.unlock();
       throw_if_interrupted();
       if (!Group::in_engine()) group_.block(site);

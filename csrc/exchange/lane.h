@@ -85,6 +85,7 @@ class Lane {
   int64_t completed_ = 0;
   bool running_ = false;
   std::string running_name_;
+  int64_t running_number_ = 0;
   bool wake_ = false;
   bool closing_ = false;
   std::map<int64_t, std::string> failures_;  // of calls that may still be waited for

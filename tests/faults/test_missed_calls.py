@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
 
 import symm_cp
 from symm_cp import tuning
@@ -30,13 +31,24 @@ def at_once(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
+def in_background(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    gathered = funcol.wait_tensor(OPS._low_contention_all_gather(x, group.group_name))
+    return gathered.view(group.size(), -1).sum(0)
+
+
+def by_torch(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(x, group=group)
+    return x
+
+
 def misses(
     group: dist.ProcessGroup,
     call: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor],
     missed_by: dict[int, list[int]],
 ) -> list[int]:
     """Returns which of the calls failed; those that worked are right."""
-    own = dist.new_group(list(range(group.size())))
+    backend = "symm_cp" if call is by_torch else None
+    own = dist.new_group(list(range(group.size())), backend=backend)
     failed, W = [], own.size()
     call(torch.ones(5), own)
     begin = time.monotonic()
@@ -54,7 +66,7 @@ def misses(
     return failed
 
 
-@pytest.mark.parametrize("call", [by_steps, at_once])
+@pytest.mark.parametrize("call", [by_steps, at_once, in_background, by_torch])
 @pytest.mark.parametrize(
     ("world_size", "missed_by"),
     some(
@@ -83,5 +95,46 @@ def test_a_missed_call_does_not_shift_all_that_follow(
         made = set(range(CALLS)) - set(missed_by.get(rank, []))
         assert missed & made <= set(failed) <= may_fail, of_ranks
     # A call works on all ranks that make it, or on none.
+    for number in set(range(CALLS)) - missed:
+        assert len({number in failed for failed in of_ranks}) == 1, of_ranks
+
+
+def misses_one_of_several(group: dist.ProcessGroup, missed_by: dict[int, list[int]]) -> list[int]:
+    """Starts calls in the background, three at a time, and returns which of them failed."""
+    own = dist.new_group(list(range(group.size())))
+    failed, W = [], own.size()
+    in_background(torch.ones(5), own)
+    begin = time.monotonic()
+    for first in range(0, CALLS, 3):
+        made = set(range(first, first + 3)) - set(missed_by.get(own.rank(), []))
+        started = {
+            number: OPS._low_contention_all_gather(
+                torch.full((10 + number,), float(number)), own.group_name
+            )
+            for number in sorted(made)
+        }
+        for number, gathered in started.items():
+            try:
+                found = funcol.wait_tensor(gathered)
+            except RuntimeError:
+                failed.append(number)
+            else:
+                assert found.tolist() == [number] * W * (10 + number)
+    assert time.monotonic() - begin < patient(10)
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("world_size", "missed_by"),
+    some((2, {0: [3]}), of=[(2, {0: [3]}), (2, {1: [4], 0: [8]}), (3, {2: [5]}), (3, {0: [2, 3]})]),
+)
+def test_a_missed_call_before_others_that_have_started(
+    ranks: Ranks, world_size: int, missed_by: dict[int, list[int]]
+) -> None:
+    missed = {number for numbers in missed_by.values() for number in numbers}
+    of_ranks = ranks.run(world_size, misses_one_of_several, missed_by)
+    for rank, failed in enumerate(of_ranks):
+        may_fail = {number + more for number in missed for more in range(len(missed) + 1)}
+        assert missed - set(missed_by.get(rank, [])) <= set(failed) <= may_fail, of_ranks
     for number in set(range(CALLS)) - missed:
         assert len({number in failed for failed in of_ranks}) == 1, of_ranks

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 import symm_cp
 from symm_cp.context_parallel.load_balancers import LoadBalancer
@@ -71,6 +72,39 @@ def attend(group: dist.ProcessGroup) -> None:
 def test_queries_of_another_sequence(ranks: Ranks, world_size: int) -> None:
     """How many each rank holds, the ranks tell each other where nothing else says it."""
     ranks.run(world_size, attend)
+
+
+def attend_over_mesh(group: dist.ProcessGroup) -> None:
+    """The ranks of a column tell each other how many queries they hold, then those of a row."""
+    rank, size = group.rank(), group.size()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "keys"))
+    for of_queries, of_keys in (*LENGTHS[size], ([1, 7, 4, 0], [3, 3, 3, 3])):
+        queries, keys, values = (
+            shards(lengths, 4, seed) for seed, lengths in enumerate((of_queries, of_keys, of_keys))
+        )
+        whole = [torch.cat(t, 2).requires_grad_() for t in (queries, keys, values)]
+        expected = F.scaled_dot_product_attention(*whole)
+        expected.square().sum().backward()
+        balancer = LoadBalancer(SequenceLayout(size, tuple(range(size)), tuple(of_keys)))
+        for method in (("ulysses", "allgather"), ("allgather", "ulysses")):
+            own = [t[rank].clone().requires_grad_() for t in (queries, keys, values)]
+            out = symm_cp.all_gather_attention(
+                *own, group=mesh, load_balancer=balancer, method=method
+            )
+            case = f"{of_queries} {of_keys} {method}"
+            torch.testing.assert_close(out, expected.split(of_queries, 2)[rank], msg=case)
+            out.square().sum().backward()
+            for mine, whole_of, lengths in zip(
+                own, whole, (of_queries, of_keys, of_keys), strict=True
+            ):
+                assert whole_of.grad is not None
+                torch.testing.assert_close(
+                    mine.grad, whole_of.grad.split(lengths, 2)[rank], msg=case
+                )
+
+
+def test_queries_of_another_sequence_over_a_mesh(ranks: Ranks) -> None:
+    ranks.run(4, attend_over_mesh)
 
 
 def attend_in_context(group: dist.ProcessGroup) -> None:

@@ -12,11 +12,11 @@ from symm_cp.commands.demo.decoding import options as decoding_options
 from symm_cp.commands.demo.decoding.options import (
     DTYPES,
     HEAD_DIMS,
-    check_json,
     in_units,
     with_defaults,
     world_size,
 )
+from symm_cp.parsing import add_json
 from symm_cp.ranks import add_rendezvous, positive
 
 if TYPE_CHECKING:  # `symm-cp --help` does without
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and batches (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="also write all losses and times to this file")
+    add_json(parser, "all losses and times")
     add_rendezvous(parser)
 
 
@@ -135,7 +135,6 @@ def check(
     text, name = read_text(arguments.text)
     if len(text) <= seq:
         raise ValueError(f"{name} has {len(text)} bytes: --seq {seq} requires at least {seq + 1}")
-    check_json(arguments.json)
     return DemoOptions(
         ranks=ranks,
         cp=cp,

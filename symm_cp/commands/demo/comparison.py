@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, dataclass
 
@@ -19,7 +18,7 @@ from symm_cp.commands.harness.paired import (
     ratio,
     threads_of_name,
 )
-from symm_cp.trusted import write_output
+from symm_cp.parsing import STDOUT, write_json
 
 #: The widest interval of the ratio of the fused step's time to the compute alone that is certain: a
 #: wider limit ends the demo on noisy figures, a narrower one takes more steps than most users wait.
@@ -148,9 +147,10 @@ def _time_lines(result: Result) -> list[str]:
 
 
 def show(result: Result) -> None:
-    """Prints the table, and writes the JSON file, if any."""
-    print("\n".join(_lines(result)), flush=True)
+    """Prints the table, and writes or prints the JSON, if asked."""
     path = result.options.json
+    if path != STDOUT:
+        print("\n".join(_lines(result)), flush=True)
     if path is not None:
         report = {
             "agree": result.agree(),
@@ -160,4 +160,4 @@ def show(result: Result) -> None:
             "seconds": result.seconds,
             "tolerance": result.tolerance(),
         }
-        write_output(path, json.dumps(report, indent=1) + "\n")
+        write_json(path, report)

@@ -7,12 +7,13 @@ from functools import lru_cache
 
 import torch
 
-from symm_cp.cuda import has_streams
 from symm_cp.group.hosts import numbers_of_all
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys, must_count_keys
-from symm_cp.ops.attention.methods import Method
+from symm_cp.ops.attention.mesh_calls import propagates_failure
+from symm_cp.ops.attention.methods import Grid, Method
 from symm_cp.ops.attention.options import Options
+from symm_cp.ops.common import group_of
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 
 
@@ -63,11 +64,8 @@ def spread_of_queries(
     if options.layouts is not None:
         known += decoded(op, options.layouts, group.world_size)
     method = Method.of(op, options)
-    if method.grid is not None or (method.name != "auto" and has_streams(query.device)):
-        # Over a mesh a rank that refuses a call tells those of its row and column, who would not
-        # hear it here. On streams hosts should not wait for each other, if a choice needs it not.
-        held = [layout for layout in known if layout.lengths[group.rank] == rows]
-        return held[0] if held else sequential(rows * group.world_size, group.world_size)
+    if method.grid is not None:
+        return _queries_over(method.grid, op, group, rows, known)
     return _layout_told(op, group, "queries", rows, known)
 
 
@@ -89,6 +87,31 @@ def keys_held(
     ranks = group.world_size
     found = layout_of_keys(op, known, rows, group.rank, ranks, head_tail, ordered=ordered)
     return sequential(rows[1] * ranks, ranks) if found is None else found
+
+
+def _queries_over(
+    grid: Grid, op: str, group: Group, rows: int, known: Sequence[SequenceLayout]
+) -> SequenceLayout:
+    """Returns how queries are spread over this rank's column, and how many each column has.
+
+    The ranks of a column and then those of a row tell each other, because these two groups hear
+    of a rank that refuses the call. What one rank of another column holds, nobody here needs: its
+    first rank stands for all of them. Collective.
+    """
+    name, own = f"{op}: numbers of queries", grid.columns[grid.column_of(group.rank)]
+    with propagates_failure(grid.keys, calling=grid.heads, mesh=True):
+        counts = [count for (count,) in numbers_of_all(group_of(grid.heads), name, [rows])]
+    with propagates_failure(grid.heads, calling=grid.keys, mesh=True):
+        sums = [total for (total,) in numbers_of_all(group_of(grid.keys), name, [sum(counts)])]
+    for layout in known:
+        of_columns = [sum(layout.lengths[rank] for rank in column) for column in grid.columns]
+        if of_columns == sums and [layout.lengths[rank] for rank in own] == counts:
+            return layout
+    lengths = dict(zip(own, counts, strict=True))
+    for column, total in zip(grid.columns, sums, strict=True):
+        if column != own:
+            lengths[column[0]] = total
+    return _layout_with([lengths.get(rank, 0) for rank in range(group.world_size)], ())
 
 
 def _layout_told(

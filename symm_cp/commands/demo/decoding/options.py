@@ -83,12 +83,6 @@ def world_size(ranks: int | None, default: int, environment: Mapping[str, str] |
     return started
 
 
-def check_json(path: Path | None) -> None:
-    """Raises `ValueError` if the folder of a file to write does not exist."""
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"--json {path}: folder {path.parent} does not exist")
-
-
 def check(
     arguments: argparse.Namespace, environment: Mapping[str, str] | None = None
 ) -> DecodeOptions:
@@ -106,7 +100,6 @@ def check(
             raise ValueError(f"--config {arguments.config}: no such file")
     arguments = with_defaults(arguments, _DEFAULTS)
     ranks = world_size(arguments.ranks, 2, environment)
-    check_json(arguments.json)
     return DecodeOptions(
         ranks=ranks,
         compile=arguments.compile,

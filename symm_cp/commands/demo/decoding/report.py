@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from symm_cp.commands.harness.paired import (
     ratio,
     threads_of_name,
 )
-from symm_cp.trusted import write_output
+from symm_cp.parsing import STDOUT, write_json
 
 #: Of the steps after the prompt: the first compiles or allocates workspaces, the next ones warm up.
 WARM_UP = 3
@@ -157,9 +156,10 @@ def _ms(seconds: float) -> str:
 
 
 def show(result: DecodeResult) -> None:
-    """Prints the result, and writes the JSON file, if any."""
-    print("\n".join(_lines(result)), flush=True)
+    """Prints the result, and writes or prints the JSON, if asked."""
     path = result.options.json
+    if path != STDOUT:
+        print("\n".join(_lines(result)), flush=True)
     if path is not None:
         spread = [n for n in result.seconds if not (is_dense(n) or n == COMPUTE)]
         report = {
@@ -171,4 +171,4 @@ def show(result: DecodeResult) -> None:
             "seconds": result.seconds,
             "timed": {name: result.timed(name) for name in result.seconds},
         }
-        write_output(path, json.dumps(report, indent=1) + "\n")
+        write_json(path, report)

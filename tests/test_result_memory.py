@@ -474,6 +474,7 @@ def results_of_ops(group: dist.ProcessGroup) -> dict[str, list[torch.Tensor]]:
 
 
 def not_pooled(group: dist.ProcessGroup) -> list[str]:
+    gc.collect()  # what earlier functions have left in this process
     before = in_use()
     found = results_of_ops(group)
     wrong = [

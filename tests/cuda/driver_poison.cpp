@@ -3,18 +3,27 @@
 // the block is filled with NaN when the stream gets there. Whoever reads it later, in another
 // stream, computes with NaN; and whoever writes to it is found when it leaves the quarantine.
 //
+// oneDNN's tensors are freed by whatever allocator is in use then, not by the one that made them.
+// So either allocator frees the blocks of the other: what this one knows of its blocks lies in a
+// table.
+//
 // Fresh memory is NaN as well. Blocks that are allocated while a thread has it so are counted:
 // those of a graph's pool, while torch warms the graph up.
 #include <c10/core/CPUAllocator.h>
+#include <malloc.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <string>
+#include <unordered_map>
 
 extern "C" {
 void* simulated_owning_stream();
@@ -29,21 +38,48 @@ constexpr size_t kAlign = 64;
 constexpr size_t kQuarantine = size_t{64} << 20;
 constexpr size_t kBlocks = 20000;
 
-struct Header {  // lies in front of the block
-  size_t bytes;
-  void* owner;
-  bool pooled;
+struct Block {
+  size_t bytes = 0;
+  void* owner = nullptr;
+  bool pooled = false;
 };
-static_assert(sizeof(Header) <= kAlign);
 
-Header& header(void* data) { return *reinterpret_cast<Header*>(static_cast<char*>(data) - kAlign); }
+struct Blocks {
+  std::mutex mutex;
+  std::unordered_map<void*, Block> of;
+
+  void add(void* data, const Block& block) {
+    std::lock_guard<std::mutex> lock(mutex);
+    of[data] = block;
+  }
+  std::optional<Block> take(void* data) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = of.find(data);
+    if (found == of.end()) return std::nullopt;
+    const Block block = found->second;
+    of.erase(found);
+    return block;
+  }
+};
+Blocks& blocks() {
+  static Blocks* it = new Blocks;
+  return *it;
+}
+
+// Less than it was given where the other allocator has freed that, and given the address again.
+size_t bytes_at(void* data, size_t bytes) { return std::min(bytes, malloc_usable_size(data)); }
 
 thread_local bool pooling = false;
 std::atomic<int64_t> pooled{0};  // blocks
 
+struct Freed {
+  void* data;
+  size_t bytes;
+};
+
 struct Quarantine {
   std::mutex mutex;
-  std::deque<void*> blocks;
+  std::deque<Freed> blocks;
   size_t bytes = 0;
   std::string failures;
 };
@@ -54,9 +90,8 @@ Quarantine& quarantine() {
 
 // With the lock held.
 void release_first(Quarantine& it) {
-  void* data = it.blocks.front();
+  const auto [data, bytes] = it.blocks.front();
   it.blocks.pop_front();
-  const size_t bytes = header(data).bytes;
   it.bytes -= bytes;
   const auto* at = static_cast<unsigned char*>(data);
   for (size_t i = 0; i < bytes; ++i) {
@@ -71,22 +106,29 @@ void release_first(Quarantine& it) {
     it.failures += line;
     break;
   }
-  std::free(static_cast<char*>(data) - kAlign);
+  std::free(data);
 }
 
-void poison(void* data) {
-  std::memset(data, kPattern, header(data).bytes);
+void poison(const Freed& block) {
+  std::memset(block.data, kPattern, block.bytes);
   Quarantine& it = quarantine();
   std::lock_guard<std::mutex> lock(it.mutex);
-  it.blocks.push_back(data);
-  it.bytes += header(data).bytes;
+  it.blocks.push_back(block);
+  it.bytes += block.bytes;
   while (it.bytes > kQuarantine || it.blocks.size() > kBlocks) release_first(it);
 }
 
 void free_block(void* data) {
   if (data == nullptr) return;
-  if (header(data).pooled) --pooled;
-  simulated_when_passed(header(data).owner, poison, data);
+  const auto block = blocks().take(data);
+  if (!block) return std::free(data);
+  if (block->pooled) --pooled;
+  auto* freed = new Freed{data, bytes_at(data, block->bytes)};
+  const auto passed = [](void* given) {
+    const std::unique_ptr<Freed> freed(static_cast<Freed*>(given));
+    poison(*freed);
+  };
+  simulated_when_passed(block->owner, passed, freed);
 }
 
 class PoisoningAllocator final : public c10::Allocator {
@@ -94,10 +136,9 @@ class PoisoningAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, nullptr, free_block, c10::Device(c10::kCPU)};
     const size_t rounded = (bytes + kAlign - 1) / kAlign * kAlign;
-    auto* start = static_cast<char*>(std::aligned_alloc(kAlign, rounded + kAlign));
-    if (start == nullptr) throw std::bad_alloc();
-    void* data = start + kAlign;
-    header(data) = {bytes, simulated_owning_stream(), pooling};
+    void* data = std::aligned_alloc(kAlign, rounded);
+    if (data == nullptr) throw std::bad_alloc();
+    blocks().add(data, {bytes, simulated_owning_stream(), pooling});
     pooled += pooling;
     std::memset(data, kPattern, bytes);
     return {data, data, free_block, c10::Device(c10::kCPU)};

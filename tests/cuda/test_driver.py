@@ -204,16 +204,20 @@ def test_loading_a_kernel_waits_for_all_streams_and_locks_the_context(driver: Dr
     stream, other, word = driver.stream(), driver.stream(), driver.word()
     driver.value(WAIT, stream, word)
     loads = threading.Thread(target=machine().library.simulated_load)
+    loads.start()
     asked = threading.Event()
 
     def ask() -> None:
         driver.library.cuStreamQuery(ctypes.c_void_p(other))
         asked.set()
 
-    loads.start()
-    time.sleep(0.05)
-    threading.Thread(target=ask).start()
-    assert not asked.wait(0.1)
+    end = time.monotonic() + 10
+    while True:  # until the thread that loads has the lock
+        asked.clear()
+        threading.Thread(target=ask).start()
+        if not asked.wait(0.1):
+            break
+        assert time.monotonic() < end
     assert loads.is_alive()
     ctypes.c_uint32.from_address(word).value = 1
     assert asked.wait(10)
@@ -407,7 +411,11 @@ def test_a_copy_to_memory_that_was_freed_is_found() -> None:
             if kept:
                 made.used_by_copies("sync", target)
             del target
-            time.sleep(0.05)  # for the caller's stream, which may use the memory again
+            # The caller's stream may use the memory again, unless it has to wait for the copy.
+            if kept:
+                time.sleep(0.05)
+            else:
+                made.library.simulated_drain(made.current_stream())
             may_go_on.set()
 
     kept = False
@@ -415,6 +423,19 @@ def test_a_copy_to_memory_that_was_freed_is_found() -> None:
         copy_to_freed()
     kept = True
     copy_to_freed()
+
+
+def test_either_allocator_frees_what_the_other_has_allocated() -> None:
+    """oneDNN's tensors are freed by the allocator that is in use then."""
+    for _ in range(20):
+        before = torch.randn(64, 64).to_mkldnn()
+        with simulation(poison=True):
+            del before
+            during = [torch.randn(size, 64).to_mkldnn() for size in (1, 30, 200)]
+        after = torch.randn(64, 64).to_mkldnn()
+        del during
+        with simulation(poison=True):
+            del after
 
 
 def test_one_signal_of_a_group_waits_for_that_of_another_stream() -> None:

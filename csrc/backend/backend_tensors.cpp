@@ -144,6 +144,8 @@ void check_dense(const char* op, const char* argument, const at::Tensor& tensor)
   TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided, op, ": ", argument,
                               " must be dense, not ", tensor.layout(),
                               "; use its to_dense(), or a group of backend gloo");
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor.is_nested() && !tensor.is_quantized(), op, ": ", argument,
+                              " must be dense, not ", tensor.is_nested() ? "nested" : "quantized");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), op, ": ", argument, " must be on the CPU, not on ",
                     tensor.device());
   kernels::check_memory(op, argument, tensor);

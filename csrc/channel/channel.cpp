@@ -61,11 +61,18 @@ bool Channel::begin(Call& call, bool movable) {
     reach_ = -1;
   } else {
     wait_for_failed_call(call);
+    forget_failures_before(call);
     next = agree_on_call(call, movable);
   }
   begun_epoch_ = call.epoch;
   digest_ = next ? call.digest : 0;
+  in_step_ = call.in_step;
   return next;
+}
+
+void Channel::forget_failures_before(const Call& call) {
+  for (size_t i = 0; i < failed_.size(); ++i)
+    if (failed_in_step_[i] < call.in_step) failed_[i] = 0;
 }
 
 void Channel::wait_for_failed_call(Call& call) {
@@ -169,6 +176,8 @@ void Channel::fail(uint32_t epoch, const std::string& cause, const CallSite* oth
   if (failed_epoch_ != epoch) {  // not told again of the same
     std::rotate(failed_.begin(), failed_.end() - 1, failed_.end());
     failed_.front() = epoch == begun_epoch_ ? digest_ : 0;
+    std::rotate(failed_in_step_.begin(), failed_in_step_.end() - 1, failed_in_step_.end());
+    failed_in_step_.front() = in_step_;
   }
   failed_epoch_ = epoch;
   Probe& probe = Probe::instance();

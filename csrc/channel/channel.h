@@ -10,7 +10,9 @@
 // A rank may have missed a call that its peers made and aborted: from then on its calls have the
 // numbers of other calls of the peers. So ranks on which a call failed compare their next calls and
 // the calls that failed before. A rank whose next call has already failed on a peer is behind, and
-// fails that call, too; the others take the next number. Model: tests/model/agreement.pml.
+// fails that call, too; the others take the next number. Calls that failed before a call of the
+// other channel that worked prove nothing: ranks were in step since. Model:
+// tests/model/agreement.pml.
 #pragma once
 
 #include <array>
@@ -39,6 +41,7 @@ struct Call {
   uint32_t pieces = 1;  // that this rank has to give or take
   uint64_t digest = 0;  // of the name, see digest_of
   int64_t bytes = 0;    // that it gives to every rank
+  int64_t in_step = 0;  // see Group::in_step
 };
 
 // FNV-1a.
@@ -107,6 +110,7 @@ class Channel {
   Record& record(int rank, uint32_t epoch) const;
   Failure& failure(int rank, uint32_t epoch) const;
   bool entered(int peer, uint32_t epoch) const;
+  void forget_failures_before(const Call& call);
   void wait_for_failed_call(Call& call);
   // False when the call must take the next number.
   bool agree_on_call(Call& call, bool movable);
@@ -134,9 +138,11 @@ class Channel {
   // The last call that this rank failed, until its peers have entered it.
   uint32_t failed_epoch_ = 0;
   uint32_t begun_epoch_ = 0;                          // of the call that began last
-  uint64_t digest_ = 0;                               // and its digest
+  uint64_t digest_ = 0;                               // its digest
+  int64_t in_step_ = 0;                               // see Call; likewise
   std::array<uint64_t, Standing::kFailed> failed_{};  // see Standing
-  int64_t reach_ = -1;                                // see Standing
+  std::array<int64_t, Standing::kFailed> failed_in_step_{};
+  int64_t reach_ = -1;  // see Standing
   std::map<int64_t, std::weak_ptr<Mapping>> in_place_;
   SlotStores slot_stores_;
 };

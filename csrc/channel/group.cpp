@@ -61,13 +61,16 @@ bool Workspace::begins_at_once(int64_t slot_bytes) const {
 Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& call_name,
                       std::chrono::milliseconds timeout) {
   group_.check_owned(call_name);
+  const int64_t in_step = group_.in_step(index_, number);
   number = group_.moved(index_, number);
   Call call{number, static_cast<uint32_t>(number - base_), call_name.substr(0, kMaxCallName),
             Place::kSlot, group_.budget(timeout)};
   call.digest = digest_of(call.call_name);
+  call.in_step = in_step;
   group_.set_entered(index_, number);
   last_ = number;
   if (channel_ != nullptr) agree_with_peers(call);
+  if (index_ == kSync) group_.set_sync_failed(false);
   if (serves(call.number, slot_bytes)) return call;
   // All ranks make new memory for this call, or one of them makes another call.
   if (channel_ != nullptr) channel_->agree_to_replace(call);
@@ -161,6 +164,7 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
 
 void Workspace::fail(int64_t number, const std::string& cause, const CallSite* other) {
   if (!group_.owned()) return;
+  if (index_ == kSync) group_.set_sync_failed(true);
   number = std::max(group_.moved(index_, number), last_);
   group_.set_entered(index_, number);
   last_ = number;
@@ -218,6 +222,10 @@ int64_t Group::next(int index, bool by_user) {
   }
   const int64_t number = board().made(index) + 1;
   ordinal_of(index, number) = board().made(kSync) + board().made(kAsync) + 1;
+  if (index == kAsync) {
+    if (!sync_failed_) last_in_step_ = board().made(kSync);
+    in_step_[static_cast<size_t>(number) % kOrdinals] = last_in_step_;
+  }
   board().set_made(index, number);
   return number;
 }

@@ -104,6 +104,14 @@ class Group {
   void move(int index, int64_t number);
   // As which number a call runs that got `number` from `next`. Asked in the order of the calls.
   int64_t moved(int index, int64_t number);
+  // For a call in the background: the number of a call on the channel `sync` that worked before it,
+  // the last where none has failed since. Calls with a smaller one were made before the ranks were
+  // in step there. 0 for other calls.
+  int64_t in_step(int index, int64_t number) const {
+    return index == kAsync ? in_step_[static_cast<size_t>(number) % kOrdinals].load() : 0;
+  }
+  // Whether the last call on the channel `sync` has failed.
+  void set_sync_failed(bool failed) { sync_failed_ = failed; }
   // How many calls of a channel have begun.
   int64_t made(int index) const { return board().made(index); }
   // The peers, once they are known.
@@ -184,6 +192,9 @@ class Group {
   Workspace workspaces_[kChannels];
   static constexpr size_t kOrdinals = 1024;
   std::atomic<int64_t> ordinals_[kChannels][kOrdinals]{};  // of the last calls
+  std::atomic<int64_t> in_step_[kOrdinals]{};              // of the last calls of kAsync
+  int64_t last_in_step_ = 0;
+  std::atomic<bool> sync_failed_{false};
   std::optional<Call> current_;
   Clock::time_point mismatch_since_[kChannels]{};  // since when a peer seems to use other memory
   std::atomic<bool> closing_{false};

@@ -138,3 +138,27 @@ def test_a_missed_call_before_others_that_have_started(
         assert missed - set(missed_by.get(rank, [])) <= set(failed) <= may_fail, of_ranks
     for number in set(range(CALLS)) - missed:
         assert len({number in failed for failed in of_ranks}) == 1, of_ranks
+
+
+def differs_after_a_call_that_works(group: dist.ProcessGroup) -> list[str]:
+    """The second call of rank 0 is the first one of rank 1, and yet nobody has missed a call."""
+    own = dist.new_group(list(range(group.size())))
+    in_background(torch.ones(5), own)
+    texts = []
+    for size in ((3, 5), (5, 7), (7, 3), (9, 9)):
+        begin = time.monotonic()
+        try:
+            found = in_background(torch.ones(size[own.rank()]), own)
+        except RuntimeError as error:
+            texts.append(str(error))
+        else:
+            assert found.tolist() == [2.0] * 9
+        assert time.monotonic() - begin < patient(5)
+        assert at_once(torch.ones(2), own).tolist() == [2.0, 2.0]
+    return texts
+
+
+def test_a_call_that_works_says_that_none_was_missed(ranks: Ranks) -> None:
+    for texts in ranks.run(2, differs_after_a_call_that_works):
+        assert len(texts) == 3
+        assert all("ranks disagree" in text for text in texts)

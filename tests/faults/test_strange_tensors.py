@@ -179,10 +179,13 @@ def _is_told(case: Given) -> bool:
     )
 
 
-#: What torch's front end of collectives hands on as it is. A tensor that is conjugated or negated
-#: by a bit it replaces by a copy, to which the result is written: with any backend.
+#: What torch's front end of collectives hands on; those without dense memory thanks to kernels that
+#: the backend has for them (csrc/backend/without_memory.cpp). Lists of several dtypes it refuses.
+#: A tensor that is conjugated or negated by a bit it replaces by a copy, to which the result is
+#: written: with any backend.
 BY_THE_BACKEND = (
     "deleted", "shrunk", "lazy_clone", "inference", "expanded", "overlapping", "spread",
+    "nested", "sparse", "sparse_hybrid", "csr", "csc", "bsr", "mkldnn",
 )  # fmt: skip
 
 

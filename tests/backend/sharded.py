@@ -108,6 +108,41 @@ def hsdp() -> Results:
     return sharded
 
 
+def fsdp_training() -> Results:
+    """Accumulation, frozen and tied parameters, prefetching, other divisors, clipped gradients."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (size,))
+    alone, model = (nn.Sequential(*(FeedForward(7) for _ in range(3))) for _ in range(2))
+    model.load_state_dict(alone.state_dict())
+    for each in (alone, model):
+        each[2].up.weight = each[1].up.weight
+        each[0].norm.requires_grad_(False)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard([model[1], model[2]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    for each in (model, model[0], model[1]):  # not those below it
+        each.set_force_sum_reduction_for_comms(True)
+        each.set_gradient_divide_factor(2.0 * size)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, foreach=True) for m in (alone, model)]
+    norms = []
+    for _ in range(STEPS):
+        micro = torch.randn(2, size, 3, 7)
+        for last, x in enumerate(micro):
+            model.set_requires_gradient_sync(bool(last))
+            model.set_reshard_after_backward(bool(last))
+            model(x[rank]).square().mean().backward()
+            (alone(x.flatten(0, 1)).square().mean() / 2).backward()
+        for each, optimizer in zip((alone, model), optimizers, strict=True):
+            norm = nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(norms[::2], norms[1::2], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole_state(model), dict(alone.state_dict()), rtol=1e-3, atol=1e-4)
+    return whole_state(model)
+
+
 # --- Redistribution ---
 
 
@@ -374,6 +409,7 @@ ALL: dict[str, Callable[[], Results]] = {
     for function in (
         fsdp,
         fsdp_mixed_precision,
+        fsdp_training,
         hsdp,
         redistribute_1d,
         redistribute_2d,

@@ -17,11 +17,13 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp.testing import Place, Ranks, say
 from tests.backend import programs, sharded
+from tests.backend.test_collectives import multiplied
 from tests.backend.test_programs import compare
 from tests.exhaustive import exhaustive, some
 from tests.hosts.fabric import fabric
 
 BACKEND = "symm_cp"
+Op = dist.ReduceOp
 #: The host of each rank.
 SPREADS = pytest.mark.parametrize("hosts", some("0011", of=["0011", "0101", "0123", "012", "01"]))
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
@@ -55,11 +57,11 @@ def inputs(W: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Ten
 
 def total(values: list[torch.Tensor], op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     stacked, dtype = torch.stack(values), values[0].dtype
-    if op == dist.ReduceOp.MAX:
+    if op == Op.MAX:
         return stacked.amax(0)
     wide = stacked.to(torch.complex128)
-    result = wide.prod(0) if op == dist.ReduceOp.PRODUCT else wide.sum(0)
-    if op == dist.ReduceOp.AVG:
+    result = wide.prod(0) if op == Op.PRODUCT else wide.sum(0)
+    if op == Op.AVG:
         result = result / len(values)
     if dtype is torch.bool:
         return result.real > 0
@@ -67,10 +69,10 @@ def total(values: list[torch.Tensor], op: dist.ReduceOp.RedOpType) -> torch.Tens
 
 
 def reductions(dtype: torch.dtype) -> list[dist.ReduceOp.RedOpType]:
-    ops = [dist.ReduceOp.SUM]
+    ops = [Op.SUM]
     if not dtype.is_complex:
-        ops += [dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX]
-    return [*ops, dist.ReduceOp.AVG] if dtype.is_floating_point else ops
+        ops += [Op.PRODUCT, Op.MAX]
+    return [*ops, Op.AVG] if dtype.is_floating_point else ops
 
 
 def reduce(span: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -143,6 +145,24 @@ def sum_sparse(span: dist.ProcessGroup) -> None:
         assert torch.equal(x.to_dense(), expected)
 
 
+def sum_multiplied(span: dist.ProcessGroup) -> None:
+    """Each rank multiplies by a factor of its own first, as FSDP2 has NCCL do."""
+    rank, W = span.rank(), span.size()
+    op, factors = multiplied(0.5**rank), [0.5**each for each in range(W)]
+    xs = [8.0 * x for x in inputs(W, (W, 3, 5), torch.float32)]
+    expected = total([x * factor for x, factor in zip(xs, factors, strict=True)], Op.SUM)
+    mine = xs[rank].clone()
+    dist.all_reduce(mine, op, span)
+    assert torch.equal(mine, expected)
+    out = torch.empty(3, 5)
+    dist.reduce_scatter(out, list(xs[rank]), op, span)
+    assert torch.equal(out, expected[rank])
+    several = [xs[rank].clone(), xs[rank][0].clone()]
+    dist.all_reduce_coalesced(several, op, span)
+    assert torch.equal(several[0], expected)
+    assert torch.equal(several[1], expected[0])
+
+
 def collectives(group: dist.ProcessGroup, hosts: str) -> None:
     with spanning(group, hosts) as span:
         assert span._get_backend(torch.device("cpu")).name() == BACKEND
@@ -153,6 +173,7 @@ def collectives(group: dist.ProcessGroup, hosts: str) -> None:
         reduce(span, (513, 400), torch.float32)  # in several messages and pieces
         move(span, (700, 1000), torch.float32)
         sum_sparse(span)
+        sum_multiplied(span)
 
 
 @SPREADS

@@ -26,12 +26,12 @@ def available() -> torch.device | None:
 
 
 def index_of(device: torch.device) -> int:
-    """Returns the index of a device: that of the current one where `device` has none."""
+    """Returns the index of a device; the current device's index where `device` has none."""
     return int(_ask(device, "current_device")) if device.index is None else device.index
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Returns a device with an index: that of the current one where it has none; a CPU as it is."""
+    """Returns a device with an index, the current device's where it has none; a CPU as it is."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, index_of(device))

@@ -122,7 +122,7 @@ def _quietly(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not _has_no_reader():
             raise
-        # What is left in buffers would fail again at the end of the process.
+        # Buffered output would fail again at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
 

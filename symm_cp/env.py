@@ -66,7 +66,7 @@ def build_dir() -> Path:
 
 
 def timeout_ms() -> int:
-    """Returns the time-out of waits in milliseconds; 0 stands for that of the group."""
+    """Returns the time-out of waits in milliseconds; 0 stands for the group's time-out."""
     text = os.environ.get("SYMM_CP_TIMEOUT_MS", "0")
     if not text.isdigit():
         raise ValueError(

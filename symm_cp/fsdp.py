@@ -16,7 +16,7 @@ patterns BACKGROUND_ALL_GATHER and BACKGROUND_REDUCE_SCATTER in place). Buffers 
 collectives as long as the model lives: as many as there are all-gathers under way at a time (one,
 or the number of modules that are prefetched), and as many for reduce-scatters as
 `set_reduce_scatter_max_input_buffers` says (one by default), each as large as the largest group of
-parameters, unsharded. The peak is about that of FSDP2 alone, which allocates the same buffers
+parameters, unsharded. The peak is about as high as FSDP2's alone, which allocates the same buffers
 whenever it needs them; but these stay allocated between steps.
 
 *Order.* Ranks agree on which collectives they make, not on which buffer they use: a peer is told
@@ -246,7 +246,7 @@ class _Scatter(ReduceScatter):
         return None
 
     def _end_backward(self) -> None:
-        """Waits for what is under way, and leaves ordinary gradients."""
+        """Waits for transfers under way, and leaves ordinary gradients."""
         self.in_flight.wait()
         param_group = self._param_group()
         for fsdp_param in () if param_group is None else param_group.fsdp_params:

@@ -165,7 +165,7 @@ def _followed(
 
 
 class _Loader(Loader):
-    """Another loader, and what is called around it."""
+    """Another loader, and functions called around it."""
 
     def __init__(self, of: Loader, begin: Callable[[], None], end: Callable[[bool], None]) -> None:
         self._of, self._begin, self._end = of, begin, end

@@ -25,7 +25,7 @@ class Wheel(bdist_wheel):
 
 
 class Source(sdist):
-    """A source distribution of what is installed, without the tests.
+    """A source distribution of the installed files, without the tests.
 
     Setuptools would add the files of tests/ whose names begin with test, but neither the folders
     nor the modules that they need.

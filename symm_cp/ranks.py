@@ -203,7 +203,7 @@ def run_limited(
 ) -> list[int | None]:
     """Runs ranks for a number of seconds at most, with these variables in their environment.
 
-    Returns their exit codes: None for those that were killed because the time was over. What they
+    Returns their exit codes: None for ranks killed because the time was over. What they
     print goes to stderr. Ends a little later at most, also when a rank cannot be killed.
     """
     deadline = time.monotonic() + seconds

@@ -77,7 +77,7 @@ class Choice:
         return f"{self.way} ({self.source}{f'; simulated: {times}' if times else ''})"
 
 
-#: What is small is not asked about.
+#: Smaller work is not asked about.
 IN_ONE_CALL = Choice("whole", "small: one native call")
 
 
@@ -212,7 +212,7 @@ def _force(ways: dict[tuple[str, ...], str]) -> None:
     global _forced
     _forced = ways
     with contextlib.suppress(native.BuildError):  # then there is no native kernel either
-        # It would take what is small before this module is asked for a way.
+        # It would take small work before this module is asked for a way.
         library = native.load()
         library.symm_cp_serve_few_rows(WAYS not in ways)
         library.symm_cp_serve_few_tokens(ATTENTION_WAYS not in ways)

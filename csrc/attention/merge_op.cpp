@@ -19,7 +19,8 @@ Rows rows_of(const at::Tensor& tensor, const void* data) {
 
 // out (B, H, S, E) and lse (B, H, S) take in attention over more keys, `part` and `part_lse`, in
 // place. Any strides, but each row of features is contiguous. Both lse are float32, for float64
-// parts float64; `out` has the dtype of lse, or that of the parts when they are merged only once.
+// parts float64; `out` has the dtype of lse, or the dtype of the parts when they are merged only
+// once.
 void merge_attention(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& part,
                      const at::Tensor& part_lse) {
   TORCH_CHECK(out.sizes() == part.sizes() && lse.sizes() == part_lse.sizes(),

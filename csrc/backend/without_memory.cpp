@@ -1,7 +1,7 @@
-// Collectives of tensors without dense memory: torch has no kernels for their dispatch keys, and
-// would refuse a call before its backend knew of it, whose peers then waited for their time-out.
-// Groups of the backend symm_cp get such calls, refuse them, and tell the peers; others hear what
-// torch says.
+// Collectives of tensors without dense memory. torch has no kernels for their dispatch keys: it
+// refuses the call before the backend hears of it, and the peers wait until their time-out. With
+// these kernels the backend symm_cp gets the call, refuses it, and tells the peers. Groups of other
+// backends raise torch's error.
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -32,7 +32,7 @@ void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
                               "' backend.");
 }
 
-// Of messages, no peer waits for an end of the call: a receiver waits for what comes, whenever.
+// Without send and recv: a receiver waits for the next message, whichever call sends it.
 const char* const kCollectives[] = {"allreduce_",
                                     "allreduce_coalesced_",
                                     "reduce_",

@@ -102,7 +102,7 @@ class Channel {
   SlotStores& slot_stores() { return slot_stores_; }
   const Mapping& mapping() const { return *mapping_; }
   const WorkspaceLayout& layout() const { return layout_; }
-  // Tells the peers that this rank signals nothing here any more; those that wait for it throw.
+  // Tells the peers that this rank signals nothing here any more; waiting peers throw.
   void close() { mapping_->close(); }
 
  private:

@@ -82,7 +82,7 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& cal
 
 // Takes the next number as long as peers are behind: they fail calls that have failed here before.
 void Workspace::agree_with_peers(Call& call) {
-  // The lane carries out what is behind this call only afterwards.
+  // The lane carries out later calls only after this one.
   const bool movable = index_ == kAsync || group_.made(index_) == call.number;
   while (!channel_->begin(call, movable)) {
     channel_->fail(call.epoch, "rank " + text(group_.rank()) + " has gone on to " + call.call_name);

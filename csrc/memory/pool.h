@@ -9,7 +9,7 @@ namespace symm_cp {
 inline constexpr int64_t kPooledBytes = int64_t{1} << 20;
 
 // As at::empty: a contiguous tensor, uninitialised unless torch's deterministic mode fills it. A
-// large one on CPU is made of blocks, and its memory behaves like that of other tensors (it may be
+// large one on CPU is made of blocks, and its memory behaves like other tensors' memory (it may be
 // resized, moved to shared memory, viewed); its address is a multiple of 2 MiB.
 at::Tensor pooled_empty(at::IntArrayRef shape, const at::TensorOptions& options);
 

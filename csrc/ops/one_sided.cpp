@@ -1,7 +1,7 @@
 // Operations of one rank on symmetric memory: puts, gets and signals of NVSHMEM's and NCCL's forms,
 // words that kernels wait for, and the matmul that waits for them. torch has them on GPUs only.
 //
-// torch enqueues them on a stream. Here they are complete when they return; those that wait do so
+// torch enqueues them on a stream. Here they are complete when they return; waiting ops do so
 // in the calling thread, until the time-out of the group.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>

@@ -19,10 +19,10 @@ using std::chrono::milliseconds;
 constexpr size_t kBellBytes = 4096;
 constexpr uint32_t kGreeting = 0x53434d4d;  // "SCMM"
 constexpr size_t kMaxDescriptors = 3;       // ring, page, event
-constexpr milliseconds kGrace{500};         // between the end of a socket and that of its process
-constexpr milliseconds kLongestPause{50};   // between two looks into the store for a peer
-constexpr milliseconds kWatchPause{250};    // and for ranks that only need to be watched
-constexpr milliseconds kClosing{5};         // between two looks at a process that ends
+constexpr milliseconds kGrace{500};        // between the end of a socket and the end of its process
+constexpr milliseconds kLongestPause{50};  // between two looks into the store for a peer
+constexpr milliseconds kWatchPause{250};   // and for ranks that only need to be watched
+constexpr milliseconds kClosing{5};        // between two looks at a process that ends
 constexpr int kStoreAttempts = 3;
 
 std::string key_of(int rank) { return "symm_cp/messages/" + std::to_string(rank); }

@@ -1,6 +1,6 @@
 """What the ranks that share a sequence must agree on: batches, weights, and summed gradients.
 
-A program that forgets one of them trains on, with plausible losses. What is compared, and when:
+A program that forgets one of them trains on, with plausible losses. These are compared:
 
 what                                when                                          otherwise
 batches, buffers, how they are cut  whenever they are cut                         `RuntimeError`
@@ -187,7 +187,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Known:
-    """What is known of the models that run in contexts over a group."""
+    """Records of the models that run in contexts over a group."""
 
     checked: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # of those
@@ -340,7 +340,7 @@ def _compare_parameters(op: str, group: dist.ProcessGroup, known: _Known, model:
 
 
 def _record_of(parameters: Sequence[tuple[str, Any]]) -> tuple[torch.Tensor, list[list[str]]]:
-    """Returns a record of parameters, and the names of those that each of its words stands for."""
+    """Returns a record of parameters, and the names that each of its words stands for."""
     fixed, names = [0] * _SLOTS, [list[str]() for _ in range(_SLOTS)]
     device = local_part(parameters[0][1]).device
     sums = []

@@ -21,7 +21,7 @@ def averages(model: nn.Module, group: dist.ProcessGroup) -> bool:
 def parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yields the trained parameters of a model, once each, and the modules that own them.
 
-    Those that FSDP2 has gathered for a forward pass only are put back.
+    Parameters that FSDP2 has gathered for a forward pass only are put back.
     """
     seen: set[int] = set()
     for module in model.modules():

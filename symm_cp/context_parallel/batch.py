@@ -62,7 +62,7 @@ def _sum_over_ranks(
 
 
 class _GlobalMean(torch.autograd.Function):
-    """Sums shares over ranks; each rank's gradient is that of its own share."""
+    """Sums shares over ranks; each rank gets the gradient of its own share."""
 
     @staticmethod
     def forward(
@@ -85,7 +85,7 @@ class _GlobalMean(torch.autograd.Function):
 
 
 class LossReduction:
-    """Makes the loss of this rank's labels that of the whole batch, the same on all ranks.
+    """Turns the loss of this rank's labels into the whole batch's loss, the same on all ranks.
 
     The gradients of its result, summed over ranks, are those of the whole batch.
     """
@@ -411,7 +411,7 @@ def _dim_cut(
 
 
 def _matters(name: str, value: Any, seq_dim: int, balancers: Mapping[int, LoadBalancer]) -> bool:
-    """Whether all ranks must have the same: what is cut, and what belongs to the whole sequence."""
+    """Whether all ranks must have the same: tensors to cut, or of the whole sequence."""
     if not isinstance(value, torch.Tensor):
         return False
     whole = name.startswith(_WHOLE) or name.endswith("attention_mask")

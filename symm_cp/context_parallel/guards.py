@@ -78,7 +78,7 @@ class Watch:
     def saw(self, module: nn.Module, *, compiling: bool = False) -> Known | None:
         """Records that a module runs; raises `NotImplementedError` if its result would be wrong.
 
-        Returns what is known of its parts if they need no judgement when they run, but for some.
+        Returns the verdict about its parts if all but some need no judgement when they run.
         """
         if self.world_size == 1 or module in self.judged:
             return None
@@ -199,7 +199,7 @@ def check_length(balancer: LoadBalancer) -> None:
 # --- hooks -------------------------------------------------------------------------------------
 
 
-# Those that take a tensor for its shape only: `torch.overrides` does not list them as overridable.
+# They take a tensor for its shape only: `torch.overrides` does not list them as overridable.
 # Dynamo itself adds `torch.zeros_like` and its kin.
 _MISSING = (torch.rand_like, torch.randn_like, torch.randint_like, torch.normal)
 
@@ -287,7 +287,7 @@ def untraced(watch: Watch, check: Callable[[bool], None]) -> None:
     """Runs a check that Dynamo must not compile, and tells the peers what it refuses.
 
     `check` is told whether Dynamo is active. Code that Dynamo gave up on runs as usual, but Dynamo
-    tries to compile what is called from there.
+    tries to compile the functions called from there.
     """
     callback = _eval_frame.set_eval_frame(None)
     try:

@@ -62,7 +62,7 @@ class LoadBalancer:
 
     @property
     def of_all_samples(self) -> SequenceLayout:
-        """The layout, or if each sample has its own, that of all samples' tokens in a row."""
+        """The layout, or if each sample has its own, the layout of all samples' tokens in a row."""
         return in_a_row(self._layouts)
 
     @property

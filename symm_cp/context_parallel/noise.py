@@ -1,7 +1,7 @@
 """Random numbers within a region: the same at every world size and in every layout.
 
 Each draw takes one seed from torch's default generator of the CPU, whatever its shape: the ranks'
-generators stay in step though ranks hold different numbers of positions, and what is decided by one
+generators stay in step though ranks hold different numbers of positions, and decisions made by one
 number (whether a layer is left out) is decided alike. Numbers then follow from seed and position
 (ops/position_noise.py). Drawn apart, without advancing the generator, are masks of tokens that a
 router picked: how many experts a rank calls depends on its tokens.

@@ -46,7 +46,7 @@ class Seen:
 class Sequences:
     """The sequences of a region on one rank.
 
-    Without load balancers they are those that were cut on the group, or that attention has `seen`;
+    Without load balancers they are the layouts cut on the group, or that attention has `seen`;
     `choose` is a function of the length of this rank's part.
     """
 
@@ -68,7 +68,7 @@ class Sequences:
     def place(self, shape: Sequence[int], *, activations: bool = False, dims: int = 0) -> Place:
         """Returns where the numbers of a tensor lie.
 
-        `activations`: what is dropped, which may be tokens of this rank that a router picked.
+        `activations` are dropped; they may be tokens of this rank that a router picked.
         `dims`: numbers are drawn for the first dimensions only, and shared by the others.
         """
         shape = tuple(int(size) for size in shape)

@@ -1,4 +1,4 @@
-"""torch's random functions within a region, by name: dropouts, noise, and what is refused.
+"""torch's random functions within a region, by name: dropouts, noise, and refused functions.
 
 `RegionMode` (hooks.py) calls them instead of torch's; Dynamo traces them. Each takes the arguments
 of torch's, and returns `NotImplemented` where that is to be called: for single numbers, which all
@@ -402,7 +402,7 @@ def call(region: ParallelRegion, watch: Watch, func: Any, args: Any, kwargs: dic
 def apart(
     region: ParallelRegion, watch: Watch, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Draws alike on all ranks what is no part of the sequence; refuses what is."""
+    """Draws identically on all ranks for tensors outside the sequence; refuses parts of it."""
     sequences = noise.sequences_of(region, watch)
     shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
     if func is torch.randperm:

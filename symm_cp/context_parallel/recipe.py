@@ -1,7 +1,7 @@
 """`training_step`: a step of training on a batch that is spread over ranks, cut to gradients.
 
 It owns what a program could otherwise forget: the batch is cut with the labels shifted once, the
-model runs in a context of the same layout, the loss is that of the whole batch, and gradients that
+model runs in a context of the same layout, the loss covers the whole batch, and gradients that
 nobody else sums are summed.
 """
 
@@ -47,7 +47,7 @@ LossFunction = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
 @dataclass
 class TrainingStep:
-    """What a step has computed; `loss` is that of the whole batch, the same on all ranks."""
+    """What a step has computed; `loss` covers the whole batch and is the same on all ranks."""
 
     loss: torch.Tensor
     #: What the model returned for this rank's part of the sequence.
@@ -196,7 +196,7 @@ def _loss(
 
 
 class _Gradients:
-    """Gradients of one step, apart from those that parameters had before."""
+    """Gradients of one step, without those accumulated before."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters

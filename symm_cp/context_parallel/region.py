@@ -39,7 +39,7 @@ class ParallelRegion:
     group: str
     world_size: int
     rank: int
-    # That of the only sequence, or those of several; no rank holds equally many positions of two.
+    # One for each sequence; no rank holds equally many positions of two.
     balancers: tuple[LoadBalancer, ...] = ()
     # Returns the load balancer of a sequence of which this rank holds so many positions.
     choose: Callable[[int], LoadBalancer] | None = None

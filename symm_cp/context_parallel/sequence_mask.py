@@ -25,7 +25,7 @@ _NO_MATRIX = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceMask(MaskOptions):
-    """Which keys a query sees: those that every option and `mask_mod` allow; without any, all."""
+    """Which keys a query sees: all keys that every option and `mask_mod` allow."""
 
     #: For everything else: evaluated tile by tile.
     mask_mod: Modifier | None = None

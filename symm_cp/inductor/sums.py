@@ -63,7 +63,7 @@ def terms_of(tracer: Tracer, node: Node, is_term: Callable[[Node], bool]) -> lis
 
 
 def users_of(tracer: Tracer, source: Node) -> list[Node]:
-    """Returns the users of a source, except for those that rearrange it."""
+    """Returns the users of a source, except for nodes that rearrange it."""
     return [user for _, user in tracer.uses(source)]
 
 

@@ -150,7 +150,7 @@ class _Context:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Any:
-        """Returns the context in which attention is that of the whole sequence."""
+        """Returns the context in which attention covers the whole sequence."""
         pairs = zip(buffers or (), buffer_seq_dims or (), strict=False)  # checked when it is cut
         lengths = {
             buffer.shape[dim] for buffer, dim in pairs if -buffer.dim() <= dim < buffer.dim()
@@ -174,7 +174,7 @@ class _Context:
     def over(
         self, load_balancer: Any, models: Sequence[nn.Module], **buffers: Any
     ) -> Iterator[None]:
-        """Attention of these models is that of sequences that are spread so."""
+        """Has these models attend over sequences that are spread like this."""
         strategy = self.accelerator.parallelism_config.cp_handler.cp_comm_strategy
         ours = [plain(model) for model in models]
         ours = [model for model in ours if _attends_by_interface(model)]

@@ -26,7 +26,7 @@ def lengths_to_gather(
     group: dist.ProcessGroup,
     output: torch.Tensor | None = None,
 ) -> list[int]:
-    """Returns the length along `dim` of every rank's part, by default that of this rank's.
+    """Returns the length along `dim` of every rank's part, by default the length of this rank's.
 
     All of `inputs` are parts of other tensors, with the same lengths. `output` is the gathered
     tensor, if the caller has one.

@@ -46,7 +46,7 @@ class Objects:
             pass
 
     def compile(self, plain: Sequence[Unit], torch_units: Sequence[Unit] = ()) -> list[Path]:
-        """Returns the objects of units, and compiles those that are missing.
+        """Returns the objects of units; compiles missing ones.
 
         The first build compiles each of `torch_units` as a whole, since the headers cost most. In a
         checkout, whose sources change one by one, later builds compile their sources one by one,
@@ -116,7 +116,7 @@ class Objects:
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
-        # Those that are there already belong to builds that were killed, as this one has the lock.
+        # Files that are there already belong to builds that were killed, as this one has the lock.
         for stale in self._folder.glob("tmp*"):
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="tmp", dir=self._folder) as name:

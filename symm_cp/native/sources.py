@@ -40,7 +40,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Unit:
-    """Sources that are compiled together to one object; `name` is that of the object."""
+    """Sources that are compiled together to one object, called `name`."""
 
     name: str
     sources: tuple[str, ...]

@@ -212,8 +212,8 @@ device_kernels: dict[str, Kernel] = {}
 def keys_of_ours() -> tuple[str, ...]:
     """Returns the dispatch keys of the devices on which only we have kernels of torch's ops.
 
-    What is registered for the others changes torch's ops there. Importing must not do that, except
-    to add what is right for torch's kernels as well.
+    Registrations for the others change torch's ops there. Importing must not do that, except
+    to add kernels that are right for torch's as well.
     """
     kinds = [kind.dispatch_key for kind in cuda.known() if not kind.torch_has_kernels]
     return ("CPU", *kinds)
@@ -228,7 +228,7 @@ def device_behind(tensor: torch.Tensor) -> torch.device:
 def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail: str = "") -> bytes:
     """Names a call for errors, and so that ranks notice when theirs differ.
 
-    `tensors` are those that must have one shape on all ranks, but for the dimension that `split`
+    `tensors` must have one shape on all ranks, but for the dimension that `split`
     divides.
     """
     return _name_of(op, tuple([(t.dtype, t.shape) for t in tensors]), split, detail)
@@ -487,7 +487,7 @@ WITH_SIZES = {
 
 
 def public_name(op: str) -> str:
-    """Returns the name by which errors call an op: that of its counterpart without sizes."""
+    """Returns the name by which errors call an op: the name of its counterpart without sizes."""
     return next((name for name, split in WITH_SIZES.items() if split == op), op)
 
 

@@ -104,7 +104,7 @@ def disagreement(
 
 
 def sides(records: Sequence[tuple[int, ...]]) -> str:
-    """Names the ranks that have equal records, and those that have others."""
+    """Names the ranks that have equal records, and the ranks that differ."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, record in enumerate(records):
         alike.setdefault(record, []).append(rank)
@@ -131,7 +131,7 @@ def gather_records(group: GroupLike, op: str, record: torch.Tensor) -> list[list
 
 
 def _record(items: Sequence[Item], device: torch.device) -> tuple[torch.Tensor, list[list[str]]]:
-    """Returns the record of items, and the names of those that each of its slots stands for."""
+    """Returns the record of items, and the names of the items that each of its slots stands for."""
     fixed, hashes, named = [0] * _SLOTS, [], [list[str]() for _ in range(_SLOTS)]
     fixed[0] = text_hash([name for name, _ in items])
     for number, (name, value) in enumerate(items, 1):

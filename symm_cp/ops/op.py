@@ -144,7 +144,7 @@ class Op:
 
     #: The kernel for CPU tensors is native, and calls `kernel` for what it cannot serve.
     native: bool = False
-    #: A native kernel for autograd calls that of `gradient` only where a gradient is recorded.
+    #: A native kernel for autograd calls `gradient`'s kernel only where a gradient is recorded.
     native_autograd: bool = False
     #: Results (a schema) and function that the native kernel asks once for each kind of arguments.
     native_plan: tuple[str, Kernel] | None = None

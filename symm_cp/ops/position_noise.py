@@ -42,7 +42,7 @@ class Place:
     part: int = 0
 
     def at_positions(self) -> torch.Tensor:
-        """The positions of rows; that of the only row without a sequence is 0."""
+        """The positions of rows; 0 for the only row without a sequence."""
         return torch.zeros(1, 1, dtype=torch.int64) if self.positions is None else self.positions
 
     def of_part(self, part: int) -> Place:

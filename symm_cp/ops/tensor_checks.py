@@ -1,4 +1,4 @@
-"""Which tensors the kernels for CPU tensors cannot read, and what is said of them.
+"""Which tensors the kernels for CPU tensors cannot read, and the errors that say so.
 
 A kernel reads the bytes of a dense tensor. Other kinds come with dispatch keys of their own
 (unsupported.py); what comes to a kernel all the same, and would make it read memory that is not

@@ -96,7 +96,7 @@ class PackedBoxes(Protocol):
     def boxes(
         self, strides: Sequence[tuple[int, ...]], room: int
     ) -> tuple[list[PlacedBox], list[PlacedBox]]:
-        """Returns the parts that are sent and those that arrive, in order of peers and pieces.
+        """Returns the sent and the arriving parts, in order of peers and pieces.
 
         `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. A part
         that stays on this rank is one box of both lists.

@@ -218,7 +218,7 @@ class HostsRuntime(BackgroundRuntime):
             works: list[dist.Work] = []
             received: torch.Tensor | None = None
             for turn in range(1, ring.count + 1):
-                ranks = ring.host(turn)  # the last turn is that of the own host
+                ranks = ring.host(turn)  # the last turn is the own host's
                 own = partials[ring.counterpart(turn)]
                 total = new_result(out, own, total_dtype)
                 self._inner.produce_and_reduce_scatter(

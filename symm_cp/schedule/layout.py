@@ -157,7 +157,7 @@ def pooled(layout: SequenceLayout, members: Sequence[Sequence[int]]) -> Sequence
 def in_a_row(layouts: Sequence[SequenceLayout]) -> SequenceLayout:
     """How sequences are spread that follow one another as one sequence.
 
-    A rank holds its part of the first, then that of the second, and so on. All are spread over the
+    A rank holds its part of the first, then of the second, and so on. All are spread over the
     same ranks.
     """
     if len(layouts) == 1:

@@ -1,4 +1,4 @@
-"""What the ops know of dtypes: this is the only list of those that are summed, or multiplied."""
+"""Which dtypes the ops can sum or multiply; the only such list."""
 
 from __future__ import annotations
 

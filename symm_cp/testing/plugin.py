@@ -28,7 +28,7 @@ _CUDA_ON_CPU = pytest.StashKey[contextlib.ExitStack]()
 
 
 def session_seed(config: pytest.Config) -> int:
-    """Returns the seed of all tests; workers of pytest-xdist have that of the main process."""
+    """Returns the seed of all tests; workers of pytest-xdist share the main process's."""
     sent = getattr(config, "workerinput", {}).get(SEED_VARIABLE)
     return int(sent or os.environ.get(SEED_VARIABLE) or _DRAWN)
 

@@ -302,7 +302,7 @@ class Running:
     def outcomes(self, timeout: float = 30.0, *, apart_from: Collection[int] = ()) -> list[Outcome]:
         """What became of every rank; some may be left out, which were stopped.
 
-        Those that do not end in time, and those that were left out, are killed.
+        Ranks that do not end in time, or were left out, are killed.
         """
         everyone = range(self._world_size)
         replies = self._team.collect(set(everyone) - set(apart_from), timeout, grace=None)
@@ -329,7 +329,7 @@ class Ranks:
         """Without `size` every number of ranks has processes of its own, and a default group.
 
         With `size` there are as many processes, of which functions run on the first ones; the
-        default group is that of all.
+        default group has all ranks.
         """
         self.session_seed = session_seed
         self.size = size
@@ -353,7 +353,7 @@ class Ranks:
         """Calls ``function(group, *args, **kwargs)`` on ranks 0..world_size-1; returns results.
 
         Raises `RankError` with the tracebacks of all ranks that failed, `RankTimeout` with the
-        stacks of those that have not ended after `timeout` seconds, `RaceError` where races are
+        stacks of ranks that have not ended after `timeout` seconds, `RaceError` where races are
         looked for (`Setup.races`) and found. `seed`: of the ranks' random
         generators, by default another one for each test and call.
         """

@@ -136,7 +136,7 @@ def describe(error: BaseException) -> str:
 
 
 def _settle(member: Member) -> None:
-    """Takes on what is particular to this process: output, environment, network."""
+    """Sets up this process: output, environment, network."""
     log = os.open(member.log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)

@@ -76,7 +76,7 @@ def best(
     fsdp: int = 1,
     checkpointing: str = "none",
 ) -> list[Prediction]:
-    """Returns predictions for all layouts: first those that fit into memory, the fastest first.
+    """Returns predictions for all layouts: first the layouts that fit into memory, fastest first.
 
     `checkpointing` is one of `CHECKPOINTING`.
     """

@@ -29,7 +29,7 @@ _Replacing = Callable[[Any], Any]
 class _Patch:
     """A function of diffusers, and what replaces it.
 
-    `parameters` are those that the function must have.
+    The function must have these `parameters`.
     """
 
     owner: Any

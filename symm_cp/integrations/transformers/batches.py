@@ -79,7 +79,7 @@ def would_shift_labels(model: nn.Module) -> bool:
 
 
 def _uses_loss_function(inner: Any) -> bool:
-    """Tells whether the loss is that of `loss_function`, which the model's class or user chose."""
+    """Tells whether `loss_function`, which the model's class or user chose, makes the loss."""
     forward = inspect.unwrap(type(inner).forward)
     loss = getattr(inner, "loss_function", None)
     return loss is not None and "loss_function" in forward.__code__.co_names

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class InUse:
-    """What is changed in objects while they are in use, by several threads or nested contexts."""
+    """Changes to objects while they are in use, by several threads or nested contexts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

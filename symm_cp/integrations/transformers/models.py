@@ -23,7 +23,7 @@ _CHOSEN = "_attn_implementation_internal"  # what `_attn_implementation` sets in
 
 
 def _configurations(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-    """Returns the configurations of modules, and those that these contain."""
+    """Returns the configurations of modules, and the configurations that these contain."""
     found: dict[int, PreTrainedConfig] = {}
     pending = {id(module.config): module.config for module in modules}
     while pending:

@@ -67,7 +67,7 @@ def _is_delta_net(module: nn.Module) -> bool:
 
 @functools.cache
 def _spread(function: Any) -> types.FunctionType:
-    """The same code with other functions under the names of those that mix positions."""
+    """The same code, with the functions that mix positions replaced."""
     known = function.__globals__
     # Without a name of a module, in which Dynamo would look the functions up.
     scope = {name: value for name, value in known.items() if name != "__name__"}

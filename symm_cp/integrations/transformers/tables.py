@@ -82,7 +82,7 @@ _compute_bias.sees_all_ranks = True  # type: ignore[attr-defined]
 def _by_distance(module: Any, region: ParallelRegion, queries: int, keys: int) -> torch.Tensor:
     """The bias of each distance between positions of the whole sequences: (H, S_q + S_k - 1).
 
-    Empty if the module has none. Entry [h, k - q + S_q - 1] is that of query q and key k.
+    Empty if the module has none. Entry [h, k - q + S_q - 1] is for query q and key k.
     """
     table = getattr(module, _TABLE, None)
     if table is None:
@@ -124,7 +124,7 @@ def _counted_tables(module: nn.Module) -> list[nn.Module]:
 
 
 def _takes_positions(module: nn.Module) -> bool:
-    """Whether a module embeds the positions of a tensor, or those that it is given."""
+    """Whether a module embeds a tensor's positions, or positions passed to it."""
     if not isinstance(module, nn.Embedding) or type(module) is nn.Embedding:
         return False
     names = tuple(inspect.signature(module.forward).parameters)

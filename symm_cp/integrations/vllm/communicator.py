@@ -54,7 +54,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
             self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over the ranks, in new memory; on several hosts in that of the input."""
+        """Returns the sum over the ranks, in new memory; on several hosts in the input's memory."""
         if not self._on_one_host:
             return super().all_reduce(input_)
         # Native from the dispatcher to memory, and one opaque op to vLLM's compiler.

@@ -37,7 +37,7 @@ SHORT_GAP = 128
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MaskOptions:
-    """Which keys a query sees: those that every field allows; without any, all.
+    """Which keys a query sees: all keys that every field allows.
 
     Same result as `F.scaled_dot_product_attention` of the whole sequence with::
 

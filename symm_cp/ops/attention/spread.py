@@ -50,8 +50,8 @@ def spread_of_queries(
 ) -> SequenceLayout:
     """Returns how queries are spread, also where their positions do not matter.
 
-    Then the ranks tell each other how many they hold, unless the options say it: those of another
-    sequence may be as many as the keys on some ranks only. `spread` is that of `spread_of`.
+    Then the ranks tell each other how many they hold, unless the options say it: queries of another
+    sequence may be as many as the keys on some ranks only. `spread` is the result of `spread_of`.
     """
     keys, queries = spread
     if options.by_position:

@@ -6,7 +6,7 @@ words).
 They take what torch's take, so that a test passes on CPU only if its arguments would do on a GPU:
 tensors in symmetric memory, contiguous ones, "sum".
 
-Schemas are torch's; of those that the installed torch lacks nothing is declared. In compiled
+Schemas are torch's; ops that the installed torch lacks are not declared. In compiled
 programs, multicast and NVSHMEM's collectives become ops for plain tensors; others break the graph.
 """
 

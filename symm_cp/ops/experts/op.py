@@ -357,11 +357,11 @@ def dispatch(
     Args:
         tokens: (T, ...), of any dtype; T may differ from rank to rank, and be 0.
         experts: (T, K) int64 or int32, the experts of each token, from 0 to `num_experts` - 1, or
-            -1 for none. Rank r has experts r * num_experts / W and those that follow.
+            -1 for none. Rank r has the experts from r * num_experts / W on.
         num_experts: of all ranks, a multiple of W.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         capacity: the most tokens that an expert takes, of all ranks; of more it takes the first
-            ones, in the order of ranks. Those that it does not take count as zeros in `combine`.
+            ones, in the order of ranks. Pairs that it does not take count as zeros in `combine`.
 
     Returns the rows of this rank's experts (N, ...), ordered by expert, then by rank, then as the
     tokens of that rank, and the routing. Twice differentiable. N is known once the ranks have told

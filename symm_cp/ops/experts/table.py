@@ -147,7 +147,7 @@ def limited(counts: list[list[int]], capacity: int | None) -> list[list[int]]:
 
 
 def places_of(experts: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Returns the place of each pair among what is sent, -1 for those that are dropped."""
+    """Returns the place of each pair among the rows sent, -1 for dropped pairs."""
     flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True)
     by_expert = flat[order]

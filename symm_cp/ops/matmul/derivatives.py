@@ -17,7 +17,7 @@ gradient H of an output:
 S all-reduces; it is its own gradient, as torch's functional all-reduce.
 Each gradient is computed by one of these ops or by a plain matmul, so each backward pass can be
 differentiated again. A backward pass divides the dimension as the forward pass did: the ops that
-take sizes share it with those that do not.
+take sizes share it with their counterparts without.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _scatter_backward_backward(
     return grad_grad, grad_a, grad_weight, *_no_grads(ctx, 5)
 
 
-# --- _fused_matmuls_all_reduce; that of fused_matmul_all_reduce is in csrc/ops/gradients.cpp ------
+# --- _fused_matmuls_all_reduce; fused_matmul_all_reduce's is in csrc/ops/gradients.cpp -----------
 
 
 def _all_reduced(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,7 @@ _DTYPES = {
 
 
 def result_dtype(op: str, number: Any, a: torch.Tensor) -> torch.dtype:
-    """Returns the dtype that a ScalarType argument names, by default that of A.
+    """Returns the dtype that a ScalarType argument names, by default A's dtype.
 
     Raises `TypeError` unless `_scaled_mm` has results of that dtype.
     """
@@ -224,7 +224,7 @@ def check_product(
 ) -> None:
     """Raises what cuBLAS would in the middle of a call; CPUs multiply whatever passed before.
 
-    `dtype` is that of the product, `columns` are the numbers of the weight's columns that are
+    `dtype` is the product's, `columns` are the numbers of the weight's columns that are
     multiplied at a time, by default all.
     """
     device = device_behind(a)

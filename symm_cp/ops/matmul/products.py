@@ -82,7 +82,7 @@ def _product(
 
 
 class Terms(NamedTuple):
-    """What is summed: the products lefts[i] @ rights[i], and an addend; `split` divides the sum.
+    """A sum: the products lefts[i] @ rights[i], and an addend; `split` divides it.
 
     A rank's part travels as `Split.leading` moves it: split by `front` from the shape `moved`.
     """

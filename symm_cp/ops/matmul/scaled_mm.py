@@ -23,7 +23,7 @@ NO_GRADIENT = NoGradient(
 
 @functools.cache
 def torch_scales_rows_on_cpu() -> bool:
-    """Whether `torch._scaled_mm` takes a scale for each row on CPU; that of 2.11 does not."""
+    """Whether `torch._scaled_mm` takes a scale for each row on CPU; torch 2.11's does not."""
     matrix = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
     rows, columns = (torch.ones(shape, device="cpu") for shape in ((16, 1), (1, 16)))
     try:

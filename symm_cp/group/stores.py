@@ -66,7 +66,7 @@ class TimedStore:
         return self._ask(key, lambda: self.untimed.add(key, value))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Writes a value where the expected one is, or none for ""; returns the value afterwards."""
+        """Writes a value where the expected one is, or none for ""; returns the value then."""
         return self._ask(key, lambda: self.untimed.compare_set(key, expected, desired))
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive, pairs, some
 from tests.integrations.common import Client, causal_batch, check_client
-from tests.integrations.decoders import MOE
+from tests.integrations.decoders import MLA, MOE
 
 _DELTA = {
     "linear_num_value_heads": 4,
@@ -22,11 +22,23 @@ _DELTA = {
     "linear_value_head_dim": 6,
     "layer_types": ["linear_attention", "full_attention"],
 }
+_KIMI = {
+    "linear_head_dim": 8,
+    "linear_num_heads": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+}
 # transformers computes the delta rule in float32, whatever the model's dtype is.
 CLIENTS = {
     "qwen3-next": Client("Qwen3Next", {**MOE, **_DELTA}, tolerance=2e-4),
     "qwen3.5": Client("Qwen3_5", _DELTA, config="TextConfig", tolerance=2e-4),
     "olmo-hybrid": Client("OlmoHybrid", _DELTA, tolerance=2e-4),
+    "kimi-linear": Client("KimiLinear", {**MOE, **MLA, **_KIMI}, tolerance=2e-4),
+    "bailing-hybrid": Client(
+        "BailingHybrid",
+        {**MOE, **MLA, **_KIMI, "head_dim": 8, "n_group": 1, "topk_group": 1},
+        tolerance=2e-4,
+    ),
 }
 CASES = pairs(CLIENTS, (2, 4), ("mask", "padded", "none"))
 BATCHES: dict[str, dict[str, Any]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,9 +25,9 @@ def recurrence(
     repeats = v.shape[2] // k.shape[2]
     q, k = (t.repeat_interleave(repeats, 2) for t in (q, k))
     state = (k[:, 0, :, :, None] * v[:, 0, :, None, :]) * 0
-    rows, states = [], [state]
+    rows, states, decay = [], [state], g.reshape(*v.shape[:3], -1, 1).exp()
     for t in range(v.shape[1]):
-        state = state * g[:, t, :, None, None].exp()
+        state = state * decay[:, t]
         missing = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * missing)
         rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[-1] ** -0.5)
@@ -33,17 +35,21 @@ def recurrence(
     return torch.stack(rows, 1), states
 
 
-def inputs(length: int, dtype: torch.dtype, heads: int = 4) -> Tensors:
-    """The same on all ranks: q, k, v, g, beta of two samples."""
+def inputs(length: int, dtype: torch.dtype, heads: int = 4, *, by_feature: bool = False) -> Tensors:
+    """The same on all ranks: q, k, v, g, beta of two samples; fast and slow decays."""
     q, k = (torch.nn.functional.normalize(torch.randn(2, length, 2, 5), dim=-1) for _ in range(2))
     v = torch.randn(2, length, heads, 3)
-    g, beta = -torch.rand(2, length, heads), torch.rand(2, length, heads)
+    g = -torch.rand(2, length, heads, *((5,) if by_feature else ())).mul(4).exp() / 4
+    beta = torch.rand(2, length, heads)
     return [t.to(dtype) for t in (q, k, v, g, beta)]
 
 
-def runs(group: dist.ProcessGroup, sizes: list[int], compiled: bool = False) -> None:
+def runs(
+    group: dist.ProcessGroup, sizes: list[int], *, by_feature: bool, compiled: bool = False
+) -> None:
     rank = group.rank()
-    whole = [t.requires_grad_() for t in inputs(sum(sizes), torch.float64)]
+    whole = inputs(sum(sizes), torch.float64, by_feature=by_feature)
+    whole = [t.requires_grad_() for t in whole]
     want, states = recurrence(*whole)
     want_final = states[sum(sizes[: rank + 1])]
     weights = torch.randn_like(want)
@@ -54,7 +60,7 @@ def runs(group: dist.ProcessGroup, sizes: list[int], compiled: bool = False) -> 
     mine = [t.detach().split(sizes, 1)[rank].requires_grad_() for t in whole]
 
     def layer(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return symm_cp.gated_delta_rule(*args, group=group, chunk_size=4)
+        return symm_cp.gated_delta_rule(*args, group=group, chunk_size=3 if by_feature else 4)
 
     if compiled:
         torch._dynamo.reset()
@@ -67,22 +73,27 @@ def runs(group: dist.ProcessGroup, sizes: list[int], compiled: bool = False) -> 
         torch.testing.assert_close(got, needed.split(sizes, 1)[rank])
 
 
+BY_FEATURE = pytest.mark.parametrize("by_feature", [False, True], ids=["head", "feature"])
+
+
+@BY_FEATURE
 @pytest.mark.parametrize("sizes", [[9], [8, 8], [5, 2, 9], [3, 0, 8, 1]])
-def test_equals_the_recurrence(ranks: Ranks, sizes: list[int]) -> None:
-    ranks.run(len(sizes), runs, sizes)
+def test_equals_the_recurrence(ranks: Ranks, sizes: list[int], by_feature: bool) -> None:
+    ranks.run(len(sizes), runs, sizes, by_feature=by_feature)
 
 
 @exhaustive
 @device.devices("cpu")
-def test_compiled(ranks: Ranks) -> None:
-    ranks.run(2, runs, [8, 8], compiled=True)
+@BY_FEATURE
+def test_compiled(ranks: Ranks, by_feature: bool) -> None:
+    ranks.run(2, runs, [8, 8], by_feature=by_feature, compiled=True)
 
 
 def other_dtypes(group: dist.ProcessGroup) -> None:
     """16-bit inputs are computed in float32: only they and the output are rounded."""
     rank = group.rank()
-    for dtype in (torch.float32, torch.bfloat16):
-        whole = inputs(12, dtype)
+    for dtype, by_feature in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        whole = inputs(12, dtype, by_feature=by_feature)
         want, _ = recurrence(*(t.double() for t in whole))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             mine = [t.split(6, 1)[rank] for t in whole]
@@ -104,6 +115,8 @@ def refuses(group: dist.ProcessGroup) -> None:
         symm_cp.gated_delta_rule(q, k, v[:, :, :3], g, beta, group=group)
     with pytest.raises(ValueError, match=r"beta \[2, 8, 3\] must be \[2, 8, 4\]"):
         symm_cp.gated_delta_rule(q, k, v, g, beta[..., :3], group=group)
+    with pytest.raises(ValueError, match=r"g \[2, 8, 4, 2\] must be \[2, 8, 4\] or \[2, 8, 4, 5\]"):
+        symm_cp.gated_delta_rule(q, k, v, g[..., None].expand(-1, -1, -1, 2), beta, group=group)
     with pytest.raises(ValueError, match="chunk_size=0 must be at least 1"):
         symm_cp.gated_delta_rule(q, k, v, g, beta, group=group, chunk_size=0)
     leaf = v.clone().requires_grad_()
@@ -118,10 +131,11 @@ def test_refuses_what_it_cannot_do(ranks: Ranks) -> None:
 
 
 def passes_opcheck(group: dist.ProcessGroup) -> None:
-    keys, erased, values = (torch.randn(2, 3, 4, n) for n in (5, 5, 6))
-    args = [t.requires_grad_() for t in (keys, erased, values, torch.rand(2, 3))]
     op = torch.ops.symm_mem._delta_rule_states.default
-    torch.library.opcheck(op, (*args, group.group_name))
+    for decay in (torch.rand(2, 3), torch.rand(2, 3, 5)):
+        keys, erased, values = (torch.randn(2, 3, 4, n) for n in (5, 5, 6))
+        args = [t.requires_grad_() for t in (keys, erased, values, decay)]
+        torch.library.opcheck(op, (*args, group.group_name))
 
 
 def test_opcheck(ranks: Ranks) -> None:

@@ -1,8 +1,9 @@
 """Gated delta nets of transformers' models over a sequence that is spread over ranks in order.
 
-Their forward methods call two functions of their module that mix positions: a causal convolution
-and the gated delta rule in chunks. Within a context their instances run the same code with
-functions that, within a region, see the ranks before this one.
+Their forward methods call two functions of their module that mix positions: a causal convolution,
+and the gated delta rule in chunks, with a decay of each head or (Kimi Linear) of each feature.
+Within a context their instances run the same code with functions that, within a region, see the
+ranks before this one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
 from symm_cp.ops.recurrent.halo import exchange_halo
 
 _OP = "context_parallel"
-_CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+_CONVOLUTION = "causal_conv1d_fn"
+_DELTA_RULES = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"}
 
 _forwards, _marks, _known = InUse(), InUse(), InUse()
 
@@ -62,7 +64,8 @@ def by_sequence_before(select: Select) -> Iterator[None]:
 def _is_delta_net(module: nn.Module) -> bool:
     function = inspect.unwrap(type(module).forward)
     code = getattr(function, "__code__", None)
-    return code is not None and {_CONVOLUTION, _DELTA_RULE} <= {*code.co_names}
+    called = set() if code is None else {*code.co_names}
+    return _CONVOLUTION in called and bool(_DELTA_RULES & called)
 
 
 @functools.cache
@@ -72,7 +75,8 @@ def _spread(function: Any) -> types.FunctionType:
     # Without a name of a module, in which Dynamo would look the functions up.
     scope = {name: value for name, value in known.items() if name != "__name__"}
     scope[_CONVOLUTION] = _Convolution(known[_CONVOLUTION])
-    scope[_DELTA_RULE] = _DeltaRule(known[_DELTA_RULE])
+    for name in _DELTA_RULES & scope.keys():
+        scope[name] = _DeltaRule(known[name])
     copy = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
@@ -135,7 +139,7 @@ class _Convolution:
 
 
 class _DeltaRule:
-    """`torch_chunk_gated_delta_rule` of transformers; within a region it continues the rank before.
+    """A gated delta rule of transformers; within a region it continues the rank before.
 
     In float32, as there, or float64.
     """

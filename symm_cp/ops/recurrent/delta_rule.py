@@ -9,7 +9,10 @@ chunks of all ranks, which is computed once and not twice: ranks work on differe
 time, and pass the states of a row on to the next rank (`Runtime.relay`). With P pieces and W ranks
 the chain takes P + W - 1 steps instead of P.
 
-Source: Yang et al., "Gated Delta Networks" (2024), for the form in chunks.
+A decay d_i is one number for a row and chunk, or one for each feature of its keys (KDA).
+
+Sources: Yang et al., "Gated Delta Networks" (2024), for the form in chunks; Kimi Team, "Kimi
+Linear" (2025), for a decay of each feature.
 """
 
 from __future__ import annotations
@@ -35,11 +38,17 @@ _GRADS = "_delta_rule_grads"
 
 
 def _check_rows(op: str, keys: torch.Tensor, erased: torch.Tensor, decay: torch.Tensor) -> None:
-    if keys.dim() != 4 or erased.shape != keys.shape or decay.shape != keys.shape[:2]:
+    decays = (keys.shape[:2], (*keys.shape[:2], keys.shape[-1]))
+    if keys.dim() != 4 or erased.shape != keys.shape or decay.shape not in decays:
         raise ValueError(
             f"{op}: keys {list(keys.shape)} must be (R, N, C, K), erased {list(erased.shape)} the "
-            f"same and decay {list(decay.shape)} (R, N)"
+            f"same and decay {list(decay.shape)} (R, N) or (R, N, K)"
         )
+
+
+def _for_states(decay: torch.Tensor) -> torch.Tensor:
+    """(R, N) or (R, N, K) as factors of states, (R, N, 1 or K, 1)."""
+    return decay[..., None] if decay.dim() == 3 else decay[..., None, None]
 
 
 def _states_kernel(
@@ -58,7 +67,7 @@ def _states_kernel(
     written = new_result(values, values.shape)
     states = new_result(values, (rows, chunks + 1, features, width))
     split = pieces_of(rows)
-    taken = keys.transpose(-1, -2)
+    taken, decay = keys.transpose(-1, -2), _for_states(decay)
 
     def step(piece: int, received: torch.Tensor | None, passed: torch.Tensor | None) -> None:
         k, w, u, d, v, s = (
@@ -70,7 +79,7 @@ def _states_kernel(
             s[0].copy_(received)
         for i in range(chunks):
             v[i].copy_(torch.baddbmm(u[i], w[i], s[i], alpha=-1))
-            s[i + 1].copy_(torch.baddbmm(s[i] * d[i][:, None, None], k[i], v[i]))
+            s[i + 1].copy_(torch.baddbmm(s[i] * d[i], k[i], v[i]))
         if passed is not None:
             passed.copy_(s[chunks])
 
@@ -100,7 +109,7 @@ def _grads_kernel(
     total_written = new_result(grad_written, grad_written.shape)
     totals = new_result(grad_states, (rows, chunks, features, width))
     split = pieces_of(rows)
-    transposed = erased.transpose(-1, -2)
+    transposed, decay = erased.transpose(-1, -2), _for_states(decay)
 
     def step(piece: int, received: torch.Tensor | None, passed: torch.Tensor | None) -> None:
         k, w, d, dv, ds, v, s = (
@@ -111,7 +120,7 @@ def _grads_kernel(
         for i in reversed(range(chunks)):
             s[i].copy_(total)
             v[i].copy_(torch.baddbmm(dv[i], k[i], total))
-            total = torch.addcmul(ds[i], total, d[i][:, None, None])
+            total = torch.addcmul(ds[i], total, d[i])
             total = torch.baddbmm(total, w[i], v[i], alpha=-1)
         if passed is not None:
             passed.copy_(total)
@@ -166,7 +175,7 @@ def _backward(
     before = states[:, :-1]
     grad_keys = written @ totals.transpose(-1, -2)
     grad_erased = -(total_written @ before.transpose(-1, -2))
-    grad_decay = (totals * before).sum((-1, -2))
+    grad_decay = (totals * before).sum(-1 if decay.dim() == 3 else (-1, -2))
     return grad_keys, grad_erased, total_written, grad_decay, None
 
 
@@ -235,12 +244,18 @@ def _check(
             f"{_OP}: value {list(value.shape)} must have the batch and length of key "
             f"{list(key.shape)}, and a multiple of its heads"
         )
-    for name, tensor in (("g", g), ("beta", beta)):
-        if tensor.shape != value.shape[:3]:
-            raise ValueError(
-                f"{_OP}: {name} {list(tensor.shape)} must be {list(value.shape[:3])}: one number "
-                "for each position and head of value"
-            )
+    of_heads = value.shape[:3]
+    if beta.shape != of_heads:
+        raise ValueError(
+            f"{_OP}: beta {list(beta.shape)} must be {list(of_heads)}: one number for each "
+            "position and head of value"
+        )
+    of_features = (*of_heads, key.shape[3])
+    if g.shape not in (of_heads, of_features):
+        raise ValueError(
+            f"{_OP}: g {list(g.shape)} must be {list(of_heads)} or {list(of_features)}: one number "
+            "for each position and head of value, or one for each feature of its key"
+        )
     if chunk_size < 1:
         raise ValueError(f"{_OP}: {chunk_size=} must be at least 1")
 
@@ -278,18 +293,20 @@ def gated_delta_rule(
 
         S = torch.zeros(K, V)  # with several ranks: the last state of the rank before
         for t in range(length):
-            S = g[t].exp() * S
+            S = g[t].exp() * S  # or g[t].exp().unsqueeze(-1) * S
             S = S + torch.outer(k[t], beta[t] * (v[t] - k[t] @ S))
             out[t] = scale * q[t] @ S
 
     Args:
         query, key: (B, S, H, K), S positions of this rank: any number, also 0.
         value: (B, S, heads, V); each head of keys serves `heads / H` consecutive ones.
-        g: (B, S, heads), the logarithm of the decay, at most 0.
+        g: (B, S, heads), the logarithm of the decay, at most 0; or (B, S, heads, K), one for each
+            feature of a key (Kimi Delta Attention).
         beta: (B, S, heads), how much a position overwrites.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         scale: by default 1 / sqrt(K).
-        chunk_size: how many positions are computed at once.
+        chunk_size: how many positions are computed at once; with a decay of each feature rounded
+            up to a power of 2.
         normalise: divide queries and keys by their lengths.
 
     Returns the output (B, S, heads, V) in the dtype of `query`, and the state (B, heads, K, V) at
@@ -297,13 +314,16 @@ def gated_delta_rule(
     differentiable; results have the same bits in every run. Inputs may be float64, float32,
     bfloat16 and float16, mixed. Raises `ValueError` or `TypeError` for arguments that do not fit,
     before any communication; `RuntimeError` when a peer fails or disagrees. Source:
-    `chunk_gated_delta_rule` of flash-linear-attention, and of transformers.
+    `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention, and of transformers.
     """
     _check(query, key, value, g, beta, chunk_size)
     dtype = torch.float32
     for each in (query, key, value, g, beta):
         dtype = torch.promote_types(dtype, each.dtype)
     batch, length, heads, width = value.shape
+    by_feature = g.dim() == 4
+    if by_feature:
+        chunk_size = 1 << (chunk_size - 1).bit_length()
     with torch.autocast(value.device.type, enabled=False):
         repeats = heads // key.shape[2]
         if repeats > 1:
@@ -314,7 +334,8 @@ def gated_delta_rule(
         if normalise:
             q, k = _normalised(q), _normalised(k)
         q = q * (key.shape[-1] ** -0.5 if scale is None else scale)
-        out, final = _chunked(q, k, v, decay.cumsum(-1), strength[..., None], group_name(group))
+        summed = decay.cumsum(2) if by_feature else decay.cumsum(2).unsqueeze(-1)
+        out, final = _chunked(q, k, v, summed, strength[..., None], group_name(group))
         positions = out.shape[1] * out.shape[2]
         out = out.view(batch, heads, positions, width)[:, :, :length].transpose(1, 2)
         return out.to(query.dtype), final.view(batch, heads, *final.shape[1:])
@@ -328,15 +349,15 @@ def _chunked(
     strength: torch.Tensor,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output (R, N, C, V) and the last states; `decay` is summed within each chunk."""
-    size = k.shape[-2]
-    # exp of entries above the diagonal could overflow.
-    above = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
-    pairs = (decay[..., :, None] - decay[..., None, :]).masked_fill(above, -math.inf).exp()
-    since_begin, to_end = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
+    """The output (R, N, C, V) and the last states.
+
+    `decay` is summed within each chunk: (R, N, C, 1), or (R, N, C, K).
+    """
+    pairs = _pairs if decay.shape[-1] == 1 else _pairs_by_feature
+    since_begin, to_end = decay.exp(), (decay[..., -1:, :] - decay).exp()
     weighted = k * strength
     # Within a chunk a position erases the writes of earlier ones: a triangular system.
-    system = (weighted @ k.transpose(-1, -2)) * pairs
+    system, attended = pairs(torch.stack([weighted, q]), k, decay)
     solved = torch.linalg.solve_triangular(
         system,
         torch.cat([v * strength, weighted * since_begin], -1),
@@ -344,9 +365,48 @@ def _chunked(
         unitriangular=True,
     )
     values, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
-    attended = (q @ k.transpose(-1, -2)) * pairs
+    at_end = decay[..., -1, :].exp()
     written, states = torch.ops.symm_mem._delta_rule_states(
-        k * to_end, erased, values, decay[..., -1].exp(), group_name
+        k * to_end, erased, values, at_end.squeeze(-1) if pairs is _pairs else at_end, group_name
     )
     out = (q * since_begin) @ states[:, :-1] + attended @ written
     return out, states[:, -1]
+
+
+def _pairs(lefts: torch.Tensor, right: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """Returns [l, .., t, s] = lefts[l, .., t] @ right[.., s] * (decay[t] - decay[s]).exp(), s <= t.
+
+    The others are 0. Shapes: lefts (L, R, N, C, K), right (R, N, C, K), decay (R, N, C, 1).
+    """
+    size = right.shape[-2]
+    # exp of entries above the diagonal could overflow.
+    above = torch.ones(size, size, dtype=torch.bool, device=right.device).triu(1)
+    since = (decay - decay.transpose(-1, -2)).masked_fill(above, -math.inf).exp()
+    return (lefts @ right.transpose(-1, -2)) * since
+
+
+def _pairs_by_feature(
+    lefts: torch.Tensor, right: torch.Tensor, decay: torch.Tensor
+) -> torch.Tensor:
+    """As `_pairs`, for a decay of each feature, (R, N, C, K); C is a power of 2.
+
+    The decay is no factor of the product of two rows then, but of the rows: one is decayed since
+    some position between both, the other one up to it, so that no exponent is above 0. Blocks of
+    1, 2, 4, ... positions share that position: the last one of their first half.
+    """
+    size = right.shape[-2]
+    blocks = (lefts * right).sum(-1)[..., None, None]
+    half = 1
+    while half < size:
+        at = decay.unflatten(-2, (-1, 2, half))
+        begins, ends = at[..., 0, :, :], at[..., 1, :, :]
+        middle = begins[..., -1:, :]
+        later = lefts.unflatten(-2, (-1, 2, half))[..., 1, :, :] * (ends - middle).exp()
+        earlier = right.unflatten(-2, (-1, 2, half))[..., 0, :, :] * (middle - begins).exp()
+        both = blocks.unflatten(-3, (-1, 2))
+        first, second = both[..., 0, :, :], both[..., 1, :, :]
+        between = later @ earlier.transpose(-1, -2)
+        upper = torch.cat([first, torch.zeros_like(first)], -1)
+        blocks = torch.cat([upper, torch.cat([between, second], -1)], -2)
+        half *= 2
+    return blocks.squeeze(-3)

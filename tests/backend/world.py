@@ -16,6 +16,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 _GROUPS_OF_A_WORLD = 100
 
 
+def _forget_meshes() -> None:
+    """DTensor's caches hold meshes of one world, which are equal to those of another one."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+
+
 @contextmanager
 def world(group: dist.ProcessGroup, backend: str) -> Iterator[dist.ProcessGroup]:
     """Inside, the ranks of `group` are the world, with another backend; `group` is out of reach."""
@@ -41,6 +47,7 @@ def world(group: dist.ProcessGroup, backend: str) -> Iterator[dist.ProcessGroup]
         mock.patch.object(sys, "excepthook", sys.excepthook),
     ):
         outer.default_pg = None
+        _forget_meshes()
         try:
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timeout
@@ -52,7 +59,5 @@ def world(group: dist.ProcessGroup, backend: str) -> Iterator[dist.ProcessGroup]
             for made in reversed(list(c10d._pg_names)):
                 made.shutdown()
                 _unregister_process_group(made.group_name)
-            # They hold meshes of this world, which are equal to those of the next one.
-            _clear_sharding_prop_cache()
-            clear_redistribute_planner_cache()
+            _forget_meshes()
             c10d._update_default_pg(before)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from symm_cp.testing import Ranks
 from tests.backend import programs, sharded
@@ -48,6 +50,23 @@ def compare(group: dist.ProcessGroup, program: Program, *args: Any) -> None:
             assert inner._get_backend(torch.device("cpu")).name() == backend
             results.append(program(*args))
     assert_same(*results, ROUNDED.get(program.__name__, 0.0))
+
+
+def on_a_mesh(mesh: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    made = torch.empty_like(x)
+    assert isinstance(made, DTensor)
+    made.device_mesh.get_local_rank()
+
+
+def meshes_of_two_worlds(group: dist.ProcessGroup) -> None:
+    on_a_mesh(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)))
+    with world(group, BACKEND):
+        on_a_mesh(init_device_mesh("cpu", (group.size(),), mesh_dim_names=("tp",)))
+
+
+def test_a_world_knows_its_own_meshes_only(ranks: Ranks) -> None:
+    ranks.run(2, meshes_of_two_worlds)
 
 
 @pytest.mark.parametrize(

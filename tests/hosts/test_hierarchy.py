@@ -142,7 +142,8 @@ def recurrent(group: dist.ProcessGroup) -> None:
     sizes = [3, 1, 6, 2][: group.size()]
     test_halo.exchanges(group, sizes, [torch.float32])
     test_scan.scans(group, [torch.float64])
-    test_delta_rule.runs(group, sizes)
+    for by_feature in (False, True):
+        test_delta_rule.runs(group, sizes, by_feature=by_feature)
 
 
 @exhaustive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp.testing import Ranks
 from tests import device
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, some
 
 pytestmark = device.devices("cpu", "simulated")
 
@@ -19,7 +20,12 @@ Tensors = list[torch.Tensor]
 
 
 def recurrence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    edges: Sequence[int] = (),
 ) -> tuple[torch.Tensor, Tensors]:
     """The output, and the states after each position, by one process."""
     repeats = v.shape[2] // k.shape[2]
@@ -27,7 +33,7 @@ def recurrence(
     state = (k[:, 0, :, :, None] * v[:, 0, :, None, :]) * 0
     rows, states, decay = [], [state], g.reshape(*v.shape[:3], -1, 1).exp()
     for t in range(v.shape[1]):
-        state = state * decay[:, t]
+        state = state * (0 if t in edges else decay[:, t])
         missing = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * missing)
         rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[-1] ** -0.5)
@@ -45,12 +51,17 @@ def inputs(length: int, dtype: torch.dtype, heads: int = 4, *, by_feature: bool 
 
 
 def runs(
-    group: dist.ProcessGroup, sizes: list[int], *, by_feature: bool, compiled: bool = False
+    group: dist.ProcessGroup,
+    sizes: list[int],
+    *,
+    by_feature: bool,
+    edges: Sequence[int] = (),
+    compiled: bool = False,
 ) -> None:
     rank = group.rank()
     whole = inputs(sum(sizes), torch.float64, by_feature=by_feature)
     whole = [t.requires_grad_() for t in whole]
-    want, states = recurrence(*whole)
+    want, states = recurrence(*whole, edges)
     want_final = states[sum(sizes[: rank + 1])]
     weights = torch.randn_like(want)
     loss = (want * weights).sum() + sum(
@@ -60,7 +71,10 @@ def runs(
     mine = [t.detach().split(sizes, 1)[rank].requires_grad_() for t in whole]
 
     def layer(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return symm_cp.gated_delta_rule(*args, group=group, chunk_size=3 if by_feature else 4)
+        packed = {"cu_seqlens": torch.tensor(edges), "sizes": sizes} if edges else {}
+        return symm_cp.gated_delta_rule(
+            *args, group=group, chunk_size=3 if by_feature else 4, **packed
+        )
 
     if compiled:
         torch._dynamo.reset()
@@ -82,11 +96,32 @@ def test_equals_the_recurrence(ranks: Ranks, sizes: list[int], by_feature: bool)
     ranks.run(len(sizes), runs, sizes, by_feature=by_feature)
 
 
+@BY_FEATURE
+@pytest.mark.parametrize(
+    ("sizes", "edges"),
+    some(
+        ([5, 2, 9], [0, 3, 4, 4, 8, 13, 16]),
+        of=[
+            ([9], [0, 4, 5, 9]),
+            ([8, 8], [0, 8, 16]),
+            ([8, 8], [0, 16]),
+            ([5, 2, 9], [0, 3, 4, 4, 8, 13, 16]),
+            ([3, 0, 8, 1], [0, 3, 11, 12]),
+        ],
+    ),
+)
+def test_packed_documents(
+    ranks: Ranks, sizes: list[int], edges: list[int], by_feature: bool
+) -> None:
+    ranks.run(len(sizes), runs, sizes, by_feature=by_feature, edges=edges)
+
+
 @exhaustive
 @device.devices("cpu")
+@pytest.mark.parametrize("edges", [[], [0, 5, 16]], ids=["whole", "packed"])
 @BY_FEATURE
-def test_compiled(ranks: Ranks, by_feature: bool) -> None:
-    ranks.run(2, runs, [8, 8], by_feature=by_feature, compiled=True)
+def test_compiled(ranks: Ranks, by_feature: bool, edges: list[int]) -> None:
+    ranks.run(2, runs, [8, 8], by_feature=by_feature, edges=edges, compiled=True)
 
 
 def other_dtypes(group: dist.ProcessGroup) -> None:
@@ -119,6 +154,15 @@ def refuses(group: dist.ProcessGroup) -> None:
         symm_cp.gated_delta_rule(q, k, v, g[..., None].expand(-1, -1, -1, 2), beta, group=group)
     with pytest.raises(ValueError, match="chunk_size=0 must be at least 1"):
         symm_cp.gated_delta_rule(q, k, v, g, beta, group=group, chunk_size=0)
+    for edges, error, message in (
+        ([0, 9, 8], ValueError, r"cu_seqlens \[0, 9, 8\] must ascend from 0 to the 16 positions"),
+        ([1, 16], ValueError, "must ascend from 0"),
+        ([0.0, 16.0], TypeError, "of ints, or a 1-D tensor of int32 or int64"),
+    ):
+        with pytest.raises(error, match=message):
+            symm_cp.gated_delta_rule(q, k, v, g, beta, group=group, cu_seqlens=edges)
+    with pytest.raises(ValueError, match=r"sizes=\[9, 7\] must have 2 numbers, for rank"):
+        symm_cp.gated_delta_rule(q, k, v, g, beta, group=group, cu_seqlens=[0, 16], sizes=[9, 7])
     leaf = v.clone().requires_grad_()
     out, _ = symm_cp.gated_delta_rule(q, k, leaf, g, beta, group=group)
     (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)

@@ -18,7 +18,8 @@ Linear" (2025), for a decay of each feature.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import entry_point, group_of, what_is, world_size_of
+from symm_cp.ops.common import entry_point, group_of, rank_in, what_is, world_size_of
 from symm_cp.ops.op import LEFT_TO_TORCH, Gradient, NoGradient, Op, arguments, declare
 from symm_cp.ops.recurrent.scan import pieces_of
 from symm_cp.tensors.dtypes import FLOATING, one_of
@@ -286,6 +287,8 @@ def gated_delta_rule(
     scale: float | None = None,
     chunk_size: int = 64,
     normalise: bool = False,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule over a sequence of which each rank holds a part, in rank order.
 
@@ -293,6 +296,8 @@ def gated_delta_rule(
 
         S = torch.zeros(K, V)  # with several ranks: the last state of the rank before
         for t in range(length):
+            if t in cu_seqlens:
+                S = torch.zeros(K, V)
             S = g[t].exp() * S  # or g[t].exp().unsqueeze(-1) * S
             S = S + torch.outer(k[t], beta[t] * (v[t] - k[t] @ S))
             out[t] = scale * q[t] @ S
@@ -308,6 +313,11 @@ def gated_delta_rule(
         chunk_size: how many positions are computed at once; with a decay of each feature rounded
             up to a power of 2.
         normalise: divide queries and keys by their lengths.
+        cu_seqlens: documents + 1 boundaries of packed documents, in positions of the whole
+            sequence: each begins with a state of zeros. The same for all samples; a sequence of
+            ints, or a 1-D tensor of int32 or int64.
+        sizes: with `cu_seqlens`, the length of every rank's part; by default all are as long as
+            this rank's.
 
     Returns the output (B, S, heads, V) in the dtype of `query`, and the state (B, heads, K, V) at
     the end of this rank's part. Computed in float32, or float64 if an input is. Once
@@ -321,7 +331,7 @@ def gated_delta_rule(
     for each in (query, key, value, g, beta):
         dtype = torch.promote_types(dtype, each.dtype)
     batch, length, heads, width = value.shape
-    by_feature = g.dim() == 4
+    name, by_feature = group_name(group), g.dim() == 4
     if by_feature:
         chunk_size = 1 << (chunk_size - 1).bit_length()
     with torch.autocast(value.device.type, enabled=False):
@@ -335,7 +345,11 @@ def gated_delta_rule(
             q, k = _normalised(q), _normalised(k)
         q = q * (key.shape[-1] ** -0.5 if scale is None else scale)
         summed = decay.cumsum(2) if by_feature else decay.cumsum(2).unsqueeze(-1)
-        out, final = _chunked(q, k, v, summed, strength[..., None], group_name(group))
+        seen = None
+        if cu_seqlens is not None:
+            documents = _documents(cu_seqlens, sizes, length, name, value.device)
+            seen = _seen_within(documents, q.shape[1], q.shape[2])
+        out, final = _chunked(q, k, v, summed, strength[..., None], seen, name)
         positions = out.shape[1] * out.shape[2]
         out = out.view(batch, heads, positions, width)[:, :, :length].transpose(1, 2)
         return out.to(query.dtype), final.view(batch, heads, *final.shape[1:])
@@ -347,17 +361,23 @@ def _chunked(
     v: torch.Tensor,
     decay: torch.Tensor,
     strength: torch.Tensor,
+    seen: Seen | None,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output (R, N, C, V) and the last states.
 
-    `decay` is summed within each chunk: (R, N, C, 1), or (R, N, C, K).
+    `decay` is summed within each chunk: (R, N, C, 1), or (R, N, C, K). `seen`: with documents.
     """
     pairs = _pairs if decay.shape[-1] == 1 else _pairs_by_feature
     since_begin, to_end = decay.exp(), (decay[..., -1:, :] - decay).exp()
     weighted = k * strength
     # Within a chunk a position erases the writes of earlier ones: a triangular system.
     system, attended = pairs(torch.stack([weighted, q]), k, decay)
+    at_end = decay[..., -1, :].exp()
+    if seen is not None:
+        system, attended = system * seen.pairs, attended * seen.pairs
+        since_begin, to_end = since_begin * seen.begin, to_end * seen.end
+        at_end = at_end * seen.both
     solved = torch.linalg.solve_triangular(
         system,
         torch.cat([v * strength, weighted * since_begin], -1),
@@ -365,12 +385,70 @@ def _chunked(
         unitriangular=True,
     )
     values, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
-    at_end = decay[..., -1, :].exp()
     written, states = torch.ops.symm_mem._delta_rule_states(
         k * to_end, erased, values, at_end.squeeze(-1) if pairs is _pairs else at_end, group_name
     )
     out = (q * since_begin) @ states[:, :-1] + attended @ written
     return out, states[:, -1]
+
+
+class Seen(NamedTuple):
+    """Which positions of a chunk are of one document, as 0 or 1.
+
+    Shapes: `pairs` (N, C, C), of a position and another one; `begin` and `end` (N, C, 1), of a
+    position and the last one before the chunk, or of the chunk; `both` (N, 1), of those two.
+    """
+
+    pairs: torch.Tensor
+    begin: torch.Tensor
+    end: torch.Tensor
+    both: torch.Tensor
+
+
+def _documents(
+    cu_seqlens: torch.Tensor | Sequence[int],
+    sizes: Sequence[int] | None,
+    length: int,
+    group_name: str,
+    device: torch.device,
+) -> torch.Tensor:
+    """Returns the document of the position before this rank's, and of each of its positions."""
+    ranks, rank = world_size_of(group_name), rank_in(group_name)
+    lengths = [length] * ranks if sizes is None else list(sizes)
+    if len(lengths) != ranks or lengths[rank] != length:
+        raise ValueError(
+            f"{_OP}: sizes={lengths} must have {ranks} numbers, for rank {rank} the {length} "
+            "positions of value"
+        )
+    edges = torch.as_tensor(cu_seqlens)
+    if edges.dim() != 1 or edges.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{_OP}: cu_seqlens of shape {list(edges.shape)} and {edges.dtype} must be a sequence "
+            "of ints, or a 1-D tensor of int32 or int64"
+        )
+    if not torch.compiler.is_compiling():
+        known, total = edges.tolist(), sum(lengths)
+        if known[:1] != [0] or known[-1] != total or known != sorted(known):
+            raise ValueError(
+                f"{_OP}: cu_seqlens {known} must ascend from 0 to the {total} positions of the "
+                "whole sequence"
+            )
+    begin = sum(lengths[:rank])
+    positions = torch.arange(begin - 1, begin + length, device=device)
+    return torch.searchsorted(edges[1:].to(device, torch.int64), positions, right=True)
+
+
+def _seen_within(documents: torch.Tensor, chunks: int, size: int) -> Seen:
+    after = chunks * size + 1 - len(documents)  # what fills the last chunk is of the last document
+    filled = torch.cat([documents, documents[-1:].expand(after)])
+    inside, before = filled[1:].view(chunks, size), filled[:-1:size][:chunks, None]
+    last = inside[:, -1:]
+    return Seen(
+        inside[:, :, None] == inside[:, None, :],
+        (inside == before)[..., None],
+        (inside == last)[..., None],
+        last == before,
+    )
 
 
 def _pairs(lefts: torch.Tensor, right: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:

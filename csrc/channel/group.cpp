@@ -329,6 +329,9 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
   const std::string who = "rank " + text(peer);
   if (theirs.entered(call.channel) > call.number) {
     if (!on_memory) {
+      // It has made memory for this call together with this rank, failed the call there, and waits
+      // in the next one for this rank to enter it.
+      if (theirs.generation(call.channel) == call.number) return;
       // Its refusal is in a message, or in the store if it knew no peers then.
       const std::string key = key_of_call(call.channel, call.number);
       peers->check_refused(key, call.call_name, peer);

@@ -372,7 +372,7 @@ def _chunked(
     since_begin, to_end = decay.exp(), (decay[..., -1:, :] - decay).exp()
     weighted = k * strength
     # Within a chunk a position erases the writes of earlier ones: a triangular system.
-    system, attended = pairs(torch.stack([weighted, q]), k, decay)
+    system, attended = pairs((weighted, q), k, decay)
     at_end = decay[..., -1, :].exp()
     if seen is not None:
         system, attended = system * seen.pairs, attended * seen.pairs
@@ -451,35 +451,37 @@ def _seen_within(documents: torch.Tensor, chunks: int, size: int) -> Seen:
     )
 
 
-def _pairs(lefts: torch.Tensor, right: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-    """Returns [l, .., t, s] = lefts[l, .., t] @ right[.., s] * (decay[t] - decay[s]).exp(), s <= t.
+Pair = tuple[torch.Tensor, torch.Tensor]
 
-    The others are 0. Shapes: lefts (L, R, N, C, K), right (R, N, C, K), decay (R, N, C, 1).
+
+def _pairs(lefts: Pair, right: torch.Tensor, decay: torch.Tensor) -> Pair:
+    """Returns for each left [.., t, s] = left[.., t] @ right[.., s] * (decay[t] - decay[s]).exp().
+
+    For s > t it is 0. Shapes: left and right (R, N, C, K), decay (R, N, C, 1).
     """
     size = right.shape[-2]
     # exp of entries above the diagonal could overflow.
     above = torch.ones(size, size, dtype=torch.bool, device=right.device).triu(1)
     since = (decay - decay.transpose(-1, -2)).masked_fill(above, -math.inf).exp()
-    return (lefts @ right.transpose(-1, -2)) * since
+    first, second = ((left @ right.transpose(-1, -2)) * since for left in lefts)
+    return first, second
 
 
-def _pairs_by_feature(
-    lefts: torch.Tensor, right: torch.Tensor, decay: torch.Tensor
-) -> torch.Tensor:
+def _pairs_by_feature(lefts: Pair, right: torch.Tensor, decay: torch.Tensor) -> Pair:
     """As `_pairs`, for a decay of each feature, (R, N, C, K); C is a power of 2.
 
     The decay is no factor of the product of two rows then, but of the rows: one is decayed since
     some position between both, the other one up to it, so that no exponent is above 0. Blocks of
     1, 2, 4, ... positions share that position: the last one of their first half.
     """
-    size = right.shape[-2]
-    blocks = (lefts * right).sum(-1)[..., None, None]
+    size, rows = right.shape[-2], torch.stack(lefts)
+    blocks = (rows * right).sum(-1)[..., None, None]
     half = 1
     while half < size:
         at = decay.unflatten(-2, (-1, 2, half))
         begins, ends = at[..., 0, :, :], at[..., 1, :, :]
         middle = begins[..., -1:, :]
-        later = lefts.unflatten(-2, (-1, 2, half))[..., 1, :, :] * (ends - middle).exp()
+        later = rows.unflatten(-2, (-1, 2, half))[..., 1, :, :] * (ends - middle).exp()
         earlier = right.unflatten(-2, (-1, 2, half))[..., 0, :, :] * (middle - begins).exp()
         both = blocks.unflatten(-3, (-1, 2))
         first, second = both[..., 0, :, :], both[..., 1, :, :]
@@ -487,4 +489,5 @@ def _pairs_by_feature(
         upper = torch.cat([first, torch.zeros_like(first)], -1)
         blocks = torch.cat([upper, torch.cat([between, second], -1)], -2)
         half *= 2
-    return blocks.squeeze(-3)
+    of_first, of_second = blocks.squeeze(-3).unbind()
+    return of_first, of_second

@@ -30,6 +30,7 @@ from symm_cp.ops.attention.flex.captures import captures_tensors
 from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.gather_kv import all_gather_kv
+from symm_cp.ops.common import names_op
 
 FLEX = "flex_attention"
 
@@ -72,6 +73,7 @@ def _attend(torch_attention: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return telling_peers(region.told, _attend_within, region, torch_attention, *args, **kwargs)
 
 
+@names_op(FLEX)
 def _attend_within(
     region: ParallelRegion, torch_attention: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:

@@ -16,6 +16,7 @@ from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence, by_sample
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
+from symm_cp.ops.common import names_op
 
 SDPA = "scaled_dot_product_attention"
 
@@ -25,6 +26,7 @@ def attend(region: ParallelRegion, *args: Any, **kwargs: Any) -> torch.Tensor:
     return telling_peers(region.told, _attend, region, *args, **kwargs)
 
 
+@names_op(SDPA)
 def _attend(
     region: ParallelRegion,
     query: torch.Tensor,

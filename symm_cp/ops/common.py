@@ -136,10 +136,33 @@ def _telling(
     return call
 
 
+def names_op(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Has the errors of a function name what the user called, if they name no op."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except END_OF_RECOMPUTATION:  # nothing failed
+                raise
+            except Exception as error:
+                _name_op(op, error)
+                raise
+
+        return call
+
+    return decorate
+
+
 def _name_op(op: str, error: Exception) -> None:
     """Puts an op's name before the text of an error that names none, as those of torch do."""
     text = str(error)
-    if error.args == (text,) and not any(name in text for name in (op, *lib.on_cpu)):
+    if not error.args:  # as of a MemoryError
+        error.args = (f"{op}: {type(error).__name__}",)
+    elif error.args == (text,) and not any(name in text for name in (op, *lib.on_cpu)):
         error.args = (f"{op}: {text}",)
 
 

@@ -67,8 +67,9 @@ def unsupported(tensor: torch.Tensor) -> str:
         return f"{tensor.layout}, must be dense: use its to_dense()"
     if tensor.is_quantized:
         return f"quantised ({tensor.dtype}), which is not supported: use its dequantize()"
-    if any(name is not None for name in tensor.names):
-        return f"named {tensor.names}, which is not supported: use its rename(None)"
+    names = getattr(tensor, "names", ())  # until torch 2.12
+    if any(name is not None for name in names):
+        return f"named {names}, which is not supported: use its rename(None)"
     return ""
 
 
@@ -91,6 +92,43 @@ def missing_memory(tensor: torch.Tensor) -> str:
         f"of shape {list(shape)} needs {needed} bytes of storage, which has {size}: it was freed "
         "or resized"
     )
+
+
+_KEYS = torch._C.DispatchKey
+_DispatchKeys = torch._C.DispatchKeySet
+#: Of tensors whose values are not in memory of their own, or not as they are.
+_ELSEWHERE = functools.reduce(
+    _DispatchKeys.__or__,
+    map(_DispatchKeys, (_KEYS.Python, _KEYS.Negative, _KEYS.ZeroTensor, _KEYS.Functionalize)),
+)
+
+
+def with_memory(op: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with its values in memory, for what torch's dispatcher does not call.
+
+    Negated views, zeros without memory, wrappers and results of functional collectives are copied,
+    as the dispatcher has ops do; a `FakeTensor` stays one. Raises where there are no such values.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, must be a tensor")
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if reason := unsupported(tensor):
+        raise NotImplementedError(f"{op}: {name} is {reason}")
+    if not _is_ordinary(tensor):
+        kind, tensor = type(tensor).__name__, tensor.clone()
+        if not _is_ordinary(tensor):
+            raise TypeError(
+                f"{op}: {name} is a {kind} without memory of its own, which is not supported: pass "
+                "the tensor that it stands for"
+            )
+    if missing := missing_memory(tensor):
+        raise ValueError(f"{op}: {name} {missing}")
+    return tensor
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    return (torch._C._dispatch_keys(tensor) & _ELSEWHERE).raw_repr() == 0
 
 
 def checking_memory(op: str, arguments: TensorArguments, kernel: Callable[P, R]) -> Callable[P, R]:

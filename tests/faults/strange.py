@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import wait_tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import symm_cp
@@ -277,7 +280,7 @@ def _declared(op: declaration.Op) -> Op:
 
 #: The first returns memory of the peers, the last take tensors in symmetric memory only
 #: (tests/ops/test_gpu_only.py). Only graphs and gradients call the others, with layouts and
-#: modifiers that graphs hold.
+#: modifiers that graphs hold: users call `flex_attention`, which is among the entry points.
 LEFT_OUT = (
     "get_remote_tensors",
     "flex_all_gather_attention",
@@ -292,6 +295,33 @@ def _raw_ops() -> dict[str, Op]:
 
 def _recurrence(W: int) -> Tensors:
     return [_r(1, 4, 2, 3), _r(1, 4, 2, 3), _r(1, 4, 2, 3), -_r(1, 4, 2).abs(), _r(1, 4, 2)]
+
+
+def _in_context(attend: Callable[..., Any], heads: int = 2, **options: Any) -> Op:
+    """A function of torch on parts of a sequence, within `context_parallel`."""
+
+    def call(given: Tensors, group: dist.ProcessGroup) -> Any:
+        with symm_cp.context_parallel(group):
+            return attend(*given, **options)
+
+    return Op(lambda W: [_r(1, heads, 4, 8) for _ in range(3)], call)
+
+
+def _varlen() -> Op:
+    """Two documents of 3 and 5 tokens, on two ranks."""
+
+    def call(given: Tensors, group: dist.ProcessGroup) -> Any:
+        *tensors, edges = given
+        balancer = symm_cp.Sequential(4 * group.size(), group.size())
+        with symm_cp.context_parallel(group, load_balancer=balancer):
+            return varlen_attn(*tensors, edges, edges, 5, 5)
+
+    edges = torch.tensor([0, 3, 8], dtype=torch.int32)
+    return Op(lambda W: [*(_r(4, 2, 8) for _ in range(3)), edges], call)
+
+
+def _causal(b: Any, h: Any, query: Any, key: Any) -> Any:
+    return query >= key
 
 
 def _entry_points() -> dict[str, Op]:
@@ -334,6 +364,14 @@ def _entry_points() -> dict[str, Op]:
             lambda W: [_r(1, W, 4, 8) for _ in range(3)],
             lambda t, g: s.all_gather_attention(*t, group=g, is_causal=True, method="ulysses"),
         ),
+        "scaled_dot_product_attention": _in_context(F.scaled_dot_product_attention, is_causal=True),
+        "flex_attention": _in_context(
+            flex_attention, block_mask=create_block_mask(_causal, None, None, 8, 8, "cpu")
+        ),
+        "flex_attention with a score_mod": _in_context(
+            flex_attention, score_mod=lambda score, b, h, query, key: score + query - key
+        ),
+        "varlen_attn": _varlen(),
         "all_gather_kv_entry": Op(
             lambda W: [_r(1, 2, 4, 3), _r(1, 2, 4, 3)],
             lambda t, g: s.all_gather_kv(*t, group=g),

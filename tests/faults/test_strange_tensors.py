@@ -167,7 +167,10 @@ def _is_told(case: Given) -> bool:
         return False  # nothing is refused
     if case.op in strange.COLLECTIVES:
         return case.kind in BY_THE_BACKEND
-    if case.op not in strange.RAW and case.op != "ulysses_output_projection":
+    if _is_refused_by_varlen(case):
+        return False
+    by_schema = ("scaled_dot_product_attention", "ulysses_output_projection")
+    if case.op not in strange.RAW and case.op not in by_schema:
         return True
     if case.kind in ("none", "list", "uninitialised"):  # the schema, __torch_function__
         return False
@@ -177,6 +180,12 @@ def _is_told(case: Given) -> bool:
     return case.kind != "leaked_batch" and not (
         without_autograd and case.kind in ("refusing", "named")
     )
+
+
+def _is_refused_by_varlen(case: Given) -> bool:
+    """torch's `varlen_attn` looks at the shapes of queries and keys before it calls its op."""
+    kinds = ("nested", "jagged", "no_dims", "overflowing", "uninitialised", "list", "none")
+    return case.op == "varlen_attn" and case.kind in kinds
 
 
 #: What torch's front end of collectives hands on; those without dense memory thanks to kernels that
@@ -213,7 +222,7 @@ def fault(case: Given, outcomes: list[Outcome]) -> str:
     by_torch = "no rule for aten" in first.text or "INTERNAL ASSERT" in first.text
     by_torch = by_torch or "Tensor subclass Careless" in first.text
     # It adds its bias after the op.
-    by_torch = by_torch or case.op == "ulysses_output_projection"
+    by_torch = by_torch or case.op == "ulysses_output_projection" or _is_refused_by_varlen(case)
     if not by_torch and not any(name in first.text for name in ("symm_mem", *OPS)):
         return "the error does not name the op"
     named = re.search(r": \w+(\[\d\])? (of shape .* bytes of storage|is |has )", first.text)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from symm_cp.context_parallel.load_balancers import (
@@ -527,3 +528,43 @@ def errors(group: dist.ProcessGroup) -> None:
 
 def test_errors(ranks: Ranks) -> None:
     ranks.run(2, errors)
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(-x)
+
+
+def not_yet_here(x: torch.Tensor) -> torch.Tensor:
+    """The values as the result of a functional collective that nobody has waited for."""
+    return AsyncCollectiveTensor(x.clone())
+
+
+def values_elsewhere(group: dist.ProcessGroup) -> None:
+    """Tensors whose values are not in their memory; the dispatcher sees to those of other ops."""
+    state, layout = resolve(group), Sequential(8 * group.size(), group.size()).layout
+    options: dict[str, Any] = {"group": state, "layout": layout}
+    plain = torch.randn(3, 1, 2, 8, 4)
+    for mods in ({"mask_mod": lambda b, h, i, j: i >= j}, {"score_mod": lambda s, *at: s * 2}):
+        for place in range(3):
+            for make in (negated, not_yet_here):
+                given = [make(x) if i == place else x for i, x in enumerate(plain)]
+                found = flex_all_gather_attention(*given, **options, **mods)
+                wanted = flex_all_gather_attention(*plain, **options, **mods)
+                assert all(map(torch.equal, found, wanted)), (mods, place, make)
+        leaves = [x.clone().requires_grad_() for x in plain]
+        out, _ = flex_all_gather_attention(*leaves, **options, **mods)
+        grads = [
+            torch.autograd.grad(out, leaves, make(torch.ones_like(out)), retain_graph=True)
+            for make in (torch.clone, negated)
+        ]
+        assert all(map(torch.equal, *grads)), mods
+    freed = plain[0].clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="key .* needs 256 bytes of storage, which has 0"):
+        flex_all_gather_attention(plain[0], freed, plain[2], **options)
+    with pytest.raises(NotImplementedError, match=r"value is .*to_dense\(\)"):
+        flex_all_gather_attention(plain[0], plain[1], plain[2].to_sparse(), **options)
+
+
+def test_values_that_are_elsewhere(ranks: Ranks) -> None:
+    ranks.run(2, values_elsewhere)

@@ -13,6 +13,7 @@ Source: `torch.nn.attention.flex_attention` for the interface.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,7 @@ from symm_cp.ops.attention.tiles import (
 )
 from symm_cp.ops.attention.ulysses import UlyssesCall, call_of
 from symm_cp.ops.common import attention_runs
+from symm_cp.ops.tensor_checks import with_memory
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.dtypes import wide
@@ -97,6 +99,7 @@ def flex_all_gather_attention(
     replicated parameter. Masks take memory for one tile at a time. Raises `ValueError`, `TypeError`
     and `NotImplementedError` before any communication.
     """
+    query, key, value = _with_memory(query, key, value)
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = autocast.cast((query, key, value), device)
@@ -126,6 +129,15 @@ def flex_all_gather_attention(
     with torch.autocast(device, enabled=False):
         out, lse = _FlexFunction.apply(query, key, value, attention, *terms, *tensors)
     return out, lse
+
+
+def _with_memory(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    fakes = [isinstance(tensor, FakeTensor) for tensor in tensors]
+    if any(fakes) and not all(fakes):
+        raise TypeError(f"{_OP}: query, key and value must all be FakeTensors, or none of them")
+    return (
+        with_memory(_OP, *each) for each in zip(("query", "key", "value"), tensors, strict=True)
+    )
 
 
 def _is_identity(score_mod: Modifier | None) -> bool:
@@ -419,6 +431,9 @@ class _FlexFunction(torch.autograd.Function):
         sinks, bias, *tensors = saved
         # Collective: every rank takes part, also without a gradient of its own.
         grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
+        grad_out = with_memory(_OP, "grad_out", grad_out)
+        if grad_lse is not None:
+            grad_lse = with_memory(_OP, "grad_lse", grad_lse)
         with torch.autocast(grad_out.device.type, enabled=False):
             of_inputs, of_options, of_captured = ctx.attention.backward(
                 tuple(tensors), sinks, bias, grad_out, grad_lse

@@ -11,18 +11,19 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from symm_cp.group.memory import GroupLike, resolve
-from symm_cp.tensor_parallel import wrappers
+from symm_cp.tensor_parallel import quantised, wrappers
 from symm_cp.tensor_parallel.blocks import Blocks, blocks_of
 from symm_cp.tensor_parallel.checkpoint import SavesWholeModel, load
 from symm_cp.tensor_parallel.embedding import option_of_whole
-from symm_cp.tensor_parallel.features import chunks
+from symm_cp.tensor_parallel.features import Features, chunks
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
 from symm_cp.tensor_parallel.optimizers import replaced
 from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
+from symm_cp.tensor_parallel.quantised import distributed
 from symm_cp.tensor_parallel.same_inputs import compare_inputs
 from symm_cp.tensor_parallel.style import (
     FusedColwiseGroup,
@@ -174,7 +175,8 @@ class _Application:
             raise self._refuse(
                 rule, "must be an nn.Linear itself; leave the rule out to replicate it"
             )
-        width = linear.out_features if rule.kind in COLWISE else linear.in_features
+        columns = rule.kind in COLWISE
+        width: int = linear.out_features if columns else linear.in_features
         heads, world_size = self._heads(rule), self.seat.world_size
         if heads is not None and heads.units < world_size:
             units = heads.units
@@ -183,6 +185,16 @@ class _Application:
                 f"heads that share a key head, in its {width} features: fewer than world size "
                 f"{world_size}. Use a mesh of at most {units} ranks, or replicate this attention: "
                 "leave its rules out of the plan"
+            )
+        if quantised.is_quantised(linear.weight):
+            shared_by = self._shared_by(rule) if columns else 1
+            divided = self._multiple_of(rule), shared_by
+            quantised.check(
+                f"apply: {rule.name} (kind {rule.kind!r})",
+                "out_features" if columns else "in_features",
+                linear.weight,
+                Features.divided(width, self.seat.rank, world_size, *divided),
+                None if isinstance(self._layout(rule), Replicate) else 1,
             )
 
     def _heads(self, rule: Rule) -> _Heads | None:
@@ -235,6 +247,8 @@ class _Application:
 
     def _check_parameter(self, rule: Rule) -> None:
         parameter = self.module(rule.owner).get_parameter(rule.parameter)
+        if quantised.is_quantised(parameter):
+            raise self._refuse(rule, "is quantised: only weights of linears can be split then")
         if self.kinds.get(rule.owner) not in EXPERTS | {"local_params"}:
             raise self._refuse(
                 rule,
@@ -273,6 +287,8 @@ class _Application:
         embedding = self.module(rule.owner)
         if not isinstance(embedding, nn.Embedding):
             raise self._refuse(rule, "must be an nn.Embedding")
+        if quantised.is_quantised(embedding.weight):
+            raise self._refuse(rule, "is quantised: only weights of linears can be split then")
         if name := option_of_whole(embedding):
             raise self._refuse(rule, f"an embedding with {name} cannot be split by vocabulary")
 
@@ -331,7 +347,7 @@ class _Application:
         value = old.detach()
         if isinstance(placement, Shard) and _is_packed(self.kinds.get(name, "")):
             value = value.unflatten(placement.dim - 1, (2, -1))
-        new = distribute_tensor(value, self.mesh, [placement], src_data_rank=self.source)
+        new = distributed(value, self.mesh, placement, self.source)
         self._set(name, nn.Parameter(new, requires_grad=old.requires_grad))
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from symm_cp.tensor_parallel.features import chunks
+from symm_cp.tensor_parallel.quantised import is_quantised
 from symm_cp.tensor_parallel.stored import Folder, Region, Stored
 from symm_cp.tensor_parallel.whole import Seat, gather
 
@@ -47,7 +48,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     prefix = getattr(model, "base_model_prefix", "")
     sources: list[tuple[_Slot, Stored]] = []
     missing, wrong = [], []
-    for slot in _slots(model):
+    for slot in _slots("load", model):
         source = next((found for n in slot.names if (found := files.find(n, prefix))), None)
         if source is None:
             missing.append(slot.names[0])
@@ -125,14 +126,22 @@ class _Slot:
             setattr(owner, name, new)
 
 
-def _slots(model: nn.Module) -> list[_Slot]:
-    """Returns everything that a state dict of the model has."""
+def _slots(op: str, model: nn.Module) -> list[_Slot]:
+    """Returns everything that a state dict of the model has.
+
+    Raises `NotImplementedError` for quantised weights.
+    """
     slots: dict[int, _Slot] = {}
     for prefix, module in model.named_modules():
         tensors = {**module._parameters, **module._buffers}
         for name, tensor in tensors.items():
             if tensor is None or name in module._non_persistent_buffers_set:
                 continue
+            if is_quantised(tensor._local_tensor if isinstance(tensor, DTensor) else tensor):
+                raise NotImplementedError(
+                    f"{op}: {prefix}.{name} is quantised, which is not supported: load the weights "
+                    "before apply, and save them before it"
+                )
             packed = getattr(module, "packed", {}).get(name)
             slot = slots.setdefault(id(tensor), _Slot(tensor, [], [], packed))
             slot.owners.append((module, name))
@@ -243,7 +252,7 @@ class SavesWholeModel(nn.Module):
 @contextmanager
 def _saving(op: str, model: nn.Module) -> Iterator[tuple[list[_Slot], bool]]:
     """Yields a model's tensors, and whether this rank writes; ends once the files are written."""
-    slots = _slots(model)
+    slots = _slots(op, model)
     if meta := [slot.names[0] for slot in slots if slot.tensor.is_meta]:
         raise ValueError(f"{op}: {meta} are on the meta device: load the model first")
     meshes = [slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor)]

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 from symm_cp.ops import autocast
 from symm_cp.ops.common import tells_peers
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.features import Features
+from symm_cp.tensor_parallel.quantised import is_quantised, local_of
 from symm_cp.tensor_parallel.shared_gather import SharedGather
 from symm_cp.tensor_parallel.whole import Seat, gather
 from symm_cp.tensors.alignment import contiguous_strides
@@ -85,9 +87,14 @@ def _local_input(
 
 
 def as_autocast_casts(*tensors: Any) -> tuple[Any, ...]:
-    """Casts tensors as autocast casts operands of matmuls, for ops that autocast does not know."""
+    """Casts tensors as autocast casts operands of matmuls, for ops that autocast does not know.
+
+    Not with quantised weights, whose own code multiplies what they have been converted to.
+    """
     device = tensors[0].device.type
-    return autocast.cast(tensors, device) if torch.is_autocast_enabled(device) else tensors
+    if not torch.is_autocast_enabled(device) or any(map(is_quantised, tree_leaves(tensors))):
+        return tensors
+    return autocast.cast(tensors, device)
 
 
 def _plain_parameters(
@@ -111,7 +118,7 @@ def _plain_parameters(
         return None
     weight, bias = linear.weight, linear.bias
     if torch.compiler.is_compiling():
-        return _local(weight), _local(bias)
+        return local_of(weight), local_of(bias)
     # `to_local` makes a view each time.
     own = weight._local_tensor if isinstance(weight, DTensor) else weight
     return own, bias._local_tensor if isinstance(bias, DTensor) else bias
@@ -155,7 +162,7 @@ def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> 
     mesh, group = first.weight.device_mesh, first.group
     check = _check_colwise_telling_peers if x.device.type == "cpu" else _check_colwise
     x = check(x, first, group)
-    weights = [linear.features.own(linear.weight.to_local(), 0, group) for linear in linears]
+    weights = [linear.features.own(local_of(linear.weight), 0, group) for linear in linears]
     biases = [_own_bias(linear) for linear in linears]
     if first.sequence_dim is None:
         x, weights, biases = as_autocast_casts(x, weights, biases)
@@ -195,12 +202,8 @@ def _output(part: torch.Tensor, mesh: DeviceMesh, linear: FusedColwiseLinear) ->
 
 
 def _own_bias(linear: FusedColwiseLinear) -> torch.Tensor | None:
-    bias = _local(linear.bias)
+    bias = local_of(linear.bias)
     return None if bias is None else linear.features.own(bias, 0, linear.group)
-
-
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _placement(style: str, sequence_dim: int | None, x: torch.Tensor) -> Placement:
@@ -241,14 +244,14 @@ class FusedRowwiseLinear(nn.Linear):
         group = self.group
         if plain := _plain_parameters(self, input, self.features.count):
             weight, bias = plain
-            return replicated.sum_products([input], [weight.t()], bias, group)
-        mesh, bias = self.weight.device_mesh, _local(self.bias)
+            return replicated.sum_linear(input, weight, bias, group)
+        mesh, bias = self.weight.device_mesh, local_of(self.bias)
         check = _check_rowwise_telling_peers if input.device.type == "cpu" else _check_rowwise
         x_part, placement = check(input, self, group)
-        weight = self.features.own(self.weight.to_local(), 1, group)
+        weight = self.features.own(local_of(self.weight), 1, group)
         if self.sequence_dim is None:
             x_part, weight, bias = as_autocast_casts(x_part, weight, bias)
-            output = replicated.sum_products([x_part], [weight.t()], bias, group)
+            output = replicated.sum_linear(x_part, weight, bias, group)
         else:
             dim = self.sequence_dim
             output = matmul_reduce_scatter(x_part, weight.t(), scatter_dim=dim, group=group)

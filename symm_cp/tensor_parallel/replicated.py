@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from symm_cp.ops.direct import direct
+from symm_cp.tensor_parallel.quantised import is_quantised
+from symm_cp.tensor_parallel.quantised import linear as quantised_linear
 
 _SUMS = "_fused_matmuls_all_reduce"
 
@@ -57,6 +59,8 @@ def columns(
     """
     if not torch.is_grad_enabled():
         return _columns(x, weights, biases)
+    if any(map(is_quantised, weights)):
+        return _columns(copy(x, group), weights, biases)
     return list(_Columns.apply(group, len(weights), x, *weights, *biases))
 
 
@@ -71,6 +75,16 @@ def sum_products(
         return _sum_products(lefts, rights, bias, group)
     result: torch.Tensor = _SumProducts.apply(group, len(lefts), bias, *lefts, *rights)
     return result
+
+
+def sum_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
+) -> torch.Tensor:
+    """Returns the sum over the ranks of `F.linear(x, weight)`, plus a replicated bias."""
+    if is_quantised(weight):
+        total = sum_ranks(linear(x, weight, None), group)
+        return total if bias is None else total + bias
+    return sum_products([x], [weight.t()], bias, group)
 
 
 def _sum_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
@@ -91,6 +105,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
     It multiplies them one by one, after a copy of the weight, unless that requires a gradient.
     """
+    if is_quantised(weight):
+        return quantised_linear(x, weight, bias)
     if x.dim() == 3 and x.stride(0) != x.shape[1] * x.stride(1):
         return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)

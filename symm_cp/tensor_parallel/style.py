@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from symm_cp.group.memory import group_name
+from symm_cp.tensor_parallel import quantised
 from symm_cp.tensor_parallel.embedding import VocabParallelEmbedding, check_embedding
 from symm_cp.tensor_parallel.features import Features, check_units
 from symm_cp.tensor_parallel.linear import (
@@ -75,20 +76,25 @@ def _check_linear(style: str, module: nn.Module) -> nn.Linear:
 
 
 def _features(
-    style: str,
-    name: str,
-    size: int,
+    linear: nn.Linear,
     mesh: DeviceMesh,
-    multiple_of: int,
-    *,
-    local_output: bool,
-    shared_by: int = 1,
+    how: FusedColwiseParallel | FusedRowwiseParallel,
+    style: str = "",
+    member: str = "",
 ) -> Features:
-    """Divides features; raises `ValueError` when that is not possible."""
+    """Divides the features that a style splits; raises where that is not possible.
+
+    Errors name `style`, by default that of `how`, and the `member` of a group.
+    """
+    style, columns = style or type(how).__name__, isinstance(how, FusedColwiseParallel)
+    side, shared_by = ("out_features", how.shared_by) if columns else ("in_features", 1)
+    name, size, multiple_of = member + side, getattr(linear, side), how.multiple_of
     check_units(style, name, size, mesh.size(), multiple_of, shared_by)
     rank, ranks = mesh.get_local_rank(), mesh.size()
     features = Features.divided(size, rank, ranks, multiple_of, shared_by)
-    if not local_output and not features.as_stored:
+    if quantised.is_quantised(linear.weight):
+        quantised.check(style, name, linear.weight, features, how.sequence_dim)
+    if columns and not how.use_local_output and not features.as_stored:
         raise ValueError(
             f"{style}: use_local_output=False needs parts of {name}={size} as torch.chunk makes "
             f"them, {list(features.stored.sizes)}, but {multiple_of=} makes "
@@ -121,7 +127,7 @@ def _sharded(
                 f"on {mesh} as well"
             )
         return known
-    sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+    sharded = quantised.distributed(parameter, mesh, placement, source)
     new = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     setattr(parameter, _SHARDED, new)
     return new
@@ -196,15 +202,7 @@ class FusedColwiseParallel(ParallelStyle):
         style = type(self).__name__
         group = group_name(device_mesh)
         linear = _check_linear(style, module)
-        features = _features(
-            style,
-            "out_features",
-            linear.out_features,
-            device_mesh,
-            self.multiple_of,
-            local_output=self.use_local_output,
-            shared_by=self.shared_by,
-        )
+        features = _features(linear, device_mesh, self)
         _distribute(linear, device_mesh, Shard(0), Shard(0), self.src_data_rank)
         _become(linear, FusedColwiseLinear, features, group, self)
         linear.gathers_output = self.gathers_output
@@ -317,15 +315,7 @@ class FusedColwiseGroup(ParallelStyle):
         ranks, units = mesh.size(), {}
         for name, linear in linears.items():
             each = self.styles[name]
-            _features(
-                style,
-                f"{name}.out_features",
-                linear.out_features,
-                mesh,
-                each.multiple_of,
-                local_output=each.use_local_output,
-                shared_by=each.shared_by,
-            )
+            _features(linear, mesh, each, style, f"{name}.")
             if each.multiple_of > 1:
                 units[name] = linear.out_features // each.multiple_of * each.shared_by
         uneven = any(count % ranks for count in units.values())
@@ -384,14 +374,7 @@ class FusedRowwiseParallel(ParallelStyle):
             return self._apply_embedding(module, device_mesh)
         group = group_name(device_mesh)
         linear = _check_linear(style, module)
-        features = _features(
-            style,
-            "in_features",
-            linear.in_features,
-            device_mesh,
-            self.multiple_of,
-            local_output=True,
-        )
+        features = _features(linear, device_mesh, self)
         _distribute(linear, device_mesh, Shard(1), Replicate(), self.src_data_rank)
         _become(linear, FusedRowwiseLinear, features, group, self)
         return linear

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from symm_cp.tensor_parallel.quantised import local_of
 from symm_cp.tensor_parallel.replicated import copy, sum_ranks
 from symm_cp.tensor_parallel.whole import Seat, gather, own_part
 
@@ -78,7 +79,7 @@ class LocalParameters(nn.Module):
         for name, parameter in self._parameters.items():
             if isinstance(parameter, DTensor):
                 # `to_local` makes a view each time.
-                local = parameter._local_tensor if constant else parameter.to_local()
+                local = parameter._local_tensor if constant else local_of(parameter)
                 if (dim := self.packed.get(name)) is not None:
                     local = local.flatten(dim, dim + 1)
                 # Found before the parameter, which only `nn.Module.__getattr__` knows.

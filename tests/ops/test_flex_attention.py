@@ -560,7 +560,7 @@ def values_elsewhere(group: dist.ProcessGroup) -> None:
         assert all(map(torch.equal, *grads)), mods
     freed = plain[0].clone()
     freed.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="key .* needs 256 bytes of storage, which has 0"):
+    with pytest.raises(ValueError, match=r"key .* needs 256 bytes of storage, which has 0"):
         flex_all_gather_attention(plain[0], freed, plain[2], **options)
     with pytest.raises(NotImplementedError, match=r"value is .*to_dense\(\)"):
         flex_all_gather_attention(plain[0], plain[1], plain[2].to_sparse(), **options)

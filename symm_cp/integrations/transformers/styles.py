@@ -70,7 +70,7 @@ def _rows(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
 ) -> torch.Tensor:
     x, weight, bias = as_autocast_casts(x, weight, bias)
-    return replicated.sum_products([x], [weight.t()], bias, group)
+    return replicated.sum_linear(x, weight, bias, group)
 
 
 def _columns(

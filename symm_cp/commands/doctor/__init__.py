@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
+import os
 import platform
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from symm_cp import __version__, cuda, env, native, trusted, tuning
 from symm_cp.commands.doctor import accelerated
 from symm_cp.commands.doctor.findings import Finding
+from symm_cp.commands.run.startup import cores
 from symm_cp.parsing import STDOUT, write_json
 from symm_cp.tensors.results import result_memory
 
@@ -133,6 +135,18 @@ def huge_shared_pages(setting: Path = _HUGE_SHARED_PAGES) -> Finding:
     return Finding(section, name, "ok", f"transparent huge pages: {chosen}")
 
 
+def numa(system: Path = cores.SYSTEM) -> Finding:
+    """Says which cores of which nodes and sockets this process may use."""
+    allowed = os.sched_getaffinity(0)
+    nodes, sockets = (cores.units(unit, allowed, system) for unit in cores.UNITS)
+    each = "; ".join(f"node {node}: CPUs {cores.ranges(cpus)}" for node, cpus in nodes.items())
+    count = len(cores.cores(allowed, system))
+    detail = f"cores that this process may use: {count}, of {len(sockets)} socket(s); {each}"
+    if len(nodes) > 1:
+        detail += "; symm-cp run --numa node gives each rank cores and memory of its own"
+    return Finding("processors", "NUMA", "info", detail)
+
+
 def _files(kind: str, command: str, pattern: str, without: str) -> list[Finding]:
     """Lists the files that a command has written; `without`: how ops behave without one."""
     findings = []
@@ -202,6 +216,7 @@ def examine() -> list[Finding]:
         *measured(),
         *_results(),
         huge_shared_pages(),
+        numa(),
         _cpu(),
         *itertools.chain.from_iterable(map(accelerated.devices_of, cuda.known())),
         accelerated.nvshmem_works(),

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from symm_cp.commands.run.startup import cores
+
 HELP = "start a program as torchrun does; gloo's groups on CPU use shared memory instead"
 EXEC_HELP = "start any program; gloo's groups on CPU, of all it starts, use shared memory instead"
 _EPILOG = (
@@ -42,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     torchrun = get_args_parser()
     torchrun.prog, torchrun.description, torchrun.epilog = "symm-cp run", HELP, _EPILOG
     _add_options(torchrun)
+    _add_numa(torchrun)
     return torchrun
 
 
@@ -62,10 +65,25 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_numa(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--numa",
+        choices=(*cores.UNITS, "none"),
+        default="none",
+        help="divide the cores that this process may use among the ranks of this host, node by "
+        "node or socket by socket; each rank runs a thread on each of its cores, unless "
+        "OMP_NUM_THREADS is set (%(default)s)",
+    )
+
+
 def add_exec(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp exec`."""
     parser.epilog = _EPILOG
-    parser.usage = "symm-cp exec [-h] [--backend-for NAMES] [--cuda-on-cpu DEVICES] -- COMMAND ..."
+    parser.usage = (
+        "symm-cp exec [-h] [--backend-for NAMES] [--cuda-on-cpu DEVICES] [--numa UNIT] "
+        "-- COMMAND ..."
+    )
+    _add_numa(parser)
     add_program(parser)
 
 
@@ -97,6 +115,9 @@ def environment(args: argparse.Namespace) -> Iterator[None]:
     path = os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH")]))
     before = dict(os.environ)
     os.environ.update(PYTHONPATH=path, SYMM_CP_BACKEND_FOR=names)
+    if getattr(args, "numa", "none") != "none":
+        threads = "" if "OMP_NUM_THREADS" in before else ":threads"
+        os.environ[cores.VARIABLE] = args.numa + threads
     if cuda_on_cpu:
         os.environ["SYMM_CP_CUDA_ON_CPU"] = str(cuda_on_cpu)
     try:
@@ -119,6 +140,24 @@ def _could_build(command: str, names: str) -> bool:
         )
         return False
     return True
+
+
+def _shares(args: argparse.Namespace) -> list[cores.Share] | None:
+    """Returns the cores of each rank on this host, as asked; prints why there are none for it."""
+    from torch.distributed.run import determine_local_world_size
+
+    if args.numa == "none":
+        return []
+    try:
+        ranks = determine_local_world_size(args.nproc_per_node)
+        shares = cores.shares(args.numa, ranks, os.sched_getaffinity(0))
+    except ValueError as error:
+        print(f"symm-cp run: --numa {args.numa}: {error}", file=sys.stderr)
+        return None
+    for rank, share in enumerate(shares):
+        threads = os.environ.get("OMP_NUM_THREADS", share.threads)
+        print(f"symm-cp run: local rank {rank} on {share}, {threads} threads", file=sys.stderr)
+    return shares
 
 
 def _isolated(program: str, arguments: Sequence[str]) -> str:
@@ -183,9 +222,12 @@ def main(arguments: Sequence[str]) -> int:
 
     args = parser().parse_args(arguments)
     names = args.backend_for
-    if not _could_build("run", names):
+    shares = _shares(args)
+    if shares is None or not _could_build("run", names):
         return 2
     with environment(args):
+        if shares:  # torchrun says so otherwise, and takes 1
+            os.environ.setdefault("OMP_NUM_THREADS", str(shares[0].threads))
         try:
             record(torchrun.run)(args)
         except ChildFailedError as error:

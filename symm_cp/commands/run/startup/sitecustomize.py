@@ -1,9 +1,9 @@
 """Python imports this file when it starts programs of `symm-cp run` or `exec`, and their children.
 
-The program runs as without it, with one difference: once it has imported `torch.distributed`, its
-`symm_cp.commands.run.redirect` makes its process groups; with `--cuda-on-cpu` a second one, once it
-has imported torch. Until then nothing of torch or symm_cp is imported, so that the program can set
-variables first.
+The program runs as without it, but once it has imported `torch.distributed`, its process groups are
+made by `symm_cp.commands.run.redirect`; with `--cuda-on-cpu`, once it has imported torch, the CPU
+stands for GPUs; with `--numa` a rank runs on cores of its own. Until then nothing of torch or
+symm_cp is imported, so that the program can set variables first.
 """
 
 import importlib
@@ -81,6 +81,22 @@ class _Finder:
         return spec
 
 
+def _bind() -> None:
+    """Has a rank run on its cores; ends the program if there are too few."""
+    spec = importlib.util.spec_from_file_location("_cores", os.path.join(_FOLDER, "cores.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    cores = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cores)
+    try:
+        cores.bind()
+    except (OSError, ValueError) as error:
+        # An exception would be passed over, or end in a traceback of Python's start.
+        sys.stderr.write(f"symm-cp: --numa: {error}\n")
+        sys.stderr.flush()
+        os._exit(2)
+
+
 def _import_hidden() -> None:
     """Imports the sitecustomize.py that this one stands in front of, if there is one."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
@@ -94,6 +110,8 @@ def _import_hidden() -> None:
 
 
 if __name__ == "sitecustomize":  # imported by Python at its start
+    if os.environ.get("SYMM_CP_NUMA"):
+        _bind()
     if os.environ.get("SYMM_CP_BACKEND_FOR"):
         sys.meta_path.insert(0, _Finder(_C10D, _redirect))  # type: ignore[arg-type]
     if os.environ.get("SYMM_CP_CUDA_ON_CPU"):

@@ -14,6 +14,7 @@
 | `SYMM_CP_KEEP_MIB` | freed memory of results that a process keeps for later ones, in MiB | below |
 | `SYMM_CP_THREADS` | threads of a rank that copy and reduce: `one`, or `all` of torch's | below |
 | `SYMM_CP_BACKGROUND_THREADS` | threads that copy and reduce in asynchronous ops, per group | 1 |
+| `SYMM_CP_HUGE_PAGES` | 1: symmetric memory takes huge pages that the system has reserved | 0 |
 | `SYMM_CP_COMPARE_INPUTS` | 0: ranks do not compare batches, prompts, weights | 1 |
 | `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
@@ -145,6 +146,14 @@ def background_threads() -> int:
     if not text.isdigit() or int(text) == 0:
         raise ValueError(f"SYMM_CP_BACKGROUND_THREADS={text!r} must be a number of threads")
     return int(text)
+
+
+def huge_pages() -> bool:
+    """Tells whether symmetric memory takes reserved huge pages (csrc/memory/segment.cpp)."""
+    text = _get("SYMM_CP_HUGE_PAGES", "0")
+    if text not in ("0", "1"):
+        raise ValueError(f"SYMM_CP_HUGE_PAGES={text!r} must be 0 or 1")
+    return text == "1"
 
 
 def compare_inputs() -> bool:

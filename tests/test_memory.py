@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import resource
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import symm_cp
 from symm_cp import tuning
+from symm_cp.commands import doctor
 from symm_cp.group import memory
 from symm_cp.native import wire
 from symm_cp.runtime.program import probing
@@ -297,3 +300,66 @@ def dropped_calls(group: dist.ProcessGroup) -> None:
 
 def test_a_call_that_is_dropped_ends(ranks: Ranks) -> None:
     ranks.run(1, dropped_calls)
+
+
+def page_sizes(group: dist.ProcessGroup, asking: list[int]) -> list[int]:
+    """The sizes in KiB of the pages of large symmetric memory of each rank."""
+    os.environ["SYMM_CP_HUGE_PAGES"] = str(int(group.rank() in asking))
+    try:
+        nbytes = (4 << 20) + 4096  # three huge pages
+        tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device="cpu")
+        handle = symm_mem.rendezvous(tensor, group)
+    finally:
+        del os.environ["SYMM_CP_HUGE_PAGES"]
+    buffers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+    tensor.fill_(group.rank())
+    handle.barrier()
+    for rank, buffer in enumerate(buffers):
+        assert buffer.eq(rank).all()
+    handle.barrier()
+    mappings: list[tuple[range, int]] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if "-" in name:
+            addresses = range(*(int(text, 16) for text in name.split("-")))
+        elif name == "KernelPageSize:":
+            mappings.append((addresses, int(rest[0])))
+    return [size for b in buffers for at, size in mappings if b.data_ptr() in at]
+
+
+HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+def free_huge_pages() -> int:
+    """How many there are, after an attempt to have some."""
+    with contextlib.suppress(OSError):
+        HUGE_PAGES.write_text(str(max(64, int(HUGE_PAGES.read_text()))))
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields.get("HugePages_Free", "0"))
+
+
+@pytest.mark.parametrize("asking", [[], [0], [0, 1]])
+def test_reserved_huge_pages(ranks: Ranks, asking: list[int]) -> None:
+    """Taken where a rank asks and they are free; otherwise small ones are."""
+    before = HUGE_PAGES.read_text() if HUGE_PAGES.exists() else "0"
+    try:
+        has_free = free_huge_pages() >= 3 * len(asking)
+        expected = [2048 if has_free and rank in asking else 4 for rank in range(2)]
+        assert ranks.run(2, page_sizes, asking) == [expected] * 2
+    finally:
+        with contextlib.suppress(OSError):
+            HUGE_PAGES.write_text(before)
+
+
+def test_doctor_on_reserved_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(
+        "HugePages_Total:      64\nHugePages_Free:       60\nHugepagesize:  2048 kB\n"
+    )
+    (finding,) = doctor.reserved_pages(meminfo)
+    assert finding.detail.startswith("60 of 64 (of 2048 kB) are free; they are left to others")
+    monkeypatch.setenv("SYMM_CP_HUGE_PAGES", "1")
+    (finding,) = doctor.reserved_pages(meminfo)
+    assert finding.detail.endswith("they are taken, where enough are free")
+    meminfo.write_text("HugePages_Total:       0\n")
+    assert doctor.reserved_pages(meminfo) == []

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <utility>
@@ -14,6 +15,9 @@
 #include "base/error.h"
 #include "base/team.h"
 
+#ifndef MFD_HUGE_SHIFT
+#define MFD_HUGE_SHIFT 26
+#endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -21,7 +25,8 @@
 namespace symm_cp {
 
 namespace {
-constexpr size_t kHugePage = size_t{2} << 20;
+constexpr unsigned kHugePageLog = 21;
+constexpr size_t kHugePage = size_t{1} << kHugePageLog;
 constexpr size_t kPrefault = size_t{1} << 20;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
@@ -39,6 +44,14 @@ size_t available_memory() {
       std::ifstream("/sys/fs/cgroup/memory.current") >> used && limit > used)
     available = std::min(available, limit - used);
   return available;
+}
+
+size_t round_to_huge_pages(size_t size) { return (size + kHugePage - 1) / kHugePage * kHugePage; }
+
+// Somebody has reserved huge pages for some program: this one asks before it takes any.
+bool asks_for_reserved_pages() {
+  const char* chosen = std::getenv("SYMM_CP_HUGE_PAGES");
+  return chosen != nullptr && std::strcmp(chosen, "1") == 0;
 }
 
 }  // namespace
@@ -73,9 +86,30 @@ size_t round_to_pages(size_t size) {
   return size == 0 ? page : (size + page - 1) / page * page;
 }
 
+bool Segment::take_reserved_pages(const std::string& label) {
+  const size_t length = round_to_huge_pages(size_);
+  Descriptor fd(memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB |
+                                                (kHugePageLog << MFD_HUGE_SHIFT)));
+  if (!fd.valid() || ftruncate(fd.get(), static_cast<off_t>(length)) != 0 ||
+      fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0)
+    return false;
+  void* at = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (at == MAP_FAILED) return false;  // fewer are free
+  if (madvise(at, length, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
+    munmap(at, length);  // fewer are allowed to a control group
+    return false;
+  }
+  fd_ = std::move(fd);
+  data_ = static_cast<char*>(at);
+  mapped_ = length;
+  return true;
+}
+
 Segment Segment::create(size_t size, const std::string& label) {
   Segment segment;
   segment.size_ = round_to_pages(size);
+  if (segment.size_ >= kHugePage && asks_for_reserved_pages() && segment.take_reserved_pages(label))
+    return segment;
   segment.fd_ = Descriptor(memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   const std::string what = "shared memory of " + std::to_string(segment.size_) + " bytes";
   // Small segments are not worth the reading of files.
@@ -98,7 +132,9 @@ Segment Segment::map(Descriptor fd, size_t size) {
   struct stat info{};
   if (fstat(segment.fd(), &info) != 0) throw SystemError("cannot inspect a peer's shared memory");
   const int seals = fcntl(segment.fd(), F_GET_SEALS);
-  if (static_cast<size_t>(info.st_size) != size || seals < 0 || (seals & kSeals) != kSeals)
+  segment.mapped_ = static_cast<size_t>(info.st_size);
+  const bool fits = segment.mapped_ == size || segment.mapped_ == round_to_huge_pages(size);
+  if (!fits || seals < 0 || (seals & kSeals) != kSeals)
     throw PeerError("a peer's shared memory is not what it announced: needs " +
                     std::to_string(size) + " sealed bytes, got " + std::to_string(info.st_size));
   segment.attach(false);
@@ -123,7 +159,8 @@ void prefault(void* address, size_t size) {
 }
 
 void Segment::attach(bool populate) {
-  void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  mapped_ = std::max(mapped_, size_);
+  void* at = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   const std::string what = "shared memory of " + std::to_string(size_) + " bytes";
   if (at == MAP_FAILED) throw SystemError("cannot map " + what);
   data_ = static_cast<char*>(at);
@@ -135,17 +172,19 @@ void Segment::attach(bool populate) {
 Segment::Segment(Segment&& other) noexcept
     : fd_(std::move(other.fd_)),
       data_(std::exchange(other.data_, nullptr)),
-      size_(std::exchange(other.size_, 0)) {}
+      size_(std::exchange(other.size_, 0)),
+      mapped_(std::exchange(other.mapped_, 0)) {}
 
 Segment& Segment::operator=(Segment&& other) noexcept {
   std::swap(fd_, other.fd_);
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
+  std::swap(mapped_, other.mapped_);
   return *this;
 }
 
 Segment::~Segment() {
-  if (data_ != nullptr) munmap(data_, size_);
+  if (data_ != nullptr) munmap(data_, mapped_);
 }
 
 }  // namespace symm_cp

@@ -35,7 +35,8 @@ class Segment {
   Segment() = default;
   // Creates `size` bytes (rounded up to pages) of zeros, sealed against shrinking and growing.
   // The pages are taken now, so that running out of memory is an error here, with the size, and
-  // not a SIGBUS at some later write.
+  // not a SIGBUS at some later write. With SYMM_CP_HUGE_PAGES=1 they are those that the system has
+  // reserved (hugetlb), if as many are free.
   static Segment create(size_t size, const std::string& label);
   // Maps a descriptor received from a peer; refuses one that is not sealed or not `size` long.
   static Segment map(Descriptor fd, size_t size);
@@ -49,10 +50,12 @@ class Segment {
 
  private:
   void attach(bool populate);
+  bool take_reserved_pages(const std::string& label);
 
   Descriptor fd_;
   char* data_ = nullptr;
   size_t size_ = 0;
+  size_t mapped_ = 0;  // `size_`, or more with huge pages
 };
 
 size_t round_to_pages(size_t size);

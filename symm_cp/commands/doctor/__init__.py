@@ -135,6 +135,24 @@ def huge_shared_pages(setting: Path = _HUGE_SHARED_PAGES) -> Finding:
     return Finding(section, name, "ok", f"transparent huge pages: {chosen}")
 
 
+def reserved_pages(meminfo: Path = Path("/proc/meminfo")) -> list[Finding]:
+    """Says how many huge pages are reserved, and whether symmetric memory takes them."""
+    with suppress(OSError):
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        total, free = (int(fields.get(f"HugePages_{what}", "0")) for what in ("Total", "Free"))
+        if total:
+            taken = (
+                "are taken, where enough are free"
+                if env.huge_pages()
+                else ("are left to others: SYMM_CP_HUGE_PAGES=1 takes them")
+            )
+            detail = (
+                f"{free} of {total} (of {fields['Hugepagesize'].strip()}) are free; they {taken}"
+            )
+            return [Finding("symmetric memory", "reserved huge pages", "info", detail)]
+    return []
+
+
 def numa(system: Path = cores.SYSTEM) -> Finding:
     """Says which cores of which nodes and sockets this process may use."""
     allowed = os.sched_getaffinity(0)
@@ -216,6 +234,7 @@ def examine() -> list[Finding]:
         *measured(),
         *_results(),
         huge_shared_pages(),
+        *reserved_pages(),
         numa(),
         _cpu(),
         *itertools.chain.from_iterable(map(accelerated.devices_of, cuda.known())),

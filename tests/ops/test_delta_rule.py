@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -174,12 +175,36 @@ def test_refuses_what_it_cannot_do(ranks: Ranks) -> None:
     ranks.run(2, refuses)
 
 
+def disagree(group: dist.ProcessGroup) -> None:
+    """Parts of 8 and 4 positions; on rank 1 with what a user forgot."""
+    rank = group.rank()
+    mine = [t.split([8, 4], 1)[rank] for t in inputs(12, torch.float32)]
+    right: dict[str, Any] = {"cu_seqlens": [0, 4, 12], "sizes": [8, 4]}
+    for forgotten in (
+        {"cu_seqlens": [0, 4, 8]},  # and sizes: two parts of 4 would be as long
+        {"cu_seqlens": [0, 5, 12], "sizes": [8, 4]},
+        {},
+    ):
+        given = forgotten if rank == 1 else right
+        with pytest.raises(RuntimeError, match="ranks disagree"):
+            symm_cp.gated_delta_rule(*mine, group=group, chunk_size=4, **given)
+    with torch.inference_mode():
+        out, _ = symm_cp.gated_delta_rule(*mine, group=group, chunk_size=4, **right)
+    again, _ = symm_cp.gated_delta_rule(*mine, group=group, chunk_size=4, **right)
+    assert torch.equal(out, again)
+
+
+@device.devices("cpu")  # on others ranks compare with SYMM_CP_DEBUG=1
+def test_ranks_that_disagree_on_documents(ranks: Ranks) -> None:
+    ranks.run(2, disagree)
+
+
 def passes_opcheck(group: dist.ProcessGroup) -> None:
     op = torch.ops.symm_mem._delta_rule_states.default
     for decay in (torch.rand(2, 3), torch.rand(2, 3, 5)):
         keys, erased, values = (torch.randn(2, 3, 4, n) for n in (5, 5, 6))
         args = [t.requires_grad_() for t in (keys, erased, values, decay)]
-        torch.library.opcheck(op, (*args, group.group_name))
+        torch.library.opcheck(op, (*args, torch.tensor([3, 4]), group.group_name))
 
 
 def test_opcheck(ranks: Ranks) -> None:

@@ -18,6 +18,7 @@ Linear" (2025), for a decay of each feature.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,9 +58,13 @@ def _states_kernel(
     erased: torch.Tensor,
     values: torch.Tensor,
     decay: torch.Tensor,
+    documents: torch.Tensor | None,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the chunks' writes, (R, N, C, V), and the states around them, (R, N + 1, K, V)."""
+    """Returns the chunks' writes, (R, N, C, V), and the states around them, (R, N + 1, K, V).
+
+    `documents`: what must be equal on all ranks, of integers; compared where the host can read it.
+    """
     group = group_of(group_name)
     _check_rows(_STATES, keys, erased, decay)
     rows, chunks, _, features = keys.shape
@@ -85,7 +90,10 @@ def _states_kernel(
             passed.copy_(s[chunks])
 
     # Ranks may have different numbers of chunks.
-    name = what_is(_STATES, values.new_empty(0), detail=f"{rows=} {features=} {width=}")
+    detail = f"{rows=} {features=} {width=}"
+    if documents is not None and documents.device.type == "cpu":
+        detail += f" documents #{zlib.crc32(documents.numpy().tobytes()):08x}"
+    name = what_is(_STATES, values.new_empty(0), detail=detail)
     shapes = [(size, features, width) for size in split.sizes]
     runtime.of(values, group).relay(group, step, values, shapes, name)
     return written, states
@@ -137,6 +145,7 @@ def _states_fake(
     erased: torch.Tensor,
     values: torch.Tensor,
     decay: torch.Tensor,
+    documents: torch.Tensor | None,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     world_size_of(group_name)
@@ -162,7 +171,7 @@ def _grads_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    keys, erased, _, decay, ctx.group_name = inputs
+    keys, erased, _, decay, _, ctx.group_name = inputs
     ctx.save_for_backward(keys, erased, decay, *output)
 
 
@@ -177,15 +186,15 @@ def _backward(
     grad_keys = written @ totals.transpose(-1, -2)
     grad_erased = -(total_written @ before.transpose(-1, -2))
     grad_decay = (totals * before).sum(-1 if decay.dim() == 3 else (-1, -2))
-    return grad_keys, grad_erased, total_written, grad_decay, None
+    return grad_keys, grad_erased, total_written, grad_decay, None, None
 
 
 declare(
     Op(
         name=_STATES,
         schema=(
-            "(Tensor keys, Tensor erased, Tensor values, Tensor decay, str group_name) -> "
-            "(Tensor, Tensor)"
+            "(Tensor keys, Tensor erased, Tensor values, Tensor decay, Tensor? documents, "
+            "str group_name) -> (Tensor, Tensor)"
         ),
         kernel=_states_kernel,
         fake=_states_fake,
@@ -193,7 +202,7 @@ declare(
         autocast=autocast.as_they_are,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(
-            on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 6), on.rand(2, 3),
+            on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 6), on.rand(2, 3), None,
             on.group_name,
         ),
         internal=True,
@@ -345,11 +354,11 @@ def gated_delta_rule(
             q, k = _normalised(q), _normalised(k)
         q = q * (key.shape[-1] ** -0.5 if scale is None else scale)
         summed = decay.cumsum(2) if by_feature else decay.cumsum(2).unsqueeze(-1)
-        seen = None
+        seen = documents = None
         if cu_seqlens is not None:
-            documents = _documents(cu_seqlens, sizes, length, name, value.device)
-            seen = _seen_within(documents, q.shape[1], q.shape[2])
-        out, final = _chunked(q, k, v, summed, strength[..., None], seen, name)
+            documents, own = _documents(cu_seqlens, sizes, length, name, value.device)
+            seen = _seen_within(own, q.shape[1], q.shape[2])
+        out, final = _chunked(q, k, v, summed, strength[..., None], seen, documents, name)
         positions = out.shape[1] * out.shape[2]
         out = out.view(batch, heads, positions, width)[:, :, :length].transpose(1, 2)
         return out.to(query.dtype), final.view(batch, heads, *final.shape[1:])
@@ -362,11 +371,12 @@ def _chunked(
     decay: torch.Tensor,
     strength: torch.Tensor,
     seen: Seen | None,
+    documents: torch.Tensor | None,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output (R, N, C, V) and the last states.
 
-    `decay` is summed within each chunk: (R, N, C, 1), or (R, N, C, K). `seen`: with documents.
+    `decay` is summed within each chunk: (R, N, C, 1), or (R, N, C, K). `seen`: with `documents`.
     """
     pairs = _pairs if decay.shape[-1] == 1 else _pairs_by_feature
     since_begin, to_end = decay.exp(), (decay[..., -1:, :] - decay).exp()
@@ -386,7 +396,12 @@ def _chunked(
     )
     values, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
     written, states = torch.ops.symm_mem._delta_rule_states(
-        k * to_end, erased, values, at_end.squeeze(-1) if pairs is _pairs else at_end, group_name
+        k * to_end,
+        erased,
+        values,
+        at_end.squeeze(-1) if pairs is _pairs else at_end,
+        documents,
+        group_name,
     )
     out = (q * since_begin) @ states[:, :-1] + attended @ written
     return out, states[:, -1]
@@ -411,8 +426,11 @@ def _documents(
     length: int,
     group_name: str,
     device: torch.device,
-) -> torch.Tensor:
-    """Returns the document of the position before this rank's, and of each of its positions."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what ranks must agree on, and the documents of this rank's positions.
+
+    Of the position before them, too.
+    """
     ranks, rank = world_size_of(group_name), rank_in(group_name)
     lengths = [length] * ranks if sizes is None else list(sizes)
     if len(lengths) != ranks or lengths[rank] != length:
@@ -435,7 +453,9 @@ def _documents(
             )
     begin = sum(lengths[:rank])
     positions = torch.arange(begin - 1, begin + length, device=device)
-    return torch.searchsorted(edges[1:].to(device, torch.int64), positions, right=True)
+    edges = edges.to(torch.int64)
+    agreed = torch.cat([torch.tensor(lengths, device=edges.device), edges])
+    return agreed, torch.searchsorted(edges[1:].to(device), positions, right=True)
 
 
 def _seen_within(documents: torch.Tensor, chunks: int, size: int) -> Seen:

@@ -35,7 +35,8 @@ FILES = (
     "inference",
     "training",
 )
-#: Of sequences that are spread over ranks: measured on another machine, all of these on one.
+#: Measured on another machine, all of these on one: sequences that are spread over ranks, and a
+#: Llama on ranks and in one process.
 SEQUENCE_FILES = (
     "ulysses_2",
     "ulysses_4",
@@ -46,6 +47,8 @@ SEQUENCE_FILES = (
     "attention_masks",
     "context_parallel",
     "diffusers_step",
+    "llama_inference",
+    "llama_training",
 )
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
@@ -120,32 +123,25 @@ def head() -> str:
     for text, (file, case), variants in HEAD:
         row = load(file)[1][case]
         lines.append([text, *(ratio(row, variant) for variant in variants)])
-    return "\n".join(
-        [
-            *against_one_process(),
-            f"Two ranks, one thread each, {machine()}.",
-            "Time divided by that of the *limit*, the compute alone"
-            f" ([all figures](benchmarks/README.md)){below_one([line[1] for line in lines])}:",
-            "",
-            *table(["", "fused", *UNFUSED], lines),
-        ]
+    below = below_one([line[1] for line in lines])
+    text = (
+        f"{against_one_process()} Below: two ranks, one thread each, {machine()}; time divided by "
+        f"that of the *limit*, the compute alone ([all figures](benchmarks/README.md)){below}:"
     )
+    return "\n".join([*textwrap.wrap(text, 110), "", *table(["", "fused", *UNFUSED], lines)])
 
 
 def below_one(fused: Sequence[str]) -> str:
     """What fused ops do otherwise than their compute alone, if one is faster."""
     if not any(cell and float(cell) < 1 for cell in fused):
         return ""
-    return (
-        ". Below 1: the\nlimit is one matmul of all rows into new memory, a fused op runs one for "
-        "each shard into memory that it keeps"
-    )
+    return ". Below 1: fused ops write to memory that they keep"
 
 
 #: What ranks are compared with in README.md: text, file, case, the variant of the ranks.
 RANKS = (
-    ("`apply` decodes", "inference", "Llama, decode after 256 tokens, bfloat16", "apply"),
-    ("`apply` trains", "training", "Llama, training step of 256 tokens, bfloat16", "apply"),
+    ("`apply` decodes", "llama_inference", "Llama, decode after 256 tokens, bfloat16", "apply"),
+    ("it trains", "llama_training", "Llama, training step of 256 tokens, bfloat16", "apply"),
     (
         "context parallelism trains on 4,096 tokens",
         "context_parallel",
@@ -156,18 +152,18 @@ RANKS = (
 ONE_PROCESS = "one process, all threads"
 
 
-def against_one_process() -> list[str]:
+def against_one_process() -> str:
     """How fast two ranks are against one process on their cores, where that was measured."""
     found: dict[str, list[str]] = {}
     for text, file, case, variant in RANKS:
         row = load(file)[1].get(case) if measured(file) else None
         if row is not None and {ONE_PROCESS, variant} <= row["ms"].keys():
             times = row["ms"][ONE_PROCESS] / row["ms"][variant]
-            found.setdefault(load(file)[0]["machine"], []).append(f"{text} {times:.2f} times")
-    if not found:
-        return []
-    parts = ", ".join(f"on {where}, {', '.join(texts)}" for where, texts in found.items())
-    return textwrap.wrap(f"O{parts[1:]} as fast as one process with two threads.", 108)
+            found.setdefault(load(file)[0]["machine"], []).append(f"{text} {times:.2f}")
+    return " ".join(
+        f"On an {where}: {', '.join(texts)} times as fast as one process with two threads."
+        for where, texts in found.items()
+    )
 
 
 def matmul() -> list[str]:
@@ -340,10 +336,12 @@ def decode(file: str, command: str) -> list[str]:
 
 def sequences() -> list[str]:
     """All that was measured of context parallelism, and of recurrent layers."""
-    lines = [f"Sequences spread over ranks, on {machine(SEQUENCE_FILES)}:", ""]
+    what = "Sequences spread over ranks, and a Llama on ranks and in one process"
+    lines = [f"{what}, on {machine(SEQUENCE_FILES)}:", ""]
     for file in filter(measured, SEQUENCE_FILES):
         _, rows = load(file)
         program = file.removesuffix("_2").removesuffix("_4")  # numbers of ranks
+        program = program.removeprefix("llama_")
         names = list(dict.fromkeys(name for row in rows.values() for name in row["ratio"]))
         cases = [[case, *(ratio(row, name) for name in names)] for case, row in rows.items()]
         lines += table([f"`python benchmarks/{program}.py`", *names], cases)

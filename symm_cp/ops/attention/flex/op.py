@@ -99,6 +99,7 @@ def flex_all_gather_attention(
     replicated parameter. Masks take memory for one tile at a time. Raises `ValueError`, `TypeError`
     and `NotImplementedError` before any communication.
     """
+    check_transforms(_OP, query, key, value)
     query, key, value = _with_memory(query, key, value)
     device = query.device.type
     if torch.is_autocast_enabled(device):
@@ -125,7 +126,7 @@ def flex_all_gather_attention(
         )
     tensors = captures.tensors if captures is not None else []
     terms = ScoreTerms(parsed.sinks, parsed.bias)
-    check_transforms(_OP, query, key, value, *terms, *tensors)
+    check_transforms(_OP, *terms, *tensors)
     with torch.autocast(device, enabled=False):
         out, lse = _FlexFunction.apply(query, key, value, attention, *terms, *tensors)
     return out, lse

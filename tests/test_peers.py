@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.patience import patient
 #: A rank that finds its peers waiting looks at the store less often.
 POINTS = 24
 LIMIT = 2.0
+_times: Counter[tuple[int, int]] = Counter()
 
 
 class Unreliable(dist.Store):
@@ -59,8 +61,10 @@ def meet(name: str) -> None:
 def gives_up(group: dist.ProcessGroup, quitter: int) -> None:
     """One rank gives up at each of its steps: all are told, and the next rendezvous succeeds."""
     choose = random.Random(torch.initial_seed() + group.rank())
+    # torch keeps a group's name as long as the process lives, which may run this again.
+    time_of = _times[group.size(), quitter] = _times[group.size(), quitter] + 1
     for point in range(1, POINTS + 1):
-        name = f"rank {quitter} of {group.size()} gives up at {point}"
+        name = f"rank {quitter} of {group.size()} gives up at {point}, time {time_of}"
         store = Unreliable(
             dist.PrefixStore(name, _get_process_group_store(group)),
             slow_at=choose.randrange(10),

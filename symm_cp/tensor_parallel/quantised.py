@@ -50,7 +50,8 @@ def check(
         )
     split = 1 if name.endswith("in_features") else 0
     try:
-        weight.narrow(split, features.stored.start(features.rank), features.count)
+        for rank, size in enumerate(features.stored.sizes):  # all ranks must raise, or none
+            weight.narrow(split, features.stored.start(rank), size)
     except Exception as error:  # of any kind, from code that is not ours
         raise NotImplementedError(
             f"{style}: the weight is quantised ({kind}), and cannot be split along {name}: {error}"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from symm_cp import cores
 from symm_cp.commands import doctor
-from symm_cp.commands.run.startup import cores
 from tests.test_run import symm_cp_in
 
 

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, cuda, env, native, trusted, tuning
+from symm_cp import __version__, cores, cuda, env, native, trusted, tuning
 from symm_cp.commands.doctor import accelerated
 from symm_cp.commands.doctor.findings import Finding
-from symm_cp.commands.run.startup import cores
 from symm_cp.parsing import STDOUT, write_json
 from symm_cp.tensors.results import result_memory
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from symm_cp.commands.run.startup import cores
+from symm_cp import cores
 
 HELP = "start a program as torchrun does; gloo's groups on CPU use shared memory instead"
 EXEC_HELP = "start any program; gloo's groups on CPU, of all it starts, use shared memory instead"

@@ -83,7 +83,8 @@ class _Finder:
 
 def _bind() -> None:
     """Has a rank run on its cores; ends the program if there are too few."""
-    spec = importlib.util.spec_from_file_location("_cores", os.path.join(_FOLDER, "cores.py"))
+    path = os.path.join(_FOLDER, "..", "..", "..", "cores.py")
+    spec = importlib.util.spec_from_file_location("_cores", path)
     assert spec is not None
     assert spec.loader is not None
     cores = importlib.util.module_from_spec(spec)

@@ -88,20 +88,19 @@ def shares(unit: str, ranks: int, allowed: Collection[int], system: Path = SYSTE
     cores.
     """
     of_unit = units(unit, allowed, system)
+    owned = [tuple(_own(list(of_unit), rank, ranks)) for rank in range(ranks)]
+    cpus_of = {mine: frozenset[int]().union(*(of_unit[n] for n in mine)) for mine in owned}
+    cores_of = {mine: cores(cpus, system) for mine, cpus in cpus_of.items()}
     found = []
-    for rank in range(ranks):
-        mine = _own(list(of_unit), rank, ranks)
-        cpus = frozenset[int]().union(*(of_unit[number] for number in mine))
-        own = cores(cpus, system)
-        if len(mine) == 1:
-            sharing = [r for r in range(ranks) if _own(list(of_unit), r, ranks) == mine]
-            if len(own) < len(sharing):
-                raise ValueError(
-                    f"{unit} {mine[0]} has fewer cores that this process may use (CPUs "
-                    f"{ranges(cpus)}) than ranks ({len(sharing)}): start fewer, or leave them "
-                    "unbound"
-                )
-            own = _own(own, sharing.index(rank), len(sharing))
+    for rank, mine in enumerate(owned):
+        first, sharing = owned.index(mine), owned.count(mine)
+        if len(cores_of[mine]) < sharing:
+            raise ValueError(
+                f"{unit} {mine[0]} has fewer cores that this process may use (CPUs "
+                f"{ranges(cpus_of[mine])}) than ranks ({sharing}): start fewer, or leave them "
+                "unbound"
+            )
+        own = _own(cores_of[mine], rank - first, sharing)
         places = tuple(f"{unit} {number}" for number in mine)
         found.append(Share(places, frozenset[int]().union(*own), len(own)))
     return found

@@ -82,7 +82,7 @@ def sum_linear(
 ) -> torch.Tensor:
     """Returns the sum over the ranks of `F.linear(x, weight)`, plus a replicated bias."""
     if is_quantised(weight):
-        total = sum_ranks(linear(x, weight, None), group)
+        total = sum_ranks(quantised_linear(x, weight, None), group)
         return total if bias is None else total + bias
     return sum_products([x], [weight.t()], bias, group)
 

@@ -140,11 +140,9 @@ def reserved_pages(meminfo: Path = Path("/proc/meminfo")) -> list[Finding]:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         total, free = (int(fields.get(f"HugePages_{what}", "0")) for what in ("Total", "Free"))
         if total:
-            taken = (
-                "are taken, where enough are free"
-                if env.huge_pages()
-                else ("are left to others: SYMM_CP_HUGE_PAGES=1 takes them")
-            )
+            taken = "are left to others: SYMM_CP_HUGE_PAGES=1 takes them"
+            if env.huge_pages():
+                taken = "are taken, where enough are free"
             detail = (
                 f"{free} of {total} (of {fields['Hugepagesize'].strip()}) are free; they {taken}"
             )

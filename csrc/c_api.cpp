@@ -184,7 +184,7 @@ int64_t symm_cp_run(void* group, const Command* commands, int count, const Refer
 }
 
 // Gives a group the steps of an exchange; `published` of them hand this rank's data to the peers.
-void symm_cp_set_loop(void* group, int channel, int kind, int in_place, const LoopStep* steps,
+void symm_cp_set_loop(void* group, int channel, int kind, int loop_kind, const LoopStep* steps,
                       int count, const Area* sources, int source_count, int published, int parted,
                       int slotted) {
   Loop loop{{steps, steps + count},
@@ -192,7 +192,8 @@ void symm_cp_set_loop(void* group, int channel, int kind, int in_place, const Lo
             static_cast<size_t>(published),
             parted != 0,
             slotted != 0};
-  of(group).set_loop(channel, static_cast<ExchangeKind>(kind), in_place != 0, std::move(loop));
+  of(group).set_loop(channel, static_cast<ExchangeKind>(kind), static_cast<LoopKind>(loop_kind),
+                     std::move(loop));
 }
 
 // Runs an exchange in the calling thread, or in the background and waits for it.

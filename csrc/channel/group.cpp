@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/probe.h"
+#include "base/sockets.h"
 
 namespace symm_cp {
 
@@ -253,14 +254,14 @@ void Group::acquire(std::recursive_timed_mutex& mutex) {
   while (!mutex.try_lock_for(kSlice)) throw_if_interrupted();
 }
 
-const Loop& Group::loop(int index, ExchangeKind kind, bool in_place) const {
-  const auto& found = loops_[index][static_cast<int>(kind)][in_place ? 1 : 0];
+const Loop& Group::loop(int index, ExchangeKind kind, LoopKind loop_kind) const {
+  const auto& found = loops_[index][static_cast<int>(kind)][static_cast<int>(loop_kind)];
   if (!found) throw std::logic_error("group '" + name_ + "' has no steps for such an exchange");
   return *found;
 }
 
-void Group::set_loop(int index, ExchangeKind kind, bool in_place, Loop loop) {
-  loops_[index][static_cast<int>(kind)][in_place ? 1 : 0] = std::move(loop);
+void Group::set_loop(int index, ExchangeKind kind, LoopKind loop_kind, Loop loop) {
+  loops_[index][static_cast<int>(kind)][static_cast<int>(loop_kind)] = std::move(loop);
 }
 
 std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {
@@ -277,6 +278,9 @@ std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {
     shared.begin_generation(index, own_board_.generation(index));
   }
   shared.set_threads(several_threads_ ? 2 : 1);
+  std::vector<int> by_rank;
+  for (int rank = 0; rank < world_size_; ++rank) by_rank.push_back(found->board(rank).socket());
+  sockets_ = sockets_of(by_rank);
   std::atomic_store(&peers_, found);
   return found;
 }

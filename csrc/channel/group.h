@@ -117,8 +117,11 @@ class Group {
   // The peers, once they are known.
   std::shared_ptr<Peers> known_peers() const { return std::atomic_load(&peers_); }
   // The steps of an exchange, which Python has lowered for this group.
-  const Loop& loop(int index, ExchangeKind kind, bool in_place) const;
-  void set_loop(int index, ExchangeKind kind, bool in_place, Loop loop);
+  const Loop& loop(int index, ExchangeKind kind, LoopKind loop_kind) const;
+  void set_loop(int index, ExchangeKind kind, LoopKind loop_kind, Loop loop);
+  // On how many sockets the ranks are, the same on all; 1 unless each has as many ranks, which
+  // follow one another. For calls that have begun: known with the peers.
+  int sockets() const { return sockets_; }
   // Whether all ranks share this host's memory; nothing before that was asked (groups.h).
   std::optional<bool> on_one_host() const {
     const Hosts known = hosts_;
@@ -201,7 +204,8 @@ class Group {
   // Throws Interrupted when a handler of a signal raises while it waits.
   static void acquire(std::recursive_timed_mutex& mutex);
   static constexpr int kKinds = 8;
-  std::optional<Loop> loops_[kChannels][kKinds][2];
+  std::optional<Loop> loops_[kChannels][kKinds][kLoopKinds];
+  std::atomic<int> sockets_{1};
   enum class Hosts { kUnknown, kOne, kSeveral };
   std::atomic<Hosts> hosts_{Hosts::kUnknown};
   std::recursive_timed_mutex call_locks_[kChannels];

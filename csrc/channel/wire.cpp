@@ -45,7 +45,8 @@ std::string line(const char* name, std::initializer_list<Field> fields) {
 std::string enumerations() {
   return line("Space", kSpaceText) + line("Kind", kKindText) + line("StreamKind", kStreamKindText) +
          line("DType", kDTypeText) + line("ReduceOp", kReduceOpText) +
-         line("ExchangeKind", kExchangeKindText) + line("Buffer", kBufferText);
+         line("ExchangeKind", kExchangeKindText) + line("LoopKind", kLoopKindText) +
+         line("Buffer", kBufferText);
 }
 
 std::string structs() {

@@ -65,6 +65,15 @@ class Cursor {
   int64_t rows_ = 0;
 };
 
+const Loop& loop_of(Group& group, int channel, const Exchange& exchange) {
+  const LoopKind kind = exchange.in_place ? LoopKind::kInPlace : LoopKind::kPlain;
+  return group.loop(channel, exchange.kind, kind);
+}
+
+LoopKind by_sockets(int sockets) {
+  return sockets == 2 ? LoopKind::kTwoSockets : LoopKind::kFourSockets;
+}
+
 bool reads_input(const Area& area) {
   return area.buffer == Buffer::kInput || area.buffer == Buffer::kSymmetric;
 }
@@ -102,17 +111,19 @@ bool Loop::helps_later() const {
 
 ExchangeRun::ExchangeRun(Group& group, int channel, Exchange exchange)
     : exchange_(std::move(exchange)),
-      loop_(group.loop(channel, exchange_.kind, exchange_.in_place)),
+      group_(group),
+      channel_(channel),
+      loop_(&loop_of(group, channel, exchange_)),
       world_size_(group.world_size()),
       rank_(group.rank()),
-      slot_bytes_(slot_bytes_of(exchange_, loop_)) {
+      slot_bytes_(slot_bytes_of(exchange_, *loop_)) {
   if (complete()) measure();
 }
 
 void ExchangeRun::measure() {
   streamed_ = all_bytes(exchange_.output) >= kStreamed;
-  room_ = loop_.slotted ? exchange_.piece_bytes : INT64_MAX;
-  if (loop_.slotted && loop_.parted)
+  room_ = loop_->slotted ? exchange_.piece_bytes : INT64_MAX;
+  if (loop_->slotted && loop_->parted)
     room_ = exchange_.piece_bytes / world_size_ / kPartAlignment * kPartAlignment;
   int64_t most = 0;
   for (const Extent& extent : exchange_.input) most = std::max(most, extent.bytes);
@@ -178,7 +189,7 @@ int64_t ExchangeRun::copy_boxes(Channel& channel, const Call& call, size_t first
   std::vector<std::vector<PlaneCopy>> by_step;
   size_t most = 0;
   for (size_t at = first; at < last; ++at) {
-    by_step.push_back(copies_of(channel, call, loop_.steps[at], piece, past_caches));
+    by_step.push_back(copies_of(channel, call, loop_->steps[at], piece, past_caches));
     most = std::max(most, by_step.back().size());
   }
   int64_t bytes = 0;
@@ -196,7 +207,7 @@ int64_t ExchangeRun::copy_pass(Channel& channel, const Call& call, size_t first,
                                int64_t piece) {
   int64_t to_slots = 0;
   for (size_t at = first; at < last; ++at) {
-    const Area& to = loop_.steps[at].to;
+    const Area& to = loop_->steps[at].to;
     if (to.buffer == Buffer::kPeerSlot)
       to_slots += std::min(room_, exchange_.input[to.chunk].bytes);
   }
@@ -206,7 +217,7 @@ int64_t ExchangeRun::copy_pass(Channel& channel, const Call& call, size_t first,
 }
 
 size_t ExchangeRun::end_of_pass(size_t at, size_t last) const {
-  const auto copies = [&](size_t i) { return loop_.steps[i].kind == Kind::kCopy; };
+  const auto copies = [&](size_t i) { return loop_->steps[i].kind == Kind::kCopy; };
   size_t end = at + 1;
   if (exchange_.boxes == nullptr || !copies(at)) return end;
   while (end < last && copies(end)) ++end;
@@ -263,7 +274,7 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
   sources_.clear();
   for (int i = 0; i < step.source_count; ++i)
     sources_.push_back(
-        address(channel, call, loop_.sources[step.first_source + i], piece, &unused));
+        address(channel, call, loop_->sources[step.first_source + i], piece, &unused));
   if (exchange_.addend.bytes > 0) {
     reduce_rows(to, step.to.chunk < 0 ? 0 : step.to.chunk * room_, bytes);
     return bytes;
@@ -368,7 +379,7 @@ void ExchangeRun::steps(Channel& channel, Call& call, int64_t piece, size_t firs
   const Team team(channel.mapping().cores());
   for (size_t at = first, end = 0; at < last; at = end) {
     end = end_of_pass(at, last);
-    const LoopStep& each = loop_.steps[end - 1];
+    const LoopStep& each = loop_->steps[end - 1];
     const auto carry_out = [&] {
       return exchange_.boxes != nullptr && each.kind == Kind::kCopy
                  ? copy_pass(channel, call, at, end, piece)
@@ -402,7 +413,7 @@ Reference ExchangeRun::reference_of(const Area& area) {
 }
 
 void ExchangeRun::publish(Channel& channel, Call& call) {
-  steps(channel, call, 0, 0, loop_.published);
+  steps(channel, call, 0, 0, loop_->published);
 }
 
 Call ExchangeRun::begin(Workspace& workspace, int64_t number) {
@@ -410,7 +421,13 @@ Call ExchangeRun::begin(Workspace& workspace, int64_t number) {
     complete(exchange_);
     measure();
   }
-  return workspace.begin(number, slot_bytes_, exchange_.call_name, exchange_.timeout);
+  Call call = workspace.begin(number, slot_bytes_, exchange_.call_name, exchange_.timeout);
+  // Now the ranks have met. Loops by sockets use the same places as the plain one. Averages of
+  // equal numbers of averages are right.
+  if (exchange_.kind == ExchangeKind::kTwoShotAllReduce && !exchange_.in_place &&
+      group_.sockets() > 1)
+    loop_ = &group_.loop(channel_, exchange_.kind, by_sockets(group_.sockets()));
+  return call;
 }
 
 void ExchangeRun::run(Workspace& workspace, int64_t number) {
@@ -420,10 +437,10 @@ void ExchangeRun::run(Workspace& workspace, int64_t number) {
 }
 
 void ExchangeRun::finish(Channel& channel, Call& call) {
-  steps(channel, call, 0, loop_.published, loop_.steps.size());
+  steps(channel, call, 0, loop_->published, loop_->steps.size());
   // By now the pieces of all ranks are known.
   for (int64_t piece = 1; piece < pieces_; ++piece)
-    steps(channel, call, piece, 0, loop_.steps.size());
+    steps(channel, call, piece, 0, loop_->steps.size());
   channel.verify_all(call);
 }
 
@@ -450,8 +467,7 @@ void run(Group& group, Exchange exchange) {
 }
 
 bool starts_at_once(Group& group, const Exchange& exchange) {
-  const Loop& loop = group.loop(kAsync, exchange.kind, exchange.in_place);
-  return starts_at_once(group, slot_bytes_of(exchange, loop));
+  return starts_at_once(group, slot_bytes_of(exchange, loop_of(group, kAsync, exchange)));
 }
 
 Started start(Group& group, Exchange exchange, bool background, Done done) {
@@ -460,7 +476,7 @@ Started start(Group& group, Exchange exchange, bool background, Done done) {
   Workspace& workspace = group.workspace(kAsync);
   const int64_t number = group.next(kAsync);
   try {
-    const Loop& loop = group.loop(kAsync, exchange.kind, exchange.in_place);
+    const Loop& loop = loop_of(group, kAsync, exchange);
     Lane::Program program = program_of(number, ExchangeRun(group, kAsync, std::move(exchange)));
     program.done = std::move(done);
     bool handed_over = false;

@@ -61,7 +61,9 @@ class ExchangeRun {
   static Reference reference_of(const Area& area);
 
   Exchange exchange_;
-  const Loop& loop_;
+  Group& group_;
+  int channel_;
+  const Loop* loop_;
   int world_size_;
   int rank_;
   int64_t slot_bytes_;

@@ -88,6 +88,15 @@ class ExchangeKind(IntEnum):
     JOINING_ALL_TO_ALL = 7
 
 
+class LoopKind(IntEnum):
+    """The loops of a kind of exchange, by the option of the variant that is lowered."""
+
+    PLAIN = 0
+    IN_PLACE = 1
+    TWO_SOCKETS = 2
+    FOUR_SOCKETS = 3
+
+
 class Buffer(IntEnum):
     """The buffers of a loop."""
 
@@ -245,7 +254,7 @@ class WorkspaceLayout(ctypes.Structure):
 CHANNELS = ("sync", "async")
 
 #: The flags that a rank raises at its peers; a flag's number is its index here.
-FLAGS = ("ready", "partial", "reduced", "taken", "done")
+FLAGS = ("ready", "partial", "reduced", "taken", "done", "relayed")
 #: On devices also those that a rank raises for its own polling kernel, that a rank gave up, what
 #: streams copy to peers' flags, and "ready" of calls that read in place.
 DEVICE_FLAGS = (*FLAGS, "arrived", "gave up", "sent", "ready in place")
@@ -299,6 +308,7 @@ ENUMS: tuple[type[IntEnum], ...] = (
     DType,
     ReduceOp,
     ExchangeKind,
+    LoopKind,
     Buffer,
 )
 STRUCTS: tuple[type[ctypes.Structure], ...] = (

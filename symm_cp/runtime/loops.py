@@ -110,6 +110,12 @@ def lower_loop(variant: Variant, rank: int, world_size: int) -> Loop:
     )
 
 
+def loop_kind(variant: Variant) -> wire.LoopKind:
+    """Returns which of the loops of its kind of exchange a variant is."""
+    plain = wire.LoopKind.PLAIN
+    return next((k for k in wire.LoopKind if k.name.lower() in variant.options), plain)
+
+
 def exchanges() -> Iterator[tuple[_Kind, int, Variant]]:
     """All exchanges: the kind, the channel and the variant."""
     for kind, of_channels in PATTERNS.items():
@@ -123,13 +129,12 @@ def install(group: Group) -> None:
     set_loop = native.load().symm_cp_set_loop
     for kind, channel, variant in exchanges():
         loop = lower_loop(variant, group.rank, group.world_size)
-        in_place = "in_place" in variant.options
         counts = len(loop.sources), loop.published, loop.parted, loop.slotted
         set_loop(
             group.handle,
             channel,
             kind,
-            in_place,
+            loop_kind(variant),
             loop.steps,
             len(loop.steps),
             loop.sources,

@@ -27,7 +27,7 @@ std::vector<Loops> read_loops(const char* path, int* world_size) {
   for (Loops& loops : all) {
     read(file, &loops.kind);
     read(file, &loops.channel);
-    read(file, &loops.in_place);
+    read(file, &loops.loop_kind);
     for (int rank = 0; rank < *world_size; ++rank) {
       int64_t sizes[5];
       read(file, sizes, 5);
@@ -50,7 +50,7 @@ void install(Rank& rank, const std::vector<Loops>& all, int skip) {
       return step.kind == Kind::kWait && step.flag == skip;
     });
     rank.group->set_loop(static_cast<int>(loops.channel), static_cast<ExchangeKind>(loops.kind),
-                         loops.in_place != 0, std::move(loop));
+                         static_cast<LoopKind>(loops.loop_kind), std::move(loop));
   }
 }
 

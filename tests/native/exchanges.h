@@ -13,7 +13,7 @@ constexpr int64_t kLargest = 3 * symm_cp::kPieceBytes;
 
 // The steps of one kind of exchange, on one channel.
 struct Loops {
-  int64_t kind, channel, in_place;
+  int64_t kind, channel, loop_kind;
   std::vector<symm_cp::Loop> by_rank;
 };
 

@@ -111,7 +111,7 @@ def write_loops(world_size: int) -> bytes:
     parts = []
     exchanges = list(loops.exchanges())
     for kind, channel, variant in exchanges:
-        parts.append(struct.pack("3q", kind, channel, "in_place" in variant.options))
+        parts.append(struct.pack("3q", kind, channel, loops.loop_kind(variant)))
         for rank in range(world_size):
             loop = loops.lower_loop(variant, rank, world_size)
             sizes = len(loop.steps), len(loop.sources)

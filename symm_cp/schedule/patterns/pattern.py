@@ -54,6 +54,8 @@ Flags between ranks
                    call by the patterns that produce partial sums. Writer: compute.
     ``"reduced"``  all-reduces in two shots only: this rank's chunk has been reduced, and what that
                    needed of the peer's memory has been read. Writer: compute.
+    ``"relayed"``  all-reduces in two shots on several sockets only: the chunks that this rank sums
+                   or fetches for its socket are in its slot.
     ``"taken"``    ring only: the peer's partial sum has been read, so the peer may overwrite it
                    within the call. Writer: copy; in direct form compute.
     ``"done"``     this rank has read the peer's memory. Signalled in three cases. *In place*: the
@@ -157,7 +159,11 @@ class Draft:
 
     def signals(self, flag: str) -> list[Step]:
         """A signal to each peer."""
-        return [Signal(peer, flag, self.piece or 0) for peer in self.peers]
+        return [self.signal(peer, flag) for peer in self.peers]
+
+    def signal(self, peer: int, flag: str) -> Signal:
+        """A signal to a peer, of this piece."""
+        return Signal(peer, flag, self.piece or 0)
 
     def wait(self, peer: int, flag: str) -> Wait:
         """A wait for a peer's signal of this call, and piece."""
@@ -222,8 +228,7 @@ class Draft:
 
     def release(self, peer: int, *, in_place: bool = False) -> list[Step]:
         """Says that the peer's memory has been read, where somebody waits for that."""
-        done = Signal(peer, "done", self.piece or 0)
-        return [done] if in_place or self.slots == 1 else []
+        return [self.signal(peer, "done")] if in_place or self.slots == 1 else []
 
 
 #: Lists the steps of a rank.

@@ -1,0 +1,57 @@
+#include "base/sockets.h"
+
+#include <sched.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <string>
+
+namespace symm_cp {
+
+namespace {
+
+int package_of(int cpu) {
+  std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
+                     "/topology/physical_package_id");
+  int package = -1;
+  return file >> package ? package : -1;
+}
+
+}  // namespace
+
+int own_socket(int rank, int world_size) {
+  if (const char* wanted = std::getenv("SYMM_CP_SOCKETS")) {
+    const int sockets = std::atoi(wanted);
+    return sockets < 1 ? -1 : static_cast<int>(int64_t{rank} * sockets / world_size);
+  }
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return -1;
+  int socket = -1;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &allowed)) continue;
+    const int package = package_of(cpu);
+    if (package < 0 || (socket >= 0 && package != socket)) return -1;
+    socket = package;
+  }
+  return socket;
+}
+
+int sockets_of(const std::vector<int>& by_rank) {
+  const size_t ranks = by_rank.size();
+  for (const size_t sockets : {size_t{2}, size_t{4}}) {
+    const size_t each = ranks / sockets;
+    if (each < 2 || ranks % sockets != 0) continue;
+    bool divided = true;
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      const int own = by_rank[rank];
+      divided = divided && own >= 0 && own == by_rank[rank / each * each];
+      // Sockets of the ranks before are others.
+      for (size_t before = 0; before < rank / each * each; ++before)
+        divided = divided && by_rank[before] != own;
+    }
+    if (divided) return static_cast<int>(sockets);
+  }
+  return 1;
+}
+
+}  // namespace symm_cp

@@ -14,9 +14,26 @@ namespace {
 // How long the boards may show different memory: a rank begins a call a moment before it says that
 // it makes new memory for it.
 constexpr std::chrono::seconds kSettleTime{1};
+// How long two ranks may be blocked in first calls, each of another channel. They may come from two
+// threads, of which another one has come first on each rank, and the second has no call yet. A
+// smaller number refuses correct programs on a busy machine, a larger one reports mistakes later.
+constexpr std::chrono::seconds kSecondThreadTime{10};
 
 int64_t pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 std::string text(int64_t value) { return std::to_string(value); }
+
+// Whether something has been so for that long; `since` holds since when, between two questions.
+bool has_lasted(Clock::time_point& since, std::chrono::seconds time, bool is_so) {
+  if (!is_so) {
+    since = {};
+  } else if (since == Clock::time_point{}) {
+    since = Clock::now();
+  } else if (Clock::now() - since > time) {
+    since = {};
+    return true;
+  }
+  return false;
+}
 
 thread_local bool engine = false;
 thread_local std::function<void()>* before_number = nullptr;
@@ -352,6 +369,9 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
   if (!mine.single_threaded() || !theirs.single_threaded()) return;
   if (theirs.made(call.channel) >= call.number) return;  // it is on its way
   if (mine.made(blocked->channel) >= blocked->number) return;
+  if (call.number == 1 && blocked->number == 1 &&
+      !has_lasted(apart_since_[call.channel], kSecondThreadTime, true))
+    return;
   compare(call, peer, *blocked);
 }
 
@@ -397,15 +417,9 @@ void Group::check_generation(const CallSite& call, int peer) {
   const int64_t mine = board().generation(call.channel), its = theirs.generation(call.channel);
   // A peer that still makes the workspace which this rank has may be slow, on a busy machine.
   const bool apart = theirs.entered(call.channel) == call.number && its != mine && its != -mine;
-  if (!apart) {
-    since = {};
-  } else if (since == Clock::time_point{}) {
-    since = Clock::now();
-  } else if (Clock::now() - since > kSettleTime) {
-    since = {};
-    throw OutOfStep(call.call_name + ": rank " + text(peer) + " and rank " + text(rank_) +
-                    " use different workspaces after a failure; the next call makes a new one");
-  }
+  if (!has_lasted(since, kSettleTime, apart)) return;
+  throw OutOfStep(call.call_name + ": rank " + text(peer) + " and rank " + text(rank_) +
+                  " use different workspaces after a failure; the next call makes a new one");
 }
 
 void Group::block(const CallSite& call) {

@@ -200,6 +200,7 @@ class Group {
   std::atomic<bool> sync_failed_{false};
   std::optional<Call> current_;
   Clock::time_point mismatch_since_[kChannels]{};  // since when a peer seems to use other memory
+  Clock::time_point apart_since_[kChannels]{};     // since when it seems to make another first call
   std::atomic<bool> closing_{false};
   // Throws Interrupted when a handler of a signal raises while it waits.
   static void acquire(std::recursive_timed_mutex& mutex);

@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed._functional_collectives import wait_tensor
 import symm_cp
 from symm_cp.group import memory
 from symm_cp.testing import Ranks
+from tests.exhaustive import exhaustive, some
 from tests.patience import patient
 
 OPS = torch.ops.symm_mem
@@ -167,6 +169,52 @@ def opposite_order(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_first_uses_in_any_order(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, opposite_order)
+
+
+def in_two_threads(group: dist.ProcessGroup, pause: float) -> None:
+    """Each thread uses its channel; the one that comes first on a rank comes last on the other."""
+    own = dist.new_group(list(range(group.size())), backend="symm_cp")
+    x, errors = torch.full((50,), 1.0), []
+
+    def first_calls(one_shot: bool) -> None:
+        try:
+            if one_shot == (own.rank() == 0):
+                time.sleep(pause)
+            if one_shot:
+                works(own)
+            else:
+                dist.all_reduce(x, group=own)
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=first_calls, args=(each,)) for each in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert torch.equal(x, torch.full((50,), float(group.size())))
+    works(own)
+
+
+@pytest.mark.parametrize("pause", some(1.0, of=[0.01, 0.1, 1.0, 3.0]))
+def test_threads_whose_first_calls_are_far_apart(ranks: Ranks, pause: float) -> None:
+    ranks.run(2, in_two_threads, pause)
+
+
+def in_other_channels(group: dist.ProcessGroup) -> float:
+    own, x = dist.new_group(list(range(group.size())), backend="symm_cp"), torch.ones(50)
+    call = partial(works, own) if own.rank() == 0 else partial(dist.all_reduce, x, group=own)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"ranks disagree: .* calls all_reduce"):
+        call()
+    return time.monotonic() - begin
+
+
+@exhaustive
+def test_first_calls_that_disagree_are_told_later(ranks: Ranks) -> None:
+    for seconds in ranks.run(2, in_other_channels):
+        assert 5 < seconds < patient(15)
 
 
 def forked(group: dist.ProcessGroup) -> None:

@@ -113,8 +113,9 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
     program = [*prefix, build_ranks(compiler, sanitizer, folder)]
     seed = random.randrange(1 << 30)
 
-    def expect_ok(*arguments: str, threads: int = 1) -> None:
-        done = _run([*program, *arguments], {"RANK_THREADS": str(threads)} if threads > 1 else {})
+    def expect_ok(*arguments: str, **variables: int) -> None:
+        environment = {name: str(value) for name, value in variables.items()}
+        done = _run([*program, *arguments], environment)
         _expect(done, done.returncode == 0 and done.stdout == "ok\n")
 
     def expect_race(*attempts: Sequence[str]) -> None:
@@ -131,7 +132,11 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         loops.write_bytes(plans.write_loops(world_size))
         expect_ok("calls", str(calls))
         expect_ok("exchanges", str(loops), str(seed))
-        expect_ok("exchanges", str(loops), str(seed + 1), threads=3)
+        expect_ok("exchanges", str(loops), str(seed + 1), RANK_THREADS=3)
+    for world_size, sockets in ((4, 2), (6, 2), (8, 4)):
+        loops = folder / f"loops {world_size}"
+        loops.write_bytes(plans.write_loops(world_size))
+        expect_ok("exchanges", str(loops), str(seed), SYMM_CP_SOCKETS=sockets)
     expect_ok("faults")
     expect_ok("messages", str(seed))
     expect_ok("signals")
@@ -139,7 +144,7 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         return
     for flag in NEEDED:
         expect_race(["calls", str(folder / "calls 3"), str(FLAGS.index(flag))])
-    exchanges = ["exchanges", str(folder / "loops 3")]
+    exchanges = "exchanges", str(folder / "loops 3")
     for flag in NEEDED_IN_EXCHANGES:
         # Few exchanges of a plan may need the flag, and those can be in order by chance.
         skip = str(FLAGS.index(flag))

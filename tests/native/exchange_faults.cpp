@@ -105,7 +105,7 @@ void throws(Rank& rank) {
 void too_large(Rank& rank) {
   const int last = rank.world_size() - 1;
   const auto fault = [last](Rank& on, Exchange& exchange) {
-    if (on.rank() == last) exchange.piece_bytes = 256;
+    if (on.rank() == last) exchange.piece_bytes = 64 * on.world_size();
   };
   expect_told(rank, fault, "there must be at most ");
 }

@@ -162,7 +162,8 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
   const int64_t bytes = layout.slots + layout.slot_count * layout.slot_bytes;
   Segment memory = [&] {
     try {
-      return Segment::create(static_cast<size_t>(bytes), "symm_cp");
+      const std::string owner = "group " + group_.name() + ", rank " + text(group_.rank());
+      return Segment::create(static_cast<size_t>(bytes), owned_label(owner));
     } catch (const std::exception& error) {
       peers->refuse(rendezvous.key, cause_of(error, group_.rank()));
       throw;

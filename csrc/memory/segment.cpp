@@ -86,6 +86,11 @@ size_t round_to_pages(size_t size) {
   return size == 0 ? page : (size + page - 1) / page * page;
 }
 
+std::string owned_label(const std::string& owner) {
+  constexpr size_t kLongest = 200;  // memfd_create takes 249 bytes
+  return ("symm_cp:" + std::to_string(getpid()) + ":" + owner).substr(0, kLongest);
+}
+
 bool Segment::take_reserved_pages(const std::string& label) {
   const size_t length = round_to_huge_pages(size_);
   Descriptor fd(memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB |

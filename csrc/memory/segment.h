@@ -29,6 +29,9 @@ class Descriptor {
 // Has a message carry descriptors; `control` has room for them.
 void attach_descriptors(msghdr& header, void* control, const std::vector<int>& fds);
 
+// The label of memory that is shown in /proc/PID/maps as this process's, for `symm-cp doctor`.
+std::string owned_label(const std::string& owner);
+
 // A mapping of a whole memfd, unmapped on destruction.
 class Segment {
  public:

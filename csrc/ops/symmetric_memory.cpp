@@ -284,7 +284,7 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
   void* alloc(size_t size, int /*device_idx*/,
               const std::optional<std::string>& group_name) override {
     auto block = std::make_shared<Block>();
-    block->segment = Segment::create(size, "symm_cp");
+    block->segment = Segment::create(size, owned_label("tensors"));
     block->bytes = size;
     block->default_group = group_name;
     std::lock_guard<std::mutex> lock(registry().mutex);

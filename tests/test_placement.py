@@ -1,0 +1,92 @@
+"""`symm-cp doctor` beside running ranks: where their memory lies."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from symm_cp import cores
+from symm_cp.commands.doctor.placement import Owned, owned, placement
+from symm_cp.testing import Ranks
+
+_MIB = 1 << 20
+#: As Linux 6.1 writes them, on a machine with two nodes.
+NUMA_MAPS = r"""
+7f00000 default file=/memfd:symm_cp:41:group\0400,\040rank\0401\040(deleted) N0=512 N1=256 kernelpagesize_kB=4
+7f00004 default file=/memfd:symm_cp:41:group\0400,\040rank\0401\040(deleted) N1=1 kernelpagesize_kB=2048
+7f0000800000 default file=/memfd:symm_cp:42:tensors\040(deleted) N0=1024 kernelpagesize_kB=4
+7f0000c00000 default file=/memfd:symm_cp:41:tensors\040(deleted) N1=1024 kernelpagesize_kB=4
+7f0001000000 default file=/memfd:symm_cp-board\040(deleted) dirty=1 N0=1 kernelpagesize_kB=4
+7f0001400000 default heap anon=12 dirty=12 N0=12 kernelpagesize_kB=4
+"""
+SMAPS = """
+7f0000000000-7f0000400000 rw-s 00000000 00:01 5 /memfd:symm_cp:41:group 0, rank 1 (deleted)
+Size:               4096 kB
+ShmemPmdMapped:        0 kB
+7f0000800000-7f0000c00000 rw-s 00000000 00:01 6 /memfd:symm_cp:42:tensors (deleted)
+ShmemPmdMapped:     4096 kB
+7f0000c00000-7f0001000000 rw-s 00000000 00:01 7 /memfd:symm_cp:41:tensors (deleted)
+ShmemPmdMapped:     2048 kB
+7f0001400000-7f0001500000 rw-p 00000000 00:00 0
+ShmemPmdMapped:        8 kB
+"""
+
+
+def test_what_a_process_owns() -> None:
+    found = owned(41, NUMA_MAPS, SMAPS)
+    assert found == {
+        "group 0, rank 1": Owned({0: 2 * _MIB, 1: 3 * _MIB}, huge=2 * _MIB),
+        "tensors": Owned({1: 4 * _MIB}, huge=2 * _MIB),
+    }
+
+
+def processes(folder: Path, process: int, numa_maps: str) -> Path:
+    own = folder / str(process)
+    own.mkdir()
+    (own / "numa_maps").write_text(numa_maps)
+    (own / "smaps").write_text("")
+    return folder
+
+
+@pytest.mark.parametrize(("node", "state"), [(0, "info"), (1, "missing")])
+def test_memory_of_another_node_is_reported_with_advice(
+    tmp_path: Path, node: int, state: str
+) -> None:
+    """This process may use CPUs of node 0 only."""
+    system = tmp_path / "system"
+    for number, cpus in ((0, cores.ranges(os.sched_getaffinity(0))), (1, "4090-4095")):
+        folder = system / f"node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cpus)
+    line = f"7f00 default file=/memfd:symm_cp:{os.getpid()}:tensors N{node}=1 kernelpagesize_kB=4\n"
+    folder = tmp_path / "proc"
+    folder.mkdir()
+    (found,) = placement(processes(folder, os.getpid(), line), system)
+    assert (found.state, found.detail) == (state, f"0.0 MiB on node {node}")
+    assert ("symm-cp run --numa" in found.advice) is (state == "missing")
+
+
+def report(group: dist.ProcessGroup) -> tuple[int, list[str]]:
+    own = dist.new_group(list(range(group.size())), backend="symm_cp")
+    x = symm_mem.empty((_MIB,), device="cpu")
+    symm_mem.rendezvous(x, own)
+    dist.all_reduce(torch.ones(_MIB), group=own)
+    lines = [f"{found.name}: {found.detail}" for found in placement()]
+    dist.barrier(group)
+    return os.getpid(), lines
+
+
+def test_running_ranks_are_seen_from_any_process(ranks: Ranks) -> None:
+    for _, lines in (reports := ranks.run(2, report)):
+        for rank, (process, _) in enumerate(reports):
+            of_process = [line for line in lines if line.startswith(f"process {process}, ")]
+            assert any(
+                re.search(rf"group .*, rank {rank}: [\d.]+ MiB", each) for each in of_process
+            )
+            assert any(re.search(r"tensors: [\d.]+ MiB on node", each) for each in of_process)

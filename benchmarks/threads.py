@@ -57,7 +57,7 @@ def _alone(size: int) -> Iterator[Case]:
     streaming = size >= STREAMED
 
     def copy() -> None:
-        library.symm_cp_copy(out.data_ptr(), x.data_ptr(), size, streaming)
+        library.symm_cp_copy_result(out.data_ptr(), x.data_ptr(), size)
 
     def reduce() -> None:
         to, count = out.data_ptr(), size // 4

@@ -91,7 +91,7 @@ void run_alone(const Exchange& exchange) {
     return;
   }
   const Team team(own_cores());
-  copy_bytes(to, from, output.bytes, output.bytes >= kStreamed);
+  copy_result(to, from, output.bytes);
 }
 
 std::string refusal_of(const std::exception& error, int rank) {

@@ -100,6 +100,7 @@ class Channel {
   void* shard_of(int peer, const Call& call);
   void* slot(int rank, uint32_t epoch) const;
   SlotStores& slot_stores() { return slot_stores_; }
+  ResultStores& result_stores() { return result_stores_; }
   const Mapping& mapping() const { return *mapping_; }
   const WorkspaceLayout& layout() const { return layout_; }
   // Tells the peers that this rank signals nothing here any more; waiting peers throw.
@@ -145,6 +146,7 @@ class Channel {
   int64_t reach_ = -1;  // see Standing
   std::map<int64_t, std::weak_ptr<Mapping>> in_place_;
   SlotStores slot_stores_;
+  ResultStores result_stores_;
 };
 
 }  // namespace symm_cp

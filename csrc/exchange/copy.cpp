@@ -6,6 +6,7 @@
 
 #include "base/team.h"
 #include "exchange/vectors.h"
+#include "memory/slot_stores.h"
 
 namespace symm_cp {
 
@@ -190,6 +191,11 @@ void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming) {
     copy_part(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, end - begin,
               streaming);
   });
+}
+
+void copy_result(void* to, const void* from, int64_t bytes) {
+  ResultStores::of_thread().run(
+      bytes, [&](bool past_caches) { copy_bytes(to, from, bytes, past_caches); });
 }
 
 }  // namespace symm_cp

@@ -5,16 +5,15 @@
 
 namespace symm_cp {
 
-// Results of this size or more do not fit in the caches. Written past them, they push out nothing
-// that others still need there.
-constexpr int64_t kStreamed = int64_t{4} << 20;
-
 // All of these divide large copies among the threads that the calling thread has (base/team.h).
 
 // Copies between addresses of any alignment that do not overlap. `streaming` writes past the
 // caches, for data that they cannot hold. As without it, other threads may read the data once this
 // has returned and they were signalled.
 void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming);
+
+// Copies a result, past the caches where that is faster (memory/slot_stores.h).
+void copy_result(void* to, const void* from, int64_t bytes);
 
 // Planes of rows of bytes: where the first begins, and how far apart planes and rows are.
 struct Planes {

@@ -121,7 +121,7 @@ ExchangeRun::ExchangeRun(Group& group, int channel, Exchange exchange)
 }
 
 void ExchangeRun::measure() {
-  streamed_ = all_bytes(exchange_.output) >= kStreamed;
+  result_bytes_ = all_bytes(exchange_.output);
   room_ = loop_->slotted ? exchange_.piece_bytes : INT64_MAX;
   if (loop_->slotted && loop_->parted)
     room_ = exchange_.piece_bytes / world_size_ / kPartAlignment * kPartAlignment;
@@ -176,11 +176,11 @@ std::vector<PlaneCopy> ExchangeRun::copies_of(Channel& channel, const Call& call
   int64_t unused = 0;
   if (step.source.buffer == Buffer::kPeerSlot)
     return boxes.takes(step.to.chunk, piece, operands,
-                       address(channel, call, step.source, piece, &unused), streamed_);
+                       address(channel, call, step.source, piece, &unused), past_caches);
   if (step.to.buffer == Buffer::kPeerSlot)
     return boxes.gives(step.to.chunk, piece, operands,
                        address(channel, call, step.to, piece, &unused), past_caches);
-  return boxes.keeps(rank_, piece, operands, streamed_);
+  return boxes.keeps(rank_, piece, operands, past_caches);
 }
 
 // The first boxes of all steps together, then the second ones, and so on.
@@ -211,9 +211,10 @@ int64_t ExchangeRun::copy_pass(Channel& channel, const Call& call, size_t first,
     if (to.buffer == Buffer::kPeerSlot)
       to_slots += std::min(room_, exchange_.input[to.chunk].bytes);
   }
-  return channel.slot_stores().run(to_slots, [&](bool past_caches) {
+  const auto copy = [&](bool past_caches) {
     return copy_boxes(channel, call, first, last, piece, past_caches);
-  });
+  };
+  return to_slots > 0 ? channel.slot_stores().run(to_slots, copy) : stored_result(copy);
 }
 
 size_t ExchangeRun::end_of_pass(size_t at, size_t last) const {
@@ -225,9 +226,18 @@ size_t ExchangeRun::end_of_pass(size_t at, size_t last) const {
 }
 
 template <class Store>
+int64_t ExchangeRun::stored_result(const Store& store) {
+  if (result_bytes_ < ResultStores::kLarge) return store(false);
+  const auto begin = std::chrono::steady_clock::now();
+  const int64_t bytes = store(past_caches_);
+  storing_ += std::chrono::steady_clock::now() - begin;
+  return bytes;
+}
+
+template <class Store>
 int64_t ExchangeRun::stored(Channel& channel, const Area& to, int64_t bytes, const Store& store) {
   return to.buffer == Buffer::kPeerSlot ? channel.slot_stores().run(bytes, store)
-                                        : store(streamed_);
+                                        : stored_result(store);
 }
 
 int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece) {
@@ -422,6 +432,7 @@ Call ExchangeRun::begin(Workspace& workspace, int64_t number) {
     measure();
   }
   Call call = workspace.begin(number, slot_bytes_, exchange_.call_name, exchange_.timeout);
+  past_caches_ = workspace.channel()->result_stores().next(result_bytes_);
   // Now the ranks have met. Loops by sockets use the same places as the plain one. Averages of
   // equal numbers of averages are right.
   if (exchange_.kind == ExchangeKind::kTwoShotAllReduce && !exchange_.in_place &&
@@ -442,6 +453,7 @@ void ExchangeRun::finish(Channel& channel, Call& call) {
   for (int64_t piece = 1; piece < pieces_; ++piece)
     steps(channel, call, piece, 0, loop_->steps.size());
   channel.verify_all(call);
+  channel.result_stores().add(result_bytes_, past_caches_, storing_);
 }
 
 Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes, bool joining) {

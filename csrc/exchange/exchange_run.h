@@ -1,6 +1,7 @@
 // An exchange under way, in the two halves that a thread or the copy engine may carry out.
 #pragma once
 
+#include <chrono>
 #include <vector>
 
 #include "channel/channel.h"
@@ -49,6 +50,8 @@ class ExchangeRun {
                                    int64_t piece, bool past_caches);
   // Calls `store(past_caches)`, which writes about that many bytes to an area and returns how many.
   template <class Store>
+  int64_t stored_result(const Store& store);
+  template <class Store>
   int64_t stored(Channel& channel, const Area& to, int64_t bytes, const Store& store);
   int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
   // Reduces to `to`, which begins at byte `offset` of the result, and adds the addend to each row.
@@ -67,7 +70,9 @@ class ExchangeRun {
   int world_size_;
   int rank_;
   int64_t slot_bytes_;
-  bool streamed_ = false;
+  int64_t result_bytes_ = 0;
+  bool past_caches_ = false;  // how the result is stored, and for how long so far
+  std::chrono::steady_clock::duration storing_{};
   int64_t room_ = 0;  // of a part in a piece
   int64_t pieces_ = 1;
   std::vector<const void*> sources_;

@@ -1,46 +1,39 @@
-// How to store to a slot: past the caches where the usual way takes far longer.
+// How to store to slots and large results: past the caches where the usual way takes longer.
 //
 // Peers have read a slot before it is written again, so their caches hold its lines, and a store
 // waits until they have given these up. On an AMD EPYC that took four times as long at some times
 // as at others: where the ranks' cores shared no cache, by all signs. Past the caches a store does
 // not wait, but peers then read memory. As it depends on the cores that the ranks run on at the
 // moment, it is measured all the time.
+//
+// A large result may not fit into the caches. Past them it pushes out nothing that others need, and
+// no line is read before it is written. How large that is depends on how much of a cache this rank
+// has, which a virtual machine does not know: measured, too.
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstdint>
 
 namespace symm_cp {
 
-class SlotStores {
+// `kWorth`: the usual way's time as a percentage of the other one's from which on that one is
+// taken, as reading takes longer after it. `kRun`: how many stores in a row try the way that is not
+// taken: 2 where the first one finds the memory as the other way has left it.
+template <int kWorth, uint64_t kRun>
+class MeasuredStores {
  public:
-  // Calls `store(past_caches)`, which writes about `bytes` to a slot and returns how many it wrote.
-  template <class Store>
-  int64_t run(int64_t bytes, const Store& store) {
-    if (bytes < kLeast) return store(false);
-    const bool past_caches = next();
-    const auto begin = std::chrono::steady_clock::now();
-    const int64_t stored = store(past_caches);
-    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-    if (stored > 0) add(past_caches, seconds.count() / static_cast<double>(stored));
-    return stored;
-  }
-
   // Whether the next store goes past the caches; then `add` says the seconds that it took per byte.
   bool next() {
     ++count_;
-    if (count_ <= 2 * kSamples) return count_ % 2 == 0;
-    const bool past_caches = usual_.pace() > kWorth * past_.pace();
-    return count_ % kTrial == 0 ? !past_caches : past_caches;
+    if (count_ <= 2 * kSamples) return (count_ - 1) / kRun % 2 == 1;
+    const bool past_caches = 100 * usual_.pace() > kWorth * past_.pace();
+    return count_ % kTrial < kRun ? !past_caches : past_caches;
   }
   void add(bool past_caches, double pace) { (past_caches ? past_ : usual_).add(pace); }
 
  private:
-  // Smaller ones are too short to be measured.
-  static constexpr int64_t kLeast = int64_t{64} << 10;
-  // The factor by which storing past the caches must be faster, as reading takes longer after it.
-  static constexpr double kWorth = 1.6;
   // One of this many stores takes the other way, to measure it again.
   static constexpr uint64_t kTrial = 64;
   static constexpr uint64_t kSamples = 2;
@@ -60,6 +53,60 @@ class SlotStores {
 
   uint64_t count_ = 0;
   Way usual_, past_;
+};
+
+class SlotStores : public MeasuredStores<160, 1> {
+ public:
+  // Calls `store(past_caches)`, which writes about `bytes` to a slot and returns how many it wrote.
+  template <class Store>
+  int64_t run(int64_t bytes, const Store& store) {
+    if (bytes < kLeast) return store(false);
+    const bool past_caches = next();
+    const auto begin = std::chrono::steady_clock::now();
+    const int64_t stored = store(past_caches);
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    if (stored > 0) add(past_caches, seconds.count() / static_cast<double>(stored));
+    return stored;
+  }
+
+ private:
+  // Smaller ones are too short to be measured.
+  static constexpr int64_t kLeast = int64_t{64} << 10;
+};
+
+class ResultStores {
+ public:
+  // Smaller results fit into the caches. Each power of two from here on is measured apart.
+  static constexpr int64_t kLarge = int64_t{4} << 20;
+
+  // Whether the next result of that size goes past the caches; then `add` says how long all its
+  // stores took, unless some failed.
+  bool next(int64_t bytes) { return bytes >= kLarge && of(bytes).next(); }
+  void add(int64_t bytes, bool past_caches, std::chrono::duration<double> time) {
+    if (bytes >= kLarge) of(bytes).add(past_caches, time.count() / static_cast<double>(bytes));
+  }
+  // Calls `store(past_caches)`, which writes a result.
+  template <class Store>
+  void run(int64_t bytes, const Store& store) {
+    const bool past_caches = next(bytes);
+    const auto begin = std::chrono::steady_clock::now();
+    store(past_caches);
+    add(bytes, past_caches, std::chrono::steady_clock::now() - begin);
+  }
+  // Those of the calling thread.
+  static ResultStores& of_thread() {
+    static thread_local ResultStores stores;
+    return stores;
+  }
+
+ private:
+  using Stores = MeasuredStores<115, 2>;
+  static constexpr size_t kSizes = 6;
+  Stores& of(int64_t bytes) {
+    const auto at = static_cast<size_t>(std::bit_width(static_cast<uint64_t>(bytes / kLarge)) - 1);
+    return by_size_[std::min(at, kSizes - 1)];
+  }
+  Stores by_size_[kSizes];
 };
 
 }  // namespace symm_cp

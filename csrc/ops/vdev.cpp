@@ -11,6 +11,7 @@
 #include "base/team.h"
 #include "exchange/copy.h"
 #include "memory/mapping.h"
+#include "memory/slot_stores.h"
 #include "ops/kernels.h"
 
 namespace symm_cp {
@@ -229,22 +230,24 @@ void take_rows(const Shuffle& shuffle, const Group& group, const Table& table,
   const int64_t row = shuffle.row(), count = shuffle.count();
   int64_t rows = 0;
   for (int64_t at = 0; at < count; ++at) rows += table.length(table.source(group.rank(), at));
-  const bool past_caches = rows * row >= kStreamed;
   auto* out = static_cast<char*>(shuffle.out.mutable_data_ptr());
   const Team team(mapping->cores());
-  // Each rank begins with its own rows, then those of the next rank, so that no two read from one.
-  for (int64_t step = 0; step < shuffle.ranks; ++step) {
-    const int64_t from = (group.rank() + step) % shuffle.ranks;
-    for (int64_t at = 0; at < count; ++at) {
-      const auto source = table.source(group.rank(), at);
-      const int64_t length = table.length(source);
-      if (source.rank != from || length == 0) continue;
-      const char* input =
-          static_cast<const char*>(mapping->data()[from]) + table.word(from, kOffset);
-      copy_bytes(out + begins[at] * row, input + table.begin(source) * row, length * row,
-                 past_caches);
+  ResultStores::of_thread().run(rows * row, [&](bool past_caches) {
+    // Each rank begins with its own rows, then those of the next rank, so that no two read from
+    // one.
+    for (int64_t step = 0; step < shuffle.ranks; ++step) {
+      const int64_t from = (group.rank() + step) % shuffle.ranks;
+      for (int64_t at = 0; at < count; ++at) {
+        const auto source = table.source(group.rank(), at);
+        const int64_t length = table.length(source);
+        if (source.rank != from || length == 0) continue;
+        const char* input =
+            static_cast<const char*>(mapping->data()[from]) + table.word(from, kOffset);
+        copy_bytes(out + begins[at] * row, input + table.begin(source) * row, length * row,
+                   past_caches);
+      }
     }
-  }
+  });
   auto* found = shuffle.out_chunks.mutable_data_ptr<int64_t>();
   for (int64_t at = 0; at < count; ++at) {
     found[at] = table.length(table.source(group.rank(), at));

@@ -18,15 +18,15 @@ from symm_cp.testing import Ranks
 _MIB = 1 << 20
 #: As Linux 6.1 writes them, on a machine with two nodes.
 NUMA_MAPS = r"""
-7f00000 default file=/memfd:symm_cp:41:group\0400,\040rank\0401\040(deleted) N0=512 N1=256 kernelpagesize_kB=4
-7f00004 default file=/memfd:symm_cp:41:group\0400,\040rank\0401\040(deleted) N1=1 kernelpagesize_kB=2048
+7f00 default file=/memfd:symm_cp:41:group\0400\040(deleted) N0=512 N1=256 kernelpagesize_kB=4
+7f04 default file=/memfd:symm_cp:41:group\0400\040(deleted) N1=1 kernelpagesize_kB=2048
 7f0000800000 default file=/memfd:symm_cp:42:tensors\040(deleted) N0=1024 kernelpagesize_kB=4
 7f0000c00000 default file=/memfd:symm_cp:41:tensors\040(deleted) N1=1024 kernelpagesize_kB=4
 7f0001000000 default file=/memfd:symm_cp-board\040(deleted) dirty=1 N0=1 kernelpagesize_kB=4
 7f0001400000 default heap anon=12 dirty=12 N0=12 kernelpagesize_kB=4
 """
 SMAPS = """
-7f0000000000-7f0000400000 rw-s 00000000 00:01 5 /memfd:symm_cp:41:group 0, rank 1 (deleted)
+7f0000000000-7f0000400000 rw-s 00000000 00:01 5 /memfd:symm_cp:41:group 0 (deleted)
 Size:               4096 kB
 ShmemPmdMapped:        0 kB
 7f0000800000-7f0000c00000 rw-s 00000000 00:01 6 /memfd:symm_cp:42:tensors (deleted)
@@ -41,7 +41,7 @@ ShmemPmdMapped:        8 kB
 def test_what_a_process_owns() -> None:
     found = owned(41, NUMA_MAPS, SMAPS)
     assert found == {
-        "group 0, rank 1": Owned({0: 2 * _MIB, 1: 3 * _MIB}, huge=2 * _MIB),
+        "group 0": Owned({0: 2 * _MIB, 1: 3 * _MIB}, huge=2 * _MIB),
         "tensors": Owned({1: 4 * _MIB}, huge=2 * _MIB),
     }
 

@@ -22,7 +22,7 @@ int package_of(int cpu) {
 int own_socket(int rank, int world_size) {
   if (const char* wanted = std::getenv("SYMM_CP_SOCKETS")) {
     const int sockets = std::atoi(wanted);
-    return sockets < 1 ? -1 : static_cast<int>(int64_t{rank} * sockets / world_size);
+    return sockets < 1 ? -1 : kAsIf + static_cast<int>(int64_t{rank} * sockets / world_size);
   }
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return -1;
@@ -38,9 +38,10 @@ int own_socket(int rank, int world_size) {
 
 int sockets_of(const std::vector<int>& by_rank) {
   const size_t ranks = by_rank.size();
+  const size_t least = by_rank.front() >= kAsIf ? 2 : 3;
   for (const size_t sockets : {size_t{2}, size_t{4}}) {
     const size_t each = ranks / sockets;
-    if (each < 2 || ranks % sockets != 0) continue;
+    if (each < least || ranks % sockets != 0) continue;
     bool divided = true;
     for (size_t rank = 0; rank < ranks; ++rank) {
       const int own = by_rank[rank];

@@ -6,11 +6,14 @@
 namespace symm_cp {
 
 // The socket that the CPUs of the calling thread belong to; -1 where they belong to several, or
-// nobody knows. SYMM_CP_SOCKETS=n: as if the ranks were divided among n sockets, in order.
+// nobody knows. SYMM_CP_SOCKETS=n: as if the ranks were divided among n sockets, in order; such
+// numbers are kAsIf and more.
+constexpr int kAsIf = 1 << 20;
 int own_socket(int rank, int world_size);
 
-// The number of sockets, 2 or 4, where each has as many ranks, at least two, that follow one
-// another; 1 otherwise.
+// The number of sockets, 2 or 4, where each has as many ranks, which follow one another; 1
+// otherwise. Each must have three (two as if): with two, ranks would move more bytes on their own
+// socket than they save on the link (symm_cp/schedule/servers.py predicts so for four servers).
 int sockets_of(const std::vector<int>& by_rank);
 
 }  // namespace symm_cp

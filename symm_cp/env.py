@@ -15,6 +15,7 @@
 | `SYMM_CP_THREADS` | threads of a rank that copy and reduce: `one`, or `all` of torch's | below |
 | `SYMM_CP_BACKGROUND_THREADS` | threads that copy and reduce in asynchronous ops, per group | 1 |
 | `SYMM_CP_HUGE_PAGES` | 1: symmetric memory takes huge pages that the system has reserved | 0 |
+| `SYMM_CP_SOCKETS` | ranks sum as if on so many sockets; the same on all ranks | below |
 | `SYMM_CP_COMPARE_INPUTS` | 0: ranks do not compare batches, prompts, weights | 1 |
 | `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
@@ -25,6 +26,9 @@
 Unless `SYMM_CP_THREADS` is set, large copies and reductions take all threads that torch has in the
 process (`OMP_NUM_THREADS`, `torch.set_num_threads`) if the ranks of the group have a core for each
 of them, by the cores that they may run on, and else one.
+
+Unless `SYMM_CP_SOCKETS` is set, ranks are on the sockets of the CPUs that they may run on, if each
+has three ranks or more.
 """
 
 from __future__ import annotations
@@ -154,6 +158,16 @@ def huge_pages() -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"SYMM_CP_HUGE_PAGES={text!r} must be 0 or 1")
     return text == "1"
+
+
+def sockets() -> int | None:
+    """Returns among how many sockets ranks sum, if that is set (csrc/base/sockets.cpp reads it)."""
+    text = _get("SYMM_CP_SOCKETS")
+    if not text:
+        return None
+    if not text.isdigit() or int(text) == 0:
+        raise ValueError(f"SYMM_CP_SOCKETS={text!r} must be a number of sockets")
+    return int(text)
 
 
 def compare_inputs() -> bool:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
+from symm_cp import env
+from symm_cp.commands import doctor
 from symm_cp.native.wire import ExchangeKind, ReduceOp
 from symm_cp.schedule import Signal
 from symm_cp.testing import RankError, Ranks
@@ -113,6 +115,16 @@ def test_sockets_that_ranks_do_not_divide_into(
     ranks: Ranks, world_size: int, sockets: int, divides: bool
 ) -> None:
     ranks.run(world_size, check_where_it_runs, sockets, divides)
+
+
+def test_a_number_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert env.sockets() is None
+    for text in ("0", "two", "-1", "1.5"):
+        monkeypatch.setenv("SYMM_CP_SOCKETS", text)
+        with pytest.raises(ValueError, match=f"SYMM_CP_SOCKETS='{text}' must be a number"):
+            env.sockets()
+    monkeypatch.setenv("SYMM_CP_SOCKETS", "2")
+    assert "as if on 2 socket(s)" in doctor.numa().detail
 
 
 def check_background(group: dist.ProcessGroup) -> None:

@@ -20,7 +20,8 @@ int package_of(int cpu) {
 }  // namespace
 
 int own_socket(int rank, int world_size) {
-  if (const char* wanted = std::getenv("SYMM_CP_SOCKETS")) {
+  const char* wanted = std::getenv("SYMM_CP_SOCKETS");
+  if (wanted != nullptr && *wanted != '\0') {
     const int sockets = std::atoi(wanted);
     return sockets < 1 ? -1 : kAsIf + static_cast<int>(int64_t{rank} * sockets / world_size);
   }

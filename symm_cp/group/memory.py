@@ -282,6 +282,7 @@ class Group:
         self.world_size: int = process_group.size()
         self._process = os.getpid()
         self._library = native.load()
+        env.sockets()  # raises; the native part takes what is no number for unset
         self.handle: int = self._library.symm_cp_group_open(
             self.name.encode(),
             self.rank,

@@ -190,6 +190,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for kind in _KINDS:
         of_kind = [row for row in rows if row["case"].startswith(f"{kind} ")]
+        if not of_kind:  # --case leaves it out
+            continue
         names = list(of_kind[0]["ms"])
         lines += ["", f"| {kind}, us (ratio to the best rival) | {' | '.join(names)} |"]
         lines.append("| --- " * (len(names) + 1) + "|")

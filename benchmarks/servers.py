@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import symm_cp
 from benchmarks.harness import Case, main
@@ -49,8 +50,9 @@ def _seconds(group: dist.ProcessGroup, run: Callable[[], object]) -> float:
 
 
 def _this_machine(group: dist.ProcessGroup) -> Server:
-    cores, ranks = len(os.sched_getaffinity(0)), group.size()
-    busy = min(torch.get_num_threads(), cores / ranks)
+    cores, ranks, threads = len(os.sched_getaffinity(0)), group.size(), torch.get_num_threads()
+    busy = min(threads, max(1, cores // ranks))
+    torch.set_num_threads(busy)  # more threads than cores wait for each other
 
     def copy(nbytes: int) -> float:
         x, out = torch.ones(nbytes // 4), torch.ones(nbytes // 4)
@@ -60,7 +62,7 @@ def _this_machine(group: dist.ProcessGroup) -> Server:
     a, b = torch.randn(CUBE, CUBE), torch.randn(CUBE, CUBE)
     flops = 2.0 * CUBE**3 / _seconds(group, lambda: torch.mm(a, b))
     signal = _seconds(group, lambda: [dist.barrier(group) for _ in range(100)]) / 100
-    return Server(
+    server = Server(
         "this machine",
         sockets=1,
         cores=cores,
@@ -71,6 +73,8 @@ def _this_machine(group: dist.ProcessGroup) -> Server:
         signal_seconds=signal / 2,
         call_seconds=signal / 2,
     )
+    torch.set_num_threads(threads)
+    return server
 
 
 def _matmul(group: dist.ProcessGroup) -> Callable[[], object]:
@@ -81,12 +85,12 @@ def _matmul(group: dist.ProcessGroup) -> Callable[[], object]:
 
 
 def _decode(group: dist.ProcessGroup) -> Callable[[], object]:
-    weights = [torch.randn(HIDDEN, HIDDEN // group.size()) for _ in range(2 * LAYERS)]
+    weights = [torch.randn(HIDDEN // group.size(), HIDDEN) for _ in range(2 * LAYERS)]
     x, y = torch.randn(1, HIDDEN), torch.randn(1, HIDDEN)
 
     def run() -> None:
         for weight in weights:
-            torch.mm(x, weight)
+            F.linear(x, weight)
             if group.size() > 1:
                 dist.all_reduce(y, dist.ReduceOp.MAX, group=group)
 
@@ -109,6 +113,8 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
         yield case(
             f"all-reduce, {size // MIB} MiB", partial(dist.all_reduce, x, group=group), seconds
         )
+    if spread.busy < spread.threads:
+        return  # torch's matmuls take all threads, and these wait for each other
     shape = f"{ROWS} rows a rank, {INNER} x {COLUMNS}"
     seconds = gather_matmul(spread, ROWS, INNER, COLUMNS, item=4)
     yield case(f"all-gather-matmul, {shape}", _matmul(group), seconds)

@@ -30,6 +30,8 @@ from symm_cp.native.wire import DType, ReduceOp
 SIZES = tuple(1 << exponent for exponent in (18, 20, 22, 24, 26))
 #: As csrc/base/team.h numbers them.
 CHOICES = {"one thread": 0, "as chosen": 1, "divided": 2}
+#: Of attention: bytes of a head in a row.
+HEADS, ROW = 16, 256
 #: As the ops do: larger results are written past the caches.
 STREAMED = 4 << 20
 
@@ -63,18 +65,27 @@ def _alone(size: int) -> Iterator[Case]:
         to, count = out.data_ptr(), size // 4
         library.symm_cp_reduce(to, sources, 2, count, DType.FLOAT32, ReduceOp.SUM, streaming)
 
+    def pack() -> None:
+        library.symm_cp_pack_heads(out.data_ptr(), x.data_ptr(), HEADS, size // ROW // HEADS, ROW)
+
     def check_copy() -> None:
         assert torch.equal(out, x)
 
     def check_reduce() -> None:
         assert torch.equal(out, x + y)
 
+    def check_pack() -> None:
+        of_heads = x.view(-1, HEADS, ROW // 4).transpose(0, 1)
+        assert torch.equal(out.view(of_heads.shape), of_heads)
+
     jobs = (
         ("copy", copy, check_copy, lambda: out.copy_(x)),
         ("reduce", reduce, check_reduce, lambda: room.copy_(longer)),
+        ("pack", pack, check_pack, lambda: out.copy_(x)),
     )
     for job, call, check, memcpy in jobs:
-        variants = {"memcpy": memcpy}
+        # What sets the number of threads takes its time in all variants.
+        variants = {"memcpy": _chosen(0, memcpy)}
         variants |= {name: _chosen(choice, call) for name, choice in CHOICES.items()}
 
         def checked(call: Callable[[], None] = call, check: Callable[[], None] = check) -> None:

@@ -314,6 +314,21 @@ void symm_cp_copy(void* to, const void* from, int64_t bytes, int streaming) {
   copy_bytes(to, from, bytes, streaming != 0);
 }
 
+// `heads` contiguous matrices of `rows` rows of `row` bytes, from one in which they lie side by
+// side.
+void symm_cp_pack_heads(void* to, const void* from, int64_t heads, int64_t rows, int64_t row) {
+  const Team team(own_cores());
+  ResultStores::of_thread().run(heads * rows * row, [&](bool past_caches) {
+    auto* source = static_cast<char*>(const_cast<void*>(from));
+    copy_planes({{static_cast<char*>(to), rows * row, row},
+                 {source, row, heads * row},
+                 heads,
+                 rows,
+                 row,
+                 past_caches});
+  });
+}
+
 // A result, stored in the way that is faster.
 void symm_cp_copy_result(void* to, const void* from, int64_t bytes) {
   const Team team(own_cores());

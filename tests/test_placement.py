@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import cores
-from symm_cp.commands.doctor.placement import Owned, owned, placement
+from symm_cp.commands.doctor.placement import Owned, memory_of_ranks, owned
 from symm_cp.testing import Ranks
 
 _MIB = 1 << 20
@@ -67,7 +67,7 @@ def test_memory_of_another_node_is_reported_with_advice(
     line = f"7f00 default file=/memfd:symm_cp:{os.getpid()}:tensors N{node}=1 kernelpagesize_kB=4\n"
     folder = tmp_path / "proc"
     folder.mkdir()
-    (found,) = placement(processes(folder, os.getpid(), line), system)
+    (found,) = memory_of_ranks(processes(folder, os.getpid(), line), system)
     assert (found.state, found.detail) == (state, f"0.0 MiB on node {node}")
     assert ("symm-cp run --numa" in found.advice) is (state == "missing")
 
@@ -77,7 +77,7 @@ def report(group: dist.ProcessGroup) -> tuple[int, list[str]]:
     x = symm_mem.empty((_MIB,), device="cpu")
     symm_mem.rendezvous(x, own)
     dist.all_reduce(torch.ones(_MIB), group=own)
-    lines = [f"{found.name}: {found.detail}" for found in placement()]
+    lines = [f"{found.name}: {found.detail}" for found in memory_of_ranks()]
     dist.barrier(group)
     return os.getpid(), lines
 

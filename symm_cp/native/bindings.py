@@ -69,6 +69,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_divisions": (LONG, []),
     "symm_cp_reducible": (INT, [INT, INT]),
     "symm_cp_copy": (None, [VOID, VOID, LONG, INT]),
+    "symm_cp_pack_heads": (None, [VOID, VOID, LONG, LONG, LONG]),
     "symm_cp_copy_result": (None, [VOID, VOID, LONG]),
     "symm_cp_slot_stores": (None, [VOID, VOID, LONG, VOID]),
     "symm_cp_is_symmetric": (INT, [VOID, TEXT]),

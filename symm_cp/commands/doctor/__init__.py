@@ -20,7 +20,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from symm_cp import __version__, cores, cuda, env, native, trusted, tuning
 from symm_cp.commands.doctor import accelerated
 from symm_cp.commands.doctor.findings import Finding
-from symm_cp.commands.doctor.placement import placement
+from symm_cp.commands.doctor.placement import memory_of_ranks
 from symm_cp.parsing import STDOUT, write_json
 from symm_cp.tensors.results import result_memory
 
@@ -236,7 +236,7 @@ def examine() -> list[Finding]:
         huge_shared_pages(),
         *reserved_pages(),
         numa(),
-        *placement(),
+        *memory_of_ranks(),
         _cpu(),
         *itertools.chain.from_iterable(map(accelerated.devices_of, cuda.known())),
         accelerated.nvshmem_works(),

@@ -83,7 +83,7 @@ def _nodes_of(process: int, system: Path) -> set[int]:
     return set()
 
 
-def placement(processes: Path = _PROCESSES, system: Path = cores.SYSTEM) -> list[Finding]:
+def memory_of_ranks(processes: Path = _PROCESSES, system: Path = cores.SYSTEM) -> list[Finding]:
     """Says for each running rank how much of its memory lies on which node, in which pages."""
     findings = []
     for process, name, memory in sorted(_of_processes(processes), key=lambda each: each[:2]):

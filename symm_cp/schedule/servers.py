@@ -28,6 +28,8 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Step
 
 #: Bytes of a piece of an all-reduce, as in csrc/exchange/exchange.h.
 PIECE_BYTES = 512 << 10
+#: Ranks of a socket from which on all-reduces sum on each socket first, as in csrc/base/sockets.cpp.
+LEAST_ON_SOCKET = 3
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,15 @@ class Spread:
         return max(by_cores, of_memory / self.rate, crossing / self.link)
 
 
-def all_reduce(spread: Spread, nbytes: float, *, by_socket: bool = True) -> float:
-    """Returns the seconds of an all-reduce in two shots, by sockets if ranks are on several."""
+def all_reduce(spread: Spread, nbytes: float, *, by_socket: bool | None = None) -> float:
+    """Returns the seconds of an all-reduce in two shots.
+
+    `by_socket`: whether ranks on several sockets sum on each first; None: as the library does.
+    """
     option = next((name for name, n in SOCKETS.items() if n == spread.sockets), "")
-    chosen = {option: True} if by_socket and spread.sockets > 1 and spread.each > 1 else {}
-    variant = TWO_SHOT_ALL_REDUCE.direct(**chosen)
+    if by_socket is None:
+        by_socket = spread.each >= LEAST_ON_SOCKET
+    variant = TWO_SHOT_ALL_REDUCE.direct(**({option: True} if option and by_socket else {}))
     pieces = max(1, round(nbytes / PIECE_BYTES))
     chunk = nbytes / pieces / spread.ranks
 

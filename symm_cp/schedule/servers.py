@@ -28,7 +28,7 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Step
 
 #: Bytes of a piece of an all-reduce, as in csrc/exchange/exchange.h.
 PIECE_BYTES = 512 << 10
-#: Ranks of a socket from which on all-reduces sum on each socket first, as in csrc/base/sockets.cpp.
+#: Ranks of a socket from which on sockets sum first, as in csrc/base/sockets.cpp.
 LEAST_ON_SOCKET = 3
 
 

@@ -32,7 +32,13 @@ def _note(ctx: Any) -> None:
 
 def _check(ctx: Any) -> None:
     fake, tag = _fake(ctx)
-    if vars(fake)["_symm_cp_versions"][tag] != _version(fake):
+    noted = vars(fake).get("_symm_cp_versions", {}).get(tag)
+    if noted is None:
+        raise NotImplementedError(
+            f"FusedColwiseGroup: torch.compile breaks the graph between the linears {tag}, which "
+            "share a gather; use FusedColwiseParallel for each of them, or a newer torch"
+        )
+    if noted != _version(fake):
         raise NotImplementedError(
             f"FusedColwiseGroup: the input or a parameter of the linears {tag}, which share a "
             "gather, was modified in place between two of them, which torch.compile does not "

@@ -60,6 +60,10 @@ def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     return _new, (_OnlyCopied(type(module)),), object.__reduce_ex__(module, 2)[2]
 
 
+#: torch 2.12 compiles `pop` from a module's `__dict__` to a deletion of the parameter of that name.
+_DELETES_PARAMETERS = torch.__version__ < (2, 13)
+
+
 class LocalParameters(nn.Module):
     """The module's forward sees its DTensor parameters as this rank's plain tensors.
 
@@ -88,7 +92,10 @@ class LocalParameters(nn.Module):
             return super().forward(*args, **kwargs)
         finally:
             for name in self._parameters:
-                self.__dict__.pop(name, None)
+                if not _DELETES_PARAMETERS:
+                    self.__dict__.pop(name, None)
+                elif name in self.__dict__:
+                    object.__delattr__(self, name)  # which breaks the graph
 
 
 class VocabularyEmbedding(nn.Module):

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 from torch.utils import _python_dispatch as dispatch
 
 from symm_cp import native
@@ -105,9 +104,7 @@ def build_poison() -> str:
 
 def thread_state() -> Callable[[], AbstractContextManager[None]]:
     """Returns what makes another thread treat torch's ops as the calling one does now."""
-    # Entering a mode takes a snapshot of its own.
-    included = torch._C._dispatch_tls_local_include_set().remove(DispatchKey.PythonTLSSnapshot)
-    keys = included, torch._C._dispatch_tls_local_exclude_set()
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     modes = dispatch._get_current_dispatch_mode_stack()

@@ -56,8 +56,8 @@ def _difference(found: Any, expected: list[torch.Tensor]) -> str:
         one, other = strange.dense(one), strange.dense(other)
         if strange.is_shell(one):
             continue
-        if hasattr(one, "rename"):  # torch 2.11 has named tensors, which it does not compare
-            one = one.detach().rename(None)
+        if hasattr(one, "rename"):  # before 2.13 torch has named tensors, which it does not compare
+            one, other = one.detach().rename(None), other.detach().rename(None)
         one, other = wide(one), wide(other)
         if one.dtype != other.dtype or not torch.allclose(one, other, 1e-4, 1e-5, equal_nan=True):
             return f"{one}, not {other}"

@@ -245,6 +245,9 @@ int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& st
   char* to = address(channel, call, step.to, piece, &bytes);
   int64_t given = bytes;
   const char* from = address(channel, call, step.source, piece, &given);
+  // Between slots a part of the output is copied.
+  if (step.to.buffer == Buffer::kPeerSlot && step.source.buffer == Buffer::kPeerSlot)
+    address(channel, call, {Buffer::kOutput, rank_, step.to.chunk}, piece, &given);
   bytes = std::min(bytes, given);
   if (bytes <= 0 || to == from) return bytes;
   const auto copy = [&](bool past_caches) {

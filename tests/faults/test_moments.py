@@ -58,9 +58,13 @@ def test_different_ops(ranks: Ranks, ops: tuple[str, str]) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [50])
 def test_different_calls(ranks: Ranks, count: int) -> None:
-    """Both ranks hear of it within two seconds, and the next call is as good as ever."""
+    """Both ranks hear of it within two seconds, and the next call is as good as ever.
+
+    Of first calls on two channels they hear ten seconds later (kSecondThreadTime in csrc/): these
+    might come from two threads.
+    """
     for _ in range(count):
-        pair, warm = mismatches.random_pair(random.Random(random.random())), random.random() < 0.7
+        pair, warm = mismatches.random_pair(random.Random(random.random())), random.random() < 0.9
         with ranks.own(2, mismatches.unequal, pair, warm) as running:
             outcomes = running.outcomes()
         case = pair, warm, outcomes
@@ -69,7 +73,7 @@ def test_different_calls(ranks: Ranks, count: int) -> None:
         right = pair[0][:4] == pair[1][:4] and pair[0][0] == "gather"
         for bad, good in (outcome.result for outcome in outcomes):
             assert bad["said"] or right, case
-            assert bad["seconds"] < patient(LIMIT), case
+            assert bad["seconds"] < patient(LIMIT) + (0 if warm else 10), case
             assert not good["said"], case
         if not right and not any(spec[0] == "wrong" for spec in pair):
             assert all("ranks disagree" in outcome.result[0]["said"] for outcome in outcomes), case

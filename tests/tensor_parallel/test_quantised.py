@@ -137,7 +137,7 @@ def generates(group: dist.ProcessGroup) -> None:
         compiled = torch.compile(model, backend="aot_eager", fullgraph=whole)
         found = compiled(tokens, use_cache=False).logits
         assert off(found, dense(tokens).logits) < ROUNDED
-    generated = model.generate(tokens, max_new_tokens=4, do_sample=False)
+    generated = model.generate(tokens, min_new_tokens=4, max_new_tokens=4, do_sample=False)
     assert generated.shape == (tokens.shape[0], tokens.shape[1] + 4)
     gathered = [torch.empty_like(generated) for _ in range(group.size())]
     dist.all_gather(gathered, generated, group=group)

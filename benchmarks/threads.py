@@ -32,7 +32,7 @@ SIZES = tuple(1 << exponent for exponent in (18, 20, 22, 24, 26))
 CHOICES = {"one thread": 0, "as chosen": 1, "divided": 2}
 #: Of attention: bytes of a head in a row.
 HEADS, ROW = 16, 256
-#: As the ops do: larger results are written past the caches.
+#: Reductions from here on are timed past the caches; ops measure which way is faster.
 STREAMED = 4 << 20
 
 

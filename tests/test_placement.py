@@ -49,6 +49,7 @@ def test_what_a_process_owns() -> None:
 def processes(folder: Path, process: int, numa_maps: str) -> Path:
     own = folder / str(process)
     own.mkdir()
+    (own / "maps").write_text(numa_maps)
     (own / "numa_maps").write_text(numa_maps)
     (own / "smaps").write_text("")
     return folder

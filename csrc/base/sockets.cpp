@@ -10,6 +10,8 @@ namespace symm_cp {
 
 namespace {
 
+constexpr size_t kLeastOnSocket = 3;
+
 int package_of(int cpu) {
   std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
                      "/topology/physical_package_id");
@@ -25,6 +27,8 @@ int own_socket(int rank, int world_size) {
     const int sockets = std::atoi(wanted);
     return sockets < 1 ? -1 : kAsIf + static_cast<int>(int64_t{rank} * sockets / world_size);
   }
+  // Each CPU's socket is a file: not read where there are too few ranks for two sockets.
+  if (static_cast<size_t>(world_size) < 2 * kLeastOnSocket) return -1;
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return -1;
   int socket = -1;
@@ -39,7 +43,7 @@ int own_socket(int rank, int world_size) {
 
 int sockets_of(const std::vector<int>& by_rank) {
   const size_t ranks = by_rank.size();
-  const size_t least = by_rank.front() >= kAsIf ? 2 : 3;
+  const size_t least = by_rank.front() >= kAsIf ? 2 : kLeastOnSocket;
   for (const size_t sockets : {size_t{2}, size_t{4}}) {
     const size_t each = ranks / sockets;
     if (each < least || ranks % sockets != 0) continue;

@@ -5,9 +5,9 @@
 
 namespace symm_cp {
 
-// The socket that the CPUs of the calling thread belong to; -1 where they belong to several, or
-// nobody knows. SYMM_CP_SOCKETS=n: as if the ranks were divided among n sockets, in order; such
-// numbers are kAsIf and more.
+// The socket that the CPUs of the calling thread belong to; -1 where they belong to several, where
+// nobody knows, or where there are too few ranks for `sockets_of` to ask. SYMM_CP_SOCKETS=n: as if
+// the ranks were divided among n sockets, in order; such numbers are kAsIf and more.
 constexpr int kAsIf = 1 << 20;
 int own_socket(int rank, int world_size);
 

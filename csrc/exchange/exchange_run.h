@@ -50,9 +50,10 @@ class ExchangeRun {
                                    int64_t piece, bool past_caches);
   // Calls `store(past_caches)`, which writes about that many bytes to an area and returns how many.
   template <class Store>
-  int64_t stored_result(const Store& store);
-  template <class Store>
   int64_t stored(Channel& channel, const Area& to, int64_t bytes, const Store& store);
+  // The same for the result: all its stores go one way, and are timed together.
+  template <class Store>
+  int64_t stored_result(const Store& store);
   int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
   // Reduces to `to`, which begins at byte `offset` of the result, and adds the addend to each row.
   void reduce_rows(char* to, int64_t offset, int64_t bytes);

@@ -233,8 +233,7 @@ void take_rows(const Shuffle& shuffle, const Group& group, const Table& table,
   auto* out = static_cast<char*>(shuffle.out.mutable_data_ptr());
   const Team team(mapping->cores());
   ResultStores::of_thread().run(rows * row, [&](bool past_caches) {
-    // Each rank begins with its own rows, then those of the next rank, so that no two read from
-    // one.
+    // Each rank begins with its own rows, then the next rank's: no two read from one.
     for (int64_t step = 0; step < shuffle.ranks; ++step) {
       const int64_t from = (group.rank() + step) % shuffle.ranks;
       for (int64_t at = 0; at < count; ++at) {

@@ -10,15 +10,16 @@ NVLink-C2C (450 GB/s), the same core at 3.1 GHz. What one core can copy is an as
 read and as many written. So is the share of a peak that is reached: 0.7.
 
 The model: a rank's threads share what their cores and their part of the socket's memory can move;
-what comes from another socket also shares the link. Caches are not modelled, so transfers that fit
-into them are faster than predicted. Ranks that have more threads than cores count as having one
+bytes from another socket also share the link. Slots stay in the caches, so they cost time of cores
+and links only. Inputs and outputs are in memory, also small ones, which are faster than predicted.
+Ranks that have more threads than cores count as having one
 thread for each core, which is how many the library uses (csrc/base/team.h).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from symm_cp.schedule.patterns import ALL_GATHER_AND_CONSUME, TWO_SHOT_ALL_REDUCE
@@ -62,15 +63,14 @@ SERVERS = {
 
 @dataclass(frozen=True)
 class Spread:
-    """Ranks with some threads each on a server, divided among the first `used` of its sockets.
+    """Ranks with some threads each on a server, divided among its sockets.
 
-    Raises `ValueError` where ranks do not divide.
+    Raises `ValueError` unless each socket gets the same number of ranks.
     """
 
     server: Server
     ranks: int
     threads: int
-    used: int = field(default=0)
 
     def __post_init__(self) -> None:
         if self.ranks % self.sockets:
@@ -79,7 +79,7 @@ class Spread:
     @property
     def sockets(self) -> int:
         """How many sockets have ranks."""
-        return self.used or min(self.ranks, self.server.sockets)
+        return min(self.ranks, self.server.sockets)
 
     @property
     def each(self) -> int:
@@ -114,7 +114,7 @@ class Spread:
     def moved(
         self, rank: int, read: Iterable[tuple[Region, float]], to: Region, written: float
     ) -> float:
-        """Seconds in which a rank reads regions of so many bytes, and writes one."""
+        """Seconds that a rank takes to read regions, each with its bytes, and to write one."""
         moved, of_memory, crossing = written, 0.0 if to.buffer == "slot" else written, 0.0
         for region, nbytes in read:
             moved += nbytes

@@ -34,7 +34,7 @@ def test_an_all_reduce_of_two_ranks_by_hand() -> None:
 
 
 def test_a_slow_link_makes_sums_by_socket_faster() -> None:
-    """And one as fast as memory slower, as they move more: hence `kLeastOnSocket`."""
+    """And one as fast as memory slower, as they move more: hence `kLeastOnSocket` in csrc/."""
     slow, fast = (Server("", 2, 32, 1e12, 10e9, 400e9, link) for link in (20e9, 400e9))
     for ranks, server, faster in ((8, slow, True), (8, fast, False), (4, fast, False)):
         spread = Spread(server, ranks, 8)

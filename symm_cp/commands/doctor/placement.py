@@ -67,6 +67,9 @@ def _of_processes(processes: Path) -> Iterator[tuple[int, str, Owned]]:
         with suppress(OSError):  # another user's, or ended by now
             if folder.stat().st_uid != os.getuid():
                 continue
+            # The other files count the pages of all that a process has mapped.
+            if "/memfd:symm_cp:" not in (folder / "maps").read_text():
+                continue
             texts = ((folder / name).read_text() for name in ("numa_maps", "smaps"))
             process = int(folder.name)
             yield from ((process, *each) for each in owned(process, *texts).items())

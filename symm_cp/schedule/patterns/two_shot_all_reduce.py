@@ -9,10 +9,10 @@ Options
                   ("done") is needed: a rank's chunk of them is overwritten after its owner has said
                   that it has reduced it
     ``two_sockets``, ``four_sockets``
-                  ranks of a socket follow one another, as many on each, and at least two: they sum
+                  each socket has the same number of consecutive ranks, at least two. They sum
                   among themselves first, so that each byte crosses the link between two sockets
-                  once for each socket rather than once for each rank. In other worlds the same as
-                  without. Partial sums lie in slots, rounded to the dtype.
+                  once for each socket, not once for each rank. Partial sums lie in slots, rounded
+                  to the dtype. World sizes that cannot be divided so run the plain steps.
 
 Direct only, in pieces. Source: torch's ``two_shot_all_reduce_``; between sockets, the hierarchical
 all-reduce of Horovod and NCCL.
@@ -32,7 +32,7 @@ SOCKETS = {"two_sockets": 2, "four_sockets": 4}
 
 
 def socket_of(rank: int, world_size: int, sockets: int) -> range | None:
-    """The ranks of a rank's socket; None where ranks do not divide into sockets of two or more."""
+    """The ranks on the socket of ``rank``; None if a socket would have one, or other numbers."""
     each = world_size // sockets
     if each < 2 or world_size % sockets:
         return None

@@ -178,8 +178,9 @@ def _layout_options(
     options = {}
     for prefix, balancer in (("", keys), ("query_", queries)):
         if balancer is not None:
-            options[f"{prefix}chunk_order"] = balancer.chunk_order
-            options[f"{prefix}chunk_lengths"] = balancer.chunk_lengths
+            layout = balancer.layout
+            options[f"{prefix}chunk_order"] = list(layout.chunk_order)
+            options[f"{prefix}chunk_lengths"] = list(layout.chunk_lengths)
     return options
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn.attention import flex_attention as torch_flex
@@ -26,6 +26,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.region import ParallelRegion
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _redirection(function: types.FunctionType) -> types.CodeType:
@@ -113,6 +116,21 @@ def current_region() -> tuple[ParallelRegion, Watch] | None:
     """Returns the innermost region of the code that calls this, and its watch, also when traced."""
     mode = _traced_mode()
     return None if mode is None else (mode.region, mode.watch)
+
+
+def handled(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a function as torch calls a mode's handler: without the mode of the innermost region.
+
+    It would see each function that is called, and ops would take the long way around it.
+    """
+    depth = 0 if torch.compiler.is_dynamo_compiling() else torch._C._len_torch_function_stack()
+    if depth == 0 or not isinstance(torch._C._get_function_stack_at(depth - 1), FlexMode):
+        return function(*args, **kwargs)
+    mode = torch._C._pop_torch_function_stack()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch._C._push_on_torch_function_stack(mode)
 
 
 def spread_region() -> ParallelRegion | None:

@@ -46,9 +46,9 @@ class LoadBalancer:
     @property
     def layout(self) -> SequenceLayout:
         """Which chunks each rank has; `NotImplementedError` if each sample has its own layout."""
-        if self.samples:
+        if len(self._layouts) > 1:
             raise NotImplementedError(
-                f"{self} has a layout for each of {len(self.samples)} samples, but all samples "
+                f"{self} has a layout for each of {len(self._layouts)} samples, but all samples "
                 "must share one here: use one of its samples"
             )
         return self._layouts[0]

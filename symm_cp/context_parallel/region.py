@@ -56,20 +56,22 @@ class ParallelRegion:
     packed: torch.Tensor | None = field(default=None, repr=False, compare=False)
     # Whether all ranks hold equally many positions of each sequence.
     even: bool = field(default=False, repr=False, compare=False)
+    # The load balancers whose samples have layouts of their own.
+    of_samples: tuple[LoadBalancer, ...] = field(default=(), repr=False, compare=False)
+    # Whom a rank tells that fails within the region: see `telling_peers`.
+    told: str | tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        of_samples = tuple(balancer for balancer in self.balancers if balancer.samples)
+        object.__setattr__(self, "of_samples", of_samples)
         object.__setattr__(self, "layouts", self._layouts())
         object.__setattr__(self, "packed", self._packed())
         even = all(len(set(balancer.lengths)) == 1 for balancer in self.balancers)
         object.__setattr__(self, "even", even and self.choose is None)
-
-    @property
-    def told(self) -> str | tuple[str, ...]:
-        """Whom a rank tells that fails within the region: see `telling_peers`."""
-        return self.method.told(self.group)
+        object.__setattr__(self, "told", self.method.told(self.group))
 
     def _layouts(self) -> torch.Tensor | None:
-        if self.choose is not None or any(balancer.samples for balancer in self.balancers):
+        if self.choose is not None or self.of_samples:
             return None
         return encoded(tuple(balancer.layout for balancer in self.balancers))
 
@@ -103,6 +105,8 @@ class ParallelRegion:
         """Returns how a sequence is spread of which this rank holds `local_length` positions."""
         if self.choose is not None:
             return self._chosen(self.choose, local_length)
+        if len(self.balancers) == 1:
+            return self.balancers[0]
         balancer = layout_held(_OP, self.balancers, local_length, *self._place)
         if not self.balancers and not torch.compiler.is_compiling():
             self._check_guess(balancer, local_length)
@@ -118,6 +122,8 @@ class ParallelRegion:
         """
         if self.choose is not None:
             return self.layout(keys)
+        if queries == keys and self.even and len(self.balancers) == 1:
+            return self.balancers[0]
         if must_count_keys(self.balancers, ordered=ordered) and self._may_ask:
             name = f"{_OP}: numbers of keys"
             counts = [count for (count,) in numbers_of_all(resolve(self.group), name, [keys])]

@@ -12,7 +12,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.noise import saw_queries, seed_of_dropout
-from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.group.memory import resolve
@@ -53,7 +52,7 @@ def attend_sequence(
             generator of the CPU, which must have the same seed on all ranks.
 
     Returns (B, H, S_q, V). Raises `ValueError`, `TypeError` and `NotImplementedError` before any
-    communication.
+    communication, of which callers tell the peers.
     """
     if mask is None:
         mask = SequenceMask(is_causal=is_causal)
@@ -67,22 +66,9 @@ def attend_sequence(
         "bias": bias,
         "dropout_p": dropout_p,
     }
-    return telling_peers(region.told, _attend, _Call(region, query, key, value, mask, options))
-
-
-class _Call(NamedTuple):
-    region: ParallelRegion
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: SequenceMask
-    options: dict[str, Any]
-
-
-def _attend(call: _Call) -> torch.Tensor:
-    region, query, key, value, mask, options = call
     saw_queries(query)
-    if mask.relates_positions and query.shape[2] != key.shape[2]:
+    related = mask.relates_positions
+    if related and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"{_OP}: query has {query.shape[2]} rows and key {key.shape[2]}: causal masks, windows "
             "and documents require equal lengths"
@@ -92,9 +78,18 @@ def _attend(call: _Call) -> torch.Tensor:
         own: ParallelRegion, index: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         of_sample = mask if index is None else mask.sample(index)
-        return _attend_batch(_Call(own, q, k, v, of_sample, options))
+        return _attend_batch(_Call(own, q, k, v, of_sample, options), related)
 
     return by_sample(_OP, region, (query, key, value), attend)
+
+
+class _Call(NamedTuple):
+    region: ParallelRegion
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: SequenceMask
+    options: dict[str, Any]
 
 
 def by_sample(
@@ -107,7 +102,7 @@ def by_sample(
 
     For all samples at once, without an index, if they have one layout.
     """
-    balancers = [balancer for balancer in region.balancers if balancer.samples]
+    balancers = region.of_samples
     if not balancers:
         return attend(region, None, *tensors)
     query = tensors[0]
@@ -125,17 +120,13 @@ def by_sample(
     )
 
 
-def _attend_batch(call: _Call) -> torch.Tensor:
+def _attend_batch(call: _Call, related: bool) -> torch.Tensor:
+    """`related`: whether the mask relates positions of queries and keys."""
     region, query, key, value, mask, options = call
     if mask.mask_mod is not None:
         return _by_tiles(call)
     dropout_p = options["dropout_p"]
-    ordered = (
-        mask.relates_positions
-        or mask.key_mask is not None
-        or options["bias"] is not None
-        or dropout_p > 0
-    )
+    ordered = related or mask.key_mask is not None or options["bias"] is not None or dropout_p > 0
     layouts = region.layouts_in_graph(query.device)
     spread: dict[str, Any] = {"load_balancer": layouts}
     if layouts is None:

@@ -23,7 +23,8 @@ def direct(name: str) -> Callable[..., Any]:
 
     While torch compiles it is that op itself.
     """
-    if torch.compiler.is_compiling():
+    # As torch.compiler.is_compiling() does, in one call.
+    if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         return op_of(name)
     call = _calls.get(name)
     if call is None:

@@ -128,10 +128,12 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
         @functools.wraps(backward)
         def checked(ctx: Any, *grads: Any) -> Any:
             saved = ctx.saved_tensors  # once: a checkpoint recomputes them each time
+            if not torch.is_grad_enabled():
+                return backward(ctx, saved, *grads)
             with torch.no_grad():
                 results = backward(ctx, saved, *grads)
             depend_on = [t for t in _tensors((*grads, *saved)) if t.requires_grad]
-            if not torch.is_grad_enabled() or not depend_on:
+            if not depend_on:
                 return results
             tensors = list(_tensors(results))
             marked = iter(_NoSecondDerivative.apply(op, len(tensors), *tensors, *depend_on))

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
 from symm_cp.context_parallel import sdpa
-from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.flex_hook import current_region, handled
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence
@@ -114,6 +114,7 @@ def attention_function(
         )
     out = telling_peers(
         region.told,
+        handled,
         _attend,
         region,
         module,

@@ -79,7 +79,14 @@ class MaskOptions:
     @property
     def relates_positions(self) -> bool:
         """Whether queries and keys must be of one sequence."""
-        return bool(self.by_position)
+        # Not by `by_position`: models ask in each layer.
+        return self.is_causal or not (
+            self.window_left is None
+            and self.window_right is None
+            and self.cu_seqlens is None
+            and self.document_edges is None
+            and self.document_ids is None
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Returns the options of the mask as `all_gather_attention` takes them."""

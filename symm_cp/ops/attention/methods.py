@@ -145,7 +145,6 @@ OF_NAME = {name: Method(name) for name in METHODS}
 ALLGATHER = OF_NAME["allgather"]
 
 
-@partial(tells_peers, group="mesh")
 def split_by(
     op: str, mesh: GroupLike, method: MethodLike | Method | None, *, argument: str = "mesh"
 ) -> tuple[str, Method]:
@@ -154,8 +153,15 @@ def split_by(
     Collective at the first call for a mesh of two dimensions. Raises `ValueError` and `TypeError`
     for a method that does not exist or does not fit the mesh; `argument` names the mesh in errors.
     """
-    if isinstance(method, Method):
+    if isinstance(method, Method):  # as in each layer of a model
         return group_name(mesh), method
+    return _split_by(op, mesh, method, argument)
+
+
+@partial(tells_peers, group="mesh")
+def _split_by(
+    op: str, mesh: GroupLike, method: MethodLike | None, argument: str
+) -> tuple[str, Method]:
     dims = mesh.ndim if isinstance(mesh, DeviceMesh) else 1
     if isinstance(method, tuple | list):
         if tuple(method) not in (("ulysses", "allgather"), ("allgather", "ulysses")):

@@ -6,7 +6,7 @@
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
 | `SYMM_CP_SIGNALS` | how GPUs signal: by the `stream`, our `kernel` or `torch` | what works |
 | `SYMM_CP_SELFTEST` | 0: use GPUs without testing first what works between them | 1 |
-| `SYMM_CP_ATTENTION` | `pipeline`: of kernels; on CUDA also `arrival`: one that polls | as tuned |
+| `SYMM_CP_ATTENTION` | `pipeline`, on CUDA also `arrival`, `together` (tuning.py) | as tuned |
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
 | `SYMM_CP_WAY` | the way of fused matmuls: `shards` or `whole` | by simulation |
@@ -99,8 +99,8 @@ def selftest() -> bool:
 def attention() -> str | None:
     """Returns the way that attention on CUDA must take, if any."""
     text = _get("SYMM_CP_ATTENTION") or None
-    if text not in (None, "pipeline", "arrival"):
-        raise ValueError(f"SYMM_CP_ATTENTION={text!r} must be 'pipeline' or 'arrival'")
+    if text not in (None, "pipeline", "arrival", "together"):
+        raise ValueError(f"SYMM_CP_ATTENTION={text!r} must be 'pipeline', 'arrival' or 'together'")
     return text
 
 

@@ -8,10 +8,12 @@ scatters last) and multiplies once, which is better for few rows and a large wei
 precedence: `SYMM_CP_WAY` or `forced`; what `symm-cp tune` has measured; the faster one in a
 simulation of the machine that `symm-cp calibrate` has described, or of a typical one.
 
-Attention on CUDA is a `pipeline` of kernels, one for each shard when it arrives, or one kernel that
-polls for the `arrival` of all shards. The speed of that kernel is not predicted: it is chosen where
-`symm-cp tune` found it to be faster, or by `SYMM_CP_ATTENTION` or `forced`. Ranks that share a GPU
-use it only when forced: it keeps multiprocessors from the rank that it waits for.
+Attention on CUDA is a `pipeline` of kernels, one for each shard when it arrives; or the peers' keys
+are gathered while a kernel attends to this rank's, and then attended to `together`; or one kernel
+polls for the `arrival` of all shards. `symm-cp tune` measures all three; without it the simulation
+chooses between the first two. The speed of the third is not predicted. Ranks that share a GPU use
+it only when forced (`SYMM_CP_ATTENTION`, `forced`): it keeps multiprocessors from the rank that it
+waits for.
 
 Attention with method "auto" runs by keys (`allgather`) or by heads (`ulysses`), whichever is faster
 in the simulation, each pass for itself; see schedule/attention_work.py.
@@ -27,7 +29,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -50,7 +52,7 @@ from symm_cp.schedule.patterns import (
 from symm_cp.schedule.work import Work
 
 WAYS = ("shards", "whole")
-ATTENTION_WAYS = ("pipeline", "arrival")
+ATTENTION_WAYS = ("pipeline", "together", "arrival")
 # Cached choices of a group; with more, all are dropped and simulated again. Without a bound,
 # programs with ever new shapes would leak memory.
 _MAX_CHOICES = 4096
@@ -172,11 +174,11 @@ class Facts:
         self.reading = reading
         self.machine = calibrated(machine)
         self.tuned = parse_tuned(tuned, "the file of symm-cp tune")
-        self.choices: dict[Question | AttentionWork, Choice] = {}
+        self.choices: dict[Hashable, Choice] = {}
         #: Whether each rank has a GPU of its own; None: not known yet.
         self.apart: bool | None = None
 
-    def choice(self, question: Question | AttentionWork, choose: Callable[[], Choice]) -> Choice:
+    def choice(self, question: Hashable, choose: Callable[[], Choice]) -> Choice:
         """Returns the choice for a question; calls `choose` at the first time."""
         known = self.choices.get(question)
         if known is None:
@@ -368,13 +370,23 @@ def choose(group: Group, device: torch.device, question: Question) -> str:
     return choice.way
 
 
-def choose_attention(group: Group, device: torch.device, key: str) -> str:
-    """Returns "pipeline" or "arrival" for attention on a GPU; `key` names the work.
+def choose_attention(
+    group: Group,
+    device: torch.device,
+    key: str,
+    ways: tuple[str, ...] = ATTENTION_WAYS,
+    work: AttentionWork | None = None,
+) -> str:
+    """Returns one of the `ways` that can serve a call of attention on a GPU; `key` names the work.
 
+    Without `work` nothing is simulated. A way that is forced and cannot serve it is left out.
     Collective at the first call for a group.
     """
     way = _forced.get(ATTENTION_WAYS) or env.attention()
-    choice = Choice(way, "forced") if way is not None else _measured_attention(group, device, key)
+    if way is not None:
+        choice = Choice(way if way in ways else ways[0], "forced")
+    else:
+        choice = _attention_choice(group, device, key, ways, work)
     if _listening is not None:
         _listening[_on(device, key)] = choice
     return choice.way
@@ -403,14 +415,27 @@ def choose_method(
     return "ulysses" if choice.way == "ulysses" else "allgather"
 
 
-def _measured_attention(group: Group, device: torch.device, key: str) -> Choice:
+def _attention_choice(
+    group: Group,
+    device: torch.device,
+    key: str,
+    ways: tuple[str, ...],
+    work: AttentionWork | None,
+) -> Choice:
     facts = facts_of(group)
     way = facts.tuned.get(_on(device, key))
-    if way not in ATTENTION_WAYS:
-        return Choice(ATTENTION_WAYS[0], "not measured")
-    if way == "arrival" and not _apart(group, device, facts):
-        return Choice(ATTENTION_WAYS[0], "ranks share a GPU")
-    return Choice(way, "measured")
+    if way == "arrival" in ways and not _apart(group, device, facts):
+        return Choice(ways[0], "ranks share a GPU")
+    if way in ways:
+        return Choice(way, "measured")
+    if work is None:
+        return Choice(ways[0], "not measured")
+
+    def simulated() -> Choice:
+        machine, source = _machine_of(device, facts.machine)
+        return _fastest(work.seconds_on_streams(machine), source)
+
+    return facts.choice(("streams", work), simulated)
 
 
 def _apart(group: Group, device: torch.device, facts: Facts) -> bool:

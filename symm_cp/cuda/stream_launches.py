@@ -17,6 +17,7 @@ from symm_cp.runtime.program import Binding, Parts
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets
+from symm_cp.tensors.pooled import PooledRows
 from symm_cp.tensors.shards import Extent, Shape, ShardSizes, Split
 
 
@@ -69,6 +70,16 @@ def gather_launch(
         {"input": own, "gathered": pulled}, {"slot": sizes.slots(), "symmetric": symmetric}
     )
     return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+
+
+@lru_cache(maxsize=512)
+def together_launch(pooled: PooledRows, mode: CallMode) -> Launch:
+    """All-gather and consume together. Operands: the own tensors, the staging memory."""
+    own = pooled.input()
+    binding = Binding({"input": own, "gathered": pooled.pooled(len(own))}, {"slot": pooled.slots()})
+    variant = patterns.ALL_GATHER_AND_CONSUME.staged(together=True)
+    ranks = len(pooled.lengths)
+    return lower(variant, pooled.rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 
 @lru_cache(maxsize=512)

@@ -40,6 +40,7 @@ from symm_cp.cuda.stream_launches import (
     gather_launch,
     poll_launch,
     produce_launch,
+    together_launch,
 )
 from symm_cp.cuda.stream_program import Launch
 from symm_cp.cuda.workspaces import give_up, hold, workspace
@@ -53,6 +54,8 @@ from symm_cp.runtime.api import (
     BackgroundRuntime,
     Collective,
     CombineCall,
+    ConsumeHere,
+    ConsumeOthers,
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
@@ -66,6 +69,7 @@ from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets, scratch, scratch_rows
 from symm_cp.tensors.dtypes import real, wide
+from symm_cp.tensors.pooled import PooledRows, Rows, row_bytes_of
 from symm_cp.tensors.shards import Extent, Shards, Split, ViewAt, viewing
 
 
@@ -309,6 +313,31 @@ class StreamRuntime(BackgroundRuntime):
             words, step = space.flags("arrived"), wire.FLAG_BYTES // 4
             kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, epoch)}
             used = [*shards.own, staging]
+            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
+
+    def all_gather_and_consume_together(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: ConsumeHere,
+        consume_others: ConsumeOthers,
+        call_name: bytes,
+        *,
+        lengths: Sequence[int],
+        runs: Sequence[Rows],
+    ) -> None:
+        """See `Runtime`. The peers' rows are pulled by one batch of copies."""
+        agree(group, call_name)
+        here = _Call(group, shard[0].device, call_name)
+        pooled = PooledRows(group.rank, tuple(lengths), tuple(runs), row_bytes_of(shard))
+        launch = together_launch(pooled, here.mode)
+        staging = scratch(shard[0], max(1, pooled.offsets[-1]))
+        with here.workspace(pooled.slot_offsets[-1]) as (space, epoch):
+            kernels: dict[str, Kernel] = {
+                "consume": lambda _: consume(),
+                "consume others": lambda _: consume_others(pooled.views(viewing(staging), shard)),
+            }
+            used = [*shard, staging]
             here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
 
     def _scatter(self, call: ScatterCall) -> None:

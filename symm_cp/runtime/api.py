@@ -25,11 +25,14 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from symm_cp.group.memory import Group
+from symm_cp.tensors.pooled import Rows
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Shape, Shapes, Shards, Split
 
 #: Takes the tensors of a rank's shard, and the rank.
 Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
+#: Takes the peers' rows of each tensor of a shard.
+ConsumeOthers: TypeAlias = Callable[[list[torch.Tensor]], None]
 #: Takes the shards of all ranks, in rank order.
 Combine: TypeAlias = Callable[[list[torch.Tensor]], None]
 #: Takes a rank and the memory for this rank's contribution to it.
@@ -254,6 +257,25 @@ class Runtime(ABC):
         where kernels cannot poll.
         """
         raise NotImplementedError(f"{call_name.decode()}: kernels on this device cannot poll")
+
+    def all_gather_and_consume_together(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: ConsumeHere,
+        consume_others: ConsumeOthers,
+        call_name: bytes,
+        *,
+        lengths: Sequence[int],
+        runs: Sequence[Rows],
+    ) -> None:
+        """Calls `consume()`, and `consume_others` once, when the shards of all peers have arrived.
+
+        `shard` is one or more contiguous tensors, with as many rows on each rank as `lengths` says.
+        `consume_others` takes the peers' rows of each tensor, run by run as `runs` says. Raises
+        `NotImplementedError` where ranks read each other's memory.
+        """
+        raise NotImplementedError(f"{call_name.decode()}: nothing is pulled on this device")
 
     def produce_and_reduce_scatter(
         self,

@@ -1,6 +1,7 @@
 """Predicts how long attention over a sequence on several ranks takes, by each method.
 
-`allgather`: the schedule of the pipeline, in which each kernel attends to the keys of one rank.
+`allgather`: the schedule of the pipeline, in which each kernel attends to the keys of one rank. On
+streams also `together`, in which one attends to those of all peers.
 `ulysses`: an exchange of queries, keys and values, one kernel for the whole sequence and the heads
 of a rank, and an exchange of the results. Backward, queries, keys, values, results and their
 gradients are exchanged, and three gradients come back.
@@ -21,10 +22,11 @@ from symm_cp.schedule.patterns import (
     ALL_GATHER_AND_CONSUME,
     ALL_TO_ALL,
     CONSUME_AND_REDUCE_SCATTER,
+    Variant,
 )
 from symm_cp.schedule.simulate import simulate
 from symm_cp.schedule.steps import Compute, Copy, Step
-from symm_cp.schedule.tiles import Tile, tiles
+from symm_cp.schedule.tiles import Tile, tiles, tiles_of_others
 
 _WIDE = 4  # bytes of float32, in which partial results are merged and gradients are summed
 _BACKWARD = 2.5  # times the operations of the forward pass
@@ -75,6 +77,14 @@ class AttentionWork:
             for method, seconds in found.items()
         }
 
+    def seconds_on_streams(self, machine: Machine) -> dict[str, float]:
+        """Returns the predicted seconds of a forward pass by keys, a "pipeline" or "together"."""
+        gather = ALL_GATHER_AND_CONSUME
+        return {
+            "pipeline": self._of_variant(machine, gather.staged()),
+            "together": self._of_variant(machine, gather.staged(together=True)),
+        }
+
     @property
     def _ranks(self) -> int:
         return self.keys.world_size
@@ -82,6 +92,9 @@ class AttentionWork:
     def _by_keys(self, machine: Machine, device: str) -> float:
         pattern = CONSUME_AND_REDUCE_SCATTER if self.backward else ALL_GATHER_AND_CONSUME
         variant = pattern.direct() if device == "cpu" else pattern.staged()
+        return self._of_variant(machine, variant)
+
+    def _of_variant(self, machine: Machine, variant: Variant) -> float:
         row = self.batch * self.kv_heads * (self.features + self.value_features)
 
         def cost(rank: int, step: Step) -> float:
@@ -97,7 +110,10 @@ class AttentionWork:
                 return machine.reduce(self.keys.lengths[rank] * row * _WIDE, self._ranks)
             remote = any(region.rank != rank for region in step.reads)
             nbytes = self.keys.lengths[step.index] * row * self.item
-            kernels = self._kernels(machine, rank, step.index, merged=self._ranks > 1)
+            others = step.kernel == "consume others"
+            kernels = self._kernels(
+                machine, rank, None if others else step.index, merged=self._ranks > 1
+            )
             return kernels + (machine.remote(nbytes) if remote else 0.0)
 
         schedules = variant.schedules(self._ranks)
@@ -114,14 +130,21 @@ class AttentionWork:
         exchanged = numbers * self.item * (hosts - 1) / hosts
         return float(self.batch * passed), float(self.batch * exchanged)
 
-    def _kernels(self, machine: Machine, rank: int, owner: int, *, merged: bool) -> float:
-        """Seconds of a rank's tiles of the keys of another, with all heads."""
+    def _kernels(self, machine: Machine, rank: int, owner: int | None, *, merged: bool) -> float:
+        """Seconds of a rank's tiles of the keys of another (None: of all others), with all heads.
+
+        `merged`: each tile's result is merged.
+        """
         total = 0.0
         each = self.batch if len(self.masks) == 1 else 1
         for mask in self.masks:
-            for tile in tiles(
-                self.keys, mask, rank, owner, self.queries, self.queries.lengths[rank]
-            ):
+            place = self.queries, self.queries.lengths[rank]
+            found = (
+                tiles_of_others(self.keys, mask, rank, *place)
+                if owner is None
+                else tiles(self.keys, mask, rank, owner, *place)
+            )
+            for tile in found:
                 total += self._kernel(machine, tile, each * self.heads)
                 if merged:
                     rows = each * self.heads * (tile.q_end - tile.q_begin)

@@ -141,7 +141,48 @@ def tiles(
     elif rank == owner and queries == layout and mask.is_causal and _ascends(spans):
         rows = layout.lengths[rank]
         return (Tile(0, rows, 0, rows, high=0),) if rows else ()
-    held = sorted(layout.spans(owner), key=_start_of)
+    return _tiles_of(spans, layout.spans(owner), mask)
+
+
+@lru_cache(maxsize=256)
+def held_by_others(layout: SequenceLayout, rank: int) -> tuple[tuple[int, Span], ...]:
+    """The keys of all other ranks in the order of the sequence: the rank and span of each run."""
+    held = (
+        (owner, span)
+        for owner in range(layout.world_size)
+        if owner != rank
+        for span in layout.spans(owner)
+        if span.length > 0
+    )
+    return tuple(sorted(held, key=lambda run: run[1].start))
+
+
+@lru_cache(maxsize=256)
+def tiles_of_others(
+    layout: SequenceLayout,
+    mask: Mask,
+    rank: int,
+    queries: SequenceLayout | None = None,
+    rows: int | None = None,
+) -> tuple[Tile, ...]:
+    """As `tiles`, of the keys of all other ranks, which lie in the order of `held_by_others`.
+
+    What a query sees is then in few tiles: one, with a causal mask and a chunk for each rank.
+    """
+    queries = layout if queries is None else queries
+    spans = queries.spans(rank)
+    if rows is not None and not mask.relates_positions:
+        spans = (Span(0, rows, 0),) if rows else ()
+    held, row = [], 0
+    for _, span in held_by_others(layout, rank):
+        held.append(replace(span, row=row))
+        row += span.length
+    return _tiles_of(spans, held, mask)
+
+
+def _tiles_of(spans: Sequence[Span], held: Sequence[Span], mask: Mask) -> tuple[Tile, ...]:
+    """The tiles of spans of queries against spans of keys."""
+    held = sorted(held, key=_start_of)
     starts = [span.start for span in held]
     found: list[Tile] = []
     seen: dict[int, list[tuple[Span, Keys]]] = {}

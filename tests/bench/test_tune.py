@@ -1,4 +1,4 @@
-"""`symm-cp tune attention` on simulated GPUs, with the pipeline standing in for both ways."""
+"""`symm-cp tune attention` on simulated GPUs, where the pipeline stands in for `arrival`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import json
 import unittest.mock
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +13,9 @@ import torch.distributed as dist
 
 from symm_cp import tuning
 from symm_cp.commands.bench import parsers, tune
-from symm_cp.ops.attention import arrival as arrival_attention
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import build, simulation
 from tests.exhaustive import some
-
-
-def takes(group: Any, query: Any, key: Any, spec: Any) -> bool:
-    if arrival_attention.fits(group, query, key, spec):
-        question = arrival_attention.question(query, key, spec)
-        way = tuning.choose_attention(group, query.device, question)
-        assert way in tuning.ATTENTION_WAYS
-    return False
 
 
 def tunes(group: dist.ProcessGroup, path: str, gpus: int) -> int:
@@ -36,7 +26,6 @@ def tunes(group: dist.ProcessGroup, path: str, gpus: int) -> int:
     with (
         simulation(delays_us=0),
         unittest.mock.patch.object(torch.cuda, "device_count", return_value=gpus),
-        unittest.mock.patch.object(arrival_attention, "takes", takes),
     ):
         return tune.run_rank(args, group)
 
@@ -49,8 +38,10 @@ def test_attention_is_tuned(ranks: Ranks, world_size: int, tmp_path: Path) -> No
     assert ranks.run(world_size, tunes, str(path), world_size) == [0] * world_size
     choices = json.loads(path.read_text())
     assert choices.pop("kept") == "whole"
-    keys = ("full 1 chunks", "causal 2 chunks")
-    assert choices.keys() == {f"all_gather_attention bfloat16 1x4x2x8x8x64 {key}" for key in keys}
+    sizes, kinds = ("1x4x2x8x8x64", "1x2x2x4x4x32"), ("full 1 chunks", "causal 2 chunks")
+    assert choices.keys() == {
+        f"all_gather_attention bfloat16 {size} {kind}" for size in sizes for kind in kinds
+    }
     assert set(choices.values()) <= set(tuning.ATTENTION_WAYS)
 
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symm_cp import tuning
+from symm_cp.cuda import has_streams
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
@@ -136,15 +137,17 @@ def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
     set_rotate_method(case.rotate)
     try:
         results = results_of(call, inputs, sent, sent_lse)
-        with tuning.forced("pipeline"):  # few tokens are gathered at once
-            pipelined = results_of(call, inputs, sent, sent_lse)
+        # Few tokens are gathered at once on CPU.
+        for way in ("pipeline", "together")[: 2 if has_streams(inputs[0].device) else 1]:
+            with tuning.forced(way):
+                forced = results_of(call, inputs, sent, sent_lse)
+            results |= {f"{way} {name}": result for name, result in forced.items()}
     finally:
         set_rotate_method("allgather")
-    results |= {f"pipelined {name}": result for name, result in pipelined.items()}
     assert results["lse"].dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
     sizes = problem.terms()
     for which, result in results.items():
-        name = which.removeprefix("pipelined ")
+        name = which.rpartition(" ")[2]
         at = rows if name in ("out", "lse", "q") else keys
         # The log-sum-exp is of products in float32 also where inputs have 16 bits.
         dtype = result.dtype

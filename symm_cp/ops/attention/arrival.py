@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from symm_cp import runtime, tuning
-from symm_cp.cuda import Signals, device_of, has_streams
+from symm_cp import runtime
+from symm_cp.cuda import Signals, device_of
 from symm_cp.cuda.kept import capturing, kept
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group
@@ -20,9 +20,9 @@ from symm_cp.tensors.dtypes import NARROW
 _FEATURES = (64, 128)
 
 
-def takes(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
-    """Tells whether this kernel runs a call: it supports it, and was chosen for it."""
-    if not has_streams(query.device) or not fits(group, query, key, spec):
+def serves(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
+    """Tells whether this kernel may run a call on a device with streams, here and now."""
+    if not fits(group, query, key, spec):
         return False
     device = device_of(query.device)
     if not device.polls():
@@ -31,10 +31,7 @@ def takes(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionS
     spread = hosts_of(group, query.device)
     if spread is not None or capturing(query.device):
         return False
-    if device.signals(group) is not Signals.STREAM:
-        return False
-    chosen = tuning.choose_attention(group, query.device, question(query, key, spec))
-    return chosen == "arrival"
+    return device.signals(group) is Signals.STREAM
 
 
 def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:

@@ -1,11 +1,13 @@
-"""Which method a call of attention takes where it is left to this module: method "auto"."""
+"""Which method a call of attention takes with `method="auto"`, and how it runs on streams."""
 
 from __future__ import annotations
 
 import torch
 
 from symm_cp import tuning
+from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
+from symm_cp.ops.attention import arrival, together
 from symm_cp.ops.attention.methods import Method
 from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -34,7 +36,39 @@ def settled(
     method = Method.of(op, options)
     if method.name != "auto":
         return method
-    work = AttentionWork(
+    work = _work_of(query, key, spec, queries, backward=backward)
+    return Method(tuning.choose_method(group, query.device, work))
+
+
+def way(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:
+    """Returns how a forward pass by keys runs: one of `tuning.ATTENTION_WAYS`.
+
+    All ranks get the same answer. Collective at the first call for a group.
+    """
+    if not has_streams(query.device):
+        return "pipeline"
+    ways = ["pipeline"]
+    if arrival.serves(group, query, key, spec):
+        ways.append("arrival")
+    work = None
+    if together.fits(group, key, spec):
+        ways.append("together")
+        work = _work_of(query, key, spec)
+    if len(ways) == 1:
+        return ways[0]
+    question = arrival.question(query, key, spec)
+    return tuning.choose_attention(group, query.device, question, tuple(ways), work)
+
+
+def _work_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    spec: AttentionSpec,
+    queries: SequenceLayout | None = None,
+    *,
+    backward: bool = False,
+) -> AttentionWork:
+    return AttentionWork(
         batch=query.shape[0],
         heads=query.shape[1],
         kv_heads=key.shape[1],
@@ -47,4 +81,3 @@ def settled(
         masks=(spec.mask,) if isinstance(spec.mask, Mask) else spec.mask,
         backward=backward,
     )
-    return Method(tuning.choose_method(group, query.device, work))

@@ -23,7 +23,7 @@ import torch
 
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import arrival, choice, few_tokens, mesh_calls, ulysses
+from symm_cp.ops.attention import arrival, choice, few_tokens, mesh_calls, together, ulysses
 from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.options import OPTIONS, Options
@@ -97,8 +97,11 @@ def _attention_kernel(
         attend_heads = partial(_attend_heads, call)
         with mesh_calls.propagates_failure(*call.mesh_groups):
             return call.attend(_FORWARD, tensors, terms, attend_heads)
-    if arrival.takes(group, query, key, spec):
+    way = choice.way(group, query, key, spec)
+    if way == "arrival":
         return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
+    if way == "together":
+        return together.attend(_FORWARD, group, tensors, spec, terms)
     return attend(_FORWARD, spec, group, tensors, terms)
 
 

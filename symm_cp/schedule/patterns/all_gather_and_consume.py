@@ -7,6 +7,9 @@ Options
     ``in_place``  the shards are symmetric tensors, which peers read where they lie
     ``keep``      all shards are also copied to the private buffer ``"gathered"``
     ``bounded``   staged only: ``"gathered"`` has room for two shards, used in turn; excludes keep
+    ``together``  staged only: the peers' shards are consumed by one kernel, when all have arrived;
+                  excludes the others. ``Compute("consume", rank, ...)`` is followed by
+                  ``Compute("consume others", rank, reads=(all of them), ...)``
 
 Source: torch's ``_pipelined_all_gather_and_consume``, with point-to-point epochs instead of
 barriers.
@@ -52,6 +55,9 @@ def _direct(draft: Draft, options: Options) -> None:
 
 
 def _staged(draft: Draft, options: Options) -> None:
+    if "together" in options:
+        _together(draft)
+        return
     rank, others = draft.rank, draft.peers
     in_place, bounded, keep = (name in options for name in ("in_place", "bounded", "keep"))
     source = draft.source(options)
@@ -99,6 +105,30 @@ def _staged(draft: Draft, options: Options) -> None:
         draft.compute(Wait(rank, "ended"))
 
 
+# Rank 0 of 3, together. The copies are one batch of the driver.
+#
+#   copy     copy>slot | signal 1, 2 | wait 1, 2 | pull 1, 2 |
+#   compute                          | consume 0             | consume others
+
+
+def _together(draft: Draft) -> None:
+    rank, others = draft.rank, draft.peers
+    places = [draft.own("gathered", peer) for peer in others]
+    if others:
+        draft.begin_staged(draft.own("input"))
+        draft.copy(*draft.waits("ready"))
+        for peer, place in zip(others, places, strict=True):
+            draft.copy(Copy(draft.of(peer, "slot"), place))
+        draft.copy(Signal(rank, "pulled"))
+        for peer in others:
+            draft.copy(*draft.release(peer))
+    draft.compute(Compute("consume", rank, (draft.own("input"),), (draft.own("output"),)))
+    if others:
+        draft.compute(Wait(rank, "pulled"))
+        output = (draft.own("output"),)
+        draft.compute(Compute("consume others", rank, tuple(places), output))
+
+
 ALL_GATHER_AND_CONSUME = Pattern(
     "ALL_GATHER_AND_CONSUME",
     "sync",
@@ -108,6 +138,7 @@ ALL_GATHER_AND_CONSUME = Pattern(
         (
             *subsets("in_place", "keep"),
             frozenset({"bounded"}),
+            frozenset({"together"}),
             frozenset({"in_place", "bounded"}),
         ),
         one_slot=True,

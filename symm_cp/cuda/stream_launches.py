@@ -13,12 +13,12 @@ from symm_cp.cuda.stream_program import Launch, lower
 from symm_cp.group.memory import Group
 from symm_cp.runtime.all_reduce import AllReduceVariant
 from symm_cp.runtime.api import Sizes
-from symm_cp.runtime.program import Binding, Parts
+from symm_cp.runtime.program import Binding
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets
-from symm_cp.tensors.pooled import PooledRows
-from symm_cp.tensors.shards import Extent, Shape, ShardSizes, Split
+from symm_cp.tensors.pooled import PooledRows, PooledSums
+from symm_cp.tensors.shards import Extent, Parts, Shape, ShardSizes, Split
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ def together_launch(pooled: PooledRows, mode: CallMode) -> Launch:
     """All-gather and consume together. Operands: the own tensors, the staging memory."""
     own = pooled.input()
     binding = Binding({"input": own, "gathered": pooled.pooled(len(own))}, {"slot": pooled.slots()})
-    variant = patterns.ALL_GATHER_AND_CONSUME.staged(together=True)
-    ranks = len(pooled.lengths)
+    variant, ranks = patterns.ALL_GATHER_AND_CONSUME.staged(together=True), len(pooled.ranks)
     return lower(variant, pooled.rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 
@@ -209,6 +208,24 @@ def exchange_launch(rank: int, exchange: Exchange, mode: CallMode) -> Launch:
         {"slot": exchange.slots(rank)},
     )
     variant = patterns.CONSUME_AND_REDUCE_SCATTER.staged(ring=exchange.ring)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+
+
+@lru_cache(maxsize=512)
+def exchange_together_launch(pooled: PooledSums, mode: CallMode) -> Launch:
+    """Consume and reduce-scatter together.
+
+    Operands: the own tensors, the staging memory, the gradients of this rank's rows.
+    """
+    own = pooled.shard.input()
+    buffers = {
+        "input": own,
+        "gathered": pooled.shard.pooled(len(own)),
+        "partials": pooled.partials(len(own) + 1),
+    }
+    binding = Binding(buffers, {"slot": pooled.slots()})
+    variant = patterns.CONSUME_AND_REDUCE_SCATTER.staged(together=True)
+    rank, ranks = pooled.shard.rank, len(pooled.shard.ranks)
     return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 

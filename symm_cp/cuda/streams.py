@@ -37,6 +37,7 @@ from symm_cp.cuda.stream_launches import (
     combine_launch,
     exchange_and_consume_launch,
     exchange_launch,
+    exchange_together_launch,
     gather_launch,
     poll_launch,
     produce_launch,
@@ -56,6 +57,7 @@ from symm_cp.runtime.api import (
     CombineCall,
     ConsumeHere,
     ConsumeOthers,
+    ConsumeOthersAndProduce,
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
@@ -66,10 +68,11 @@ from symm_cp.runtime.api import (
 from symm_cp.runtime.hosts import HostsRuntime
 from symm_cp.runtime.program import Kernel
 from symm_cp.schedule import patterns
+from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets, scratch, scratch_rows
 from symm_cp.tensors.dtypes import real, wide
-from symm_cp.tensors.pooled import PooledRows, Rows, row_bytes_of
+from symm_cp.tensors.pooled import PooledSums, pooled_rows, row_bytes_of
 from symm_cp.tensors.shards import Extent, Shards, Split, ViewAt, viewing
 
 
@@ -322,14 +325,12 @@ class StreamRuntime(BackgroundRuntime):
         consume: ConsumeHere,
         consume_others: ConsumeOthers,
         call_name: bytes,
-        *,
-        lengths: Sequence[int],
-        runs: Sequence[Rows],
+        layout: SequenceLayout,
     ) -> None:
         """See `Runtime`. The peers' rows are pulled by one batch of copies."""
         agree(group, call_name)
         here = _Call(group, shard[0].device, call_name)
-        pooled = PooledRows(group.rank, tuple(lengths), tuple(runs), row_bytes_of(shard))
+        pooled = pooled_rows(group.rank, layout, row_bytes_of(shard))
         launch = together_launch(pooled, here.mode)
         staging = scratch(shard[0], max(1, pooled.offsets[-1]))
         with here.workspace(pooled.slot_offsets[-1]) as (space, epoch):
@@ -339,6 +340,40 @@ class StreamRuntime(BackgroundRuntime):
             }
             used = [*shard, staging]
             here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
+
+    def consume_and_reduce_scatter_together(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: Callable[[torch.Tensor], None],
+        consume_others: ConsumeOthersAndProduce,
+        out: torch.Tensor,
+        call_name: bytes,
+        layout: SequenceLayout,
+    ) -> None:
+        """See `Runtime`. Peers pull their parts of what one kernel wrote to the slot."""
+        agree(group, call_name)
+        rank, here = group.rank, _Call(group, out.device, call_name)
+        rows = pooled_rows(rank, layout, row_bytes_of(shard))
+        sums_rows = pooled_rows(rank, layout, row_bytes_of(shard, out.dtype))
+        pooled = PooledSums(rows, sums_rows)
+        launch = exchange_together_launch(pooled, here.mode)
+        staging = scratch(shard[0], max(1, rows.offsets[-1]))
+        sums = scratch_rows(out, group.world_size)
+        with here.workspace(pooled.slot_bytes) as (space, epoch):
+            in_slot, in_staging = _viewing_slot(space, epoch), viewing(staging)
+
+            def run_consume_others(_: int) -> None:
+                grads = sums_rows.views(in_slot, shard, out.dtype)
+                consume_others(rows.views(in_staging, shard), grads)
+
+            kernels: dict[str, Kernel] = {
+                "consume": lambda _: consume(sums[rank]),
+                "consume others": run_consume_others,
+                "reduce": lambda _: add_rows(sums, out),
+            }
+            used = [*shard, staging, sums]
+            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used, out)
 
     def _scatter(self, call: ScatterCall) -> None:
         """Pulls peers' partial sums while this rank produces; one kernel adds all in rank order."""

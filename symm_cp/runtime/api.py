@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from symm_cp.group.memory import Group
-from symm_cp.tensors.pooled import Rows
+from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Shape, Shapes, Shards, Split
 
@@ -33,6 +33,8 @@ from symm_cp.tensors.shards import Shape, Shapes, Shards, Split
 Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
 #: Takes the peers' rows of each tensor of a shard.
 ConsumeOthers: TypeAlias = Callable[[list[torch.Tensor]], None]
+#: Takes them and memory for the contribution to each of them.
+ConsumeOthersAndProduce: TypeAlias = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 #: Takes the shards of all ranks, in rank order.
 Combine: TypeAlias = Callable[[list[torch.Tensor]], None]
 #: Takes a rank and the memory for this rank's contribution to it.
@@ -265,15 +267,13 @@ class Runtime(ABC):
         consume: ConsumeHere,
         consume_others: ConsumeOthers,
         call_name: bytes,
-        *,
-        lengths: Sequence[int],
-        runs: Sequence[Rows],
+        layout: SequenceLayout,
     ) -> None:
         """Calls `consume()`, and `consume_others` once, when the shards of all peers have arrived.
 
-        `shard` is one or more contiguous tensors, with as many rows on each rank as `lengths` says.
-        `consume_others` takes the peers' rows of each tensor, run by run as `runs` says. Raises
-        `NotImplementedError` where ranks read each other's memory.
+        `shard` is one or more contiguous tensors, whose rows are positions of a sequence spread by
+        `layout`. `consume_others` takes the peers' rows of each, in the order of the sequence.
+        Raises `NotImplementedError` where ranks read each other's memory.
         """
         raise NotImplementedError(f"{call_name.decode()}: nothing is pulled on this device")
 
@@ -383,6 +383,24 @@ class Runtime(ABC):
         self._gather_and_scatter(
             GatherAndScatterCall(group, shards, consume, out, call_name, partials, nbytes, ring)
         )
+
+    def consume_and_reduce_scatter_together(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: Callable[[torch.Tensor], None],
+        consume_others: ConsumeOthersAndProduce,
+        out: torch.Tensor,
+        call_name: bytes,
+        layout: SequenceLayout,
+    ) -> None:
+        """Calls `consume(partial)` for this rank's shard, then `consume_others` once for all peers.
+
+        As `all_gather_and_consume_together`; and both write contributions, in the dtype of `out`:
+        to the 1-D `partial`, for one tensor of the shard behind the other, and to memory like the
+        peers' rows. `out` is the sum over ranks, 1-D, added in rank order.
+        """
+        raise NotImplementedError(f"{call_name.decode()}: nothing is pulled on this device")
 
     def relay(
         self,

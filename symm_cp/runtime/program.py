@@ -18,10 +18,8 @@ from symm_cp.native import wire
 from symm_cp.runtime import recorder
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
-from symm_cp.tensors.shards import Extent, Run, joint_rows
+from symm_cp.tensors.shards import Parts, Run, joint_rows
 
-#: The parts of a buffer: a shard may be several tensors that travel together.
-Parts: TypeAlias = tuple[Extent, ...]
 #: A Python kernel takes the index of its step.
 Kernel: TypeAlias = Callable[[int], None]
 

@@ -30,6 +30,12 @@ from symm_cp.schedule.tiles import Tile, tiles, tiles_of_others
 
 _WIDE = 4  # bytes of float32, in which partial results are merged and gradients are summed
 _BACKWARD = 2.5  # times the operations of the forward pass
+#: Seconds that the host takes to issue a pass on streams, by `backward`: for a call, and for each
+#: rank (benchmarks/host_time.py). Those of torch's launches on a real driver come on top.
+_HOST = {
+    False: {"pipeline": (180e-6, 18e-6), "together": (190e-6, 1e-6)},
+    True: {"pipeline": (400e-6, 80e-6), "together": (460e-6, 20e-6)},
+}
 #: The keys of a machine's fixed costs of a call.
 CALLS = {"allgather": "all_gather_attention", "ulysses": "ulysses_attention"}
 
@@ -77,13 +83,21 @@ class AttentionWork:
             for method, seconds in found.items()
         }
 
-    def seconds_on_streams(self, machine: Machine) -> dict[str, float]:
-        """Returns the predicted seconds of a forward pass by keys, a "pipeline" or "together"."""
-        gather = ALL_GATHER_AND_CONSUME
-        return {
-            "pipeline": self._of_variant(machine, gather.staged()),
-            "together": self._of_variant(machine, gather.staged(together=True)),
+    def seconds_on_streams(self, machine: Machine, *, issued: bool = True) -> dict[str, float]:
+        """Returns the predicted seconds of a pass by keys, a "pipeline" or "together".
+
+        Those of the device, or where they are more, of the host; only the former unless the call is
+        `issued`, but part of a graph.
+        """
+        pattern = CONSUME_AND_REDUCE_SCATTER if self.backward else ALL_GATHER_AND_CONSUME
+        found = {
+            "pipeline": self._of_variant(machine, pattern.staged()),
+            "together": self._of_variant(machine, pattern.staged(together=True)),
         }
+        if issued:
+            for way, (call, rank) in _HOST[self.backward].items():
+                found[way] = max(found[way], call + rank * self._ranks)
+        return found
 
     @property
     def _ranks(self) -> int:

@@ -1,43 +1,64 @@
-"""Where the rows of all peers of a rank lie when it has them, in an order of its choice."""
+"""Where the rows of all peers of a rank lie when it has them, in the order of the sequence.
+
+A shard is one or more tensors, whose rows are positions of a sequence that a layout spreads. The
+rows of the peers are *pooled* run by run, as `held_by_others` lists them: first all rows of the
+first tensor, then those of the next.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 
+from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule.tiles import held_by_others
 from symm_cp.tensors.alignment import part_offsets
-from symm_cp.tensors.shards import Extent, ViewAt
+from symm_cp.tensors.shards import Extent, Parts, ViewAt
 
 
-class Rows(NamedTuple):
-    """Rows [first, first + length) of a rank's shard."""
+class Run(NamedTuple):
+    """Rows [first, first + length) of a rank, and how many pooled rows are before them."""
 
-    rank: int
     first: int
     length: int
+    before: int
+
+
+_NOTHING = Run(0, 0, 0)
 
 
 @dataclass(frozen=True)
 class PooledRows:
-    """The rows of the peers of `rank`, run by run, for each tensor of a shard.
-
-    `lengths` are the rows of each rank's tensors, `row_bytes` the bytes of a row of each tensor.
-    """
+    """The rows of the peers of a rank; `row_bytes` are the bytes of a row of each tensor."""
 
     rank: int
-    lengths: tuple[int, ...]
-    runs: tuple[Rows, ...]
+    layout: SequenceLayout
     row_bytes: tuple[int, ...]
 
+    def of(self, rank: int) -> PooledRows:
+        """The same on another rank."""
+        return pooled_rows(rank, self.layout, self.row_bytes)
+
     @cached_property
-    def slot_offsets(self) -> tuple[int, ...]:
-        """Where the tensors of a shard begin in a slot, and last the bytes of a slot."""
-        return part_offsets([max(self.lengths) * row for row in self.row_bytes])
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(self.layout.world_size)
+
+    @cached_property
+    def own_rows(self) -> int:
+        """The number of this rank's rows."""
+        return self.layout.lengths[self.rank]
+
+    @cached_property
+    def count(self) -> int:
+        """The number of pooled rows."""
+        return self.layout.length - self.own_rows
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -45,60 +66,126 @@ class PooledRows:
         return part_offsets([self.count * row for row in self.row_bytes])
 
     @cached_property
-    def count(self) -> int:
-        """The number of pooled rows."""
-        return sum(run.length for run in self.runs)
+    def slot_offsets(self) -> tuple[int, ...]:
+        """Where the tensors of a shard begin in a slot, and last the bytes of a slot."""
+        return part_offsets([max(self.layout.lengths) * row for row in self.row_bytes])
 
-    def input(self) -> tuple[Extent, ...]:
+    @cached_property
+    def runs(self) -> tuple[tuple[Run, ...], ...]:
+        """The runs of each rank, equally many (some of them empty); this rank has empty ones."""
+        found: list[list[Run]] = [[] for _ in self.ranks]
+        before = 0
+        for owner, span in held_by_others(self.layout, self.rank):
+            found[owner].append(Run(span.row, span.length, before))
+            before += span.length
+        most = max(len(self.layout.spans(rank)) for rank in self.ranks)
+        return tuple((*runs, *(_NOTHING,) * (most - len(runs))) for runs in found)
+
+    def input(self) -> Parts:
         """The own tensors: operand number i is tensor i."""
-        rows = self.lengths[self.rank]
-        return tuple(Extent.even(i, rows * row) for i, row in enumerate(self.row_bytes))
+        return tuple(Extent.even(i, self.own_rows * row) for i, row in enumerate(self.row_bytes))
 
-    def slots(self) -> dict[int, tuple[Extent, ...]]:
+    def slots(self) -> dict[int, Parts]:
         """Each rank's slot: the own tensors there, and of the peers' the runs that are pulled."""
-        rows = self.lengths[self.rank]
         starts = tuple(zip(self.slot_offsets, self.row_bytes, strict=False))
         found = {
             peer: tuple(
                 Extent(None, (offset + run.first * row,), (run.length * row,))
                 for offset, row in starts
-                for _, run in runs
+                for run in runs
             )
-            for peer, runs in enumerate(self._by_peer)
+            for peer, runs in enumerate(self.runs)
         }
-        found[self.rank] = tuple(Extent(None, (at,), (rows * row,)) for at, row in starts)
+        found[self.rank] = tuple(Extent(None, (at,), (self.own_rows * row,)) for at, row in starts)
         return found
 
-    def pooled(self, operand: int) -> tuple[Extent, ...]:
+    def pooled(self, operand: int | None) -> Parts:
         """The memory that the runs are pulled to: chunk p of the extents is where peer p's go."""
-        found = []
-        for offset, row in zip(self.offsets, self.row_bytes, strict=False):
-            for runs in zip(*self._by_peer, strict=True):
-                starts = tuple(offset + before * row for before, _ in runs)
-                found.append(Extent(operand, starts, tuple(run.length * row for _, run in runs)))
-        return tuple(found)
+        return tuple(
+            Extent(
+                operand,
+                tuple(offset + run.before * row for run in runs),
+                tuple(run.length * row for run in runs),
+            )
+            for offset, row in zip(self.offsets, self.row_bytes, strict=False)
+            for runs in zip(*self.runs, strict=True)
+        )
 
-    @cached_property
-    def _by_peer(self) -> list[list[tuple[int, Rows]]]:
-        """The runs of each rank, equally many, each with the number of pooled rows before it."""
-        found: list[list[tuple[int, Rows]]] = [[] for _ in self.lengths]
-        before = 0
-        for run in self.runs:
-            found[run.rank].append((before, run))
-            before += run.length
-        most = max(map(len, found))
-        for rank, runs in enumerate(found):
-            runs += [(0, Rows(rank, 0, 0))] * (most - len(runs))
-        return found
-
-    def views(self, view_at: ViewAt, shard: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the pooled rows of each tensor, shaped as this rank's."""
+    def views(
+        self, view_at: ViewAt, shard: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
+        """Returns the pooled rows of each tensor, shaped as its rows, by default of its dtype."""
         return [
-            view_at(offset, (self.count, *tensor.shape[1:]), tensor.dtype)
+            view_at(offset, (self.count, *tensor.shape[1:]), dtype or tensor.dtype)
             for offset, tensor in zip(self.offsets, shard, strict=False)
         ]
 
 
-def row_bytes_of(shard: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Returns the bytes of a row of each tensor."""
-    return tuple(math.prod(t.shape[1:]) * t.element_size() for t in shard)
+@lru_cache(maxsize=512)
+def pooled_rows(rank: int, layout: SequenceLayout, row_bytes: tuple[int, ...]) -> PooledRows:
+    """Returns the only object for these arguments, which knows what it has computed."""
+    return PooledRows(rank, layout, row_bytes)
+
+
+@dataclass(frozen=True)
+class PooledSums:
+    """A slot with the gradients of all pooled rows, and behind them the own shard, as chunk W.
+
+    `sums` are the gradients' rows, in their dtype.
+    """
+
+    shard: PooledRows
+    sums: PooledRows
+
+    @cached_property
+    def shard_at(self) -> int:
+        """Where the shard begins in every rank's slot."""
+        return max(self.sums.of(rank).offsets[-1] for rank in self.sums.ranks)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """The bytes of a slot."""
+        return self.shard_at + self.shard.slot_offsets[-1]
+
+    def slots(self) -> dict[int, Parts]:
+        """Each rank's slot: the chunks that this rank pulls, and its own shard."""
+        shards = self.shard.slots()
+        return {rank: self._slot(rank, shards[rank]) for rank in self.sums.ranks}
+
+    def _slot(self, rank: int, shard: Parts) -> Parts:
+        nothing = (0,) * len(self.sums.ranks)
+        # No sums of the own slot are copied, whose shard has a part for each tensor.
+        own = (Extent(None, nothing, nothing),) * len(shard)
+        sums = own if rank == self.shard.rank else self.sums.of(rank).pooled(None)
+        return tuple(
+            Extent(
+                None,
+                (*of_sums.offsets, self.shard_at + of_shard.offsets[0]),
+                (*of_sums.nbytes, of_shard.nbytes[0]),
+            )
+            for of_sums, of_shard in zip(sums, shard, strict=True)
+        )
+
+    def partials(self, operand: int) -> Parts:
+        """Rows of memory with each rank's gradients of this rank's rows: chunk r is rank r's."""
+        sums, rank = self.sums, self.sums.rank
+        tensors = [sums.own_rows * row for row in sums.row_bytes]
+        rows = part_offsets([sum(tensors)] * len(sums.ranks))[:-1]
+        # The runs of this rank, in the order in which every peer has pooled them.
+        runs = sums.of((rank + 1) % len(sums.ranks)).runs[rank]
+        return tuple(
+            Extent(
+                operand,
+                tuple(at + begin + run.first * row for at in rows),
+                (run.length * row,) * len(rows),
+            )
+            for begin, row in zip(itertools.accumulate((0, *tensors)), sums.row_bytes, strict=False)
+            for run in runs
+        )
+
+
+def row_bytes_of(
+    shard: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+) -> tuple[int, ...]:
+    """Returns the bytes of a row of each tensor, or of one of another dtype."""
+    return tuple(math.prod(tensor.shape[1:]) * (dtype or tensor.dtype).itemsize for tensor in shard)

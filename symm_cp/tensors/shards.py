@@ -204,6 +204,10 @@ class Extent:
         return Run(offset, nbytes, self.rows, self.pitch or nbytes)
 
 
+#: The parts of a buffer: a shard may be several tensors that travel together.
+Parts: TypeAlias = tuple[Extent, ...]
+
+
 @dataclass(frozen=True)
 class ShardSizes:
     """The bytes of the parts of each rank's shard: `parts[rank][i]`.

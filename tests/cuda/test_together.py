@@ -90,7 +90,7 @@ def test_few_tiles() -> None:
 
 
 def called(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None:
-    """It is what runs where it is forced and fits, with so many kernels."""
+    """It is what runs where it is forced and fits, with so many kernels in each pass."""
     W, rank = group.size(), group.rank()
     test_case = test_attention.Case
     causal = head_tail(12 * W, W)
@@ -105,29 +105,38 @@ def called(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None:
         (test_case(head_tail(12 * W + 5, W), strided="rows first"), 1 + 1),
         (test_case(test_attention.layouts(W)[3], causal=True), None),
     ]
-    real, calls = kernels.forward, 0
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return real(*args, **kwargs)
+    forward = unittest.mock.Mock(wraps=kernels.forward)
+    backward = unittest.mock.Mock(wraps=kernels.backward)
 
     with simulation(**mode) as made:
         cuda.reserve_on(memory.resolve(group), made, 1 << 20)
         for number, (case, expected) in enumerate(cases):
             with (
-                unittest.mock.patch.object(together, "attend", wraps=together.attend) as attend,
-                tuning.forced("together"),
+                unittest.mock.patch.object(
+                    together, "consume_keys", wraps=together.consume_keys
+                ) as consumed,
+                unittest.mock.patch.object(
+                    together, "reduce_gradients", wraps=together.reduce_gradients
+                ) as reduced,
             ):
                 test_attention.run(group, case, seed + number)
-                assert attend.call_count >= 1, case
-            torch.manual_seed(seed + number)
-            q = torch.randn(1, case.heads, len(list(case.layout.positions(rank))), 32)
-            k = torch.randn(1, 2, q.shape[2], 32)
-            calls = 0
-            with unittest.mock.patch.object(kernels, "forward", forward), tuning.forced("together"):
-                test_attention.OP(q, k, k, group.group_name, **case.arguments())
-            assert expected in (None, calls), (case, calls)
+            assert consumed.call_count >= 1, case
+            assert reduced.call_count >= 1, case
+            rows = len(list(case.layout.positions(rank)))
+            queries = rows if case.queries is None else case.queries
+            q, k = (torch.randn(1, n, r, 32) for n, r in ((case.heads, queries), (2, rows)))
+            q, k = (t.to(case.dtype).requires_grad_() for t in (q, k))
+            forward.reset_mock()
+            backward.reset_mock()
+            with (
+                unittest.mock.patch.object(kernels, "forward", forward),
+                unittest.mock.patch.object(kernels, "backward", backward),
+                tuning.forced("together"),
+            ):
+                out, _ = test_attention.OP(q, k, k, group.group_name, **case.arguments())
+                out.sum().backward()
+            found = forward.call_count, backward.call_count
+            assert expected is None or found == (expected, expected), (case, found)
 
 
 @pytest.mark.parametrize(
@@ -188,12 +197,12 @@ def refused(group: dist.ProcessGroup) -> None:
     """Batches, soft caps and windows that peers are sent a part for go by shards."""
     W, calls = group.size(), 0
 
-    def attend(*args: Any) -> Any:
+    def consume_keys(*args: Any) -> Any:
         raise AssertionError
 
     with (
         simulation(),
-        unittest.mock.patch.object(together, "attend", attend),
+        unittest.mock.patch.object(together, "consume_keys", consume_keys),
         tuning.forced("together"),
     ):
         for batch, more in (

@@ -8,7 +8,7 @@ import pytest
 
 from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.layout import head_tail, sequential
-from symm_cp.schedule.machine import TYPICAL_CPU, Curve, Machine
+from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Curve, Machine
 from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
 
 #: A multiplication or addition takes a second, moving anything nothing.
@@ -103,3 +103,41 @@ def test_staged_kernels_hide_transfers() -> None:
     kernels = given.seconds(COMPUTING)["allgather"]
     machine = replace(COMPUTING, nvlink=1.0, link_reached=1.0)
     assert given.seconds(machine, device="cuda")["allgather"] <= 1.01 * kernels
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_on_streams(ranks: int, *, backward: bool) -> None:
+    """Both ways compute the same pairs."""
+    given = replace(work(16 * ranks, ranks), backward=backward)
+    seconds = given.seconds_on_streams(COMPUTING, issued=False)
+    assert seconds["together"] == pytest.approx(seconds["pipeline"])
+    assert seconds["pipeline"] == pytest.approx(
+        given.seconds(COMPUTING, device="cuda")["allgather"]
+    )
+
+
+def test_all_peers_at_once_hide_transfers_behind_own_keys_only() -> None:
+    plain = work(64, 4, mask=NO_MASK)
+    machine = replace(COMPUTING, nvlink=0.25, link_reached=1.0)
+    shard = 2 * 4 * 16 * (3 + 5) * 4 / 0.25  # seconds of its transfer
+    kernel = 2 * 2 * 4 * (3 + 5) * 16 * 16  # seconds of a rank's keys
+    seconds = plain.seconds_on_streams(machine, issued=False)
+    assert shard < kernel < 3 * shard
+    assert seconds["pipeline"] == pytest.approx(4 * kernel)
+    assert seconds["together"] == pytest.approx(3 * shard + 3 * kernel)
+
+
+def test_what_the_page_on_devices_says_of_eight_gpus() -> None:
+    layout = head_tail(32768, 8)
+    llama = AttentionWork(1, 32, 8, 128, 128, "bfloat16", 2, layout, layout, (CAUSAL,))
+    seconds = llama.seconds_on_streams(MACHINES["h100"])
+    assert {way: round(each * 1e3, 2) for way, each in seconds.items()} == {
+        "pipeline": 2.22,
+        "together": 1.9,
+    }
+    # Of short sequences the host's time counts, unless they are captured.
+    short = replace(llama, queries=head_tail(2048, 8), keys=head_tail(2048, 8), backward=True)
+    issued, captured = (short.seconds_on_streams(MACHINES["h100"], issued=i) for i in (True, False))
+    assert issued["together"] < 0.7 * issued["pipeline"]
+    assert captured["together"] > captured["pipeline"]

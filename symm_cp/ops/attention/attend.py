@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from symm_cp.group.memory import Group
+from symm_cp.ops.attention import together
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.pipeline import Grad, Tensors, consume_keys, reduce_gradients
 from symm_cp.ops.attention.scoring import ScoredTiles
@@ -42,22 +43,38 @@ class AttentionInputs(NamedTuple):
 
 
 def attend(
-    op: str, spec: AttentionSpec, group: Group | None, tensors: Tensors, terms: ScoreTerms
+    op: str,
+    spec: AttentionSpec,
+    group: Group | None,
+    tensors: Tensors,
+    terms: ScoreTerms,
+    *,
+    at_once: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and its log-sum-exp. `tensors` are query, key and value. Collective."""
+    """Returns the output and its log-sum-exp. `tensors` are query, key and value. Collective.
+
+    `at_once`: attends to the keys of all peers together.
+    """
     query, key, value = tensors
     rank, ranks = place_of(group)
-    tiles = [spec.tiles(rank, owner, query.shape[2]) for owner in range(ranks)]
+    if at_once:
+        tiles = together.tiles_of(spec, rank, query.shape[2])
+    else:
+        tiles = tuple(spec.tiles(rank, owner, query.shape[2]) for owner in range(ranks))
     query, parts = dense_features(query), most_parts([tile for some in tiles for tile in some])
     scored = ScoredTiles.of(query, spec, rank, terms.bias)
     forward = Forward(query, spec, parts, sinks=terms.sinks, scored=scored)
 
     def consume(shards: list[torch.Tensor], owner: int) -> None:
-        first = spec.first_sent(rank, owner, tiles[owner])
+        first = 0 if at_once else spec.first_sent(rank, owner, tiles[owner])
         for tile in tiles[owner]:
             forward.add(tile, shards[0], shards[1], owner, first)
 
-    consume_keys(op, spec, group, key, value, consume)
+    if at_once:
+        assert group is not None
+        together.consume_keys(op, spec, group, key, value, consume)
+    else:
+        consume_keys(op, spec, group, key, value, consume)
     return forward.result()
 
 
@@ -69,10 +86,13 @@ def attend_backward(
     terms: ScoreTerms,
     wide_keys: bool = False,
     bias_grad: bool = True,
+    *,
+    at_once: bool = False,
 ) -> tuple[Tensors, Grad]:
     """Returns the gradients of query, key and value, and of the bias if wanted. Collective.
 
-    With `wide_keys` the gradients of keys and values are not rounded to their dtype.
+    With `wide_keys` the gradients of keys and values are not rounded to their dtype. `at_once`: as
+    in `attend`.
     """
     E, V = inputs.query.shape[3], inputs.value.shape[3]
     key_dtype = inputs.key.dtype
@@ -89,11 +109,18 @@ def attend_backward(
     )
 
     def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
-        tiles = spec.tiles(rank, owner, rows)
-        first = spec.first_sent(rank, owner, tiles)
+        if at_once:
+            tiles, first = together.tiles_of(spec, rank, rows)[owner], 0
+        else:
+            tiles = spec.tiles(rank, owner, rows)
+            first = spec.first_sent(rank, owner, tiles)
         backward.add_tiles(tiles, shards[0], shards[1], partials, owner, first)
 
-    of_keys = reduce_gradients(op, spec, group, key, value, consume)
+    if at_once:
+        assert group is not None
+        of_keys = together.reduce_gradients(op, spec, group, key, value, consume)
+    else:
+        of_keys = reduce_gradients(op, spec, group, key, value, consume)
     if not wide_keys:
         of_keys = tuple(as_dtype(grad, key_dtype) for grad in of_keys)
     grads = zip((backward.grad_query(), *of_keys), (E, E, V), strict=True)

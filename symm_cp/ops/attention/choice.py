@@ -6,6 +6,7 @@ import torch
 
 from symm_cp import tuning
 from symm_cp.cuda import has_streams
+from symm_cp.cuda.kept import capturing
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention import arrival, together
 from symm_cp.ops.attention.methods import Method
@@ -40,24 +41,35 @@ def settled(
     return Method(tuning.choose_method(group, query.device, work))
 
 
-def way(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:
-    """Returns how a forward pass by keys runs: one of `tuning.ATTENTION_WAYS`.
+def way(
+    group: Group,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    backward: bool = False,
+) -> str:
+    """Returns how a pass by keys runs: one of `tuning.ATTENTION_WAYS`.
 
     All ranks get the same answer. Collective at the first call for a group.
     """
     if not has_streams(query.device):
         return "pipeline"
     ways = ["pipeline"]
-    if arrival.serves(group, query, key, spec):
+    if not backward and arrival.serves(group, query, key, spec):
         ways.append("arrival")
     work = None
-    if together.fits(group, key, spec):
+    # Gradients that go around a ring are for memory that has no room for all of them.
+    if together.fits(group, key, spec) and not (backward and spec.method == "alltoall"):
         ways.append("together")
-        work = _work_of(query, key, spec)
+        work = _work_of(query, key, spec, backward=backward)
     if len(ways) == 1:
         return ways[0]
-    question = arrival.question(query, key, spec)
-    return tuning.choose_attention(group, query.device, question, tuple(ways), work)
+    question = arrival.question(query, key, spec) + (" backward" if backward else "")
+    captured = capturing(query.device)
+    return tuning.choose_attention(
+        group, query.device, question, tuple(ways), work, captured=captured
+    )
 
 
 def _work_of(

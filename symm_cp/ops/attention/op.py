@@ -23,7 +23,7 @@ import torch
 
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import arrival, choice, few_tokens, mesh_calls, together, ulysses
+from symm_cp.ops.attention import arrival, choice, few_tokens, mesh_calls, ulysses
 from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.options import OPTIONS, Options
@@ -100,9 +100,7 @@ def _attention_kernel(
     way = choice.way(group, query, key, spec)
     if way == "arrival":
         return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
-    if way == "together":
-        return together.attend(_FORWARD, group, tensors, spec, terms)
-    return attend(_FORWARD, spec, group, tensors, terms)
+    return attend(_FORWARD, spec, group, tensors, terms, at_once=way == "together")
 
 
 def _attention_backward_kernel(
@@ -130,7 +128,10 @@ def _attention_backward_kernel(
         with mesh_calls.propagates_failure(*call.mesh_groups):
             grads, of_bias = call.attend_backward(_BACKWARD, inputs, terms, backward_of_heads)
     else:
-        grads, of_bias = attend_backward(_BACKWARD, spec, group, inputs, terms, bias_grad=bias_grad)
+        at_once = choice.way(group, query, key, spec, backward=True) == "together"
+        grads, of_bias = attend_backward(
+            _BACKWARD, spec, group, inputs, terms, bias_grad=bias_grad, at_once=at_once
+        )
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
     if sinks is not None and sinks_grad:
         grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)

@@ -85,17 +85,17 @@ def reduce_gradients(
     # What peers add to: all, or a copy of the rows that they see.
     total = new_result(key, partials[rank], dtype)
     if sent is shard:
-        grads, shared = _grads_in(total, shard), []
+        grads, shared = grads_in(total, shard), []
     else:
         grads = tuple(rows_first(tensor, tensor.shape, dtype) for tensor in shard)
         shared = [grad[:, :, spec.sent_rows(rank)] for grad in grads]
 
     def write(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
         if owner != rank or sent is shard:
-            consume(shards, owner, _grads_in(partial, shards))
+            consume(shards, owner, grads_in(partial, shards))
             return
         consume(shard, owner, grads)
-        for part, rows in zip(_grads_in(partial, sent), shared, strict=True):
+        for part, rows in zip(grads_in(partial, sent), shared, strict=True):
             part.copy_(rows)
 
     runtime.of(key, group).consume_and_reduce_scatter(
@@ -109,7 +109,7 @@ def reduce_gradients(
         ring=spec.method == "alltoall",
     )
     if shared:
-        for rows, part in zip(shared, _grads_in(total, sent), strict=True):
+        for rows, part in zip(shared, grads_in(total, sent), strict=True):
             rows.copy_(part)
     return grads
 
@@ -122,7 +122,7 @@ def _sent(spec: AttentionSpec, rank: int, shard: list[torch.Tensor]) -> list[tor
     return [tensor[:, :, rows] for tensor in shard]
 
 
-def _grads_in(memory: torch.Tensor, shard: Sequence[torch.Tensor]) -> Tensors:
+def grads_in(memory: torch.Tensor, shard: Sequence[torch.Tensor]) -> Tensors:
     """Returns the gradients of a shard that lie one after another; heads of a row are adjacent."""
     parts = memory.split([tensor.numel() for tensor in shard])
     shapes = [(B, S, G, features) for B, G, S, features in (tensor.shape for tensor in shard)]

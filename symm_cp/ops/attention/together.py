@@ -1,30 +1,32 @@
 """Attention on streams in two steps: to this rank's keys, and to those of all peers at once.
 
 The peers' rows are pulled in the order of the sequence while the first kernel runs. Then one kernel
-attends to them, two where a rank holds two chunks under a causal mask, and one result is merged;
-with a kernel for each shard, each of the W - 1 others is a launch, a pass over the results, and a
-tail in which multiprocessors are idle.
+attends to them, two where a rank holds two chunks under a causal mask, and its results are merged.
+With a kernel for each shard, each of the W - 1 others is a launch, a pass over the results, and a
+tail in which multiprocessors are idle. The backward pass likewise: one kernel writes the gradients
+of all peers' keys, of which each peer pulls its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
 from symm_cp import runtime
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group
-from symm_cp.ops.attention.attend import ScoreTerms
-from symm_cp.ops.attention.pipeline import Tensors
+from symm_cp.ops.attention.pipeline import Tensors, grads_in
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.ops.attention.tiles import Forward, dense_features
 from symm_cp.schedule.mask import Mask
-from symm_cp.schedule.tiles import Tile, held_by_others, most_parts, tiles_of_others
-from symm_cp.tensors.pooled import Rows
+from symm_cp.schedule.tiles import Tile, tiles_of_others
+from symm_cp.tensors.dtypes import wide
+from symm_cp.tensors.results import new_result
 
 # Keys and values of all ranks that are gathered at once, in bytes. By shards a rank keeps two.
 _MOST_BYTES = 2**30
+
+OWN, OTHERS = range(2)
 
 
 def fits(group: Group, key: torch.Tensor, spec: AttentionSpec) -> bool:
@@ -46,30 +48,65 @@ def fits(group: Group, key: torch.Tensor, spec: AttentionSpec) -> bool:
     )
 
 
-def attend(
-    op: str, group: Group, tensors: Tensors, spec: AttentionSpec, terms: ScoreTerms
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and its log-sum-exp. `tensors` are query, key and value. Collective."""
-    rank, query = group.rank, dense_features(tensors[0])
+def tiles_of(spec: AttentionSpec, rank: int, rows: int) -> tuple[tuple[Tile, ...], ...]:
+    """Returns the tiles of a rank's `rows` queries with its own keys, and with those of others."""
     assert isinstance(spec.mask, Mask)
-    place = rank, spec.queries, query.shape[2]
-    own = spec.tiles(rank, rank, query.shape[2])
-    others = tiles_of_others(spec.layout, spec.mask, *place)
-    forward = Forward(query, spec, most_parts([*own, *others]), sinks=terms.sinks)
-    shard = [tensor[0].transpose(0, 1).contiguous() for tensor in tensors[1:]]
+    others = tiles_of_others(spec.layout, spec.mask, rank, spec.queries, rows)
+    return spec.tiles(rank, rank, rows), others
 
-    def add(tiles: Sequence[Tile], rows: list[torch.Tensor]) -> None:
-        keys, values = (each.transpose(0, 1).unsqueeze(0) for each in rows)
-        for tile in tiles:
-            forward.add(tile, keys, values, rank)
 
-    runtime.of(query, group).all_gather_and_consume_together(
+def consume_keys(
+    op: str,
+    spec: AttentionSpec,
+    group: Group,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    consume: Callable[[list[torch.Tensor], int], None],
+) -> None:
+    """Calls `consume([key, value], OWN)`, then with `OTHERS` for those of all peers. Collective."""
+    shard = [_rows(key), _rows(value)]
+    runtime.of(key, group).all_gather_and_consume_together(
         group,
         shard,
-        lambda: add(own, shard),
-        lambda rows: add(others, rows),
-        spec.call_name(op, tensors[1]),
-        lengths=spec.layout.lengths,
-        runs=[Rows(o, span.row, span.length) for o, span in held_by_others(spec.layout, rank)],
+        lambda: consume(_heads(shard), OWN),
+        lambda rows: consume(_heads(rows), OTHERS),
+        spec.call_name(op, key),
+        spec.layout,
     )
-    return forward.result()
+
+
+def reduce_gradients(
+    op: str,
+    spec: AttentionSpec,
+    group: Group,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    consume: Callable[[list[torch.Tensor], int, Tensors], None],
+) -> Tensors:
+    """Returns the gradients of this rank's keys and values, as pipeline.py's does. Collective.
+
+    Calls `consume([key, value], OWN, partials)`, then with `OTHERS` for those of all peers.
+    """
+    shard = [_rows(key), _rows(value)]
+    own = _heads(shard)
+    total = new_result(key, (sum(tensor.numel() for tensor in shard),), wide(key.dtype))
+    runtime.of(key, group).consume_and_reduce_scatter_together(
+        group,
+        shard,
+        lambda partial: consume(own, OWN, grads_in(partial, own)),
+        lambda rows, grads: consume(_heads(rows), OTHERS, tuple(_heads(grads))),
+        total,
+        spec.call_name(op, key),
+        spec.layout,
+    )
+    return grads_in(total, own)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns (1, G, S, E) as (S, G, E), which is copied unless heads are adjacent."""
+    return tensor[0].transpose(0, 1).contiguous()
+
+
+def _heads(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns tensors (S, G, E) as (1, G, S, E)."""
+    return [each.transpose(0, 1).unsqueeze(0) for each in rows]

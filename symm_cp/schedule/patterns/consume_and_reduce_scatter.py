@@ -10,6 +10,10 @@ Options
               each to ``"output"`` as it arrives, in the order rank, rank-1, ... Both orders are
               fixed, so results do not depend on timing.
 
+    ``together``  staged only, without ring: the peers' shards are consumed by one kernel, when all
+              have arrived: ``Compute("consume others", rank, ...)`` writes the partial sums for all
+              peers.
+
 Source: the backward pass of ring attention (Liu et al., 2023), through shared memory.
 """
 
@@ -81,8 +85,8 @@ def _direct(draft: Draft, options: Options) -> None:
 
 
 def _staged(draft: Draft, options: Options) -> None:
-    if "ring" in options:
-        _staged_ring(draft)
+    if options:
+        _staged_ring(draft) if "ring" in options else _together(draft)
         return
     rank, world_size, others = draft.rank, draft.world_size, draft.peers
     parts = tuple(draft.own("partials", source) for source in range(world_size))
@@ -111,6 +115,39 @@ def _staged(draft: Draft, options: Options) -> None:
         source = (rank - distance) % world_size
         draft.copy(Wait(source, "partial"), Copy(Region(source, "slot", rank), parts[source]))
     if others:
+        draft.copy(Signal(rank, "ended"))
+        for peer in others:
+            draft.copy(*draft.release(peer))
+        draft.compute(Wait(rank, "ended"))
+    draft.compute(Compute("reduce", rank, parts, (draft.own("output"),)))
+
+
+# Rank 0 of 3, together. The copies of each "pull" are one batch of the driver.
+#
+#   copy     publish | wait 1, 2 | pull 1, 2 |                     wait 2, 1 | pull sums |
+#   compute                      | c 0       | c others | signal 1, 2                    | reduce
+
+
+def _together(draft: Draft) -> None:
+    rank, world_size, others = draft.rank, draft.world_size, draft.peers
+    parts = tuple(draft.own("partials", source) for source in range(world_size))
+    if others:
+        _publish_shard(draft, "copy", [False] * len(others))
+        draft.copy(*draft.waits("ready"))
+        for peer in others:
+            draft.copy(Copy(draft.of(peer, "slot", world_size), draft.own("gathered", peer)))
+        draft.copy(Signal(rank, "pulled"))
+    draft.compute(Compute("consume", rank, (draft.own("input"),), (parts[rank],)))
+    if others:
+        draft.compute(Wait(rank, "pulled"))
+        gathered = tuple(draft.own("gathered", peer) for peer in others)
+        sums = tuple(draft.own("slot", peer) for peer in others)
+        draft.compute(Compute("consume others", rank, gathered, sums))
+        # Publishes the peers' partial sums, then awaits those for this rank.
+        draft.compute(*draft.signals("partial"))
+        draft.copy(*draft.waits("partial"))
+        for source in others:
+            draft.copy(Copy(Region(source, "slot", rank), parts[source]))
         draft.copy(Signal(rank, "ended"))
         for peer in others:
             draft.copy(*draft.release(peer))
@@ -200,5 +237,5 @@ CONSUME_AND_REDUCE_SCATTER = Pattern(
     "CONSUME_AND_REDUCE_SCATTER",
     "sync",
     direct=Form(_direct, subsets("ring")),
-    staged=Form(_staged, subsets("ring"), one_slot=True),
+    staged=Form(_staged, (*subsets("ring"), frozenset({"together"})), one_slot=True),
 )

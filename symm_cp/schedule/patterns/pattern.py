@@ -82,6 +82,7 @@ Flags to oneself (staged form; a runtime may turn them into events)
     ``"published"``                     the contents of the slot have been written (compute);
                                         in the background, the input is needed no more
     ``"pulled<i>"``, ``"collected<i>"`` the i-th shard, or partial sum, has arrived (copy)
+    ``"pulled"``                        all shards have arrived (copy)
     ``"collected"``                     all partial sums for this rank have arrived (copy)
     ``"summed"``                        the slot holds the sum of this rank's chunk (compute)
     ``"offered"``                       before a kernel that polls: the slot has been written and

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from symm_cp.cuda.streams import agree
+from symm_cp.cuda.debug_calls import agree
 from symm_cp.group.liveness import PeerLostError, generation, share, share_made
 from symm_cp.group.memory import Group
 from symm_cp.testing import Ranks

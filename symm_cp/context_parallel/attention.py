@@ -12,8 +12,8 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import Method, MethodLike, split_by
-from symm_cp.ops.common import entry_point
 from symm_cp.ops.direct import direct
+from symm_cp.ops.telling import entry_point
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

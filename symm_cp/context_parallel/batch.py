@@ -24,7 +24,8 @@ from symm_cp.context_parallel.region import active
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.methods import MethodLike, split_by
-from symm_cp.ops.common import attention_runs, tells_peers
+from symm_cp.ops.common import attention_runs
+from symm_cp.ops.telling import tells_peers
 from symm_cp.schedule.layout import sequential
 
 _OP = "shard_batch"

@@ -21,7 +21,8 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import ParallelRegion, active, region_over
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike, split_by
-from symm_cp.ops.common import tells_peers, unfused_all_gather
+from symm_cp.ops.common import unfused_all_gather
+from symm_cp.ops.telling import tells_peers
 
 Buffer = TypeVar("Buffer", torch.Tensor, BlockMask)
 

@@ -10,10 +10,11 @@ import torch
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.group.memory import GroupLike, group_name
-from symm_cp.ops.common import entry_point, rank_in
+from symm_cp.ops.common import rank_in
 from symm_cp.ops.direct import direct
 from symm_cp.ops.heads.exchange_heads import OP
 from symm_cp.ops.heads.projection import COLLECT, PROJECT
+from symm_cp.ops.telling import entry_point
 from symm_cp.ops.tensor_checks import missing_memory
 from symm_cp.tensors.shards import Split
 

@@ -30,7 +30,7 @@ from symm_cp.ops.attention.flex.captures import captures_tensors
 from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.gather_kv import all_gather_kv
-from symm_cp.ops.common import names_op
+from symm_cp.ops.telling import names_op
 
 FLEX = "flex_attention"
 

@@ -36,7 +36,7 @@ from symm_cp.group.memory import GroupLike
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
 from symm_cp.ops.attention.methods import MethodLike, split_by
-from symm_cp.ops.common import refuse, tells_peers
+from symm_cp.ops.telling import refuse, tells_peers
 
 _OP = "training_step"
 _BITS = 32  # parameters whose gradients one word of a record tells of

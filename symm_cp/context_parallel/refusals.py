@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from symm_cp.ops.attention import mesh_calls
-from symm_cp.ops.common import END_OF_RECOMPUTATION, refuse
+from symm_cp.ops.telling import END_OF_RECOMPUTATION, refuse
 from symm_cp.ops.tensor_checks import concerns_peers
 
 P = ParamSpec("P")

@@ -16,7 +16,7 @@ from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence, by_sample
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
-from symm_cp.ops.common import names_op
+from symm_cp.ops.telling import names_op
 
 SDPA = "scaled_dot_product_attention"
 

@@ -28,7 +28,7 @@ from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.cuda.kept import HostReads
 from symm_cp.ops.attention.layouts import decoded, encoded, encoded_in_a_row
 from symm_cp.ops.attention.masks import check_readable
-from symm_cp.ops.common import names_op
+from symm_cp.ops.telling import names_op
 from symm_cp.schedule.layout import SequenceLayout, sequential
 
 VARLEN = "varlen_attn"

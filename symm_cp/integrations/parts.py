@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from symm_cp.ops.common import tells_peers
+from symm_cp.ops.telling import tells_peers
 
 
 # The backend's calls are made on this channel, and number as this rank's refusal does.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import threading
@@ -15,30 +14,23 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._pytree import tree_leaves
 
 from symm_cp import cuda, native
-from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import (
     Group,
-    GroupLike,
     StateKey,
-    is_reported,
-    reported,
     resolve,
     unknown_group,
 )
 from symm_cp.native import wire
 from symm_cp.ops.direct import direct, op_of
 from symm_cp.ops.op import Kernel
-from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
+from symm_cp.ops.telling import OPS_ON_CPU, channel_of, telling
+from symm_cp.ops.tensor_checks import TensorArguments, checking_memory
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import Collective
 from symm_cp.tensors.dtypes import SUMMABLE, summable
 from symm_cp.tensors.shards import Split
-
-#: What a checkpoint raises as soon as it has recomputed what it needs.
-END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,10 +45,6 @@ _DEVICES = tuple(kind.dispatch_key for kind in cuda.known())
 class _Library(torch.library.Library):
     """Kernels for CPU tensors tell the peers when they refuse a call."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.on_cpu: set[str] = set()  # names of the ops with a kernel for CPU tensors
-
     def impl(
         self, op_name: Any, fn: Any, dispatch_key: str = "", *args: Any, **kwargs: Any
     ) -> None:
@@ -69,7 +57,7 @@ class _Library(torch.library.Library):
         name, _, overload = name.rpartition("::")[2].partition(".")
         arguments = TensorArguments(torch._C._get_schema(f"{self.ns}::{name}", overload))
         if dispatch_key == "CPU":
-            self.on_cpu.add(name)
+            OPS_ON_CPU.add(name)
             kernel = checking_memory(public_name(name), arguments, kernel)
         position = arguments.group_name
         if position is None:
@@ -79,118 +67,7 @@ class _Library(torch.library.Library):
         def group_of_call(args: Any, kwargs: Any) -> Any:
             return args[position] if position < len(args) else kwargs["group_name"]
 
-        return _telling(kernel, group_of_call, channel_of(name), name)
-
-
-def tells_peers(
-    function: Callable[P, R], group: str = "group", channel: str = "sync", op: str = ""
-) -> Callable[P, R]:
-    """Returns the function, which tells the peers when it raises.
-
-    They may be making the same call, and would wait for this rank until their time-out. `group`
-    names the argument that holds the group, `channel` the channel of the call. Errors that know no
-    op are given the name `op`.
-    """
-    signature = inspect.signature(function)
-
-    def group_of_call(args: Any, kwargs: Any) -> Any:
-        return signature.bind(*args, **kwargs).arguments[group]
-
-    return _telling(function, group_of_call, channel, op, traced=True)
-
-
-def entry_point(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns a function that users call with `group`, which tells the peers when it raises."""
-    name = function.__name__
-    return tells_peers(function, channel=channel_of(name), op=name)
-
-
-def _telling(
-    function: Callable[P, R],
-    group_of_call: Callable[[Any, Any], Any],
-    channel: str,
-    op: str,
-    *,
-    traced: bool = False,
-) -> Callable[P, R]:
-    """`traced`: compilers read the function, which kernels and gradients are hidden from."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if traced and torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        try:
-            return function(*args, **kwargs)
-        except END_OF_RECOMPUTATION:  # nothing failed
-            raise
-        except Exception as error:
-            if torch.compiler.is_compiling():
-                raise
-            if op:
-                _name_op(op, error)
-            with contextlib.suppress(Exception):  # no group, nobody to tell
-                if concerns_peers(tree_leaves((args, kwargs))):
-                    refuse(group_of_call(args, kwargs), channel, error)
-            raise
-
-    return call
-
-
-def names_op(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Has the errors of a function name what the user called, if they name no op."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling():
-                return function(*args, **kwargs)
-            try:
-                return function(*args, **kwargs)
-            except END_OF_RECOMPUTATION:  # nothing failed
-                raise
-            except Exception as error:
-                _name_op(op, error)
-                raise
-
-        return call
-
-    return decorate
-
-
-def _name_op(op: str, error: Exception) -> None:
-    """Puts an op's name before the text of an error that names none, as those of torch do."""
-    text = str(error)
-    if not error.args:  # as of a MemoryError
-        error.args = (f"{op}: {type(error).__name__}",)
-    elif error.args == (text,) and not any(name in text for name in (op, *lib.on_cpu)):
-        error.args = (f"{op}: {text}",)
-
-
-def refuse(group: GroupLike, channel: str, error: BaseException) -> None:
-    """Tells the peers that this rank does not make the call that they may be making now.
-
-    Does nothing when the error was already reported to them. Never waits.
-    """
-    state = resolve(group)
-    if state.world_size == 1 or is_reported(error):
-        return
-    if _was_told_natively(error):
-        reported(error)
-        return
-    on_this_host(state, "cpu").refuse(channel, error)
-    reported(error)
-
-
-def _was_told_natively(error: BaseException) -> bool:
-    """Whether a native kernel has reported the error to the peers."""
-    if isinstance(error, KeyboardInterrupt):  # the kernel's own error is gone, and so is its text
-        return bool(native.load().symm_cp_interruption_was_told())
-    return bool(native.load().symm_cp_was_told(str(error).encode()))
-
-
-def channel_of(op: str) -> str:
-    """Returns the channel on which an op makes its calls."""
-    return "async" if "low_contention" in op else "sync"
+        return telling(kernel, group_of_call, channel_of(name), name)
 
 
 class _Runs(threading.local):

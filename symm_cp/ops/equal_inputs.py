@@ -26,9 +26,9 @@ from symm_cp.cuda.kept import capturing, kept
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import GroupLike, reported, resolve
 from symm_cp.modes import ordinary_tensors
-from symm_cp.ops.common import tells_peers
 from symm_cp.ops.direct import direct
 from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
+from symm_cp.ops.telling import tells_peers
 
 #: How errors say that the comparison can be turned off.
 OFF = "SYMM_CP_COMPARE_INPUTS=0 turns this check off"

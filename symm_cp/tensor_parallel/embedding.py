@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from symm_cp.ops.common import tells_peers
+from symm_cp.ops.telling import tells_peers
 from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.features import Features
 from symm_cp.tensor_parallel.linear import local_part, output_placement

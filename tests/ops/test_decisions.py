@@ -20,7 +20,8 @@ from symm_cp.ops.attention import few_tokens, gather_kv
 from symm_cp.ops.attention import op as attention
 from symm_cp.ops.collectives import gpu_only
 from symm_cp.ops.matmul import all_reduce, backward
-from symm_cp.ops.matmul.gather import all_gather_matmul_kernel, all_gather_scaled_matmul_kernel
+from symm_cp.ops.matmul.gather import all_gather_matmul_kernel
+from symm_cp.ops.matmul.scaled_gather import all_gather_scaled_matmul_kernel
 from symm_cp.ops.matmul.scatter import (
     matmul_reduce_scatter_kernel,
     matmuls_reduce_scatter_kernel,

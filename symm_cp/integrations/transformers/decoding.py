@@ -23,7 +23,7 @@ from symm_cp.integrations.transformers.limits import SYMM_CP
 from symm_cp.integrations.transformers.models import attending
 from symm_cp.integrations.transformers.spread import Part, Turn
 from symm_cp.ops import equal_inputs
-from symm_cp.ops.common import tells_peers
+from symm_cp.ops.telling import tells_peers
 
 _OP = "SpreadCache"
 _SAME_TOKENS = (

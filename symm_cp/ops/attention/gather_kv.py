@@ -19,7 +19,6 @@ from symm_cp.ops.common import (
     attention_runs,
     check_dim,
     check_reduce_op,
-    entry_point,
     gather_split,
     group_of,
     scatter_split,
@@ -30,6 +29,7 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.direct import direct
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Gradient, Op, arguments, declare, untouched
+from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.results import copied, new_result
 
 _GATHER = "all_gather_kv"

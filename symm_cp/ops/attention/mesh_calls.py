@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import is_reported, reported, resolve
-from symm_cp.ops.common import END_OF_RECOMPUTATION
+from symm_cp.ops.telling import END_OF_RECOMPUTATION
 
 _RANK = re.compile(r"(?<!global )\brank (\d+)\b")
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.attention.options import ScoreOptions
-from symm_cp.ops.common import tells_peers
+from symm_cp.ops.telling import tells_peers
 from symm_cp.schedule.layout import SequenceLayout, among, pooled
 
 MethodName: TypeAlias = Literal["allgather", "ulysses", "auto"]

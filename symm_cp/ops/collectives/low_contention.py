@@ -29,7 +29,6 @@ from symm_cp.ops.common import (
     in_test_mode,
     into_output,
     scatter_split,
-    tells_peers,
     uneven_of,
     uneven_parts,
     unfused_all_gather,
@@ -49,6 +48,7 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
+from symm_cp.ops.telling import tells_peers
 from symm_cp.tensors.shards import Split
 
 _GATHER = "_low_contention_all_gather"

@@ -19,14 +19,7 @@ from symm_cp.group import memory
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, GroupLike
 from symm_cp.ops import autocast
-from symm_cp.ops.common import (
-    Place,
-    check_reduce_op,
-    entry_point,
-    in_test_mode,
-    kernel_and_fake,
-    what_is,
-)
+from symm_cp.ops.common import Place, check_reduce_op, in_test_mode, kernel_and_fake, what_is
 from symm_cp.ops.direct import direct
 from symm_cp.ops.matmul.derivatives import ALL_REDUCED_SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
@@ -43,6 +36,7 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Terms
 from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 from symm_cp.tuning import Question, choose

@@ -1,17 +1,14 @@
-"""Fused all-gather-matmul, plain and with scales: the shards' products are made as they arrive.
+"""Fused all-gather-matmul: the shards' products are made as they arrive.
 
 Shapes: M, N, K are the dimensions of a matmul (..., M, K) @ (K, N) -> (..., M, N). W is the world
 size. A `Split` says how the gathered dimension is divided. Where that is not the last dimension,
 tensors are moved to have it in front: then a rank's shard is rows of a matrix.
-
-A scale of A is one number (tensor-wise), or one for each row of A: of this rank's rows (sharded) or
-of all ranks' rows (replicated).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,15 +21,10 @@ from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
-    Place,
-    call_op,
     caller,
     check_dim,
-    entry_point,
     gather_split,
     group_of,
-    in_test_mode,
-    kernel_and_fake,
     name_of,
     uneven_parts,
     unfused_all_gather,
@@ -41,23 +33,13 @@ from symm_cp.ops.common import (
 from symm_cp.ops.matmul.derivatives import GATHER_GRADIENT
 from symm_cp.ops.matmul.operands import (
     Operand,
-    check_bias,
-    check_float8,
     check_matrices,
-    check_matrix,
-    check_product,
     check_rows,
-    check_weight_scale,
-    result_dtype,
 )
-from symm_cp.ops.matmul.products import Sum, as_rows, at_last
-from symm_cp.ops.matmul.scaled_mm import (
-    NO_GRADIENT,
-    ScaledRows,
-    ScaledWeight,
-    multiply_scaled,
-)
-from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Arguments, Caller, Op, arguments, declare
+from symm_cp.ops.matmul.products import Sum, at_last
+from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
+from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Op, arguments, declare
+from symm_cp.ops.telling import entry_point
 from symm_cp.runtime.api import Consume
 from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
@@ -66,7 +48,6 @@ from symm_cp.tensors.shards import Shape, Shapes, Split
 from symm_cp.tuning import Question, choose
 
 GATHER = "fused_all_gather_matmul"
-SCALED_GATHER = "fused_all_gather_scaled_matmul"
 
 # How many rows are gathered at a time where a matmul cannot do without: bounds the extra memory.
 _BLOCK_ROWS = 1024
@@ -109,7 +90,7 @@ def _checked(
     return split
 
 
-def _planned(
+def planned(
     op: str,
     x_shard: Operand,
     columns: Sequence[int],
@@ -162,7 +143,7 @@ def plan_gather(
     """
     x, matrices = Operand(*x_shard), [Operand(*weight) for weight in weights]
     split = _checked(x, matrices, gather_dim, sizes, rank, world_size)
-    return _planned(GATHER, x, [matrix.shape[1] for matrix in matrices], split)
+    return planned(GATHER, x, [matrix.shape[1] for matrix in matrices], split)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -200,7 +181,7 @@ def all_gather_matmul_kernel(
         assert gathered is not None
         _gather_whole(group, plan, x_shard, weights, outs, gathered)
     else:
-        _gather_rows(group, plan, x_shard, weights, outs, gathered, torch.mm)
+        gather_rows(group, plan, x_shard, weights, outs, gathered, torch.mm)
     kept = gathered if return_A else None
     dim = plan.split.dim
     if dim == 0:
@@ -208,7 +189,7 @@ def all_gather_matmul_kernel(
     return kept if kept is None else kept.movedim(0, dim), [out.movedim(0, dim) for out in outs]
 
 
-def _gather_rows(
+def gather_rows(
     group: Group,
     plan: GatherPlan,
     x_shard: torch.Tensor,
@@ -241,13 +222,14 @@ def _gather_rows(
     )
 
 
-def _gather(
+def gather_shards(
     group: Group,
     plan: GatherPlan,
     shard: torch.Tensor,
     consume: Consume,
     gathered: torch.Tensor | None,
 ) -> None:
+    """Calls `consume` for the shards of all ranks as they arrive; collects them, if wanted."""
     runtime.of(shard, group).all_gather_and_consume(
         group,
         [shard],
@@ -273,7 +255,9 @@ def _gather_whole(
         for out, weight in zip(outs, weights, strict=True):
             torch.mm(gathered.flatten(0, -2), weight, out=out.flatten(0, -2))
 
-    _gather(group, plan, x_shard.movedim(plan.split.dim, 0), at_last(multiply, group), gathered)
+    gather_shards(
+        group, plan, x_shard.movedim(plan.split.dim, 0), at_last(multiply, group), gathered
+    )
 
 
 def _gather_columns(
@@ -309,7 +293,7 @@ def _add_products_of_shards(
         for total, weight in zip(sums, weights, strict=True):
             total.add_product(part, rows.of(rank, weight))
 
-    _gather(group, plan, x_columns, consume, gathered)
+    gather_shards(group, plan, x_columns, consume, gathered)
     for total in sums:
         total.finish()
 
@@ -342,7 +326,7 @@ def _multiply_blocks(
     on.all_gather_and_combine(group, x_columns, combine, plan.name, shapes=shapes)
 
 
-def _fake_results(
+def fake_results(
     x_shard: torch.Tensor, split: Split, columns: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
     """Tensors of the gathered shape, but for the last dimension."""
@@ -371,182 +355,11 @@ def all_gather_matmul_fake(
     )  # fmt: skip
     inner = split.whole_shape(x_shard.shape)[-1]
     columns = [inner, *(weight.shape[1] for weight in weights)]
-    gathered, *outs = _fake_results(x_shard, split, columns, [x_shard.dtype] * len(columns))
+    gathered, *outs = fake_results(x_shard, split, columns, [x_shard.dtype] * len(columns))
     return (gathered if return_A else None), outs
 
 
-# --- with scales -----------------------------------------------------------------------------
-
-
-class RowScales(NamedTuple):
-    """The scale of A, and its mode: "tensor", "sharded" or "replicated"."""
-
-    scale: torch.Tensor
-    mode: str
-    split: Split
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank has the scales of its own rows, which travel with them."""
-        return self.mode == "sharded"
-
-    def of_rank(self, rank: int, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the scales of a rank's rows, of which `shards` have come."""
-        if self.sharded:
-            return aligned(shards[1]).flatten(0, -2)
-        if self.mode == "replicated":
-            return as_rows(self.split.of(rank, self.scale), self.split.dim)
-        return self.scale
-
-    @classmethod
-    def of(cls, x_shard: torch.Tensor, scale: torch.Tensor, split: Split) -> RowScales:
-        """Returns the scale and its mode; raises `ValueError` for a shape that fits none.
-
-        When A has one column a scale of A's shape may be meant either way; as in torch it is taken
-        as one for each row. Where shards differ, one number must have fewer dimensions than A: else
-        a rank that has one row would take it for the scale of that row, and its peers for one of
-        all.
-        """
-        own = [*x_shard.shape[:-1], 1]
-        # Gathering the last dimension makes rows longer, not more.
-        by_columns = split.dim == x_shard.dim() - 1
-        full = own if by_columns else split.whole_shape(own)
-        if list(scale.shape) == own:
-            return cls(scale, "sharded", split)
-        if scale.numel() == 1 and (split.is_equal or by_columns or scale.dim() < x_shard.dim()):
-            return cls(scale, "tensor", split)
-        if list(scale.shape) == full:
-            return cls(scale, "replicated", split)
-        one = "one number" if split.is_equal or by_columns else "one number of no dimensions"
-        raise ValueError(
-            f"{SCALED_GATHER}: A_scale of shape {list(scale.shape)} fits no mode for A of shape "
-            f"{list(x_shard.shape)}: needs {one}, {own} (this rank's rows) or {full} (all rows)"
-        )
-
-
-def _check_scaled(
-    x_shard: torch.Tensor,
-    x_scale: torch.Tensor,
-    matrices: list[torch.Tensor],
-    gather_dim: int,
-    sizes: Sequence[int] | None,
-    rank: int | None,
-    world_size: int,
-    by_weight: Mapping[str, Sequence[Any]],
-) -> tuple[Split, list[ScaledWeight], RowScales]:
-    """`by_weight` are the arguments that have an entry for each weight."""
-    op = SCALED_GATHER
-    for index, matrix in enumerate(matrices):
-        check_float8(op, x_shard, matrix, f"B[{index}]")
-    for name, values in by_weight.items():
-        if len(values) != len(matrices):
-            raise ValueError(f"{op}: {len(values)} {name} for {len(matrices)} Bs: needs as many")
-    dim = check_dim(op, "gather_dim", gather_dim, x_shard.dim())
-    split = gather_split(op, "gather_dim", dim, x_shard, sizes, rank, world_size)
-    inner = split.length if dim == x_shard.dim() - 1 else x_shard.shape[-1]
-    weights = []
-    for index, (matrix, scale, bias, result_scale, dtype, fast) in enumerate(
-        zip(matrices, *by_weight.values(), strict=True)
-    ):
-        check_matrix(op, f"B[{index}]", matrix, x_shard, inner)
-        check_weight_scale(op, f"B_scales[{index}]", scale, matrix)
-        out_dtype = result_dtype(op, dtype, x_shard)
-        scales = {"A_scale": x_scale, f"B_scales[{index}]": scale}
-        check_product(op, f"B[{index}]", x_shard, matrix, scales, out_dtype)
-        check_bias(op, f"biases[{index}]", bias, matrix, out_dtype)
-        weights.append(ScaledWeight(matrix, scale, out_dtype, bias, result_scale, fast))
-    return split, weights, RowScales.of(x_shard, x_scale, split)
-
-
-def _all_gather_scaled_matmul(
-    place: Place,
-    x_shard: torch.Tensor,
-    matrices: list[torch.Tensor],
-    x_scale: torch.Tensor,
-    weight_scales: list[torch.Tensor],
-    gather_dim: int,
-    group_name: str,
-    biases: list[torch.Tensor | None],
-    result_scales: list[torch.Tensor | None],
-    out_dtypes: list[Any],
-    use_fast_accum: list[bool],
-    sizes: Sequence[int] | None = None,
-    rank: int | None = None,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    names = ("B_scales", "biases", "result_scales", "out_dtypes", "use_fast_accum")
-    values = (weight_scales, biases, result_scales, out_dtypes, use_fast_accum)
-    by_weight: dict[str, list[Any]] = dict(zip(names, values, strict=True))
-    split, weights, scales = _check_scaled(
-        x_shard, x_scale, matrices, gather_dim, sizes, place.rank, place.world_size, by_weight
-    )
-    columns, group = [weight.matrix.shape[1] for weight in weights], place.group
-    if group is None:
-        dtypes = [x_shard.dtype, *(weight.dtype for weight in weights)]
-        inner = split.whole_shape(x_shard.shape)[-1]
-        fake, *fakes = _fake_results(x_shard, split, [inner, *columns], dtypes)
-        return fake, fakes
-    if scales.mode == "replicated" and not split.is_equal:
-        # A rank that has all rows cannot tell which of the two it was given.
-        scales = RowScales(split.of(group.rank, x_scale), "sharded", split)
-    kind = list(scales.scale.shape) if split.is_equal else scales.mode
-    plan = _planned(SCALED_GATHER, Operand.of(x_shard), columns, split, f"scale {kind} ")
-    if plan.by_columns or in_test_mode():
-        return _gathered_then_scaled(group, plan, x_shard, scales, weights)
-    outs = [
-        new_result(x_shard, shape, weight.dtype)
-        for shape, weight in zip(plan.outs, weights, strict=True)
-    ]
-    gathered = new_result(x_shard, plan.whole)
-    _gather_rows(group, plan, x_shard, weights, outs, gathered, multiply_scaled, scales)
-    return gathered.movedim(0, split.dim), [out.movedim(0, split.dim) for out in outs]
-
-
-def _gathered_then_scaled(
-    group: Group,
-    plan: GatherPlan,
-    x_shard: torch.Tensor,
-    scales: RowScales,
-    weights: list[ScaledWeight],
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Gathers A, then multiplies: for the last dimension, and as the definition in test mode.
-
-    The last dimension is summed over. Products of its shards would each be rounded to the output
-    type, and be scaled and biased once a rank, so the shards are brought together first. Their
-    rows' scales are those of whole rows: the same on all ranks.
-    """
-    split, x_scale = plan.split, scales.scale
-    if in_test_mode():
-        # Bytes, because gloo does not know float8.
-        as_bytes = unfused_all_gather(x_shard.view(torch.uint8), split.dim, group.name, split)
-        gathered = as_bytes.view(x_shard.dtype)
-        if scales.sharded and not plan.by_columns:
-            x_scale = unfused_all_gather(x_scale, split.dim, group.name, split)
-    else:
-        gathered = new_result(x_shard, plan.whole)
-        _gather(group, plan, x_shard.flatten(0, -2), lambda shards, rank: None, gathered)
-        gathered = gathered.view(*x_shard.shape[:-1], split.length)
-    scale = x_scale if scales.mode == "tensor" else x_scale.flatten(0, -2)
-    rows, lead = ScaledRows(gathered.flatten(0, -2), scale), gathered.shape[:-1]
-    outs = [new_result(x_shard, [*lead, w.matrix.shape[1]], w.dtype) for w in weights]
-    for out, weight in zip(outs, weights, strict=True):
-        multiply_scaled(rows, weight, out=out.flatten(0, -2))
-    return gathered, outs
-
-
 # --- declarations ----------------------------------------------------------------------------
-
-all_gather_scaled_matmul_kernel, all_gather_scaled_matmul_fake = kernel_and_fake(
-    _all_gather_scaled_matmul
-)
-
-
-def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
-    one = torch.tensor(1.0)
-    return arguments(
-        on.float8(rows, 16), [on.float8(16, 16).t()], one, [one.clone()], 0, on.group_name, [None],
-        [None], [torch.float32], [False], *last,
-    )  # fmt: skip
-
 
 _GATHER_OP = Op(
     name=GATHER,
@@ -562,19 +375,6 @@ _GATHER_OP = Op(
     native_autograd=True,
     replaces_torch=True,
 )
-_SCALED_GATHER_OP = Op(
-    name=SCALED_GATHER,
-    schema=TORCHS,
-    kernel=all_gather_scaled_matmul_kernel,
-    fake=all_gather_scaled_matmul_fake,
-    gradient=NO_GRADIENT,
-    autocast=autocast.as_they_are,
-    vmap=ONE_BY_ONE,
-    example=lambda on: _scaled_example(on, 4),
-    replaces_torch=True,
-    # torch's kernels for CUDA take scales of blocks as well.
-    torchs_fake="_fused_all_gather_scaled_matmul_fallback",
-)
 declare(
     _GATHER_OP,
     _GATHER_OP.with_sizes(
@@ -589,14 +389,6 @@ declare(
             *on.uneven,
             return_A=False,
         ),
-    ),
-    _SCALED_GATHER_OP,
-    _SCALED_GATHER_OP.with_sizes(
-        WITH_SIZES[SCALED_GATHER],
-        "(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim, "
-        "str group_name, Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, "
-        f"bool[] use_fast_accum, {SIZES}) -> (Tensor, Tensor[])",
-        lambda on: _scaled_example(on, on.rows, *on.uneven),
     ),
 )
 
@@ -647,61 +439,3 @@ def all_gather_matmul(
     )
     result = outputs[0] if single else outputs
     return (gathered, result) if return_gathered else result
-
-
-def _as_list(value: Any, count: int) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value] * count
-
-
-@entry_point
-def scaled_all_gather_matmul(
-    shard: torch.Tensor,
-    weights: torch.Tensor | Sequence[torch.Tensor],
-    shard_scale: torch.Tensor,
-    weight_scales: torch.Tensor | Sequence[torch.Tensor],
-    *,
-    gather_dim: int = 0,
-    group: GroupLike,
-    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
-    result_scale: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
-    out_dtype: torch.dtype | Sequence[torch.dtype | None] | None = None,
-    use_fast_accum: bool = False,
-    sizes: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, Any]:
-    """Multiplies an all-gathered float8 tensor with matrices, rescaling as `torch._scaled_mm` does.
-
-    Same result as::
-
-        gathered = all_gather_tensor(shard, gather_dim, group)
-        outputs = [torch._scaled_mm(gathered.flatten(0, -2), w, scale, w_scale, ...) ...]
-
-    Args:
-        shard: float8 (..., M, K); weights: float8 (K, N), column-major as `_scaled_mm` needs.
-        shard_scale: float32; one number, (..., M, 1) of this rank's rows, or of all ranks' rows.
-            With sizes one number must have fewer dimensions than the shard.
-        weight_scales: float32; one number, or (1, N), for each weight.
-        bias, result_scale, out_dtype: as in `_scaled_mm`, one for all weights or one for each.
-        gather_dim, group, sizes: as in `all_gather_matmul`.
-
-    Returns (gathered, outputs), a list of outputs for a sequence of weights. No gradient, as
-    `_scaled_mm`. Errors as for `all_gather_matmul`. Source: torch's
-    `symm_mem::fused_all_gather_scaled_matmul`.
-    """
-    single = isinstance(weights, torch.Tensor)
-    matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
-    count, name = len(matrices), group_name(group)
-    gathered, outputs = call_op(
-        SCALED_GATHER,
-        shard,
-        matrices,
-        shard_scale,
-        _as_list(weight_scales, count),
-        gather_dim,
-        name,
-        _as_list(bias, count),
-        _as_list(result_scale, count),
-        _as_list(out_dtype, count),
-        [use_fast_accum] * count,
-        uneven=uneven_parts(sizes, name),
-    )
-    return gathered, outputs[0] if single else outputs

@@ -1,4 +1,4 @@
-"""One product of float8 matrices with scales, on every device and every torch that we run on."""
+"""Products of float8 matrices with scales, on every device and every torch that we run on."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import NamedTuple
 
 import torch
 
+from symm_cp.ops.matmul.products import as_rows
 from symm_cp.ops.op import NoGradient
 from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Split
 
 # What cuBLAS's kernels require of float8 matrices, of their product and of scales for each row.
 # Slices of such tensors may begin anywhere: four rows' scales are 16 bytes.
 _ALIGN = 16
+
+SCALED_GATHER = "fused_all_gather_scaled_matmul"
 
 
 NO_GRADIENT = NoGradient(
@@ -124,3 +128,49 @@ def multiply_scaled(rows: ScaledRows, weight: ScaledWeight, *, out: torch.Tensor
         scale_result=weight.result_scale,
         fast=weight.fast,
     )
+
+
+class RowScales(NamedTuple):
+    """The scale of A, and its mode: "tensor", "sharded" or "replicated"."""
+
+    scale: torch.Tensor
+    mode: str
+    split: Split
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank has the scales of its own rows, which travel with them."""
+        return self.mode == "sharded"
+
+    def of_rank(self, rank: int, shards: list[torch.Tensor]) -> torch.Tensor:
+        """Returns the scales of a rank's rows, of which `shards` have come."""
+        if self.sharded:
+            return aligned(shards[1]).flatten(0, -2)
+        if self.mode == "replicated":
+            return as_rows(self.split.of(rank, self.scale), self.split.dim)
+        return self.scale
+
+    @classmethod
+    def of(cls, x_shard: torch.Tensor, scale: torch.Tensor, split: Split) -> RowScales:
+        """Returns the scale and its mode; raises `ValueError` for a shape that fits none.
+
+        When A has one column a scale of A's shape may be meant either way; as in torch it is taken
+        as one for each row. Where shards differ, one number must have fewer dimensions than A: else
+        a rank that has one row would take it for the scale of that row, and its peers for one of
+        all.
+        """
+        own = [*x_shard.shape[:-1], 1]
+        # Gathering the last dimension makes rows longer, not more.
+        by_columns = split.dim == x_shard.dim() - 1
+        full = own if by_columns else split.whole_shape(own)
+        if list(scale.shape) == own:
+            return cls(scale, "sharded", split)
+        if scale.numel() == 1 and (split.is_equal or by_columns or scale.dim() < x_shard.dim()):
+            return cls(scale, "tensor", split)
+        if list(scale.shape) == full:
+            return cls(scale, "replicated", split)
+        one = "one number" if split.is_equal or by_columns else "one number of no dimensions"
+        raise ValueError(
+            f"{SCALED_GATHER}: A_scale of shape {list(scale.shape)} fits no mode for A of shape "
+            f"{list(x_shard.shape)}: needs {one}, {own} (this rank's rows) or {full} (all rows)"
+        )

@@ -24,7 +24,6 @@ from symm_cp.ops.common import (
     caller,
     check_dim,
     check_reduce_op,
-    entry_point,
     in_test_mode,
     kernel_and_fake,
     name_of,
@@ -57,6 +56,7 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
+from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split

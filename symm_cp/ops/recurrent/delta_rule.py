@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import entry_point, group_of, rank_in, what_is, world_size_of
+from symm_cp.ops.common import group_of, rank_in, what_is, world_size_of
 from symm_cp.ops.op import LEFT_TO_TORCH, Gradient, NoGradient, Op, arguments, declare
 from symm_cp.ops.recurrent.scan import pieces_of
+from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import FLOATING, one_of
 from symm_cp.tensors.results import contiguous, new_result
 

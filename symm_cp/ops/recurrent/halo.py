@@ -16,7 +16,6 @@ from symm_cp.ops.common import (
     SIZES,
     check_dim,
     check_reduce_op,
-    entry_point,
     gather_split,
     group_of,
     uneven_of,
@@ -26,6 +25,7 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.direct import direct
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare, untouched
+from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import copied, new_result
 from symm_cp.tensors.shards import Split

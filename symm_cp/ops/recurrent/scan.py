@@ -16,9 +16,10 @@ import torch
 from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import entry_point, group_of, what_is, world_size_of
+from symm_cp.ops.common import group_of, what_is, world_size_of
 from symm_cp.ops.direct import direct
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
+from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split

@@ -1,0 +1,108 @@
+"""Low-contention collectives on streams: transfers in the background of the caller's stream."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+
+import torch
+from torch._C._distributed_c10d import Work, _register_work
+
+from symm_cp.cuda.base import Device, Signals
+from symm_cp.cuda.stream_call import StreamCall, add_rows
+from symm_cp.cuda.stream_launches import background_launch
+from symm_cp.cuda.workspaces import workspace
+from symm_cp.group.memory import Group
+from symm_cp.runtime.program import Kernel
+from symm_cp.schedule import patterns
+from symm_cp.tensors.dtypes import real
+from symm_cp.tensors.shards import Extent, Split
+
+
+class _Transfer(Work):
+    """What `wait_tensor` waits for: the current stream then follows the transfer."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device, self._ended = device, device.copies_ended("async")
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        with self._device.guard():  # whoever waits may be on another device, or a new thread
+            self._ended.wait()
+        return True
+
+
+def _start(
+    group: Group,
+    tensor: torch.Tensor,
+    call_name: bytes,
+    pattern: patterns.Pattern,
+    chunks: Extent,
+    target: torch.Tensor,
+    result: torch.Tensor,
+    kernels: dict[str, Callable[[int], None]],
+) -> None:
+    """Runs a background pattern with the operands `tensor` and `target`; callers await `result`."""
+    call = StreamCall(group, tensor.device, call_name)
+    device = call.device
+    source = tensor.contiguous()
+    scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER
+    with group.lock, device.guard():
+        # torch's kernels reset "done": a rank that reads in place and waits for this call's signal
+        # would take the signal for the slot.
+        through_slot = call.mode.signals is Signals.TORCH
+        some_empty = not scatter and min(chunks.nbytes) == 0
+        addresses = call.in_place([tensor], some_empty=some_empty or through_slot)
+        room = sum(chunks.nbytes) if scatter else max(chunks.nbytes)
+        space = workspace(group, device, "async", 0 if addresses is not None else room)
+        launch = background_launch(pattern, group.rank, chunks, call.mode, addresses is not None)
+        operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
+        used = (source, target, result)
+        call.run(launch, space, space.next_epoch(), operands, kernels, *used)
+        device.used_by_copies("async", *used)
+        _register_work(result, _Transfer(device))
+
+
+class BackgroundGather:
+    """A low-contention all-gather; see `Collective`."""
+
+    def __init__(self, tensor: torch.Tensor, split: Split, call_name: bytes) -> None:
+        self._output_shape, self._name = split.whole_shape(tensor.shape), call_name
+        self._chunks = Extent.split(1, split, self._output_shape, tensor.element_size())
+
+    def start(
+        self, group: Group, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Collective`."""
+        output = tensor.new_empty(self._output_shape) if out is None else out
+        pattern = patterns.BACKGROUND_ALL_GATHER
+        _start(group, tensor, self._name, pattern, self._chunks, output, output, {})
+        return output
+
+
+class BackgroundScatter:
+    """A low-contention reduce-scatter; see `Collective`."""
+
+    def __init__(
+        self, tensor: torch.Tensor, split: Split, rank: int, call_name: bytes, mean: bool
+    ) -> None:
+        self._output_shape, self._name = split.shape_of(rank, tensor.shape), call_name
+        self._chunks = Extent.split(0, split, tensor.shape, tensor.element_size())
+        self._mean = mean
+
+    def start(
+        self, group: Group, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Collective`."""
+        numbers = real(tensor)
+        more = numbers.shape[tensor.dim() :]
+        output = numbers.new_empty((*self._output_shape, *more)) if out is None else real(out)
+        partials = numbers.new_empty((group.world_size, *output.shape))
+        kernels: dict[str, Kernel] = {
+            "reduce": lambda _: add_rows(partials, output, mean=self._mean)
+        }
+        pattern = patterns.BACKGROUND_REDUCE_SCATTER
+        _start(group, numbers, self._name, pattern, self._chunks, partials, output, kernels)
+        if out is not None:
+            return out
+        return torch.view_as_complex(output) if tensor.is_complex() else output

@@ -1,0 +1,115 @@
+"""What all pipelines on streams have in common: a call, its workspace, and its memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from symm_cp.cuda import kernels
+from symm_cp.cuda.base import DeviceWorkspace
+from symm_cp.cuda.debug_calls import agree
+from symm_cp.cuda.in_place import found_in_place
+from symm_cp.cuda.registry import device_for, kind_for
+from symm_cp.cuda.stream_launches import CallMode
+from symm_cp.cuda.stream_program import Launch
+from symm_cp.cuda.workspaces import hold, workspace
+from symm_cp.group.memory import Group
+from symm_cp.runtime.program import Kernel
+from symm_cp.tensors.alignment import scratch
+from symm_cp.tensors.dtypes import wide
+from symm_cp.tensors.shards import Shards, ViewAt, viewing
+
+
+def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> None:
+    """Writes `rows[0] + rows[1] + ...` to `out`, added in that order, in float32 for 16-bit types.
+
+    `rows` is (W, ...) for `out` of shape (...); each row is contiguous.
+    """
+    if out.numel() == 0:
+        return
+    kind = kind_for(rows.device)
+    if kind is not None and kind.triton:
+        kernels.add_rows(rows, out, mean=mean)
+        return
+    total = rows[0].to(wide(rows.dtype), copy=True)
+    for row in rows[1:]:
+        total += row
+    if mean:
+        total /= rows.shape[0]
+    out.copy_(total)
+
+
+class StreamCall:
+    """A call of a group on a device; every pipeline begins with one."""
+
+    def __init__(self, group: Group, device: torch.device, call_name: bytes) -> None:
+        self.group, self.name = group, call_name
+        self.device = device_for(group, device)
+        self.mode = CallMode.of(self.device, group)
+
+    @classmethod
+    def of(cls, shards: Shards, group: Group, call_name: bytes) -> StreamCall:
+        """A call on the device of the shards."""
+        return cls(group, shards.own[0].device, call_name)
+
+    def in_place(
+        self, shard: Sequence[torch.Tensor], *, some_empty: bool = False
+    ) -> tuple[int, ...] | None:
+        """Where the peers' shards are, if they are read there (`read_in_place`).
+
+        Where a rank's shard is empty, and so has no address, none is read in place.
+        """
+        agree(self.group, self.name)
+        found, route = None, b" through a slot"
+        if len(shard) == 1 and not self.mode.capturing and not some_empty:
+            found = found_in_place(shard[0], self.group)
+        if found is not None:
+            route = b" of symmetric tensor number %d" % found.number
+        agree(self.group, self.name + route)
+        return None if found is None else found.addresses
+
+    @contextmanager
+    def workspace(self, slot_bytes: int) -> Iterator[tuple[DeviceWorkspace, int]]:
+        """The workspace of channel "sync" and the epoch of the call."""
+        with self.group.lock, self.device.guard():
+            space = workspace(self.group, self.device, "sync", slot_bytes)
+            yield space, space.next_epoch()
+
+    def run(
+        self,
+        launch: Launch,
+        space: DeviceWorkspace,
+        epoch: int,
+        operands: Sequence[int],
+        kernels: Mapping[str, Kernel],
+        *used: torch.Tensor,
+    ) -> None:
+        """Hands out a launch; `used` is all memory of this rank that its streams may touch.
+
+        A call without an error needs nothing more: the caller's stream waits for
+        the other one, or in the background `_start` sees to it. After an error that stream may run
+        on for long, while the caller frees the memory that it uses.
+        """
+        capturing = self.mode.capturing
+        try:
+            launch.run(space, epoch, operands, kernels, capturing=capturing, call_name=self.name)
+        except BaseException:
+            if not capturing:
+                hold(space, *used)
+                with contextlib.suppress(RuntimeError):  # of a failed device
+                    self.device.used_by_copies(space.channel, *used)
+            raise
+
+
+def staging_for(shards: Shards, places: int) -> torch.Tensor:
+    """Returns memory for so many shards."""
+    return scratch(shards.own[0], max(1, places * shards.nbytes))
+
+
+def viewing_slot(space: DeviceWorkspace, epoch: int) -> ViewAt:
+    """Returns what gives tensors over parts of this rank's slot in a call."""
+    base, view_at = space.layout.slot_offset(epoch), viewing(space.memory)
+    return lambda offset, shape, dtype: view_at(base + offset, shape, dtype)

@@ -1,0 +1,125 @@
+"""How a rank that refuses a call tells its peers, which may be making the same one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch.utils._pytree import tree_leaves
+
+from symm_cp import native
+from symm_cp.group.hosts import on_this_host
+from symm_cp.group.memory import GroupLike, is_reported, reported, resolve
+from symm_cp.ops.tensor_checks import concerns_peers
+
+#: What a checkpoint raises as soon as it has recomputed what it needs.
+END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+#: The names of the ops with a kernel for CPU tensors.
+OPS_ON_CPU: set[str] = set()
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def tells_peers(
+    function: Callable[P, R], group: str = "group", channel: str = "sync", op: str = ""
+) -> Callable[P, R]:
+    """Returns the function, which tells the peers when it raises.
+
+    They may be making the same call, and would wait for this rank until their time-out. `group`
+    names the argument that holds the group, `channel` the channel of the call. Errors that know no
+    op are given the name `op`.
+    """
+    signature = inspect.signature(function)
+
+    def group_of_call(args: Any, kwargs: Any) -> Any:
+        return signature.bind(*args, **kwargs).arguments[group]
+
+    return telling(function, group_of_call, channel, op, traced=True)
+
+
+def entry_point(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns a function that users call with `group`, which tells the peers when it raises."""
+    name = function.__name__
+    return tells_peers(function, channel=channel_of(name), op=name)
+
+
+def names_op(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Has the errors of a function name what the user called, if they name no op."""
+    return lambda function: telling(function, None, "", op, traced=True)
+
+
+def telling(
+    function: Callable[P, R],
+    group_of_call: Callable[[Any, Any], Any] | None,
+    channel: str,
+    op: str,
+    *,
+    traced: bool = False,
+) -> Callable[P, R]:
+    """Returns the function, whose errors name the op, and are told to the group of the call.
+
+    `traced`: compilers read the function, which kernels and gradients are hidden from.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if traced and torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except END_OF_RECOMPUTATION:  # nothing failed
+            raise
+        except Exception as error:
+            if torch.compiler.is_compiling():
+                raise
+            if op:
+                _name_op(op, error)
+            if group_of_call is not None:
+                with contextlib.suppress(Exception):  # no group, nobody to tell
+                    if concerns_peers(tree_leaves((args, kwargs))):
+                        refuse(group_of_call(args, kwargs), channel, error)
+            raise
+
+    return call
+
+
+def _name_op(op: str, error: Exception) -> None:
+    """Puts an op's name before the text of an error that names none, as those of torch do."""
+    text = str(error)
+    if not error.args:  # as of a MemoryError
+        error.args = (f"{op}: {type(error).__name__}",)
+    elif error.args == (text,) and not any(name in text for name in (op, *OPS_ON_CPU)):
+        error.args = (f"{op}: {text}",)
+
+
+def refuse(group: GroupLike, channel: str, error: BaseException) -> None:
+    """Tells the peers that this rank does not make the call that they may be making now.
+
+    Does nothing when the error was already reported to them. Never waits.
+    """
+    state = resolve(group)
+    if state.world_size == 1 or is_reported(error):
+        return
+    if _was_told_natively(error):
+        reported(error)
+        return
+    on_this_host(state, "cpu").refuse(channel, error)
+    reported(error)
+
+
+def _was_told_natively(error: BaseException) -> bool:
+    """Whether a native kernel has reported the error to the peers."""
+    if isinstance(error, KeyboardInterrupt):  # the kernel's own error is gone, and so is its text
+        return bool(native.load().symm_cp_interruption_was_told())
+    return bool(native.load().symm_cp_was_told(str(error).encode()))
+
+
+def channel_of(op: str) -> str:
+    """Returns the channel on which an op makes its calls."""
+    return "async" if "low_contention" in op else "sync"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 #: In a command: the folder of the results.
-RESULTS = "{results}"
+RESULTS = "@results"
 #: What pytest says when a test has run and passed: it also succeeds where all were skipped.
 _SOME_PASSED = r"\b[1-9]\d* passed"
 #: A wait that cannot end aborts a rank with a message well within any step's time.
@@ -34,8 +35,9 @@ class Step:
     skip: str = ""
 
     def __str__(self) -> str:
-        """The step as one would type it."""
-        return " ".join([*(f"{k}={v}" for k, v in self.variables.items()), *self.command])
+        """The step as one would type it, but for the folder of the results."""
+        variables = (f"{name}={shlex.quote(text)}" for name, text in self.variables.items())
+        return " ".join([*variables, shlex.join(self.command)])
 
     def missing(self) -> str:
         """Returns why it cannot run here; empty if it can."""
@@ -189,9 +191,9 @@ _SHORTENED: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "loopback": (_looped("loopback", "all-gather-matmul"), {}),
     "loopback-graphs": (_looped("loopback-graphs", "attention, causal"), {}),
     "loopback-kernel": (_looped("loopback-kernel", "matmul-reduce-scatter"), {}),
-    "gpu": (_pytest("tests/cuda/test_kernels.py"), {}),
+    "gpu": (_pytest("tests/cuda/test_driver.py", "-k", "batched or belongs"), {}),
     "gpu-ranks": (_simulated("tests/cuda/test_runtime.py", "one_batch or read_in_place"), {}),
-    "ops-matmul": (_simulated("tests/ops/test_matmul_all_reduce.py", "simulated"), {}),
+    "ops-matmul": (_simulated("tests/ops/test_matmul_all_reduce.py", "simulated and forward"), {}),
     "ops-attention": (_simulated("tests/ops/test_gather_kv.py", "simulated"), {}),
     "ops-exchange": (_simulated("tests/ops/test_halo.py", "simulated"), {}),
 }

@@ -347,7 +347,9 @@ def main() -> int:
     if not rows:
         print("loopback: no case has that name", file=sys.stderr)
         return 2
-    return int(any(row.error for row in rows))
+    failed = sum(bool(row.error) for row in rows)
+    print(f"loopback: {len(rows)} cases, {failed} failed")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def _trace_file(stem: Path | None, suffix: str) -> Iterator[Path]:
 
 @dataclass
 class Row:
-    """What a case takes, in microseconds; without an `error` all but the last two are known.
+    """What a case takes, in microseconds: with an `error`, what was measured before it.
 
     `gap_us`, `busy_us`: the longest time without a kernel, the time with one. `driver`: calls and
     microseconds of each function of the driver.
@@ -177,18 +177,23 @@ class Row:
     replay_us: float | None = None
 
     def line(self) -> str:
-        """Returns the row as text."""
-        begin = f"{self.case:36} {self.model:11} {self.ranks:2} ranks"
-        if self.error:
-            return f"{begin}  FAILED: {self.error}"
-        cells = [begin, f"host {self.host_us:8.1f} us", f"device {self.device_us:9.1f} us"]
+        """Returns the row as text, as far as it is known."""
+        cells = [f"{self.case:36} {self.model:11} {self.ranks:2} ranks"]
+        if self.host_us is not None:
+            cells.append(f"host {self.host_us:8.1f} us")
+        if self.device_us is not None:
+            cells.append(f"device {self.device_us:9.1f} us")
         if self.alone_us is not None and self.device_us is not None:
             cells.append(f"alone {self.alone_us:9.1f} us ({self.device_us / self.alone_us:.2f})")
         if self.replay_us is not None:
             cells.append(f"replayed {self.replay_us:9.1f} us")
-        calls, us = (sum(numbers) for numbers in zip(*self.driver.values(), strict=True))
-        cells.append(f"{self.kernels} kernels {self.copies} copies gap {self.gap_us:.1f} us")
-        cells.append(f"driver {calls} calls {us:.1f} us")
+        if self.driver:
+            calls, us = (sum(numbers) for numbers in zip(*self.driver.values(), strict=True))
+            cells.append(f"driver {calls} calls {us:.1f} us")
+        if self.gap_us is not None:
+            cells.append(f"{self.kernels} kernels {self.copies} copies gap {self.gap_us:.1f} us")
+        if self.error:
+            cells.append(f"FAILED: {self.error}")
         return "  ".join(cells)
 
 
@@ -260,11 +265,11 @@ def fill(row: Row, case: Case, lab: Lab, driver: TimedDriver, group: Group, how:
     if case.alone is not None:
         case.alone()
         row.alone_us = device_us(lab, case.alone, row.host_us, seconds)
+    row.driver = driver.calls_of(case.run)
+    lab.device.synchronize()
     profile = profiled(lab, case, row.host_us, how.stem(row))
     row.kernels, row.copies = profile.kernels, profile.copies
     row.gap_us, row.busy_us = profile.largest_gap_us, profile.busy_us
-    row.driver = driver.calls_of(case.run)
-    lab.device.synchronize()
     if how.graphs and case.slot_bytes:
         replay = lab.in_graph(group, case.run, case.slot_bytes)
         check(lab, group, case, replay)

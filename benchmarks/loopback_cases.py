@@ -249,14 +249,17 @@ def _attentions(inputs: _Inputs, polls: bool) -> Iterator[Case]:
     def alone() -> torch.Tensor:
         return on_gathered(q, keys, values)
 
-    def run(way: str = "pipeline") -> torch.Tensor:
-        with tuning.forced(way):
-            return attend(q, k, v, name, enable_gqa=True)[0]
+    def run() -> torch.Tensor:
+        return attend(q, k, v, name, enable_gqa=True)[0]
+
+    def polling() -> torch.Tensor:
+        with tuning.forced("arrival"):
+            return run()
 
     slot = k.nbytes + v.nbytes
     yield Case("attention", run, alone, equals(alone), slot)
     if polls:
-        yield Case("attention, arrival flags", lambda: run("arrival"), alone, equals(alone))
+        yield Case("attention, arrival flags", polling, alone, equals(alone))
     order = list(head_tail_order(inputs.ranks))
     yield Case(
         "attention, causal head-tail",

@@ -202,7 +202,7 @@ def idle() -> Iterator[IdleDevice]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is a kernel already
             scaled.impl("_scaled_mm.out", _scaled, "CPU", allow_override=True)
-        patches = [
+        patches: list[Any] = [
             *(mock.patch.object(torch.cuda, name, stub) for name, stub in stubs.items()),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 1, create=True),
             mock.patch.object(attention_kernels, "_cpu", device.kernels.attention),

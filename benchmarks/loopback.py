@@ -26,7 +26,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,9 +71,12 @@ _MOST_SPIN_US = 50_000.0
 class Lab(Protocol):
     """A device in loopback, and its clock and profiler."""
 
-    device: Loopback
-    #: What `report` calls it.
+    #: The type of its torch device, and its name in `report`.
     kind: str
+
+    @property
+    def device(self) -> Loopback:
+        """The device that serves the ops."""
 
     def device_us(self, call: Call, host_us: float) -> float:
         """Microseconds of a call, of `CALLS` in a row; the host takes `host_us` to issue one."""
@@ -199,7 +202,7 @@ class Row:
 
 def host_us(lab: Lab, call: Call, seconds: float) -> float:
     """Microseconds in which the host issues a call: the tenth percentile of blocks."""
-    times = []
+    times: list[float] = []
     end = time.monotonic() + seconds
     while len(times) < _LEAST_BLOCKS or time.monotonic() < end:
         lab.device.synchronize()
@@ -213,7 +216,7 @@ def host_us(lab: Lab, call: Call, seconds: float) -> float:
 
 def device_us(lab: Lab, call: Call, host: float, seconds: float) -> float:
     """Microseconds of a call on the device: the median of blocks."""
-    times = []
+    times: list[float] = []
     end = time.monotonic() + seconds
     while len(times) < _LEAST_BLOCKS or time.monotonic() < end:
         times.append(lab.device_us(call, host))
@@ -333,8 +336,8 @@ def main() -> int:
         print("loopback: needs a CUDA device, and this machine has none", file=sys.stderr)
         return 2
     native.load()
-    models = (SMALL,) if args.small or args.simulated else MODELS
-    models = tuple(model for model in models if args.model in model.name)
+    sizes: Sequence[Model] = [SMALL] if args.small or args.simulated else MODELS
+    models = [model for model in sizes if args.model in model.name]
     if args.trace is not None:
         args.trace.mkdir(parents=True, exist_ok=True)
     how = Options(args.seconds, args.trace, args.graphs)

@@ -243,11 +243,10 @@ def _attentions(inputs: _Inputs, polls: bool) -> Iterator[Case]:
     q, k, v = inputs.heads()
     keys, values = (inputs.gathered(t, 2) for t in (k, v))
 
-    def on_gathered(*tensors: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*tensors, enable_gqa=True)
-
-    def alone() -> torch.Tensor:
-        return on_gathered(q, keys, values)
+    def alone(
+        q: torch.Tensor = q, k: torch.Tensor = keys, v: torch.Tensor = values
+    ) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
     def run() -> torch.Tensor:
         return attend(q, k, v, name, enable_gqa=True)[0]
@@ -268,11 +267,11 @@ def _attentions(inputs: _Inputs, polls: bool) -> Iterator[Case]:
         like(q),
         slot,
     )
-    leaves = _leaves(q, k, v)
+    leaves, full = _leaves(q, k, v), _leaves(q, keys, values)
     yield Case(
         "attention, backward",
         gradient(attend(*leaves, name, enable_gqa=True)[0], leaves),
-        gradient(on_gathered(*(full := _leaves(q, keys, values))), full),
+        gradient(alone(*full), full),
         like(*leaves),
     )
 

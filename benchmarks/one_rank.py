@@ -18,7 +18,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from symm_cp import native, tuning
 from symm_cp.group import liveness, memory
-from symm_cp.group.hosts import SPREADS
+from symm_cp.group.hosts import SPREADS, Hosts
 
 assert fake_pg is not None  # its import registers the backend "fake"
 
@@ -44,7 +44,8 @@ def group_of(ranks: int, device: str = "cpu") -> dist.ProcessGroup:
     group = dist.new_group(list(range(ranks)))
     known = memory.resolve(group)
     # What ranks would ask each other.
-    known.put(SPREADS, {"cpu": None, device: None})
+    on_one_host: dict[str, Hosts | None] = {"cpu": None, device: None}
+    known.put(SPREADS, on_one_host)
     known.put(liveness._PROCESSES, [-1] * ranks)
     tuning.facts_of(known).tuned = _Shards()
     return group

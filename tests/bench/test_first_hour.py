@@ -38,6 +38,11 @@ def ended(pid: int) -> bool:
     return bounded._start_time(pid) is None
 
 
+def all_end(processes: list[int]) -> bool:
+    """Whether all of them are gone within a few seconds."""
+    return within(5, lambda: all(map(ended, processes)))
+
+
 def within(seconds: float, holds: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
@@ -99,7 +104,7 @@ def test_a_step_that_hangs_is_killed_with_all_its_processes(tmp_path: Path) -> N
     assert outcome.detail.startswith("killed after 3 s")
     # Where it hung.
     assert "the_function_that_hangs" in (tmp_path / "hangs.txt").read_text()
-    assert all(within(5, lambda pid=pid: ended(pid)) for pid in pids(tmp_path))
+    assert all_end(pids(tmp_path))
     assert state.outcomes["next"].verdict == PASSED
     assert first_hour.exit_code([step("hangs", "")], state.outcomes) == 1
 
@@ -204,7 +209,7 @@ def test_an_interrupted_call_leaves_nothing_behind(number: signal.Signals, tmp_p
     else:
         assert not any(map(ended, left))
         State.of(tmp_path).take_over()
-    assert all(within(5, lambda pid=pid: ended(pid)) for pid in left)
+    assert all_end(left)
     state = State.of(tmp_path)
     assert state.running is None
     assert "hangs" not in state.outcomes

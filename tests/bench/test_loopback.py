@@ -205,7 +205,12 @@ def test_each_call_of_the_driver_is_forwarded_and_timed(tmp_path: Path) -> None:
 
     ask()  # not timed
     assert version.value == 13010
-    calls = driver.calls_of(lambda: [ask(), ask()])
+
+    def ask_twice() -> None:
+        ask()
+        ask()
+
+    calls = driver.calls_of(ask_twice)
     counts = {name: count for name, (count, _) in calls.items()}
     assert counts == {"cuDriverGetVersion": 2, "cuCtxGetCurrent": 2}
     assert all(us > 0 for _, us in calls.values())

@@ -108,7 +108,9 @@ STEPS: tuple[Step, ...] = (
         2,
         variables={"CUDA_MODULE_LOADING": "EAGER"},
     ),
-    _loopback("loopback", "host and device time of each op at 2 to 16 ranks", 420),
+    _loopback(
+        "loopback", "host and device time of each op at 2 to 16 ranks", 420, "--seconds", "0.3"
+    ),
     _loopback(
         "loopback-graphs", "captured calls, and their replay", 240, "--graphs", "--ranks", "8"
     ),

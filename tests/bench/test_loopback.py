@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import kernel_timeline
 from benchmarks.kernel_timeline import Profile
-from benchmarks.loopback import Row
+from benchmarks.loopback import CALLS, Gpu, Row
 from benchmarks.loopback_cases import equals, like
 from benchmarks.loopback_device import TimedDriver
 from benchmarks.one_rank import driver_functions
@@ -145,6 +145,57 @@ def test_rows_as_text() -> None:
               gap_us=1.5, driver={"a": (1, 2.0), "b": (3, 4.0)}, alone_us=20.0)  # fmt: skip
     assert "device      30.0 us  alone      20.0 us (1.50)  driver 4 calls 6.0 us" in row.line()
     assert row.line().endswith("2 kernels 1 copies gap 1.5 us")
+
+
+class _Event:
+    """An event of a GPU that takes 5 ms from each record to the next one."""
+
+    recorded = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        _Event.recorded += 1
+        self.at = 5.0 * _Event.recorded
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end.at - self.at
+
+
+def test_the_clock_and_the_profiler_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is ahead of the device: each block, and each profiled call, begins with a spin."""
+    order: list[str] = []
+
+    def call() -> None:
+        with torch.profiler.record_function("the call"):
+            order.append("call")
+
+    def read(path: Path) -> Profile:
+        events = json.loads(path.read_text())["traceEvents"]
+        calls = [e for e in events if e.get("name") == "the call" and e.get("ph") == "X"]
+        return Profile(len(calls), 0, 0.0, 0.0, 0.0)
+
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"spin {cycles}"))
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("synchronize"))
+    monkeypatch.setattr(kernel_timeline, "of_trace", read)
+    gpu = object.__new__(Gpu)
+    assert gpu.device_us(call, 10.0) == 5000 / CALLS
+    assert order == ["spin 100000", *["call"] * CALLS]
+    order.clear()
+    profile = gpu.profile(call, 10.0, tmp_path / "case")
+    assert profile is not None
+    assert profile.kernels == 3
+    assert order == ["spin 125000", "call", "synchronize"] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["case.kineto.json"]
+    order.clear()
+    gpu.device_us(call, 1e9)
+    assert order[0] == "spin 125000000"  # at most 50 ms
 
 
 def event(name: str, begin: float, end: float, kind: str = "kernel") -> dict[str, Any]:

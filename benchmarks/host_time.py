@@ -29,12 +29,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
-from benchmarks.idle import IdleDevice, IdleSymmetricMemory, group_of, idle, torchs_workspace
+from benchmarks.idle import IdleDevice, IdleSymmetricMemory, idle, torchs_workspace
+from benchmarks.one_rank import Call, gradient, group_of
 from symm_cp import native
 from symm_cp.commands.harness import report
 from symm_cp.ranks import positive
-
-Call = Callable[[], object]
 
 ROWS, INNER, COLUMNS = 16, 16, 16  # a rank's; rows begin at multiples of 64 bytes
 HEADS, KEYS, FEATURES = 2, 16, 16  # a rank's
@@ -188,11 +187,6 @@ def backward(
     name: str, op: Callable[..., Any], inputs: list[torch.Tensor], group: dist.ProcessGroup
 ) -> Case:
     return Case(name, gradient(op(*inputs, group=group), inputs))
-
-
-def gradient(out: torch.Tensor, inputs: list[torch.Tensor]) -> Call:
-    ones = torch.ones_like(out)
-    return lambda: torch.autograd.grad(out, inputs, ones, retain_graph=True)
 
 
 def measured(

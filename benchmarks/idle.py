@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
-import shlex
-import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,21 +25,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
-from torch.testing._internal.distributed import fake_pg
 
-from symm_cp import cuda, native, tuning
+from benchmarks.one_rank import answered, build_driver, driver_functions
+from symm_cp import cuda
 from symm_cp.cuda import kernels
 from symm_cp.cuda.gpu import CudaDevice
-from symm_cp.group import liveness, memory
-from symm_cp.group.hosts import SPREADS
+from symm_cp.group import memory
 from symm_cp.ops.attention import kernels as attention_kernels
-
-assert fake_pg is not None  # its import registers the backend "fake"
 
 _SOURCE = """
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 namespace { thread_local int64_t calls = 0; }
 extern "C" {
@@ -53,21 +47,14 @@ int cuMemAllocHost_v2(void** memory, size_t bytes) {
 }
 int cuDriverGetVersion(int* version) { *version = 13010; return 0; }
 """
-_MOST_RANKS = 64
 _BY_HAND = ("cuMemAllocHost_v2", "cuDriverGetVersion")
 
 
-@cache
-def build_driver(folder: Path) -> str:
+def _build(folder: Path) -> str:
     """Compiles the driver; returns the library's path."""
-    text = (native.source_dir() / "cuda/driver.cpp").read_text()
-    names = set(re.findall(r'"(cu[A-Z]\w+)"', text))
-    idle = (f"int {name}() {{ ++calls; return 0; }}" for name in sorted(names - {*_BY_HAND}))
-    source, library = folder / "idle.cpp", folder / "idle.so"
-    source.write_text("\n".join(["#include <cstdint>", _SOURCE, *idle, "}", ""]))
-    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-o", str(library), str(source)]
-    subprocess.run([*shlex.split(native.find_compiler()), *flags], check=True)
-    return str(library)
+    others = (name for name in driver_functions() if name not in _BY_HAND)
+    idle = (f"int {name}() {{ ++calls; return 0; }}" for name in others)
+    return build_driver(folder, "idle", "\n".join([_SOURCE, *idle, "}", ""]))
 
 
 class IdleStream:
@@ -183,34 +170,8 @@ class IdleKernels:
         self.count += 1
 
 
-class _Shards(dict[str, str]):
-    """What `symm-cp tune` writes where matmuls by shards are faster, as they are for large ones."""
-
-    def get(self, key: str, default: object = None) -> str:
-        return "shards"
-
-
-def group_of(ranks: int) -> dist.ProcessGroup:
-    """Returns a group of which this process is rank 0, and whose other ranks do not exist."""
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=_MOST_RANKS)
-    group = dist.new_group(list(range(ranks)))
-    known = memory.resolve(group)
-    # What ranks would ask each other.
-    known.put(SPREADS, {"cpu": None})
-    known.put(liveness._PROCESSES, [-1] * ranks)
-    tuning.facts_of(known).tuned = _Shards()
-    return group
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _as_rank_0_says(
-    group: memory.Group, store: dist.Store, keys: Sequence[str], **_: Any
-) -> list[str]:
-    return [store.get(keys[0]).decode()] * len(keys)
 
 
 def _scaled(*_: Any, out: torch.Tensor, **__: Any) -> torch.Tensor:
@@ -235,13 +196,13 @@ def idle() -> Iterator[IdleDevice]:
     torch.set_flush_denormal(True)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        device = IdleDevice(build_driver(Path(folder)))
+        device = IdleDevice(_build(Path(folder)))
         scaled = torch.library.Library("aten", "IMPL")
         stack.callback(scaled._destroy)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is a kernel already
             scaled.impl("_scaled_mm.out", _scaled, "CPU", allow_override=True)
-        patches = [
+        patches: list[Any] = [
             *(mock.patch.object(torch.cuda, name, stub) for name, stub in stubs.items()),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 1, create=True),
             mock.patch.object(attention_kernels, "_cpu", device.kernels.attention),
@@ -251,11 +212,10 @@ def idle() -> Iterator[IdleDevice]:
             mock.patch.object(kernels, "merge_attention", device.kernels.triton),
             mock.patch.object(kernels, "add_rows", device.kernels.triton),
             mock.patch.object(torch_symm_mem, "rendezvous", _nothing),
-            mock.patch.object(liveness, "generation", lambda group: "idle"),
-            mock.patch.object(liveness, "read", _as_rank_0_says),
         ]
         for patch in patches:
             stack.enter_context(patch)
+        stack.enter_context(answered())
         stack.enter_context(cuda.replaced(torch.device("cpu"), device))
         yield device
 

@@ -1,0 +1,88 @@
+"""One process as a rank of a group whose other ranks do not exist, for idle.py and loopback.py."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg
+
+from symm_cp import native, tuning
+from symm_cp.group import liveness, memory
+from symm_cp.group.hosts import SPREADS, Hosts
+
+assert fake_pg is not None  # its import registers the backend "fake"
+
+_MOST_RANKS = 64
+
+Call = Callable[[], object]
+
+
+class _Shards(dict[str, str]):
+    """What `symm-cp tune` writes where matmuls by shards are faster, as they are for large ones."""
+
+    def get(self, key: str, default: object = None) -> str:
+        return "shards"
+
+
+def group_of(ranks: int, device: str = "cpu") -> dist.ProcessGroup:
+    """Returns a group of which this process is rank 0, and whose other ranks do not exist.
+
+    `device`: the type of the tensors for which all its ranks count as on one host.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=_MOST_RANKS)
+    group = dist.new_group(list(range(ranks)))
+    known = memory.resolve(group)
+    # What ranks would ask each other.
+    on_one_host: dict[str, Hosts | None] = {"cpu": None, device: None}
+    known.put(SPREADS, on_one_host)
+    known.put(liveness._PROCESSES, [-1] * ranks)
+    tuning.facts_of(known).tuned = _Shards()
+    return group
+
+
+def _as_rank_0_says(
+    group: memory.Group, store: dist.Store, keys: Sequence[str], **_: Any
+) -> list[str]:
+    return [store.get(keys[0]).decode()] * len(keys)
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Inside, the store has rank 0's answer for each rank: nobody waits for the others."""
+    with ExitStack() as stack:
+        for name, stub in {"generation": lambda group: "alone", "read": _as_rank_0_says}.items():
+            stack.enter_context(mock.patch.object(liveness, name, stub))
+        yield
+
+
+@cache
+def driver_functions() -> tuple[str, ...]:
+    """Returns the names of the driver's functions that csrc/cuda/driver.cpp looks up."""
+    text = (native.source_dir() / "cuda/driver.cpp").read_text()
+    return tuple(sorted(set(re.findall(r'"(cu[A-Z]\w+)"', text))))
+
+
+def build_driver(folder: Path, name: str, source: str) -> str:
+    """Compiles a library in C++ that stands in for the driver; returns its path."""
+    path, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    path.write_text(source)
+    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-o", str(library), str(path), "-ldl"]
+    subprocess.run([*shlex.split(native.find_compiler()), *flags], check=True)
+    return str(library)
+
+
+def gradient(out: torch.Tensor, inputs: list[torch.Tensor]) -> Call:
+    """Returns a call of the backward pass that leads to `out`, which may be repeated."""
+    ones = torch.ones_like(out)
+    return lambda: torch.autograd.grad(out, inputs, ones, retain_graph=True)

@@ -95,6 +95,25 @@ def combine_launch(rank: int, sizes: ShardSizes, mode: CallMode, in_place: bool)
 
 
 @lru_cache(maxsize=512)
+def gather_into_launch(
+    rank: int,
+    sizes: ShardSizes,
+    split: Split,
+    outputs: tuple[tuple[Shape, int], ...],
+    mode: CallMode,
+) -> Launch:
+    """All-gather and combine; `outputs` are the shape and the bytes an element of each result.
+
+    Operands: the parts of the own shard, the results.
+    """
+    own = _own_parts(sizes, rank)
+    places = tuple(Extent.split(len(own) + i, split, *output) for i, output in enumerate(outputs))
+    binding = Binding({"input": own, "gathered": places}, {"slot": sizes.slots()})
+    variant, ranks = patterns.ALL_GATHER_AND_COMBINE.staged(), len(sizes.parts)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+
+
+@lru_cache(maxsize=512)
 def poll_launch(rank: int, sizes: ShardSizes, mode: CallMode) -> Launch:
     """All-gather and poll. Operands: the parts of the own shard, the staging memory."""
     ranks, own = len(sizes.parts), _own_parts(sizes, rank)

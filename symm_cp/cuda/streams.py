@@ -27,6 +27,7 @@ from symm_cp.cuda.stream_launches import (
     exchange_and_consume_launch,
     exchange_launch,
     exchange_together_launch,
+    gather_into_launch,
     gather_launch,
     poll_launch,
     produce_launch,
@@ -127,6 +128,25 @@ class StreamRuntime(BackgroundRuntime):
         with here.workspace(0 if addresses is not None else shards.nbytes) as (space, epoch):
             kernels: dict[str, Kernel] = {"combine": run_combine}
             here.run(launch, space, epoch, operands, kernels, *shards.own, staging)
+
+    def all_gather_into(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        split: Split,
+        call_name: bytes,
+    ) -> None:
+        """See `Runtime`. By copies to where the parts belong, without a kernel."""
+        agree(group, call_name)
+        here = StreamCall(group, shard[0].device, call_name)
+        shards = Shards(shard, group.world_size, split.shard_shapes(*shard)).packed()
+        shapes = tuple((tuple(output.shape), output.element_size()) for output in outputs)
+        launch = gather_into_launch(group.rank, shards.sizes, split, shapes, here.mode)
+        used = [*shards.own, *outputs]
+        with here.workspace(shards.nbytes) as (space, epoch):
+            kernels: dict[str, Kernel] = {"combine": lambda _: None}
+            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
 
     def all_gather_and_poll(
         self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes

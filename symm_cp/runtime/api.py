@@ -250,6 +250,26 @@ class Runtime(ABC):
         shards = Shards([shard], group.world_size, parts)
         self._combine(CombineCall(group, shards, combine, call_name))
 
+    def all_gather_into(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        split: Split,
+        call_name: bytes,
+    ) -> None:
+        """Gathers the tensors of a shard, of any strides, into contiguous `outputs`.
+
+        `split` divides the gathered dimension of each output.
+        """
+
+        def consume(parts: list[torch.Tensor], rank: int) -> None:
+            for output, part in zip(outputs, parts, strict=True):
+                split.of(rank, output).copy_(part)
+
+        shapes = split.shard_shapes(*shard)
+        self.all_gather_and_consume(group, shard, consume, call_name, shapes=shapes)
+
     def all_gather_and_poll(
         self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
     ) -> None:

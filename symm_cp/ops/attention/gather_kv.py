@@ -65,14 +65,8 @@ def _gather_kernel(
     split = gather_split(_GATHER, "seq_dim", dim, key, sizes, group.rank, group.world_size)
     keys, values = (new_result(t, split.whole_shape(t.shape)) for t in (key, value))
 
-    def consume(shards: list[torch.Tensor], rank: int) -> None:
-        for whole, shard in zip((keys, values), shards, strict=True):
-            split.of(rank, whole).copy_(shard)
-
     name = what_is(_GATHER, key, value, split=split, detail=f"seq_dim={dim}")
-    shapes = split.shard_shapes(key, value)
-    on = runtime.of(key, group)
-    on.all_gather_and_consume(group, [key, value], consume, name, shapes=shapes)
+    runtime.of(key, group).all_gather_into(group, [key, value], [keys, values], split, name)
     return keys, values
 
 

@@ -11,7 +11,7 @@ While a graph is captured, calls take another workspace (base.py) and read nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -43,19 +43,17 @@ from symm_cp.runtime.api import (
     BackgroundRuntime,
     Collective,
     CombineCall,
-    ConsumeHere,
-    ConsumeOthers,
-    ConsumeOthersAndProduce,
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
     Poll,
     Runtime,
     ScatterCall,
+    TogetherAndScatterCall,
+    TogetherCall,
 )
 from symm_cp.runtime.hosts import HostsRuntime
 from symm_cp.runtime.program import Kernel
-from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets, scratch, scratch_rows
 from symm_cp.tensors.pooled import PooledSums, pooled_rows, row_bytes_of
@@ -73,11 +71,8 @@ class StreamRuntime(BackgroundRuntime):
         """Pulls peers' shards to `gathered` if that is given, else to staging memory."""
         group, gathered, split = call.group, call.gathered, call.split
         ranks, rank = group.world_size, group.rank
-        here, shards, target = (
-            StreamCall.of(call.shards, group, call.name),
-            call.shards.packed(),
-            None,
-        )
+        here, shards = StreamCall.of(call.shards, group, call.name), call.shards.packed()
+        target = None
         addresses = here.in_place(call.shards.own, some_empty=shards.sizes.some_empty)
         if gathered is not None and split is not None:
             target = (split, tuple(gathered.shape), gathered.element_size())
@@ -171,45 +166,34 @@ class StreamRuntime(BackgroundRuntime):
             used = [*shards.own, staging]
             here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
 
-    def all_gather_and_consume_together(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: ConsumeHere,
-        consume_others: ConsumeOthers,
-        call_name: bytes,
-        layout: SequenceLayout,
-    ) -> None:
+    def all_gather_and_consume_together(self, call: TogetherCall) -> None:
         """See `Runtime`. The peers' rows are pulled by one batch of copies."""
-        agree(group, call_name)
-        here = StreamCall(group, shard[0].device, call_name)
-        pooled = pooled_rows(group.rank, layout, row_bytes_of(shard))
+        group, shard = call.group, call.shard
+        agree(group, call.name)
+        here = StreamCall(group, shard[0].device, call.name)
+        pooled = pooled_rows(group.rank, call.layout, row_bytes_of(shard))
         launch = together_launch(pooled, here.mode)
         staging = scratch(shard[0], max(1, pooled.offsets[-1]))
+
+        def run_consume_others(_: int) -> None:
+            call.consume_others(pooled.views(viewing(staging), shard))
+
         with here.workspace(pooled.slot_offsets[-1]) as (space, epoch):
             kernels: dict[str, Kernel] = {
-                "consume": lambda _: consume(),
-                "consume others": lambda _: consume_others(pooled.views(viewing(staging), shard)),
+                "consume": lambda _: call.consume(),
+                "consume others": run_consume_others,
             }
             used = [*shard, staging]
             here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
 
-    def consume_and_reduce_scatter_together(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: Callable[[torch.Tensor], None],
-        consume_others: ConsumeOthersAndProduce,
-        out: torch.Tensor,
-        call_name: bytes,
-        layout: SequenceLayout,
-    ) -> None:
+    def consume_and_reduce_scatter_together(self, call: TogetherAndScatterCall) -> None:
         """See `Runtime`. Peers pull their parts of what one kernel wrote to the slot."""
-        agree(group, call_name)
-        rank, here = group.rank, StreamCall(group, out.device, call_name)
-        rows = pooled_rows(rank, layout, row_bytes_of(shard))
-        sums_rows = pooled_rows(rank, layout, row_bytes_of(shard, out.dtype))
-        pooled = PooledSums(rows, sums_rows)
+        group, shard, out = call.group, call.shard, call.out
+        agree(group, call.name)
+        rank, here = group.rank, StreamCall(group, out.device, call.name)
+        rows = pooled_rows(rank, call.layout, row_bytes_of(shard))
+        rows_of_sums = pooled_rows(rank, call.layout, row_bytes_of(shard, out.dtype))
+        pooled = PooledSums(rows, rows_of_sums)
         launch = exchange_together_launch(pooled, here.mode)
         staging = scratch(shard[0], max(1, rows.offsets[-1]))
         sums = scratch_rows(out, group.world_size)
@@ -217,11 +201,11 @@ class StreamRuntime(BackgroundRuntime):
             in_slot, in_staging = viewing_slot(space, epoch), viewing(staging)
 
             def run_consume_others(_: int) -> None:
-                grads = sums_rows.views(in_slot, shard, out.dtype)
-                consume_others(rows.views(in_staging, shard), grads)
+                grads = rows_of_sums.views(in_slot, shard, out.dtype)
+                call.consume_others(rows.views(in_staging, shard), grads)
 
             kernels: dict[str, Kernel] = {
-                "consume": lambda _: consume(sums[rank]),
+                "consume": lambda _: call.consume(sums[rank]),
                 "consume others": run_consume_others,
                 "reduce": lambda _: add_rows(sums, out),
             }

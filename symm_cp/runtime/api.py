@@ -119,6 +119,38 @@ class GatherCall(NamedTuple):
     split: Split | None = None
 
 
+class TogetherCall(NamedTuple):
+    """The arguments of `Runtime.all_gather_and_consume_together`.
+
+    `shard` is one or more contiguous tensors, whose rows are positions of a sequence spread by
+    `layout`. `consume_others` takes the peers' rows of each, in the order of the sequence.
+    """
+
+    group: Group
+    shard: Sequence[torch.Tensor]
+    consume: ConsumeHere
+    consume_others: ConsumeOthers
+    name: bytes
+    layout: SequenceLayout
+
+
+class TogetherAndScatterCall(NamedTuple):
+    """The arguments of `Runtime.consume_and_reduce_scatter_together`.
+
+    As `TogetherCall`; and both functions write contributions, in the dtype of `out`: to a 1-D
+    tensor, for one tensor of the shard behind the other, and to memory like the peers' rows. `out`
+    is the sum over ranks, 1-D.
+    """
+
+    group: Group
+    shard: Sequence[torch.Tensor]
+    consume: Callable[[torch.Tensor], None]
+    consume_others: ConsumeOthersAndProduce
+    out: torch.Tensor
+    name: bytes
+    layout: SequenceLayout
+
+
 class CombineCall(NamedTuple):
     """The arguments of `Runtime.all_gather_and_combine`; shards are of one tensor each."""
 
@@ -280,22 +312,12 @@ class Runtime(ABC):
         """
         raise NotImplementedError(f"{call_name.decode()}: kernels on this device cannot poll")
 
-    def all_gather_and_consume_together(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: ConsumeHere,
-        consume_others: ConsumeOthers,
-        call_name: bytes,
-        layout: SequenceLayout,
-    ) -> None:
+    def all_gather_and_consume_together(self, call: TogetherCall) -> None:
         """Calls `consume()`, and `consume_others` once, when the shards of all peers have arrived.
 
-        `shard` is one or more contiguous tensors, whose rows are positions of a sequence spread by
-        `layout`. `consume_others` takes the peers' rows of each, in the order of the sequence.
         Raises `NotImplementedError` where ranks read each other's memory.
         """
-        raise NotImplementedError(f"{call_name.decode()}: nothing is pulled on this device")
+        raise NotImplementedError(f"{call.name.decode()}: nothing is pulled on this device")
 
     def produce_and_reduce_scatter(
         self,
@@ -404,23 +426,12 @@ class Runtime(ABC):
             GatherAndScatterCall(group, shards, consume, out, call_name, partials, nbytes, ring)
         )
 
-    def consume_and_reduce_scatter_together(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: Callable[[torch.Tensor], None],
-        consume_others: ConsumeOthersAndProduce,
-        out: torch.Tensor,
-        call_name: bytes,
-        layout: SequenceLayout,
-    ) -> None:
+    def consume_and_reduce_scatter_together(self, call: TogetherAndScatterCall) -> None:
         """Calls `consume(partial)` for this rank's shard, then `consume_others` once for all peers.
 
-        As `all_gather_and_consume_together`; and both write contributions, in the dtype of `out`:
-        to the 1-D `partial`, for one tensor of the shard behind the other, and to memory like the
-        peers' rows. `out` is the sum over ranks, 1-D, added in rank order.
+        Contributions are added in rank order. Raises as `all_gather_and_consume_together`.
         """
-        raise NotImplementedError(f"{call_name.decode()}: nothing is pulled on this device")
+        raise NotImplementedError(f"{call.name.decode()}: nothing is pulled on this device")
 
     def relay(
         self,

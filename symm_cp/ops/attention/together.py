@@ -18,6 +18,7 @@ from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.pipeline import Tensors, grads_in
 from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.runtime.api import TogetherAndScatterCall, TogetherCall
 from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import Tile, tiles_of_others
 from symm_cp.tensors.dtypes import wide
@@ -65,7 +66,7 @@ def consume_keys(
 ) -> None:
     """Calls `consume([key, value], OWN)`, then with `OTHERS` for those of all peers. Collective."""
     shard = [_rows(key), _rows(value)]
-    runtime.of(key, group).all_gather_and_consume_together(
+    call = TogetherCall(
         group,
         shard,
         lambda: consume(_heads(shard), OWN),
@@ -73,6 +74,7 @@ def consume_keys(
         spec.call_name(op, key),
         spec.layout,
     )
+    runtime.of(key, group).all_gather_and_consume_together(call)
 
 
 def reduce_gradients(
@@ -90,7 +92,7 @@ def reduce_gradients(
     shard = [_rows(key), _rows(value)]
     own = _heads(shard)
     total = new_result(key, (sum(tensor.numel() for tensor in shard),), wide(key.dtype))
-    runtime.of(key, group).consume_and_reduce_scatter_together(
+    call = TogetherAndScatterCall(
         group,
         shard,
         lambda partial: consume(own, OWN, grads_in(partial, own)),
@@ -99,6 +101,7 @@ def reduce_gradients(
         spec.call_name(op, key),
         spec.layout,
     )
+    runtime.of(key, group).consume_and_reduce_scatter_together(call)
     return grads_in(total, own)
 
 

@@ -376,19 +376,18 @@ def choose_attention(
     key: str,
     ways: tuple[str, ...] = ATTENTION_WAYS,
     work: AttentionWork | None = None,
-    *,
-    captured: bool = False,
 ) -> str:
     """Returns one of the `ways` that can serve a call of attention on a GPU; `key` names the work.
 
-    Without `work` nothing is simulated. For a `captured` call the host's time does not count. A way
-    that is forced and cannot serve it is left out. Collective at the first call for a group.
+    Without `work` nothing is simulated. A way that is forced and cannot serve it is left out.
+    Calls that are captured choose as those that are not: a graph is warmed up by these, which make
+    its workspace. Collective at the first call for a group.
     """
     way = _forced.get(ATTENTION_WAYS) or env.attention()
     if way is not None:
         choice = Choice(way if way in ways else ways[0], "forced")
     else:
-        choice = _attention_choice(group, device, key, ways, work, captured)
+        choice = _attention_choice(group, device, key, ways, work)
     if _listening is not None:
         _listening[_on(device, key)] = choice
     return choice.way
@@ -423,7 +422,6 @@ def _attention_choice(
     key: str,
     ways: tuple[str, ...],
     work: AttentionWork | None,
-    captured: bool,
 ) -> Choice:
     facts = facts_of(group)
     way = facts.tuned.get(_on(device, key))
@@ -436,9 +434,9 @@ def _attention_choice(
 
     def simulated() -> Choice:
         machine, source = _machine_of(device, facts.machine)
-        return _fastest(work.seconds_on_streams(machine, issued=not captured), source)
+        return _fastest(work.seconds_on_streams(machine), source)
 
-    return facts.choice((captured, work), simulated)
+    return facts.choice(("streams", work), simulated)
 
 
 def _apart(group: Group, device: torch.device, facts: Facts) -> bool:

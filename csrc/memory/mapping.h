@@ -111,6 +111,15 @@ std::shared_ptr<Mapping> find_mapping(const void* address);
 // Finds the mapping that the `sequence`-th rendezvous of these peers made; null when it was freed.
 std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence);
 
+// A place in the signal pad of an allocation, the same on each rank.
+struct PadPlace {
+  std::shared_ptr<Mapping> mapping;
+  size_t offset;
+};
+
+// The signal pad, of whichever rank, that an address is in.
+std::optional<PadPlace> find_pad(const void* address);
+
 // Returns the peers of a group. Collective at the first call for a group; see Peers.
 std::shared_ptr<Peers> peers_of(const std::string& group, const Rendezvous& rendezvous);
 // Refuses to take part in a rendezvous of a group whose peers this rank may not know yet. `other`:

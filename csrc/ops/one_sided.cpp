@@ -44,12 +44,14 @@ void checked(const char* op, const Arguments& arguments, const Body& body) {
   }
 }
 
-// Where a tensor lies in the memory of all ranks.
+// Where a tensor lies in the memory of all ranks, or in their signal pads.
 struct Place {
   std::shared_ptr<Mapping> mapping;
   size_t offset;
+  bool in_pad = false;
   char* at(int64_t rank) const {
-    return static_cast<char*>(mapping->data()[static_cast<size_t>(rank)]) + offset;
+    const auto& memory = in_pad ? mapping->pads() : mapping->data();
+    return static_cast<char*>(memory[static_cast<size_t>(rank)]) + offset;
   }
 };
 
@@ -63,6 +65,13 @@ Place place_of(const char* op, const char* name, const at::Tensor& tensor) {
                     " was not rendezvoused with the group of all ranks: call "
                     "symm_mem.rendezvous() on all ranks before");
   return {std::move(mapping), *symmetric_offset(data)};
+}
+
+// A signal is a number in symmetric memory, or in the signal pad of a handle.
+Place place_of_signal(const char* op, const at::Tensor& tensor) {
+  kernels::check_dense(op, "sigpad", tensor);
+  if (const auto pad = find_pad(tensor.const_data_ptr())) return {pad->mapping, pad->offset, true};
+  return place_of(op, "sigpad", tensor);
 }
 
 Place place_of(const char* op, const char* name, const at::Tensor& tensor, int64_t peer) {
@@ -115,7 +124,8 @@ void nvshmem_put_with_signal(const c10::OperatorHandle& op, Stack* stack) {
     const at::Tensor &tensor = arguments.tensor(0), &pad = arguments.tensor(1);
     const int64_t signal = arguments.number(2), peer = arguments.number(3);
     const Place place = place_of(name_of(op), "tensor", tensor, peer);
-    const Place signals = place_of(name_of(op), "sigpad", pad, peer);
+    const Place signals = place_of_signal(name_of(op), pad);
+    check_rank(name_of(op), "peer", peer, signals.mapping->world_size());
     int64_t* number = number_at(name_of(op), pad, signals.at(peer));
     copy(*place.mapping, place.at(peer), tensor.const_data_ptr(), tensor);
     signals.mapping->put_number(static_cast<int>(peer), number, signal);
@@ -128,7 +138,8 @@ void nvshmem_wait_for_signal(const c10::OperatorHandle& op, Stack* stack) {
   checked(name_of(op), arguments, [&] {
     const at::Tensor& pad = arguments.tensor(0);
     const int64_t signal = arguments.number(1), peer = arguments.number(2);
-    const Place signals = place_of(name_of(op), "sigpad", pad, peer);
+    const Place signals = place_of_signal(name_of(op), pad);
+    check_rank(name_of(op), "peer", peer, signals.mapping->world_size());
     Mapping& mapping = *signals.mapping;
     mapping.await_number(number_at(name_of(op), pad, signals.at(mapping.rank())),
                          static_cast<int>(peer), name_of(op),
@@ -155,7 +166,7 @@ void nccl_wait_for_signal(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   checked(name_of(op), arguments, [&] {
     const int64_t signal = arguments.number(1);
-    const Place place = place_of(name_of(op), "sigpad", arguments.tensor(0));
+    const Place place = place_of_signal(name_of(op), arguments.tensor(0));
     Mapping& mapping = *place.mapping;
     mapping.await_number(mapping.number_of(mapping.rank()), -1, name_of(op),
                          [&](int64_t seen) { return seen >= signal; });

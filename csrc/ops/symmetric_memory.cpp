@@ -416,6 +416,18 @@ std::shared_ptr<Mapping> find_mapping(const void* address) {
   return all == known.end() ? nullptr : all->second;
 }
 
+std::optional<PadPlace> find_pad(const void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  for (const auto& [start, block] : registry().blocks)
+    for (const auto& [group, mapping] : block->mappings)
+      for (const void* pad : mapping->pads()) {
+        const auto begin = reinterpret_cast<uintptr_t>(pad);
+        if (begin <= at && at < begin + mapping->pad_bytes()) return PadPlace{mapping, at - begin};
+      }
+  return std::nullopt;
+}
+
 std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
   std::lock_guard<std::mutex> lock(registry().mutex);
   for (const auto& [start, block] : registry().blocks)

@@ -83,18 +83,17 @@ class AttentionWork:
             for method, seconds in found.items()
         }
 
-    def seconds_on_streams(self, machine: Machine, *, issued: bool = True) -> dict[str, float]:
+    def seconds_on_streams(self, machine: Machine, *, on_device: bool = False) -> dict[str, float]:
         """Returns the predicted seconds of a pass by keys, a "pipeline" or "together".
 
-        Those of the device, or where they are more, of the host; only the former unless the call is
-        `issued`, but part of a graph.
+        Those of the device, or where they are more, of the host, unless asked for the former.
         """
         pattern = CONSUME_AND_REDUCE_SCATTER if self.backward else ALL_GATHER_AND_CONSUME
         found = {
             "pipeline": self._of_variant(machine, pattern.staged()),
             "together": self._of_variant(machine, pattern.staged(together=True)),
         }
-        if issued:
+        if not on_device:
             for way, (call, rank) in _HOST[self.backward].items():
                 found[way] = max(found[way], call + rank * self._ranks)
         return found

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
-from symm_cp.ops import common
+from symm_cp.ops import telling
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.patience import patient
@@ -90,15 +90,15 @@ def test_peers_hear_of_a_refusal_at_once(ranks: Ranks, world_size: int) -> None:
 def recomputed(group: dist.ProcessGroup) -> None:
     """A checkpoint ends its recomputation by an exception, which refuses nothing."""
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
-    told: list[Exception] = []
-    refuse = common.refuse
-    common.refuse = lambda group, channel, error: told.append(error)
+    told: list[BaseException] = []
+    refuse = telling.refuse
+    telling.refuse = lambda group, channel, error: told.append(error)
     try:
         with symm_cp.context_parallel(mesh_of(group)):
             out = checkpoint(F.scaled_dot_product_attention, q, q, q, use_reentrant=False)
             out.sum().backward()
     finally:
-        common.refuse = refuse
+        telling.refuse = refuse
     assert told == []
 
 

@@ -196,7 +196,7 @@ def test_nothing_is_kept(torchs: Torchs) -> None:
 
 def test_torch_compiles_the_op_itself() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        patch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
         assert (
             direct("fused_matmul_all_reduce") is torch.ops.symm_mem.fused_matmul_all_reduce.default
         )

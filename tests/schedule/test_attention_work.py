@@ -110,7 +110,7 @@ def test_staged_kernels_hide_transfers() -> None:
 def test_kernels_on_streams(ranks: int, *, backward: bool) -> None:
     """Both ways compute the same pairs."""
     given = replace(work(16 * ranks, ranks), backward=backward)
-    seconds = given.seconds_on_streams(COMPUTING, issued=False)
+    seconds = given.seconds_on_streams(COMPUTING, on_device=True)
     assert seconds["together"] == pytest.approx(seconds["pipeline"])
     assert seconds["pipeline"] == pytest.approx(
         given.seconds(COMPUTING, device="cuda")["allgather"]
@@ -122,7 +122,7 @@ def test_all_peers_at_once_hide_transfers_behind_own_keys_only() -> None:
     machine = replace(COMPUTING, nvlink=0.25, link_reached=1.0)
     shard = 2 * 4 * 16 * (3 + 5) * 4 / 0.25  # seconds of its transfer
     kernel = 2 * 2 * 4 * (3 + 5) * 16 * 16  # seconds of a rank's keys
-    seconds = plain.seconds_on_streams(machine, issued=False)
+    seconds = plain.seconds_on_streams(machine, on_device=True)
     assert shard < kernel < 3 * shard
     assert seconds["pipeline"] == pytest.approx(4 * kernel)
     assert seconds["together"] == pytest.approx(3 * shard + 3 * kernel)
@@ -136,8 +136,8 @@ def test_what_the_page_on_devices_says_of_eight_gpus() -> None:
         "pipeline": 2.22,
         "together": 1.9,
     }
-    # Of short sequences the host's time counts, unless they are captured.
+    # Of short sequences the host's time counts.
     short = replace(llama, queries=head_tail(2048, 8), keys=head_tail(2048, 8), backward=True)
-    issued, captured = (short.seconds_on_streams(MACHINES["h100"], issued=i) for i in (True, False))
-    assert issued["together"] < 0.7 * issued["pipeline"]
-    assert captured["together"] > captured["pipeline"]
+    whole, device = (short.seconds_on_streams(MACHINES["h100"], on_device=d) for d in (False, True))
+    assert whole["together"] < 0.7 * whole["pipeline"]
+    assert device["together"] > device["pipeline"]

@@ -6,7 +6,6 @@ import torch
 
 from symm_cp import tuning
 from symm_cp.cuda import has_streams
-from symm_cp.cuda.kept import capturing
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention import arrival, together
 from symm_cp.ops.attention.methods import Method
@@ -66,10 +65,7 @@ def way(
     if len(ways) == 1:
         return ways[0]
     question = arrival.question(query, key, spec) + (" backward" if backward else "")
-    captured = capturing(query.device)
-    return tuning.choose_attention(
-        group, query.device, question, tuple(ways), work, captured=captured
-    )
+    return tuning.choose_attention(group, query.device, question, tuple(ways), work)
 
 
 def _work_of(

@@ -448,10 +448,12 @@ def signals(group: dist.ProcessGroup) -> None:
     box = symm_mem.empty(W, 4096, device="cpu").fill_(-1)
     pad = symm_mem.empty(1, dtype=torch.int64, device="cpu").zero_()
     symm_mem.rendezvous(pad, group)
-    symm_mem.rendezvous(box, group)
+    handle = symm_mem.rendezvous(box, group)
     dist.barrier(group)
     for turn in range(1, 6):
         time.sleep(rng.random() / 200)
+        if turn == 3:  # from now on in the pad of the handle, as torch's own tests have it
+            pad = handle.get_signal_pad(rank)[2:4]
         mine = box[rank].fill_(100 * turn + rank)
         OPS.nvshmem_put_with_signal(mine, pad, turn, after)
         OPS.nvshmem_wait_for_signal(pad, turn, before)

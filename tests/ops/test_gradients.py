@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -227,3 +228,42 @@ def gradients_lie_like_weights(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_lie_like_weights(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, gradients_lie_like_weights)
+
+
+class Undefined(torch.autograd.Function):
+    """The sum of a tensor, whose backward pass gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+def undefined_gradients(group: dist.ProcessGroup) -> None:
+    """Ranks without gradients take part: on the last rank alone there are some."""
+    W, rank = group.size(), group.rank()
+    for dim, sizes in ((0, None), (1, None), (0, [2 + r for r in range(W)])):
+        shape = [3, 4] if sizes is None else [sizes[rank], 4]
+        other, x = rand(4 * (W if dim == 1 else 1), 5), rand(*shape)
+        for all_undefined in (True, False):
+            shard = x.clone().requires_grad_()
+            y = symm_cp.all_gather_matmul(shard, other, gather_dim=dim, group=group, sizes=sizes)
+            given = rank == W - 1 and not all_undefined
+            (y.sum() if given else Undefined.apply(y)).backward()
+            dense = x.clone().requires_grad_()
+            if all_undefined:
+                expected = torch.zeros_like(x)
+            else:
+                part = other if dim == 0 else other.chunk(W)[rank]
+                (dense @ part).sum().backward()
+                assert dense.grad is not None
+                expected = dense.grad
+            torch.testing.assert_close(shard.grad, expected)
+
+
+@WORLD_SIZES
+def test_gradients_that_are_undefined(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, undefined_gradients)

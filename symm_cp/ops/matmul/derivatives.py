@@ -78,6 +78,12 @@ def _scattered_sum(
     return scattered
 
 
+def _gathered_shape(ctx: Any, x_shard: torch.Tensor) -> list[int]:
+    shape, sizes = list(x_shard.shape), ctx.uneven[0] if ctx.uneven else None
+    shape[ctx.dim] = sum(sizes) if sizes else shape[ctx.dim] * world_size_of(ctx.group_name)
+    return shape
+
+
 def _share(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
     """The gradient of one rank's part: of an average it is that much smaller."""
     return grad / world_size_of(ctx.group_name) if ctx.reduce_op == "avg" else grad
@@ -108,6 +114,8 @@ def _gather_backward(
     used = [grad for grad, _ in pairs]
     grad_shard, grad_weights = None, [None] * len(weights)
     if ctx.needs_input_grad[0]:
+        if not used and grad_gathered is None:  # the peers may have gradients all the same
+            grad_gathered = x_shard.new_zeros(_gathered_shape(ctx, x_shard))
         grad_shard = _scattered_sum(ctx, pairs, grad_gathered)
     if used and any(ctx.needs_input_grad[1]):
         transposed = all(map(is_transposed, weights))

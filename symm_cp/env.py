@@ -16,6 +16,7 @@
 | `SYMM_CP_BACKGROUND_THREADS` | threads that copy and reduce in asynchronous ops, per group | 1 |
 | `SYMM_CP_HUGE_PAGES` | 1: symmetric memory takes huge pages that the system has reserved | 0 |
 | `SYMM_CP_SOCKETS` | ranks sum as if on so many sockets; the same on all ranks | below |
+| `SYMM_CP_READ_MESSAGES` | 0: no rank reads sent messages in their sender's memory | 1 |
 | `SYMM_CP_COMPARE_INPUTS` | 0: ranks do not compare batches, prompts, weights | 1 |
 | `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |

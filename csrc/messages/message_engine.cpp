@@ -1,6 +1,8 @@
 // Messages under the lock of the engine: matching, frames, failures.
 #include "messages/message_engine.h"
 
+#include <sys/uio.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -11,6 +13,7 @@ namespace symm_cp {
 namespace {
 
 constexpr int64_t kPieceBytes = int64_t{32} << 10;
+constexpr int64_t kReadBytes = int64_t{4} << 20;        // of a peer's memory, at a time
 constexpr int64_t kMaxQueuedBytes = int64_t{16} << 20;  // copies of what the ring has no room for
 constexpr int kBatch = 16;                              // frames taken from a ring at a time
 constexpr size_t kMaxReason = 1024;
@@ -23,7 +26,7 @@ std::string size_text(const char* name, int64_t bytes) {
 }
 
 Frame frame_of(const Transmission& of) {
-  return {FrameKind::kEager, 0, of.id, of.tag, of.message.bytes, {}};
+  return {FrameKind::kEager, 0, of.id, of.tag, of.message.bytes, 0, {}};
 }
 
 }  // namespace
@@ -49,10 +52,11 @@ void MessageEngine::reach(int peer) {
 void MessageEngine::start_send(MessageLink& link, const TransmissionPtr& transmission) {
   Transmission& send = *transmission;
   send.id = ++link.last_id;
-  QueuedFrame queued{{FrameKind::kEager, 0, send.id, send.tag, send.message.bytes, {}}, {}, {}};
+  QueuedFrame queued{frame_of(send), {}, {}};
   std::strncpy(queued.frame.name, send.message.name.c_str(), sizeof(queued.frame.name) - 1);
   if (send.message.bytes > kEagerBytes) {
     queued.frame.kind = FrameKind::kOffer;
+    queued.frame.address = reinterpret_cast<uint64_t>(send.message.data);
     link.offered[send.id] = transmission;
     link.queue.push_back(std::move(queued));
     flush(link);
@@ -148,6 +152,7 @@ bool MessageEngine::give_up(Transmission& transmission, const std::string& reaso
     MessageLink& link = *links_[transmission.peer];
     self = link.accepted.at(transmission.id);
     link.accepted.erase(transmission.id);
+    std::erase(link.reading, self);
     reply(transmission.peer, FrameKind::kReject, frame_of(transmission),
           rank_text(rank_) + " gave up: " + reason);
   } else {
@@ -176,6 +181,7 @@ void MessageEngine::withdraw_send(Transmission& transmission, const std::string&
   std::erase_if(link.streaming,
                 [&](const TransmissionPtr& each) { return each.get() == &transmission; });
   link.offered.erase(transmission.id);
+  link.out.withdraw();
   if (told)
     reply(transmission.peer, FrameKind::kWithdraw, frame_of(transmission),
           rank_text(rank_) + " gave up its send: " + reason);
@@ -197,6 +203,9 @@ void MessageEngine::fail_receives(int peer, const std::string& reason, bool any_
 void MessageEngine::fail_link(MessageLink& link, const std::string& reason) {
   for (auto& [id, receive] : std::exchange(link.accepted, {}))
     finish(*receive, describe(*receive) + ": " + reason);
+  link.reading.clear();
+  link.readable.store(false);
+  if (!link.offered.empty()) link.out.withdraw();
   for (auto& [id, send] : std::exchange(link.offered, {}))
     finish(*send, describe(*send) + ": " + reason);
   for (QueuedFrame& queued : std::exchange(link.queue, {}))
@@ -241,6 +250,7 @@ bool MessageEngine::progress() {
   for (int peer = 0; peer < world_size_; ++peer) {
     MessageLink& link = *links_[peer];
     if (link.incoming.load()) any = take_frames(peer) || any;
+    if (link.readable.load()) any = read_on(peer) || any;
     if (link.backlog.load()) any = flush(link) || any;
   }
   return any;
@@ -273,6 +283,7 @@ void MessageEngine::handle(int peer, const Frame& frame) {
       break;
     }
     case FrameKind::kPiece: handle_piece(link, frame); break;
+    case FrameKind::kTaken: handle_taken(link, frame); break;
     case FrameKind::kReject: handle_rejection(peer, frame); break;
     case FrameKind::kWithdraw: handle_withdrawal(peer, frame); break;
   }
@@ -320,7 +331,11 @@ void MessageEngine::deliver(const TransmissionPtr& transmission, int peer, const
   } else if (frame.kind == FrameKind::kOffer) {
     receive.accepted = true;
     link.accepted[frame.id] = transmission;
-    if (!reply(peer, FrameKind::kAccept, frame, {})) {
+    if (link.process > 0) {
+      receive.address = frame.address;
+      link.reading.push_back(transmission);
+      link.readable.store(true);
+    } else if (!reply(peer, FrameKind::kAccept, frame, {})) {
       link.accepted.erase(frame.id);
       finish(receive, describe(receive) + ": no memory for the answer to " + rank_text(peer));
     }
@@ -342,6 +357,55 @@ void MessageEngine::handle_piece(MessageLink& link, const Frame& frame) {
   if (receive->moved < receive->message.bytes) return;
   link.accepted.erase(at);
   finish(*receive);
+}
+
+void MessageEngine::handle_taken(MessageLink& link, const Frame& frame) {
+  const auto at = link.offered.find(frame.id);
+  if (at == link.offered.end()) return;  // it has been withdrawn
+  const TransmissionPtr send = at->second;
+  link.offered.erase(at);
+  finish(*send);
+}
+
+// One message after the other, and not all of a large one at once: there may be other frames.
+bool MessageEngine::read_on(int peer) {
+  MessageLink& link = *links_[peer];
+  if (link.reading.empty()) {  // given up meanwhile
+    link.readable.store(false);
+    return false;
+  }
+  Transmission& receive = *link.reading.front();
+  if (receive.moved == 0) receive.withdrawals = link.in.withdrawals();
+  const int64_t left = std::min(kReadBytes, receive.message.bytes - receive.moved);
+  const auto bytes = static_cast<size_t>(left);
+  const iovec to{receive.data() + receive.moved, bytes};
+  const iovec from{reinterpret_cast<void*>(receive.address + receive.moved), bytes};
+  const ssize_t read = process_vm_readv(link.process, &to, 1, &from, 1, 0);
+  if (read <= 0) {
+    // It is not allowed, or the peer is gone: then the link will say so.
+    link.process = 0;
+    while (!link.reading.empty()) end_reading(peer, false);
+    return true;
+  }
+  receive.moved += read;
+  if (receive.moved == receive.message.bytes)
+    end_reading(peer, link.in.withdrawals() == receive.withdrawals);
+  return true;
+}
+
+// Unless it is `complete` the first message that is read comes in pieces, or is withdrawn.
+void MessageEngine::end_reading(int peer, bool complete) {
+  MessageLink& link = *links_[peer];
+  const TransmissionPtr receive = std::move(link.reading.front());
+  link.reading.pop_front();
+  link.readable.store(!link.reading.empty());
+  if (!complete) receive->moved = 0;
+  const FrameKind kind = complete ? FrameKind::kTaken : FrameKind::kAccept;
+  const bool told = reply(peer, kind, frame_of(*receive), {});
+  if (!complete && told) return;
+  link.accepted.erase(receive->id);
+  finish(*receive,
+         told ? "" : describe(*receive) + ": no memory for the answer to " + rank_text(peer));
 }
 
 std::string MessageEngine::read_text(const MessageLink& link, const Frame& frame) {
@@ -387,6 +451,7 @@ void MessageEngine::handle_withdrawal(int peer, const Frame& frame) {
   if (accepted != link.accepted.end()) {
     const TransmissionPtr receive = accepted->second;
     link.accepted.erase(accepted);
+    std::erase(link.reading, receive);
     finish(*receive, describe(*receive) + ": " + why);
     return;
   }
@@ -408,7 +473,7 @@ bool MessageEngine::reply(int peer, FrameKind kind, const Frame& about, const st
   } catch (const ResourceError&) {
     return false;
   }
-  QueuedFrame queued{{kind, 0, about.id, about.tag, about.bytes, {}}, {}, {}};
+  QueuedFrame queued{{kind, 0, about.id, about.tag, about.bytes, 0, {}}, {}, {}};
   queued.frame.length = static_cast<uint32_t>(std::min(words.size(), kMaxReason));
   queued.copy = std::make_unique<char[]>(queued.frame.length);
   std::memcpy(queued.copy.get(), words.data(), queued.frame.length);
@@ -456,7 +521,7 @@ bool MessageEngine::push_pieces(MessageLink& link) {
   bool any = false;
   while (link.queue.empty() && !link.streaming.empty() && next_fits(link)) {
     const TransmissionPtr send = link.streaming.front();
-    Frame frame{FrameKind::kPiece, 0, send->id, send->tag, send->message.bytes, {}};
+    Frame frame{FrameKind::kPiece, 0, send->id, send->tag, send->message.bytes, 0, {}};
     frame.length = piece_of(*send);
     link.out.push(frame, send->data() + send->moved);
     if (link.bell != nullptr) link.bell->ring();

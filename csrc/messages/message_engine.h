@@ -35,7 +35,10 @@ struct Transmission {
   bool any_source = false;
   uint64_t id = 0;
   int64_t moved = 0;      // bytes of a long message so far
-  bool accepted = false;  // a receive: its message comes in pieces
+  bool accepted = false;  // a receive of a long message that has been matched
+  // The same, while it is read where it lies: there, with so many withdrawals before.
+  uint64_t address = 0;
+  uint64_t withdrawals = 0;
   std::string failure = {};
   std::function<void()> then = {};
   std::atomic<bool> ended{false};
@@ -81,6 +84,9 @@ struct MessageLink {
   Segment in_memory;
   Ring in;
   std::map<uint64_t, TransmissionPtr> accepted;  // long receives
+  std::deque<TransmissionPtr> reading;           // those of them that are read where they lie
+  std::atomic<bool> readable{false};             // there are some
+  pid_t process = 0;                             // the peer's; 0 if its memory cannot be read
   std::atomic<bool> incoming{false};             // `in` is there;
   std::atomic<uint64_t> taken{0};                // the bytes taken from it
 };
@@ -141,6 +147,10 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   void handle(int peer, const Frame& frame);
   void handle_message(int peer, const Frame& frame);
   void handle_piece(MessageLink& link, const Frame& frame);
+  void handle_taken(MessageLink& link, const Frame& frame);
+  // Reads on in the memory of a peer. Whether there was anything to read.
+  bool read_on(int peer);
+  void end_reading(int peer, bool complete);
   void handle_rejection(int peer, const Frame& frame);
   void handle_withdrawal(int peer, const Frame& frame);
   void deliver(const TransmissionPtr& transmission, int peer, const Frame& frame,
@@ -178,6 +188,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   const std::chrono::milliseconds timeout_;
   const int forks_;
   const int spins_;
+  const bool reads_;  // long messages where they lie
   std::mutex mutex_;  // for what follows
   std::optional<Bell> bell_;
   std::vector<std::unique_ptr<MessageLink>> links_;

@@ -2,6 +2,7 @@
 #include "messages/messages.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <stdexcept>
 #include <utility>
 
@@ -18,6 +19,11 @@ using std::chrono::milliseconds;
 constexpr int kMovesInARow = 1 << 14;
 constexpr milliseconds kLingerPause{1};
 
+bool may_read() {
+  const char* const text = std::getenv("SYMM_CP_READ_MESSAGES");
+  return text == nullptr || std::string(text) != "0";
+}
+
 }  // namespace
 
 MessageEngine::MessageEngine(std::shared_ptr<Bootstrap> bootstrap, std::string group, int rank,
@@ -30,7 +36,8 @@ MessageEngine::MessageEngine(std::shared_ptr<Bootstrap> bootstrap, std::string g
       world_size_(world_size),
       timeout_(timeout),
       forks_(fork_count()),
-      spins_(spin_rounds(world_size)) {
+      spins_(spin_rounds(world_size)),
+      reads_(may_read()) {
   for (int peer = 0; peer < world_size; ++peer) links_.push_back(std::make_unique<MessageLink>());
 }
 
@@ -98,6 +105,7 @@ void MessageEngine::when_done(Transmission& transmission, std::function<void()> 
 bool MessageEngine::stirring() const {
   for (const auto& link : links_) {
     if (link->incoming.load() && link->in.filled(link->taken.load())) return true;
+    if (link->readable.load()) return true;
     if (link->backlog.load() && link->out.drained(link->seen_head.load())) return true;
   }
   return false;
@@ -235,6 +243,7 @@ void MessageEngine::apply(LinkEvent& event) {
     case LinkEvent::kIncoming:
       link.in_memory = std::move(event.ring);
       link.in = Ring(link.in_memory.data());
+      link.process = reads_ ? event.process : 0;
       link.incoming.store(true);
       break;
     case LinkEvent::kConnected:

@@ -2,9 +2,10 @@
 //
 // A send is matched with the receive of the same tag at its destination, in the order in which they
 // were started; a receive may leave the source open. A message of up to kEagerBytes is copied out
-// of the sender's buffer at once, whether or not there is a receive. A longer one goes, once there
-// is a receive, in pieces through a ring in shared memory (ring.h), from which the receiver copies
-// it to its destination. See messages.cpp for who makes progress, and links.h for how ranks
+// of the sender's buffer at once, whether or not there is a receive. A longer one is offered. Once
+// there is a receive, the receiver copies it out of the sender's memory, by a system call; where
+// that is not allowed (Yama's ptrace_scope, other containers), it goes in pieces through a ring in
+// shared memory (ring.h). See messages.cpp for who makes progress, and links.h for how ranks
 // connect.
 #pragma once
 
@@ -26,7 +27,7 @@ inline constexpr int kAnySource = -1;
 inline constexpr int64_t kEagerBytes = int64_t{64} << 10;
 
 // The bytes of a message. `name` says what they are, as in "float32[2, 3]", and is shown in errors
-// (up to 95 characters). `owner` is kept until the transmission has ended: it may hold the memory.
+// (up to 87 characters). `owner` is kept until the transmission has ended: it may hold the memory.
 struct MessageBytes {
   void* data;  // only read by a send
   int64_t bytes;

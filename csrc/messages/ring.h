@@ -19,10 +19,10 @@
 namespace symm_cp {
 
 // kEager is a whole message. The others are of a message that is too long for that, which `id`
-// names: kOffer and kWithdraw come from its sender, kAccept from its receiver, and then kPiece from
-// the sender. kReject, from a receiver, ends a message of either kind. A withdrawal and a rejection
-// carry the reason.
-enum class FrameKind : uint32_t { kEager, kOffer, kAccept, kPiece, kReject, kWithdraw };
+// names: kOffer and kWithdraw come from its sender. Its receiver has read it where it lies, and
+// says kTaken; or it says kAccept, and then kPiece comes from the sender. kReject, from a receiver,
+// ends a message of either kind. A withdrawal and a rejection carry the reason.
+enum class FrameKind : uint32_t { kEager, kOffer, kAccept, kPiece, kReject, kWithdraw, kTaken };
 
 // What precedes the bytes of a frame. A multiple of a cache line.
 struct Frame {
@@ -30,8 +30,9 @@ struct Frame {
   uint32_t length = 0;  // of the bytes that follow
   uint64_t id = 0;      // of the message, among those of its sender to its receiver
   uint64_t tag = 0;
-  int64_t bytes = 0;  // of the whole message
-  char name[96] = {};
+  int64_t bytes = 0;     // of the whole message
+  uint64_t address = 0;  // of kOffer: where the message lies in the sender's process
+  char name[88] = {};
 };
 static_assert(sizeof(Frame) == 128);
 
@@ -71,6 +72,12 @@ class Ring {
     starved_ = starved;
     header_->starved.store(starved ? 1 : 0, std::memory_order_seq_cst);
   }
+  // Before the memory of an offered message is used for anything else. A receiver that reads it
+  // meanwhile finds another count afterwards, and forgets what it has read.
+  void withdraw() {
+    header_->withdrawals.fetch_add(1, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
   // Whether the receiver has taken frames since the sender last looked. From any thread; then the
   // answer may be late.
   bool drained(uint64_t seen) const {
@@ -104,12 +111,18 @@ class Ring {
     return header_->tail.load(std::memory_order_seq_cst) != taken;
   }
   uint64_t position() const { return position_; }
+  // How often the sender has withdrawn offers.
+  uint64_t withdrawals() const {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    return header_->withdrawals.load(std::memory_order_seq_cst);
+  }
 
  private:
   struct Header {
     alignas(64) std::atomic<uint64_t> tail;
     alignas(64) std::atomic<uint64_t> head;
     alignas(64) Word starved;
+    alignas(64) std::atomic<uint64_t> withdrawals;
   };
   static_assert(sizeof(Header) <= 4096 && std::atomic<uint64_t>::is_always_lock_free);
   static_assert(kBytes % sizeof(Frame) == 0);  // so that no Frame wraps around

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -26,6 +27,13 @@ constexpr milliseconds kClosing{5};        // between two looks at a process tha
 constexpr int kStoreAttempts = 3;
 
 std::string key_of(int rank) { return "symm_cp/messages/" + std::to_string(rank); }
+
+// The process that has connected a socket, as it is numbered here.
+pid_t process_behind(int socket) {
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 ? peer.pid : 0;
+}
 
 bool polls(int fd, short events) {
   pollfd entry{fd, events, 0};
@@ -191,6 +199,7 @@ void Connector::greet(int peer, std::vector<LinkEvent>& events) {
       send_descriptors(contact.in.get(), {bell_.page_fd(), bell_.event_fd()});
       add_event(LinkEvent::kIncoming, peer, Segment::map(std::move((*fds)[0]), Ring::kSegmentBytes),
                 std::move((*fds)[1]), std::move((*fds)[2]), events);
+      events.back().process = process_behind(contact.in.get());
     }
   }
   if (contact.out.valid() && !contact.connected) {

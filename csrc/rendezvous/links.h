@@ -65,6 +65,7 @@ struct LinkEvent {
   std::shared_ptr<const Bell> bell = {};  // kIncoming, kConnected: the peer's
   std::string reason = {};                // kGone, as in "died"
   bool in_order = false;                  // kGone: it closed its messages
+  pid_t process = 0;  // kIncoming: the peer's, as seen here; 0 if it is of another namespace
 };
 
 // All sockets of a rank's messages. For one thread, the engine's; waits only for the store.

@@ -2,6 +2,7 @@
 // what goes wrong with them.
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -241,6 +242,32 @@ void send_times_out(Messages& messages, int rank) {
   }
 }
 
+// A long message that its sender takes back while the receiver reads it: none is received in part.
+void withdrawn_while_read(Messages& messages, int rank) {
+  std::mt19937 random(17);
+  for (uint64_t turn = 0; turn < 30; ++turn) {
+    const auto value = static_cast<char>(turn + 1);
+    const auto late = std::chrono::microseconds(random() % 1500);
+    std::vector<char> data(size_t{3} << 20, rank == 0 ? value : 0);
+    if (rank == 0) {
+      const Delivery send = messages.start_send(1, 100 + turn, bytes_of(data));
+      std::this_thread::sleep_for(late);
+      try {
+        send.wait(milliseconds(1));
+      } catch (const PeerError&) {
+      }
+      data.assign(data.size(), 0);
+    } else {
+      try {
+        messages.receive(0, 100 + turn, bytes_of(data), milliseconds(100));
+        expect(data == std::vector<char>(data.size(), value), "half of it is something else");
+      } catch (const PeerError&) {
+      }
+    }
+    ping_pong(messages, rank, 1);
+  }
+}
+
 void bad_arguments(Messages& messages, int rank) {
   std::vector<char> data(1);
   expect_failure([&] { messages.start_send(rank, 0, bytes_of(data)); }, "another rank");
@@ -330,9 +357,13 @@ namespace native_test {
 void check_messages(unsigned seed) {
   random_messages(seed);
   const std::chrono::seconds long_time(30);
-  for (const auto& body : {different_sizes, late_message, send_times_out, bad_arguments,
-                           many_before_the_receiver, leaves, aborted, owners})
-    on_all_ranks(2, long_time, body);
+  for (const bool reads : {true, false}) {
+    setenv("SYMM_CP_READ_MESSAGES", reads ? "1" : "0", 1);
+    for (const auto& body : {different_sizes, late_message, send_times_out, withdrawn_while_read,
+                             bad_arguments, many_before_the_receiver, leaves, aborted, owners})
+      on_all_ranks(2, long_time, body);
+  }
+  unsetenv("SYMM_CP_READ_MESSAGES");
 }
 
 }  // namespace native_test

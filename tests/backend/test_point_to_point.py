@@ -130,6 +130,32 @@ def test_the_same_as_gloo(ranks: Ranks, program: str, world_size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True))
 
 
+def _long(group: dist.ProcessGroup, reads: str) -> None:
+    """Messages of up to 20 MiB, both ways at once; `reads`: of each rank, by their numbers."""
+    os.environ["SYMM_CP_READ_MESSAGES"] = reads[group.rank()]
+    try:
+        with world(group, "symm_cp"):
+            rank, peer = dist.get_rank(), 1 - dist.get_rank()
+            for elements in (16_384, 16_385, 1_000_003, 5 << 20):
+                sent, found = _drawn(rank, peer, elements, elements), torch.empty(elements)
+                strided = _drawn(rank, peer, 1, 60_000).view(200, 300).t()
+                works = [dist.isend(sent, peer), dist.isend(strided.contiguous(), peer, tag=1)]
+                other = torch.empty(300, 200)
+                dist.recv(other, peer, tag=1)
+                dist.recv(found, peer)
+                for work in works:
+                    work.wait()
+                assert torch.equal(found, _drawn(peer, rank, elements, elements))
+                assert torch.equal(other, _drawn(peer, rank, 1, 60_000).view(200, 300).t())
+    finally:
+        del os.environ["SYMM_CP_READ_MESSAGES"]
+
+
+@pytest.mark.parametrize("reads", ["11", "00", "10"])
+def test_long_messages(ranks: Ranks, reads: str) -> None:
+    ranks.run(2, _long, reads)
+
+
 def _sizes_differ(group: dist.ProcessGroup, elements: int) -> str:
     with world(group, "symm_cp"):
         try:
@@ -180,8 +206,9 @@ def test_a_message_after_the_time_out_goes_to_the_next_receive(ranks: Ranks) -> 
     assert second.all()
 
 
-def _peer_dies(group: dist.ProcessGroup, receives: bool) -> tuple[str, float]:
+def _peer_dies(group: dist.ProcessGroup, receives: bool, reads: str) -> tuple[str, float]:
     """Returns the error, and when it came."""
+    os.environ["SYMM_CP_READ_MESSAGES"] = reads
     with world(group, "symm_cp"):
         x = torch.zeros(2 << 20)
         dist.barrier()
@@ -198,9 +225,10 @@ def _peer_dies(group: dist.ProcessGroup, receives: bool) -> tuple[str, float]:
             return str(error), time.monotonic()
 
 
+@pytest.mark.parametrize("reads", ["1", "0"])
 @pytest.mark.parametrize("receives", some(True, of=[True, False]))
-def test_a_peer_that_is_killed_is_named(ranks: Ranks, receives: bool) -> None:
-    with ranks.own(2, _peer_dies, receives) as running:
+def test_a_peer_that_is_killed_is_named(ranks: Ranks, receives: bool, reads: str) -> None:
+    with ranks.own(2, _peer_dies, receives, reads) as running:
         survivor, killed = running.outcomes()
     assert killed.died_at is not None, killed.failure
     assert survivor.result is not None, survivor.failure

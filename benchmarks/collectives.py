@@ -156,10 +156,38 @@ def _reduce_scatter_case(
     return Case(f"reduce_scatter {_size(kib)}", _without_none({**variants, **theirs}), check)
 
 
+def _message_case(
+    group: dist.ProcessGroup, on: Mapping[str, dist.ProcessGroup], rivals: Rivals, kib: int
+) -> Case:
+    """A message from rank 0 to rank 1, and back."""
+    count = kib * _KIB // 4
+    sent, copy, back = torch.randn(count), torch.zeros(count), torch.zeros(count)
+    theirs = {rival: its.message(torch.zeros(count), sent) for rival, its in rivals.items()}
+
+    def check() -> None:
+        expected = torch.zeros(count)
+        dist.broadcast(expected.copy_(sent), 0, group=group)
+        checked = [*rivals.values(), TorchRival(on["symm_cp"])]
+        for rival in checked:
+            got = torch.zeros(count)
+            if (call := rival.message(got, sent)) is not None:
+                call()
+                assert group.rank() > 1 or torch.equal(got, expected)
+
+    def two_copies() -> None:
+        copy.copy_(sent)
+        back.copy_(copy)
+
+    variants: dict[str, Call | None] = {"memcpy, twice": two_copies}
+    variants["dist, symm_cp"] = TorchRival(on["symm_cp"]).message(torch.zeros(count), sent)
+    return Case(f"message and back {_size(kib)}", _without_none({**variants, **theirs}), check)
+
+
 _KINDS: dict[str, Callable[..., Case]] = {
     "all_reduce": _all_reduce_case,
     "all_gather": _all_gather_case,
     "reduce_scatter": _reduce_scatter_case,
+    "message": _message_case,
 }
 
 

@@ -139,6 +139,10 @@ class Rival:
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Call | None:
         return None
 
+    def message(self, out: torch.Tensor, tensor: torch.Tensor) -> Call | None:
+        """Sends a tensor from rank 0 to rank 1 and back, into `out`."""
+        return None
+
     def close(self) -> None:
         """Ends it, on all ranks."""
 
@@ -157,6 +161,19 @@ class TorchRival(Rival):
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Call:
         return lambda: _reduce_scatter(out, full, group=self._group)
+
+    def message(self, out: torch.Tensor, tensor: torch.Tensor) -> Call:
+        group, rank = self._group, self._group.rank()
+
+        def there_and_back() -> None:
+            if rank == 0:
+                dist.send(tensor, group=group, group_dst=1)
+                dist.recv(out, group=group, group_src=1)
+            elif rank == 1:
+                dist.recv(out, group=group, group_src=0)
+                dist.send(out, group=group, group_dst=0)
+
+        return there_and_back
 
 
 class VllmRival(Rival):

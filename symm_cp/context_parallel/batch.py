@@ -111,7 +111,6 @@ class LossReduction:
         self._share = own / max(1, self.num_items) if counted else 1.0 / group.size()
         self._gain = float(group.size()) if average_gradients else 1.0
         self._cut: Cut | None = None  # see `belongs_to`
-        self.called = [False]  # outlives this object
         self._runs_before = 0
 
     def belongs_to(self, cut: Cut) -> None:
@@ -119,7 +118,8 @@ class LossReduction:
         self._cut, self._runs_before = cut, attention_runs.total()
         _, group, size = self._among
         if size > 1 and not torch.compiler.is_compiling():
-            _check_first_step(_resolve_process_group(group), cut, self)  # type: ignore[arg-type]
+            labels = self.num_items > 0
+            _check_first_step(_resolve_process_group(group), cut, labels)  # type: ignore[arg-type]
 
     def __call__(self, loss: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
         """Reduces the mean loss over this rank's labels, or without labels over its positions.
@@ -128,7 +128,7 @@ class LossReduction:
         equal on all ranks, as models of transformers compute with `num_items_in_batch`.
         """
         if not torch.compiler.is_compiling():
-            self.called[0] = True
+            _reduced.add(_resolve_process_group(self._among[1]))  # type: ignore[arg-type]
             self._check_context()
         share = 1.0 if summed else self._share
         return _GlobalMean.apply(loss, share, self._gain, *self._among)
@@ -150,13 +150,15 @@ class LossReduction:
 
 
 _first_cuts: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that had theirs
+_reduced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # and a loss reduced since
 _spent: list[RemovableHandle] = []  # hooks that were called; one cannot remove itself
 
 
-def _check_first_step(group: dist.ProcessGroup, cut: Cut, reduction: LossReduction) -> None:
+def _check_first_step(group: dist.ProcessGroup, cut: Cut, labels: bool) -> None:
     """Warns at the next optimizer step if no context was entered after a group's first cut.
 
-    Also if the loss of labels was not reduced.
+    Also if that had labels, and no loss was reduced over the group since, of whichever batch: the
+    first one may have been skipped, or its step have failed.
 
     Only after the first: programs that cut ahead make a step between a cut and its context.
     """
@@ -165,8 +167,9 @@ def _check_first_step(group: dist.ProcessGroup, cut: Cut, reduction: LossReducti
     if group in _first_cuts:
         return
     _first_cuts.add(group)
+    _reduced.discard(group)
     runs_before = attention_runs.total()
-    called = reduction.called if reduction.num_items else [True]
+    whose = weakref.ref(group)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or handle in _spent:
@@ -178,7 +181,7 @@ def _check_first_step(group: dist.ProcessGroup, cut: Cut, reduction: LossReducti
                 f"entered since, and no attention ran over all ranks: {_NO_CONTEXT}",
                 stacklevel=3,
             )
-        elif not called[0]:
+        elif labels and (its_group := whose()) is not None and its_group not in _reduced:
             warnings.warn(
                 f"{_OP}: an optimizer makes a step, but the function that shard_batch returned was "
                 "not called with the loss, which is then of this rank's labels only: "

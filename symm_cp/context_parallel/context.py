@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Literal, TypeVar
 
@@ -186,11 +186,10 @@ def context_parallel(
 
     Contexts may be nested: the innermost counts. Compiled functions may be called within several
     contexts and without one; a context entered within a compiled function breaks its graph, and so
-    does a checkpoint. Run the backward pass inside if activations are checkpointed: what is
-    recomputed outside does not run context parallel (torch then raises `CheckpointError`;
-    `ContextParallel` and `all_gather_attention` need no context). An `attn_mask` must be that of
-    the whole sequence. Refused, with `NotImplementedError`, are modules whose attention would be
-    wrong: `nn.MultiheadAttention`, layers that mix positions otherwise, missing positions,
+    does a checkpoint. What a checkpoint of `torch.utils.checkpoint` recomputes runs in the context
+    in which it first ran, also if the backward pass runs after the end of that. An `attn_mask` must
+    be that of the whole sequence. Refused, with `NotImplementedError`, are modules whose attention
+    would be wrong: `nn.MultiheadAttention`, layers that mix positions otherwise, missing positions,
     generation, and models of transformers that are not passed as `model` and have sliding windows
     or chunks shorter than the sequence (unless they use flex attention), attention sinks, soft caps
     or attention that calls none of these ("eager"). On one rank nothing is spread, and no module
@@ -209,15 +208,30 @@ def context_parallel(
         balancers[0] if balancers and load_balancer is None else load_balancer,
         method=method,
     )
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with _holding(tensors, shards), ExitStack() as stack:
+            _enter_models(stack, region, None, model)
+            yield
+
+    with _holding(tensors, shards, keep), _attending(region, model), entered(region, again):
+        yield
+        watch = guards.current()
+        if watch is not None:
+            watch.check_fused(on_unfused)
+
+
+@contextmanager
+def _holding(
+    tensors: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], keep: Container[int] = ()
+) -> Iterator[None]:
+    """Within it, tensors hold shards; then, except those with ids in `keep`, what they held."""
     originals = [tensor.detach() for tensor in tensors]
     try:
         for tensor, shard in zip(tensors, shards, strict=True):
             _become(tensor, shard)
-        with _attending(region, model), entered(region):
-            yield
-            watch = guards.current()
-            if watch is not None:
-                watch.check_fused(on_unfused)
+        yield
     finally:
         for tensor, original in zip(tensors, originals, strict=True):
             if id(tensor) not in keep:
@@ -238,9 +252,10 @@ def _attending(
 def _enter_models(
     stack: ExitStack,
     region: ParallelRegion,
-    watch: guards.Watch,
+    watch: guards.Watch | None,
     model: nn.Module | Sequence[nn.Module] | None,
 ) -> None:
+    """Has models attend to the whole sequence until the end of `stack`; a watch judges them."""
     models = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
     for each in models:
         if not isinstance(each, nn.Module):
@@ -252,7 +267,7 @@ def _enter_models(
         modules = stack.enter_context(inspector.attending(models, spread=region.world_size > 1))
         is_known |= modules is not None
         for module in modules or ():
-            if module not in watch.judged:
+            if watch is not None and module not in watch.judged:
                 watch.saw(module)
     if model is not None and not is_known:
         names = ", ".join(sorted({type(each).__name__ for each in models[:1]}))

@@ -17,6 +17,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -104,8 +105,13 @@ class FlexMode(TorchFunctionMode):
         self.region = region
         self.watch = watch
 
+    def again(self) -> AbstractContextManager[None]:
+        """Within it, code runs as in the region, which may have been left since."""
+        raise NotImplementedError
 
-def _traced_mode() -> FlexMode | None:
+
+def current_mode() -> FlexMode | None:
+    """Returns the mode of the innermost region of the code that calls this, also when traced."""
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, FlexMode):
             return mode
@@ -114,7 +120,7 @@ def _traced_mode() -> FlexMode | None:
 
 def current_region() -> tuple[ParallelRegion, Watch] | None:
     """Returns the innermost region of the code that calls this, and its watch, also when traced."""
-    mode = _traced_mode()
+    mode = current_mode()
     return None if mode is None else (mode.region, mode.watch)
 
 
@@ -135,12 +141,12 @@ def handled(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 def spread_region() -> ParallelRegion | None:
     """Returns the region of `current_region`, unless it has one rank, where nothing is spread."""
-    mode = _traced_mode()
+    mode = current_mode()
     return None if mode is None or mode.region.world_size == 1 else mode.region
 
 
 def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    mode = _traced_mode()
+    mode = current_mode()
     if mode is None:
         return flex.original(query, *args, **kwargs)
     region = mode.region

@@ -171,10 +171,14 @@ def current() -> Watch | None:
     return _thread.watches[-1] if _thread.watches else None
 
 
-def enter(watch: Watch) -> None:
-    """Starts watching the modules that this thread runs."""
+def enter(watch: Watch, *, again: bool = False) -> None:
+    """Starts watching the modules that this thread runs.
+
+    `again`: not for the first time, which attention may have run since.
+    """
     _hooks.acquire()
-    watch.runs_before = attention_runs.total()
+    if not again:
+        watch.runs_before = attention_runs.total()
     outer = current()
     if outer is not None:
         outer.first_module = outer.first_module or _local.compiled

@@ -1,8 +1,8 @@
 """Enters and leaves regions, and intercepts the functions called within them.
 
 A `TorchFunctionMode` sees `scaled_dot_product_attention`, the op of `varlen_attn` and random
-functions, however they were imported. flex_hook.py intercepts `flex_attention`, guards.py the
-modules that run.
+functions, however they were imported. flex_hook.py intercepts `flex_attention`, checkpoints.py
+checkpoints, guards.py the modules that run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.context_parallel import guards, random_functions, sdpa, varlen
+from symm_cp.context_parallel.checkpoints import checkpoint_hook
 from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
+from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.layouts import enter_cuts
 from symm_cp.context_parallel.refusals import telling_of_models, telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, pop, push
@@ -46,21 +48,36 @@ _BACKWARD: dict[Any, str] = {
 }
 
 
+#: Makes what surrounds a region, for code that runs in it after it was left.
+Around = Callable[[], AbstractContextManager[None]]
+
+
 @contextmanager
-def entered(region: ParallelRegion) -> Iterator[None]:
-    """Within it, attention that this thread calls runs over the region's group."""
+def entered(region: ParallelRegion, around: Around = nullcontext) -> Iterator[None]:
+    """Within it, attention that this thread calls runs over the region's group.
+
+    What a checkpoint recomputes after its end runs within `around()`, and in the region again.
+    """
     watch = region.watch()
     telling_peers(region.told, _check_shards, region)
     guards.show_random_functions()
-    with RegionMode(region, watch):
-        guards.enter(watch)
+    with _running(RegionMode(region, watch, around)):
+        yield
+
+
+@contextmanager
+def _running(mode: RegionMode, *, again: bool = False) -> Iterator[None]:
+    with mode:
+        guards.enter(mode.watch, again=again)
         flex_hook.acquire()
-        push(region)
+        checkpoint_hook.acquire()
+        push(mode.region)
         try:
-            with telling_of_models(region.told):
+            with telling_of_models(mode.region.told):
                 yield
         finally:
             pop()
+            checkpoint_hook.release()
             flex_hook.release()
             guards.leave()
 
@@ -77,6 +94,19 @@ _BODIES = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Mod
 
 class RegionMode(FlexMode):
     """The torch function mode of a region: sees functions however they were imported."""
+
+    def __init__(self, region: ParallelRegion, watch: Watch, around: Around = nullcontext) -> None:
+        super().__init__(region, watch)
+        self.around = around
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within it, code runs as in the region, which may have been left since.
+
+        Shards are not compared: the caller may have cut the next batch in another layout.
+        """
+        with self.around(), _running(self, again=True):
+            yield
 
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -129,7 +159,9 @@ class RegionMode(FlexMode):
             outputs = args[0]
             count = 1 if isinstance(outputs, torch.Tensor) else len(outputs)
             grads = _Gradients(kwargs.get(name), count)
-            grads.when_read = lambda: inner.enter_context(RegionMode(self.region, self.watch))
+            grads.when_read = lambda: inner.enter_context(
+                RegionMode(self.region, self.watch, self.around)
+            )
             return func(*args, **{**kwargs, name: grads})
 
 

@@ -183,12 +183,14 @@ def by_position(mask_module: str | None) -> bool:
 
 
 def plain(model: nn.Module) -> Any:
-    """Returns the model inside of wrappers of torch.compile, DDP and the like."""
+    """Returns the model inside of wrappers of torch.compile, DDP, PEFT and the like."""
     inner = model
     while True:
         wrapped = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
         if not isinstance(wrapped, nn.Module):
-            return inner
+            if not (hasattr(inner, "peft_config") and hasattr(inner, "get_base_model")):
+                return inner
+            wrapped = inner.get_base_model()  # type: ignore[operator]
         inner = wrapped
 
 

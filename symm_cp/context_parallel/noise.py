@@ -101,6 +101,18 @@ def seed_of_dropout() -> torch.Tensor:
     return seed
 
 
+def seed_of_attention(region: ParallelRegion, device: torch.device) -> torch.Tensor:
+    """Draws the seed of a dropout in attention; raises `ValueError` if ranks draw others.
+
+    Collective when it is the first that a region draws. Callers tell the peers what it raises.
+    """
+    seed = seed_of_dropout()
+    watch = None if torch.compiler.is_compiling() else current()
+    if watch is not None and type(seed) is torch.Tensor:
+        _check_seed(region, watch, int(seed), device)
+    return seed
+
+
 def _recomputing() -> bool:
     """Whether this is called by a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -81,7 +81,7 @@ def training_step(
 
     Args:
         model: a model of transformers, or any other with a `loss_function`; also wrapped in DDP,
-            FSDP2, or `torch.compile`.
+            FSDP2, PEFT, or `torch.compile`.
         batch: tensors by name of the whole sequence, the same on all ranks; see `shard_batch`. The
             model gets this rank's part by keyword; a model with a `loss_function` without labels,
             and without `position_ids` if it takes none.

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
-from symm_cp.context_parallel.noise import saw_queries, seed_of_dropout
+from symm_cp.context_parallel.noise import saw_queries, seed_of_attention
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.group.memory import resolve
@@ -141,7 +141,7 @@ def _attend_batch(call: _Call, related: bool) -> torch.Tensor:
         group=region.group,
         **mask.arguments(),
         method=region.method,
-        dropout_seed=seed_of_dropout() if dropout_p > 0 else None,
+        dropout_seed=seed_of_attention(region, query.device) if dropout_p > 0 else None,
         **options,
         **spread,
     )
@@ -164,7 +164,7 @@ def _by_tiles(call: _Call) -> torch.Tensor:
         kv_layout=keys.layout,
         mask_mod=mask.as_mask_mod(),
         method=region.method,
-        dropout_seed=seed_of_dropout() if options["dropout_p"] > 0 else None,
+        dropout_seed=seed_of_attention(region, query.device) if options["dropout_p"] > 0 else None,
         **options,
     )
     return out

@@ -424,13 +424,21 @@ def loss_not_reduced(group: dist.ProcessGroup) -> None:
     table = nn.Parameter(torch.randn(31, 31))
     q = torch.randn(1, 2, LENGTH // group.size(), 8)
 
-    def warned(*, reduce: bool) -> int:
+    def warned(*, reduce: bool, fails: bool = False) -> int:
         optimizer = torch.optim.SGD([table], lr=0.1)
         forget_first_cuts(group, optimizer)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for _ in range(2):
+            for step in range(2):
                 local, reduce_loss = symm_cp.shard_batch(mesh, batch_of())
+                if fails and step == 0:  # and all ranks go on with the next batch
+                    balancer = reduce_loss.load_balancer
+                    with (
+                        pytest.raises(ArithmeticError),
+                        symm_cp.context_parallel(mesh, load_balancer=balancer),
+                    ):
+                        raise ArithmeticError
+                    continue
                 with symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer):
                     F.scaled_dot_product_attention(q, q, q, is_causal=True)
                     loss = table[local["input_ids"]].sum()
@@ -440,6 +448,7 @@ def loss_not_reduced(group: dist.ProcessGroup) -> None:
         return sum("was not called with the loss" in str(w.message) for w in caught)
 
     assert [warned(reduce=reduce) for reduce in (False, True)] == [1, 0]
+    assert [warned(reduce=reduce, fails=True) for reduce in (False, True)] == [1, 0]
 
 
 def test_a_loss_that_is_not_reduced_is_noticed(ranks: Ranks) -> None:

@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import symm_cp
+from symm_cp.context_parallel.region import active
+from symm_cp.context_parallel.sequence_attention import attend_sequence
+from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive, some
@@ -231,11 +234,23 @@ def seeded_otherwise(group: dist.ProcessGroup) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(x, 0.3)
 
-    torch.manual_seed(group.rank())
-    with pytest.raises(ValueError, match=r"ranks \[1, 2\] draw other random .* than rank 0"):
-        within(group, "HeadTail", step)
-    torch.manual_seed(1)
-    within(group, "HeadTail", step)
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(SAMPLES, -1, 4, 5).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3, is_causal=True)
+
+    def attend_by_tiles(x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(SAMPLES, -1, 4, 5).transpose(1, 2)
+        mask = SequenceMask(mask_mod=lambda b, h, q, kv: q >= kv)
+        region = active()
+        assert region is not None
+        return attend_sequence(region, heads, heads, heads, mask, dropout_p=0.3)
+
+    for draw in (step, attend, attend_by_tiles):
+        torch.manual_seed(group.rank())
+        with pytest.raises(ValueError, match=r"ranks \[1, 2\] draw other random .* than rank 0"):
+            within(group, "HeadTail", draw)
+        torch.manual_seed(1)
+        within(group, "HeadTail", draw)
 
 
 def test_other_seeds_are_refused(ranks: Ranks) -> None:

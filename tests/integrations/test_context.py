@@ -296,32 +296,34 @@ def test_ranks_that_call_a_model_differently(ranks: Ranks) -> None:
 # --- checkpoints -------------------------------------------------------------------------------
 
 
-def recomputes_outside(group: dist.ProcessGroup) -> None:
+def recomputes_outside(group: dist.ProcessGroup, client: Client, reentrant: bool) -> None:
     batch = causal_batch(24, padding="right")
-    expected = in_one_process(LLAMA, batch)
+    expected = in_one_process(client, batch)
     mesh, balancer = mesh_of(group), symm_cp.HeadTail(24, group.size())
     local, reduce_loss = symm_cp.shard_batch(mesh, batch, load_balancer=balancer)
     labels = local.pop("labels")
-    for implementation in ("symm_cp", "sdpa"):
-        model = LLAMA.make(implementation).train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        own = model if implementation == "sdpa" else None
+    for implementation in ("symm_cp", "eager"):
+        model = client.make(implementation).train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        own = model if implementation == "eager" else None
         with symm_cp.context_parallel(mesh, model=own, load_balancer=balancer):
             loss = reduce_loss(target_loss(model(**local, use_cache=False).logits, labels))
-        if own is None:
-            loss.backward()
-            for name, grad in summed_grads(group, model).items():
-                want = expected.grads[name]
-                assert grad is not None
-                assert want is not None
-                assert_near(name, grad, want, 2e-5)
-        else:
-            with pytest.raises(RuntimeError, match="run the backward pass within it, or call"):
-                loss.backward()
+        assert model.config._attn_implementation == implementation
+        loss.backward()
+        assert model.config._attn_implementation == implementation
+        for name, grad in summed_grads(group, model).items():
+            want = expected.grads[name]
+            assert grad is not None
+            assert want is not None
+            assert_near(name, grad, want, 2e-5)
 
 
-def test_checkpoints_recomputed_outside_of_the_context(ranks: Ranks) -> None:
-    ranks.run(2, recomputes_outside)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("client", [LLAMA, GEMMA], ids=lambda client: client.name)
+def test_checkpoints_recomputed_outside_of_the_context(
+    ranks: Ranks, client: Client, reentrant: bool
+) -> None:
+    ranks.run(2, recomputes_outside, client, reentrant)
 
 
 # --- outside of a context ----------------------------------------------------------------------

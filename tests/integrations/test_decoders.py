@@ -359,3 +359,34 @@ def refuses_without_model(group: dist.ProcessGroup, client: Client, match: str) 
 )
 def test_lengths_are_refused_without_the_model(ranks: Ranks, name: str, match: str) -> None:
     ranks.run(2, refuses_without_model, STRANGERS[name], match)
+
+
+# --- positions ---------------------------------------------------------------------------------
+
+
+def counts_positions(group: dist.ProcessGroup, client: Client, padding: str | None) -> None:
+    """The model gets no `position_ids` in one process, and those that it counts there on ranks."""
+    batch = causal_batch(LENGTH, padding=padding)
+    batch.pop("position_ids", None)
+    expected = in_one_process(client, batch)
+    model = client.make("eager")
+    with symm_cp.training_step(model, batch, mesh_of(group)) as step:
+        step.loss.backward()
+    whole = symm_cp.context_parallel_unshard(group, [step.output.logits.detach()], [1])[0]
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_same(Result(step.loss.detach(), whole, grads), expected, batch, client.tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    some(
+        ("opt", "left"),
+        ("biogpt", "left"),
+        of=pairs(["opt", "biogpt", "gpt2", "llama"], ["left", "right", None]),
+    ),
+)
+def test_positions_are_those_that_a_model_counts(
+    ranks: Ranks, name: str, padding: str | None
+) -> None:
+    client = CLIENTS[name] if name in CLIENTS else STRANGERS[name]
+    ranks.run(2, counts_positions, client, padding)

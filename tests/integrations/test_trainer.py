@@ -20,6 +20,7 @@ from symm_cp.integrations.transformers.trainer import ContextParallelMixin, Cont
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive
+from tests.integrations.test_peft import needs_peft
 
 pytest.importorskip("accelerate")
 
@@ -66,10 +67,16 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
 def model_of(name: str) -> torch.nn.Module:
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
+    name, _, adapter = name.partition(" with ")
     kind = getattr(transformers, name)
     options = T5 if name.startswith("T5") else BERT
     made = kind.config_class(**{**SIZES, **options, "decoder_start_token_id": 0})
-    return kind(made).double()
+    if not adapter:
+        return kind(made).double()
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(kind(made), config).double()
 
 
 def trained(
@@ -155,11 +162,12 @@ def results(ranks: Ranks, world_size: int, function: Any, *args: Any) -> list[An
 
 
 CHECKPOINTED = {"gradient_checkpointing": True}
-CASES: list[tuple[Any, ...]] = [
+CASES: list[Any] = [
     ("LlamaForCausalLM", 2, 1, False, {}),
     ("LlamaForCausalLM", 2, 1, True, CHECKPOINTED),
     ("LlamaForCausalLM", 4, 2, False, {"average_tokens_across_devices": False}),
     ("LlamaForCausalLM", 4, 2, False, {"gradient_accumulation_steps": 2, **CHECKPOINTED}),
+    pytest.param("LlamaForCausalLM with LoRA", 2, 1, False, {}, marks=needs_peft),
     ("BertForMaskedLM", 2, 1, False, {}),
     ("T5ForConditionalGeneration", 2, 1, False, CHECKPOINTED),
 ]

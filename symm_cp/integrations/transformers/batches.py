@@ -40,14 +40,24 @@ class ModelBatchRules(BatchRules):
         decoder, name = batch.get("decoder_input_ids"), "decoder_position_ids"
         if decoder is not None and batch.get(name) is None and self.takes(name):
             batch[name] = positions(decoder.shape, 1, decoder.device)
-        ids = batch.get("input_ids")
-        if ids is not None and "position_ids" not in batch and self.takes("position_ids"):
-            for part in self.model.modules():
-                if hasattr(part, "create_position_ids_from_input_ids"):
-                    made = part.create_position_ids_from_input_ids(ids, part.padding_idx)
-                    batch["position_ids"] = made
-                    return
+        if "position_ids" not in batch and self.takes("position_ids"):
+            made = self._counted_positions(batch.get("input_ids"), batch.get("attention_mask"))
+            if made is not None:
+                batch["position_ids"] = made
         super().add_positions(batch, sequence)
+
+    def _counted_positions(
+        self, ids: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Returns the positions that the model counts by padding; None if it counts all alike."""
+        by_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        for part in self.model.modules():
+            if ids is not None and hasattr(part, "create_position_ids_from_input_ids"):
+                return part.create_position_ids_from_input_ids(ids, part.padding_idx)
+            if by_mask and _counts_by_mask(part):
+                assert mask is not None
+                return (mask.cumsum(1) * mask - 1).long()
+        return None
 
     def shifts_labels(self) -> bool:
         """Tells whether the model shifts labels unless it gets `shift_labels`.
@@ -63,6 +73,20 @@ class ModelBatchRules(BatchRules):
                 "model, and compute the loss from the logits and the labels that it returns"
             )
         return False
+
+
+def _counts_by_mask(module: nn.Module) -> bool:
+    """Tells whether a module counts the positions that `attention_mask` shows (OPT).
+
+    It embeds them by a table that takes the mask. BioGPT has such a table, too, but always gives it
+    positions that it counts itself, by `arange`.
+    """
+    tables = (child for child in module.children() if isinstance(child, nn.Embedding))
+    wanted = {"attention_mask", "position_ids"}
+    if not any(wanted <= set(inspect.signature(table.forward).parameters) for table in tables):
+        return False
+    forward = inspect.unwrap(type(module).forward)
+    return "arange" not in forward.__code__.co_names
 
 
 def _has_decoder(model: nn.Module) -> bool:

@@ -57,6 +57,7 @@ ATTRIBUTES = frozenset(
         *("attn_temperature_tuning", "use_rope", "floor_scale", "padding_idx", "kernel_size"),
         *("main_input_name", "base_model_prefix", "pooler", "lm_head", "forward", "compute_bias"),
         *(_RELATIVE, "has_relative_attention_bias", SEES_ALL_RANKS, RECURRENCE_KNOWN),
+        "active_adapter",
     )
 )
 _FULL_ATTENTION = "Use a model with full attention"
@@ -121,6 +122,13 @@ def _input_and_output_limits(module: nn.Module) -> Iterator[Limit]:
             "every rank would make the whole sequence of it, and attend to it as to a part",
             "Run it outside of context_parallel, and pass on what it returns, as encoder_outputs "
             "or inputs_embeds, which symm_cp.shard_batch cuts differentiably",
+        )
+    adapter = getattr(module, "active_peft_config", None)  # of PEFT
+    if getattr(adapter, "is_prompt_learning", False):
+        yield Limit(
+            f"prompt learning ({type(adapter).__name__})",
+            "every rank would put the virtual tokens before its part of the sequence",
+            "Use an adapter without virtual tokens, such as LoRA",
         )
     if not hasattr(module, "base_model_prefix"):
         return

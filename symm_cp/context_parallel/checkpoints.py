@@ -1,0 +1,87 @@
+"""Checkpoints of a region: what they recompute runs in it, wherever the backward pass is.
+
+`torch.utils.checkpoint` calls its function again in the backward pass, which a program may run
+after the context: attention would then see this rank's part of the sequence only. No mode of torch
+functions sees a checkpoint, so while a region is active, both forms of it get a function that
+enters the region again where it is not active.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint as torch_checkpoint
+
+from symm_cp.context_parallel.flex_hook import current_mode
+
+# What calls the function again: with `use_reentrant=True`, and without. torch does not promise the
+# second; if it is gone, recomputation outside of the region saves fewer tensors: CheckpointError.
+_REENTRANT: Any = torch_checkpoint.CheckpointFunction
+_FRAME: Any = getattr(torch_checkpoint, "_CheckpointFrame", None)
+
+
+def _in_its_region(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs in the innermost region of this thread, if there is one."""
+    mode = current_mode()
+    if mode is None:
+        return body
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        active = current_mode()
+        if active is not None and active.region is mode.region:
+            return body(*args, **kwargs)
+        with mode.again():
+            return body(*args, **kwargs)
+
+    return within
+
+
+class _CheckpointHook:
+    """Has checkpoints recompute in the region of their forward pass, while acquired at least once.
+
+    Those of threads without a region are left as they are.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._restore: Callable[[], None] | None = None
+
+    def acquire(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._restore is None:
+                self._restore = _replace()
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._restore is not None:
+                self._restore()
+                self._restore = None
+
+
+def _replace() -> Callable[[], None]:
+    """Returns what undoes it."""
+    forward, init = _REENTRANT.forward, _FRAME and _FRAME.__init__
+
+    def run(ctx: Any, body: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, _in_its_region(body), *args)
+
+    def remember(frame: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        init(frame, _in_its_region(recompute), *args, **kwargs)
+
+    def restore() -> None:
+        _REENTRANT.forward = staticmethod(forward)
+        if _FRAME is not None:
+            _FRAME.__init__ = init
+
+    _REENTRANT.forward = staticmethod(run)
+    if _FRAME is not None:
+        _FRAME.__init__ = remember
+    return restore
+
+
+checkpoint_hook = _CheckpointHook()

@@ -75,6 +75,11 @@ def linear_name(model: nn.Module, name: str) -> str:
     return f"{name}.base_layer" if is_adapted(model.get_submodule(name)) else name
 
 
+def original(module: nn.Module) -> Any:
+    """The module that PEFT has copied to train it whole (`modules_to_save`); others themselves."""
+    return getattr(module, "original_module", module) if is_adapted(module) else module
+
+
 def check(model: nn.Module, rules: Sequence[str], fused: set[str]) -> None:
     """Raises `NotImplementedError` for adapters that cannot be used with a plan.
 
@@ -155,9 +160,21 @@ def wrap_all(model: nn.Module, seat: Seat) -> None:
 
 
 class SplitAdapters(nn.Module):
-    """A layer whose adapters are split: PEFT cannot add another one to it."""
+    """A layer whose adapters are split: no more can be added, and one is used for a whole batch."""
 
     own_name: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layer; raises `NotImplementedError` for adapters by sample.
+
+        PEFT calls these in the order of a set of names, which differs from process to process.
+        """
+        if kwargs.get("adapter_names") is not None:
+            raise NotImplementedError(
+                f"tensor_parallel.apply: adapter_names, given to {self.own_name}, is not "
+                "supported: call the model once for each adapter (set_adapter)"
+            )
+        return super().forward(*args, **kwargs)
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Raises `NotImplementedError`."""

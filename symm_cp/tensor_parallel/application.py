@@ -142,7 +142,8 @@ class _Application:
                     "the model as it was built"
                 )
         fused = set() if self.blocks is None else self.blocks.fused
-        adapters.check(self.model, [rule.owner for rule in self.rules], fused)
+        split = [r.owner for r in self.rules if r.kind != "replicated_with_grad_allreduce"]
+        adapters.check(self.model, split, fused)
         for rule in self.linears:
             self._check_linear(rule)
         for rule in self.rules:

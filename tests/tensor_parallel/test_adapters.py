@@ -23,8 +23,9 @@ from tests.tensor_parallel.models import model_of, tokens_of
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-#: As in test_apply: norms and rotary embeddings of transformers compute in float32.
-LIMITS = {"rtol": 1e-6, "atol": 1e-7}
+#: Norms and rotary embeddings of transformers compute in float32: a value that is rounded otherwise
+#: there is off by 6e-8, and adapters multiply it by up to 8 / 2. A missing term is off by 1e-3.
+LIMITS = {"rtol": 1e-5, "atol": 1e-6}
 #: Heads, features and vocabularies that no world size divides.
 UNEVEN = {
     "hidden_size": 40,
@@ -91,7 +92,7 @@ def trains_as_one_process(
         if "proj.lora_" in name:
             assert parameter.placements[0].is_shard() == (("lora_B" in name) == columns), name
     optimizers = [
-        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3, eps=1e-3)
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3, eps=1e-2)
         for m in (model, dense)
     ]
     for m in (model, dense):
@@ -261,11 +262,13 @@ def refuses_after(group: dist.ProcessGroup) -> None:
     with pytest.raises(NotImplementedError, match=r"split over ranks .* add adapters first"):
         with_lora(model)
     model, dense = two_models(group, lora={})
+    tokens = tokens_of(dense)
     with pytest.raises(NotImplementedError, match="q_proj has been split, and the adapter 'more'"):
         model.add_adapter("more", peft.LoraConfig(target_modules=EVERY))
-    tokens = tokens_of(dense)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits, dense(tokens).logits, **LIMITS)
+    with pytest.raises(NotImplementedError, match=r"adapter_names, given to .*q_proj, is not"):
+        model.eval()(input_ids=tokens, adapter_names=["default", "__base__"])
 
 
 def test_adapters_come_first(ranks: Ranks) -> None:

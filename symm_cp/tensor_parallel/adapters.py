@@ -37,8 +37,7 @@ from symm_cp.tensor_parallel.whole import Seat
 from symm_cp.tensor_parallel.wrappers import wrap
 
 _INSTEAD = (
-    "merge it into the model (merge_and_unload()) before apply, or leave the rule of the linear "
-    "out of the plan and the adapter out of the model"
+    "merge it into the model first (merge_and_unload()), or apply the plan to the model without it"
 )
 _FIRST = "add adapters first, then apply the plan to the model with all of them"
 
@@ -101,7 +100,8 @@ def _refusal(name: str, module: Any, rules: Sequence[str], fused: set[str]) -> s
         return f"is an adapter, and the plan names {inside[0]} in it: name the adapter instead"
     if type(module) is _peft("utils", "ModulesToSaveWrapper"):
         return (
-            f"modules_to_save of a module that the plan splits is not supported: {_INSTEAD}"
+            "modules_to_save of a module that the plan splits is not supported: leave its rule "
+            "out of the plan to replicate it, or name it as a target of LoRA"
             if name in rules
             else ""
         )
@@ -206,9 +206,9 @@ class MergesDTensors(nn.Module):
         before = list(layer.merged_adapters)
         copies = {p: p.detach().clone() for p in layer.base_layer.parameters()}
         merge(False, adapter_names)
-        locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in copies]
-        finite = all(bool(torch.isfinite(p).all()) for p in locals_)
-        wrong = locals_[0].new_full((1, 1), float(not finite), dtype=torch.float32)
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in copies]
+        finite = all(bool(torch.isfinite(part).all()) for part in parts)
+        wrong = parts[0].new_full((1, 1), float(not finite), dtype=torch.float32)
         with torch.no_grad():
             if sum_ranks(wrong, self.seat.group).item() == 0:
                 return

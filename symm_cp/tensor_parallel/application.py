@@ -24,6 +24,7 @@ from symm_cp.tensor_parallel.optimizers import replaced
 from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
 from symm_cp.tensor_parallel.quantised import distributed
 from symm_cp.tensor_parallel.same_inputs import compare_inputs
+from symm_cp.tensor_parallel.saved_adapters import SavesWholeAdapters
 from symm_cp.tensor_parallel.style import (
     FusedColwiseGroup,
     FusedColwiseParallel,
@@ -316,7 +317,7 @@ class _Application:
         adapters.wrap_all(self.model, self.seat)
         _, inner = adapters.wrapped_model(self.model)
         if inner is not self.model:
-            wrappers.wrap(self.model, adapters.SavesWholeAdapters)
+            wrappers.wrap(self.model, SavesWholeAdapters)
         if hasattr(inner, "save_pretrained"):
             wrappers.wrap(inner, SavesWholeModel)
         compare_inputs(inner, self.seat)

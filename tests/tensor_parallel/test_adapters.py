@@ -155,6 +155,12 @@ def generates_and_merges(group: dist.ProcessGroup, folder: str) -> None:
     base = copy.deepcopy(dense).unload()
     loaded = peft.PeftModel.from_pretrained(base, f"{folder}/adapters")
     same_parameters(model, loaded, lambda p: p.detach())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.zero_()
+    model.load_adapter(f"{folder}/adapters", "default")
+    same_parameters(model, loaded, lambda p: p.detach())
     with pytest.raises(NotImplementedError, match="save: the model has adapters"):
         save_whole(model, folder)
     # Merged and split again, then merged for good.

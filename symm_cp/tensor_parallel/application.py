@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,16 +13,18 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from symm_cp.group.memory import GroupLike, resolve
-from symm_cp.tensor_parallel import quantised, wrappers
+from symm_cp.tensor_parallel import adapters, quantised, wrappers
 from symm_cp.tensor_parallel.blocks import Blocks, blocks_of
-from symm_cp.tensor_parallel.checkpoint import SavesWholeModel, load
+from symm_cp.tensor_parallel.checkpoint import SavesWholeModel, load, refuse_adapters
 from symm_cp.tensor_parallel.embedding import option_of_whole
 from symm_cp.tensor_parallel.features import Features, chunks
+from symm_cp.tensor_parallel.heads import REPEATS, Heads, heads_of
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
 from symm_cp.tensor_parallel.optimizers import replaced
 from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
 from symm_cp.tensor_parallel.quantised import distributed
 from symm_cp.tensor_parallel.same_inputs import compare_inputs
+from symm_cp.tensor_parallel.saved_adapters import SavesWholeAdapters
 from symm_cp.tensor_parallel.style import (
     FusedColwiseGroup,
     FusedColwiseParallel,
@@ -75,6 +75,8 @@ def apply(
     rules = rules_of(model, plan)
     work = _Application(model, _mesh_of(mesh, model), rules, sequence_parallel, src_data_rank)
     work.check()
+    if checkpoint is not None:
+        refuse_adapters("apply", model)
     work.run()
     if checkpoint is not None:
         load(model, checkpoint)
@@ -96,24 +98,6 @@ def _name_in(module: str, parameter: str) -> str:
     return f"{module}.{parameter}" if module else parameter
 
 
-#: The attribute of attention modules of transformers: how often `repeat_kv` repeats a key head.
-_REPEATS = "num_key_value_groups"
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """How the heads of an attention are divided.
-
-    `units` can be split apart: key heads with their query heads or, where `shared_by` query heads
-    share a key head and these are fewer than ranks, query heads. `queries` are all their features.
-    """
-
-    head_dim: int
-    units: int
-    queries: int
-    shared_by: int = 1
-
-
 class _Application:
     """One call of `apply`."""
 
@@ -130,13 +114,17 @@ class _Application:
         self.rules = rules
         self.blocks: Blocks | None = blocks_of(model, rules) if sequence_parallel else None
         self.kinds = {rule.name: rule.kind for rule in rules}
-        self.heads: dict[str, _Heads | None] = {}
+        self.heads: dict[str, Heads | None] = {}
         self.linears = [
             rule for rule in rules if not rule.parameter and rule.kind in COLWISE | ROWWISE
         ]
 
     def module(self, name: str) -> Any:
         return self.model.get_submodule(name)
+
+    def linear(self, rule: Rule) -> Any:
+        """The linear that a rule splits, without its adapters."""
+        return self.module(adapters.linear_name(self.model, rule.owner))
 
     # --- checks ---
 
@@ -154,6 +142,9 @@ class _Application:
                     "accelerate, or by the tensor parallelism of transformers): apply the plan to "
                     "the model as it was built"
                 )
+        fused = set() if self.blocks is None else self.blocks.fused
+        split = [r.owner for r in self.rules if r.kind != "replicated_with_grad_allreduce"]
+        adapters.check(self.model, split, fused)
         for rule in self.linears:
             self._check_linear(rule)
         for rule in self.rules:
@@ -170,7 +161,7 @@ class _Application:
         return NotImplementedError(f"apply: {rule.name} ({kind}), kind {rule.kind!r}: {reason}")
 
     def _check_linear(self, rule: Rule) -> None:
-        linear = self.module(rule.name)
+        linear = self.linear(rule)
         if type(linear) is not nn.Linear:
             raise self._refuse(
                 rule, "must be an nn.Linear itself; leave the rule out to replicate it"
@@ -197,7 +188,7 @@ class _Application:
                 None if isinstance(self._layout(rule), Replicate) else 1,
             )
 
-    def _heads(self, rule: Rule) -> _Heads | None:
+    def _heads(self, rule: Rule) -> Heads | None:
         """The heads of the attention that a linear belongs to, None for other linears.
 
         Query heads that share a key head stay together, as `repeat_kv` requires, unless there are
@@ -208,31 +199,17 @@ class _Application:
             self.heads[rule.name] = self._heads_of(rule)
         return self.heads[rule.name]
 
-    def _heads_of(self, rule: Rule) -> _Heads | None:
+    def _heads_of(self, rule: Rule) -> Heads | None:
         parent = rule.owner.rpartition(".")[0]
-        attention = self.module(parent)
-        head_dim = getattr(attention, "head_dim", None)
-        if not isinstance(head_dim, int) or rule.kind in _GATHERED | _SPLIT_INPUT:
+        if rule.kind in _GATHERED | _SPLIT_INPUT:
             return None
         linears = [o for o in self.linears if o.owner.rpartition(".")[0] == parent]
-        colwise = [self.module(o.owner).out_features for o in linears if o.kind == "colwise"]
-        rowwise = [self.module(o.owner).in_features for o in linears if o.kind == "rowwise"]
-        if not colwise or any(width % head_dim for width in colwise):
-            return None
-        units, queries = math.gcd(*(width // head_dim for width in colwise)), max(colwise)
-        shared_by = queries // (units * head_dim)
-        # Only where each rank's key heads can be repeated another number of times.
-        repeats = (
-            set(colwise) == {queries, units * head_dim}
-            and set(rowwise) == {queries}
-            and getattr(attention, _REPEATS, None) == shared_by > 1
-        )
-        if units < self.seat.world_size and repeats:
-            return _Heads(head_dim, units * shared_by, queries, shared_by)
-        return _Heads(head_dim, units, queries)
+        colwise = [self.linear(o).out_features for o in linears if o.kind == "colwise"]
+        rowwise = [self.linear(o).in_features for o in linears if o.kind == "rowwise"]
+        return heads_of(self.module(parent), colwise, rowwise, self.seat.world_size)
 
     def _multiple_of(self, rule: Rule) -> int:
-        heads, linear = self._heads(rule), self.module(rule.owner)
+        heads, linear = self._heads(rule), self.linear(rule)
         if heads is None:
             return 1
         width: int = linear.out_features if rule.kind in COLWISE else linear.in_features
@@ -241,7 +218,7 @@ class _Application:
     def _shared_by(self, rule: Rule) -> int:
         """How many query heads share a head of this linear, if ranks share its heads; else 1."""
         heads = self._heads(rule)
-        if heads is None or self.module(rule.owner).out_features == heads.queries:
+        if heads is None or self.linear(rule).out_features == heads.queries:
             return 1
         return heads.shared_by
 
@@ -315,7 +292,7 @@ class _Application:
             kind = self.kinds[name]
             dim = _split_dim(kind, self.model.get_parameter(name).dim())
             return Shard(dim + 1 if _is_packed(kind) else dim)
-        kind = self.kinds.get(owner, "")
+        kind = self.kinds.get(owner.removesuffix(".base_layer"), "")
         if kind in COLWISE or kind == "embedding_rowwise":
             return Shard(0)
         return Shard(1) if kind in ROWWISE and parameter == "weight" else Replicate()
@@ -337,9 +314,13 @@ class _Application:
             self._wrap(rule)
         if self.blocks is not None:
             self._wrap_blocks(self.blocks)
-        if hasattr(self.model, "save_pretrained"):
-            wrappers.wrap(self.model, SavesWholeModel)
-        compare_inputs(self.model, self.seat)
+        adapters.wrap_all(self.model, self.seat)
+        _, inner = adapters.wrapped_model(self.model)
+        if inner is not self.model:
+            wrappers.wrap(self.model, SavesWholeAdapters)
+        if hasattr(inner, "save_pretrained"):
+            wrappers.wrap(inner, SavesWholeModel)
+        compare_inputs(inner, self.seat)
         replaced(before, self.model)
 
     def _distribute(self, name: str, placement: Placement) -> None:
@@ -357,36 +338,56 @@ class _Application:
     def _apply_styles(self) -> None:
         groups: dict[tuple[str, int], list[Rule]] = {}
         for rule in self.linears:
-            layout = self._layout(rule)
             if rule.kind == "colwise":
-                key = rule.owner.rpartition(".")[0], self.module(rule.owner).in_features
+                key = rule.owner.rpartition(".")[0], self.linear(rule).in_features
                 groups.setdefault(key, []).append(rule)
-            elif rule.kind in COLWISE:
-                self._apply_style(rule.owner, FusedColwiseParallel(input_layouts=layout))
             else:
-                unit = self._multiple_of(rule)
-                style = FusedRowwiseParallel(output_layouts=layout, multiple_of=unit)
-                self._apply_style(rule.owner, style)
+                self._apply_style(self.linear(rule), self._style(rule))
+            self._split_adapters(rule)
         for (parent, _), rules in groups.items():
-            units = {rule.owner.rpartition(".")[2]: self._multiple_of(rule) for rule in rules}
-            shared = {rule.owner.rpartition(".")[2]: self._shared_by(rule) for rule in rules}
+            names = [adapters.linear_name(self.model, rule.owner) for rule in rules]
+            names = [name.removeprefix(f"{parent}.") for name in names]
+            units = dict(zip(names, map(self._multiple_of, rules), strict=True))
+            shared = dict(zip(names, map(self._shared_by, rules), strict=True))
             group = FusedColwiseGroup(
                 tuple(units),
                 input_layouts=self._layout(rules[0]),
                 multiple_of=units,
                 shared_by=shared,
             )
-            self._apply_style(parent, group)
+            self._apply_style(self.module(parent), group)
             if max(shared.values()) > 1:
-                counts = [self.module(rule.owner).features.count for rule in rules]
-                setattr(self.module(parent), _REPEATS, max(counts) // min(counts))
+                counts = [self.linear(rule).features.count for rule in rules]
+                setattr(self.module(parent), REPEATS, max(counts) // min(counts))
 
     def _layout(self, rule: Rule) -> Placement:
         return Shard(1) if self.blocks is not None and self.blocks.is_fused(rule) else Replicate()
 
-    def _apply_style(self, name: str, style: ParallelStyle) -> None:
+    def _style(self, rule: Rule) -> FusedColwiseParallel | FusedRowwiseParallel:
+        layout, unit = self._layout(rule), self._multiple_of(rule)
+        if rule.kind in ROWWISE:
+            return FusedRowwiseParallel(output_layouts=layout, multiple_of=unit)
+        shared_by = self._shared_by(rule)
+        return FusedColwiseParallel(input_layouts=layout, multiple_of=unit, shared_by=shared_by)
+
+    def _apply_style(self, module: nn.Module, style: ParallelStyle) -> None:
         style.src_data_rank = self.source
-        style._apply(self.module(name), self.mesh)
+        style._apply(module, self.mesh)
+
+    def _split_adapters(self, rule: Rule) -> None:
+        layer, columns = self.module(rule.owner), rule.kind in COLWISE
+        if not adapters.is_adapted(layer):
+            return
+        for linear in adapters.split_with(layer, columns):
+            self._apply_style(linear, self._style(rule))
+        dim, sizes = None, None
+        if columns and isinstance(self._layout(rule), Shard):
+            dim = 1
+        elif not columns and rule.kind not in _SPLIT_INPUT:
+            length, unit = self.linear(rule).in_features, self._multiple_of(rule)
+            divided = Features.divided(length, self.seat.rank, self.seat.world_size, unit)
+            dim, sizes = -1, divided.computed.sizes
+        adapters.wrap_layer(rule.owner, layer, self.seat, dim, sizes)
 
     def _wrap_owners(self) -> None:
         """Modules that own parameters, but are none of our linears, see them as plain tensors."""
@@ -412,6 +413,11 @@ class _Application:
             if rule.kind == "replicated_with_grad_allreduce":
                 for parameter, _ in self.module(rule.owner).named_parameters():
                     yield _name_in(rule.owner, parameter)
+        for rule in self.linears:
+            if isinstance(self._layout(rule), Shard):
+                yield from adapters.kept_whole(
+                    rule.owner, self.module(rule.owner), rule.kind in COLWISE
+                )
         if self.blocks is not None:
             for name in self.blocks.token_wise:
                 for parameter, _ in self.module(name).named_parameters():
@@ -424,12 +430,12 @@ class _Application:
         module, seat = self.module(rule.owner), self.seat
         if rule.parameter:
             return
-        if rule.kind in _GATHERED:
-            sizes = module.features.computed.sizes
-            wrappers.wrap(module, wrappers.GatheredOutput, seat=seat, sizes=sizes)
-        elif rule.kind in _SPLIT_INPUT:
-            sizes = module.features.computed.sizes
-            wrappers.wrap(module, wrappers.PartOfInput, seat=seat, sizes=sizes)
+        if rule.kind in _GATHERED | _SPLIT_INPUT:
+            gathered = rule.kind in _GATHERED
+            sizes = self.linear(rule).features.computed.sizes
+            for linear in (self.linear(rule), *adapters.split_with(module, gathered)):
+                wrapper = wrappers.GatheredOutput if gathered else wrappers.PartOfInput
+                wrappers.wrap(linear, wrapper, seat=seat, sizes=sizes)
         elif rule.kind == "embedding_rowwise":
             self._wrap_embedding(module)
         elif rule.kind == "all_reduce":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from symm_cp.tensor_parallel.adapters import original
 from symm_cp.tensor_parallel.plans import COLWISE, ROWWISE, Rule
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -97,7 +98,7 @@ def _sort(blocks: Blocks, name: str, child: nn.Module, rules: Sequence[Rule]) ->
     others = {rule.kind for rule in rules if rule not in linears}
     if linears and own and others <= {"replicated_with_grad_allreduce"}:
         blocks.fused.add(name)
-    elif not rules and _is_token_wise(child):
+    elif not rules and _is_token_wise(original(child)):
         blocks.token_wise.append(name)
     else:
         blocks.whole.append(name)

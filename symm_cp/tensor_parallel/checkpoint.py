@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from symm_cp.tensor_parallel.adapters import adapted
 from symm_cp.tensor_parallel.features import chunks
 from symm_cp.tensor_parallel.quantised import is_quantised
 from symm_cp.tensor_parallel.stored import Folder, Region, Stored
@@ -42,8 +43,10 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     one by one). Dtypes are the model's; further tensors in the files are ignored. Buffers that no
     file has are computed by the model's `initialize_weights()`, as transformers does. Returns the
     model. Raises `FileNotFoundError` without files, `ValueError` for missing tensors and for other
-    shapes, before anything is loaded. No communication.
+    shapes, `NotImplementedError` for a model with adapters, before anything is loaded. No
+    communication.
     """
+    refuse_adapters("load", model)
     files = Folder(Path(folder))
     prefix = getattr(model, "base_model_prefix", "")
     sources: list[tuple[_Slot, Stored]] = []
@@ -186,8 +189,10 @@ def save(
 
     All ranks must call it; they gather one tensor after the other, and rank 0 of the mesh writes a
     file whenever it has `file_bytes` of them. Tied parameters are written once, with the first of
-    their names. Raises `ValueError` for tensors on the meta device.
+    their names. Raises `ValueError` for tensors on the meta device, `NotImplementedError` for a
+    model with adapters.
     """
+    refuse_adapters("save", model)
     from safetensors.torch import save_file
 
     path, names = Path(folder), dict[str, str]()
@@ -247,6 +252,40 @@ class SavesWholeModel(nn.Module):
             f"resize_token_embeddings: got new_num_tokens={size} for a model whose vocabulary "
             "tensor_parallel.apply has split: resize before apply"
         )
+
+
+def refuse_adapters(op: str, model: nn.Module) -> None:
+    """Raises `NotImplementedError` for a model with adapters, whose tensors have other names."""
+    for name, module in adapted(model):
+        remedy = (
+            "merge them first (merge_and_unload()), or save the adapters alone by save_pretrained "
+            "of the PeftModel"
+            if op == "save"
+            else "load the weights before adapters are added, by from_pretrained"
+        )
+        raise NotImplementedError(
+            f"{op}: the model has adapters ({name}, {type(module).__name__}), so its tensors do "
+            f"not have the names of a checkpoint: {remedy}"
+        )
+
+
+@contextmanager
+def whole_state_dict(
+    op: str, model: nn.Module, names: Set[str]
+) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+    """Yields the whole tensors of these names, and whether this rank writes; else they are empty.
+
+    All ranks must enter it, and leave it once the files are written.
+    """
+    state_dict: dict[str, torch.Tensor] = {}
+    with _saving(op, model) as (slots, writes):
+        chosen = [slot for slot in slots if not names.isdisjoint(slot.names)]
+        for tensors in _batches(chosen, _FILE_BYTES, keep=writes):
+            state_dict |= tensors if writes else {}
+        if writes:
+            for slot in chosen:
+                state_dict |= dict.fromkeys(slot.names[1:], state_dict[slot.names[0]])
+        yield state_dict, writes
 
 
 @contextmanager

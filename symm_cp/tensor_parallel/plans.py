@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from symm_cp.tensor_parallel.adapters import wrapped_model
+
 #: Kinds of linears that hold some output features on each rank.
 COLWISE = {"colwise", "colwise_gather_output", "colwise_rep"}
 #: Kinds of linears that hold some input features on each rank.
@@ -93,13 +95,17 @@ def _kind_of(plan: Iterable[tuple[re.Pattern[str], str, str]], name: str) -> tup
 def rules_of(model: nn.Module, plan: str | Mapping[str, str]) -> list[Rule]:
     """Returns what a plan says of each module and parameter, in the model's order.
 
+    Patterns are relative to the model that PEFT has wrapped, if it has; full names match, too.
+
     Raises before anything is changed: `ValueError` for a pattern of a given plan that names nothing
-    (the plan that a model brings along may have such, for layers that this one lacks), and for a
-    kind that cannot be mapped, with what to do instead.
+    (the plan that a model brings along may have such, for layers that this one lacks), for a plan
+    of the model's own of which no pattern names anything, and for a kind that cannot be mapped,
+    with what to do instead.
     """
     if isinstance(plan, str) and plan != "auto":
         raise ValueError(f'apply: plan must be "auto" or a dict of patterns, not {plan!r}')
-    given = own_plan(model) if isinstance(plan, str) else dict(plan)
+    prefix, inner = wrapped_model(model)
+    given = own_plan(inner) if isinstance(plan, str) else dict(plan)
     for key, kind in given.items():
         if not isinstance(key, str) or not isinstance(kind, str):
             raise TypeError(
@@ -114,7 +120,8 @@ def rules_of(model: nn.Module, plan: str | Mapping[str, str]) -> list[Rule]:
             (f"{owner}.{p}" if owner else p, p) for p, _ in module.named_parameters("", False)
         ]
         for name, parameter in names:
-            if found := _kind_of(patterns, name):
+            relative = name.removeprefix(f"{prefix}.")
+            if found := _kind_of(patterns, relative) or _kind_of(patterns, name):
                 kind, key = found
                 used.add(key)
                 _check_kind(name, kind, module, parameter)
@@ -124,6 +131,12 @@ def rules_of(model: nn.Module, plan: str | Mapping[str, str]) -> list[Rule]:
         raise ValueError(
             f"apply: the patterns {unused} of the plan name no module or parameter of "
             f"{type(model).__name__}"
+        )
+    if given and not used:
+        raise ValueError(
+            f"apply: {type(model).__name__}'s own plan names none of its modules; a pattern is "
+            f"{next(iter(given))!r}. If it wraps a model, apply the plan to that, or pass "
+            "plan={pattern: kind} with the names that modules have here"
         )
     return rules
 

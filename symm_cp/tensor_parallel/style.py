@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from symm_cp.group.memory import group_name
-from symm_cp.tensor_parallel import quantised
+from symm_cp.tensor_parallel import adapters, quantised
 from symm_cp.tensor_parallel.embedding import VocabParallelEmbedding, check_embedding
 from symm_cp.tensor_parallel.features import Features, check_units
 from symm_cp.tensor_parallel.linear import (
@@ -140,6 +140,7 @@ def _become(module: Any, kind: type, features: Features, group: str, style: Any)
     module.group = group
     module.sequence_dim = style.sequence_dim
     module.local_output = style.use_local_output
+    adapters.refuse_later()
 
 
 #: The attribute of a dense parameter that holds its DTensor, for other modules that it is tied to.

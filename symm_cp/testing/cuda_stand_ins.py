@@ -34,20 +34,44 @@ def unmapped_class(name: str) -> type:
     return type(name.rpartition(".")[2], (), {"__new__": unmapped(name)})
 
 
+def standing_for(original: type, make: Callable[..., Any]) -> type:
+    """Returns a class whose calls are those of `make`, and whose instances those of `original`."""
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+    return Meta(original.__name__, (), {"__module__": original.__module__})
+
+
 #: Of `torch.cuda` and `torch.accelerator`: works without a GPU, or through a stand-in below.
 _AS_IT_IS = {
     *("CudaError", "DeferredCudaCallError", "cudaStatus", "init"),
     *("device_of", "get_arch_list", "get_gencode_flags", "memory_summary"),
 }
-_DATA_TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+_DATA_TYPES = (
+    "BFloat16",
+    "Bool",
+    "Byte",
+    "Char",
+    "Double",
+    "Float",
+    "Half",
+    "Int",
+    "Long",
+    "Short",
+)
 _COMPLEX_TYPES = ("ComplexDouble", "ComplexFloat")
 _SUBMODULES = {
-    "torch.cuda": ("graphs", "memory", "random", "streams"),
+    "torch.cuda": ("graphs", "memory", "profiler", "random", "streams"),
     "torch.accelerator": ("memory",),
 }
 
 
-class Stream:
+class _Stream:
     """Work on it is done when the call that issued it has returned."""
 
     cuda_stream = 0
@@ -55,11 +79,11 @@ class Stream:
     _last_id = 0
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        Stream._last_id += 1
-        self.stream_id, self.priority = Stream._last_id, priority
-        self._outer: list[Stream] = []
+        _Stream._last_id += 1
+        self.stream_id, self.priority = _Stream._last_id, priority
+        self._outer: list[_Stream] = []
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> _Stream:
         self._outer.append(torch.cuda.current_stream())  # type: ignore[arg-type]
         torch.cuda.set_stream(self)  # type: ignore[arg-type]
         return self
@@ -79,8 +103,8 @@ class Stream:
     def is_capturing(self) -> bool:
         return False
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
         event.record()
         return event
 
@@ -89,7 +113,7 @@ class Stream:
         return 0, -1
 
 
-class Event:
+class _Event:
     """Happens when it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -105,14 +129,14 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: _Event) -> float:
         return (end._at - self._at) * 1e3
 
 
-class StreamContext:
+class _StreamContext:
     """Inside, `torch.cuda.current_stream` returns the stream; None changes nothing."""
 
-    def __init__(self, stream: Stream | None) -> None:
+    def __init__(self, stream: _Stream | None) -> None:
         self.stream = stream
 
     def __enter__(self) -> None:
@@ -124,7 +148,7 @@ class StreamContext:
             self.stream.__exit__()
 
 
-class Device:
+class _Device:
     """Inside, the current device is another one; with a negative index, the same."""
 
     def __init__(self, device: Any) -> None:
@@ -143,10 +167,10 @@ class Device:
 class _CudaRuntime:
     """The functions of the CUDA runtime that begin and end a profile; nothing else."""
 
-    def cudaProfilerStart(self) -> int:  # noqa: N802
+    def cudaProfilerStart(self) -> int:
         return 0
 
-    def cudaProfilerStop(self) -> int:  # noqa: N802
+    def cudaProfilerStop(self) -> int:
         return 0
 
     def __getattr__(self, name: str) -> Any:
@@ -199,13 +223,13 @@ class Devices:
 
     def __init__(self, count: int, current: int) -> None:
         self._count, self._current = count, current
-        self._default_stream = self._stream = Stream()
+        self._default_stream = self._stream = _Stream()
 
     def _set_device(self, device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
         self._current = self._current if index is None else index
 
-    def _set_stream(self, stream: Stream | None) -> None:
+    def _set_stream(self, stream: _Stream | None) -> None:
         self._stream = self._stream if stream is None else stream
 
     def of_cuda(self) -> dict[str, Any]:
@@ -233,7 +257,7 @@ class Devices:
             "current_device_idx": lambda: self._current,
             "set_device_index": self._set_device,
             "set_device_idx": self._set_device,
-            "device_index": Device,
+            "device_index": _Device,
             "current_stream": lambda device=None: self._stream,
             "set_stream": self._set_stream,
             "synchronize": _nothing(),
@@ -248,7 +272,7 @@ class Devices:
             "device_count": lambda: self._count,
             "current_device": lambda: self._current,
             "set_device": self._set_device,
-            "device": Device,
+            "device": _Device,
             "can_device_access_peer": lambda device, peer: True,
             "synchronize": _nothing(),
         }
@@ -275,20 +299,20 @@ class Devices:
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "get_rng_state_all": lambda: [torch.get_rng_state()] * self._count,
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-            "set_rng_state_all": lambda states: torch.set_rng_state(list(states)[0]),
+            "set_rng_state_all": lambda states: torch.set_rng_state(next(iter(states))),
         }
 
     def _streams(self) -> dict[str, Any]:
         return {
-            "Stream": Stream,
-            "ExternalStream": Stream,
-            "Event": Event,
-            "StreamContext": StreamContext,
-            "stream": StreamContext,
+            "Stream": _Stream,
+            "ExternalStream": _Stream,
+            "Event": _Event,
+            "StreamContext": _StreamContext,
+            "stream": _StreamContext,
             "current_stream": lambda device=None: self._stream,
             "default_stream": lambda device=None: self._default_stream,
             "set_stream": self._set_stream,
-            "get_stream_from_external": lambda pointer, device=None: Stream(),
+            "get_stream_from_external": lambda pointer, device=None: _Stream(),
             "is_current_stream_capturing": lambda: False,
             "get_sync_debug_mode": lambda: 0,
             "set_sync_debug_mode": _nothing(),
@@ -355,3 +379,6 @@ def stand_ins(devices: Devices) -> Iterator[tuple[ModuleType, str, Any]]:
             for owner in (module, *submodules):
                 if hasattr(owner, name):
                     yield owner, name, stand_in
+    # Their instances are not those of torch's classes: Dynamo would trace these.
+    yield torch, "Stream", standing_for(torch.Stream, _Stream)
+    yield torch, "Event", standing_for(torch.Event, _Event)

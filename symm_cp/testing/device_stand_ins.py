@@ -20,11 +20,13 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from symm_cp.testing.cuda_stand_ins import NVTX, Event, Stream, UnmappedError, unmapped
+from symm_cp.testing.cuda_stand_ins import NVTX, UnmappedError, standing_for, unmapped
 
 _CUDA = re.compile(r"cuda(:\d+)?")
 _CUDA_TYPE = re.compile(r"torch\.cuda\.(\w+Tensor)")
 _NCCL = re.compile(r"\bnccl\b")
+#: Programs ask whether NCCL is new enough, for bfloat16 for example.
+_NCCL_VERSION = (2, 27, 3)
 _BACKENDS = ("CUDA", "NVSHMEM", "NCCL")
 
 StandIn = tuple[Any, str, Any]
@@ -158,19 +160,6 @@ def of_autocast() -> Iterator[StandIn]:
     yield torch, "get_autocast_gpu_dtype", lambda: get_dtype(dtype_of("cuda"))
 
 
-def _standing_for(original: type, make: Callable[..., Any]) -> type:
-    """Returns a class whose calls are those of `make`, and whose instances those of `original`."""
-
-    class Meta(type):
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return make(*args, **kwargs)
-
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, original)
-
-    return Meta(original.__name__, (), {"__module__": original.__module__})
-
-
 def _without_cuda(activities: Any) -> Any:
     """Returns what a profiler records, without CUDA; the CPU if nothing else is left."""
     activity = torch.profiler.ProfilerActivity
@@ -186,18 +175,15 @@ def _without_cuda(activities: Any) -> Any:
 
 
 def of_tools() -> Iterator[StandIn]:
-    """Yields default devices, generators, streams; what loads data; what profiles."""
+    """Yields default devices and generators; what loads data; what profiles."""
     context = import_module("torch.utils._device").DeviceContext
     yield context, "__init__", _changing(context.__init__, device=_device)
     generator = torch.Generator
     yield (
         torch,
         "Generator",
-        _standing_for(generator, lambda device="cpu": generator(_device(device))),
+        standing_for(generator, lambda device="cpu": generator(_device(device))),
     )
-    # Here, too, they are no instances of torch's classes: Dynamo would trace those.
-    yield torch, "Stream", _standing_for(torch.Stream, Stream)
-    yield torch, "Event", _standing_for(torch.Event, Event)
     yield torch.Tensor, "record_stream", lambda self, stream: None
     for storage in (torch.storage._StorageBase, torch.storage.TypedStorage):
         yield storage, "cuda", _itself
@@ -237,6 +223,10 @@ def of_groups() -> Iterator[StandIn]:
         yield module, "is_nccl_available", lambda: True
         if not hasattr(module, "ProcessGroupNCCL"):
             yield module, "ProcessGroupNCCL", _ProcessGroupNCCL
+    nccl = import_module("torch.cuda.nccl")
+    yield nccl, "version", lambda: _NCCL_VERSION
+    for name in nccl.__all__:
+        yield nccl, name, unmapped(f"torch.cuda.nccl.{name}")
     make = c10d._new_process_group_helper
     yield c10d, "_new_process_group_helper", _taking(make, _without_nccl)
     get_backend = c10d.ProcessGroup._get_backend
@@ -264,7 +254,7 @@ def of_symmetric_memory() -> Iterator[StandIn]:
             chosen[:] = [name]
 
     def backend_of(device: Any) -> str | None:
-        return chosen[0] if _device(device) != mapped(device) else get_backend(device)
+        return chosen[0] if torch.device(device).type == "cuda" else get_backend(device)
 
     yield torch_symm_mem, "set_backend", choose
     yield torch_symm_mem, "get_backend", backend_of
@@ -283,10 +273,11 @@ class _ShardSeeds:
 
     def __init__(self, device_mesh: DeviceMesh, run_state_sync: bool = True) -> None:
         self.distribute_region_enabled = True
-        if run_state_sync:  # as on GPUs
-            state = torch.get_rng_state()
-            c10d.broadcast(state, 0)
-            torch.set_rng_state(state)
+        state = torch.get_rng_state()
+        # All ranks of the mesh begin with the state of its first, as on GPUs.
+        for dimension in range(device_mesh.ndim) if run_state_sync else ():
+            c10d.broadcast(state, group=device_mesh.get_group(dimension), group_src=0)
+        torch.set_rng_state(state)
 
     @contextmanager
     def _distribute_region(

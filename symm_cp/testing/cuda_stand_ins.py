@@ -53,16 +53,8 @@ _AS_IT_IS = {
     *("device_of", "get_arch_list", "get_gencode_flags", "memory_summary"),
 }
 _DATA_TYPES = (
-    "BFloat16",
-    "Bool",
-    "Byte",
-    "Char",
-    "Double",
-    "Float",
-    "Half",
-    "Int",
-    "Long",
-    "Short",
+    *("BFloat16", "Bool", "Byte", "Char", "Double"),
+    *("Float", "Half", "Int", "Long", "Short"),
 )
 _COMPLEX_TYPES = ("ComplexDouble", "ComplexFloat")
 _SUBMODULES = {

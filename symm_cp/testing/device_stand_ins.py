@@ -202,7 +202,7 @@ class _ProcessGroupNCCL:
     """The class of no group: in builds of torch without NCCL functions ask groups for it."""
 
     class Options:
-        """Taken, and passed over."""
+        """Taken, and passed over by `symm_cp`."""
 
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream = is_high_priority_stream
@@ -211,8 +211,6 @@ class _ProcessGroupNCCL:
 
 def _without_nccl(argument: Any) -> Any:
     if isinstance(argument, torch.device):  # to which a group of NCCL is bound
-        return None
-    if isinstance(argument, c10d.ProcessGroupNCCL.Options):
         return None
     return _NCCL.sub("symm_cp", argument) if isinstance(argument, str) else argument
 

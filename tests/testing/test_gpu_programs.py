@@ -182,6 +182,11 @@ def enabled() -> tuple[bool, torch.dtype, bool]:
     return *found, torch.is_autocast_enabled()
 
 
+def dtypes_after_autocast() -> tuple[torch.dtype, torch.dtype]:
+    product(dtype=torch.float16)
+    return torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")
+
+
 #: Each returns what stands behind it.
 _ANSWERS: dict[str, tuple[Callable[[], Any], Any]] = {
     "device": (lambda: now(1), 1),
@@ -220,7 +225,7 @@ _ANSWERS: dict[str, tuple[Callable[[], Any], Any]] = {
     "autocast to bfloat16": (lambda: product(dtype=torch.bfloat16), torch.bfloat16),
     "autocast, disabled": (lambda: product(enabled=False), torch.float32),
     "autocast, asked": (enabled, (True, torch.bfloat16, False)),
-    "autocast's dtype": (lambda: torch.get_autocast_dtype("cuda"), torch.float16),
+    "autocast's dtypes": (dtypes_after_autocast, (torch.float16, torch.bfloat16)),
     "batch norm": (lambda: nn.SyncBatchNorm(2).cuda()(torch.ones(3, 2)).sum().item(), 0.0),
     "depth of ranges": (lambda: torch.cuda.nvtx.range_push("a"), 0),
 }

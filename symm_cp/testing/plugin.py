@@ -18,7 +18,7 @@ from symm_cp.testing.process import Setup
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.
 _DRAWN = int.from_bytes(os.urandom(4), "little")
-_UNMAPPED = re.compile(r"^symm_cp\.testing\.gpu_programs\.UnmappedError: (.*)$", re.MULTILINE)
+_UNMAPPED = re.compile(r"^symm_cp\.testing\.cuda_stand_ins\.UnmappedError: (.*)$", re.MULTILINE)
 # The error of a rank whose peer failed before it.
 _PEER_LOST = re.compile(
     r"^(RuntimeError|torch\.distributed\.Dist\w*Error): .*(\brank \d|\bpeer\b|[Tt]ime)",

@@ -1,4 +1,4 @@
-"""`pytest -p symm_cp.testing`, as another project uses it; programs for GPUs on CPU."""
+"""`pytest -p symm_cp.testing`, as another project uses it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-import torch.distributed as dist
-
-from symm_cp.testing import Ranks, UnmappedError, cuda_on_cpu
 from tests.exhaustive import exhaustive
 
 _SAMPLES = Path(__file__).parent / "samples"
@@ -90,67 +85,3 @@ def test_tests_of_torch_kind_run_on_cpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"Ran 2 tests in .*\n\nOK\n", done.stderr), done.stderr
-
-
-def maps_and_restores(group: dist.ProcessGroup) -> None:
-    rank = group.rank()
-    before = (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available())
-    with cuda_on_cpu(group.size(), rank):
-        assert torch.cuda.is_available()
-        assert torch.cuda.device_count() == group.size()
-        assert torch.cuda.current_device() == rank
-        device = torch.device("cuda", rank)
-        made = [
-            torch.ones(2, device=device),
-            torch.ones(2, device=f"cuda:{rank}"),
-            torch.ones(2, device=rank),
-            torch.ones(2).to("cuda"),
-            torch.ones(2).to(device, torch.float64).float(),
-            torch.ones(2).cuda(rank, non_blocking=True),
-            torch.nn.Linear(2, 1).to("cuda").cuda().weight.detach()[0] * 0 + 1,
-            torch.ones(2, pin_memory=True),
-        ]
-        with device:
-            made.append(torch.ones(2))
-        assert all(x.device.type == "cpu" and torch.equal(x, torch.ones(2)) for x in made)
-        torch.cuda.manual_seed_all(3)
-        first = torch.rand(1, device="cuda")
-        torch.manual_seed(3)
-        assert torch.equal(torch.rand(1, device="cuda"), first)
-        stream = torch.cuda.current_stream()
-        stream.wait_event(stream.record_event())
-        needs = (torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle, torch.cuda.mem_get_info)
-        for needs_a_gpu in needs:
-            with pytest.raises(UnmappedError, match=r"needs a GPU: torch\.cuda"):
-                needs_a_gpu()
-    assert (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available()) == before
-
-
-def test_what_names_cuda_gets_the_cpu(ranks: Ranks) -> None:
-    ranks.run(2, maps_and_restores)
-
-
-def compiles_and_steps(backend: str) -> None:
-    def loss(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
-        return (layer(x).tanh() * torch.arange(3, device="cuda")).sum()
-
-    with cuda_on_cpu():
-        layer = torch.nn.Linear(4, 3).to("cuda")
-        x = torch.randn(5, 4, device="cuda")
-        compiled = torch.compile(loss, backend=backend, fullgraph=True)
-        torch.testing.assert_close(compiled(x, layer), loss(x, layer))
-        (expected,) = torch.autograd.grad(loss(x, layer), [layer.weight])
-        compiled(x, layer).backward()
-        torch.testing.assert_close(layer.weight.grad, expected)
-        before = layer.weight.detach().clone()
-        torch.optim.AdamW(layer.parameters(), fused=True).step()  # asks whether a stream captures
-        assert not torch.equal(layer.weight, before)
-
-
-def test_compiles_for_the_cpu() -> None:
-    compiles_and_steps("aot_eager")
-
-
-@exhaustive
-def test_compiles_code_for_the_cpu() -> None:
-    compiles_and_steps("inductor")

@@ -1,0 +1,321 @@
+"""What takes devices of CUDA outside `torch.cuda`, and takes the CPU: see gpu_programs.py.
+
+Each function yields owners, names in them and what stands in for these.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed._symmetric_memory as torch_symm_mem
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from symm_cp.testing.cuda_stand_ins import NVTX, UnmappedError, standing_for, unmapped
+
+_CUDA = re.compile(r"cuda(:\d+)?")
+_CUDA_TYPE = re.compile(r"torch\.cuda\.(\w+Tensor)")
+_NCCL = re.compile(r"\bnccl\b")
+#: Programs ask whether NCCL is new enough, for bfloat16 for example.
+_NCCL_VERSION = (2, 27, 3)
+_BACKENDS = ("CUDA", "NVSHMEM", "NCCL")
+
+StandIn = tuple[Any, str, Any]
+
+
+def mapped(device: Any) -> Any:
+    """Returns the CPU for a device of CUDA, anything else as it is."""
+    if isinstance(device, torch.device):
+        return torch.device("cpu") if device.type == "cuda" else device
+    if not isinstance(device, str):
+        return device
+    return "cpu" if _CUDA.fullmatch(device) else _CUDA_TYPE.sub(r"torch.\1", device)
+
+
+def is_index(value: Any) -> bool:
+    """Whether this may be the index of a device: True and False are other arguments."""
+    return type(value) is int
+
+
+def _device(device: Any) -> Any:
+    return torch.device("cpu") if is_index(device) else mapped(device)
+
+
+def _none(argument: Any) -> None:
+    """Changes any argument to None."""
+
+
+def _taking(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns a function that changes each argument."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(change, args), **{name: change(v) for name, v in kwargs.items()})
+
+    return call
+
+
+def _changing(function: Callable[..., Any], **changes: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Returns a function that changes the arguments of these names, if it is given them."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        for name, change in changes.items():
+            if name in bound.arguments:
+                bound.arguments[name] = change(bound.arguments[name])
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+def _batch_norm(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """`SyncBatchNorm` where nothing has to be communicated."""
+    if layer.training and c10d.is_initialized() and c10d.get_world_size(layer.process_group) > 1:
+        raise UnmappedError("needs a GPU: torch.nn.SyncBatchNorm on several ranks")
+    return torch.nn.modules.batchnorm._BatchNorm.forward(layer, x)
+
+
+def _on_cpu(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns the constructor of FSDP1, which without a device asks C++ for an accelerator."""
+
+    @functools.wraps(init)
+    def call(*args: Any, **kwargs: Any) -> None:
+        init(*args, **(kwargs | {"device_id": torch.device("cpu")}))
+
+    return call
+
+
+def of_modules() -> Iterator[StandIn]:
+    """Yields what moves modules, and runs them on several devices."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    yield ddp, "__init__", _changing(ddp.__init__, device_ids=_none, output_device=_none)
+    yield ddp, "_passing_sync_batchnorm_handle", lambda self, module: None
+    yield torch.nn.SyncBatchNorm, "forward", _batch_norm
+    # It runs the module itself where there is no device.
+    data_parallel = import_module("torch.nn.parallel.data_parallel")
+    yield data_parallel, "_get_available_device_type", lambda: None
+    fsdp = import_module("torch.distributed.fsdp").FullyShardedDataParallel
+    yield fsdp, "__init__", _on_cpu(fsdp.__init__)
+    parse_to = torch._C._nn._parse_to
+
+    def parse_to_cpu(*args: Any, **kwargs: Any) -> Any:
+        return parse_to(*map(_device, args), **{name: _device(v) for name, v in kwargs.items()})
+
+    yield torch._C._nn, "_parse_to", parse_to_cpu
+
+
+def _autocast(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns the constructor of `torch.autocast` for the CPU, with the data type of CUDA."""
+
+    @functools.wraps(init)
+    def call(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        init(self, device_type, dtype, *args, **kwargs)
+
+    return call
+
+
+def of_autocast() -> Iterator[StandIn]:
+    """Yields `torch.autocast` and the functions that say what it does.
+
+    Where it is disabled, the data type of CUDA is its own: float16, and bfloat16 that of the CPU.
+    """
+    is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+    get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+
+    def dtype_of(device_type: str) -> str:
+        return "cpu" if device_type == "cuda" and is_enabled("cpu") else device_type
+
+    def set_cuda(*args: Any) -> None:
+        device_type, enabled = args if len(args) == 2 else ("cuda", *args)
+        set_enabled(mapped(device_type), enabled)
+
+    yield torch.autocast, "__init__", _autocast(torch.autocast.__init__)
+    yield torch, "is_autocast_enabled", lambda device_type="cuda": is_enabled(mapped(device_type))
+    yield torch, "set_autocast_enabled", set_cuda
+    yield torch, "get_autocast_dtype", lambda device_type: get_dtype(dtype_of(device_type))
+    yield (
+        torch,
+        "set_autocast_dtype",
+        lambda device_type, dtype: set_dtype(dtype_of(device_type), dtype),
+    )
+    yield torch, "get_autocast_gpu_dtype", lambda: get_dtype(dtype_of("cuda"))
+
+
+def _without_cuda(activities: Any) -> Any:
+    """Returns what a profiler records, without CUDA; the CPU if nothing else is left."""
+    activity = torch.profiler.ProfilerActivity
+    if activities is None:
+        return None
+    kept: list[Any] = []
+    for item in activities:
+        if isinstance(item, dict):
+            item = {key: value for key, value in item.items() if key != activity.CUDA}
+        if item and item != activity.CUDA:
+            kept.append(item)
+    return kept or [activity.CPU]
+
+
+def of_tools() -> Iterator[StandIn]:
+    """Yields default devices and generators; what loads data; what profiles."""
+    context = import_module("torch.utils._device").DeviceContext
+    yield context, "__init__", _changing(context.__init__, device=_device)
+    generator = torch.Generator
+    yield (
+        torch,
+        "Generator",
+        standing_for(generator, lambda device="cpu": generator(_device(device))),
+    )
+    yield torch.Tensor, "record_stream", lambda self, stream: None
+    for storage in (torch.storage._StorageBase, torch.storage.TypedStorage):
+        yield storage, "cuda", _itself
+        yield storage, "pin_memory", _itself
+    restore = torch.serialization.default_restore_location
+    yield torch.serialization, "default_restore_location", _taking(restore, mapped)
+    pinning = import_module("torch.utils.data._utils.pin_memory")
+    yield pinning, "pin_memory", lambda data, device=None: data
+    profilers = import_module("torch.profiler")
+    for profiler in (profilers.profile, profilers._KinetoProfile):
+        yield profiler, "__init__", _changing(profiler.__init__, activities=_without_cuda)
+    yield torch.cuda.nvtx, "_nvtx", NVTX
+
+
+class _ProcessGroupNCCL:
+    """The class of no group: in builds of torch without NCCL functions ask groups for it."""
+
+    class Options:
+        """Taken, and passed over by `symm_cp`."""
+
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = SimpleNamespace()
+
+
+def _without_nccl(argument: Any) -> Any:
+    if isinstance(argument, torch.device):  # to which a group of NCCL is bound
+        return None
+    return _NCCL.sub("symm_cp", argument) if isinstance(argument, str) else argument
+
+
+def of_groups() -> Iterator[StandIn]:
+    """Yields process groups and meshes."""
+    for module in (c10d, torch.distributed):
+        yield module, "is_nccl_available", lambda: True
+        if not hasattr(module, "ProcessGroupNCCL"):
+            yield module, "ProcessGroupNCCL", _ProcessGroupNCCL
+    nccl = import_module("torch.cuda.nccl")
+    yield nccl, "version", lambda: _NCCL_VERSION
+    for name in nccl.__all__:
+        yield nccl, name, unmapped(f"torch.cuda.nccl.{name}")
+    make = c10d._new_process_group_helper
+    yield c10d, "_new_process_group_helper", _taking(make, _without_nccl)
+    get_backend = c10d.ProcessGroup._get_backend
+    yield c10d.ProcessGroup, "_get_backend", lambda self, device: get_backend(self, mapped(device))
+    yield DeviceMesh, "__init__", _taking(DeviceMesh.__init__, mapped)
+
+
+def of_symmetric_memory() -> Iterator[StandIn]:
+    """Yields what allocates symmetric memory, and how."""
+    p2p = torch_symm_mem._SymmetricMemory
+    yield p2p, "empty_strided_p2p", staticmethod(_taking(p2p.empty_strided_p2p, mapped))
+    empty = torch_symm_mem.empty
+
+    def empty_on_cpu(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return empty(*size, device=_device(device), **kwargs)
+
+    yield torch_symm_mem, "empty", empty_on_cpu
+    set_backend, get_backend = torch_symm_mem.set_backend, torch_symm_mem.get_backend
+    chosen = ["CUDA"]
+
+    def choose(name: str) -> None:
+        if name not in _BACKENDS:
+            set_backend(name)  # type: ignore[arg-type]
+        else:
+            chosen[:] = [name]
+
+    def backend_of(device: Any) -> str | None:
+        return chosen[0] if torch.device(device).type == "cuda" else get_backend(device)
+
+    yield torch_symm_mem, "set_backend", choose
+    yield torch_symm_mem, "get_backend", backend_of
+    for name in ("get_mem_pool", "get_mempool_allocator"):
+        yield torch_symm_mem, name, unmapped(f"torch.distributed._symmetric_memory.{name}")
+
+
+def _of_shard(spec: Any) -> int:
+    """Returns the index of this rank's shard among the different shards of a DTensor."""
+    rng = import_module("torch.distributed.tensor._random")
+    return int(rng._calc_shard_linear_idx(*rng._calc_shard_info(spec.mesh.get_coordinate(), spec)))
+
+
+class _ShardSeeds:
+    """For DTensor's `OffsetBasedRNGTracker`: each shard of a random tensor has its own seed."""
+
+    def __init__(self, device_mesh: DeviceMesh, run_state_sync: bool = True) -> None:
+        self.distribute_region_enabled = True
+        state = torch.get_rng_state()
+        # All ranks of the mesh begin with the state of its first, as on GPUs.
+        for dimension in range(device_mesh.ndim) if run_state_sync else ():
+            c10d.broadcast(state, group=device_mesh.get_group(dimension), group_src=0)
+        torch.set_rng_state(state)
+
+    @contextmanager
+    def _distribute_region(
+        self, spec: Any, generator: torch.Generator | None = None
+    ) -> Iterator[None]:
+        if torch._guards.detect_fake_mode() or not self.distribute_region_enabled:
+            yield
+            return
+        generator = generator or torch.default_generator
+        seed = int(torch.randint(1 << 60, (), generator=generator))  # the same on all ranks
+        state = generator.get_state()
+        generator.manual_seed(seed + _of_shard(spec))
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+
+
+def of_dtensors() -> Iterator[StandIn]:
+    """Yields what draws random DTensors."""
+    rng = import_module("torch.distributed.tensor._random")
+    for module in (rng, import_module("torch.distributed.tensor._dispatch")):
+        yield module, "is_rng_supported_mesh", lambda device_mesh: True
+    yield rng, "OffsetBasedRNGTracker", _ShardSeeds
+    yield rng, "_rng_tracker", None
+
+
+def _without_accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that finds no accelerator: Dynamo guards its stream by calls in C++."""
+
+    def call(*args: Any) -> Any:
+        with mock.patch.object(torch.accelerator, "is_available", return_value=False):
+            return function(*args)
+
+    return call
+
+
+def of_compilation() -> Iterator[StandIn]:
+    """Yields what `torch.compile` asks."""
+    streams = import_module("torch._dynamo.variables.streams").SymbolicStreamState
+    yield streams, "__init__", _without_accelerator(streams.__init__)
+    triton = import_module("torch.utils._triton")  # there are no kernels of its for CPUs
+    yield triton, "has_triton_package", lambda: False

@@ -122,7 +122,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self.machine: Machine = machine()
         self.library = self.machine.library
         self.machine.default_stream(index)
-        self._sides: dict[str, int] = {}
+        self._sides: dict[tuple[str, str], int] = {}
         self._chosen = threading.local()  # each thread's stream
         self.mode = self.machine.mode or Mode()
         self._times_in_capture = 0
@@ -142,10 +142,11 @@ class SimulatedDevice(FlagKernels, cuda.Device):
 
     # --- streams
 
-    def _side(self, channel: str) -> int:
-        if channel not in self._sides:
-            self._sides[channel] = self.machine.stream(self.index)
-        return self._sides[channel]
+    def _side(self, lane: str, channel: str) -> int:
+        place = lane, channel
+        if place not in self._sides:
+            self._sides[place] = self.machine.stream(self.index)
+        return self._sides[place]
 
     def current_stream(self) -> int:
         """The stream of the calling thread; never null."""
@@ -182,8 +183,9 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         finally:
             self.tree = False
 
-    def streams(self, channel: str) -> tuple[int, int]:
-        return getattr(self._chosen, "stream", 0), self._side(channel)
+    def streams(self, channel: str) -> tuple[int, int, int]:
+        chosen: int = getattr(self._chosen, "stream", 0)
+        return chosen, self._side("copy", channel), self._side("signal", channel)
 
     def lane_stream(self) -> int:
         """The stream that ops go to while a graph is captured."""
@@ -193,7 +195,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self.machine.raise_errors()
         function = getattr(kernel, "func", kernel)
         name = getattr(function, "__qualname__", "a kernel")
-        stream = self.current_stream() if lane == "compute" else self._side(channel)
+        stream = self.current_stream() if lane == "compute" else self._side(lane, channel)
         workspace = getattr(function, "__self__", None)
         signals = isinstance(workspace, cuda.DeviceWorkspace)
         if self.graph is not None and not signals:  # its ops are recorded one by one
@@ -266,7 +268,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
 
     def mark(self, lane: str, channel: str) -> Mark:
         times: list[int] = []
-        stream = self.current_stream() if lane == "compute" else self._side(channel)
+        stream = self.current_stream() if lane == "compute" else self._side(lane, channel)
         self.call(stream, lambda: times.append(time.monotonic_ns()))
         return lambda: times[0]
 
@@ -287,10 +289,10 @@ class SimulatedDevice(FlagKernels, cuda.Device):
             self.graph.kept.extend(tensors)
             return
         held = list(tensors)
-        self.call(self._side(channel), held.clear)
+        self.call(self._side("copy", channel), held.clear)
 
     def copies_ended(self, channel: str) -> Any:
-        return _Event(self, self._side(channel))
+        return _Event(self, self._side("copy", channel))
 
     # --- what a Device is asked
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
+from symm_cp import cuda
 from symm_cp.cuda import Signals
 from symm_cp.cuda.stream_program import Launch, StreamLowering, _ExchangeCall, _KernelCall, lower
 from symm_cp.cuda.workspaces import workspace
@@ -19,7 +20,6 @@ from symm_cp.tensors.shards import Extent
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 
-LANES = ("compute", "copy")
 BINDING = Binding(
     {
         "input": (Extent.even(0, 64),),
@@ -46,7 +46,7 @@ def described(launch: Launch) -> list[str]:
             with_event = kind in (wire.StreamKind.RECORD, wire.StreamKind.WAIT_EVENT)
             event = f" {command.event}" if with_event else ""
             alone = " alone" if command.alone else ""
-            lines.append(f"{LANES[command.lane]}: {kind.name.lower()}{event}{alone}")
+            lines.append(f"{cuda.LANES[command.lane]}: {kind.name.lower()}{event}{alone}")
     return lines
 
 
@@ -143,7 +143,7 @@ def many_memory_operations(group: dist.ProcessGroup) -> int:
     ]
     with simulation() as made:
         space = workspace(memory.resolve(group), made, "sync", 64)
-        lanes = (ctypes.c_void_p * 2)(*made.streams("sync"))
+        lanes = (ctypes.c_void_p * 3)(*made.streams("sync"))
         made.count()
         batch = (wire.StreamCommand * len(commands))(*commands)
         space.issue(batch, (ctypes.c_void_p * 1)(), lanes, 7, False, b"test")

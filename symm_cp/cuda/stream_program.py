@@ -281,7 +281,7 @@ class StreamLowering:
             return
         # The word that streams copy to flags is its lane's, whose streams follow one another only
         # where calls are joined (csrc/cuda/streams.h).
-        assert lane == "copy" or (self.joined and lane == "signal"), step
+        assert self.joined or lane == "copy", step
         if self.by_kernels:
             self._exchange(step, lane)
         else:

@@ -31,7 +31,8 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-pthread", f"-I{native.source_dir()}")
 
 #: The order of `simulated_set`.
 SETTINGS = ("delays_us", "driver_version", "patience_ms", "one_queue", "multiprocessors",
-            "contexts", "counts_deadlocks", "write", "wait", "batch", "peer_copy")  # fmt: skip
+            "contexts", "counts_deadlocks", "copy_engines",
+            "write", "wait", "batch", "peer_copy")  # fmt: skip
 #: What may happen to the last four of them, instead of what should.
 FAULTS = ("", "refuse", "hang", "ignore")
 
@@ -154,6 +155,7 @@ class Machine:
             "call": [pointer, CALL, number, ctypes.c_char_p],
             "capture_begin": [pointer], "capture_end": [pointer, number, ctypes.POINTER(pointer)],
             "replay": [pointer, pointer, number], "graph_destroy": [pointer],
+            "hold": [number], "queues_for_engine": [pointer],
             "choose_stream": [pointer], "owner": [ctypes.c_uint64],
             "last_write": [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t],
         }.items():  # fmt: skip

@@ -90,6 +90,8 @@ class Mode:
         them, and no other thread may call the driver meanwhile
     multiprocessors: a kernel that polls leaves none to others
     contexts: threads have no current context until they set one
+    copy_engines: that many engines carry the copies between ranks, signals among them, each one
+        after the other; 0: as many as there are copies
     stream_guard: signals by torch's kernels take turns on streams, as with torch 2.15
     deferred: calls return while their streams still run
     stepwise: kernels are waited for when they are launched, and exceptions raised there
@@ -104,6 +106,7 @@ class Mode:
     lazy_loading: bool = False
     multiprocessors: bool = False
     contexts: bool = False
+    copy_engines: int = 0
     stream_guard: bool = False
     deferred: bool = False
     stepwise: bool = False
@@ -409,6 +412,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
             one_queue=mode.one_queue,
             multiprocessors=mode.multiprocessors,
             contexts=mode.contexts,
+            copy_engines=mode.copy_engines,
         )
         self.library.simulated_set_device(self.index, 1)
         self.machine.lazy_loading = mode.lazy_loading
@@ -482,6 +486,7 @@ def random_mode(choose: random.Random) -> dict[str, Any]:
     """Options of `simulation` that any op must cope with, a few of them at a time."""
     version = choose.choice([12050, 12080, 13000, 13010])
     mode: dict[str, Any] = {"driver_version": version, "delays_us": choose.choice([0, 100, 1000])}
+    mode["copy_engines"] = choose.choice([0, 0, 1, 2])
     mode["signals"] = choose.choice(["stream", "stream", "kernel", "torch"])
     switches = ("one_queue", "lazy_loading", "multiprocessors", "contexts", "stream_guard",
                 "poison", "offsets")  # fmt: skip

@@ -20,6 +20,7 @@ from symm_cp.tensors.shards import Extent
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 
+GATHER = patterns.ALL_GATHER_AND_CONSUME
 BINDING = Binding(
     {
         "input": (Extent.even(0, 64),),
@@ -95,6 +96,37 @@ def test_a_kernel_that_polls_comes_after_all_copies() -> None:
     assert lines.count("compute: call consume(0)") == 1
     assert lines.index("copy: arrived") < lines.index("compute: call consume(0)")
     assert not any("consume(1)" in line for line in lines)
+
+
+def test_signals_behind_kernels_go_from_a_lane_of_their_own() -> None:
+    """They take an event and a wait for it each, and for all of them one at the end of the call."""
+    parts = (Extent.even(None, 64, 3),), (Extent.even(0, 64, 3),)
+    binding = Binding(dict(zip(("slot", "partials"), parts, strict=True)))
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
+    lines = described(lower(variant, 0, 3, binding))
+    signalling = ["wait_event 3", "signal", "wait_event 4", "signal", "record 1"]
+    assert [line for line in lines if "signal: " in line] == [f"signal: {s}" for s in signalling]
+    kernels = ["call produce(1)", "record 3", "call produce(2)", "record 4", "call produce(0)"]
+    begin = ["wait_event 2", "record 0"]
+    assert [line for line in lines if "compute: " in line][:7] == [
+        f"compute: {line}" for line in (*begin, *kernels)
+    ]
+    assert lines.index("compute: record 3") < lines.index("signal: wait_event 3")
+    # Nothing of it where there is nobody to signal, or nothing between kernels.
+    for others in (lower(variant, 0, 1, binding), lower(GATHER.staged(), 0, 2, BINDING)):
+        assert not any("signal: " in line for line in described(others))
+
+
+@pytest.mark.parametrize("signals", [Signals.KERNEL, Signals.TORCH])
+def test_kernels_that_signal_go_to_that_lane_too(signals: Signals) -> None:
+    binding = Binding({"slot": (Extent.even(None, 64, 2),), "partials": (Extent.even(0, 64, 2),)})
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
+    calls = [line for line in described(lower(variant, 0, 2, binding, signals=signals))
+             if "'partial'" in line]  # fmt: skip
+    assert calls == [
+        "signal: call Signal('partial' to rank 1)",
+        "copy: call Wait('partial' from rank 1)",
+    ]
 
 
 def test_signals_by_kernels() -> None:

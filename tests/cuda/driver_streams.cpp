@@ -146,8 +146,7 @@ void SimStream::await(const std::function<bool()>& ready, std::string what, cons
 void SimStream::carry(Command& command) {
   Engine& engine = machine().engines[number_ % settings().copy_engines];
   const uint64_t place = engine.places++;
-  if (engine.turn < place)
-    await([&] { return engine.turn >= place; }, kForEngine, command.name);
+  if (engine.turn < place) await([&] { return engine.turn >= place; }, kForEngine, command.name);
   std::this_thread::sleep_for(std::chrono::nanoseconds(command.carried * kNanosecondsPerByte));
   if (command.carried > kSignalBytes && machine().hold_in > 0 && machine().hold_in-- == 1) {
     machine().holding = true;

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,14 @@ def build_poison() -> str:
     _compile(path, "-shared", source, f"-I{_TORCH}/include", f"-L{_TORCH}/lib", "-lc10", str(core),
              f"-Wl,-rpath,{core.parent}")  # fmt: skip
     return str(path)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Returns when a condition holds."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-4)
 
 
 def thread_state() -> Callable[[], AbstractContextManager[None]]:

@@ -18,7 +18,7 @@ import torch
 
 from tests.cuda import pools
 from tests.cuda.graphs import graphed
-from tests.cuda.machine import Machine, build, machine
+from tests.cuda.machine import Machine, build, machine, until
 from tests.cuda.simulated import SimulatedDevice, simulation
 
 REFUSED, NO_CONTEXT, WRONG_HANDLE = 801, 201, 400
@@ -92,8 +92,8 @@ def driver() -> Iterator[Driver]:
     yield Driver(machine())
     machine().library.simulated_drain_all()
     machine().set(counts_deadlocks=False, driver_version=13010, patience_ms=30_000, one_queue=False,
-                  multiprocessors=False, contexts=False, copy_engines=0, write="", wait="", batch="",
-                  peer_copy="")  # fmt: skip
+                  multiprocessors=False, contexts=False, copy_engines=0, write="", wait="",
+                  batch="", peer_copy="")  # fmt: skip
     machine().library.simulated_set_device(0, 1)
 
 
@@ -120,14 +120,6 @@ def symmetric() -> Iterator[Callable[[bool], int]]:
         libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(mmap.PAGESIZE))
         if fd is not None:
             os.close(fd)
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Returns when a condition holds."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(1e-4)
 
 
 def exports(version: int, name: str) -> bool:
@@ -212,9 +204,7 @@ def test_an_engine_carries_one_copy_after_the_other(
     assert ctypes.c_uint32.from_address(peer + 64).value == 7
 
 
-def test_an_engine_takes_time_for_bytes(
-    driver: Driver, symmetric: Callable[[bool], int]
-) -> None:
+def test_an_engine_takes_time_for_bytes(driver: Driver, symmetric: Callable[[bool], int]) -> None:
     machine().set(copy_engines=1)
     stream, own, peer = driver.stream(), symmetric(True), symmetric(False)
     time.sleep(0.3)  # as above

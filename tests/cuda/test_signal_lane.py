@@ -31,8 +31,8 @@ from symm_cp.schedule.patterns import (
 )
 from symm_cp.tensors.shards import Extent
 from symm_cp.testing import Ranks
+from tests.cuda.machine import until
 from tests.cuda.simulated import simulation
-from tests.cuda.test_driver import until
 
 CHUNK = 256  # bytes
 

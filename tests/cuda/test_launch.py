@@ -51,6 +51,11 @@ def described(launch: Launch) -> list[str]:
     return lines
 
 
+def test_each_lane_has_a_word_to_signal_with() -> None:
+    """The word that holds 1 is behind them; the native part counts the lanes by it."""
+    assert len(cuda.LANES) == wire.CONSTANT_ONE
+
+
 def test_events_take_the_place_of_flags_to_oneself() -> None:
     variant = patterns.ALL_GATHER_AND_CONSUME.staged()
     lines = described(lower(variant, 0, 2, BINDING))

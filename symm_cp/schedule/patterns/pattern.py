@@ -19,7 +19,8 @@ Why signals have a lane
     signal may therefore wait for a large pull of the copy lane. In lane ``"compute"`` the next
     kernel would wait with it. So that lane only raises an own flag behind the kernel, an event,
     and lane ``"signal"`` waits for it and signals the peer. It waits for nothing else, and no lane
-    waits for it.
+    waits for it within the call. (At the end of a call the caller's stream waits for all lanes; by
+    then the pulls of the call have ended.)
 
 Issue order
     A builder lists the steps of all lanes in the order in which the host hands them out, and the
@@ -154,9 +155,9 @@ class Draft:
         self.add("copy", *steps)
 
     def signal_beside(self, event: str, flag: str, *to: int) -> None:
-        """Signals peers that lane ``"compute"`` is here, which goes on: see above.
+        """Signals peers from lane ``"signal"`` that lane ``"compute"``, which goes on, is here.
 
-        ``event`` is the own flag that says so to the other lanes.
+        ``event`` is the own flag that lane ``"signal"`` waits for; other lanes may, too.
         """
         self.compute(Signal(self.rank, event))
         self.add("signal", Wait(self.rank, event), *(self.signal(peer, flag) for peer in to))

@@ -172,7 +172,7 @@ constexpr int64_t flag_offset(int flag, int writer, int world_size) {
 // themselves (CUDA 13.1 and later). There is a word for each lane, which the lane sets to the epoch
 // of its call before it signals; behind them stand a word that always holds 1, for graphs, and
 // the mark of a rank that has aborted.
-inline constexpr int kLanes = 2;
+inline constexpr int kLanes = 3;
 inline constexpr int kConstantOne = kLanes;
 inline constexpr int kMark = kLanes + 1;
 

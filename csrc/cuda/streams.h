@@ -2,11 +2,13 @@
 // copies between devices go to copy engines, signals are such copies of 4 bytes, and waits are
 // operations of the stream, so none takes a multiprocessor.
 //
-// A signal copies a word of this rank (wire.h, sent_offset) to the peer's flag, behind the data on
-// the same stream. In a call a lane first sets its word to the epoch, on its own stream. That is
-// free of races because all uses of a word are in the order of one stream: the word is its lane's
-// alone; the calls of a workspace are issued one after the other, and streams of a lane that
-// follow one another wait for each other (Launch.run); and a flag has one writer lane, so it grows.
+// A signal copies a word of this rank (wire.h, sent_offset) to the peer's flag, behind the data: on
+// the same stream, or on that of lane "signal" behind an event, since a copy engine may keep a
+// signal waiting behind a large copy, and no kernel should wait with it. In a call a lane that
+// signals first sets its word to the epoch, on its own stream. That is free of races because all
+// uses of a word are in the order of one stream: the word is its lane's alone; the calls of a
+// workspace are issued one after the other, and streams of a lane that follow one another wait for
+// each other (Launch.run); and a flag has one writer lane, so it grows.
 #pragma once
 
 #include <array>

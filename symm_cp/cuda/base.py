@@ -50,8 +50,9 @@ TRIAL = "self-test"
 
 _POLL = 1e-4  # seconds between looks at a stream; more delays the first call, less costs a core
 
-#: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
-LANES = ("compute", "copy")
+#: Lanes of schedules: the caller's stream, the one that drives the copy engines, and the one that
+#: signals beside the caller's.
+LANES = ("compute", "copy", "signal")
 
 
 class Signals(Enum):
@@ -119,10 +120,11 @@ class Device(ABC):
         return f"{type(self).__name__}({self.torch_device})"
 
     @abstractmethod
-    def streams(self, channel: str) -> tuple[int, int]:
+    def streams(self, channel: str) -> tuple[int, int, int]:
         """The driver's handles of the streams of `LANES`: the caller's current one first.
 
-        Each channel has a copy stream of its own, so that background transfers do not delay others.
+        Each channel has streams of its own for the other lanes, so that background transfers do not
+        delay others.
         """
 
     @abstractmethod
@@ -169,7 +171,7 @@ class Device(ABC):
 
     def capture_id(self) -> int:
         """Returns a number of the capture that the current stream is in."""
-        stream, _ = self.streams("sync")
+        stream = self.streams("sync")[0]
         number: int = native.load().symm_cp_capture_id(self.driver.encode(), stream)
         if number < 0:
             raise RuntimeError(f"symm_cp: {native.error()}")
@@ -177,7 +179,7 @@ class Device(ABC):
 
     def failed(self) -> bool:
         """Whether an error has left the device unusable: torch then ends a process that frees."""
-        _, stream = self.streams("sync")
+        stream = self.streams("sync")[1]
         return bool(native.load().symm_cp_stream_ended(self.driver.encode(), stream) < 0)
 
     def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
@@ -213,7 +215,7 @@ class Device(ABC):
 
     def settle(self, seconds: float) -> None:
         """Returns when the work on the current stream has ended; `RuntimeError` after that time."""
-        stream, _ = self.streams("sync")
+        stream = self.streams("sync")[0]
         deadline = time.monotonic() + seconds
         while not self.ended(stream):
             if time.monotonic() > deadline:
@@ -244,7 +246,7 @@ class Device(ABC):
         if not self.in_graph_tree() or self.capturing():
             with ordinary_tensors():
                 return make()
-        stream, _ = self.streams("sync")
+        stream = self.streams("sync")[0]
 
         def made() -> T:
             with self.guard(), self.using(stream), ordinary_tensors():

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from symm_cp.cuda import registry, selftest
-from symm_cp.cuda.base import Device, DeviceWorkspace, Pending, Signals, Verdict
+from symm_cp.cuda.base import LANES, Device, DeviceWorkspace, Pending, Signals, Verdict
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group.memory import Group
 from symm_cp.runtime.recorder import Mark
@@ -30,26 +30,29 @@ class CudaDevice(Device):
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
-        self._copy: dict[str, torch.cuda.Stream] = {}
+        self._side: dict[str, dict[str, torch.cuda.Stream]] = {}
         self._origin: tuple[torch.cuda.Event, int] | None = None
 
-    def _copy_stream(self, channel: str) -> torch.cuda.Stream:
-        """The stream of lane "copy": of high priority, so that it does not wait behind kernels."""
-        if channel not in self._copy:
-            self._copy[channel] = torch.cuda.Stream(self.torch_device, priority=-1)
-        return self._copy[channel]
+    def _side_streams(self, channel: str) -> dict[str, torch.cuda.Stream]:
+        """The streams of the other lanes: of high priority, so that none waits behind kernels."""
+        if channel not in self._side:
+            self._side[channel] = {
+                lane: torch.cuda.Stream(self.torch_device, priority=-1) for lane in LANES[1:]
+            }
+        return self._side[channel]
 
-    def streams(self, channel: str) -> tuple[int, int]:
+    def streams(self, channel: str) -> tuple[int, int, int]:
         """The driver's handles of the streams of `LANES`."""
         current: int = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
-        return current, self._copy_stream(channel).cuda_stream
+        side = self._side_streams(channel)
+        return current, side["copy"].cuda_stream, side["signal"].cuda_stream
 
     def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
         """Calls a function whose kernels go to the stream of a lane."""
         if lane == "compute":
             kernel()
         else:
-            with torch.cuda.stream(self._copy_stream(channel)):
+            with torch.cuda.stream(self._side_streams(channel)[lane]):
                 kernel()
 
     def using(self, stream: int) -> AbstractContextManager[object]:
@@ -97,7 +100,7 @@ class CudaDevice(Device):
         if lane == "compute":
             stream = torch.cuda.current_stream(self.torch_device)
         else:
-            stream = self._copy_stream(channel)
+            stream = self._side_streams(channel)[lane]
         if self._origin is None:
             origin = torch.cuda.Event(enable_timing=True)
             origin.record(stream)
@@ -126,12 +129,12 @@ class CudaDevice(Device):
     def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
         """Keeps tensors' memory allocated until the copies issued so far have ended."""
         for tensor in tensors:
-            tensor.record_stream(self._copy_stream(channel))
+            tensor.record_stream(self._side_streams(channel)["copy"])
 
     def copies_ended(self, channel: str) -> Pending:
         """Returns an event behind the copies issued so far."""
         event = torch.cuda.Event()
-        event.record(self._copy_stream(channel))
+        event.record(self._side_streams(channel)["copy"])
         return event
 
     def polls(self) -> bool:

@@ -108,6 +108,8 @@ def _towards(step: Signal | Wait, peer: int) -> Signal | Wait:
     return replace(step, source=peer)
 
 
+#: The streams of the lanes.
+_Lanes = ctypes.c_void_p * len(LANES)
 #: Native commands, one after the other.
 _Batch: TypeAlias = "ctypes.Array[wire.StreamCommand]"
 
@@ -132,16 +134,16 @@ class Launch:
     ) -> None:
         """Hands the schedule out. Raises `RuntimeError` when the driver refuses something."""
         device = workspace.device
-        streams = device.streams(workspace.channel)
-        lanes = (ctypes.c_void_p * len(streams))(*streams)
+        compute, copy, signal = device.streams(workspace.channel)
+        lanes = _Lanes(compute, copy, signal)
         addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
         call = addresses, lanes, epoch, capturing, call_name
-        moved = capturing and workspace.last_stream not in (None, streams[0])
+        moved = capturing and workspace.last_stream not in (None, compute)
         recording = None if capturing else recorder.active
         try:
             if moved:
                 workspace.issue(_FOLLOW, *call)
-            workspace.last_stream = streams[0]
+            workspace.last_stream = compute
             for item in self.items:
                 if not isinstance(item, ctypes.Array):
                     item.launch(workspace, kernels, recording, epoch, call_name)
@@ -240,8 +242,8 @@ class StreamLowering:
         if self.follows and not self.captured:
             self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_END)
         self._add(wire.StreamKind.RECORD, "compute", event=_BEGIN)
-        for lane in others:
-            self._add(wire.StreamKind.WAIT_EVENT, lane, event=_BEGIN)
+        if "copy" in others:  # lane "signal" begins with a wait for the caller's anyway
+            self._add(wire.StreamKind.WAIT_EVENT, "copy", event=_BEGIN)
         for place, held in enumerate(self.order.steps):
             for signal in held.behind:
                 self._add(wire.StreamKind.WAIT_EVENT, held.lane, event=self._event(signal))

@@ -1,10 +1,11 @@
 """Pipelines on devices with streams: copy engines pull peers' shards ahead of their consumers.
 
 The caller's stream computes; a second stream moves bytes and exchanges signals, without a
-multiprocessor. A call begins where the caller's stream is, and that stream waits for its end, so
-memory that it allocates needs no further care. Background collectives run in the channel "async",
-on a stream of their own: the caller's stream copies its input away, and goes on (leave a symmetric
-input alone until the transfer was waited for).
+multiprocessor; a third one signals peers what kernels have written for them. A call begins where
+the caller's stream is, and that stream waits for its end, so memory that it allocates needs no
+further care. Background collectives run in the channel "async", on a stream of their own: the
+caller's stream copies its input away, and goes on (leave a symmetric input alone until the transfer
+was waited for).
 
 While a graph is captured, calls take another workspace (base.py) and read nothing in place.
 """

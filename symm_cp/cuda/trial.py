@@ -24,11 +24,10 @@ SLOT_BYTES, PARTS = 16384, 4
 ROUNDS = 3
 
 _INPUT, _STAGING = 0, 1  # operands
-_BEGIN, _END = 0, 1  # events
+_BEGIN, _END, _MADE = 0, 1, 2  # events
 _NAME = b"self-test"
 _PAUSE = 0.0002  # seconds between looks at a stream
-_COPY = LANES.index("copy")
-_COMPUTE = LANES.index("compute")
+_COMPUTE, _COPY, _SIGNAL = (LANES.index(lane) for lane in ("compute", "copy", "signal"))
 
 
 def contents(rank: int, turn: int) -> torch.Tensor:
@@ -39,7 +38,7 @@ def contents(rank: int, turn: int) -> torch.Tensor:
 
 
 class Trial:
-    """A workspace on trial, and the streams of both lanes."""
+    """A workspace on trial, and the streams of all lanes."""
 
     def __init__(
         self, group: Group, device: Device, signals: Signals, *, graph: bool = False
@@ -97,16 +96,16 @@ class Trial:
 
     def fork(self) -> list[wire.StreamCommand]:
         """Has the copy lane follow the compute lane."""
-        return [
-            _command(wire.StreamKind.RECORD, _COMPUTE, event=_BEGIN),
-            _command(wire.StreamKind.WAIT_EVENT, event=_BEGIN),
-        ]
+        return self._follow(_COPY, _COMPUTE, _BEGIN)
 
     def join(self) -> list[wire.StreamCommand]:
-        """Has the compute lane follow the copy lane."""
+        """Has the compute lane follow the copy lane, which has waited for all peers."""
+        return self._follow(_COMPUTE, _COPY, _END)
+
+    def _follow(self, lane: int, other: int, event: int) -> list[wire.StreamCommand]:
         return [
-            _command(wire.StreamKind.RECORD, event=_END),
-            _command(wire.StreamKind.WAIT_EVENT, _COMPUTE, event=_END),
+            _command(wire.StreamKind.RECORD, other, event=event),
+            _command(wire.StreamKind.WAIT_EVENT, lane, event=event),
         ]
 
     def warm_up(self) -> None:
@@ -146,27 +145,33 @@ class Trial:
             for part in range(PARTS)
         ]
 
-    def exchange(self, kind: wire.StreamKind, flag: str, epoch: int) -> None:
+    def exchange(self, kind: wire.StreamKind, flag: str, epoch: int, lane: int = _COPY) -> None:
         """Signals each peer, or waits for the signal of each."""
         if self.signals is Signals.STREAM:
             number = wire.DEVICE_FLAGS.index(flag)
-            self.issue([_command(kind, peer=peer, flag=number) for peer in self.peers], epoch)
+            commands = [_command(kind, lane, peer=peer, flag=number) for peer in self.peers]
+            self.issue(commands, epoch)
             return
         by_kernel = self.space.signal if kind is wire.StreamKind.SIGNAL else self.space.wait
-        self._on(_COPY, lambda: by_kernel(flag, self.peers, epoch))
+        self._on(lane, lambda: by_kernel(flag, self.peers, epoch))
 
     def call(self, epoch: int, place: int) -> None:
-        """An all-gather, as calls make it, of a part of the input."""
-        self.issue(self.fork(), epoch)
+        """An all-gather, as calls make it, of a part of the input.
+
+        Lane "signal" signals as well, as in calls whose kernels write partial sums.
+        """
+        self.issue([*self.fork(), *self._follow(_SIGNAL, _COMPUTE, _MADE)], epoch)
         if self.graph:
             self.exchange(wire.StreamKind.WAIT, "done", epoch)
         self.issue(self.fill(place), epoch)
         self.exchange(wire.StreamKind.SIGNAL, "ready", epoch)
+        self.exchange(wire.StreamKind.SIGNAL, "partial", epoch, _SIGNAL)
         self.exchange(wire.StreamKind.WAIT, "ready", epoch)
+        self.exchange(wire.StreamKind.WAIT, "partial", epoch)
         self.issue(self.pull(place), epoch)
         if self.graph:
             self.exchange(wire.StreamKind.SIGNAL, "done", epoch)
-        self.issue(self.join(), epoch)
+        self.issue([*self._follow(_COMPUTE, _SIGNAL, _MADE), *self.join()], epoch)
 
     def _on(self, lane: int, kernel: Callable[[], object]) -> None:
         self._check_given_up()

@@ -288,7 +288,7 @@ def flag_offset(flag: int, writer: int, world_size: int) -> int:
 
 
 #: The words of "sent": one for each lane, then one that holds 1.
-CONSTANT_ONE = 2
+CONSTANT_ONE = 3
 
 
 def sent_offset(word: int, rank: int, world_size: int) -> int:

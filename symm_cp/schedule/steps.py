@@ -153,11 +153,12 @@ class Schedule:
     """What one rank does in one call: its lanes, each an ordered list of steps.
 
     ``lanes`` may be any mapping; a schedule keeps an immutable copy, so it is hashable. Lanes are
-    named ``"compute"`` (the calling thread, or the current stream) and ``"copy"`` (a copy engine).
-    A lane continues from call to call in program order; lanes of a call do not start or end
-    together, only flags order them. ``slots`` is the number of slots of the workspace. The caller
-    may write its symmetric tensor after the steps of lane ``caller``: the calling thread's,
-    or in the background the one whose end the caller waits for first.
+    named ``"compute"`` (the calling thread, or the current stream), ``"copy"`` (a copy engine) and
+    ``"signal"`` (on streams: signals beside the kernels of the current one). A lane continues from
+    call to call in program order; lanes of a call do not start or end together, only flags order
+    them. ``slots`` is the number of slots of the workspace. The caller may write its symmetric
+    tensor after the steps of lane ``caller``: the calling thread's, or in the background the one
+    whose end the caller waits for first.
 
     Raises ``ValueError`` if a step names a rank outside ``range(world_size)``.
     """

@@ -109,10 +109,12 @@ bool with_peer(Address to, Address from) {
 }
 
 // Counts a copy, and says how it is carried out.
-simulated::Command copy_command(const char* name, Address to, Address from, unsigned flags) {
+simulated::Command copy_command(const char* name, Address to, Address from, size_t bytes,
+                                unsigned flags) {
   const bool peer = with_peer(to, from), overlap = (flags & kOverlapWithCompute) != 0;
   ++counts[peer ? (overlap ? kPeerOverlap : kPeer) : (overlap ? kLocalOverlap : kLocal)];
   simulated::Command command{name, peer ? Kind::kWork : Kind::kLocalCopy};
+  command.carried = peer ? bytes : 0;
   if (peer && simulated::faulty(simulated::kFaultyPeerCopy, simulated::kHangs)) {
     command.kind = Kind::kWait;
     command.about = [] { return "a copy that hangs"; };
@@ -229,7 +231,14 @@ void simulated_set(int setting, int value) {
   if (setting == 4) all.multiprocessors = value != 0;
   if (setting == 5) all.contexts = value != 0;
   if (setting == 6) all.counts_deadlocks = value != 0;
-  if (setting >= 7) all.faults[setting - 7] = value;
+  if (setting == 7) all.copy_engines = value;
+  if (setting >= 8) all.faults[setting - 8] = value;
+}
+
+void simulated_hold(int copy) { simulated::hold_copy(copy); }
+int simulated_holds() { return simulated::holds_copy() ? 1 : 0; }
+int simulated_queues_for_engine(Stream stream) {
+  return static_cast<SimStream*>(stream)->queues_for_engine() ? 1 : 0;
 }
 
 // How many waits did not end since the last time, where they are counted.
@@ -494,7 +503,7 @@ Result cuThreadExchangeStreamCaptureMode(int* mode) {
 Result cuMemcpyAsync(Address to, Address from, size_t bytes, Stream handle) {
   return call_on(handle, [&](SimStream& stream) {
     ++counts[kCopies];
-    return issue_copy(stream, copy_command("cuMemcpyAsync", to, from, 0),
+    return issue_copy(stream, copy_command("cuMemcpyAsync", to, from, bytes, 0),
                       [=] { copy_bytes(to, from, bytes, "cuMemcpyAsync"); });
   });
 }
@@ -505,7 +514,8 @@ Result cuMemcpy2DAsync_v2(const Copy2D* given, Stream handle) {
     if (copy.from_type != kDeviceMemory || copy.to_type != kDeviceMemory) return 1;
     if (copy.width > copy.from_pitch || copy.width > copy.to_pitch) return 1;
     ++counts[k2d];
-    auto command = copy_command("cuMemcpy2DAsync", copy.to_device, copy.from_device, 0);
+    auto command = copy_command("cuMemcpy2DAsync", copy.to_device, copy.from_device,
+                                copy.width * copy.height, 0);
     return issue_copy(stream, std::move(command), [copy] {
       for (size_t row = 0; row < copy.height; ++row)
         copy_bytes(copy.to_device + row * copy.to_pitch, copy.from_device + row * copy.from_pitch,
@@ -542,7 +552,8 @@ Result simulated_batch(Address* to, Address* from, size_t* sizes, size_t count,
     bool first = true;
     for (size_t i : order) {
       const size_t kind = std::upper_bound(firsts, firsts + kinds, i) - firsts - 1;
-      auto command = copy_command("cuMemcpyBatchAsync", to[i], from[i], attributes[kind].flags);
+      auto command =
+          copy_command("cuMemcpyBatchAsync", to[i], from[i], sizes[i], attributes[kind].flags);
       command.at_once = !std::exchange(first, false);
       std::function<void()> copy = [to = to[i], from = from[i], bytes = sizes[i]] {
         copy_bytes(to, from, bytes, "cuMemcpyBatchAsync");

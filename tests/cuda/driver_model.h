@@ -3,6 +3,10 @@
 // A stream is a thread with a queue. Commands begin in the order in which they were issued to their
 // stream, and nothing else is promised: streams run at their own pace (with random delays), and the
 // `Settings` take away what only some drivers or launchers promise.
+//
+// Copies between ranks, signals among them, may share copy engines. A copy comes to its engine when
+// its stream comes to the copy. An engine carries one copy after the other, in the order in which
+// they came, and takes a time that is proportional to the bytes.
 #pragma once
 
 #include <atomic>
@@ -38,6 +42,7 @@ struct Settings {
   std::atomic<bool> one_queue{false};         // one FIFO for all streams
   std::atomic<bool> multiprocessors{false};   // a polling kernel leaves no room for others
   std::atomic<bool> contexts{false};          // threads begin without a current context
+  std::atomic<int> copy_engines{0};           // that carry copies between ranks; 0: enough
   std::atomic<int> faults[4]{};               // by Faulty: what goes wrong with it
 };
 Settings& settings();
@@ -57,6 +62,7 @@ struct Command {
   std::function<bool()> ready;         // of a wait
   std::function<std::string()> about;  // of a wait, for reports
   bool at_once = false;                // after the one before it: both are of one call
+  size_t carried = 0;                  // bytes that a copy engine carries between ranks
   uint64_t ticket = 0;                 // its turn, where all streams share one queue
 };
 
@@ -77,6 +83,8 @@ class SimStream {
   void destroy();
   void serve();
   std::string head();  // for reports
+  // Whether its next command is a copy whose engine carries another one.
+  bool queues_for_engine();
 
   const int device;
   Graph* capture = nullptr;  // that commands are recorded in, and as which of its lanes
@@ -84,6 +92,9 @@ class SimStream {
 
  private:
   void execute(Command& command);
+  void await(const std::function<bool()>& ready, std::string what, const char* name);
+  void carry(Command& command);
+  const uint64_t number_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Command> queue_;
@@ -111,6 +122,10 @@ void drain_all();
 // Writes what every stream waits for, and aborts; or counts it, and the wait is over.
 void report_deadlock(const char* what);
 extern std::atomic<int> deadlocks;
+// The engine that carries the n-th copy from now on that is longer than a signal stops with it,
+// until this is called with 0.
+void hold_copy(int n);
+bool holds_copy();
 
 // --- capture (driver_capture.cpp)
 

@@ -13,6 +13,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr int kMostEngines = 8;
+constexpr int kNanosecondsPerByte = 10;
+constexpr size_t kSignalBytes = 4;
+constexpr const char* kForEngine = "a copy engine";
+
+struct Engine {
+  std::atomic<uint64_t> places{0}, turn{0};
+};
+
 // Never destroyed: streams run until the process ends.
 struct Machine {
   std::mutex mutex;  // for the streams, and for handing out tickets in the order of issue
@@ -20,6 +29,10 @@ struct Machine {
   uint64_t tickets = 0;
   std::atomic<uint64_t> turn{0};
   std::atomic<int> polling{0};  // polling kernels that run
+  std::atomic<uint64_t> numbers{0};
+  Engine engines[kMostEngines];
+  std::atomic<int> hold_in{0};
+  std::atomic<bool> holding{false};
 };
 Machine& machine() {
   static Machine* it = new Machine;
@@ -62,7 +75,7 @@ Settings& settings() {
 bool faulty(Faulty what, Fault how) { return settings().faults[what] == how; }
 
 SimStream::SimStream(int device, bool own_thread)
-    : device(device), random_(std::random_device{}()) {
+    : device(device), number_(machine().numbers++), random_(std::random_device{}()) {
   {
     std::lock_guard<std::mutex> lock(machine().mutex);
     machine().streams.insert(this);
@@ -120,15 +133,32 @@ void SimStream::serve() {
   machine().streams.erase(this);  // and not freed: somebody may be about to drain it
 }
 
+void SimStream::await(const std::function<bool()>& ready, std::string what, const char* name) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    waiting_for_ = std::move(what);
+  }
+  spin_until(ready, name);
+  std::lock_guard<std::mutex> lock(mutex_);
+  waiting_for_.clear();
+}
+
+void SimStream::carry(Command& command) {
+  Engine& engine = machine().engines[number_ % settings().copy_engines];
+  const uint64_t place = engine.places++;
+  if (engine.turn < place) await([&] { return engine.turn >= place; }, kForEngine, command.name);
+  std::this_thread::sleep_for(std::chrono::nanoseconds(command.carried * kNanosecondsPerByte));
+  if (command.carried > kSignalBytes && machine().hold_in > 0 && machine().hold_in-- == 1) {
+    machine().holding = true;
+    while (machine().holding) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  command.run();
+  ++engine.turn;
+}
+
 void SimStream::execute(Command& command) {
   auto waits = [&](const std::function<bool()>& ready, std::string what) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      waiting_for_ = std::move(what);
-    }
-    spin_until(ready, command.name);
-    std::lock_guard<std::mutex> lock(mutex_);
-    waiting_for_.clear();
+    await(ready, std::move(what), command.name);
   };
   if (command.kind == Kind::kHost) return command.run();
   const bool one_queue = settings().one_queue;
@@ -147,6 +177,7 @@ void SimStream::execute(Command& command) {
     waits([&] { return polling == 0; }, "a multiprocessor");
   // Whoever is next in the queue may begin while this runs.
   if (one_queue) ++turn;
+  if (command.carried > 0 && settings().copy_engines > 0) return carry(command);
   const bool fills = command.kind == Kind::kPollingKernel;
   polling += fills;
   command.run();
@@ -158,6 +189,18 @@ std::string SimStream::head() {
   if (waiting_for_.empty()) return {};
   return waiting_for_ + ", before " + std::to_string(queue_.size()) + " other commands";
 }
+
+bool SimStream::queues_for_engine() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return waiting_for_ == kForEngine;
+}
+
+void hold_copy(int n) {
+  machine().hold_in = n;
+  if (n == 0) machine().holding = false;
+}
+
+bool holds_copy() { return machine().holding; }
 
 std::vector<SimStream*> all_streams() {
   std::lock_guard<std::mutex> lock(machine().mutex);

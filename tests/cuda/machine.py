@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,8 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-pthread", f"-I{native.source_dir()}")
 
 #: The order of `simulated_set`.
 SETTINGS = ("delays_us", "driver_version", "patience_ms", "one_queue", "multiprocessors",
-            "contexts", "counts_deadlocks", "write", "wait", "batch", "peer_copy")  # fmt: skip
+            "contexts", "counts_deadlocks", "copy_engines",
+            "write", "wait", "batch", "peer_copy")  # fmt: skip
 #: What may happen to the last four of them, instead of what should.
 FAULTS = ("", "refuse", "hang", "ignore")
 
@@ -102,6 +104,14 @@ def build_poison() -> str:
     return str(path)
 
 
+def until(condition: Callable[[], object]) -> None:
+    """Returns when a condition holds."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-4)
+
+
 def thread_state() -> Callable[[], AbstractContextManager[None]]:
     """Returns what makes another thread treat torch's ops as the calling one does now."""
     keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
@@ -154,6 +164,7 @@ class Machine:
             "call": [pointer, CALL, number, ctypes.c_char_p],
             "capture_begin": [pointer], "capture_end": [pointer, number, ctypes.POINTER(pointer)],
             "replay": [pointer, pointer, number], "graph_destroy": [pointer],
+            "hold": [number], "queues_for_engine": [pointer],
             "choose_stream": [pointer], "owner": [ctypes.c_uint64],
             "last_write": [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t],
         }.items():  # fmt: skip

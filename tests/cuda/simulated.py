@@ -90,6 +90,8 @@ class Mode:
         them, and no other thread may call the driver meanwhile
     multiprocessors: a kernel that polls leaves none to others
     contexts: threads have no current context until they set one
+    copy_engines: that many engines carry the copies between ranks, signals among them, each one
+        after the other; 0: as many as there are copies
     stream_guard: signals by torch's kernels take turns on streams, as with torch 2.15
     deferred: calls return while their streams still run
     stepwise: kernels are waited for when they are launched, and exceptions raised there
@@ -104,6 +106,7 @@ class Mode:
     lazy_loading: bool = False
     multiprocessors: bool = False
     contexts: bool = False
+    copy_engines: int = 0
     stream_guard: bool = False
     deferred: bool = False
     stepwise: bool = False
@@ -122,7 +125,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self.machine: Machine = machine()
         self.library = self.machine.library
         self.machine.default_stream(index)
-        self._sides: dict[str, int] = {}
+        self._sides: dict[tuple[str, str], int] = {}
         self._chosen = threading.local()  # each thread's stream
         self.mode = self.machine.mode or Mode()
         self._times_in_capture = 0
@@ -142,10 +145,11 @@ class SimulatedDevice(FlagKernels, cuda.Device):
 
     # --- streams
 
-    def _side(self, channel: str) -> int:
-        if channel not in self._sides:
-            self._sides[channel] = self.machine.stream(self.index)
-        return self._sides[channel]
+    def _side(self, lane: str, channel: str) -> int:
+        place = lane, channel
+        if place not in self._sides:
+            self._sides[place] = self.machine.stream(self.index)
+        return self._sides[place]
 
     def current_stream(self) -> int:
         """The stream of the calling thread; never null."""
@@ -182,8 +186,9 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         finally:
             self.tree = False
 
-    def streams(self, channel: str) -> tuple[int, int]:
-        return getattr(self._chosen, "stream", 0), self._side(channel)
+    def streams(self, channel: str) -> tuple[int, int, int]:
+        chosen: int = getattr(self._chosen, "stream", 0)
+        return chosen, self._side("copy", channel), self._side("signal", channel)
 
     def lane_stream(self) -> int:
         """The stream that ops go to while a graph is captured."""
@@ -193,7 +198,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self.machine.raise_errors()
         function = getattr(kernel, "func", kernel)
         name = getattr(function, "__qualname__", "a kernel")
-        stream = self.current_stream() if lane == "compute" else self._side(channel)
+        stream = self.current_stream() if lane == "compute" else self._side(lane, channel)
         workspace = getattr(function, "__self__", None)
         signals = isinstance(workspace, cuda.DeviceWorkspace)
         if self.graph is not None and not signals:  # its ops are recorded one by one
@@ -266,7 +271,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
 
     def mark(self, lane: str, channel: str) -> Mark:
         times: list[int] = []
-        stream = self.current_stream() if lane == "compute" else self._side(channel)
+        stream = self.current_stream() if lane == "compute" else self._side(lane, channel)
         self.call(stream, lambda: times.append(time.monotonic_ns()))
         return lambda: times[0]
 
@@ -287,10 +292,10 @@ class SimulatedDevice(FlagKernels, cuda.Device):
             self.graph.kept.extend(tensors)
             return
         held = list(tensors)
-        self.call(self._side(channel), held.clear)
+        self.call(self._side("copy", channel), held.clear)
 
     def copies_ended(self, channel: str) -> Any:
-        return _Event(self, self._side(channel))
+        return _Event(self, self._side("copy", channel))
 
     # --- what a Device is asked
 
@@ -407,6 +412,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
             one_queue=mode.one_queue,
             multiprocessors=mode.multiprocessors,
             contexts=mode.contexts,
+            copy_engines=mode.copy_engines,
         )
         self.library.simulated_set_device(self.index, 1)
         self.machine.lazy_loading = mode.lazy_loading
@@ -480,6 +486,7 @@ def random_mode(choose: random.Random) -> dict[str, Any]:
     """Options of `simulation` that any op must cope with, a few of them at a time."""
     version = choose.choice([12050, 12080, 13000, 13010])
     mode: dict[str, Any] = {"driver_version": version, "delays_us": choose.choice([0, 100, 1000])}
+    mode["copy_engines"] = choose.choice([0, 0, 1, 2])
     mode["signals"] = choose.choice(["stream", "stream", "kernel", "torch"])
     switches = ("one_queue", "lazy_loading", "multiprocessors", "contexts", "stream_guard",
                 "poison", "offsets")  # fmt: skip

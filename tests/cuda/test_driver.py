@@ -18,7 +18,7 @@ import torch
 
 from tests.cuda import pools
 from tests.cuda.graphs import graphed
-from tests.cuda.machine import Machine, build, machine
+from tests.cuda.machine import Machine, build, machine, until
 from tests.cuda.simulated import SimulatedDevice, simulation
 
 REFUSED, NO_CONTEXT, WRONG_HANDLE = 801, 201, 400
@@ -92,8 +92,8 @@ def driver() -> Iterator[Driver]:
     yield Driver(machine())
     machine().library.simulated_drain_all()
     machine().set(counts_deadlocks=False, driver_version=13010, patience_ms=30_000, one_queue=False,
-                  multiprocessors=False, contexts=False, write="", wait="", batch="",
-                  peer_copy="")  # fmt: skip
+                  multiprocessors=False, contexts=False, copy_engines=0, write="", wait="",
+                  batch="", peer_copy="")  # fmt: skip
     machine().library.simulated_set_device(0, 1)
 
 
@@ -177,6 +177,42 @@ def test_a_wait_at_the_head_of_one_queue_holds_up_all_streams(
     driver.value(WAIT, first, word)
     driver.value(WRITE, second, word)  # would end the wait
     assert (driver.deadlocks() > 0) is one_queue
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_engine_carries_one_copy_after_the_other(
+    driver: Driver, symmetric: Callable[[bool], int], engines: int
+) -> None:
+    machine().set(copy_engines=engines, patience_ms=30_000)
+    library, peer, word = machine().library, symmetric(False), driver.word(7)
+    time.sleep(0.3)  # the driver looks again whose memory is whose
+    first, second = driver.stream(), driver.stream()  # which have two engines, if there are two
+    library.simulated_hold(1)
+    try:
+        driver.copy(first, peer, driver.word(), 8)
+        until(library.simulated_holds)
+        driver.copy(second, peer + 64, word)
+        if engines == 1:
+            until(lambda: library.simulated_queues_for_engine(second))
+            assert ctypes.c_uint32.from_address(peer + 64).value == 0
+        else:
+            library.simulated_drain(second)
+            assert library.simulated_holds()
+    finally:
+        library.simulated_hold(0)
+    library.simulated_drain_all()
+    assert ctypes.c_uint32.from_address(peer + 64).value == 7
+
+
+def test_an_engine_takes_time_for_bytes(driver: Driver, symmetric: Callable[[bool], int]) -> None:
+    machine().set(copy_engines=1)
+    stream, own, peer = driver.stream(), symmetric(True), symmetric(False)
+    time.sleep(0.3)  # as above
+    begin = time.monotonic()
+    for _ in range(100):
+        driver.copy(stream, own, peer, mmap.PAGESIZE)
+    machine().library.simulated_drain(stream)
+    assert time.monotonic() - begin >= 100 * mmap.PAGESIZE * 1e-8
 
 
 @pytest.mark.parametrize(("version", "deadlocks"), [(13000, True), (13010, False)])

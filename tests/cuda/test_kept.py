@@ -55,10 +55,10 @@ def test_a_capture_before_the_first_eager_call_leaves_nothing() -> None:
 def test_each_stream_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing orders the streams: what one makes may not be complete when another reads it."""
     with simulation() as made:
-        _, copy = made.streams("sync")
+        _, *side = made.streams("sync")
         kept = {}
         for stream in (1, 2):
-            monkeypatch.setattr(made, "streams", lambda channel, stream=stream: (stream, copy))
+            monkeypatch.setattr(made, "streams", lambda channel, stream=stream: (stream, *side))
             kept[stream] = _band(*BAND)
             assert _band(*BAND)[0] is kept[stream][0]
         assert kept[1][0] is not kept[2][0]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
+from symm_cp import cuda
 from symm_cp.cuda import Signals
 from symm_cp.cuda.stream_program import Launch, StreamLowering, _ExchangeCall, _KernelCall, lower
 from symm_cp.cuda.workspaces import workspace
@@ -19,7 +20,7 @@ from symm_cp.tensors.shards import Extent
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 
-LANES = ("compute", "copy")
+GATHER = patterns.ALL_GATHER_AND_CONSUME
 BINDING = Binding(
     {
         "input": (Extent.even(0, 64),),
@@ -46,8 +47,13 @@ def described(launch: Launch) -> list[str]:
             with_event = kind in (wire.StreamKind.RECORD, wire.StreamKind.WAIT_EVENT)
             event = f" {command.event}" if with_event else ""
             alone = " alone" if command.alone else ""
-            lines.append(f"{LANES[command.lane]}: {kind.name.lower()}{event}{alone}")
+            lines.append(f"{cuda.LANES[command.lane]}: {kind.name.lower()}{event}{alone}")
     return lines
+
+
+def test_each_lane_has_a_word_to_signal_with() -> None:
+    """The word that holds 1 is behind them; the native part counts the lanes by it."""
+    assert len(cuda.LANES) == wire.CONSTANT_ONE
 
 
 def test_events_take_the_place_of_flags_to_oneself() -> None:
@@ -97,6 +103,37 @@ def test_a_kernel_that_polls_comes_after_all_copies() -> None:
     assert not any("consume(1)" in line for line in lines)
 
 
+def test_signals_behind_kernels_go_from_a_lane_of_their_own() -> None:
+    """They take an event and a wait for it each, and for all of them one at the end of the call."""
+    parts = (Extent.even(None, 64, 3),), (Extent.even(0, 64, 3),)
+    binding = Binding(dict(zip(("slot", "partials"), parts, strict=True)))
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
+    lines = described(lower(variant, 0, 3, binding))
+    signalling = ["wait_event 3", "signal", "wait_event 4", "signal", "record 1"]
+    assert [line for line in lines if "signal: " in line] == [f"signal: {s}" for s in signalling]
+    kernels = ["call produce(1)", "record 3", "call produce(2)", "record 4", "call produce(0)"]
+    begin = ["wait_event 2", "record 0"]
+    assert [line for line in lines if "compute: " in line][:7] == [
+        f"compute: {line}" for line in (*begin, *kernels)
+    ]
+    assert lines.index("compute: record 3") < lines.index("signal: wait_event 3")
+    # Nothing of it where there is nobody to signal, or nothing between kernels.
+    for others in (lower(variant, 0, 1, binding), lower(GATHER.staged(), 0, 2, BINDING)):
+        assert not any("signal: " in line for line in described(others))
+
+
+@pytest.mark.parametrize("signals", [Signals.KERNEL, Signals.TORCH])
+def test_kernels_that_signal_go_to_that_lane_too(signals: Signals) -> None:
+    binding = Binding({"slot": (Extent.even(None, 64, 2),), "partials": (Extent.even(0, 64, 2),)})
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
+    calls = [line for line in described(lower(variant, 0, 2, binding, signals=signals))
+             if "'partial'" in line]  # fmt: skip
+    assert calls == [
+        "signal: call Signal('partial' to rank 1)",
+        "copy: call Wait('partial' from rank 1)",
+    ]
+
+
 def test_signals_by_kernels() -> None:
     launch = lower(patterns.ALL_GATHER_AND_CONSUME.staged(), 0, 2, BINDING, signals=Signals.TORCH)
     calls = [line for line in described(launch) if "call" in line]
@@ -143,7 +180,7 @@ def many_memory_operations(group: dist.ProcessGroup) -> int:
     ]
     with simulation() as made:
         space = workspace(memory.resolve(group), made, "sync", 64)
-        lanes = (ctypes.c_void_p * 2)(*made.streams("sync"))
+        lanes = (ctypes.c_void_p * 3)(*made.streams("sync"))
         made.count()
         batch = (wire.StreamCommand * len(commands))(*commands)
         space.issue(batch, (ctypes.c_void_p * 1)(), lanes, 7, False, b"test")

@@ -58,6 +58,25 @@ def test_both_lanes_are_recorded(ranks: Ranks, world_size: int, signals: str) ->
     ranks.run(world_size, recorded, signals)
 
 
+def partial_sums(group: dist.ProcessGroup, signals: str) -> None:
+    W, rank = group.size(), group.rank()
+    x, weight = torch.randn(3 * W, 4), torch.randn(4, 5)
+    with simulation(signals=signals), tuning.forced("shards"), symm_cp.trace() as recording:
+        symm_cp.matmul_reduce_scatter(x, weight, group=group)
+    events = recording.timeline.events
+    produced = [e for e in on(events, "compute") if isinstance(e.step, Compute)][:-1]
+    assert not any(isinstance(e.step, Signal) and e.step.to != rank for e in on(events, "compute"))
+    sent = [e for e in on(events, "signal") if isinstance(e.step, Signal)]
+    assert [event.step.to for event in sent] == [(rank + i) % W for i in range(1, W)]
+    for kernel, signal in zip(produced, sent, strict=False):
+        assert kernel.end <= signal.end
+
+
+@pytest.mark.parametrize("signals", ["stream", "kernel", "torch"])
+def test_the_lane_that_signals_is_recorded(ranks: Ranks, signals: str) -> None:
+    ranks.run(3, partial_sums, signals)
+
+
 def in_the_background(group: dist.ProcessGroup) -> None:
     with simulation(), symm_cp.trace() as recording:
         gather = device_kernels["_low_contention_all_gather"]

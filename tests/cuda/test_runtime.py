@@ -94,7 +94,7 @@ def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> No
         shard, whole = rows[rank].clone(), full[rank].clone()
         gathered = all_gather(shard, group.group_name)
         scattered = reduce_scatter(whole, "sum", group.group_name)
-        stream, _ = made.streams("async")
+        stream = made.streams("async")[0]
         if stream:  # or it is the calling thread, and has done all
             made.library.simulated_drain(stream)
         shard.fill_(torch.nan)

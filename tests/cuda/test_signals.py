@@ -94,8 +94,8 @@ def test_only_copies_between_devices_ask_for_copy_engines(ranks: Ranks, world_si
         assert copies["local, overlapping"] == 0
         # Pulls of both ops; signals that shards are there, and were read, and that sums are there.
         assert copies["peer, overlapping"] + copies["peer"] == (2 + 2 + 1) * peers
-        # Those of the compute lane go to the null stream, which takes no batches.
-        assert copies["peer"] == peers
+        # None goes to the null stream, which takes no batches: the caller's lane signals no peer.
+        assert copies["peer"] == 0
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:

@@ -12,7 +12,7 @@ from symm_cp.schedule import GraphCall, GraphOrder, Signal, Variant, Wait, check
 from symm_cp.schedule.patterns import PRODUCE_AND_REDUCE_SCATTER
 from tests.exhaustive import some
 from tests.schedule.calls import MIX, WORKSPACES
-from tests.schedule.test_issue_order import partial_sums_in_turns
+from tests.schedule.test_issue_order import EXCHANGING
 
 VARIANTS = [
     variant
@@ -52,9 +52,9 @@ def bare(call: GraphCall) -> GraphCall:
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_without_the_edges_ranks_may_hang(variant: Variant, world_size: int) -> None:
     """Those that exchange partial sums, and what is captured behind those in the background."""
-    call = GraphCall.of(variant, world_size)
-    assert any(h.behind for h in call.orders[0].steps) is partial_sums_in_turns(variant)
-    assert check_graph([bare(call)] * 3).ok is not partial_sums_in_turns(variant)
+    call, exchanging = GraphCall.of(variant, world_size), variant.name in EXCHANGING
+    assert any(h.behind for h in call.orders[0].steps) is exchanging
+    assert check_graph([bare(call)] * 3).ok is not exchanging
     if variant.channel == "async":
         gather = GraphCall.of(VARIANTS[0], world_size)
         assert check_graph([call, gather, call]).ok
@@ -84,7 +84,7 @@ def test_what_it_refuses() -> None:
 
 
 def test_a_report_names_the_wait_that_does_not_end() -> None:
-    variant = next(v for v in VARIANTS if partial_sums_in_turns(v))
+    variant = next(v for v in VARIANTS if v.name in EXCHANGING)
     report = check_graph([bare(GraphCall.of(variant, 2))])
     assert any("'partial'" in str(problem) for problem in report.problems), str(report)
 

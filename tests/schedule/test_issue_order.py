@@ -77,7 +77,8 @@ def test_both_channels_share_the_queue(world_size: int, slots: int) -> None:
 
 def copy_lane_first(order: IssueOrder, rank: int) -> IssueOrder:
     """Hands out lane copy as far as own flags allow, then one kernel: how it was done at first."""
-    lanes = {lane: [step for name, step in order if name == lane] for lane in ("copy", "compute")}
+    names = ("copy", "compute", "signal")
+    lanes = {lane: [step for name, step in order if name == lane] for lane in names}
     recorded: set[str] = set()
     result: list[tuple[str, Step]] = []
 
@@ -97,6 +98,7 @@ def copy_lane_first(order: IssueOrder, rank: int) -> IssueOrder:
     while any(lanes.values()):
         hand_out("copy", kernels=1)
         hand_out("compute", kernels=1)
+        hand_out("signal", kernels=1)
     return tuple(result)
 
 
@@ -179,8 +181,8 @@ def test_a_wait_for_an_own_flag_before_its_signal_is_noticed(place: Place, world
     for at, (lane, step) in enumerate(orders[0]):
         if not isinstance(step, Signal) or step.to != 0:
             continue
-        # One rank suffices: no other rank can help.
-        (wait,) = (
+        # One rank suffices: no other rank can help. Two lanes may wait for the flag.
+        wait, *_ = (
             (
                 index
                 for index, (_, other) in enumerate(orders[0])

@@ -80,8 +80,9 @@ def _direct(draft: Draft, options: Options) -> None:
 # Rank 0 of 3, staged, without ring. Sums are pulled after all shards; their waits are handed out
 # after all kernels and signals.
 #
-#   copy     publish | wait 1 | pull 1 | wait 2 | pull 2 |           wait 2, 1 | pull sums |
-#   compute                   | c 0             | c 1 | signal 1 | c 2 | signal 2          | reduce
+#   copy     publish | wait 1 | pull 1 | wait 2 | pull 2 |      wait 2, 1 | pull sums |
+#   compute                   | c 0             | c 1 | c 2      |                    | reduce
+#   signal                                            | signal 1 | signal 2 |
 
 
 def _staged(draft: Draft, options: Options) -> None:
@@ -109,7 +110,7 @@ def _staged(draft: Draft, options: Options) -> None:
         pulled = draft.own("gathered", peer)
         draft.compute(Compute("consume", peer, (pulled,), (draft.own("slot", peer),)))
         # Publishes the peer's partial sum.
-        draft.compute(Signal(peer, "partial"))
+        draft.signal_beside(f"made{turn}", "partial", peer)
     for distance in range(1, world_size):
         # Awaits the partial sum for this rank.
         source = (rank - distance) % world_size
@@ -124,8 +125,9 @@ def _staged(draft: Draft, options: Options) -> None:
 
 # Rank 0 of 3, together. The copies of each "pull" are one batch of the driver.
 #
-#   copy     publish | wait 1, 2 | pull 1, 2 |                     wait 2, 1 | pull sums |
-#   compute                      | c 0       | c others | signal 1, 2                    | reduce
+#   copy     publish | wait 1, 2 | pull 1, 2 |          wait 1, 2 | pull sums |
+#   compute                      | c 0       | c others |                     | reduce
+#   signal                                              | signal 1, 2 |
 
 
 def _together(draft: Draft) -> None:
@@ -144,7 +146,7 @@ def _together(draft: Draft) -> None:
         sums = tuple(draft.own("slot", peer) for peer in others)
         draft.compute(Compute("consume others", rank, gathered, sums))
         # Publishes the peers' partial sums, then awaits those for this rank.
-        draft.compute(*draft.signals("partial"))
+        draft.signal_beside("made", "partial", *others)
         draft.copy(*draft.waits("partial"))
         for source in others:
             draft.copy(Copy(Region(source, "slot", rank), parts[source]))
@@ -156,7 +158,7 @@ def _together(draft: Draft) -> None:
 
 
 # Rank 0 of 4, staged, with ring: room for two shards ("gathered" 0 and 1) and two partial sums.
-# Each "c" is followed by the signal of its partial sum; "get p" waits for the partial sum that rank
+# Behind each "c" lane "signal" signals its partial sum; "get p" waits for the partial sum that rank
 # p made for this rank, and pulls it to "partials".
 #
 #   copy     publish | pull 1 |     | pull 2 |     | get 3 | pull 3 |       get 2 |       get 1
@@ -189,10 +191,8 @@ def _staged_ring(draft: Draft) -> None:
             draft.compute(Wait(others[turn - 2], "taken"))
         places = draft.own("gathered", turn % 2), draft.own("slot", turn % 2)
         draft.compute(Compute("consume", others[turn], places[:1], places[1:]))
-        if turn + 2 < turns:
-            draft.compute(Signal(rank, f"consumed{turn}"))
         # Publishes the peer's partial sum.
-        draft.compute(Signal(others[turn], "partial"))
+        draft.signal_beside(f"consumed{turn}", "partial", others[turn])
 
     def source(turn: int) -> int:
         # In this turn the rank as far behind computed for this one.

@@ -36,8 +36,9 @@ def _direct(draft: Draft, options: Options) -> None:
 # Rank 0 of 3, staged. In turn t rank r gives to r+t+1 and pulls from r-t-1, which gave to r in the
 # same turn. The wait for it is handed out after this rank's signal of that turn.
 #
-#   compute  give 1 | signal 1 | give 2 | signal 2 | consume         | take 2 | take 1
-#   copy                       | wait 2 | pull 2   | wait 1 | pull 1 |
+#   compute  give 1 | give 2   | consume                            | take 2 | take 1
+#   signal          | signal 1 | signal 2 |
+#   copy                       | wait 2 | pull 2 | wait 1 | pull 1 |
 
 
 def _staged(draft: Draft, options: Options) -> None:
@@ -47,7 +48,7 @@ def _staged(draft: Draft, options: Options) -> None:
     for turn, (peer, source) in enumerate(zip(draft.peers, sources, strict=True)):
         draft.compute(Compute("give", peer, (), (draft.own("slot", peer),)))
         # Publishes the peer's chunk.
-        draft.compute(Signal(peer, "partial"))
+        draft.signal_beside(f"made{turn}", "partial", peer)
         draft.copy(Wait(source, "partial"))
         draft.copy(Copy(Region(source, "slot", rank), draft.own("gathered", source)))
         draft.copy(Signal(rank, f"pulled{turn}"), *draft.release(source))

@@ -6,11 +6,21 @@ that at no time all ranks read from the same one.
 Forms
     ``direct``  one lane; kernels and copies read peers' memory where it lies (CPU). The lane is
                 ``"compute"``, the calling thread; in the background it is ``"copy"``.
-    ``staged``  two lanes: ``"copy"`` (a stream of its own, served by copy engines) exchanges
-                signals and pulls peers' memory ahead of its use; ``"compute"`` (the caller's
-                stream) runs kernels on memory of its own rank, and in the background copies the
-                input away. The runtime starts the copy lane of a call when the caller's stream has
-                reached the call, so the input is complete and private memory may be used again.
+    ``staged``  up to three lanes: ``"copy"`` (a stream of its own, served by copy engines)
+                exchanges signals and pulls peers' memory ahead of its use; ``"compute"`` (the
+                caller's stream) runs kernels on memory of its own rank, and in the background
+                copies the input away; ``"signal"`` (a stream of its own) signals peers what kernels
+                have written for them. The runtime starts the copy lane of a call when the caller's
+                stream has reached the call, so the input is complete and private memory may be used
+                again. Lane ``"signal"`` begins with a wait for an own flag of lane ``"compute"``.
+
+Why signals have a lane
+    On GPUs a signal is a copy of 4 bytes, and a copy engine carries out one copy after the other. A
+    signal may therefore wait for a large pull of the copy lane. In lane ``"compute"`` the next
+    kernel would wait with it. So that lane only raises an own flag behind the kernel, an event,
+    and lane ``"signal"`` waits for it and signals the peer. It waits for nothing else, and no lane
+    waits for it within the call. (At the end of a call the caller's stream waits for all lanes; by
+    then the pulls of the call have ended.)
 
 Issue order
     A builder lists the steps of all lanes in the order in which the host hands them out, and the
@@ -51,9 +61,11 @@ Flags between ranks
                    that, their waits time out, and no rank reads wrong data. (In
                    direct form they compare records.)
     ``"partial"``  the partial sum for the peer has been written. Signalled to each peer once per
-                   call by the patterns that produce partial sums. Writer: compute.
+                   call by the patterns that produce partial sums. Writer: signal; in direct
+                   form the only lane.
     ``"reduced"``  all-reduces in two shots only: this rank's chunk has been reduced, and what that
-                   needed of the peer's memory has been read. Writer: compute.
+                   needed of the peer's memory has been read. Writer: signal; in direct form the
+                   only lane.
     ``"relayed"``  all-reduces in two shots on several sockets only: the chunks that this rank sums
                    or fetches for its socket are in its slot.
     ``"taken"``    ring only: the peer's partial sum has been read, so the peer may overwrite it
@@ -79,6 +91,8 @@ The background in staged form
 Flags to oneself (staged form; a runtime may turn them into events)
     ``"begun"``                         the caller's writes to its symmetric tensor are complete
                                         (writer: compute)
+    ``"made<i>"``, ``"made"``           the i-th kernel's part of the slot, or that of all kernels,
+                                        has been written (compute)
     ``"published"``                     the contents of the slot have been written (compute);
                                         in the background, the input is needed no more
     ``"pulled<i>"``, ``"collected<i>"`` the i-th shard, or partial sum, has arrived (copy)
@@ -139,6 +153,14 @@ class Draft:
     def copy(self, *steps: Step) -> None:
         """Hands out steps of lane ``"copy"``."""
         self.add("copy", *steps)
+
+    def signal_beside(self, event: str, flag: str, *to: int) -> None:
+        """Signals peers from lane ``"signal"`` that lane ``"compute"``, which goes on, is here.
+
+        ``event`` is the own flag that lane ``"signal"`` waits for; other lanes may, too.
+        """
+        self.compute(Signal(self.rank, event))
+        self.add("signal", Wait(self.rank, event), *(self.signal(peer, flag) for peer in to))
 
     def own(self, buffer: str, chunk: int | None = None) -> Region:
         """Memory of this rank."""

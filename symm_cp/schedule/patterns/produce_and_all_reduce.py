@@ -74,12 +74,14 @@ def _direct(draft: Draft, options: Options) -> None:
 # produce_and_reduce_scatter, rank r produces for r+t+1 in turn t and pulls from r-t-1. Copies read
 # the own slot in lane "copy", from where later calls may write to it.
 #
-#   compute  produce 1 | signal 1 | produce 2 | signal 2 | produce 0 | sum 0 | signal 1, 2
-#   copy                          | get 2                | get 1     |       | pull sums 1, 2, 0
+#   compute  produce 1 | produce 2 | produce 0 |     | sum 0 |
+#   signal             | signal 1  | signal 2 |              | signal 1, 2 |
+#   copy                           | get 2     | get 1       | pull sums 1, 2, 0
 #
 # With whole or one_shot:
 #
-#   compute  produce | signal 1, 2 |             sum ...
+#   compute  produce |                           sum ...
+#   signal           | signal 1, 2 |
 #   copy                           | get 0, 2, 1 |
 
 
@@ -93,13 +95,13 @@ def _staged(draft: Draft, options: Options) -> None:
     draft.compute(*draft.claim_slot())
     if options:
         draft.compute(Compute("produce", rank, (), (draft.own("slot"),)))
-        draft.compute(*draft.signals("partial"), Signal(rank, "published"))
+        draft.signal_beside("published", "partial", *others)
         draft.copy(Wait(rank, "published"), Copy(contributions[rank], parts[rank]))
     for turn, peer in enumerate(others):
         if not options:
             draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
             # Publishes the contribution to the peer's chunk.
-            draft.compute(Signal(peer, "partial"))
+            draft.signal_beside(f"made{turn}", "partial", peer)
         source = (rank - turn - 1) % world_size
         draft.copy(Wait(source, "partial"), Copy(contributions[source], parts[source]))
     if not options:
@@ -118,7 +120,7 @@ def _exchange_sums(draft: Draft, parts: tuple[Region, ...]) -> None:
     rank, summed = draft.rank, draft.own("slot", draft.rank)
     draft.compute(Compute("reduce", rank, parts, (summed,)))
     # Publishes the sum.
-    draft.compute(*draft.signals("reduced"), Signal(rank, "summed"))
+    draft.signal_beside("summed", "reduced", *draft.peers)
     for peer in draft.peers:
         draft.copy(draft.wait(peer, "reduced"))
         draft.copy(Copy(Region(peer, "slot", peer), draft.own("output", peer)))

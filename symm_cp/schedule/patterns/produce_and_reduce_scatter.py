@@ -33,8 +33,9 @@ def _direct(draft: Draft, options: Options) -> None:
 # Rank 0 of 3, staged. In turn t rank r produces for r+t+1 and pulls from r-t-1, which produced for
 # r in the same turn. The wait for it is handed out after this rank's signal of that turn.
 #
-#   compute  produce 1 | signal 1 | produce 2 | signal 2 | produce 0 |          reduce
-#   copy                          | wait 2 | pull 2      | wait 1 | pull 1 |
+#   compute  produce 1 | produce 2 | produce 0 |                   reduce
+#   signal             | signal 1  | signal 2 |
+#   copy                           | wait 2 | pull 2 | wait 1 | pull 1 |
 
 
 def _staged(draft: Draft, options: Options) -> None:
@@ -44,7 +45,7 @@ def _staged(draft: Draft, options: Options) -> None:
     for turn, peer in enumerate(others):
         draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
         # Publishes the peer's chunk.
-        draft.compute(Signal(peer, "partial"))
+        draft.signal_beside(f"made{turn}", "partial", peer)
         source = (rank - turn - 1) % draft.world_size
         draft.copy(Wait(source, "partial"), Copy(Region(source, "slot", rank), parts[source]))
     draft.compute(Compute("produce", rank, (), (parts[rank],)))

@@ -11,6 +11,7 @@ returned. README.md says more.
 """
 
 from symm_cp.testing.gpu_programs import UnmappedError, cuda_on_cpu
+from symm_cp.testing.outcomes import SEED_VARIABLE, RankError, RankTimeout
 from symm_cp.testing.plugin import (
     group,
     pytest_addoption,
@@ -24,17 +25,10 @@ from symm_cp.testing.plugin import (
     session_seed,
     uninitialized_ranks,
 )
-from symm_cp.testing.pool import (
-    SEED_VARIABLE,
-    Outcome,
-    Place,
-    RankError,
-    Ranks,
-    RankTimeout,
-    Running,
-)
+from symm_cp.testing.pool import Outcome, Ranks, Running
 from symm_cp.testing.process import Setup, say
 from symm_cp.testing.races import RaceError, detect_races
+from symm_cp.testing.team import Place
 
 __all__ = [
     "SEED_VARIABLE",

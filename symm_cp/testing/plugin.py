@@ -13,7 +13,8 @@ import pytest
 
 from symm_cp.testing import delays
 from symm_cp.testing.gpu_programs import cuda_on_cpu
-from symm_cp.testing.pool import SEED_VARIABLE, RankError, Ranks
+from symm_cp.testing.outcomes import SEED_VARIABLE, RankError
+from symm_cp.testing.pool import Ranks
 from symm_cp.testing.process import Setup
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.

@@ -1,6 +1,6 @@
 """What a rank process executes: it joins the other ranks, then answers calls, until it is ended.
 
-Rank processes are started by pool.py; `say` is for what they run.
+Rank processes are started by team.py; `say` is for what they run.
 """
 
 from __future__ import annotations

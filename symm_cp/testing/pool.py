@@ -105,7 +105,8 @@ class Ranks:
         self.size = size
         self.setup = replace(setup or Setup(), subgroups=size > 0, launched=size == 0)
         self.options: dict[str, Any] = {}  # of the next calls: see `Setup.around`
-        self._teams: dict[int, Team] = {}
+        # By their number of ranks, and whether their groups have the pool's time-out.
+        self._teams: dict[tuple[int, bool], Team] = {}
         self._runs = 0
         self._started_at = 0  # of the runs
         self._test = ""
@@ -140,21 +141,25 @@ class Ranks:
         kwargs: dict[str, Any],
         timeout: float,
         seed: int | None = None,
+        group_timeout: datetime.timedelta | None = None,
     ) -> list[Any]:
-        """As `run`; errors call the function `name`."""
+        """As `run`; errors call the function `name`; `group_timeout`: of the default group."""
         __tracebackhide__ = True
         if world_size < 1 or 0 < self.size < world_size:
             required = f"in 1 to {self.size}" if self.size else "positive"
             raise ValueError(f"{world_size=} is not {required}")
         call = self._call(world_size, seed, function, args, kwargs)
-        team = self.start(world_size)
+        team = self.start(world_size, group_timeout)
         team.begin(call)
         replies = team.collect(range(world_size), timeout)
         if len(replies.results) == world_size:
+            if replies.unusable:
+                self.close()
             check_races(replies.accesses)
             return [replies.results[rank] for rank in range(world_size)]
         error = team.error(f"{name}, {world_size} ranks", replies, timeout, self.session_seed)
-        self.close()
+        if not replies.all_skipped():
+            self.close()
         raise error
 
     @contextlib.contextmanager
@@ -187,17 +192,22 @@ class Ranks:
         if self._runs - self._started_at >= RUNS_OF_A_POOL:
             self.close()
 
-    def start(self, world_size: int = 0) -> Team:
+    def start(self, world_size: int = 0, group_timeout: datetime.timedelta | None = None) -> Team:
         """Starts the processes for runs of so many ranks, unless they run."""
         size = self.size or world_size
-        team = self._teams.get(size)
-        if team is not None and team.alive():
-            return team
-        if team is not None:
+        setup = replace(self.setup, timeout=group_timeout or self.setup.timeout)
+        key = size, setup == self.setup
+        team = self._teams.get(key)
+        if team is not None and not team.alive():
             self.close()
+            team = None
+        if team is not None and team.setup == setup:
+            return team
+        if team is not None:  # of another time-out than the pool's: one at a time
+            team.close()
         if not self._teams:
             self._started_at = self._runs
-        team = self._teams[size] = Team(size, self.setup)
+        team = self._teams[key] = Team(size, setup)
         try:
             self._await(team, size)
         except RankError:

@@ -28,10 +28,12 @@ import torch.distributed as dist
 from symm_cp import native
 from symm_cp.testing import process as rank_process
 from symm_cp.testing.accesses import Log
-from symm_cp.testing.outcomes import RankError, RankTimeout
+from symm_cp.testing.outcomes import RankError, RankTimeout, Skip, waited_for_a_skip
 from symm_cp.testing.process import Setup
 
-GRACE = 3.0  # after one rank failed, how long the others may take to end or fail by themselves
+# After one rank failed, how long the others may take to end or fail by themselves. After one
+# skipped the test, how long until it is ended, by which the others hear that they wait for nothing.
+GRACE = 3.0
 DUMP_LIMIT = 2.0
 
 _FORKED = multiprocessing.get_context("forkserver")
@@ -73,11 +75,25 @@ class Replies:
     failures: dict[int, str] = field(default_factory=dict)
     died_at: dict[int, float] = field(default_factory=dict)
     accesses: dict[int, Log] = field(default_factory=dict)  # to symmetric memory, if noted
+    skips: dict[int, Skip] = field(default_factory=dict)  # of `failures`, in the order of time
+    unusable: bool = False  # a rank has lost the groups that later calls need
 
     def pending(self) -> list[int]:
         """Returns the ranks that have not ended."""
         done = self.results.keys() | self.failures.keys()
         return [rank for rank in self.ranks if rank not in done]
+
+    def failed(self) -> list[int]:
+        """Returns the ranks that failed, other than by waiting for one that skipped."""
+        return [
+            rank
+            for rank, report in sorted(self.failures.items())
+            if rank not in self.skips and not (self.skips and waited_for_a_skip(report))
+        ]
+
+    def all_skipped(self) -> bool:
+        """Whether the ranks are in step, since all of them skipped."""
+        return len(self.skips) == len(self.ranks) and not self.unusable
 
 
 class Team:
@@ -91,6 +107,7 @@ class Team:
         places: Sequence[Place] = (),
         forked: bool = True,
     ) -> None:
+        self.setup = setup
         self._folder = tempfile.TemporaryDirectory(prefix="symm-cp-ranks-")
         # As torchrun's, but hosted here and not by rank 0, so that it listens before the first rank
         # looks for it, and answers when a rank is stopped (a FileStore's lock may be what that one
@@ -139,14 +156,26 @@ class Team:
     def collect(
         self, ranks: Collection[int], timeout: float, grace: float | None = GRACE
     ) -> Replies:
-        """Waits for replies; once a rank has failed, only for `grace` seconds more."""
+        """Waits for replies; once a rank has failed, only for `grace` seconds more.
+
+        Ranks that skipped are ended after as long, if others have not ended by themselves: so these
+        hear that they wait for nothing.
+        """
         replies = Replies(ranks)
         deadline = time.monotonic() + timeout
+        ended = False
         while pending := replies.pending():
-            if replies.failures and grace is not None:
-                deadline = min(deadline, time.monotonic() + grace)
+            until = deadline
+            if grace is not None and replies.failed():
+                until = deadline = min(deadline, time.monotonic() + grace)
+            elif grace is not None and replies.skips and not ended:
+                until = min(deadline, time.monotonic() + grace)
             pipes = {self._processes[rank].pipe: rank for rank in pending}
-            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            ready = wait(list(pipes), max(0.0, until - time.monotonic()))
+            if not ready and until < deadline:
+                self.kill(*replies.skips)
+                ended = True
+                continue
             if not ready:
                 break
             for pipe in ready:
@@ -165,20 +194,32 @@ class Team:
         if kind == "said":
             process.said.append(value)
         elif kind == "result":
-            replies.results[rank], replies.accesses[rank] = value
+            replies.results[rank], replies.accesses[rank], usable = value
+            replies.unusable |= not usable
+        elif kind == "skip":
+            skip, report, usable = value
+            replies.unusable |= not usable
+            if not replies.failed():  # a rank that failed before did not wait for this one
+                replies.skips[rank] = skip
+            replies.failures[rank] = report
         else:
             replies.failures[rank] = value
 
     def error(self, what: str, replies: Replies, timeout: float, seed: int) -> RankError:
         """What to raise when not all ranks have sent a result."""
-        pending = replies.pending()
+        pending, failed = replies.pending(), replies.failed()
         stuck = self.where(pending)
         reports = {rank: f"was still here:\n{stuck[rank]}" for rank in pending}
         for rank, report in replies.failures.items():
             output = self.output(rank).strip()
             reports[rank] = f"{report}\n(output)\n{output}" if output else report
-        if replies.failures:
-            return RankError(f"{what}: failed on ranks {sorted(replies.failures)}", reports, seed)
+        if replies.skips and not failed and all(waited_for_a_skip(reports[r]) for r in pending):
+            skip = next(iter(replies.skips.values()))
+            return RankError(
+                f"{what}: skipped on ranks {sorted(replies.skips)}", reports, seed, skip
+            )
+        if failed:
+            return RankError(f"{what}: failed on ranks {failed}", reports, seed)
         return RankTimeout(f"{what}: ranks {pending} did not end within {timeout} s", reports, seed)
 
     def output(self, rank: int) -> str:

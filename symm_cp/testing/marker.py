@@ -91,8 +91,8 @@ def refuse_unrun(result: Any) -> None:
         result.close()  # nobody will await it
     if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
         raise TypeError(
-            f"the test returned {type(result).__name__!r}, which nobody runs; await it in "
-            "asyncio.run(), or iterate over it"
+            f"the test returned a {type(result).__name__}, which nothing runs: its body has not "
+            "run, either; async tests call asyncio.run(), and 'yield' is for fixtures"
         )
 
 

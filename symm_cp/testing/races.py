@@ -41,8 +41,9 @@ def detect_races(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raises `RaceError` at its end, on all ranks, if ranks used symmetric memory without order.
 
     Collective over `group` (by default all ranks). Seen are ops of torch on symmetric memory that
-    is rendezvoused inside, and what orders them: collectives, messages, and the barriers and
-    signals of handles. Not seen are kernels that `torch.compile` generates.
+    is rendezvoused inside, reads by `tolist`, `repr`, numpy and DLPack, and what orders them:
+    collectives, messages, and the barriers and signals of handles. Not seen are kernels that
+    `torch.compile` generates, and writes by numpy and DLPack.
     """
     with noting_accesses() as log:
         yield

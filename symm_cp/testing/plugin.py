@@ -108,20 +108,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={seed}")
 
 
+@contextlib.contextmanager
+def _skips_reported() -> Iterator[None]:
+    """Raises pytest's own exception for a `RankError` of a function that ranks skipped."""
+    __tracebackhide__ = True
+    try:
+        yield
+        return
+    except RankError as error:
+        reason = needs_a_gpu(error.reports.values())
+        skip = Skip(False, reason) if reason else error.skip
+        if skip is None:
+            raise
+    raise skip.exception()
+
+
 class _PluginsRanks(Ranks):
-    """Ranks on which functions may call `pytest.skip` and `pytest.xfail`."""
+    """Ranks on which functions of tests without the marker may skip these."""
 
     def run_test(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """As that of any pool; also raises the exceptions by which pytest skips a test."""
+        """As that of any pool."""
         __tracebackhide__ = True
-        try:
+        with _skips_reported():
             return super().run_test(*args, **kwargs)
-        except RankError as error:
-            reason = needs_a_gpu(error.reports.values())
-            skip = Skip(False, reason) if reason else error.skip
-            if skip is None:
-                raise
-        raise skip.exception()
 
 
 def _pool(config: pytest.Config, backend: str) -> Ranks:
@@ -201,14 +210,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     )
     pool.renew()
     options = pyfuncitem.config.option
-    limit = found.timeout or options.ranks_timeout
-    pool.run_test(
-        pyfuncitem.name,
-        world_size,
-        _call,
-        (pyfuncitem.obj, arguments, options.runxfail),
-        {},
-        limit,
-        group_timeout=_group_timeout(limit) if found.init else None,
-    )
+    with _skips_reported():  # `ranks` may be a fixture of the user's
+        pool.run_test(
+            pyfuncitem.name,
+            world_size,
+            _call,
+            (pyfuncitem.obj, arguments, options.runxfail),
+            {},
+            found.timeout or options.ranks_timeout,
+            group_timeout=_group_timeout(found.timeout) if found.init and found.timeout else None,
+        )
     return True

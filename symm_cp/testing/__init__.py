@@ -11,30 +11,26 @@ returned. README.md says more.
 """
 
 from symm_cp.testing.gpu_programs import UnmappedError, cuda_on_cpu
+from symm_cp.testing.outcomes import SEED_VARIABLE, RankError, RankTimeout
 from symm_cp.testing.plugin import (
     group,
     pytest_addoption,
+    pytest_collection_modifyitems,
     pytest_configure,
     pytest_configure_node,
     pytest_pyfunc_call,
     pytest_report_header,
+    pytest_runtest_setup,
     pytest_terminal_summary,
     pytest_unconfigure,
     ranks,
     session_seed,
     uninitialized_ranks,
 )
-from symm_cp.testing.pool import (
-    SEED_VARIABLE,
-    Outcome,
-    Place,
-    RankError,
-    Ranks,
-    RankTimeout,
-    Running,
-)
+from symm_cp.testing.pool import Outcome, Ranks, Running
 from symm_cp.testing.process import Setup, say
 from symm_cp.testing.races import RaceError, detect_races
+from symm_cp.testing.team import Place
 
 __all__ = [
     "SEED_VARIABLE",
@@ -51,10 +47,12 @@ __all__ = [
     "detect_races",
     "group",
     "pytest_addoption",
+    "pytest_collection_modifyitems",
     "pytest_configure",
     "pytest_configure_node",
     "pytest_pyfunc_call",
     "pytest_report_header",
+    "pytest_runtest_setup",
     "pytest_terminal_summary",
     "pytest_unconfigure",
     "ranks",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
@@ -21,7 +24,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), os.__file__[:-5])
+_HIDDEN = (
+    *(torch.__path__[0], np.__path__[0]),
+    *(str(Path(__file__).parent.parent), os.__file__[:-5]),
+)
 
 
 class Region(NamedTuple):
@@ -70,12 +76,19 @@ class Bytes(NamedTuple):
 
 
 class Access(NamedTuple):
-    """An op reads or writes."""
+    """An op reads or writes, or somebody may read until the `loan` ends (0: at once)."""
 
     region: Region
     bytes: Bytes
     write: bool
     what: str  # the op, and where it was called
+    loan: int = 0
+
+
+class Return(NamedTuple):
+    """The end of a loan: what another library had of the memory is gone."""
+
+    loan: int
 
 
 class Meeting(NamedTuple):
@@ -104,7 +117,7 @@ class Wait(NamedTuple):
     value: int | None = None
 
 
-Event = Access | Meeting | Put | Wait
+Event = Access | Return | Meeting | Put | Wait
 Log = list[Event]
 
 
@@ -141,6 +154,7 @@ class _Notes:
     groups: dict[int, tuple[str, int]] = field(default_factory=dict)  # of handles, by address
     met: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # rendezvous of a group
     handles: list[Any] = field(default_factory=list)  # kept, so that addresses stay theirs
+    loans: list[weakref.finalize] = field(default_factory=list)
 
     def learn(self, handle: Any, group_name: str) -> None:
         """Takes note of the buffers of a rendezvous."""
@@ -180,6 +194,14 @@ class _Notes:
             region = region if owner < 0 else region._replace(owner=owner)
             self.log.append(Access(region, part, write, what))
 
+    def lend(self, tensor: torch.Tensor, what: str, borrower: Any) -> None:
+        """Notes that a tensor may be read as long as `borrower`, which shares its memory, lives."""
+        found = self.find(tensor)
+        if found is not None:
+            number = len(self.loans) + 1
+            self.log.append(Access(*found, False, what, number))
+            self.loans.append(weakref.finalize(borrower, self.log.append, Return(number)))
+
     def of_group(self, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
         """Returns the group that a tensor in symmetric memory was rendezvoused with."""
         found = self.find(tensor)
@@ -196,6 +218,13 @@ _ONE_SIDED = {
     "nccl_put": True, "nccl_put_with_signal": True, "nccl_get": False,
 }  # fmt: skip
 _ROOTED = {"broadcast_": False, "scatter_": False, "reduce_": True, "gather_": True}
+# What these ask of a tensor is its shape, dtype or place.
+_KINDS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+_READ_NOTHING = {
+    *(f"{kind}_like" for kind in _KINDS),
+    *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    *("is_pinned", "_is_pinned", "is_same_size"),
+}
 
 
 class _Noting(TorchDispatchMode):
@@ -215,6 +244,8 @@ class _Noting(TorchDispatchMode):
         schema = func._schema
         given = dict(zip([a.name for a in schema.arguments], args, strict=False)) | kwargs
         what = f"{func.namespace}.{schema.name.rpartition('::')[2]} at {_place()}"
+        if func.namespace == "aten" and func._schema.name[6:] in _READ_NOTHING:
+            return func(*args, **kwargs)
         if func.namespace == "symm_mem" and self._one_sided(func, given, what):
             return func(*args, **kwargs)
         meeting = self._meeting(func, given)
@@ -279,7 +310,7 @@ class _Noting(TorchDispatchMode):
         return Meeting(("collective", group), members, root, _ROOTED.get(name, False))
 
 
-def _patches(notes: _Notes) -> Iterator[Any]:
+def _patched_handles(notes: _Notes) -> Iterator[Any]:
     """What notes the calls of handles, which no dispatcher sees."""
     kind = torch_symm_mem._SymmetricMemory
 
@@ -328,12 +359,84 @@ def _patches(notes: _Notes) -> Iterator[Any]:
     yield patch("wait_signal", wait_signal)
 
 
+def _printed(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns what the `repr` of a tensor shows: of a large one, both ends of each axis."""
+    options = torch._tensor_str.PRINT_OPTS
+    parts, shown = [tensor], options.edgeitems
+    if tensor.numel() > options.threshold:
+        for axis, length in enumerate(tensor.shape):
+            if length > 2 * shown:
+                begins = [part.narrow(axis, 0, shown) for part in parts]
+                parts = begins + [part.narrow(axis, length - shown, shown) for part in parts]
+    return parts
+
+
+def _patched_reads(notes: _Notes) -> Iterator[Any]:
+    """What notes reads of tensors' memory that no dispatcher sees."""
+    kind = torch.Tensor
+    plain = (torch.Tensor, torch.nn.Parameter)
+
+    def patch(name: str, make: Callable[[Any], Any]) -> Any:
+        original = getattr(kind, name)
+        made = make(original)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # What subclasses hold is read by tensors that are none.
+            return (made if type(self) in plain else original)(self, *args, **kwargs)
+
+        return mock.patch.object(kind, name, functools.wraps(original)(call))
+
+    def tolist(original: Any) -> Any:
+        def call(self: Any) -> Any:
+            notes.access(self, False, f"Tensor.tolist at {_place()}")
+            return original(self)
+
+        return call
+
+    def to_text(original: Any) -> Any:
+        def call(self: Any, **kwargs: Any) -> Any:
+            for part in _printed(self.detach()) if notes.find(self) else []:
+                notes.access(part, False, f"Tensor.__repr__ at {_place()}")
+            return original(self, **kwargs)
+
+        return call
+
+    def numpy(original: Any) -> Any:  # Tensor.__array__ calls it
+        def call(self: Any, **kwargs: Any) -> Any:
+            array = original(self, **kwargs)
+            what = f"Tensor.numpy at {_place()}"
+            if array.__array_interface__["data"][0] == self.data_ptr():
+                notes.lend(self, what, array)
+            else:
+                notes.access(self, False, what)  # copied (`force=True`)
+            return array
+
+        return call
+
+    def dlpack(original: Any) -> Any:
+        def call(self: Any, **kwargs: Any) -> Any:
+            if self.requires_grad or notes.find(self) is None:
+                return original(self, **kwargs)
+            borrower = self.detach()  # lives as long as the capsule, or who took it over
+            capsule = original(borrower, **kwargs)
+            notes.lend(self, f"Tensor.__dlpack__ at {_place()}", borrower)
+            return capsule
+
+        return call
+
+    yield patch("tolist", tolist)
+    yield patch("__repr__", to_text)
+    yield patch("numpy", numpy)
+    yield patch("__dlpack__", dlpack)
+
+
 @contextmanager
 def noting_accesses() -> Iterator[Log]:
     """Inside, notes what this rank does with symmetric memory: see `find_races`."""
     notes = _Notes()
     with contextlib.ExitStack() as stack:
-        for patch in _patches(notes):
+        for patch in (*_patched_handles(notes), *_patched_reads(notes)):
             stack.enter_context(patch)
         stack.enter_context(_Noting(notes))
+        stack.callback(lambda: [loan.detach() for loan in notes.loans])
         yield notes.log

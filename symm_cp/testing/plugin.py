@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import datetime
 import os
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from symm_cp.testing import delays
+from symm_cp.testing import delays, marker, state
 from symm_cp.testing.gpu_programs import cuda_on_cpu
-from symm_cp.testing.pool import SEED_VARIABLE, RankError, Ranks
+from symm_cp.testing.outcomes import SEED_VARIABLE, RankError, Skip, needs_a_gpu
+from symm_cp.testing.pool import Ranks
 from symm_cp.testing.process import Setup
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.
 _DRAWN = int.from_bytes(os.urandom(4), "little")
-_UNMAPPED = re.compile(r"^symm_cp\.testing\.cuda_stand_ins\.UnmappedError: (.*)$", re.MULTILINE)
-# The error of a rank whose peer failed before it.
-_PEER_LOST = re.compile(
-    r"^(RuntimeError|torch\.distributed\.Dist\w*Error): .*(\brank \d|\bpeer\b|[Tt]ime)",
-    re.MULTILINE,
-)
 _CUDA_ON_CPU = pytest.StashKey[contextlib.ExitStack]()
 
 
@@ -63,10 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Adds the marker."""
     config.addinivalue_line(
         "markers",
-        "ranks(world_size=None, init=True, timeout=None): run the test on so many ranks at once, "
+        f"{marker.SIGNATURE}: run the test on so many ranks at once, "
         "by default as many as its parameter world_size says; init=False: it calls "
         "init_process_group itself; timeout: seconds, instead of --ranks-timeout",
     )
+    copyreg.pickle(pytest.MonkeyPatch, state.reduce_monkeypatch)  # type: ignore[arg-type]
     if longest := config.getoption("--ranks-delays"):
         os.environ[delays.VARIABLE] = str(longest)
     if config.getoption("--cuda-on-cpu"):  # what tests ask while they are collected
@@ -74,8 +70,22 @@ def pytest_configure(config: pytest.Config) -> None:
         stack.enter_context(cuda_on_cpu(world_size=8))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Refuses markers that would not do what they say."""
+    if not hasattr(config, "workerinput"):  # pytest-xdist would say that a worker crashed
+        marker.check_markers(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuses them in workers of pytest-xdist, too."""
+    marker.check_markers([item])
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Gives torch its own functions back."""
+    copyreg.dispatch_table.pop(pytest.MonkeyPatch, None)
     if stack := config.stash.get(_CUDA_ON_CPU, None):
         stack.close()
 
@@ -98,16 +108,45 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={seed}")
 
 
+@contextlib.contextmanager
+def _skips_reported() -> Iterator[None]:
+    """Raises pytest's own exception for a `RankError` of a function that ranks skipped."""
+    __tracebackhide__ = True
+    try:
+        yield
+        return
+    except RankError as error:
+        reason = needs_a_gpu(error.reports.values())
+        skip = Skip(False, reason) if reason else error.skip
+        if skip is None:
+            raise
+    raise skip.exception()
+
+
+class _PluginsRanks(Ranks):
+    """Ranks on which functions of tests without the marker may skip these."""
+
+    def run_test(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """As that of any pool."""
+        __tracebackhide__ = True
+        with _skips_reported():
+            return super().run_test(*args, **kwargs)
+
+
 def _pool(config: pytest.Config, backend: str) -> Ranks:
     setup = Setup(
         backend=backend,
-        # Shorter than a test's: errors of the group say more.
-        timeout=datetime.timedelta(seconds=config.getoption("--ranks-timeout") / 2),
+        timeout=_group_timeout(config.getoption("--ranks-timeout")),
         preload=(*config.getini("ranks_preload"), "pytest"),
         cuda_on_cpu=config.getoption("--cuda-on-cpu"),
         races=config.getoption("--ranks-races"),
     )
-    return Ranks(session_seed(config), setup=setup)
+    return _PluginsRanks(session_seed(config), setup=setup)
+
+
+def _group_timeout(limit: float) -> datetime.timedelta:
+    """Returns a shorter time than a test's: errors of the group say more."""
+    return datetime.timedelta(seconds=limit / 2)
 
 
 @pytest.fixture(scope="session")
@@ -131,45 +170,54 @@ def group() -> None:
     """On a rank, the default group of a test that is marked with `ranks`."""
 
 
-def _call(group: Any, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+def _call(
+    group: Any, function: Callable[..., Any], arguments: dict[str, Any], run_xfail: bool
+) -> None:
     if "group" in arguments:
         arguments["group"] = group
-    function(**arguments)
+    if run_xfail:
+        _ignore_xfail()
+    marker.refuse_unrun(function(**arguments))
 
 
-def _needs_a_gpu(error: RankError) -> str:
-    """Returns what only a GPU has, if that is why ranks failed, or that their peers did."""
-    reasons = []
-    for report in error.reports.values():
-        if found := _UNMAPPED.search(report):
-            reasons.append(found[1])
-        elif not (report.startswith("was still here") or _PEER_LOST.search(report)):
-            return ""
-    return reasons[0] if reasons else ""
+def _ignore_xfail() -> None:
+    """Has `pytest.xfail` do nothing, as --runxfail does in the process of pytest."""
+
+    def xfail(*args: Any, **kwargs: Any) -> None: ...
+
+    xfail.Exception = pytest.xfail.Exception  # type: ignore[attr-defined]
+    pytest.xfail = xfail  # type: ignore[assignment]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a marked test on ranks instead of here."""
     __tracebackhide__ = True  # what failed is in the ranks' tracebacks
-    marker = pyfuncitem.get_closest_marker("ranks")
-    if marker is None:
+    found = marker.marker_of(pyfuncitem)
+    if found is None:
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    world_size = marker.args[0] if marker.args else arguments.get("world_size")
+    world_size = found.world_size or arguments.get("world_size")
     if not isinstance(world_size, int):
         raise pytest.UsageError(
             f"{pyfuncitem.nodeid}: the marker ranks needs a number of ranks, or a parameter "
             "world_size of the test"
         )
-    fixture = "ranks" if marker.kwargs.get("init", True) else "uninitialized_ranks"
-    pool: Ranks = pyfuncitem._request.getfixturevalue(fixture)
+    marker.refuse_async(pyfuncitem.obj)
+    marker.refuse_unpicklable(pyfuncitem, arguments)
+    pool: Ranks = pyfuncitem._request.getfixturevalue(
+        "ranks" if found.init else "uninitialized_ranks"
+    )
     pool.renew()
-    limit = marker.kwargs.get("timeout", pyfuncitem.config.getoption("--ranks-timeout"))
-    try:
-        pool.run_test(pyfuncitem.name, world_size, _call, (pyfuncitem.obj, arguments), {}, limit)
-    except RankError as error:
-        if reason := _needs_a_gpu(error):
-            pytest.skip(reason)
-        raise
+    options = pyfuncitem.config.option
+    with _skips_reported():  # `ranks` may be a fixture of the user's
+        pool.run_test(
+            pyfuncitem.name,
+            world_size,
+            _call,
+            (pyfuncitem.obj, arguments, options.runxfail),
+            {},
+            found.timeout or options.ranks_timeout,
+            group_timeout=_group_timeout(found.timeout) if found.init and found.timeout else None,
+        )
     return True

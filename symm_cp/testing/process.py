@@ -1,6 +1,6 @@
 """What a rank process executes: it joins the other ranks, then answers calls, until it is ended.
 
-Rank processes are started by pool.py; `say` is for what they run.
+Rank processes are started by team.py; `say` is for what they run.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from symm_cp import env, native, tuning
 from symm_cp.testing import delays
 from symm_cp.testing.accesses import Log, noting_accesses
 from symm_cp.testing.gpu_programs import cuda_on_cpu
+from symm_cp.testing.outcomes import skip_of
+from symm_cp.testing.state import restored
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
@@ -218,6 +220,14 @@ def _surroundings(member: Member, call: Call, group: dist.ProcessGroup | None) -
                 dist.destroy_process_group()
 
 
+def _usable(groups: Mapping[int, dist.ProcessGroup | None]) -> bool:
+    """Whether all groups are as `_join` has made them: programs destroy theirs at their end."""
+    made = [group for group in groups.values() if group is not None]
+    there = dist.distributed_c10d._world.pg_map
+    default = groups[max(groups)]
+    return default is dist.group.WORLD and all(group in there for group in made)
+
+
 def _answer(member: Member, call: Call, groups: Mapping[int, dist.ProcessGroup | None]) -> bytes:
     """Runs one call and returns the pickled reply."""
     try:
@@ -234,12 +244,14 @@ def _answer(member: Member, call: Call, groups: Mapping[int, dist.ProcessGroup |
         group = groups[call.world_size]
         delays.begin(call.seed + member.rank)
         log: Log = []
-        with _surroundings(member, call, group), contextlib.ExitStack() as stack:
+        with restored(), _surroundings(member, call, group), contextlib.ExitStack() as stack:
             if member.setup.races:
                 log = stack.enter_context(noting_accesses())
             result = function(group, *args, **kwargs)
-        return pickle.dumps(("result", (result, log)))
+        return pickle.dumps(("result", (result, log, _usable(groups))))
     except BaseException as error:  # pytest's own outcomes are no Exceptions
+        if skip := skip_of(error):
+            return pickle.dumps(("skip", (skip, describe(error), _usable(groups))))
         return pickle.dumps(("failure", describe(error)))
 
 
@@ -253,7 +265,7 @@ def main(pipe: Connection, member: Member) -> None:
         torch.set_num_threads(1)
         native.load()  # says why when it cannot be built
         groups = _join(member)
-        pipe.send_bytes(pickle.dumps(("result", (None, []))))
+        pipe.send_bytes(pickle.dumps(("result", (None, [], True))))
         mapped = cuda_on_cpu(member.world_size, member.rank)
         with mapped if member.setup.cuda_on_cpu else contextlib.nullcontext():
             while message := pipe.recv_bytes():

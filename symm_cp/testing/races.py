@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from symm_cp.testing.accesses import Access, Event, Log, Meeting, Put, Region, noting_accesses
+from symm_cp.testing.accesses import (
+    Access,
+    Event,
+    Log,
+    Meeting,
+    Put,
+    Region,
+    Return,
+    noting_accesses,
+)
 
 _MOST_RACES = 10
 
@@ -32,8 +41,9 @@ def detect_races(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raises `RaceError` at its end, on all ranks, if ranks used symmetric memory without order.
 
     Collective over `group` (by default all ranks). Seen are ops of torch on symmetric memory that
-    is rendezvoused inside, and what orders them: collectives, messages, and the barriers and
-    signals of handles. Not seen are kernels that `torch.compile` generates.
+    is rendezvoused inside, reads by `tolist`, `repr`, numpy and DLPack, and what orders them:
+    collectives, messages, and the barriers and signals of handles. Not seen are kernels that
+    `torch.compile` generates, and writes by numpy and DLPack.
     """
     with noting_accesses() as log:
         yield
@@ -49,10 +59,11 @@ class _Ordered(NamedTuple):
     access: Access
     rank: int
     clock: dict[int, int]
+    last: dict[int, int]  # the clock at the end of a loan, else that same one
 
     def before(self, other: _Ordered) -> bool:
-        """Whether the other access comes after this one."""
-        return other.clock.get(self.rank, 0) >= self.clock[self.rank]
+        """Whether the other access comes after this one, or may do so if one of them is a loan."""
+        return other.last.get(self.rank, 0) >= self.clock[self.rank]
 
 
 class _Replay:
@@ -67,6 +78,7 @@ class _Replay:
         self.puts: dict[Any, list[tuple[int | None, dict[int, int]]]] = defaultdict(list)
         self.taken: dict[Any, list[dict[int, int]]] = defaultdict(list)
         self.accesses: list[_Ordered] = []
+        self.loans: dict[tuple[int, int], dict[int, int]] = {}  # their last clocks
 
     def run(self) -> list[_Ordered]:
         """Returns all accesses with their clocks, of each rank up to a wait that never ends."""
@@ -77,12 +89,20 @@ class _Replay:
                 while self.at[rank] < len(log) and self._step(rank, log[self.at[rank]]):
                     self.at[rank] += 1
                     moved = True
+        for (rank, _), last in self.loans.items():  # those that did not end
+            last.update(self.clocks[rank])
         return self.accesses
 
     def _step(self, rank: int, event: Event) -> bool:
         clock = self.clocks[rank]
         if isinstance(event, Access):
-            self.accesses.append(_Ordered(event, rank, dict(clock)))
+            now = last = dict(clock)
+            if event.loan:
+                last = self.loans[rank, event.loan] = dict(clock)
+            self.accesses.append(_Ordered(event, rank, now, last))
+            return True
+        if isinstance(event, Return):
+            self.loans.pop((rank, event.loan)).update(clock)
             return True
         if isinstance(event, Meeting):
             return self._meet(rank, event)
@@ -143,7 +163,7 @@ def find_races(logs: dict[int, Log]) -> list[tuple[_Ordered, _Ordered]]:
     """
     by_region: dict[Region, dict[Any, _Ordered]] = defaultdict(dict)
     for each in _Replay(logs).run():
-        access, key = each.access, (each.rank, each.clock[each.rank])
+        access, key = each.access, (each.rank, each.clock[each.rank], each.last[each.rank])
         by_region[access.region].setdefault((*key, access.bytes, access.write), each)
     races = []
     said = set()

@@ -250,7 +250,7 @@ void withdrawn_while_read(Messages& messages, int rank) {
     const auto late = std::chrono::microseconds(random() % 1500);
     std::vector<char> data(size_t{3} << 20, rank == 0 ? value : 0);
     if (rank == 0) {
-      const Delivery send = messages.start_send(1, 100 + turn, bytes_of(data));
+      Delivery send = messages.start_send(1, 100 + turn, bytes_of(data));
       std::this_thread::sleep_for(late);
       try {
         send.wait(milliseconds(1));

@@ -147,6 +147,62 @@ def test_results_that_cannot_be_sent_are_errors(few: Ranks) -> None:
         few.run(1, give_lambda)
 
 
+def skip_on(group: dist.ProcessGroup, skipping: list[int]) -> None:
+    if group.rank() in skipping:
+        pytest.skip(f"nothing to do on rank {group.rank()}")
+
+
+def test_skips_are_told_from_failures(few: Ranks) -> None:
+    before = few.run(2, own_pid)
+    with pytest.raises(RankError, match=r"skipped on ranks \[0, 1\]") as caught:
+        few.run(2, skip_on, [0, 1])
+    assert caught.value.skip is not None
+    assert caught.value.skip.reason.startswith("nothing to do on rank")
+    assert few.run(2, own_pid) == before  # all are where they were
+    with pytest.raises(RankError, match=r"skipped on ranks \[1\]"):
+        few.run(2, skip_on, [1])
+    assert not set(few.run(2, own_pid)) & set(before)
+
+
+def destroy_group(group: dist.ProcessGroup, everything: bool) -> None:
+    dist.destroy_process_group(None if everything else group)
+
+
+def test_ranks_that_destroy_their_group_are_replaced(few: Ranks) -> None:
+    for everything in (True, False):
+        few.run(1, destroy_group, everything)
+        assert [rank for rank, _ in few.run(2, sum_of_ranks, torch.ones(1))] == [0, 1]
+
+
+def settings() -> list[object]:
+    return [
+        torch.get_default_dtype(),
+        torch.zeros(()).device,
+        torch.is_grad_enabled(),
+        torch.get_deterministic_debug_mode(),
+        dict(os.environ),
+    ]
+
+
+def set_other_ones(group: dist.ProcessGroup) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ["OMP_NUM_THREADS"] = os.environ["NEW"] = "7"
+    del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def settings_of(group: dist.ProcessGroup) -> list[object]:
+    return settings()
+
+
+def test_settings_are_restored(few: Ranks) -> None:
+    before = few.run(2, settings_of)
+    few.run(2, set_other_ones)
+    assert few.run(2, settings_of) == before
+
+
 def meets_its_end(group: dist.ProcessGroup) -> str:
     say(f"{os.environ.get('PLACE')} {group.size()}")
     if group.rank() == 1:

@@ -6,13 +6,14 @@ import random
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp.testing import RaceError, Ranks, detect_races
-from symm_cp.testing.accesses import Access, Bytes, Event, Meeting, Put, Region, Wait
+from symm_cp.testing.accesses import Access, Bytes, Event, Meeting, Put, Region, Return, Wait
 from symm_cp.testing.races import find_races
 from tests.exhaustive import some
 
@@ -113,6 +114,8 @@ def rows_and_a_column(r: Rank) -> None:
 def only_views(r: Rank) -> None:
     r.own.fill_(1)
     r.peer.view(4, 4)[1:].t().detach()
+    assert torch.zeros_like(r.peer).shape == r.peer.new_empty(16).shape
+    assert not r.peer.is_pinned()
 
 
 def ops(r: Rank) -> None:
@@ -158,11 +161,93 @@ def subgroup(r: Rank) -> None:
     r.peer.sum()
 
 
+def lists(r: Rank) -> None:
+    r.own.fill_(r.rank)
+    r.peer.tolist()
+
+
+def prints(r: Rank) -> None:
+    r.own.fill_(r.rank)
+    assert f"{r.peer}".startswith("tensor(")
+
+
+def asks_numpy(r: Rank) -> None:
+    r.own.fill_(r.rank)
+    np.asarray(r.peer).sum()
+
+
+def copies_by_numpy(r: Rank) -> None:
+    r.own.fill_(r.rank)
+    copied = np.asarray(r.peer, dtype=np.float64)
+    r.handle.barrier()
+    copied.sum()
+
+
+def hands_to_numpy(r: Rank) -> None:
+    r.own.fill_(r.rank)
+    np.from_dlpack(r.peer).sum()
+
+
+def views_of_numpy(r: Rank) -> None:
+    """A view may be made at any time: what matters is when it is read."""
+    views = [r.peer.numpy(), np.from_dlpack(r.peer), torch.from_dlpack(r.peer)]
+    lasting = r.peer.numpy()[3:]
+    r.own.fill_(r.rank)
+    r.handle.barrier()
+    assert [view.sum() for view in views] == [16 * r.next] * 3
+    del views
+    r.handle.barrier()
+    r.own.fill_(7)
+    r.handle.barrier()
+    assert lasting.sum() == 13 * 7
+
+
+def views_that_are_gone_too_late(r: Rank) -> None:
+    """Whatever the view was for, it was gone when the rank met the one that writes again."""
+    r.own.fill_(r.rank)
+    r.handle.barrier()
+    view = r.peer.numpy()
+    view.sum()
+    del view
+    r.own.fill_(7)
+
+
+def prints_ends(r: Rank) -> None:
+    """Of more than 1000 numbers, three at each end are shown."""
+    own = symm_mem.empty(2000, device="cpu").zero_()
+    handle = symm_mem.rendezvous(own, r.group)
+    handle.barrier()
+    own[3:-3].fill_(1)
+    assert "..." in repr(handle.get_buffer(r.next, (2000,), torch.float32))
+
+
+def prints_an_end_that_is_written(r: Rank) -> None:
+    own = symm_mem.empty(2000, device="cpu").zero_()
+    handle = symm_mem.rendezvous(own, r.group)
+    handle.barrier()
+    own[-3:].fill_(1)
+    repr(handle.get_buffer(r.next, (2000,), torch.float32))
+
+
+def reads_its_own_by_other_means(r: Rank) -> None:
+    """And what is in no symmetric memory."""
+    r.own.fill_(r.rank)
+    plain = r.own.clone()
+    for x in (r.own, plain):
+        assert [x.tolist(), str(x), x.numpy().sum(), np.from_dlpack(x).sum()]
+    with pytest.raises(BufferError, match="require gradient"):
+        torch.nn.Parameter(r.own).__dlpack__()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        torch.nn.Parameter(r.own).numpy()
+    assert torch.nn.Parameter(r.own).numpy(force=True).sum() == 16 * r.rank
+
+
 RIGHT = [
     *(reads_behind_a_barrier, signals, all_reduces, broadcasts_from_0, columns, only_views, ops),
     puts_between_barriers,
     puts_with_signals,
     sends,
+    *(views_of_numpy, prints_ends, reads_its_own_by_other_means),
 ]
 WRONG = {
     reads_at_once: (
@@ -176,6 +261,13 @@ WRONG = {
     rows_and_a_column: "rank 0 writes bytes 32 to 48 .*; rank 1 writes there, too",
     puts: "symm_mem.nvshmem_put at",
     subgroup: "rank 2",
+    lists: r"reads there in Tensor.tolist at test_races.py:\d+;",
+    prints: r"reads there in Tensor.__repr__ at test_races.py:\d+;",
+    asks_numpy: r"reads there in Tensor.numpy at test_races.py:\d+;",
+    copies_by_numpy: r"reads there in Tensor.numpy at test_races.py:\d+;",
+    hands_to_numpy: r"reads there in Tensor.__dlpack__ at test_races.py:\d+;",
+    views_that_are_gone_too_late: "reads there in Tensor.numpy",
+    prints_an_end_that_is_written: r"bytes 7988 to 8000 of .* reads there in Tensor.__repr__",
 }
 
 
@@ -209,6 +301,8 @@ def random_program(ranks: int, steps: int, draw: random.Random) -> tuple[list[li
     nodes: list[tuple[int, int]] = []  # rank, place in its log
     edges: dict[tuple[int, int], list[tuple[int, int]]] = {}
     sent: list[tuple[int, int, tuple[int, int]]] = []
+    lent: list[tuple[tuple[int, int], int]] = []
+    ends: dict[tuple[int, int], tuple[int, int]] = {}  # of loans
 
     def add(rank: int, event: Event) -> tuple[int, int]:
         node = (rank, len(logs[rank]))
@@ -219,14 +313,21 @@ def random_program(ranks: int, steps: int, draw: random.Random) -> tuple[list[li
 
     for _ in range(steps):
         kind, rank = (
-            draw.choice(["access", "access", "access", "meet", "put", "wait"]),
+            draw.choice(["access", "access", "access", "return", "meet", "put", "wait"]),
             draw.randrange(ranks),
         )
         if kind == "access":
             begin = 4 * draw.randrange(4)
             part = Bytes(begin, (draw.randrange(1, 3),), (1,), 4)
             region = Region("g", 0, draw.randrange(2))
-            add(rank, Access(region, part, draw.random() < 0.5, f"{rank} {len(logs[rank])}"))
+            write = draw.random() < 0.5
+            loan = len(nodes) + 1 if not write and draw.random() < 0.5 else 0
+            node = add(rank, Access(region, part, write, f"{rank} {len(logs[rank])}", loan))
+            if loan:
+                lent.append((node, loan))
+        elif kind == "return" and lent:
+            node, loan = lent.pop(draw.randrange(len(lent)))
+            ends[node] = add(node[0], Return(loan))
         elif kind == "meet":
             members = tuple(sorted(draw.sample(range(ranks), draw.randrange(2, ranks + 1))))
             arrived = [add(member, Meeting(("m", members), members)) for member in members]
@@ -235,11 +336,12 @@ def random_program(ranks: int, steps: int, draw: random.Random) -> tuple[list[li
         elif kind == "put":
             to = draw.choice([r for r in range(ranks) if r != rank])
             sent.append((rank, to, add(rank, Put(to, ("s",)))))
-        elif sent:
+        elif kind == "wait" and sent:
             source, to, node = next(s for s in sent)
             sent.remove((source, to, node))
             edges[add(to, Wait(source, ("s",)))].append(node)
 
+    ends |= {node: (node[0], len(logs[node[0]]) - 1) for node, _ in lent}
     before: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for node in nodes:  # in an order that every edge agrees with
         before[node] = set().union(*({e} | before.get(e, set()) for e in edges[node]))
@@ -253,7 +355,10 @@ def random_program(ranks: int, steps: int, draw: random.Random) -> tuple[list[li
             apart = a.bytes.end <= b.bytes.begin or b.bytes.end <= a.bytes.begin
             if one[0] >= other[0] or a.region != b.region or apart or not (a.write or b.write):
                 continue
-            if one not in before[other] and other not in before[one]:
+            if (
+                one not in before[ends.get(other, other)]
+                and other not in before[ends.get(one, one)]
+            ):
                 races.add(frozenset({a.what, b.what}))
     return logs, races
 

@@ -1,0 +1,81 @@
+"""How a function ended on ranks, where not all of them returned a result."""
+
+from __future__ import annotations
+
+import re
+import unittest
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import pytest
+
+SEED_VARIABLE = "SYMM_CP_TEST_SEED"
+
+_UNMAPPED = re.compile(r"^symm_cp\.testing\.cuda_stand_ins\.UnmappedError: (.*)$", re.MULTILINE)
+# Errors of ranks whose peers failed before them; those that may be, and those that must be.
+_DISTRIBUTED = r"^(?:RuntimeError|torch\.distributed\.Dist\w*Error): .*"
+_PEER_FAILED = re.compile(_DISTRIBUTED + r"(\brank \d|\bpeer\b|[Tt]ime)", re.MULTILINE)
+_PEER_LEFT = re.compile(
+    _DISTRIBUTED
+    + r"(\brank \d+ (died|has left)|\bby peer\b|pair closure|[Tt]im(ed |e-?)out|[Cc]onnection)",
+    re.MULTILINE,
+)
+
+
+class Skip(NamedTuple):
+    """That a rank left a test by `pytest.skip`, `pytest.importorskip` or `pytest.xfail`."""
+
+    expected_failure: bool
+    reason: str
+
+    def exception(self) -> BaseException:
+        """Returns what makes pytest report the test so."""
+        if self.expected_failure:
+            return pytest.xfail.Exception(self.reason)
+        return pytest.skip.Exception(self.reason, _use_item_location=True)
+
+
+def skip_of(error: BaseException) -> Skip | None:
+    """Returns how pytest reports a test that raises this, if as skipped or as xfailed."""
+    if isinstance(error, pytest.skip.Exception | unittest.SkipTest):
+        return Skip(False, getattr(error, "msg", None) or str(error))
+    if isinstance(error, pytest.xfail.Exception):
+        return Skip(True, error.msg or "")
+    return None
+
+
+def waited_for_a_skip(report: str) -> bool:
+    """Whether a rank that does not pass has but waited for one that skipped the test."""
+    if report.startswith("was still here"):
+        return "in init_process_group" in report  # whose time-out may be longer than the test's
+    return bool(_PEER_LEFT.search(report))
+
+
+def needs_a_gpu(reports: Collection[str]) -> str:
+    """Returns what only a GPU has, if that is why ranks failed, or that their peers did."""
+    reasons = []
+    for report in reports:
+        if found := _UNMAPPED.search(report):
+            reasons.append(found[1])
+        elif not (report.startswith("was still here") or _PEER_FAILED.search(report)):
+            return ""
+    return reasons[0] if reasons else ""
+
+
+class RankError(AssertionError):
+    """Some ranks of a run failed; the message holds every failing rank's traceback."""
+
+    def __init__(
+        self, what: str, reports: Mapping[int, str], seed: int, skip: Skip | None = None
+    ) -> None:
+        lines = [f"{what} (repeat with {SEED_VARIABLE}={seed})"]
+        for rank, report in sorted(reports.items()):
+            lines += [f"--- rank {rank} ---", report.rstrip()]
+        super().__init__("\n".join(lines))
+        self.reports = dict(reports)
+        #: Of the first rank that skipped the function, if no other one failed.
+        self.skip = skip
+
+
+class RankTimeout(RankError):
+    """Some ranks did not end in time; the message says where each of them was."""

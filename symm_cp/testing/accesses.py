@@ -155,6 +155,7 @@ class _Notes:
     met: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # rendezvous of a group
     handles: list[Any] = field(default_factory=list)  # kept, so that addresses stay theirs
     loans: list[weakref.finalize] = field(default_factory=list)
+    pads: list[tuple[range, str]] = field(default_factory=list)  # of handles, with their groups
 
     def learn(self, handle: Any, group_name: str) -> None:
         """Takes note of the buffers of a rendezvous."""
@@ -162,6 +163,8 @@ class _Notes:
         known = {(m.address, m.size, m.region.owner) for m in self.memory}
         pointers = list(zip(_members(group_name), handle.buffer_ptrs, strict=True))
         self.handles.append(handle)
+        size = handle.signal_pad_size
+        self.pads += [(range(p, p + size), group_name) for p in handle.signal_pad_ptrs]
         if all((p, handle.buffer_size, owner) in known for owner, p in pointers):
             found = next(m.region for m in self.memory if m.address == pointers[0][1])
             self.groups[id(handle)] = group_name, found.number
@@ -203,12 +206,18 @@ class _Notes:
             self.loans.append(weakref.finalize(borrower, self.log.append, Return(number)))
 
     def of_group(self, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-        """Returns the group that a tensor in symmetric memory was rendezvoused with."""
+        """Returns the group that a tensor in symmetric memory, or a pad, was rendezvoused with."""
         found = self.find(tensor)
-        if found is None and len(self.met) == 1:
+        address = tensor.data_ptr()
+        of_pads = [group for pad, group in self.pads if address in pad]
+        if found is not None:
+            name = found[0].group
+        elif of_pads:
+            name = of_pads[-1]
+        elif len(self.met) == 1:
             (name,) = self.met
         else:
-            name = found[0].group if found else str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+            name = str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
         return name, _members(name)
 
 

@@ -152,6 +152,18 @@ def puts_with_signals(r: Rank) -> None:
         half.sum()
 
 
+def puts_with_signals_in_pads(r: Rank) -> None:
+    """The same, with the pad that torch gives the handle."""
+    half = r.own[:8].fill_(r.rank)
+    pad = r.handle.get_signal_pad(r.rank)[4:6].zero_()
+    r.handle.barrier()
+    if r.rank == 0:
+        torch.ops.symm_mem.nvshmem_put_with_signal(half, pad, 1, 1)
+    if r.rank == 1:
+        torch.ops.symm_mem.nvshmem_wait_for_signal(pad, 1, 0)
+        half.sum()
+
+
 def subgroup(r: Rank) -> None:
     """A barrier of other ranks orders nothing."""
     pair = dist.new_group([0, 1])
@@ -246,6 +258,7 @@ RIGHT = [
     *(reads_behind_a_barrier, signals, all_reduces, broadcasts_from_0, columns, only_views, ops),
     puts_between_barriers,
     puts_with_signals,
+    puts_with_signals_in_pads,
     sends,
     *(views_of_numpy, prints_ends, reads_its_own_by_other_means),
 ]

@@ -161,6 +161,14 @@ def huge_pages() -> bool:
     return text == "1"
 
 
+def read_messages() -> bool:
+    """Tells whether this rank reads long messages in the memory of their senders."""
+    text = _get("SYMM_CP_READ_MESSAGES", "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"SYMM_CP_READ_MESSAGES={text!r} must be 0 or 1")
+    return text == "1"
+
+
 def sockets() -> int | None:
     """Returns among how many sockets ranks sum, if that is set (csrc/base/sockets.cpp reads it)."""
     text = _get("SYMM_CP_SOCKETS")

@@ -225,7 +225,7 @@ def noise(
 
 def saw_queries(query: torch.Tensor) -> None:
     """Remembers what attention's queries tell of the sequence. Not in graphs."""
-    watch = None if torch.compiler.is_compiling() else current()
+    watch = None if torch.compiler.is_dynamo_compiling() else current()
     if watch is not None:
         _seen_in(watch).saw_queries(query)
 

@@ -282,7 +282,9 @@ class Group:
         self.world_size: int = process_group.size()
         self._process = os.getpid()
         self._library = native.load()
-        env.sockets()  # raises; the native part takes what is no number for unset
+        # These raise; the native part takes what is no number for unset.
+        env.sockets()
+        env.read_messages()
         self.handle: int = self._library.symm_cp_group_open(
             self.name.encode(),
             self.rank,

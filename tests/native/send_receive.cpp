@@ -276,8 +276,9 @@ void bad_arguments(Messages& messages, int rank) {
 }
 
 // More than the ring and the queue hold, to a rank that comes late; it may have left by then.
+std::atomic<bool> all_started;
+
 void many_before_the_receiver(Messages& messages, int rank) {
-  static std::atomic<bool> all_started{false};
   constexpr int kCount = 400;
   std::vector<std::vector<char>> data(kCount, std::vector<char>(60000));
   if (rank == 0) {
@@ -359,6 +360,7 @@ void check_messages(unsigned seed) {
   const std::chrono::seconds long_time(30);
   for (const bool reads : {true, false}) {
     setenv("SYMM_CP_READ_MESSAGES", reads ? "1" : "0", 1);
+    all_started = false;
     for (const auto& body : {different_sizes, late_message, send_times_out, withdrawn_while_read,
                              bad_arguments, many_before_the_receiver, leaves, aborted, owners})
       on_all_ranks(2, long_time, body);

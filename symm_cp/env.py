@@ -16,7 +16,7 @@
 | `SYMM_CP_BACKGROUND_THREADS` | threads that copy and reduce in asynchronous ops, per group | 1 |
 | `SYMM_CP_HUGE_PAGES` | 1: symmetric memory takes huge pages that the system has reserved | 0 |
 | `SYMM_CP_SOCKETS` | ranks sum as if on so many sockets; the same on all ranks | below |
-| `SYMM_CP_READ_MESSAGES` | 0: no rank reads sent messages in their sender's memory | 1 |
+| `SYMM_CP_READ_MESSAGES` | 1: long messages are read in their sender's memory; 0: none is | below |
 | `SYMM_CP_COMPARE_INPUTS` | 0: ranks do not compare batches, prompts, weights | 1 |
 | `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
@@ -27,6 +27,9 @@
 Unless `SYMM_CP_THREADS` is set, large copies and reductions take all threads that torch has in the
 process (`OMP_NUM_THREADS`, `torch.set_num_threads`) if the ranks of the group have a core for each
 of them, by the cores that they may run on, and else one.
+
+Unless `SYMM_CP_READ_MESSAGES` is set, messages are read there whose sender goes on meanwhile; those
+of one that waits go through a ring, into which both copy at the same time.
 
 Unless `SYMM_CP_SOCKETS` is set, ranks are on the sockets of the CPUs that they may run on, if each
 has three ranks or more.
@@ -161,12 +164,12 @@ def huge_pages() -> bool:
     return text == "1"
 
 
-def read_messages() -> bool:
-    """Tells whether this rank reads long messages in the memory of their senders."""
-    text = _get("SYMM_CP_READ_MESSAGES", "1")
-    if text not in ("0", "1"):
+def read_messages() -> bool | None:
+    """Tells whether this rank reads long messages in their senders' memory; None: as they wait."""
+    text = _get("SYMM_CP_READ_MESSAGES")
+    if text not in ("", "0", "1"):
         raise ValueError(f"SYMM_CP_READ_MESSAGES={text!r} must be 0 or 1")
-    return text == "1"
+    return None if text == "" else text == "1"
 
 
 def sockets() -> int | None:

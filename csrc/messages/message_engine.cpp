@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kPieceBytes = int64_t{32} << 10;
 constexpr int64_t kReadBytes = int64_t{4} << 20;        // of a peer's memory, at a time
+constexpr std::chrono::microseconds kMoment{10};        // from an offer to the wait for it
 constexpr int64_t kMaxQueuedBytes = int64_t{16} << 20;  // copies of what the ring has no room for
 constexpr int kBatch = 16;                              // frames taken from a ring at a time
 constexpr size_t kMaxReason = 1024;
@@ -367,6 +368,19 @@ void MessageEngine::handle_taken(MessageLink& link, const Frame& frame) {
   finish(*send);
 }
 
+// Whether a thread of the sender waits, which then takes part in the copying. One that has just
+// offered its message comes to its wait a moment later.
+bool MessageEngine::attended(const MessageLink& link) const {
+  if (reads_ == Reads::kAlways || link.bell == nullptr) return false;
+  const Word& engine = link.bell->doorbell().engine;
+  const auto until = Clock::now() + kMoment;
+  while (engine.load(std::memory_order_relaxed) != 0) {
+    if (Clock::now() > until) return false;
+    cpu_relax();
+  }
+  return true;
+}
+
 // One message after the other, and not all of a large one at once: there may be other frames.
 bool MessageEngine::read_on(int peer) {
   MessageLink& link = *links_[peer];
@@ -375,7 +389,13 @@ bool MessageEngine::read_on(int peer) {
     return false;
   }
   Transmission& receive = *link.reading.front();
-  if (receive.moved == 0) receive.withdrawals = link.in.withdrawals();
+  if (receive.moved == 0) {
+    if (attended(link)) {
+      end_reading(peer, false);
+      return true;
+    }
+    receive.withdrawals = link.in.withdrawals();
+  }
   const int64_t left = std::min(kReadBytes, receive.message.bytes - receive.moved);
   const auto bytes = static_cast<size_t>(left);
   const iovec to{receive.data() + receive.moved, bytes};

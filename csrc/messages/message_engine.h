@@ -91,6 +91,10 @@ struct MessageLink {
   std::atomic<uint64_t> taken{0};                // the bytes taken from it
 };
 
+// Which long messages a rank reads where they lie. Two ranks that both wait copy through the ring
+// at the same time, in less time than one of them takes to read.
+enum class Reads { kNever, kUnattended, kAlways };
+
 class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
  public:
   MessageEngine(std::shared_ptr<Bootstrap> bootstrap, std::string group, int rank, int world_size,
@@ -150,6 +154,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   void handle_taken(MessageLink& link, const Frame& frame);
   // Reads on in the memory of a peer. Whether there was anything to read.
   bool read_on(int peer);
+  bool attended(const MessageLink& link) const;
   void end_reading(int peer, bool complete);
   void handle_rejection(int peer, const Frame& frame);
   void handle_withdrawal(int peer, const Frame& frame);
@@ -188,7 +193,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   const std::chrono::milliseconds timeout_;
   const int forks_;
   const int spins_;
-  const bool reads_;  // long messages where they lie
+  const Reads reads_;
   std::mutex mutex_;  // for what follows
   std::optional<Bell> bell_;
   std::vector<std::unique_ptr<MessageLink>> links_;

@@ -19,9 +19,10 @@ using std::chrono::milliseconds;
 constexpr int kMovesInARow = 1 << 14;
 constexpr milliseconds kLingerPause{1};
 
-bool may_read() {
+Reads reads_of_environment() {
   const char* const text = std::getenv("SYMM_CP_READ_MESSAGES");
-  return text == nullptr || std::string(text) != "0";
+  if (text == nullptr || *text == 0) return Reads::kUnattended;
+  return std::string(text) == "0" ? Reads::kNever : Reads::kAlways;
 }
 
 }  // namespace
@@ -37,7 +38,7 @@ MessageEngine::MessageEngine(std::shared_ptr<Bootstrap> bootstrap, std::string g
       timeout_(timeout),
       forks_(fork_count()),
       spins_(spin_rounds(world_size)),
-      reads_(may_read()) {
+      reads_(reads_of_environment()) {
   for (int peer = 0; peer < world_size; ++peer) links_.push_back(std::make_unique<MessageLink>());
 }
 
@@ -243,7 +244,7 @@ void MessageEngine::apply(LinkEvent& event) {
     case LinkEvent::kIncoming:
       link.in_memory = std::move(event.ring);
       link.in = Ring(link.in_memory.data());
-      link.process = reads_ ? event.process : 0;
+      link.process = reads_ == Reads::kNever ? 0 : event.process;
       link.incoming.store(true);
       break;
     case LinkEvent::kConnected:

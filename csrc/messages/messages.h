@@ -3,10 +3,10 @@
 // A send is matched with the receive of the same tag at its destination, in the order in which they
 // were started; a receive may leave the source open. A message of up to kEagerBytes is copied out
 // of the sender's buffer at once, whether or not there is a receive. A longer one is offered. Once
-// there is a receive, the receiver copies it out of the sender's memory, by a system call; where
-// that is not allowed (Yama's ptrace_scope, other containers), it goes in pieces through a ring in
-// shared memory (ring.h). See messages.cpp for who makes progress, and links.h for how ranks
-// connect.
+// there is a receive, it goes in pieces through a ring in shared memory (ring.h); if no thread of
+// the sender waits, the receiver copies it out of the sender's memory, by a system call, where that
+// is allowed (Yama's ptrace_scope, other containers). See messages.cpp for who makes progress, and
+// links.h for how ranks connect.
 #pragma once
 
 #include <chrono>

@@ -425,7 +425,7 @@ def _attention_choice(
 ) -> Choice:
     facts = facts_of(group)
     way = facts.tuned.get(_on(device, key))
-    if way == "arrival" in ways and not _apart(group, device, facts):
+    if way == "arrival" and way in ways and not _apart(group, device, facts):
         return Choice(ways[0], "ranks share a GPU")
     if way in ways:
         return Choice(way, "measured")

@@ -336,9 +336,8 @@ void MessageEngine::deliver(const TransmissionPtr& transmission, int peer, const
       receive.address = frame.address;
       link.reading.push_back(transmission);
       link.readable.store(true);
-    } else if (!reply(peer, FrameKind::kAccept, frame, {})) {
-      link.accepted.erase(frame.id);
-      finish(receive, describe(receive) + ": no memory for the answer to " + rank_text(peer));
+    } else {
+      answer(peer, transmission, FrameKind::kAccept);
     }
   } else {
     if (bytes == nullptr)
@@ -420,10 +419,14 @@ void MessageEngine::end_reading(int peer, bool complete) {
   link.reading.pop_front();
   link.readable.store(!link.reading.empty());
   if (!complete) receive->moved = 0;
-  const FrameKind kind = complete ? FrameKind::kTaken : FrameKind::kAccept;
+  answer(peer, receive, complete ? FrameKind::kTaken : FrameKind::kAccept);
+}
+
+// Answers the offer of a message, which has been taken, or comes in pieces now.
+void MessageEngine::answer(int peer, const TransmissionPtr& receive, FrameKind kind) {
   const bool told = reply(peer, kind, frame_of(*receive), {});
-  if (!complete && told) return;
-  link.accepted.erase(receive->id);
+  if (told && kind == FrameKind::kAccept) return;
+  links_[peer]->accepted.erase(receive->id);
   finish(*receive,
          told ? "" : describe(*receive) + ": no memory for the answer to " + rank_text(peer));
 }

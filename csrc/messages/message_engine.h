@@ -156,6 +156,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   bool read_on(int peer);
   bool attended(const MessageLink& link) const;
   void end_reading(int peer, bool complete);
+  void answer(int peer, const TransmissionPtr& receive, FrameKind kind);
   void handle_rejection(int peer, const Frame& frame);
   void handle_withdrawal(int peer, const Frame& frame);
   void deliver(const TransmissionPtr& transmission, int peer, const Frame& frame,

@@ -74,10 +74,17 @@ Place place_of_signal(const char* op, const at::Tensor& tensor) {
   return place_of(op, "sigpad", tensor);
 }
 
-Place place_of(const char* op, const char* name, const at::Tensor& tensor, int64_t peer) {
-  Place place = place_of(op, name, tensor);
+Place with_peer(const char* op, Place place, int64_t peer) {
   check_rank(op, "peer", peer, place.mapping->world_size());
   return place;
+}
+
+Place place_of(const char* op, const char* name, const at::Tensor& tensor, int64_t peer) {
+  return with_peer(op, place_of(op, name, tensor), peer);
+}
+
+Place place_of_signal(const char* op, const at::Tensor& tensor, int64_t peer) {
+  return with_peer(op, place_of_signal(op, tensor), peer);
 }
 
 void copy(const Mapping& mapping, void* to, const void* from, const at::Tensor& like) {
@@ -124,8 +131,7 @@ void nvshmem_put_with_signal(const c10::OperatorHandle& op, Stack* stack) {
     const at::Tensor &tensor = arguments.tensor(0), &pad = arguments.tensor(1);
     const int64_t signal = arguments.number(2), peer = arguments.number(3);
     const Place place = place_of(name_of(op), "tensor", tensor, peer);
-    const Place signals = place_of_signal(name_of(op), pad);
-    check_rank(name_of(op), "peer", peer, signals.mapping->world_size());
+    const Place signals = place_of_signal(name_of(op), pad, peer);
     int64_t* number = number_at(name_of(op), pad, signals.at(peer));
     copy(*place.mapping, place.at(peer), tensor.const_data_ptr(), tensor);
     signals.mapping->put_number(static_cast<int>(peer), number, signal);
@@ -138,8 +144,7 @@ void nvshmem_wait_for_signal(const c10::OperatorHandle& op, Stack* stack) {
   checked(name_of(op), arguments, [&] {
     const at::Tensor& pad = arguments.tensor(0);
     const int64_t signal = arguments.number(1), peer = arguments.number(2);
-    const Place signals = place_of_signal(name_of(op), pad);
-    check_rank(name_of(op), "peer", peer, signals.mapping->world_size());
+    const Place signals = place_of_signal(name_of(op), pad, peer);
     Mapping& mapping = *signals.mapping;
     mapping.await_number(number_at(name_of(op), pad, signals.at(mapping.rank())),
                          static_cast<int>(peer), name_of(op),

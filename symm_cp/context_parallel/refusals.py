@@ -9,11 +9,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from symm_cp.ops.attention import mesh_calls
-from symm_cp.ops.telling import END_OF_RECOMPUTATION, refuse
-from symm_cp.ops.tensor_checks import concerns_peers
+from symm_cp.ops.telling import END_OF_RECOMPUTATION, refuse, tell
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,9 +35,7 @@ def telling_peers(
     except END_OF_RECOMPUTATION:  # nothing failed
         raise
     except Exception as error:
-        with contextlib.suppress(Exception):  # no group, nobody to tell
-            if concerns_peers(tree_leaves((args, kwargs))):
-                refuse(group, "sync", error)
+        tell(lambda *_: group, "sync", error, args, kwargs)
         raise
 
 

@@ -81,12 +81,23 @@ def telling(
             if op:
                 _name_op(op, error)
             if group_of_call is not None:
-                with contextlib.suppress(Exception):  # no group, nobody to tell
-                    if concerns_peers(tree_leaves((args, kwargs))):
-                        refuse(group_of_call(args, kwargs), channel, error)
+                tell(group_of_call, channel, error, args, kwargs)
             raise
 
     return call
+
+
+def tell(
+    group_of_call: Callable[[Any, Any], Any],
+    channel: str,
+    error: Exception,
+    args: Any,
+    kwargs: Any,
+) -> None:
+    """Tells the peers of a call that it has raised, if they are concerned."""
+    with contextlib.suppress(Exception):  # no group, nobody to tell
+        if concerns_peers(tree_leaves((args, kwargs))):
+            refuse(group_of_call(args, kwargs), channel, error)
 
 
 def _name_op(op: str, error: Exception) -> None:

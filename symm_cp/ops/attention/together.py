@@ -10,6 +10,7 @@ of all peers' keys, of which each peer pulls its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
@@ -19,6 +20,7 @@ from symm_cp.group.memory import Group
 from symm_cp.ops.attention.pipeline import Tensors, grads_in
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.runtime.api import TogetherAndScatterCall, TogetherCall
+from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import Tile, tiles_of_others
 from symm_cp.tensors.dtypes import wide
@@ -33,7 +35,6 @@ OWN, OTHERS = range(2)
 def fits(group: Group, key: torch.Tensor, spec: AttentionSpec) -> bool:
     """Tells whether a call can be made like this; all ranks get the same answer."""
     B, G, _, E = key.shape
-    lengths = spec.layout.lengths
     nbytes = spec.layout.length * G * (E + spec.features(key)) * key.element_size()
     return (
         group.world_size > 1
@@ -44,9 +45,17 @@ def fits(group: Group, key: torch.Tensor, spec: AttentionSpec) -> bool:
         # torch's kernel for CPU tensors, on simulated devices, takes no values of other features.
         and (spec.value_features is None or key.device.type != "cpu")
         and nbytes <= _MOST_BYTES
-        and all(spec.sent_rows(rank) == slice(0, rows) for rank, rows in enumerate(lengths))
+        and _sends_all(spec.layout, spec.mask, spec.queries)
         and hosts_of(group, key.device) is None
     )
+
+
+@lru_cache(maxsize=256)
+def _sends_all(layout: SequenceLayout, mask: Mask, queries: SequenceLayout | None) -> bool:
+    """Whether each rank sends all of its keys."""
+    spec = AttentionSpec(layout=layout, mask=mask, queries=queries)
+    lengths = enumerate(layout.lengths)
+    return all(spec.sent_rows(rank) == slice(0, rows) for rank, rows in lengths)
 
 
 def tiles_of(spec: AttentionSpec, rank: int, rows: int) -> tuple[tuple[Tile, ...], ...]:

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from benchmarks.one_rank import answered, build_driver, driver_functions
+from benchmarks.one_rank import AloneDevice, answered, build_driver, driver_functions
 from symm_cp import cuda
 from symm_cp.cuda import kernels
 from symm_cp.cuda.gpu import CudaDevice
@@ -78,11 +78,10 @@ class _Workspace(cuda.DeviceWorkspace):
         return memory, [memory.data_ptr()] * self.world_size
 
 
-_ALL_WORKS = cuda.Verdict()
-
-
-class IdleDevice(CudaDevice):
+class IdleDevice(AloneDevice, CudaDevice):
     """What a CUDA device is to the ops, for CPU tensors."""
+
+    workspaces = _Workspace
 
     torch_type, dispatch_key = "cpu", "CPU"
 
@@ -97,26 +96,6 @@ class IdleDevice(CudaDevice):
 
     def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
         """Does nothing: CPU tensors know no streams."""
-
-    def verdict(self, group: memory.Group) -> cuda.Verdict:
-        """All of the driver works."""
-        return _ALL_WORKS
-
-    def workspace(
-        self,
-        group: memory.Group,
-        channel: str,
-        slot_bytes: int,
-        *,
-        graph: bool,
-        verdict: cuda.Verdict,
-    ) -> cuda.DeviceWorkspace:
-        """Makes a workspace of this rank's memory alone."""
-        return _Workspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
-
-    def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
-        """Never."""
-        return False
 
 
 class IdleSymmetricMemory:

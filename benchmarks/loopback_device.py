@@ -26,7 +26,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 import symm_cp
-from benchmarks.one_rank import answered, build_driver, driver_functions
+from benchmarks.one_rank import AloneDevice, answered, build_driver, driver_functions
 from symm_cp import cuda
 from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
@@ -132,30 +132,10 @@ class LoopbackWorkspace(cuda.DeviceWorkspace):
         self.memory[self.header_bytes :].zero_()
 
 
-class Loopback(cuda.Device):
+class Loopback(AloneDevice):
     """What a device with such workspaces is to the ops; before its own class among the bases."""
 
-    signals_by = cuda.Signals.STREAM
-
-    def verdict(self, group: memory.Group) -> cuda.Verdict:
-        """Takes all to work: there are no ranks to compare with, as the self-test does."""
-        return cuda.Verdict(self.signals_by)
-
-    def workspace(
-        self,
-        group: memory.Group,
-        channel: str,
-        slot_bytes: int,
-        *,
-        graph: bool,
-        verdict: cuda.Verdict,
-    ) -> cuda.DeviceWorkspace:
-        """Makes a workspace of this rank's memory alone."""
-        return LoopbackWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
-
-    def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
-        """Never: no other rank maps it."""
-        return False
+    workspaces = LoopbackWorkspace
 
 
 class LoopbackGpu(Loopback, CudaDevice):

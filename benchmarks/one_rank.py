@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
-from symm_cp import native, tuning
+from symm_cp import cuda, native, tuning
 from symm_cp.group import liveness, memory
 from symm_cp.group.hosts import SPREADS, Hosts
 
@@ -64,6 +64,39 @@ def answered() -> Iterator[None]:
         for name, stub in {"generation": lambda group: "alone", "read": _as_rank_0_says}.items():
             stack.enter_context(mock.patch.object(liveness, name, stub))
         yield
+
+
+@cache
+def _works(signals: cuda.Signals) -> cuda.Verdict:
+    """Kept, as that of a self-test is: making it is no part of issuing an op."""
+    return cuda.Verdict(signals)
+
+
+class AloneDevice(cuda.Device):
+    """A device with one rank; before the class of its kind among the bases."""
+
+    signals_by = cuda.Signals.STREAM
+    workspaces: ClassVar[type[cuda.DeviceWorkspace]]
+
+    def verdict(self, group: memory.Group) -> cuda.Verdict:
+        """Takes all to work: there are no ranks to compare with, as the self-test does."""
+        return _works(self.signals_by)
+
+    def workspace(
+        self,
+        group: memory.Group,
+        channel: str,
+        slot_bytes: int,
+        *,
+        graph: bool,
+        verdict: cuda.Verdict,
+    ) -> cuda.DeviceWorkspace:
+        """Makes a workspace of this rank's memory alone."""
+        return self.workspaces(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
+
+    def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
+        """Never: no other rank maps it."""
+        return False
 
 
 @cache

@@ -160,18 +160,20 @@ class Trial:
 
         Lane "signal" signals as well, as in calls whose kernels write partial sums.
         """
-        self.issue([*self.fork(), *self._follow(_SIGNAL, _COMPUTE, _MADE)], epoch)
+        self.issue(self.fork(), epoch)
         if self.graph:
             self.exchange(wire.StreamKind.WAIT, "done", epoch)
-        self.issue(self.fill(place), epoch)
+        self.issue([*self.fill(place), *self._follow(_SIGNAL, _COPY, _MADE)], epoch)
         self.exchange(wire.StreamKind.SIGNAL, "ready", epoch)
         self.exchange(wire.StreamKind.SIGNAL, "partial", epoch, _SIGNAL)
+        # A graph could start the waits first, in one queue for all lanes (schedule/graphs.py).
+        self.issue(self._follow(_COPY, _SIGNAL, _MADE), epoch)
         self.exchange(wire.StreamKind.WAIT, "ready", epoch)
         self.exchange(wire.StreamKind.WAIT, "partial", epoch)
         self.issue(self.pull(place), epoch)
         if self.graph:
             self.exchange(wire.StreamKind.SIGNAL, "done", epoch)
-        self.issue([*self._follow(_COMPUTE, _SIGNAL, _MADE), *self.join()], epoch)
+        self.issue(self.join(), epoch)
 
     def _on(self, lane: int, kernel: Callable[[], object]) -> None:
         self._check_given_up()

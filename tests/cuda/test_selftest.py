@@ -160,7 +160,7 @@ TO_OTHERS = "so ranks exchange data through the process group"
 def case(
     name: str, expected: Any, reason: str, *, kind: Any = SimulatedDevice, **modes: Any
 ) -> Any:
-    plain = name in ("all", "lost signals", "short batches")
+    plain = name in ("all", "one queue", "lost signals", "short batches")
     marks = () if plain else exhaustive
     return pytest.param(kind, modes, expected, reason, id=name.replace(" ", "-"), marks=marks)
 

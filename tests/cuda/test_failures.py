@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import cuda
+from symm_cp import cuda, tuning
 from symm_cp.group import memory
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.common import device_kernels
@@ -56,7 +56,7 @@ def scatter(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-def attention(group: dist.ProcessGroup) -> None:
+def attention(group: dist.ProcessGroup, rotate_method: str = "alltoall") -> None:
     """Forward, and backward as a ring."""
     q, k, v = (stacked(group, 1, 2, 4, 8).unbind() for _ in range(3))
     own = [t[group.rank()].clone().requires_grad_() for t in (q, k, v)]
@@ -65,7 +65,7 @@ def attention(group: dist.ProcessGroup) -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(*full)
     at = slice(4 * group.rank(), 4 * group.rank() + 4)
     torch.testing.assert_close(out, expected[:, :, at], rtol=1e-4, atol=1e-4)
-    set_rotate_method("alltoall")
+    set_rotate_method(rotate_method)
     try:
         out.sum().backward()
     finally:
@@ -73,6 +73,12 @@ def attention(group: dist.ProcessGroup) -> None:
     expected.sum().backward()
     for mine, whole in zip(own, full, strict=True):
         torch.testing.assert_close(mine.grad, whole.grad[:, :, at], rtol=1e-4, atol=1e-4)
+
+
+def attention_together(group: dist.ProcessGroup) -> None:
+    """To the keys of all peers at once, and with their gradients at once."""
+    with tuning.forced("together"):
+        attention(group, "allgather")
 
 
 def background(group: dist.ProcessGroup) -> None:
@@ -85,7 +91,7 @@ def background(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(wait(summed), expected)
 
 
-OPS = (gather_rows, gather_columns, scatter, attention, background)
+OPS = (gather_rows, gather_columns, scatter, attention, attention_together, background)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import symm_cp
 from symm_cp import cuda, tuning
@@ -221,3 +222,61 @@ def refused(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", [3])
 def test_what_does_not_fit_goes_by_shards(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, refused)
+
+
+def under_modes(group: dist.ProcessGroup, seed: int) -> None:
+    """Autocast, checkpoints, inference and graphs of torch.compile find what eager mode does."""
+    W, rank = group.size(), group.rank()
+    balancer = symm_cp.HeadTail(12 * W, W)
+    rows = balancer.positions(rank)
+    torch.manual_seed(seed)
+    whole = [torch.randn(1, heads, 12 * W, 16) for heads in (4, 2, 2)]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return symm_cp.all_gather_attention(
+            q, k, v, group=group, is_causal=True, load_balancer=balancer, enable_gqa=True
+        )
+
+    def stepped(step: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        own = [t[:, :, rows].to(dtype).requires_grad_() for t in whole]
+        out = step(*own)
+        out.float().square().sum().backward()
+        return [out.detach(), *(t.grad for t in own if t.grad is not None)]
+
+    def dense() -> list[torch.Tensor]:
+        full = [t.clone().requires_grad_() for t in whole]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *full, is_causal=True, enable_gqa=True
+        )
+        out.square().sum().backward()
+        return [
+            t[:, :, rows] for t in (out.detach(), *(t.grad for t in full if t.grad is not None))
+        ]
+
+    expected = dense()
+    with (
+        simulation(),
+        tuning.forced("together"),
+        unittest.mock.patch.object(together, "consume_keys", wraps=together.consume_keys) as used,
+    ):
+        torch.testing.assert_close(stepped(attend), expected)
+        recomputed = stepped(lambda *own: checkpoint(attend, *own, use_reentrant=False))
+        torch.testing.assert_close(recomputed, expected)
+        assert used.call_count == 1 + 2
+        compiled = stepped(torch.compile(attend, fullgraph=True))
+        torch.testing.assert_close(compiled, expected)
+        with torch.inference_mode():
+            out = attend(*(t[:, :, rows] for t in whole))
+        torch.testing.assert_close(out, expected[0])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            low = stepped(attend)
+        assert low[0].dtype == torch.bfloat16
+        assert all(grad.dtype == torch.float32 for grad in low[1:])
+        for mine, exact in zip(low, expected, strict=True):
+            assert (mine - exact).norm() < 0.05 * exact.norm()
+        assert used.call_count == 1 + 2 + 1 + 1 + 1
+
+
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=exhaustive) for n in (3, 4))])
+def test_under_modes(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, under_modes, int(torch.randint(1 << 30, ())))

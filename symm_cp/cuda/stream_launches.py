@@ -12,7 +12,7 @@ from symm_cp.cuda.base import Device, Signals
 from symm_cp.cuda.stream_program import Launch, lower
 from symm_cp.group.memory import Group
 from symm_cp.runtime.all_reduce import AllReduceVariant
-from symm_cp.runtime.api import Sizes
+from symm_cp.runtime.calls import Sizes
 from symm_cp.runtime.program import Binding
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers

@@ -39,16 +39,15 @@ from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group
 from symm_cp.native import wire
 from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
-from symm_cp.runtime.api import (
+from symm_cp.runtime.api import BackgroundRuntime, Runtime
+from symm_cp.runtime.calls import (
     AllReduceCall,
-    BackgroundRuntime,
     Collective,
     CombineCall,
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
     Poll,
-    Runtime,
     ScatterCall,
     TogetherAndScatterCall,
     TogetherCall,

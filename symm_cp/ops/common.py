@@ -28,7 +28,7 @@ from symm_cp.ops.op import Kernel
 from symm_cp.ops.telling import OPS_ON_CPU, channel_of, telling
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory
 from symm_cp.runtime import process_group
-from symm_cp.runtime.api import Collective
+from symm_cp.runtime.calls import Collective
 from symm_cp.tensors.dtypes import SUMMABLE, summable
 from symm_cp.tensors.shards import Split
 

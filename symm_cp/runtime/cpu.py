@@ -16,7 +16,8 @@ from symm_cp.group.memory import Group, has_symmetric, is_symmetric, reported
 from symm_cp.native import wire
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
-from symm_cp.runtime.api import (
+from symm_cp.runtime.api import Runtime
+from symm_cp.runtime.calls import (
     AllReduceCall,
     CombineCall,
     ExchangeCall,
@@ -24,7 +25,6 @@ from symm_cp.runtime.api import (
     GatherCall,
     PackedBoxes,
     RelayCall,
-    Runtime,
     ScatterCall,
     Sizes,
 )

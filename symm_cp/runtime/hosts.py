@@ -25,9 +25,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from symm_cp.group.hosts import Hosts, hosts_of
 from symm_cp.group.memory import Group
 from symm_cp.runtime import process_group
-from symm_cp.runtime.api import (
+from symm_cp.runtime.api import BackgroundRuntime, Runtime
+from symm_cp.runtime.calls import (
     AllReduceCall,
-    BackgroundRuntime,
     Collective,
     CombineCall,
     Consume,
@@ -36,7 +36,6 @@ from symm_cp.runtime.api import (
     GatherAndScatterCall,
     GatherCall,
     Produce,
-    Runtime,
     ScatterCall,
 )
 from symm_cp.tensors.alignment import part_offsets, scratch

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from symm_cp.group.memory import Group
-from symm_cp.runtime.api import PackedBoxes, Runtime
+from symm_cp.runtime.api import Runtime
+from symm_cp.runtime.calls import PackedBoxes
 from symm_cp.tensors.alignment import padded
 
 Tensors = Sequence[torch.Tensor]

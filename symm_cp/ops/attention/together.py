@@ -19,7 +19,7 @@ from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.pipeline import Tensors, grads_in
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.runtime.api import TogetherAndScatterCall, TogetherCall
+from symm_cp.runtime.calls import TogetherAndScatterCall, TogetherCall
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import Tile, tiles_of_others

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from symm_cp.runtime.api import PlacedBox
+from symm_cp.runtime.calls import PlacedBox
 from symm_cp.schedule.layout import SequenceLayout, Span
 from symm_cp.tensors.alignment import padded, part_offsets
 from symm_cp.tensors.dtypes import wide

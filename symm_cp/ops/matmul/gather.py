@@ -40,7 +40,7 @@ from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Op, arguments, declare
 from symm_cp.ops.telling import entry_point
-from symm_cp.runtime.api import Consume
+from symm_cp.runtime.calls import Consume
 from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
 from symm_cp.tensors.results import new_result

@@ -267,3 +267,41 @@ def undefined_gradients(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_gradients_that_are_undefined(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, undefined_gradients)
+
+
+def losses_of_other_outputs(group: dist.ProcessGroup, seed: int) -> None:
+    """Each rank's loss is of one output: the gathered input, or a product."""
+    W, rank = group.size(), group.rank()
+    torch.manual_seed(seed)
+    x, weights = rand(4 * W, 6 * W), [rand(6 * W, 5), rand(6 * W, 7)]
+
+    def outputs(full: torch.Tensor, others: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [full, *(full @ other for other in others)]
+
+    for dim, turn, mixed in itertools.product((0, 1), range(3), (False, True)):
+        shard = x.chunk(W, dim)[rank].clone().requires_grad_()
+        own = [weight.clone().requires_grad_() for weight in weights]
+        gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(
+            shard, own, dim, group.group_name
+        )
+        loss = [gathered, *products][(rank + turn) % 3].square().sum()
+        # Whether all is multiplied at once follows from a rank's gradients, and may differ, too.
+        with tuning.forced(tuning.WAYS[(rank + turn) % 2] if mixed else None):
+            grads = torch.autograd.grad(loss, [shard, *own], allow_unused=True)
+        full = x.clone().requires_grad_()
+        losses = [outputs(full, weights)[(r + turn) % 3].square().sum() for r in range(W)]
+        (expected,) = torch.autograd.grad(sum(losses), full)
+        torch.testing.assert_close(grads[0], expected.chunk(W, dim)[rank])
+        others = [weight.clone().requires_grad_() for weight in weights]
+        mine = outputs(x.clone().requires_grad_(), others)[(rank + turn) % 3].square().sum()
+        for grad, wanted in zip(
+            grads[1:], torch.autograd.grad(mine, others, allow_unused=True), strict=True
+        ):
+            assert (grad is None) == (wanted is None)
+            if grad is not None:
+                torch.testing.assert_close(grad, wanted)
+
+
+@WORLD_SIZES
+def test_ranks_whose_losses_are_of_other_outputs(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, losses_of_other_outputs, int(torch.randint(1 << 30, ())))

@@ -117,7 +117,7 @@ def _gather_backward(
         if not used and grad_gathered is None:  # the peers may have gradients all the same
             grad_gathered = x_shard.new_zeros(_gathered_shape(ctx, x_shard))
         grad_shard = _scattered_sum(ctx, pairs, grad_gathered)
-    if used and any(ctx.needs_input_grad[1]):
+    if any(ctx.needs_input_grad[1]):  # with no gradient, too: the peers may wait for this shard
         transposed = all(map(is_transposed, weights))
         computed = iter(
             _ops._fused_all_gather_weight_grad(

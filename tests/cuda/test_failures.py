@@ -153,27 +153,32 @@ def test_ranks_fail_at_different_steps(ranks: Ranks, world_size: int, op: str) -
     ranks.run(world_size, fails_everywhere, BY_NAME[op], {}, True)
 
 
-def one_dies_one_fails(group: dist.ProcessGroup) -> str:
+def one_dies_one_fails(group: dist.ProcessGroup, op: Op, launch: int) -> str:
     """The last rank dies; rank 0 fails in a call and lives on; the others wait for both."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with simulation(patience_ms=20_000) as made:
-        scatter(group)
+        op(group)
         dist.barrier(group)
         if group.rank() == group.size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if group.rank() > 0:
-            scatter(group)
+            op(group)
             return "it did not wait"
-        with no_memory(group.size()), contextlib.suppress(MemoryError):
-            scatter(group)
+        with no_memory(launch), contextlib.suppress(MemoryError):
+            op(group)
         made.synchronize()
         kept = cuda.workspaces_of(memory.resolve(group)).current.values()
         assert all(space.ended() for space in kept)
     return "ended"
 
 
-def test_streams_of_a_rank_that_failed_end_when_no_peer_is_left(ranks: Ranks) -> None:
-    with ranks.own(3, one_dies_one_fails) as running:
+@pytest.mark.parametrize(
+    ("op", "launch"), some(("scatter", 3), of=[("scatter", 3), ("attention_together", 1)])
+)
+def test_streams_of_a_rank_that_failed_end_when_no_peer_is_left(
+    ranks: Ranks, op: str, launch: int
+) -> None:
+    with ranks.own(3, one_dies_one_fails, BY_NAME[op], launch) as running:
         first, second, _ = running.outcomes()
     assert first.result == "ended", first
     assert second.signal == signal.SIGABRT, second

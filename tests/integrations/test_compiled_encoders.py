@@ -29,6 +29,12 @@ LAYERS = {
     "t5": ("T5Block",),
     "bart": ("BartEncoderLayer", "BartDecoderLayer"),
 }
+#: With as few layers as have one of each kind: ModernBERT's attend globally, then locally.
+FEW = {
+    "modernbert": {"num_hidden_layers": 2},
+    "t5": {},  # only the first one has position biases
+    "bart": {"encoder_layers": 1, "decoder_layers": 1},
+}
 
 
 def compiled(*names: str) -> Callable[[nn.Module], None]:
@@ -45,7 +51,7 @@ def compiled(*names: str) -> Callable[[nn.Module], None]:
 
 def layers_of_encoder(group: dist.ProcessGroup, name: str, layout: str, padding: bool) -> None:
     torch._dynamo.reset()
-    client = (ENCODERS | SEQ2SEQ)[name]
+    client = (ENCODERS | SEQ2SEQ)[name].having(**FEW[name])
     batch = masked_batch(24, padding=padding)
     if name in SEQ2SEQ:
         batch = pair_batch(24, 16, padding=padding)

@@ -57,7 +57,7 @@ def scatter(group: dist.ProcessGroup) -> None:
 
 
 def attention(group: dist.ProcessGroup, rotate_method: str = "alltoall") -> None:
-    """Forward, and backward as a ring."""
+    """Forward, and backward: by default as a ring."""
     q, k, v = (stacked(group, 1, 2, 4, 8).unbind() for _ in range(3))
     own = [t[group.rank()].clone().requires_grad_() for t in (q, k, v)]
     out = symm_cp.all_gather_attention(*own, group=group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest.mock
+from functools import partial
 from typing import Any
 
 import pytest
@@ -237,39 +238,34 @@ def under_modes(group: dist.ProcessGroup, seed: int) -> None:
             q, k, v, group=group, is_causal=True, load_balancer=balancer, enable_gqa=True
         )
 
-    def stepped(step: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        own = [t[:, :, rows].to(dtype).requires_grad_() for t in whole]
-        out = step(*own)
-        out.float().square().sum().backward()
-        return [out.detach(), *(t.grad for t in own if t.grad is not None)]
-
-    def dense() -> list[torch.Tensor]:
-        full = [t.clone().requires_grad_() for t in whole]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *full, is_causal=True, enable_gqa=True
+    def dense(*own: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            *own, is_causal=True, enable_gqa=True
         )
-        out.square().sum().backward()
-        return [
-            t[:, :, rows] for t in (out.detach(), *(t.grad for t in full if t.grad is not None))
-        ]
 
-    expected = dense()
+    def stepped(step: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = step(*leaves)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    own = [t[:, :, rows] for t in whole]
+    expected = [t[:, :, rows] for t in stepped(dense, whole)]
     with (
         simulation(),
         tuning.forced("together"),
         unittest.mock.patch.object(together, "consume_keys", wraps=together.consume_keys) as used,
     ):
-        torch.testing.assert_close(stepped(attend), expected)
-        recomputed = stepped(lambda *own: checkpoint(attend, *own, use_reentrant=False))
+        torch.testing.assert_close(stepped(attend, own), expected)
+        recomputed = stepped(partial(checkpoint, attend, use_reentrant=False), own)
         torch.testing.assert_close(recomputed, expected)
         assert used.call_count == 1 + 2
-        compiled = stepped(torch.compile(attend, fullgraph=True))
+        compiled = stepped(torch.compile(attend, fullgraph=True), own)
         torch.testing.assert_close(compiled, expected)
         with torch.inference_mode():
-            out = attend(*(t[:, :, rows] for t in whole))
+            out = attend(*own)
         torch.testing.assert_close(out, expected[0])
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            low = stepped(attend)
+            low = stepped(attend, own)
         assert low[0].dtype == torch.bfloat16
         assert all(grad.dtype == torch.float32 for grad in low[1:])
         for mine, exact in zip(low, expected, strict=True):

@@ -29,7 +29,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 from benchmarks.one_rank import AloneDevice, answered, build_driver, driver_functions
 from symm_cp import cuda
-from symm_cp.cuda import kernels
+from symm_cp.cuda import kernels, plans
 from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
 from symm_cp.ops.attention import kernels as attention_kernels
@@ -46,6 +46,7 @@ int cuMemAllocHost_v2(void** memory, size_t bytes) {
   return *memory == nullptr;
 }
 int cuDriverGetVersion(int* version) { *version = 13010; return 0; }
+void* symm_cp_hosted_stream(int device) { return reinterpret_cast<void*>(1); }
 """
 _BY_HAND = ("cuMemAllocHost_v2", "cuDriverGetVersion")
 
@@ -133,16 +134,25 @@ class IdleKernels:
         self, query: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes the place of attention on a tile."""
-        self.count += 1
-        return _attended(query.shape, query.dtype)
+
+        def attend(given: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            self.count += 1
+            return _attended(given[0].shape, given[0].dtype)
+
+        return plans.in_python(attend, [query])
 
     def attention_backward(
         self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Takes the place of its gradient."""
-        self.count += 1
-        of_keys = _attended(key.shape, key.dtype)[0]
-        return _attended(query.shape, query.dtype)[0], of_keys, of_keys
+
+        def attend(given: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            self.count += 1
+            query, key = given
+            of_keys = _attended(key.shape, key.dtype)[0]
+            return _attended(query.shape, query.dtype)[0], of_keys, of_keys
+
+        return plans.in_python(attend, [query, key])
 
     def triton(self, *_: Any, **__: Any) -> None:
         """Takes the place of a kernel in Triton."""

@@ -406,6 +406,19 @@ int64_t symm_cp_streams_ended(void* streams) {
   return guarded([&]() -> int64_t { return static_cast<Streams*>(streams)->ended() ? 1 : 0; });
 }
 
+int64_t symm_cp_streams_epoch(void* streams) { return static_cast<Streams*>(streams)->epoch(); }
+int64_t symm_cp_streams_next_epoch(void* streams) {
+  return static_cast<Streams*>(streams)->next_epoch();
+}
+void symm_cp_streams_set_epoch(void* streams, int64_t epoch) {
+  static_cast<Streams*>(streams)->set_epoch(epoch);
+}
+// 1 if the caller's stream of the last call was another one than this.
+int symm_cp_streams_moved(void* streams, void* stream) {
+  const auto last = static_cast<Streams*>(streams)->last_stream();
+  return last && *last != stream ? 1 : 0;
+}
+
 void symm_cp_streams_set_single_copies(void* streams, int single) {
   static_cast<Streams*>(streams)->set_single_copies(single != 0);
 }

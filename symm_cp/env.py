@@ -11,6 +11,7 @@
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
 | `SYMM_CP_WAY` | the way of fused matmuls: `shards` or `whole` | by simulation |
 | `SYMM_CP_BACKEND_FOR` | backends that symm_cp replaces on CPU (`symm-cp run` sets it) | none |
+| `SYMM_CP_PLANS` | 0: each call on CUDA is made by Python, none by a recorded plan | 1 |
 | `SYMM_CP_KEEP_MIB` | freed memory of results that a process keeps for later ones, in MiB | below |
 | `SYMM_CP_THREADS` | threads of a rank that copy and reduce: `one`, or `all` of torch's | below |
 | `SYMM_CP_BACKGROUND_THREADS` | threads that copy and reduce in asynchronous ops, per group | 1 |
@@ -121,6 +122,14 @@ def debug() -> bool:
     text = _get("SYMM_CP_DEBUG", "0")
     if text not in ("0", "1"):
         raise ValueError(f"SYMM_CP_DEBUG={text!r} must be 0 or 1")
+    return text == "1"
+
+
+def plans() -> bool:
+    """Whether calls on streams are recorded, and later ones carried out without Python."""
+    text = _get("SYMM_CP_PLANS", "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"SYMM_CP_PLANS={text!r} must be 0 or 1")
     return text == "1"
 
 

@@ -213,6 +213,7 @@ def forced(way: str | None) -> Iterator[None]:
 def _force(ways: dict[tuple[str, ...], str]) -> None:
     global _forced
     _forced = ways
+    native.drop_plans()
     with contextlib.suppress(native.BuildError):  # then there is no native kernel either
         # It would take small work before this module is asked for a way.
         library = native.load()
@@ -469,6 +470,7 @@ def listening() -> Iterator[dict[str, Choice]]:
 def _listen(choices: dict[str, Choice] | None) -> None:
     global _listening
     _listening = choices
+    native.drop_plans()
     with contextlib.suppress(native.BuildError):  # then there is no native kernel either
         native.load().symm_cp_on_small_matmul(native.NoteCall() if choices is None else _note)
 
@@ -497,4 +499,5 @@ def relearn(group: Group) -> None:
     tuning = group.state(_TUNING, _Tuning)
     # Under a new key, even if this rank has not read the last one: a peer may still read it.
     tuning.reading, tuning.facts = tuning.reading + 1, None
+    native.drop_plans()
     _publish(group)

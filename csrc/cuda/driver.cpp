@@ -14,6 +14,12 @@ void find(void* library, const char* name, F& function) {
   function = reinterpret_cast<F>(dlsym(library, name));
 }
 
+// Of a library that stands in for the driver.
+template <class F>
+void find_hosted(void* library, const char* name, F& function) {
+  find(library, name, function);
+}
+
 template <class F>
 void require(void* library, const std::string& path, const char* name, F& function) {
   find(library, name, function);
@@ -52,6 +58,9 @@ Api open(const std::string& path) {
   find(library, "cuStreamGetCaptureInfo_v2", api.capture_info);
   find(library, "cuMemcpyBatchAsync_v2", api.copy_batch);
   if (api.copy_batch == nullptr) find(library, "cuMemcpyBatchAsync", api.copy_batch_12);
+  find_hosted(library, "symm_cp_hosted_stream", api.hosted_stream);
+  find_hosted(library, "symm_cp_hosted_launch", api.hosted_launch);
+  find_hosted(library, "symm_cp_hosted_end", api.hosted_end);
   return api;
 }
 

@@ -106,6 +106,12 @@ struct Api {
   Result (*copy_batch_12)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,
                           size_t*, Stream);
 
+  // Of drivers that only stand in for one, in tests: the caller's stream, what has a stream call a
+  // function, and what returns when a stream is through with a call.
+  Stream (*hosted_stream)(int device);
+  void (*hosted_launch)(Stream, void (*function)(void*), void* argument);
+  void (*hosted_end)(Stream);
+
   // 12050 for CUDA 12.5. Throws Error.
   int version() const;
   bool batches() const { return copy_batch != nullptr || copy_batch_12 != nullptr; }

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,17 @@ class Streams {
   void give_up();
   // Whether the streams of the last call have come past the point of `give_up`.
   bool ended();
+  // Begins a call; the ranks begin theirs in the same order.
+  uint32_t next_epoch() { return static_cast<uint32_t>(++epoch_); }
+  int64_t epoch() const { return epoch_; }
+  void set_epoch(int64_t epoch) { epoch_ = epoch; }
+  // Whether another call can be made.
+  bool serves() const { return !given_up_ && epoch_ < kLastEpoch; }
+  // The caller's stream of the last call; nothing before the first.
+  std::optional<driver::Stream> last_stream() const {
+    return last_lanes_.empty() ? std::nullopt : std::optional(last_lanes_.front());
+  }
+  const driver::Api& api() const { return api_; }
   // From now on, or no longer, copies are issued one after the other.
   void set_single_copies(bool single) { single_copies_ = single; }
 
@@ -77,6 +89,7 @@ class Streams {
   driver::Context context_ = nullptr;
   std::vector<driver::Event> events_;
   std::vector<driver::Stream> last_lanes_;  // of the last call; empty before the first
+  int64_t epoch_ = 0;                       // of the last call
   bool given_up_ = false;
   bool endless_ = false;                        // it cannot be known when the streams have ended
   std::shared_ptr<StreamWaits> waits_;          // null when nobody looks at them

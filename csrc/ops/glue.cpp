@@ -7,26 +7,16 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
 #include <memory>
-#include <optional>
-#include <string>
-#include <utility>
 #include <vector>
+
+#include "ops/python_arguments.h"
 
 namespace {
 
-enum class Kind { kTensor, kTensors, kInt, kInts, kFloat, kBool, kText, kOther };
-
-struct Argument {
-  PyObject* name;
-  Kind kind;
-  bool optional;
-  std::optional<c10::IValue> given_by_default;
-};
+using namespace symm_cp::python_arguments;
 
 // An object of Python, in which `op` and `arguments` live until the process ends.
 struct OpCall {
@@ -35,120 +25,6 @@ struct OpCall {
   const c10::OperatorHandle* op;
   const std::vector<Argument>* arguments;
 };
-
-Kind kind_of(const c10::TypePtr& type) {
-  switch (type->kind()) {
-    case c10::TypeKind::TensorType: return Kind::kTensor;
-    case c10::TypeKind::IntType: return Kind::kInt;
-    case c10::TypeKind::FloatType: return Kind::kFloat;
-    case c10::TypeKind::BoolType: return Kind::kBool;
-    case c10::TypeKind::StringType: return Kind::kText;
-    case c10::TypeKind::ListType: {
-      const auto element = type->expectRef<c10::ListType>().getElementType()->kind();
-      if (element == c10::TypeKind::TensorType) return Kind::kTensors;
-      if (element == c10::TypeKind::IntType) return Kind::kInts;
-      return Kind::kOther;
-    }
-    default: return Kind::kOther;
-  }
-}
-
-Argument describe(const c10::Argument& argument) {
-  const c10::TypePtr& type = argument.type();
-  const bool optional = type->kind() == c10::TypeKind::OptionalType;
-  const c10::TypePtr& inner =
-      optional ? type->expectRef<c10::OptionalType>().getElementType() : type;
-  return {PyUnicode_InternFromString(argument.name().c_str()), kind_of(inner), optional,
-          argument.default_value()};
-}
-
-bool is_tensor(PyObject* given) { return THPVariable_CheckExact(given); }
-const at::Tensor& to_tensor(PyObject* given) { return THPVariable_Unpack(given); }
-bool is_number(PyObject* given) { return PyLong_CheckExact(given); }
-// Sets Python's exception for a number that is too large.
-int64_t to_number(PyObject* given) { return PyLong_AsLongLong(given); }
-
-// Appends a list or a tuple to the stack; false if one of its elements is of another type.
-template <class Element, class Is, class To>
-bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
-  if (!PyList_Check(given) && !PyTuple_Check(given)) return false;
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(given);
-  PyObject** const items = PySequence_Fast_ITEMS(given);
-  c10::List<Element> elements;
-  elements.reserve(count);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!is(items[i])) return false;
-    elements.push_back(to(items[i]));
-  }
-  stack.emplace_back(std::move(elements));
-  return true;
-}
-
-// Appends an argument to the stack; false if it is for torch's callable.
-bool take(const Argument& argument, PyObject* given, std::vector<c10::IValue>& stack) {
-  if (given == nullptr) {
-    if (!argument.given_by_default) return false;
-    stack.push_back(*argument.given_by_default);
-    return true;
-  }
-  if (given == Py_None) {
-    if (argument.optional) stack.emplace_back();
-    return argument.optional;
-  }
-  switch (argument.kind) {
-    case Kind::kTensor:
-      if (!is_tensor(given)) return false;
-      stack.emplace_back(to_tensor(given));
-      return true;
-    case Kind::kTensors: return take_list<at::Tensor>(given, stack, is_tensor, to_tensor);
-    case Kind::kInts: return take_list<int64_t>(given, stack, is_number, to_number);
-    case Kind::kInt:
-      if (THPDtype_Check(given)) {
-        stack.emplace_back(static_cast<int64_t>(reinterpret_cast<THPDtype*>(given)->scalar_type));
-        return true;
-      }
-      if (!is_number(given)) return false;
-      stack.emplace_back(to_number(given));
-      return true;
-    case Kind::kFloat:
-      if (!PyFloat_CheckExact(given)) return false;
-      stack.emplace_back(PyFloat_AS_DOUBLE(given));
-      return true;
-    case Kind::kBool:
-      if (!PyBool_Check(given)) return false;
-      stack.emplace_back(given == Py_True);
-      return true;
-    case Kind::kText: {
-      Py_ssize_t length = 0;
-      const char* const text =
-          PyUnicode_CheckExact(given) ? PyUnicode_AsUTF8AndSize(given, &length) : nullptr;
-      if (text == nullptr) return false;
-      stack.emplace_back(std::string(text, length));
-      return true;
-    }
-    default: return false;
-  }
-}
-
-constexpr size_t kMaxArguments = 64;
-
-bool take_arguments(const std::vector<Argument>& arguments, PyObject* const* given,
-                    size_t positional, PyObject* names, std::vector<c10::IValue>& stack) {
-  PyObject* by_position[kMaxArguments] = {};
-  if (positional > arguments.size()) return false;
-  std::copy(given, given + positional, by_position);
-  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
-  for (Py_ssize_t i = 0; i < named; ++i) {
-    size_t at = positional;  // one that was passed twice is not found
-    while (at < arguments.size() && arguments[at].name != PyTuple_GET_ITEM(names, i)) ++at;
-    if (at == arguments.size()) return false;
-    by_position[at] = given[positional + i];
-  }
-  stack.reserve(arguments.size());
-  for (size_t i = 0; i < arguments.size(); ++i)
-    if (!take(arguments[i], by_position[i], stack)) return false;
-  return PyErr_Occurred() == nullptr;
-}
 
 PyObject* to_python(const c10::IValue& value) {
   if (value.isTensor()) return THPVariable_Wrap(value.toTensor());

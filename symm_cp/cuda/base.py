@@ -328,7 +328,6 @@ class DeviceWorkspace(Calls, ABC):
         flag_bytes = wire.flag_offset(len(wire.DEVICE_FLAGS), 0, self.world_size)
         self.header_bytes = pages(flag_bytes) + offset
         self.signals = verdict.signals
-        self.last_stream: int | None = None
         self.limit_ms = 0 if channel == TRIAL else int(wait_limit(group).total_seconds() * 1000)
         self.given_up = False
         #: Tensors of failed calls, whose streams may still use them.
@@ -439,6 +438,25 @@ class DeviceWorkspace(Calls, ABC):
         here, count = ctypes.c_void_p(self.handle), len(commands)
         if self._run(here, commands, count, operands, lanes, epoch, capturing, call_name):
             raise RuntimeError(f"symm_cp: {native.error()}")
+
+    @property
+    def epoch(self) -> int:
+        """The number of the last call."""
+        number: int = native.load().symm_cp_streams_epoch(self.handle)
+        return number
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        native.load().symm_cp_streams_set_epoch(self.handle, number)
+
+    def next_epoch(self) -> int:
+        """Begins a call; every rank begins its calls in the same order."""
+        number: int = native.load().symm_cp_streams_next_epoch(self.handle)
+        return number
+
+    def moved_to(self, stream: int) -> bool:
+        """Whether the caller's stream of the last call, if there was one, was another one."""
+        return bool(native.load().symm_cp_streams_moved(self.handle, stream))
 
     def set_single_copies(self, *, single: bool) -> None:
         """Has copies issued one after the other from now on, or in batches."""

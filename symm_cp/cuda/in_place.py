@@ -23,6 +23,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from symm_cp import native
 from symm_cp.cuda.base import Device
 from symm_cp.cuda.registry import device_for, has_streams, spans_hosts
 from symm_cp.cuda.rendezvous import map_peers
@@ -65,6 +66,12 @@ def found_in_place(tensor: torch.Tensor, group: Group) -> InPlace | None:
     return tensors.known.get(_key(tensor))
 
 
+def any_in_place(group: Group) -> bool:
+    """Whether ranks read tensors of a group in place."""
+    tensors = group.find(_TENSORS)
+    return tensors is not None and bool(tensors.known)
+
+
 def read_in_place(tensor: torch.Tensor, group: GroupLike) -> None:
     """Has the ops of a group read a symmetric tensor where it lies, instead of copying it first.
 
@@ -93,6 +100,7 @@ def read_in_place(tensor: torch.Tensor, group: GroupLike) -> None:
         _agree(device, tensor, local)
         mapped = device.keep(lambda: map_peers(tensor, local))
         mapped.forget()
+        native.drop_plans()
         tensors.count += 1
         storage = StorageWeakRef(tensor.untyped_storage())
         tensors.known[_key(tensor)] = InPlace(tensors.count, mapped.addresses, storage)

@@ -87,6 +87,7 @@ checks.append(_why_not_together)
 
 def choose(group: Group, device: Device | None) -> None:
     """Sets what serves a group's tensors on devices of its type; None: the device of each."""
+    native.drop_plans()
     if device is None:
         group.drop(_CHOSEN)
     else:
@@ -100,6 +101,7 @@ def replaced(torch_device: torch.device, by: Device) -> Iterator[None]:
     kinds[torch_device.type], _devices[torch_device] = type(by), by
     serve_cpu = native.load().symm_cp_serve_cpu
     serve_cpu("cpu" not in kinds)
+    native.drop_plans()
     try:
         yield
     finally:
@@ -108,4 +110,5 @@ def replaced(torch_device: torch.device, by: Device) -> Iterator[None]:
             kinds[torch_device.type] = kind
         if made is not None:
             _devices[torch_device] = made
+        native.drop_plans()
         serve_cpu("cpu" not in kinds)

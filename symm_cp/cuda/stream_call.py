@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-from symm_cp.cuda import kernels
+from symm_cp.cuda import kernels, plans
 from symm_cp.cuda.base import DeviceWorkspace
 from symm_cp.cuda.debug_calls import agree
-from symm_cp.cuda.in_place import found_in_place
+from symm_cp.cuda.in_place import any_in_place, found_in_place
 from symm_cp.cuda.registry import device_for, kind_for
 from symm_cp.cuda.stream_launches import CallMode
 from symm_cp.cuda.stream_program import Launch
@@ -32,7 +32,7 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
         return
     kind = kind_for(rows.device)
     if kind is not None and kind.triton:
-        kernels.add_rows(rows, out, mean=mean)
+        plans.in_python(lambda given: kernels.add_rows(*given, mean=mean), [rows, out])
         return
     total = rows[0].to(wide(rows.dtype), copy=True)
     for row in rows[1:]:
@@ -66,6 +66,8 @@ class StreamCall:
         found, route = None, b" through a slot"
         if len(shard) == 1 and not self.mode.capturing and not some_empty:
             found = found_in_place(shard[0], self.group)
+        if (plan := plans.current()) is not None and any_in_place(self.group):
+            plan.refuse("the group reads tensors in place")
         if found is not None:
             route = b" of symmetric tensor number %d" % found.number
         agree(self.group, self.name + route)

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
+from symm_cp.cuda import plans
 from symm_cp.cuda.base import LANES, DeviceWorkspace, Signals, events_needed
 from symm_cp.cuda.workspaces import give_up_on
 from symm_cp.native import wire
@@ -138,25 +139,51 @@ class Launch:
         lanes = _Lanes(compute, copy, signal)
         addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
         call = addresses, lanes, epoch, capturing, call_name
-        moved = capturing and workspace.last_stream not in (None, compute)
         recording = None if capturing else recorder.active
+        plan = plans.current()
+        if plan is not None and (reason := self._not_planned(workspace, capturing)):
+            plan.refuse(reason)
+            plan = None
         try:
-            if moved:
+            if capturing and workspace.moved_to(compute):
                 workspace.issue(_FOLLOW, *call)
-            workspace.last_stream = compute
+            if plan is not None:
+                plan.launch(workspace, epoch, lanes, addresses, call_name)
             for item in self.items:
                 if not isinstance(item, ctypes.Array):
-                    item.launch(workspace, kernels, recording, epoch, call_name)
+                    given = kernels
+                    if plan is not None and isinstance(item, _KernelCall):
+                        given = {item.name: plan.numbered(kernels[item.name])}
+                    item.launch(workspace, given, recording, epoch, call_name)
                 elif recording is None:
                     workspace.issue(item, *call)
+                    if plan is not None:
+                        plan.commands(item)
                 else:
                     for step, lane, part in _apart(item, workspace.rank):
                         channel = workspace.channel
                         with recording.on_lane(step, device, lane, channel, epoch, call_name):
                             workspace.issue(part, *call)
+            if plan is not None:
+                plan.end_launch()
         except BaseException as error:
             give_up_on(workspace, error)
             raise
+
+    def _not_planned(self, workspace: DeviceWorkspace, capturing: bool) -> str:
+        """Why a launch cannot be part of a plan (plans.py); empty if it can."""
+        if capturing or recorder.active is not None:
+            return "it is captured, or traced"
+        if not self.joined:
+            return "it goes on in the background"
+        if type(workspace).issue is not DeviceWorkspace.issue:
+            return "its commands are not those of the driver"
+        for item in self.items:
+            if isinstance(item, _ExchangeCall):
+                return "kernels signal"
+            if isinstance(item, _KernelCall) and item.lane != "compute":
+                return f"a kernel runs on lane {item.lane}"
+        return ""
 
 
 def _batch(commands: Sequence[wire.StreamCommand]) -> _Batch:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from symm_cp import native
 from symm_cp.cuda.base import Device, DeviceWorkspace, Signals, Verdict
 from symm_cp.cuda.registry import device_for, spans_hosts
 from symm_cp.group.hosts import hosts_of
@@ -83,6 +84,7 @@ _all: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
 
 
 def _retire(*workspaces: DeviceWorkspace) -> None:
+    native.drop_plans()  # they keep workspaces
     _retired.extend(workspaces)
     _free_retired()
 
@@ -178,6 +180,7 @@ def _make(
     *,
     graph: bool,
 ) -> DeviceWorkspace:
+    native.drop_plans()
     made = device.workspace(group, channel, slot_bytes, graph=graph, verdict=verdict)
     _all.add(made)
     return made
@@ -218,6 +221,7 @@ def give_up(group: Group, error: BaseException) -> None:
 
 def give_up_on(workspace: DeviceWorkspace, error: BaseException) -> None:
     """Gives a workspace up because of an error; adds a note to it if peers cannot be notified."""
+    native.drop_plans()
     try:
         workspace.give_up()
     except RuntimeError as further:

@@ -26,7 +26,14 @@ from symm_cp.native.bindings import FindGroup, NoteCall
 from symm_cp.native.building import build, build_glue, cache_key, check_headers, library_path
 from symm_cp.native.compiler import find_compiler
 from symm_cp.native.errors import BuildError, say
-from symm_cp.native.library import address_of, error, glue_if_built, load, load_glue
+from symm_cp.native.library import (
+    address_of,
+    drop_plans,
+    error,
+    glue_if_built,
+    load,
+    load_glue,
+)
 from symm_cp.native.sources import source_dir
 
 __all__ = [
@@ -38,6 +45,7 @@ __all__ = [
     "build_glue",
     "cache_key",
     "check_headers",
+    "drop_plans",
     "error",
     "find_compiler",
     "library_path",

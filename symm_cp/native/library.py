@@ -117,6 +117,19 @@ def load_glue() -> ctypes.CDLL:
         *(VOID, ctypes.py_object, TEXT, INT, INT, LONG),
         *(ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), INT),
     ]
+    glue.symm_cp_plan_launch.argtypes = [
+        *(VOID, VOID, ctypes.py_object, VOID, ctypes.c_uint32, VOID, VOID, INT, TEXT),
+        *(ctypes.py_object, ctypes.py_object),
+    ]
+    glue.symm_cp_plan_ran.argtypes = [VOID, INT, TEXT, TEXT, *[ctypes.py_object] * 3]
+    glue.symm_cp_plan_called.argtypes = [VOID, INT, *[ctypes.py_object] * 3]
+    for name in ("launch", "ran", "called"):
+        glue[f"symm_cp_plan_{name}"].restype = ctypes.py_object
+    glue.symm_cp_plan_commands.argtypes = [VOID, VOID, INT]
+    glue.symm_cp_plan_refuse.argtypes = [VOID, TEXT]
+    glue.symm_cp_plan_ask.argtypes = [VOID, ctypes.py_object]
+    for name in ("commands", "refuse", "ask"):
+        glue[f"symm_cp_plan_{name}"].restype = None
     call = glue.symm_cp_op_call
     call.restype = ctypes.py_object
     call.argtypes = [TEXT, ctypes.py_object]
@@ -130,6 +143,12 @@ def glue_if_built() -> ctypes.CDLL | None:
         return None if glue_beside(_loaded[0]) is None else load_glue()
     except BuildError:
         return None
+
+
+def drop_plans() -> None:
+    """Has calls on streams made by Python again, after something changed that they depend on."""
+    with suppress(BuildError):  # then there are none
+        load().symm_cp_plans_drop()
 
 
 def address_of(function: object) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from types import TracebackType
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import cuda, native
+from symm_cp.cuda import plans
 from symm_cp.cuda.selftest import known_verdict
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, StateKey, resolve
 from symm_cp.ops.autocast import device_autocast
-from symm_cp.ops.common import device_behind, device_kernels
-from symm_cp.ops.op import Kernel
+from symm_cp.ops.common import device_behind
+from symm_cp.ops.op import Kernel, Op, declared
 
 _installed: CudaOverride | None = None
 
@@ -52,15 +54,21 @@ def _serves(group: Group, device: torch.device) -> bool:
     return False
 
 
-def _or_torchs(name: str, ours: Kernel) -> Kernel:
-    """Returns our kernel of an op, and torch's for groups that ours do not serve."""
+def or_torchs(op: Op) -> Kernel:
+    """Returns our kernel of an op, and torch's for groups on devices that ours do not serve."""
+    name, ours = op.name, op.kernel
+    assert ours is not None
+    if not op.replaces_torch:
+        return ours
     torchs: Kernel = getattr(torch_symm_mem, name if name.startswith("_") else f"_{name}")
     arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
     group_name = [argument.name for argument in arguments].index("group_name")
 
     @functools.wraps(ours)
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        serves = _serves(resolve(args[group_name]), args[0].device)
+        kind = cuda.kind_for(args[0].device)
+        of_torch = kind is not None and kind.torch_has_kernels
+        serves = not of_torch or _serves(resolve(args[group_name]), args[0].device)
         return (ours if serves else torchs)(*args, **kwargs)
 
     return kernel
@@ -71,12 +79,16 @@ class CudaOverride:
 
     def __init__(self, kinds: list[type[cuda.Device]]) -> None:
         self._library: torch.library.Library | None = torch.library.Library("symm_mem", "IMPL")
+        self._plans: list[plans.Served] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is a kernel already
-            for name, ours in device_kernels.items():
-                kernel = _or_torchs(name, ours)
-                for kind in kinds:
-                    self._library.impl(name, kernel, kind.dispatch_key, allow_override=True)
+            ours = [op for op in declared() if op.replaces_torch]
+            for op, kind in itertools.product(ours, kinds):
+                if op.complete is None:
+                    self._plans.append(plans.serve(op.name, kind.dispatch_key, or_torchs=True))
+                else:
+                    kernel = or_torchs(op)
+                    self._library.impl(op.name, kernel, kind.dispatch_key, allow_override=True)
         for (key, name), rule in device_autocast.items():
             if key.removeprefix("Autocast") in [kind.dispatch_key for kind in kinds]:
                 self._library.impl(name, rule, key)
@@ -85,6 +97,8 @@ class CudaOverride:
         """Restores torch's kernels; a second call does nothing."""
         global _installed
         if self._library is not None:
+            for served in self._plans:
+                served.undo()
             self._library._destroy()
             self._library = None
             _installed = None

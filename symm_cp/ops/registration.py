@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from symm_cp import cuda, native
+from symm_cp.cuda import plans
 from symm_cp.ops.autocast import register_autocast
 from symm_cp.ops.common import device_kernels, in_python, lib
 from symm_cp.ops.compiled import called_in_order
@@ -19,7 +20,7 @@ from symm_cp.ops.op import (
     Op,
     declared,
 )
-from symm_cp.ops.override import fake_kernel
+from symm_cp.ops.override import fake_kernel, or_torchs
 from symm_cp.ops.transforms import register_gradient, register_no_gradient, register_vmap
 from symm_cp.ops.unsupported import refuse_without_memory
 
@@ -29,6 +30,7 @@ def register() -> None:
     for op in declared():
         if op.schema not in (None, TORCHS):
             lib.define(op.name + op.schema)
+    plans.begin()
     for op in declared():
         _register_kernels(op)
         _register_fake(op)
@@ -56,24 +58,35 @@ def register_without_native() -> None:
 def _register_kernels(op: Op) -> None:
     if op.kernel is None:
         return
-    if op.native:
+    # What goes on in the background has no plan.
+    planned = not op.cpu_only and op.complete is None
+    arguments = str(op.overload._schema).removeprefix(f"symm_mem::{op.name}")
+    if op.native or planned:
         # csrc/ops/kernels.h calls it in groups that span hosts, in torch's test mode, and where
-        # tests have streams serve CPU tensors.
-        in_python.define(str(op.overload._schema).removeprefix("symm_mem::"))
+        # tests have streams serve CPU tensors; csrc/ops/stream_plans.h where there is no plan.
+        in_python.define(op.name + arguments)
         in_python.impl(op.name, op.kernel, "CPU")
-    else:
+    if not op.native:
         lib.impl(op.name, op.kernel, "CPU")
     if op.native_plan is not None:
         results, plan = op.native_plan
-        arguments = str(op.overload._schema).removeprefix(f"symm_mem::{op.name}").split(" -> ")[0]
-        in_python.define(f"{op.name}.plan{arguments} -> {results}")
+        in_python.define(f"{op.name}.plan{arguments.split(' -> ')[0]} -> {results}")
         in_python.impl(f"{op.name}.plan", plan, "CPU")
+    if planned:
+        in_python.define(f"{op.name}.recorded{arguments}")
+        in_python.impl(f"{op.name}.recorded", plans.recorded(or_torchs(op)), "CPU")
     if op.cpu_only:
         return
     if op.replaces_torch:
         device_kernels[op.name] = op.kernel
+        in_python.define(f"{op.name}.or_torchs{arguments}")
+        in_python.impl(f"{op.name}.or_torchs", or_torchs(op), "CPU")
     for device in cuda.known():
-        if not (op.replaces_torch and device.torch_has_kernels):
+        if op.replaces_torch and device.torch_has_kernels:
+            continue
+        if planned:
+            plans.serve(op.name, device.dispatch_key)
+        else:
             lib.impl(op.name, op.kernel, device.dispatch_key)
 
 

@@ -175,11 +175,13 @@ def trace() -> Iterator[Recording]:
     library = native.load()
     recording = active = Recording()
     library.symm_cp_record(1)
+    native.drop_plans()
     try:
         yield recording
     finally:
         active = None
         library.symm_cp_record(0)
+        native.drop_plans()
         recording.finish()
 
 

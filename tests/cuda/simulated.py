@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import cuda
+from symm_cp import cuda, native
 from symm_cp.cuda.stream_program import Launch
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group import memory
@@ -96,6 +96,8 @@ class Mode:
     deferred: calls return while their streams still run
     stepwise: kernels are waited for when they are launched, and exceptions raised there
     patience_ms: a wait that takes longer aborts the process
+    plan_at: which call of a kind is recorded, for later ones to be made without Python: the first
+        one is 0; below 0: none. Only where the mode allows it
     """
 
     delays_us: int = 100
@@ -111,6 +113,13 @@ class Mode:
     deferred: bool = False
     stepwise: bool = False
     patience_ms: int = 30_000
+    plan_at: int = 1
+
+    @property
+    def plans(self) -> bool:
+        """Whether calls may be made by plans: calls return when their streams have ended."""
+        special = self.graph or self.deferred or self.stepwise or self.lazy_loading
+        return self.signals == "stream" and not special
 
 
 class SimulatedDevice(FlagKernels, cuda.Device):
@@ -419,6 +428,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self.machine.kernels_loaded.clear()
         self.in_capture = mode.graph
         self.driver = build(mode.driver_version)
+        native.load().symm_cp_plans_record_at(mode.plan_at if mode.plans else -1)
 
 
 @cache
@@ -487,6 +497,7 @@ def random_mode(choose: random.Random) -> dict[str, Any]:
     version = choose.choice([12050, 12080, 13000, 13010])
     mode: dict[str, Any] = {"driver_version": version, "delays_us": choose.choice([0, 100, 1000])}
     mode["copy_engines"] = choose.choice([0, 0, 1, 2])
+    mode["plan_at"] = choose.choice([-1, 0, 1])
     mode["signals"] = choose.choice(["stream", "stream", "kernel", "torch"])
     switches = ("one_queue", "lazy_loading", "multiprocessors", "contexts", "stream_guard",
                 "poison", "offsets")  # fmt: skip

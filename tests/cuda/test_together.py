@@ -203,7 +203,7 @@ def refused(group: dist.ProcessGroup) -> None:
         raise AssertionError
 
     with (
-        simulation(),
+        simulation(plan_at=-1),
         unittest.mock.patch.object(together, "consume_keys", consume_keys),
         tuning.forced("together"),
     ):
@@ -251,7 +251,7 @@ def under_modes(group: dist.ProcessGroup, seed: int) -> None:
     own = [t[:, :, rows] for t in whole]
     expected = [t[:, :, rows] for t in stepped(dense, whole)]
     with (
-        simulation(),
+        simulation(plan_at=-1),
         tuning.forced("together"),
         unittest.mock.patch.object(together, "consume_keys", wraps=together.consume_keys) as used,
     ):

@@ -185,7 +185,8 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
     if device is None:
         torch.ops.symm_cp.merge_attention(out, lse, part, part_lse)
     elif device.triton:
-        kernels.merge_attention(out, lse, part, part_lse)
+        merge = kernels.merge_attention
+        cuda.plans.in_python(lambda given: merge(*given), [out, lse, part, part_lse])
     else:
         _merge_by_ops(out, lse, part, part_lse)
 

@@ -1,0 +1,188 @@
+// Arguments of an op that are objects of Python: they are put on its stack by their positions,
+// without a search among overloads. Other types than the usual ones are left to the caller.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Layout.h>
+#include <torch/csrc/MemoryFormat.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace symm_cp::python_arguments {
+
+enum class Kind {
+  kTensor,
+  kTensors,
+  kInt,
+  kInts,
+  kFloat,
+  kBool,
+  kBools,
+  kText,
+  kNumber,
+  kDevice,
+  kOther
+};
+
+struct Argument {
+  PyObject* name;
+  Kind kind;
+  bool optional;
+  std::optional<c10::IValue> given_by_default;
+};
+
+inline Kind kind_of(const c10::TypePtr& type) {
+  switch (type->kind()) {
+    case c10::TypeKind::TensorType: return Kind::kTensor;
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType: return Kind::kInt;
+    case c10::TypeKind::NumberType: return Kind::kNumber;
+    case c10::TypeKind::DeviceObjType: return Kind::kDevice;
+    case c10::TypeKind::FloatType: return Kind::kFloat;
+    case c10::TypeKind::BoolType: return Kind::kBool;
+    case c10::TypeKind::StringType: return Kind::kText;
+    case c10::TypeKind::ListType: {
+      const auto element = type->expectRef<c10::ListType>().getElementType()->kind();
+      if (element == c10::TypeKind::TensorType) return Kind::kTensors;
+      if (element == c10::TypeKind::IntType || element == c10::TypeKind::SymIntType)
+        return Kind::kInts;
+      if (element == c10::TypeKind::BoolType) return Kind::kBools;
+      return Kind::kOther;
+    }
+    default: return Kind::kOther;
+  }
+}
+
+inline Argument describe(const c10::Argument& argument) {
+  const c10::TypePtr& type = argument.type();
+  const bool optional = type->kind() == c10::TypeKind::OptionalType;
+  const c10::TypePtr& inner =
+      optional ? type->expectRef<c10::OptionalType>().getElementType() : type;
+  return {PyUnicode_InternFromString(argument.name().c_str()), kind_of(inner), optional,
+          argument.default_value()};
+}
+
+inline bool is_tensor(PyObject* given) { return THPVariable_CheckExact(given); }
+inline const at::Tensor& to_tensor(PyObject* given) { return THPVariable_Unpack(given); }
+inline bool is_number(PyObject* given) { return PyLong_CheckExact(given); }
+// Sets Python's exception for a number that is too large.
+inline int64_t to_number(PyObject* given) { return PyLong_AsLongLong(given); }
+
+inline bool is_flag(PyObject* given) { return PyBool_Check(given); }
+inline bool to_flag(PyObject* given) { return given == Py_True; }
+
+// Appends a list or a tuple to the stack; false if one of its elements is of another type.
+template <class Element, class Is, class To>
+bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
+  if (!PyList_Check(given) && !PyTuple_Check(given)) return false;
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(given);
+  PyObject** const items = PySequence_Fast_ITEMS(given);
+  c10::List<Element> elements;
+  elements.reserve(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!is(items[i])) return false;
+    elements.push_back(to(items[i]));
+  }
+  stack.emplace_back(std::move(elements));
+  return true;
+}
+
+// Appends an argument to the stack; false if it is for torch's callable.
+inline bool take(const Argument& argument, PyObject* given, std::vector<c10::IValue>& stack) {
+  if (given == nullptr) {
+    if (!argument.given_by_default) return false;
+    stack.push_back(*argument.given_by_default);
+    return true;
+  }
+  if (given == Py_None) {
+    if (argument.optional) stack.emplace_back();
+    return argument.optional;
+  }
+  switch (argument.kind) {
+    case Kind::kTensor:
+      if (!is_tensor(given)) return false;
+      stack.emplace_back(to_tensor(given));
+      return true;
+    case Kind::kDevice:
+      if (!THPDevice_Check(given)) return false;
+      stack.emplace_back(reinterpret_cast<THPDevice*>(given)->device);
+      return true;
+    case Kind::kBools: return take_list<bool>(given, stack, is_flag, to_flag);
+    case Kind::kNumber:
+      if (PyFloat_CheckExact(given)) {
+        stack.emplace_back(PyFloat_AS_DOUBLE(given));
+        return true;
+      }
+      if (is_flag(given)) {
+        stack.emplace_back(to_flag(given));
+        return true;
+      }
+      if (!is_number(given)) return false;
+      stack.emplace_back(to_number(given));
+      return true;
+    case Kind::kTensors: return take_list<at::Tensor>(given, stack, is_tensor, to_tensor);
+    case Kind::kInts: return take_list<int64_t>(given, stack, is_number, to_number);
+    case Kind::kInt:
+      if (THPDtype_Check(given)) {
+        stack.emplace_back(static_cast<int64_t>(reinterpret_cast<THPDtype*>(given)->scalar_type));
+        return true;
+      }
+      if (THPLayout_Check(given)) {
+        stack.emplace_back(static_cast<int64_t>(reinterpret_cast<THPLayout*>(given)->layout));
+        return true;
+      }
+      if (THPMemoryFormat_Check(given)) {
+        const auto format = reinterpret_cast<THPMemoryFormat*>(given)->memory_format;
+        stack.emplace_back(static_cast<int64_t>(format));
+        return true;
+      }
+      if (!is_number(given)) return false;
+      stack.emplace_back(to_number(given));
+      return true;
+    case Kind::kFloat:
+      if (!PyFloat_CheckExact(given)) return false;
+      stack.emplace_back(PyFloat_AS_DOUBLE(given));
+      return true;
+    case Kind::kBool:
+      if (!is_flag(given)) return false;
+      stack.emplace_back(to_flag(given));
+      return true;
+    case Kind::kText: {
+      Py_ssize_t length = 0;
+      const char* const text =
+          PyUnicode_CheckExact(given) ? PyUnicode_AsUTF8AndSize(given, &length) : nullptr;
+      if (text == nullptr) return false;
+      stack.emplace_back(std::string(text, length));
+      return true;
+    }
+    default: return false;
+  }
+}
+
+inline constexpr size_t kMaxArguments = 64;
+
+inline bool take_arguments(const std::vector<Argument>& arguments, PyObject* const* given,
+                           size_t positional, PyObject* names, std::vector<c10::IValue>& stack) {
+  PyObject* by_position[kMaxArguments] = {};
+  if (positional > arguments.size()) return false;
+  std::copy(given, given + positional, by_position);
+  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  for (Py_ssize_t i = 0; i < named; ++i) {
+    size_t at = positional;  // one that was passed twice is not found
+    while (at < arguments.size() && arguments[at].name != PyTuple_GET_ITEM(names, i)) ++at;
+    if (at == arguments.size()) return false;
+    by_position[at] = given[positional + i];
+  }
+  stack.reserve(arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i)
+    if (!take(arguments[i], by_position[i], stack)) return false;
+  return PyErr_Occurred() == nullptr;
+}
+
+}  // namespace symm_cp::python_arguments

@@ -1,0 +1,207 @@
+"""Records calls on streams, so that later calls like them run without Python.
+
+What a call puts on streams follows from the shapes, dtypes and layouts of its arguments and from
+settings. So the second call of a kind is recorded while Python makes it: commands and operands of
+its launches, and the ops that its kernels call (`TorchDispatchMode` sees these). From then on
+csrc/ops/stream_plans.cpp carries the record out. Whoever changes something on which such a call
+depends calls `native.drop_plans`. Not recorded, and left to Python: calls in captures, in place, in
+the background, in debug mode, with signals by kernels, and those that draw random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from symm_cp import env, native
+from symm_cp.cuda.base import Device, DeviceWorkspace
+from symm_cp.cuda.workspaces import give_up_on, hold
+from symm_cp.native import wire
+from symm_cp.runtime.program import Kernel
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OUTSIDE = -1  # of all kernels
+
+
+class _Here(threading.local):
+    """What this thread records now."""
+
+    recording: Recording | None = None
+    kernel: int = _OUTSIDE
+
+
+_here = _Here()
+
+
+def current() -> Recording | None:
+    """The recording of the call that this thread makes, if it is recorded."""
+    return _here.recording
+
+
+class Recording(TorchDispatchMode):
+    """The recording of a call; inside of its `with` block the call is made."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__()
+        self._handle = ctypes.c_void_p(handle)
+        self._glue: Any = native.load_glue()
+
+    def __enter__(self) -> Any:
+        _here.recording, _here.kernel = self, _OUTSIDE
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _here.recording = None
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Carries out an op, and records it."""
+        kwargs, before = kwargs or {}, _here.recording
+        _here.recording = None  # a fused op in it is a call of its own
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            _here.recording = before
+        name, overload = func._schema.name, func._schema.overload_name
+        self._glue.symm_cp_plan_ran(
+            self._handle, _here.kernel, name.encode(), overload.encode(), args, kwargs, result
+        )
+        return result
+
+    def refuse(self, reason: str) -> None:
+        """Leaves this call, and others like it, to Python."""
+        self._glue.symm_cp_plan_refuse(self._handle, reason.encode())
+
+    def launch(
+        self,
+        workspace: DeviceWorkspace,
+        epoch: int,
+        lanes: ctypes.Array[ctypes.c_void_p],
+        operands: ctypes.Array[ctypes.c_void_p],
+        call_name: bytes,
+    ) -> None:
+        """Begins a launch."""
+        device = workspace.device
+        if type(device).in_graph_tree is not Device.in_graph_tree:
+            # Its warm-up call makes workspaces for the captured ones.
+            self._glue.symm_cp_plan_ask(self._handle, device.in_graph_tree)
+        self._glue.symm_cp_plan_launch(
+            *(self._handle, ctypes.c_void_p(workspace.handle), workspace.memory),
+            *(ctypes.byref(workspace.layout), epoch, lanes, operands, len(operands), call_name),
+            *(workspace, functools.partial(_failed, workspace)),
+        )
+
+    def commands(self, commands: ctypes.Array[wire.StreamCommand]) -> None:
+        """Records commands that were issued."""
+        self._glue.symm_cp_plan_commands(self._handle, commands, len(commands))
+
+    def numbered(self, kernel: Kernel) -> Kernel:
+        """Returns a kernel whose ops are recorded when it runs, perhaps in another thread."""
+        number = self._glue.symm_cp_plan_kernel(self._handle)
+
+        @functools.wraps(kernel)
+        def run(index: int) -> Any:
+            before = _here.recording, _here.kernel
+            _here.recording, _here.kernel = self, number
+            try:
+                return kernel(index)
+            finally:
+                _here.recording, _here.kernel = before
+
+        return run
+
+    def end_launch(self) -> None:
+        """Ends a launch."""
+        self._glue.symm_cp_plan_end_launch(self._handle)
+
+    def call(self, function: Callable[[list[torch.Tensor]], R], given: list[torch.Tensor]) -> R:
+        """Calls a function that is called again by the plan."""
+        with _hidden():
+            result = function(given)
+        self._glue.symm_cp_plan_called(self._handle, _here.kernel, function, given, result)
+        return result
+
+
+@contextlib.contextmanager
+def _hidden() -> Iterator[None]:
+    """Inside, this thread records nothing."""
+    before, _here.recording = _here.recording, None
+    try:
+        with torch._C._DisableTorchDispatch():
+            yield
+    finally:
+        _here.recording = before
+
+
+def in_python(function: Callable[[list[torch.Tensor]], R], given: list[torch.Tensor]) -> R:
+    """Calls a function of tensors that launches what no op of torch does, such as Triton's kernels.
+
+    It returns None, or tensors.
+    """
+    recording = current()
+    return function(given) if recording is None else recording.call(function, given)
+
+
+def recorded(kernel: Callable[P, R]) -> Callable[P, R]:
+    """Returns the kernel of an op, which is recorded."""
+
+    @functools.wraps(kernel)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with Recording(native.load().symm_cp_plan_recording()):
+            return kernel(*args, **kwargs)
+
+    return run
+
+
+class Served:
+    """A plan, or Python, serves an op on devices; until `undo()`."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle: int | None = handle
+
+    def undo(self) -> None:
+        """Has what was there before serve it again; a second call does nothing."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            native.load().symm_cp_plan_op_undo(handle)
+
+
+def serve(op: str, dispatch_key: str, *, or_torchs: bool = False) -> Served:
+    """Has a plan serve an op on devices with a dispatch key, and Python where there is none.
+
+    `or_torchs`: Python's kernel is the one that calls torch's for groups that ours do not serve.
+    """
+    made = native.load().symm_cp_plan_op(op.encode(), dispatch_key.encode(), int(or_torchs))
+    if not made:
+        raise RuntimeError(f"symm_cp: {op} cannot be registered for {dispatch_key}")
+    return Served(made)
+
+
+def begin() -> None:
+    """Has calls recorded, where that is possible and wanted."""
+    if not env.plans() or native.glue_if_built() is None:
+        native.load().symm_cp_plans_record_at(-1)
+
+
+def _failed(workspace: DeviceWorkspace, failure: tuple[list[torch.Tensor], str]) -> None:
+    """After an error in the middle of a call; see `StreamCall.run`."""
+    used, error = failure
+    give_up_on(workspace, RuntimeError(error))
+    hold(workspace, *used)
+    with contextlib.suppress(RuntimeError):  # of a failed device
+        workspace.device.used_by_copies(workspace.channel, *used)

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -53,6 +54,7 @@ struct State {
   // In which call with a key it is recorded; below 0: never.
   std::atomic<int> record_at{1};
   std::atomic<int64_t> runs{0};
+  std::atomic<int64_t> drops{0};  // how often all were dropped
   std::string last_refusal;
 
   // Never destroyed: plans own objects of Python's.
@@ -127,7 +129,9 @@ class Key {
     bytes_.push_back('x');
     if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage() ||
         tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor() ||
-        tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_nested()) {
+        tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_nested() ||
+        // The host may read them: layouts, masks, routings.
+        c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
       usable_ = false;
       return;
     }
@@ -187,9 +191,8 @@ class PlanRecording final : public Recording {
   }
 
   void launch(LaunchStep step, uint32_t epoch, const std::vector<const void*>& operands) override {
-    memory_ = step.memory;
-    slot_ = address_of(memory_) + step.layout.slot_offset(epoch);
-    slot_bytes_ = step.layout.slot_bytes;
+    around_ = {step.memory, address_of(step.memory) + step.layout.slot_offset(epoch),
+               step.layout.slot_bytes};
     for (const void* operand : operands) step.operands.push_back(place_of(operand));
     plan_.steps.emplace_back(std::move(step));
   }
@@ -200,12 +203,14 @@ class PlanRecording final : public Recording {
 
   int kernel() override {
     plan_.steps.emplace_back(KernelStep{{}, /*launched=*/true});
-    return static_cast<int>(plan_.steps.size()) - 1;
+    const auto number = static_cast<int>(plan_.steps.size()) - 1;
+    around_kernels_[number] = around_;
+    return number;
   }
 
   void end_launch() override {
     plan_.steps.emplace_back(EndStep{});
-    memory_.reset();
+    around_ = {};
   }
 
   void op(int kernel, const c10::OperatorHandle& op, const Stack& arguments,
@@ -213,10 +218,12 @@ class PlanRecording final : public Recording {
     const c10::FunctionSchema& schema = op.schema();
     if (schema.name() == "aten::_local_scalar_dense") return refuse("it reads a number");
     if (draws_numbers(schema, arguments)) return refuse(schema.name() + " draws random numbers");
+    const Within kernel_of_launch(*this, kernel);
     const bool fresh = std::any_of(results.begin(), results.end(), [&](const at::Tensor& result) {
       return result.defined() && value_of(result) == kNoValue;
     });
     if (!fresh && !schema.is_mutable()) return;  // its results are views
+    what_ = schema.name();
     OpStep step{op, {}, {}};
     for (const c10::IValue& argument : arguments) step.arguments.push_back(given(argument));
     for (const at::Tensor& result : results) step.results.push_back(add_value(result));
@@ -225,6 +232,8 @@ class PlanRecording final : public Recording {
 
   void python(int kernel, PythonStep step, const std::vector<at::Tensor>& arguments,
               const std::vector<at::Tensor>& results) override {
+    const Within kernel_of_launch(*this, kernel);
+    what_ = "a function of Python";
     for (const at::Tensor& argument : arguments) step.arguments.push_back(view_of(argument));
     for (const at::Tensor& result : results) step.results.push_back(add_value(result));
     steps_of(kernel).emplace_back(std::move(step));
@@ -238,6 +247,7 @@ class PlanRecording final : public Recording {
   // The plan of the call that ended with these results; null where it was refused.
   std::shared_ptr<const Plan> end(const std::vector<c10::IValue>& results,
                                   std::weak_ptr<Group> group) {
+    what_ = "the result";
     bool launches = false;
     for (const Step& step : plan_.steps) launches |= std::holds_alternative<LaunchStep>(step);
     if (!launches) refuse("it launched nothing");
@@ -253,6 +263,29 @@ class PlanRecording final : public Recording {
   const std::string& refusal() const { return refusal_; }
 
  private:
+  // The workspace of the launch that is under way, and this rank's slot in it.
+  struct Around {
+    at::Tensor memory;
+    const char* slot = nullptr;
+    int64_t bytes = 0;
+  };
+
+  // In its scope the launch of a kernel counts: streams may carry it out later.
+  class Within {
+   public:
+    Within(PlanRecording& recording, int kernel)
+        : recording_(recording), before_(recording.around_) {
+      if (kernel >= 0) recording.around_ = recording.around_kernels_[kernel];
+    }
+    ~Within() { recording_.around_ = before_; }
+    Within(const Within&) = delete;
+    Within& operator=(const Within&) = delete;
+
+   private:
+    PlanRecording& recording_;
+    Around before_;
+  };
+
   std::vector<std::variant<OpStep, PythonStep>>& steps_of(int kernel) {
     if (kernel >= 0) return std::get<KernelStep>(plan_.steps[kernel]).steps;
     plan_.steps.emplace_back(KernelStep{});
@@ -278,15 +311,16 @@ class PlanRecording final : public Recording {
   int value_of(const at::Tensor& tensor) const {
     if (!tensor.has_storage()) return kNoValue;
     const auto* storage = tensor.storage().unsafeGetStorageImpl();
-    if (memory_.defined() && memory_.storage().unsafeGetStorageImpl() == storage) return kSlot;
+    const at::Tensor& memory = around_.memory;
+    if (memory.defined() && memory.storage().unsafeGetStorageImpl() == storage) return kSlot;
     for (size_t i = 0; i < values_.size(); ++i)
       if (values_[i].storage().unsafeGetStorageImpl() == storage) return static_cast<int>(i);
     return kNoValue;
   }
 
   Place in_slot(const char* address) {
-    const int64_t offset = address - slot_;
-    if (offset < 0 || offset > slot_bytes_) refuse("a kernel uses memory around its slot");
+    const int64_t offset = address - around_.slot;
+    if (offset < 0 || offset > around_.bytes) refuse("a kernel uses memory around its slot");
     return {kSlot, offset};
   }
 
@@ -307,7 +341,7 @@ class PlanRecording final : public Recording {
   View view_of(const at::Tensor& tensor) {
     const int value = value_of(tensor);
     if (value == kNoValue || tensor.is_conj() || tensor.is_neg()) {
-      refuse("a kernel uses memory that is not the call's");
+      refuse(what_ + " uses memory that is not the call's");
       return {};
     }
     const char* address = address_of(tensor);
@@ -344,10 +378,9 @@ class PlanRecording final : public Recording {
   Plan plan_;
   std::vector<at::Tensor> values_;  // kept, so that no address is used again meanwhile
   size_t inputs_ = 0;
-  at::Tensor memory_;
-  const char* slot_ = nullptr;
-  int64_t slot_bytes_ = 0;
-  std::string refusal_;
+  Around around_;
+  std::map<int, Around> around_kernels_;
+  std::string what_, refusal_;
 };
 
 // The recording that the next kernel in Python of this thread fills.
@@ -592,6 +625,8 @@ void call_overload(const c10::OperatorHandle& op, const char* overload, Stack* s
 }
 
 void record(const Key& key, const c10::OperatorHandle& op, Stack* stack) {
+  State& state = State::get();
+  const int64_t drops = state.drops;
   PlanRecording recording(key);
   wanted = &recording;
   try {
@@ -603,8 +638,9 @@ void record(const Key& key, const c10::OperatorHandle& op, Stack* stack) {
   wanted = nullptr;
   const size_t count = op.schema().returns().size();
   auto plan = recording.end(torch::jit::last(*stack, count).vec(), group_named(key.group()));
-  State& state = State::get();
   std::lock_guard<std::mutex> lock(state.mutex);
+  // The call itself has made a workspace, or another thread has changed a setting.
+  if (state.drops != drops) return;
   if (plan == nullptr) state.last_refusal = recording.refusal();
   Known& known = state.known[key.bytes()];
   known.refused = plan == nullptr;
@@ -658,6 +694,7 @@ void symm_cp_plans_drop() {
   auto& state = symm_cp::stream_plans::State::get();
   std::unordered_map<std::string, symm_cp::stream_plans::Known> dropped;
   std::lock_guard<std::mutex> lock(state.mutex);
+  ++state.drops;
   dropped.swap(state.known);
 }
 

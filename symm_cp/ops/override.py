@@ -55,21 +55,34 @@ def _serves(group: Group, device: torch.device) -> bool:
 
 
 def or_torchs(op: Op) -> Kernel:
-    """Returns our kernel of an op, and torch's for groups on devices that ours do not serve."""
+    """Returns our kernel of an op of torch's, and torch's for groups that ours do not serve."""
     name, ours = op.name, op.kernel
     assert ours is not None
-    if not op.replaces_torch:
-        return ours
-    torchs: Kernel = getattr(torch_symm_mem, name if name.startswith("_") else f"_{name}")
+    name_of_torchs = name if name.startswith("_") else f"_{name}"
     arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
     group_name = [argument.name for argument in arguments].index("group_name")
 
     @functools.wraps(ours)
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        serves = _serves(resolve(args[group_name]), args[0].device)
+        return (ours if serves else getattr(torch_symm_mem, name_of_torchs))(*args, **kwargs)
+
+    return kernel
+
+
+def as_on_device(op: Op) -> Kernel:
+    """Returns the kernel that serves an op on the device of its arguments."""
+    ours = op.kernel
+    assert ours is not None
+    if not op.replaces_torch:
+        return ours
+    with_torchs = or_torchs(op)
+
+    @functools.wraps(ours)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         kind = cuda.kind_for(args[0].device)
         of_torch = kind is not None and kind.torch_has_kernels
-        serves = not of_torch or _serves(resolve(args[group_name]), args[0].device)
-        return (ours if serves else torchs)(*args, **kwargs)
+        return (with_torchs if of_torch else ours)(*args, **kwargs)
 
     return kernel
 

@@ -20,7 +20,7 @@ from symm_cp.ops.op import (
     Op,
     declared,
 )
-from symm_cp.ops.override import fake_kernel, or_torchs
+from symm_cp.ops.override import as_on_device, fake_kernel, or_torchs
 from symm_cp.ops.transforms import register_gradient, register_no_gradient, register_vmap
 from symm_cp.ops.unsupported import refuse_without_memory
 
@@ -74,7 +74,7 @@ def _register_kernels(op: Op) -> None:
         in_python.impl(f"{op.name}.plan", plan, "CPU")
     if planned:
         in_python.define(f"{op.name}.recorded{arguments}")
-        in_python.impl(f"{op.name}.recorded", plans.recorded(or_torchs(op)), "CPU")
+        in_python.impl(f"{op.name}.recorded", plans.recorded(as_on_device(op)), "CPU")
     if op.cpu_only:
         return
     if op.replaces_torch:

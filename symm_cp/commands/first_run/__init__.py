@@ -242,7 +242,8 @@ def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
             try:
                 wrong = check.wrong(check.run())
                 took = check.milliseconds(synchronize)
-                wrong = wrong or check.wrong(check.run())  # by now without Python, by a plan
+                again = check.wrong(check.run())  # by now without Python, by a plan
+                wrong = wrong or again
                 if not wrong and device.type == "cuda" and verdict.graphs:
                     wrong = _in_graph(check, group, device)
             except Exception as error:

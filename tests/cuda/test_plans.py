@@ -1,0 +1,267 @@
+"""Calls on streams that were recorded, and are made without Python afterwards."""
+
+from __future__ import annotations
+
+import os
+import unittest.mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symm_mem
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+import symm_cp
+from symm_cp import native, tuning
+from symm_cp.group import memory
+from symm_cp.ops.op import Op, declared
+from symm_cp.testing import Ranks
+from tests.cuda.simulated import simulation
+from tests.exhaustive import exhaustive
+from tests.ops.calls import caller
+
+ATTENTION = torch.ops.symm_mem.fused_all_gather_attention
+
+#: Ops whose examples stay in Python: the host reads numbers from their tensors.
+IN_PYTHON = {
+    "_route_to_experts",
+    "dispatch_to_experts",
+    "combine_from_experts",
+}
+
+
+def runs() -> int:
+    """How many calls were made by plans since the last time."""
+    return int(native.load().symm_cp_plans_run())
+
+
+def refusal() -> str:
+    """Why the last call that could not be recorded was not."""
+    return bytes(native.load().symm_cp_plans_refusal()).decode()
+
+
+def planned_ops() -> list[Op]:
+    # Streams serve the CPU tensors here of ops whose kernels for these are native.
+    return [op for op in declared() if not op.cpu_only and op.complete is None and op.native]
+
+
+def every_op(group: dist.ProcessGroup) -> dict[str, tuple[int, str]]:
+    """Each op is by plans what it is by Python, to the bit; how often it was made by one."""
+    made = {}
+    for op in planned_ops():
+        assert op.example is not None
+        given = []
+        for turn in range(4):
+            torch.manual_seed(100 * turn + group.rank())
+            given.append(op.example(caller(group, sizes=[3] * group.size())))
+        results: list[list[torch.Tensor]] = []
+        for plan_at in (-1, 0):
+            with simulation(plan_at=plan_at):
+                runs()
+                found = []
+                for args, kwargs in given:
+                    # Results in memory of the arguments are compared, too.
+                    args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+                    leaves = tree_leaves((op.overload(*args, **kwargs), args, kwargs))
+                    found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                results.append(found)
+        for by_python, by_plan in zip(*results, strict=True):
+            assert by_python.stride() == by_plan.stride(), op.name
+            assert torch.equal(by_python.nan_to_num(7), by_plan.nan_to_num(7)), op.name
+        made[op.name] = runs(), refusal()
+    return made
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=exhaustive), 4])
+def test_every_op_is_the_same_by_a_plan(ranks: Ranks, world_size: int) -> None:
+    for made in ranks.run(world_size, every_op):
+        assert {name for name, (count, _) in made.items() if count == 0} == IN_PYTHON, made
+        assert {count for count, _ in made.values()} == {0, 3}
+
+
+def training(group: dist.ProcessGroup) -> int:
+    """Losses, gradients and second derivatives of steps that are made by plans, under modes."""
+    rank, W = group.rank(), group.size()
+    results = []
+
+    def step(turn: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(turn)
+        whole, w = (
+            torch.randn(4 * W, 6, generator=generator),
+            torch.randn(6, 5, generator=generator),
+        )
+        x = whole.chunk(W)[rank].clone().requires_grad_()
+        w.requires_grad_()
+        q = torch.randn(1, 2, 4 * W, 8, generator=generator).chunk(W, 2)[rank].requires_grad_()
+
+        def layer(x: torch.Tensor, w: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+            h = symm_cp.all_gather_matmul(x, w, group=group)
+            out = symm_cp.matmul_reduce_scatter(h.relu(), w.t(), group=group)
+            attended = symm_cp.all_gather_attention(q, q, q, group=group, is_causal=True)
+            return out.square().sum() + attended.square().sum()
+
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=turn % 2 == 1):
+            loss = checkpoint(layer, x, w, q, use_reentrant=False)
+        grads = torch.autograd.grad(loss, (x, w, q), create_graph=turn == 4)
+        found = [loss.detach(), *(grad.detach() for grad in grads)]
+        if turn == 4:
+            found += torch.autograd.grad(sum(grad.square().sum() for grad in grads[:2]), (x, w))
+        with torch.inference_mode():
+            found.append(layer(x.detach(), w.detach(), q.detach()).clone())
+        return found
+
+    for plan_at in (-1, 1):
+        with simulation(plan_at=plan_at):
+            runs()
+            results.append([step(turn) for turn in range(8)])
+    for by_python, by_plan in zip(*results, strict=True):
+        for one, other in zip(by_python, by_plan, strict=True):
+            assert torch.equal(one, other)
+    return runs()
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=exhaustive)])
+def test_training_is_the_same_by_plans(ranks: Ranks, world_size: int) -> None:
+    assert min(ranks.run(world_size, training)) > 20
+
+
+def layouts(group: dist.ProcessGroup) -> None:
+    """What distinguishes calls: strides, alignment, shared memory, settings."""
+    rank, W, name = group.rank(), group.size(), group.group_name
+    w = torch.randn(6, 5, dtype=torch.float64)
+    dist.broadcast(w, 0, group=group)
+
+    def check(x: torch.Tensor, w: torch.Tensor) -> None:
+        shards = [torch.empty_like(x.contiguous()) for _ in range(W)]
+        dist.all_gather(shards, x.contiguous(), group=group)
+        found = symm_cp.all_gather_matmul(x, w, group=group)
+        torch.testing.assert_close(found, torch.cat(shards) @ w)
+
+    with simulation(plan_at=0):
+        memory = torch.randn(200, dtype=torch.float64)
+        for begin in (0, 1, 3, 8, 0, 1, 3, 8):
+            check(memory[begin : begin + 12].view(2, 6), w)
+            check(memory[begin : begin + 12].view(6, 2).t(), w)
+            check(memory.as_strided((2, 6), (8, 1), begin), w)
+        # One tensor is part of the other, in two places.
+        for begin in (0, 16, 0, 16, 8):
+            both = torch.randn(60, dtype=torch.float64)
+            check(both[begin : begin + 12].view(2, 6), both[:30].view(6, 5))
+        assert runs() > 10
+        # A number of rows that differs from rank to rank, and from call to call.
+        for turn in range(6):
+            sizes = [(r + turn) % 3 + 1 for r in range(W)]
+            x = torch.randn(sizes[rank], 6, dtype=torch.float64)
+            found = symm_cp.all_gather_matmul(x, w, group=group, sizes=sizes)
+            assert found.shape == (sum(sizes), 5)
+        runs()
+        q = torch.randn(1, 2, 4, 8)
+        for number in range(4):  # options of the op count
+            scale = 0.3 + number % 2
+            out = ATTENTION(q, q, q, name, scale=scale)[0]
+            again = ATTENTION(q, q, q, name, scale=scale)[0]
+            assert torch.equal(out, again)
+        assert runs() > 0
+
+
+def test_calls_that_differ_have_plans_of_their_own(ranks: Ranks) -> None:
+    ranks.run(3, layouts)
+
+
+def changes(group: dist.ProcessGroup) -> None:
+    """What plans depend on may change."""
+    x, w = torch.randn(2, 6), torch.ones(6, 5)
+
+    def call() -> int:
+        symm_cp.all_gather_matmul(x, w, group=group)
+        return runs()
+
+    with simulation(plan_at=0):
+        runs()
+        # The first call makes the workspace.
+        assert [call() for _ in range(4)] == [0, 0, 1, 1]
+        with tuning.forced("whole"):
+            assert [call() for _ in range(3)] == [0, 1, 1]
+        assert [call() for _ in range(2)] == [0, 1]
+        with symm_cp.trace() as recording:
+            assert [call() for _ in range(2)] == [0, 0]
+        assert len(recording.timeline.events) > 2
+        with tuning.listening() as choices:
+            assert call() == 0
+        assert choices
+        assert [call() for _ in range(2)] == [0, 1]
+        # A larger call replaces the workspace.
+        symm_cp.all_gather_matmul(torch.ones(2000, 6), w, group=group)
+        assert [call() for _ in range(2)] == [0, 1]
+        # A symmetric input may be read in place.
+        shared = symm_mem_empty(x)
+        symm_cp.read_in_place(shared, group)
+        assert [call() for _ in range(2)] == [0, 0]
+        assert refusal() == "the group reads tensors in place"
+
+
+def symm_mem_empty(like: torch.Tensor) -> torch.Tensor:
+    tensor = torch_symm_mem.empty(like.shape, dtype=like.dtype, device="cpu")
+    tensor.copy_(like)
+    return tensor
+
+
+def test_plans_are_dropped_when_something_changes(ranks: Ranks) -> None:
+    with ranks.own(2, changes) as running:
+        for outcome in running.outcomes(timeout=60):
+            assert not outcome.failure, outcome.failure
+
+
+def in_python(group: dist.ProcessGroup) -> None:
+    """Calls that are not recorded, and settings by which none is."""
+    name = group.group_name
+    q = torch.randn(1, 2, 4, 8)
+    with simulation(plan_at=0):
+        runs()
+        for _ in range(3):
+            ATTENTION(q, q, q, name, dropout_p=0.5, dropout_seed=torch.tensor(1))
+        for _ in range(3):
+            ATTENTION(q, q, q, name, attn_mask=torch.ones(4, 8, dtype=torch.bool))
+        with unittest.mock.patch.dict(os.environ, {"SYMM_CP_DEBUG": "1"}):
+            for _ in range(3):
+                ATTENTION(q, q, q, name)
+        with torch_symm_mem._test_mode():
+            for _ in range(3):
+                symm_cp.all_gather_matmul(q[0, 0], q[0, 0].t(), group=group)
+        assert runs() == 0
+    for mode in ({"signals": "kernel"}, {"graph": True}):
+        with simulation(plan_at=0, **mode):
+            for _ in range(3):
+                ATTENTION(q, q, q, name)
+            assert runs() == 0
+
+
+def test_what_stays_in_python(ranks: Ranks) -> None:
+    ranks.run(2, in_python)
+
+
+def failing(group: dist.ProcessGroup) -> None:
+    """A call that fails gives its workspace up; a later one works."""
+    x, w = torch.randn(2, 6), torch.randn(6, 5)
+    with simulation(plan_at=0) as made:
+        state = memory.resolve(group)
+        expected = symm_cp.all_gather_matmul(x, w, group=group)
+        for _ in range(2):
+            assert torch.equal(expected, symm_cp.all_gather_matmul(x, w, group=group))
+        assert runs() == 1
+        made.library.simulated_refuse(1)
+        with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed"):
+            symm_cp.all_gather_matmul(x, w, group=group)
+        made.library.simulated_refuse(0)
+        assert state is memory.resolve(group)
+        dist.barrier(group)
+        for _ in range(3):
+            assert torch.equal(expected, symm_cp.all_gather_matmul(x, w, group=group))
+        assert runs() > 0
+
+
+def test_a_call_that_fails_is_told_to_the_peers(ranks: Ranks) -> None:
+    with ranks.own(2, failing) as running:
+        for outcome in running.outcomes(timeout=60):
+            assert not outcome.failure, outcome.failure

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from symm_cp import runtime
 from symm_cp.runtime.api import Runtime
 from symm_cp.tensors.alignment import ALIGN
+from tests.cuda.simulated import by_python
 
 #: torch's products, and attention, which is made of them.
 PRODUCTS = (
@@ -101,5 +102,6 @@ class _Runtime:
 def watched(ulps: int = 0) -> Iterator[list[tuple[str, tuple[Place, ...]]]]:
     """Inside, products of pipelines are recorded in the list that it gives."""
     watch, chosen = Watch(ulps), runtime.of
-    with mock.patch.object(runtime, "of", lambda *args: _Runtime(chosen(*args), watch)):
+    of = mock.patch.object(runtime, "of", lambda *args: _Runtime(chosen(*args), watch))
+    with by_python(), of:
         yield watch.calls

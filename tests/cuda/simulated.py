@@ -478,6 +478,17 @@ def simulation(**options: Any) -> Iterator[SimulatedDevice]:
             assert not written, written
 
 
+@contextlib.contextmanager
+def by_python() -> Iterator[None]:
+    """Inside, Python makes all calls, for tests that look at what it does."""
+    record_at = native.load().symm_cp_plans_record_at
+    record_at(-1)
+    try:
+        yield
+    finally:
+        record_at(1)
+
+
 def _running(original: Callable[..., None]) -> Callable[..., None]:
     """Has calls run as the mode of the simulated device wants it."""
 

@@ -85,6 +85,15 @@ struct CommandStep {
 struct EndStep {};
 using Step = std::variant<LaunchStep, CommandStep, KernelStep, EndStep>;
 
+struct Plan {
+  std::vector<Step> steps;
+  std::vector<Given> results;
+  size_t values = 0;
+  c10::Device device = c10::kCPU;
+  std::weak_ptr<Group> group;
+  std::vector<std::function<bool()>> may_run;  // asked before each run
+};
+
 // A call that is being recorded. Its methods are called in the order of what they record, with
 // Python's lock; virtual, since the library that needs Python's headers calls them. What cannot be
 // recorded is refused, and the call stays in Python.
@@ -107,8 +116,8 @@ class Recording {
   virtual void refuse(const std::string& reason) = 0;
 };
 
-// Carries out a call of an op by its plan. Returns false where there is none, or it does not serve
-// now: then Python's kernel has to, which is recorded if `recorded` is set.
+// Carries out a call of an op by its plan, or has Python make it and records it. Returns false, and
+// does nothing, where neither is possible: then Python's kernel has to.
 bool run(const c10::OperatorHandle& op, Stack* stack);
 // The kernel of ops for devices with streams: a plan, or Python.
 void kernel(const c10::OperatorHandle& op, Stack* stack);

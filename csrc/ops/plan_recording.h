@@ -1,0 +1,222 @@
+// The recording of a call on streams, from which its plan is made (stream_plans.h).
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "ops/plan_key.h"
+#include "ops/stream_plans.h"
+
+namespace symm_cp::stream_plans {
+
+inline const char* address_of(const at::Tensor& tensor) {
+  return static_cast<const char*>(tensor.const_data_ptr());
+}
+
+class PlanRecording final : public Recording {
+ public:
+  explicit PlanRecording(const Key& key) {
+    plan_.device = key.device();
+    for (const at::Tensor& tensor : key.tensors()) add_value(tensor);
+    inputs_ = values_.size();
+  }
+
+  void launch(LaunchStep step, uint32_t epoch, const std::vector<const void*>& operands) override {
+    around_ = {step.memory, address_of(step.memory) + step.layout.slot_offset(epoch),
+               step.layout.slot_bytes};
+    for (const void* operand : operands) step.operands.push_back(place_of(operand));
+    plan_.steps.emplace_back(std::move(step));
+  }
+
+  void commands(const StreamCommand* first, int count) override {
+    plan_.steps.emplace_back(CommandStep{{first, first + count}});
+  }
+
+  int kernel() override {
+    plan_.steps.emplace_back(KernelStep{{}, /*launched=*/true});
+    const auto number = static_cast<int>(plan_.steps.size()) - 1;
+    around_kernels_[number] = around_;
+    return number;
+  }
+
+  void end_launch() override {
+    plan_.steps.emplace_back(EndStep{});
+    around_ = {};
+  }
+
+  void op(int kernel, const c10::OperatorHandle& op, const Stack& arguments,
+          const std::vector<at::Tensor>& results) override {
+    const c10::FunctionSchema& schema = op.schema();
+    if (schema.name() == "aten::_local_scalar_dense") return refuse("it reads a number");
+    if (draws_numbers(schema, arguments)) return refuse(schema.name() + " draws random numbers");
+    const Within kernel_of_launch(*this, kernel);
+    const bool fresh = std::any_of(results.begin(), results.end(), [&](const at::Tensor& result) {
+      return result.defined() && value_of(result) == kNoValue;
+    });
+    if (!fresh && !schema.is_mutable()) return;  // its results are views
+    what_ = schema.name();
+    OpStep step{op, {}, {}};
+    for (const c10::IValue& argument : arguments) step.arguments.push_back(given(argument));
+    for (const at::Tensor& result : results) step.results.push_back(add_value(result));
+    steps_of(kernel).emplace_back(std::move(step));
+  }
+
+  void python(int kernel, PythonStep step, const std::vector<at::Tensor>& arguments,
+              const std::vector<at::Tensor>& results) override {
+    const Within kernel_of_launch(*this, kernel);
+    what_ = "a function of Python";
+    for (const at::Tensor& argument : arguments) step.arguments.push_back(view_of(argument));
+    for (const at::Tensor& result : results) step.results.push_back(add_value(result));
+    steps_of(kernel).emplace_back(std::move(step));
+  }
+
+  void ask(std::function<bool()> may_run) override { plan_.may_run.push_back(std::move(may_run)); }
+  void refuse(const std::string& reason) override {
+    if (refusal_.empty()) refusal_ = reason;
+  }
+
+  // The plan of the call that ended with these results; null where it was refused.
+  std::shared_ptr<const Plan> end(const std::vector<c10::IValue>& results,
+                                  std::weak_ptr<Group> group) {
+    what_ = "the result";
+    bool launches = false;
+    for (const Step& step : plan_.steps) launches |= std::holds_alternative<LaunchStep>(step);
+    if (!launches) refuse("it launched nothing");
+    for (const c10::IValue& result : results) {
+      plan_.results.push_back(given(result));
+      for (const View& view : plan_.results.back().tensors)
+        if (view.place.value < static_cast<int>(inputs_)) refuse("it returns memory of its caller");
+    }
+    plan_.values = values_.size();
+    plan_.group = std::move(group);
+    return refusal_.empty() ? std::make_shared<const Plan>(std::move(plan_)) : nullptr;
+  }
+  const std::string& refusal() const { return refusal_; }
+
+ private:
+  // The workspace of the launch that is under way, and this rank's slot in it.
+  struct Around {
+    at::Tensor memory;
+    const char* slot = nullptr;
+    int64_t bytes = 0;
+  };
+
+  // In its scope the launch of a kernel counts: streams may carry it out later.
+  class Within {
+   public:
+    Within(PlanRecording& recording, int kernel)
+        : recording_(recording), before_(recording.around_) {
+      if (kernel >= 0) recording.around_ = recording.around_kernels_[kernel];
+    }
+    ~Within() { recording_.around_ = before_; }
+    Within(const Within&) = delete;
+    Within& operator=(const Within&) = delete;
+
+   private:
+    PlanRecording& recording_;
+    Around before_;
+  };
+
+  std::vector<std::variant<OpStep, PythonStep>>& steps_of(int kernel) {
+    if (kernel >= 0) return std::get<KernelStep>(plan_.steps[kernel]).steps;
+    plan_.steps.emplace_back(KernelStep{});
+    return std::get<KernelStep>(plan_.steps.back()).steps;
+  }
+
+  static bool draws_numbers(const c10::FunctionSchema& schema, const Stack& arguments) {
+    for (size_t i = 0; i < arguments.size(); ++i)
+      if (schema.arguments()[i].name() == "dropout_p" && arguments[i].isDouble())
+        return arguments[i].toDouble() > 0;
+    const std::string& name = schema.name();
+    return name.find("rand") != std::string::npos || name.find("dropout") != std::string::npos ||
+           name.find("bernoulli") != std::string::npos;
+  }
+
+  // Returns the number of a value if the tensor's memory is not one yet.
+  int add_value(const at::Tensor& tensor) {
+    if (!tensor.defined() || value_of(tensor) != kNoValue) return kNoValue;
+    values_.push_back(tensor);
+    return static_cast<int>(values_.size()) - 1;
+  }
+
+  int value_of(const at::Tensor& tensor) const {
+    if (!tensor.has_storage()) return kNoValue;
+    const auto* storage = tensor.storage().unsafeGetStorageImpl();
+    const at::Tensor& memory = around_.memory;
+    if (memory.defined() && memory.storage().unsafeGetStorageImpl() == storage) return kSlot;
+    for (size_t i = 0; i < values_.size(); ++i)
+      if (values_[i].storage().unsafeGetStorageImpl() == storage) return static_cast<int>(i);
+    return kNoValue;
+  }
+
+  Place in_slot(const char* address) {
+    const int64_t offset = address - around_.slot;
+    if (offset < 0 || offset > around_.bytes) refuse("a kernel uses memory around its slot");
+    return {kSlot, offset};
+  }
+
+  // The place of an operand; of null, none.
+  Place place_of(const void* operand) {
+    const auto* address = static_cast<const char*>(operand);
+    if (address == nullptr) return {};
+    for (size_t i = 0; i < values_.size(); ++i) {
+      const c10::Storage& storage = values_[i].storage();
+      const auto* begin = static_cast<const char*>(storage.data());
+      if (begin != nullptr && address >= begin && address < begin + storage.nbytes())
+        return {static_cast<int>(i), address - address_of(values_[i])};
+    }
+    refuse("an operand lies in memory that is not the call's");
+    return {};
+  }
+
+  View view_of(const at::Tensor& tensor) {
+    const int value = value_of(tensor);
+    if (value == kNoValue || tensor.is_conj() || tensor.is_neg()) {
+      refuse(what_ + " uses memory that is not the call's");
+      return {};
+    }
+    const char* address = address_of(tensor);
+    View view{
+        {}, at::DimVector(tensor.sizes()), at::DimVector(tensor.strides()), tensor.scalar_type()};
+    if (value == kSlot)
+      view.place = in_slot(address);
+    else if (tensor.numel() == 0)  // without an address
+      view.place = {value, 0};
+    else
+      view.place = {value, address - address_of(values_[value])};
+    return view;
+  }
+
+  Given given(const c10::IValue& value) {
+    if (value.isTensor()) {
+      if (!value.toTensor().defined()) return {c10::IValue(at::Tensor()), {}, false};
+      const at::Tensor& tensor = value.toTensor();
+      // A number that Python has passed for a tensor.
+      if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return {value, {}, false};
+      return {{}, {view_of(tensor)}, false};
+    }
+    if (!value.isTensorList()) {
+      if (value.isList())
+        for (const c10::IValue& element : value.toListRef())
+          if (element.isTensor()) refuse("an op takes a list of tensors of which some are missing");
+      return {value, {}, false};
+    }
+    Given list{{}, {}, true};
+    for (const at::Tensor& tensor : value.toTensorVector()) list.tensors.push_back(view_of(tensor));
+    return list;
+  }
+
+  Plan plan_;
+  std::vector<at::Tensor> values_;  // kept, so that no address is used again meanwhile
+  size_t inputs_ = 0;
+  Around around_;
+  std::map<int, Around> around_kernels_;
+  std::string what_, refusal_;
+};
+
+}  // namespace symm_cp::stream_plans

@@ -1,0 +1,247 @@
+#include "ops/plan_run.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DeviceGuard.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <utility>
+
+#include "base/python.h"
+#include "channel/group.h"
+#include "cuda/streams.h"
+
+namespace symm_cp::stream_plans {
+
+namespace {
+
+// Where a call's slot lies.
+struct Slot {
+  at::Tensor memory;
+  int64_t begin = 0;  // in bytes
+};
+
+// The values of a call. Streams of a simulated device use it when the call has returned.
+struct Frame {
+  std::vector<at::Tensor> values;
+  std::exception_ptr error;
+};
+
+// The current stream of a CUDA device, which torch's library for CUDA gives to code that was not
+// compiled with it; null where there is none.
+using CurrentStream = int32_t (*)(int32_t device, void** stream);
+CurrentStream current_cuda_stream() {
+  static const auto function = []() -> CurrentStream {
+    void* const library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    if (library == nullptr) return nullptr;
+    return reinterpret_cast<CurrentStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  return function;
+}
+
+std::optional<void*> current_stream(const driver::Api& api, c10::Device device) {
+  if (api.hosted_stream != nullptr) return api.hosted_stream(device.index());
+  void* stream = nullptr;
+  if (device.type() != c10::kCUDA || current_cuda_stream() == nullptr) return {};
+  if (current_cuda_stream()(device.index(), &stream) != 0) return {};
+  return stream;
+}
+
+bool is_capturing(const driver::Api& api, void* stream) {
+  if (api.capture_info == nullptr) return true;
+  int status = 0;
+  uint64_t id = 0;
+  return api.capture_info(stream, &status, &id, nullptr, nullptr, nullptr) != 0 || status != 0;
+}
+
+class Run {
+ public:
+  Run(std::shared_ptr<const Plan> plan, std::vector<at::Tensor> inputs,
+      std::shared_ptr<Group> group)
+      : plan_(std::move(plan)), group_(std::move(group)), frame_(std::make_shared<Frame>()) {
+    frame_->values = std::move(inputs);
+    frame_->values.resize(plan_->values);
+  }
+
+  void run() {
+    try {
+      for (const Step& step : plan_->steps) std::visit([&](const auto& s) { carry_out(s); }, step);
+    } catch (const std::exception& error) {
+      if (launch_ == nullptr) throw;
+      launch_->fail(frame_->values, error.what());
+      if (dynamic_cast<const driver::Error*>(&error) != nullptr)
+        TORCH_CHECK(false, "symm_cp: ", error.what());
+      throw;
+    }
+  }
+
+  c10::IValue result(const Given& given) const { return value_of(given, *frame_, nullptr); }
+
+ private:
+  static at::Tensor tensor_of(const View& view, const Frame& frame, const Slot* slot) {
+    const bool in_slot = view.place.value == kSlot;
+    const at::Tensor& base = in_slot ? slot->memory : frame.values[view.place.value];
+    if (view.place.offset == 0 && !in_slot && view.dtype == base.scalar_type() &&
+        base.sizes() == view.sizes && base.strides() == view.strides)
+      return base;
+    const auto size = static_cast<int64_t>(c10::elementSize(view.dtype));
+    const int64_t begin = base.storage_offset() * static_cast<int64_t>(base.element_size()) +
+                          view.place.offset + (in_slot ? slot->begin : 0);
+    TORCH_INTERNAL_ASSERT(begin % size == 0);
+    auto made = c10::make_intrusive<c10::TensorImpl>(c10::Storage(base.storage()), base.key_set(),
+                                                     c10::scalarTypeToTypeMeta(view.dtype));
+    made->set_sizes_and_strides(view.sizes, view.strides, begin / size);
+    return at::Tensor(std::move(made));
+  }
+
+  static c10::IValue value_of(const Given& given, const Frame& frame, const Slot* slot) {
+    if (given.is_list) {
+      std::vector<at::Tensor> tensors;
+      for (const View& view : given.tensors) tensors.push_back(tensor_of(view, frame, slot));
+      return tensors;
+    }
+    return given.tensors.empty() ? given.constant : tensor_of(given.tensors[0], frame, slot);
+  }
+
+  static void keep(const std::vector<int>& numbers, size_t index, const at::Tensor& result,
+                   Frame& frame) {
+    if (index < numbers.size() && numbers[index] != kNoValue) frame.values[numbers[index]] = result;
+  }
+
+  static void carry_out(const OpStep& step, Frame& frame, const Slot* slot) {
+    Stack stack;
+    stack.reserve(step.arguments.size());
+    for (const Given& argument : step.arguments) stack.push_back(value_of(argument, frame, slot));
+    step.op.callBoxed(stack);
+    size_t index = 0;
+    for (const c10::IValue& result : stack) {
+      if (result.isTensor()) keep(step.results, index++, result.toTensor(), frame);
+      if (result.isTensorList())
+        for (const at::Tensor& tensor : result.toTensorVector())
+          keep(step.results, index++, tensor, frame);
+    }
+  }
+
+  static void carry_out(const PythonStep& step, Frame& frame, const Slot* slot) {
+    std::vector<at::Tensor> arguments;
+    for (const View& view : step.arguments) arguments.push_back(tensor_of(view, frame, slot));
+    const auto results = step.function(arguments);
+    for (size_t i = 0; i < results.size(); ++i) keep(step.results, i, results[i], frame);
+  }
+
+  static void carry_out_all(const KernelStep& kernel, Frame& frame, const Slot* slot) {
+    for (const auto& step : kernel.steps)
+      std::visit([&](const auto& s) { carry_out(s, frame, slot); }, step);
+  }
+
+  void carry_out(const LaunchStep& step) {
+    lock_.emplace(*group_, kSync);
+    epoch_ = step.streams->next_epoch();
+    slot_ = {step.memory, step.layout.slot_offset(epoch_)};
+    std::copy(step.lanes, step.lanes + kLanes, lanes_);
+    lanes_[0] = *current_stream(step.streams->api(), plan_->device);
+    operands_.clear();
+    for (const Place& place : step.operands) operands_.push_back(pointer(place));
+    launch_ = &step;
+  }
+
+  void* pointer(const Place& place) const {
+    if (place.value == kNoValue) return nullptr;
+    return static_cast<char*>(frame_->values[place.value].mutable_data_ptr()) + place.offset;
+  }
+
+  void carry_out(const CommandStep& step) {
+    launch_->streams->run(step.commands.data(), static_cast<int>(step.commands.size()),
+                          operands_.data(), lanes_, epoch_, /*capturing=*/false,
+                          launch_->call_name.c_str());
+  }
+
+  void carry_out(const KernelStep& step) {
+    const bool hosted = launch_ != nullptr && launch_->streams->api().hosted_launch != nullptr;
+    if (!step.launched || !hosted) return carry_out_all(step, *frame_, &slot_);
+    // A simulated stream carries it out later, in another thread.
+    auto* const later = new std::function<void()>(
+        [plan = plan_, &step, frame = frame_, slot = slot_, state = at::ThreadLocalState()] {
+          if (frame->error != nullptr) return;
+          const at::ThreadLocalStateGuard guard(state);
+          try {
+            carry_out_all(step, *frame, &slot);
+          } catch (const std::exception&) {
+            frame->error = std::current_exception();
+          }
+        });
+    launch_->streams->api().hosted_launch(
+        lanes_[0],
+        [](void* function) {
+          const std::unique_ptr<std::function<void()>> owned(
+              static_cast<std::function<void()>*>(function));
+          (*owned)();
+        },
+        later);
+  }
+
+  void carry_out(const EndStep&) {
+    const driver::Api& api = launch_->streams->api();
+    if (api.hosted_end != nullptr) {
+      const WithoutGil waiting;
+      api.hosted_end(lanes_[0]);
+    }
+    if (frame_->error != nullptr) std::rethrow_exception(frame_->error);
+    launch_ = nullptr;
+    lock_.reset();
+  }
+
+  std::shared_ptr<const Plan> plan_;
+  std::shared_ptr<Group> group_;
+  std::shared_ptr<Frame> frame_;
+  std::optional<CallLock> lock_;
+  const LaunchStep* launch_ = nullptr;  // that is under way
+  uint32_t epoch_ = 0;
+  Slot slot_;
+  void* lanes_[kLanes] = {};
+  std::vector<void*> operands_;
+};
+
+bool serves_now(const Plan& plan) {
+  if (in_test_mode()) return false;
+  for (const auto& may_run : plan.may_run)
+    if (!may_run()) return false;
+  for (const Step& step : plan.steps) {
+    const auto* launch = std::get_if<LaunchStep>(&step);
+    if (launch == nullptr) continue;
+    if (!launch->streams->serves()) return false;
+    const auto stream = current_stream(launch->streams->api(), plan.device);
+    if (!stream || is_capturing(launch->streams->api(), *stream)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool carry_out(std::shared_ptr<const Plan> plan, const Key& key, const c10::OperatorHandle& op,
+               Stack* stack) {
+  auto group = plan->group.lock();
+  if (group == nullptr) return false;
+  const c10::OptionalDeviceGuard device(plan->device.is_cpu() ? std::nullopt
+                                                              : std::optional(plan->device));
+  if (!serves_now(*plan)) return false;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  std::vector<at::Tensor> inputs;
+  for (const at::Tensor& tensor : key.tensors()) {
+    const auto shares = [&](const at::Tensor& other) {
+      return other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
+    };
+    if (std::none_of(inputs.begin(), inputs.end(), shares)) inputs.push_back(tensor);
+  }
+  Run run(plan, std::move(inputs), std::move(group));
+  run.run();
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  for (const Given& result : plan->results) stack->push_back(run.result(result));
+  return true;
+}
+
+}  // namespace symm_cp::stream_plans

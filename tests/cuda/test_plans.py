@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import unittest.mock
 
 import pytest
@@ -181,6 +182,12 @@ def changes(group: dist.ProcessGroup) -> None:
         runs()
         # The first call makes the workspace.
         assert [call() for _ in range(4)] == [0, 0, 1, 1]
+        calls = []
+        sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+        symm_cp.all_gather_matmul(x, w, group=group)
+        sys.setprofile(None)
+        assert runs() == 1
+        assert len(calls) <= 12, calls
         with tuning.forced("whole"):
             assert [call() for _ in range(3)] == [0, 1, 1]
         assert [call() for _ in range(2)] == [0, 1]

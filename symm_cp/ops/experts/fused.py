@@ -16,18 +16,18 @@ Source: expert parallelism (GShard, 2020); `torch.nn.functional.grouped_mm`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import group_of, world_size_of
+from symm_cp.ops.common import group_of, rank_in, world_size_of
 from symm_cp.ops.direct import direct
 from symm_cp.ops.experts import op as unfused
 from symm_cp.ops.experts.op import COMBINE, DISPATCH, SUMMED, Routing
 from symm_cp.ops.experts.table import Table
-from symm_cp.ops.matmul.derivatives import is_transposed
+from symm_cp.ops.matmul import derivatives
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, NoGradient, Op, arguments, declare, untouched
 from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import wide
@@ -45,14 +45,11 @@ def _check_matrix(op: str, name: str, rows: torch.Tensor) -> None:
     if rows.dtype not in SUMMED:
         raise TypeError(f"{op}: {name} is {rows.dtype}, must be one of {SUMMED}")
     if rows.dim() != 2:
-        raise ValueError(
-            f"{op}: {name} {list(rows.shape)} must have 2 dimensions: (rows, columns)"
-        )
+        raise ValueError(f"{op}: {name} {list(rows.shape)} must have 2 dimensions: (rows, columns)")
 
 
 def _check_weight(op: str, name: str, weight: torch.Tensor, like: torch.Tensor, local: int) -> None:
-    casts = torch.is_autocast_enabled(like.device.type)  # where the caller asks, before the op
-    if weight.dtype != like.dtype and not casts:
+    if weight.dtype != like.dtype:
         raise TypeError(f"{op}: {name} is {weight.dtype}, must be {like.dtype} as the rows are")
     if weight.device != like.device:
         raise ValueError(f"{op}: {name} is on {weight.device}, must be on {like.device}")
@@ -63,7 +60,7 @@ def _check_weight(op: str, name: str, weight: torch.Tensor, like: torch.Tensor, 
         )
 
 
-def _check_dispatch(tokens: torch.Tensor, weights: list[torch.Tensor], local: int) -> None:
+def _check_dispatch(tokens: torch.Tensor, weights: Sequence[torch.Tensor], local: int) -> None:
     _check_matrix(DISPATCH_MATMUL, "tokens", tokens)
     if not weights:
         raise ValueError(f"{DISPATCH_MATMUL}: weights is empty, needs at least one")
@@ -162,16 +159,16 @@ def _matmul_combine_kernel(
 
 
 def _weight_grads_kernel(
-    rows: torch.Tensor, grads: list[torch.Tensor], ends: torch.Tensor, transposed: bool
+    rows: torch.Tensor, grads: list[torch.Tensor], ends: torch.Tensor, transposed: list[bool]
 ) -> list[torch.Tensor]:
     bounds = ends.tolist()
     results = []
-    for grad in grads:
-        left, right = (grad, rows) if transposed else (rows, grad)
+    for grad, is_transposed in zip(grads, transposed, strict=True):
+        left, right = (grad, rows) if is_transposed else (rows, grad)
         out = new_result(rows, (len(bounds), left.shape[1], right.shape[1]))
         for expert, (begin, end) in enumerate(zip([0, *bounds], bounds, strict=False)):
             torch.mm(left[begin:end].t(), right[begin:end], out=out[expert])
-        results.append(out.mT if transposed else out)
+        results.append(out.mT if is_transposed else out)
     return results
 
 
@@ -215,12 +212,15 @@ def _matmul_combine_fake(
 
 
 def _weight_grads_fake(
-    rows: torch.Tensor, grads: list[torch.Tensor], ends: torch.Tensor, transposed: bool
+    rows: torch.Tensor, grads: list[torch.Tensor], ends: torch.Tensor, transposed: list[bool]
 ) -> list[torch.Tensor]:
-    shape = (ends.shape[0], rows.shape[1])
-    if transposed:
-        return [rows.new_empty((shape[0], grad.shape[1], shape[1])).mT for grad in grads]
-    return [rows.new_empty((*shape, grad.shape[1])) for grad in grads]
+    experts, columns = ends.shape[0], rows.shape[1]
+    return [
+        rows.new_empty((experts, grad.shape[1], columns)).mT
+        if is_transposed
+        else rows.new_empty((experts, columns, grad.shape[1]))
+        for grad, is_transposed in zip(grads, transposed, strict=True)
+    ]
 
 
 # --- gradients -------------------------------------------------------------------------------
@@ -229,14 +229,14 @@ def _weight_grads_fake(
 def _weight_grads(
     rows: torch.Tensor, grads: list[torch.Tensor], weights: list[torch.Tensor], rest: list[Any]
 ) -> list[torch.Tensor]:
-    """rows^T grad for each expert and gradient; `rest` ends with the arguments of a routing."""
+    """rows^T grad for each expert and gradient, laid out as the weight; `rest` is a routing."""
     table, _, num_experts, name = rest
-    ranks, rank = world_size_of(name), group_of(name).rank
+    ranks, rank = world_size_of(name), rank_in(name)
     local = num_experts // ranks
     counts = table[: ranks * num_experts].view(ranks, num_experts)
     each = counts[:, rank * local : (rank + 1) * local].sum(0)
     computed: list[torch.Tensor] = direct(_WEIGHT_GRADS)(
-        rows, grads, each.cumsum(0).to(torch.int32), all(map(is_transposed, weights))
+        rows, grads, each.cumsum(0).to(torch.int32), [derivatives.is_transposed(w) for w in weights]
     )
     return computed
 
@@ -252,10 +252,10 @@ def _dispatch_backward(
 ) -> tuple[Any, ...]:
     sent, table, *weights = ctx.saved_tensors
     used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-    given = [grad for grad, _ in used]
     grad_weights: list[torch.Tensor | None] = [None] * len(weights)
     if any(ctx.needs_input_grad[1]):
-        computed = iter(_weight_grads(sent, given, weights, [table, *ctx.rest]))
+        given, theirs = [grad for grad, _ in used], [weight for _, weight in used]
+        computed = iter(_weight_grads(sent, given, theirs, [table, *ctx.rest]))
         grad_weights = [None if grad is None else next(computed) for grad in grads]
     grad_tokens = None
     if ctx.needs_input_grad[0]:
@@ -358,14 +358,14 @@ declare(
     ),
     Op(
         name=_WEIGHT_GRADS,
-        schema="(Tensor rows, Tensor[] grads, Tensor ends, bool transposed) -> Tensor[]",
+        schema="(Tensor rows, Tensor[] grads, Tensor ends, bool[] transposed) -> Tensor[]",
         kernel=_weight_grads_kernel,
         fake=_weight_grads_fake,
         gradient=NoGradient("second derivatives of grouped matmuls are not supported"),
         autocast=untouched,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(
-            on.rand(5, 3), [on.rand(5, 2)], torch.tensor([2, 5], dtype=torch.int32), False
+            on.rand(5, 3), [on.rand(5, 2)], torch.tensor([2, 5], dtype=torch.int32), [False]
         ),
         one_sided=True,
         internal=True,
@@ -407,9 +407,11 @@ def dispatch_matmul(
     single = isinstance(weights, torch.Tensor)
     matrices = [weights] if single else list(weights)
     name = group_name(group)
-    _check_dispatch(
-        tokens, matrices, unfused.experts_of_rank("dispatch_matmul", num_experts, world_size_of(name))
-    )
+    local = unfused.experts_of_rank("dispatch_matmul", num_experts, world_size_of(name))
+    given, on = (tokens, matrices), tokens.device.type
+    if torch.is_autocast_enabled(on):  # casts them before the op
+        given = cast(tuple[torch.Tensor, list[torch.Tensor]], autocast.cast(given, on))
+    _check_dispatch(*given, local)
     rows, routing = unfused.route(tokens, experts, num_experts, capacity, name)
     _, products = direct(DISPATCH_MATMUL)(tokens, matrices, routing.table, rows, *routing[2:])
     return (products[0] if single else products), routing

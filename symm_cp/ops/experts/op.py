@@ -83,9 +83,7 @@ def check_combine(
         raise ValueError(f"{op}: rows must have at least 1 dimension")
     if rows.dtype not in SUMMED:
         raise TypeError(
-            f"{op}: rows is {rows.dtype}, must be "
-            + ", ".join(map(str, SUMMED[:-1]))
-            + " or "
+            f"{op}: rows is {rows.dtype}, must be " + ", ".join(map(str, SUMMED[:-1])) + " or "
             f"{SUMMED[-1]}"
         )
     if top_k <= 0 or pairs % top_k:

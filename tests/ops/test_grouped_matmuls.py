@@ -266,7 +266,7 @@ def in_every_mode(group: dist.ProcessGroup) -> None:
         assert torch.equal(fused(*arguments, *mixed), found)
     assert found.dtype == torch.bfloat16
     narrow = [x.bfloat16() for x in inputs[:4]]
-    assert torch.equal(found, fused(*arguments, *narrow, inputs[4]))
+    assert torch.equal(found, fused(*arguments, *[*narrow, inputs[4]]))
     grads = torch.autograd.grad(found.float().sum(), inputs)
     assert [g.dtype for g in grads] == [torch.float32] * 5
 

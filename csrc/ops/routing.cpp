@@ -194,18 +194,13 @@ void Combination::rows_at(int64_t owner, const char* data, int64_t pitch) {
   for (int64_t e = first; e < first + routing_.local(); ++e)
     for (int64_t i = 0; i < routing_.count(routing_.rank(), e); ++i)
       row_at_[place++] = data + (routing_.first_row(routing_.rank(), e) + i) * pitch;
-  --missing_;
+  if (--missing_ == 0) add_up_rows(routing_, row_at_, factors_, top_k_, out_);
 }
 
 void Combination::own_rows_at(const char* data, int64_t pitch) {
   rows_at(routing_.rank(), data, pitch);
 }
 
-void Combination::read(int peer, const char* slot) {
-  rows_at(peer, slot, row_bytes_);
-  if (missing_ == 0) add_up();
-}
-
-void Combination::add_up() { add_up_rows(routing_, row_at_, factors_, top_k_, out_); }
+void Combination::read(int peer, const char* slot) { rows_at(peer, slot, row_bytes_); }
 
 }  // namespace symm_cp::experts

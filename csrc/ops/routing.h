@@ -145,10 +145,10 @@ class Combination : public SlotCall {
   // Where the results for this rank's own tokens are: row r of this rank's experts is at
   // `data + r * pitch`.
   void own_rows_at(const char* data, int64_t pitch);
-  void add_up();
   const Routing& routing_;
 
  private:
+  // Adds all rows up once those of the last owner are there.
   void rows_at(int64_t owner, const char* data, int64_t pitch);
 
   at::Tensor factors_;

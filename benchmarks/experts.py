@@ -1,8 +1,10 @@
 """A mixture of experts whose experts are spread over the ranks, against its matmuls alone.
 
-*Unfused* is what transformers' "all_to_all" does: tokens sorted by expert and copied, exchanged by
-`all_to_all_single`, sorted by expert again, and the same on the way back. Dispatch and combination
-by themselves are compared with a memcpy of the rows that a rank's experts get.
+A layer is measured fused (`dispatch_matmul`, `matmul_combine`), with `dispatch`, torch's grouped
+matmuls and `combine`, and *unfused* as transformers' "all_to_all" does it: tokens sorted by expert
+and copied, exchanged by `all_to_all_single`, sorted by expert again, and the same on the way back.
+Dispatch and combination by themselves are compared with a memcpy of the rows that a rank's experts
+get.
 
     python benchmarks/experts.py --ranks 2 --json benchmarks/results/experts.json
 """
@@ -31,17 +33,24 @@ SKEWS = {"even": 0.0, "one expert takes half": 1.0}
 class _Layer:
     """One rank's experts: two matmuls with a gate between them."""
 
-    def __init__(self, group: dist.ProcessGroup, skew: float, tokens: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        skew: float,
+        tokens: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.group = group
         generator = torch.Generator().manual_seed(1 + group.rank())
-        self.tokens = torch.randn(tokens, HIDDEN, generator=generator)
+        self.tokens = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
         scores = torch.rand(tokens, EXPERTS, generator=generator)
         scores[:, 0] += skew
         self.chosen = scores.topk(TOP_K).indices
         self.weights = torch.rand(tokens, TOP_K, generator=generator)
         local = EXPERTS // group.size()
-        self.up = torch.randn(local, HIDDEN, 2 * WIDTH, generator=generator) * HIDDEN**-0.5
-        self.down = torch.randn(local, WIDTH, HIDDEN, generator=generator) * WIDTH**-0.5
+        up = torch.randn(local, HIDDEN, 2 * WIDTH, generator=generator) * HIDDEN**-0.5
+        down = torch.randn(local, WIDTH, HIDDEN, generator=generator) * WIDTH**-0.5
+        self.up, self.down = up.to(dtype), down.to(dtype)
         self.rows, self.routing = self.dispatch()
         self.memory = torch.empty_like(self.rows)
 
@@ -64,6 +73,13 @@ class _Layer:
     def spread(self) -> torch.Tensor:
         rows, routing = self.dispatch()
         return moe.combine(self.experts(rows, routing.ends), self.weights, routing)
+
+    def fused(self) -> torch.Tensor:
+        both, routing = moe.dispatch_matmul(
+            self.tokens, self.up, self.chosen, EXPERTS, group=self.group
+        )
+        gate, up = both.chunk(2, -1)
+        return moe.matmul_combine(F.silu(gate) * up, self.down, self.weights, routing)
 
     def unfused_dispatch(self) -> tuple[torch.Tensor, ...]:
         chosen = self.chosen.flatten()
@@ -89,11 +105,45 @@ class _Layer:
         dist.all_to_all_single(back, by_rank, given, taken, group=self.group)
         pairs = torch.empty_like(back)
         pairs[order] = back
-        return (pairs.view(-1, TOP_K, HIDDEN) * self.weights.unsqueeze(-1)).sum(1)
+        weighted = pairs.view(-1, TOP_K, HIDDEN) * self.weights.unsqueeze(-1)
+        return weighted.sum(1).to(out.dtype)
 
     def unfused(self) -> torch.Tensor:
         rows, ends, *how = self.unfused_dispatch()
         return self.unfused_combine(self.experts(rows, ends), *how)
+
+
+def _trained(layer: _Layer, forward: Callable[[], torch.Tensor]) -> Callable[[], object]:
+    """Forward and backward, with gradients of tokens (or rows) and all weights."""
+    inputs = [layer.tokens, layer.rows, layer.up, layer.down, layer.weights]
+
+    def step() -> object:
+        for tensor in inputs:
+            tensor.requires_grad_()
+        try:
+            out = forward()
+            return torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
+        finally:
+            for tensor in inputs:
+                tensor.requires_grad_(False)
+
+    return step
+
+
+def _layers(layer: _Layer, name: str) -> Iterator[Case]:
+    def check() -> None:
+        close = 1e-4 if layer.tokens.dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(layer.fused(), layer.spread(), rtol=close, atol=close)
+        torch.testing.assert_close(layer.spread(), layer.unfused(), rtol=close, atol=close)
+
+    forward: dict[str, Callable[[], torch.Tensor]] = {
+        "matmuls alone": layer.alone,
+        "fused": layer.fused,
+        "dispatch, matmuls, combine": layer.spread,
+    }
+    trained = {key: _trained(layer, function) for key, function in forward.items()}
+    yield Case(f"layer, {name}", {**forward, "unfused": layer.unfused}, check)
+    yield Case(f"layer, forward and backward, {name}", trained)
 
 
 def _cases(layer: _Layer, name: str, inner: int) -> Iterator[Case]:
@@ -116,14 +166,9 @@ def _cases(layer: _Layer, name: str, inner: int) -> Iterator[Case]:
         "combine": layer.combine,
         "unfused": unfused_combine,
     }
-    whole: dict[str, Callable[[], object]] = {
-        "matmuls alone": layer.alone,
-        "layer": layer.spread,
-        "unfused": layer.unfused,
-    }
     yield Case(f"dispatch, {name}", dispatch, check, inner=inner)
     yield Case(f"combine, {name}", combine, check, inner=inner)
-    yield Case(f"layer, {name}", whole, check, inner=1)
+    yield from _layers(layer, name)
 
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
@@ -132,6 +177,8 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
         tokens = TOKENS // group.size()
         name = f"{tokens} tokens a rank, {EXPERTS} experts, top {TOP_K}, hidden {HIDDEN}, {skew}"
         yield from _cases(_Layer(group, amount, tokens), name, inner=1)
+        in_bfloat16 = _Layer(group, amount, tokens, torch.bfloat16)
+        yield from _layers(in_bfloat16, f"{name}, bfloat16")
     name = f"1 token a rank, {EXPERTS} experts, top {TOP_K}, hidden {HIDDEN}"
     yield from _cases(_Layer(group, 0.0, 1), name, inner=20)
 

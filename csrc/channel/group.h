@@ -204,7 +204,7 @@ class Group {
   std::atomic<bool> closing_{false};
   // Throws Interrupted when a handler of a signal raises while it waits.
   static void acquire(std::recursive_timed_mutex& mutex);
-  static constexpr int kKinds = 8;
+  static constexpr int kKinds = 9;
   std::optional<Loop> loops_[kChannels][kKinds][kLoopKinds];
   std::atomic<int> sockets_{1};
   enum class Hosts { kUnknown, kOne, kSeveral };

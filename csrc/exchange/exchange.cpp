@@ -121,6 +121,10 @@ ExchangeRun::ExchangeRun(Group& group, int channel, Exchange exchange)
 }
 
 void ExchangeRun::measure() {
+  if (exchange_.handler != nullptr) {
+    room_ = INT64_MAX;
+    return;
+  }
   result_bytes_ = all_bytes(exchange_.output);
   room_ = loop_->slotted ? exchange_.piece_bytes : INT64_MAX;
   if (loop_->slotted && loop_->parted)
@@ -321,9 +325,22 @@ void ExchangeRun::reduce_rows(char* to, int64_t offset, int64_t bytes) {
 int64_t ExchangeRun::produce(Channel& channel, const Call& call, const LoopStep& step,
                              int64_t piece) {
   int64_t unused = 0;
+  if (exchange_.handler != nullptr) {
+    exchange_.handler->give(step.peer, static_cast<char*>(channel.slot(rank_, call.epoch)),
+                            channel.slot_stores());
+    return exchange_.input[step.peer].bytes;
+  }
   const int64_t bytes = all_bytes(exchange_.input);
   if (bytes > 0) exchange_.produce(address(channel, call, step.to, piece, &unused));
   return bytes;
+}
+
+int64_t ExchangeRun::consume(Channel& channel, const Call& call, int peer) {
+  if (peer == rank_)
+    exchange_.handler->keep();
+  else
+    exchange_.handler->take(peer, static_cast<const char*>(channel.slot(peer, call.epoch)));
+  return exchange_.output[peer].bytes;
 }
 
 bool ExchangeRun::gives_alike() const {
@@ -346,7 +363,8 @@ void ExchangeRun::announce(Channel& channel, Call& call) {
 // A rank that takes anything takes something of each rank, if only nothing.
 void ExchangeRun::compare_sizes(Channel& channel, int peer, const Call& call) {
   const ExchangeKind kind = exchange_.kind;
-  const bool to_all = kind == ExchangeKind::kAllToAll || kind == ExchangeKind::kJoiningAllToAll;
+  const bool to_all = kind == ExchangeKind::kAllToAll || kind == ExchangeKind::kJoiningAllToAll ||
+                      kind == ExchangeKind::kHandledAllToAll;
   const bool by_source = kind == ExchangeKind::kAllGather || to_all;
   if (!to_all && all_bytes(exchange_.output) == 0) return;
   const bool by_owner =
@@ -379,8 +397,8 @@ int64_t ExchangeRun::step(Channel& channel, Call& call, const LoopStep& step, in
     case Kind::kCopy: return copy(channel, call, step, piece);
     case Kind::kReduce: return reduce_all(channel, call, step, piece);
     case Kind::kProduce: return produce(channel, call, step, piece);
-    case Kind::kVerify:
-    case Kind::kConsume: return 0;
+    case Kind::kConsume: return consume(channel, call, step.peer);
+    case Kind::kVerify: return 0;
   }
   return 0;
 }

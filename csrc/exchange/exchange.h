@@ -19,6 +19,7 @@ namespace symm_cp {
 
 class Boxes;
 class Group;
+class SlotStores;
 
 // Stands for the time-out of the group.
 inline constexpr std::chrono::milliseconds kGroupTimeout{0};
@@ -50,6 +51,20 @@ struct Loop {
 // The bytes of a piece, of all parts together: both halves of all ranks' slots fit into the caches.
 inline constexpr int64_t kPieceBytes = int64_t{512} << 10;
 
+// What a caller does in a kHandledAllToAll, in this order. Exceptions end the call on all ranks.
+class SlotHandler {
+ public:
+  virtual ~SlotHandler() = default;
+  // Writes what this rank gives to a peer, before the peer hears that it is there. Each peer reads
+  // the part that belongs to it by what both know; no byte is written twice.
+  virtual void give(int peer, char* slot, SlotStores& stores) = 0;
+  // Works while the peers write. What it does with this rank's slot, peers must not read.
+  virtual void keep() = 0;
+  // Reads what a peer gives to this rank, or notes where it is: it stays there until the last one
+  // was taken.
+  virtual void take(int peer, const char* slot) = 0;
+};
+
 struct Exchange {
   ExchangeKind kind;
   std::string call_name;  // shown in errors, and compared by the peers
@@ -69,6 +84,8 @@ struct Exchange {
   // without gaps, to the slot. The inputs have sizes only. Its exceptions end the call on all
   // ranks.
   std::function<void(void* slot)> produce;
+  // For kHandledAllToAll, which has one piece. Inputs and outputs have sizes only.
+  SlotHandler* handler = nullptr;
   // For kProduced... kinds: added to the sum repeatedly, as a row to the rows of a matrix. Not with
   // averages.
   Extent addend;

@@ -58,6 +58,8 @@ class ExchangeRun {
   // Reduces to `to`, which begins at byte `offset` of the result, and adds the addend to each row.
   void reduce_rows(char* to, int64_t offset, int64_t bytes);
   int64_t produce(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  // Has the handler work, or take what a peer gives.
+  int64_t consume(Channel& channel, const Call& call, int peer);
   // Where a piece of an area begins; sets `left` to its bytes, if this rank gives or takes them.
   char* address(Channel& channel, const Call& call, const Area& area, int64_t piece, int64_t* left);
   // What this rank gives or takes there; null for other memory.

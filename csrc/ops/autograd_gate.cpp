@@ -78,7 +78,8 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
         "_matmul_reduce_scatter_split", "_fused_matmuls_reduce_scatter",
         "_fused_all_gather_weight_grad", "_fused_matmul_reduce_scatter_backward",
         "fused_all_gather_attention", "fused_all_gather_attention_backward", "_route_to_experts",
-        "dispatch_to_experts", "combine_from_experts"})
+        "dispatch_to_experts", "combine_from_experts", "fused_dispatch_grouped_matmul",
+        "fused_grouped_matmul_combine"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd_kernel>());
 }
 

@@ -3,17 +3,20 @@
 //
 // First all ranks learn how many tokens each has for each expert, from which every one knows what
 // it sends and where what it gets belongs. Then rows go straight from their place in one rank's
-// tensor to that in another's, over the slots of the ranks.
+// tensor to that in another's, over the slots of the ranks. Results of experts are added up where
+// they lie in the slots.
 #include <ATen/Functions.h>
 #include <torch/library.h>
-#include "base/parallel.h"
 
 #include <algorithm>
 
-#include "exchange/float16.h"
+#include "base/team.h"
+#include "exchange/copy.h"
+#include "memory/slot_stores.h"
 #include "ops/kernels.h"
+#include "ops/routing.h"
 
-namespace symm_cp {
+namespace symm_cp::experts {
 
 namespace {
 
@@ -21,111 +24,6 @@ using namespace kernels;
 using torch::jit::Stack;
 
 constexpr const char* kRoute = "_route_to_experts";
-constexpr const char* kDispatchRows = "dispatch_to_experts";
-constexpr const char* kCombineRows = "combine_from_experts";
-constexpr int64_t kDropped = -1;
-
-int64_t experts_of_rank(const char* op, int64_t experts, int64_t ranks) {
-  TORCH_CHECK_VALUE(experts > 0 && experts % ranks == 0, op, ": num_experts=", experts,
-                    " must be a positive multiple of world size ", ranks);
-  return experts / ranks;
-}
-
-// The table of a routing: how many tokens each rank sends to each expert, then for each pair of a
-// token of this rank and one of its experts, when it is sent.
-class Routing {
- public:
-  Routing(const char* op, const at::Tensor& table, int64_t experts, const Group& group)
-      : ranks_(group.world_size()),
-        rank_(group.rank()),
-        experts_(experts),
-        local_(experts_of_rank(op, experts, ranks_)) {
-    TORCH_CHECK_TYPE(table.scalar_type() == at::kLong && table.is_contiguous(), op,
-                     ": table must be a contiguous torch.int64 tensor, is ",
-                     name_dtype(table.scalar_type()));
-    TORCH_CHECK_VALUE(table.dim() == 1 && table.numel() >= ranks_ * experts_, op, ": table ",
-                      table.sizes(), " is not of a routing of ", ranks_, " ranks to ", experts_,
-                      " experts");
-    counts_ = table.const_data_ptr<int64_t>();
-    places_ = counts_ + ranks_ * experts_;
-    pairs_ = table.numel() - ranks_ * experts_;
-    const bool counted =
-        std::all_of(counts_, places_, [](int64_t n) { return n >= 0 && n <= INT32_MAX; });
-    for (int64_t e = 0; counted && e < experts_; ++e) sent_ += count(rank_, e);
-    pair_at_.assign(static_cast<size_t>(counted && sent_ <= pairs_ ? sent_ : 0), kDropped);
-    int64_t found = 0;
-    for (int64_t pair = 0; pair < pairs_; ++pair) {
-      const int64_t at = places_[pair];
-      if (at < 0 || at >= static_cast<int64_t>(pair_at_.size()) || pair_at_[at] >= 0) continue;
-      pair_at_[at] = pair;
-      ++found;
-    }
-    TORCH_CHECK_VALUE(counted && found == sent_, op, ": table is not one of a routing of rank ",
-                      rank_);
-    begins_.resize(static_cast<size_t>(ranks_ + 1));
-    for (int64_t e = 0; e < experts_; ++e) begins_[e / local_ + 1] += count(rank_, e);
-    for (int64_t r = 0; r < ranks_; ++r) begins_[r + 1] += begins_[r];
-    place_arriving();
-  }
-
-  int64_t pairs() const { return pairs_; }
-  int64_t place(int64_t pair) const { return places_[pair]; }
-  // What this rank sends to `peer` begins here, of all that it sends.
-  int64_t begin(int64_t peer) const { return begins_[peer]; }
-  int64_t given(int64_t peer) const { return begins_[peer + 1] - begins_[peer]; }
-  int64_t taken(int64_t peer) const { return static_cast<int64_t>(arriving_[peer].size()); }
-  int64_t sent() const { return sent_; }
-  // How many rows this rank's experts get, and which of them are those of a rank's tokens.
-  int64_t rows() const { return rows_; }
-  const int64_t* arriving(int64_t peer) const { return arriving_[peer].data(); }
-  // The tokens of all that is sent.
-  std::vector<int64_t> tokens(int64_t top_k) const {
-    std::vector<int64_t> all(pair_at_);
-    for (int64_t& pair : all) pair /= top_k;
-    return all;
-  }
-
- private:
-  int64_t count(int64_t rank, int64_t expert) const { return counts_[rank * experts_ + expert]; }
-  void place_arriving() {
-    arriving_.resize(static_cast<size_t>(ranks_));
-    for (int64_t e = rank_ * local_; e < (rank_ + 1) * local_; ++e)
-      for (int64_t r = 0; r < ranks_; ++r)
-        for (int64_t i = 0; i < count(r, e); ++i) arriving_[r].push_back(rows_++);
-  }
-
-  int64_t ranks_, rank_, experts_, local_;
-  const int64_t* counts_ = nullptr;
-  const int64_t* places_ = nullptr;
-  int64_t pairs_ = 0, sent_ = 0, rows_ = 0;
-  std::vector<int64_t> pair_at_, begins_;
-  std::vector<std::vector<int64_t>> arriving_;
-};
-
-// TokenRows with their elements side by side, and how far apart they begin.
-struct TokenRows {
-  at::Tensor tensor;
-  char* data;
-  int64_t bytes, pitch;
-
-  explicit TokenRows(const at::Tensor& given)
-      : tensor(given.numel() > 0 && given[0].is_contiguous() ? given : given.contiguous()),
-        data(static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()))),
-        bytes(static_cast<int64_t>(tensor.element_size())),
-        pitch(tensor.stride(0) * bytes) {
-    for (const int64_t size : tensor.sizes().slice(1)) bytes *= size;
-  }
-  Extent extent(int64_t count, const int64_t* numbers) const {
-    return {data, count * bytes, bytes, pitch, numbers};
-  }
-};
-
-// What all ranks' calls have in common.
-std::string name_of_rows(const char* op, const at::Tensor& rows, int64_t experts,
-                         const std::string& detail = "") {
-  return name_call(op, rows.scalar_type(), rows.sizes().slice(1),
-                   std::to_string(experts) + " experts" + detail);
-}
 
 // --- the routing -------------------------------------------------------------------------------
 
@@ -212,16 +110,22 @@ void route_kernel(const c10::OperatorHandle& op, Stack* stack) {
 
 // --- rows to the experts -----------------------------------------------------------------------
 
+}  // namespace
+
+void check_dispatch(const char* op, const at::Tensor& tokens, int64_t rows, int64_t top_k,
+                    const Routing& routing) {
+  TORCH_CHECK_VALUE(top_k > 0 && tokens.size(0) * top_k == routing.pairs(), op, ": tokens ",
+                    tokens.sizes(), " with top_k=", top_k, " do not belong to a routing of ",
+                    routing.pairs(), " pairs of a token and an expert");
+  TORCH_CHECK_VALUE(rows == routing.rows(), op, ": rows=", rows, " must be ", routing.rows(),
+                    ", the rows of this rank's experts");
+}
+
 at::Tensor dispatch_rows(Group& group, const at::Tensor& tokens, const at::Tensor& table,
-                         int64_t rows, int64_t top_k, int64_t experts) {
-  check_has_dims(kDispatchRows, "tokens", tokens);
-  const Routing routing(kDispatchRows, table, experts, group);
-  TORCH_CHECK_VALUE(top_k > 0 && tokens.size(0) * top_k == routing.pairs(), kDispatchRows,
-                    ": tokens ", tokens.sizes(), " with top_k=", top_k,
-                    " do not belong to a routing of ", routing.pairs(),
-                    " pairs of a token and an expert");
-  TORCH_CHECK_VALUE(rows == routing.rows(), kDispatchRows, ": rows=", rows, " must be ",
-                    routing.rows(), ", the rows of this rank's experts");
+                         int64_t rows, int64_t top_k, int64_t experts, const char* op) {
+  check_has_dims(op, "tokens", tokens);
+  const Routing routing(op, table, experts, group);
+  check_dispatch(op, tokens, rows, top_k, routing);
   const TokenRows input(tokens);
   at::DimVector shape(tokens.sizes());
   shape[0] = rows;
@@ -230,7 +134,7 @@ at::Tensor dispatch_rows(Group& group, const at::Tensor& tokens, const at::Tenso
   const auto numbers = routing.tokens(top_k);
   Exchange exchange{};
   exchange.kind = ExchangeKind::kAllToAll;
-  exchange.call_name = name_of_rows(kDispatchRows, tokens, experts);
+  exchange.call_name = name_of_rows(op, tokens, experts);
   for (int64_t peer = 0; peer < group.world_size(); ++peer) {
     exchange.input.push_back(
         input.extent(routing.given(peer), numbers.data() + routing.begin(peer)));
@@ -239,6 +143,8 @@ at::Tensor dispatch_rows(Group& group, const at::Tensor& tokens, const at::Tenso
   run(group, std::move(exchange));
   return out;
 }
+
+namespace {
 
 void dispatch_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
@@ -253,71 +159,59 @@ void dispatch_kernel(const c10::OperatorHandle& op, Stack* stack) {
 
 // --- rows back to their tokens -----------------------------------------------------------------
 
-// out[t] = weights[t, 0] * (row of pair t, 0) + weights[t, 1] * ..., in this order.
-template <class T>
-void add_rows(const Routing& routing, const std::vector<const char*>& row_at,
-              const at::Tensor& weights, int64_t top_k, at::Tensor& out) {
-  using Sum = typename Conversion<T>::Sum;
-  constexpr int64_t kBlock = 512;
-  const int64_t count = out.size(0), width = count == 0 ? 0 : out.numel() / count;
-  auto* to = static_cast<T*>(out.mutable_data_ptr());
-  const Sum* weight = weights.defined() ? weights.const_data_ptr<Sum>() : nullptr;
-  const int64_t grain = std::max<int64_t>(1, (int64_t{32} << 10) / std::max<int64_t>(1, width));
-  parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
-    for (int64_t token = first; token < last; ++token)
-      for (int64_t begin = 0; begin < width; begin += kBlock) {
-        const int64_t length = std::min(kBlock, width - begin);
-        Sum sum[kBlock] = {};
-        for (int64_t pair = token * top_k; pair < (token + 1) * top_k; ++pair) {
-          if (routing.place(pair) < 0) continue;
-          const T* row = reinterpret_cast<const T*>(row_at[routing.place(pair)]) + begin;
-          const Sum factor = weight == nullptr ? Sum{1} : weight[pair];
-          for (int64_t i = 0; i < length; ++i) sum[i] += factor * Conversion<T>::load(row[i]);
-        }
-        T* result = to + token * width + begin;
-        for (int64_t i = 0; i < length; ++i) result[i] = Conversion<T>::store(sum[i]);
-      }
-  });
-}
+}  // namespace
 
-void add_rows_of(const Routing& routing, const std::vector<const char*>& row_at,
-                 const at::Tensor& weights, int64_t top_k, at::Tensor& out) {
-  switch (out.scalar_type()) {
-    case at::kFloat: return add_rows<float>(routing, row_at, weights, top_k, out);
-    case at::kDouble: return add_rows<double>(routing, row_at, weights, top_k, out);
-    case at::kBFloat16: return add_rows<BFloat16>(routing, row_at, weights, top_k, out);
-    default: return add_rows<_Float16>(routing, row_at, weights, top_k, out);
-  }
-}
-
-void check_combine(const at::Tensor& rows, const at::Tensor& weights, const Routing& routing,
-                   int64_t top_k) {
+void check_combine(const char* op, const at::Tensor& rows, const at::Tensor& weights,
+                   const Routing& routing, int64_t top_k) {
   const auto dtype = rows.scalar_type();
   TORCH_CHECK_TYPE(
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      kCombineRows, ": rows is ", name_dtype(dtype),
+      op, ": rows is ", name_dtype(dtype),
       ", must be torch.float64, torch.float32, torch.bfloat16 or torch.float16");
-  TORCH_CHECK_VALUE(top_k > 0 && routing.pairs() % top_k == 0, kCombineRows, ": top_k=", top_k,
+  TORCH_CHECK_VALUE(top_k > 0 && routing.pairs() % top_k == 0, op, ": top_k=", top_k,
                     " must divide the ", routing.pairs(), " pairs of the routing");
-  TORCH_CHECK_VALUE(rows.size(0) == routing.rows(), kCombineRows, ": rows ", rows.sizes(),
-                    " must have ", routing.rows(), ", as dispatch returned");
+  TORCH_CHECK_VALUE(rows.size(0) == routing.rows(), op, ": rows ", rows.sizes(), " must have ",
+                    routing.rows(), ", as dispatch returned");
   if (!weights.defined()) return;
-  TORCH_CHECK_TYPE(weights.is_floating_point(), kCombineRows, ": weights is ",
+  TORCH_CHECK_TYPE(weights.is_floating_point(), op, ": weights is ",
                    name_dtype(weights.scalar_type()), ", must be a floating dtype");
-  TORCH_CHECK_VALUE(weights.sizes() == at::IntArrayRef({routing.pairs() / top_k, top_k}),
-                    kCombineRows, ": weights ", weights.sizes(), " must be ",
+  TORCH_CHECK_VALUE(weights.sizes() == at::IntArrayRef({routing.pairs() / top_k, top_k}), op,
+                    ": weights ", weights.sizes(), " must be ",
                     at::IntArrayRef({routing.pairs() / top_k, top_k}),
                     ", one for each token and expert");
 }
 
-at::Tensor combine_rows(Group& group, const at::Tensor& rows, const at::Tensor& weights,
-                        const at::Tensor& table, int64_t top_k, int64_t experts) {
-  check_has_dims(kCombineRows, "rows", rows);
-  const Routing routing(kCombineRows, table, experts, group);
-  check_combine(rows, weights, routing, top_k);
-  const bool wide = rows.scalar_type() == at::kDouble;
-  const at::Tensor factors =
-      weights.defined() ? weights.to(wide ? at::kDouble : at::kFloat).contiguous() : weights;
+namespace {
+
+// Copies the results for each peer to the slot.
+class CopiedRows : public Combination {
+ public:
+  CopiedRows(const Routing& routing, const at::Tensor& rows, at::Tensor factors, int64_t top_k,
+             at::Tensor out)
+      : Combination(routing, std::move(factors), top_k, std::move(out)), input_(rows) {}
+
+ protected:
+  void write(int peer, char* slot, SlotStores& stores) override {
+    const int64_t count = routing_.taken(peer), bytes = count * row_bytes();
+    const int64_t* numbers = routing_.arriving(peer);
+    stores.run(bytes, [&](bool past_caches) {
+      divide_rows(count, bytes, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i)
+          copy_bytes(slot + numbers[i] * row_bytes(), input_.data + numbers[i] * input_.pitch,
+                     row_bytes(), past_caches);
+      });
+      return bytes;
+    });
+  }
+  void work() override { own_rows_at(input_.data, input_.pitch); }
+
+ private:
+  TokenRows input_;
+};
+
+// For more rows than slots take: all results are collected, then added up.
+void combine_in_pieces(const char* op, Group& group, const at::Tensor& rows, const Routing& routing,
+                       const at::Tensor& factors, int64_t top_k, at::Tensor& out) {
   const TokenRows input(rows);
   at::DimVector shape(rows.sizes());
   shape[0] = routing.sent();
@@ -325,7 +219,7 @@ at::Tensor combine_rows(Group& group, const at::Tensor& rows, const at::Tensor& 
   auto* back = static_cast<char*>(returned.mutable_data_ptr());
   Exchange exchange{};
   exchange.kind = ExchangeKind::kAllToAll;
-  exchange.call_name = name_of_rows(kCombineRows, rows, experts);
+  exchange.call_name = name_of_rows(op, rows, routing.experts());
   std::vector<const char*> row_at(static_cast<size_t>(routing.sent()));
   for (int64_t peer = 0; peer < group.world_size(); ++peer) {
     const bool own = peer == group.rank();
@@ -339,11 +233,29 @@ at::Tensor combine_rows(Group& group, const at::Tensor& rows, const at::Tensor& 
                                   : Extent{back + begin * input.bytes, given * input.bytes});
   }
   run(group, std::move(exchange));
+  after_exchange(group, op, [&] { add_up_rows(routing, row_at, factors, top_k, out); });
+}
+
+}  // namespace
+
+at::Tensor combine_rows(Group& group, const at::Tensor& rows, const at::Tensor& weights,
+                        const at::Tensor& table, int64_t top_k, int64_t experts, const char* op) {
+  check_has_dims(op, "rows", rows);
+  const Routing routing(op, table, experts, group);
+  check_combine(op, rows, weights, routing, top_k);
+  const at::Tensor factors = factors_for(weights, rows.scalar_type());
+  at::DimVector shape(rows.sizes());
   shape[0] = routing.pairs() / top_k;
   at::Tensor out = new_output(rows, shape);
-  after_exchange(group, kCombineRows, [&] { add_rows_of(routing, row_at, factors, top_k, out); });
+  CopiedRows call(routing, rows, factors, top_k, out);
+  if (routing.most_rows() * call.row_bytes() > kMostSlotBytes)
+    combine_in_pieces(op, group, rows, routing, factors, top_k, out);
+  else
+    call.run(group, name_of_rows(op, rows, experts));
   return out;
 }
+
+namespace {
 
 void combine_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
@@ -364,4 +276,4 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
   m.impl(kCombineRows, torch::CppFunction::makeFromBoxedFunction<&combine_kernel>());
 }
 
-}  // namespace symm_cp
+}  // namespace symm_cp::experts

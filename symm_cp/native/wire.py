@@ -86,6 +86,7 @@ class ExchangeKind(IntEnum):
     PRODUCED_ALL_REDUCE = 5
     PRODUCED_TWO_SHOT_ALL_REDUCE = 6
     JOINING_ALL_TO_ALL = 7
+    HANDLED_ALL_TO_ALL = 8
 
 
 class LoopKind(IntEnum):

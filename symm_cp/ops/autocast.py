@@ -33,6 +33,11 @@ def cast_query_key_value(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     return *cast(args[:3], device), *args[3:]  # what masks and scores look up stays as it is
 
 
+def cast_operands(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Returns the arguments, of which the first two are cast: not the weights of a sum."""
+    return *cast(args[:2], device), *args[2:]
+
+
 def widen(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     """Returns arguments with floating tensors in the widest of their dtypes."""
     dtypes = {t.dtype for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()}

@@ -131,6 +131,17 @@ def scatter_out(group: dist.ProcessGroup) -> Results:
     return [OPS.reduce_scatter_out(torch.randn(10 * group.size()), group.group_name, False, out)]
 
 
+def experts(group: dist.ProcessGroup) -> Results:
+    """Fused with their matmuls, of which those of rank 0 are made in two parts."""
+    W = group.size()
+    chosen = torch.zeros(600, 1, dtype=torch.int64)
+    chosen[:40] = W - 1
+    product, routing = symm_cp.moe.dispatch_matmul(
+        torch.randn(600, 4), torch.randn(1, 4, 5), chosen, W, group=group
+    )
+    return [symm_cp.moe.matmul_combine(product, torch.randn(1, 5, 3), None, routing)]
+
+
 _backends: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
@@ -178,7 +189,8 @@ ALL: dict[str, Callable[[dist.ProcessGroup], Results]] = {
     for run in (
         gather_matmul, gather_matmul_whole, matmul_scatter, matmul_all_reduce, matmuls_all_reduce,
         attention, attention_backward, attention_ring, ulysses, ulysses_on_a_mesh, low_contention,
-        one_shot, two_shot, scatter_out, two_shot_in_place, gather_in_place, backend, backend_async,
+        one_shot, two_shot, scatter_out, two_shot_in_place, gather_in_place, experts,
+        backend, backend_async,
     )
 }  # fmt: skip
 

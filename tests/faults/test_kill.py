@@ -33,6 +33,7 @@ NAMES = {
     "scatter_out": "reduce_scatter_out",
     "two_shot_in_place": "two_shot_all_reduce_",
     "gather_in_place": "fused_all_gather_matmul",
+    "experts": "(_route_to_experts|fused_dispatch_grouped_matmul|fused_grouped_matmul_combine)",
     "backend": "(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier)",
     "backend_async": "(barrier|all_reduce|all_gather|send|recv)",
 }
@@ -49,6 +50,7 @@ OPS = some(
         (2, "matmul_scatter"),
         (2, "gather_in_place"),
         (2, "low_contention"),
+        (2, "experts"),
         *itertools.product([3], sorted(ALL.keys() - {"ulysses_on_a_mesh"})),
         *itertools.product(
             [4],

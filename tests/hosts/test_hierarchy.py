@@ -30,6 +30,7 @@ from tests.ops import (
     test_exchange_heads,
     test_experts,
     test_gradients,
+    test_grouped_matmuls,
     test_halo,
     test_head_projection,
     test_random,
@@ -131,6 +132,7 @@ def exchanges(group: dist.ProcessGroup) -> None:
     test_head_projection.collects(group, True, torch.float64)
     test_round_trips.pipelines(group, 2, torch.float32)
     test_experts.many_agree(group, range(8), [torch.float64])
+    test_grouped_matmuls.many_agree(group, range(4), [torch.float64])
 
 
 @SPREADS

@@ -194,7 +194,13 @@ def test_refusals_reach_the_peers(ranks: Ranks) -> None:
 
 def test_autocast_rules_are_those_of_autocast() -> None:
     rules = {op.autocast for op in declared()}
-    known = {autocast.cast, autocast.cast_query_key_value, autocast.widen, autocast.as_they_are}
+    known = {
+        autocast.cast,
+        autocast.cast_operands,
+        autocast.cast_query_key_value,
+        autocast.widen,
+        autocast.as_they_are,
+    }
     assert rules == {*known, untouched}
 
 

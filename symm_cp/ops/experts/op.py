@@ -37,7 +37,7 @@ from symm_cp.tensors.results import contiguous, new_result
 _ROUTE = "_route_to_experts"
 DISPATCH = "dispatch_to_experts"
 COMBINE = "combine_from_experts"
-_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 # --- checks ----------------------------------------------------------------------------------
@@ -54,46 +54,47 @@ def _check_route(experts: torch.Tensor, num_experts: int, capacity: int | None, 
         )
     if capacity is not None and capacity < 0:
         raise ValueError(f"{_ROUTE}: {capacity=} must not be negative")
-    return _experts_of_rank(_ROUTE, num_experts, ranks)
+    return experts_of_rank(_ROUTE, num_experts, ranks)
 
 
-def _experts_of_rank(op: str, num_experts: int, ranks: int) -> int:
+def experts_of_rank(op: str, num_experts: int, ranks: int) -> int:
+    """Returns the number of experts of a rank."""
     if num_experts <= 0 or num_experts % ranks:
         raise ValueError(f"{op}: {num_experts=} must be a positive multiple of world size {ranks}")
     return num_experts // ranks
 
 
-def _check_dispatch(tokens: torch.Tensor, pairs: int, top_k: int) -> None:
+def check_dispatch(tokens: torch.Tensor, pairs: int, top_k: int, op: str = DISPATCH) -> None:
+    """Raises `ValueError` for tokens of another routing."""
     if tokens.dim() == 0:
-        raise ValueError(f"{DISPATCH}: tokens must have at least 1 dimension")
+        raise ValueError(f"{op}: tokens must have at least 1 dimension")
     if top_k <= 0 or tokens.shape[0] * top_k != pairs:
         raise ValueError(
-            f"{DISPATCH}: tokens {list(tokens.shape)} with {top_k=} do not belong to a routing of "
+            f"{op}: tokens {list(tokens.shape)} with {top_k=} do not belong to a routing of "
             f"{pairs} pairs of a token and an expert"
         )
 
 
-def _check_combine(
-    rows: torch.Tensor, weights: torch.Tensor | None, pairs: int, top_k: int
+def check_combine(
+    rows: torch.Tensor, weights: torch.Tensor | None, pairs: int, top_k: int, op: str = COMBINE
 ) -> None:
+    """Raises `ValueError` or `TypeError` for rows or weights that cannot be combined."""
     if rows.dim() == 0:
-        raise ValueError(f"{COMBINE}: rows must have at least 1 dimension")
-    if rows.dtype not in _SUMMED:
+        raise ValueError(f"{op}: rows must have at least 1 dimension")
+    if rows.dtype not in SUMMED:
         raise TypeError(
-            f"{COMBINE}: rows is {rows.dtype}, must be "
-            + ", ".join(map(str, _SUMMED[:-1]))
-            + " or "
-            f"{_SUMMED[-1]}"
+            f"{op}: rows is {rows.dtype}, must be " + ", ".join(map(str, SUMMED[:-1])) + " or "
+            f"{SUMMED[-1]}"
         )
     if top_k <= 0 or pairs % top_k:
-        raise ValueError(f"{COMBINE}: {top_k=} must divide the {pairs} pairs of the routing")
+        raise ValueError(f"{op}: {top_k=} must divide the {pairs} pairs of the routing")
     if weights is None:
         return
     if not weights.is_floating_point():
-        raise TypeError(f"{COMBINE}: weights is {weights.dtype}, must be a floating dtype")
+        raise TypeError(f"{op}: weights is {weights.dtype}, must be a floating dtype")
     if weights.dim() != 2 or weights.shape[0] * top_k != pairs or weights.shape[1] != top_k:
         raise ValueError(
-            f"{COMBINE}: weights {list(weights.shape)} must be {[pairs // top_k, top_k]}, one for "
+            f"{op}: weights {list(weights.shape)} must be {[pairs // top_k, top_k]}, one for "
             "each token and expert"
         )
 
@@ -124,7 +125,7 @@ def _route_kernel(
     return table, ends
 
 
-def _dispatch_kernel(
+def dispatch_kernel(
     tokens: torch.Tensor,
     table: torch.Tensor,
     rows: int,
@@ -132,10 +133,11 @@ def _dispatch_kernel(
     num_experts: int,
     group_name: str,
 ) -> torch.Tensor:
+    """The op, by torch's kernels."""
     group = group_of(group_name)
-    _experts_of_rank(DISPATCH, num_experts, group.world_size)
+    experts_of_rank(DISPATCH, num_experts, group.world_size)
     found = Table(DISPATCH, table, num_experts, group)
-    _check_dispatch(tokens, found.places.numel(), top_k)
+    check_dispatch(tokens, found.places.numel(), top_k)
     if rows != found.rows:
         raise ValueError(
             f"{DISPATCH}: {rows=} must be {found.rows}, the rows of this rank's experts"
@@ -146,7 +148,7 @@ def _dispatch_kernel(
     return out
 
 
-def _combine_kernel(
+def combine_kernel(
     rows: torch.Tensor,
     weights: torch.Tensor | None,
     table: torch.Tensor,
@@ -154,10 +156,11 @@ def _combine_kernel(
     num_experts: int,
     group_name: str,
 ) -> torch.Tensor:
+    """The op, by torch's kernels."""
     group = group_of(group_name)
-    _experts_of_rank(COMBINE, num_experts, group.world_size)
+    experts_of_rank(COMBINE, num_experts, group.world_size)
     found = Table(COMBINE, table, num_experts, group)
-    _check_combine(rows, weights, found.places.numel(), top_k)
+    check_combine(rows, weights, found.places.numel(), top_k)
     if rows.shape[0] != found.rows:
         raise ValueError(
             f"{COMBINE}: rows {list(rows.shape)} must have {found.rows}, as dispatch returned"
@@ -170,9 +173,10 @@ def _combine_kernel(
 # --- fake kernels ----------------------------------------------------------------------------
 
 
-def _pairs_of(op: str, table: torch.Tensor, num_experts: int, group_name: str) -> int:
+def pairs_of(op: str, table: torch.Tensor, num_experts: int, group_name: str) -> int:
+    """Returns the number of pairs of a token and an expert in a table."""
     ranks = world_size_of(group_name)
-    _experts_of_rank(op, num_experts, ranks)
+    experts_of_rank(op, num_experts, ranks)
     return table.shape[0] - ranks * num_experts
 
 
@@ -194,7 +198,7 @@ def _dispatch_fake(
     num_experts: int,
     group_name: str,
 ) -> torch.Tensor:
-    _check_dispatch(tokens, _pairs_of(DISPATCH, table, num_experts, group_name), top_k)
+    check_dispatch(tokens, pairs_of(DISPATCH, table, num_experts, group_name), top_k)
     return tokens.new_empty((rows, *tokens.shape[1:]))
 
 
@@ -206,8 +210,8 @@ def _combine_fake(
     num_experts: int,
     group_name: str,
 ) -> torch.Tensor:
-    pairs = _pairs_of(COMBINE, table, num_experts, group_name)
-    _check_combine(rows, weights, pairs, top_k)
+    pairs = pairs_of(COMBINE, table, num_experts, group_name)
+    check_combine(rows, weights, pairs, top_k)
     return rows.new_empty((pairs // top_k, *rows.shape[1:]))
 
 
@@ -251,7 +255,7 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 # --- declarations ----------------------------------------------------------------------------
 
 
-def _example_table(on: Caller) -> torch.Tensor:
+def example_table(on: Caller) -> torch.Tensor:
     """Every rank has two tokens for each rank's only expert."""
     return torch.tensor([2] * on.world_size**2 + list(range(2 * on.world_size)))
 
@@ -280,14 +284,14 @@ declare(
             "(Tensor tokens, Tensor table, SymInt rows, int top_k, int num_experts, str group_name)"
             " -> Tensor"
         ),
-        kernel=_dispatch_kernel,
+        kernel=dispatch_kernel,
         fake=_dispatch_fake,
         gradient=Gradient(_dispatch_backward, _dispatch_setup),
         autocast=untouched,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(
             on.rand(2 * on.world_size, 3),
-            _example_table(on),
+            example_table(on),
             2 * on.world_size,
             1,
             on.world_size,
@@ -302,7 +306,7 @@ declare(
             "(Tensor rows, Tensor? weights, Tensor table, int top_k, int num_experts, "
             "str group_name) -> Tensor"
         ),
-        kernel=_combine_kernel,
+        kernel=combine_kernel,
         fake=_combine_fake,
         gradient=Gradient(_combine_backward, _combine_setup),
         autocast=untouched,
@@ -310,7 +314,7 @@ declare(
         example=lambda on: arguments(
             on.rand(2 * on.world_size, 3),
             on.rand(on.world_size, 2),
-            _example_table(on),
+            example_table(on),
             2,
             on.world_size,
             on.group_name,
@@ -336,6 +340,24 @@ class Routing(NamedTuple):
     top_k: int
     num_experts: int
     group_name: str
+
+
+def route(
+    tokens: torch.Tensor, experts: torch.Tensor, num_experts: int, capacity: int | None, name: str
+) -> tuple[int, Routing]:
+    """Returns how many rows this rank's experts get, and the routing. Collective."""
+    if tokens.dim() == 0 or experts.dim() != 2 or tokens.shape[0] != experts.shape[0]:
+        raise ValueError(
+            f"dispatch: experts {list(experts.shape)} must be (tokens, experts of each) for tokens "
+            f"{list(tokens.shape)}"
+        )
+    if tokens.device != experts.device:
+        raise ValueError(f"dispatch: experts is on {experts.device}, tokens on {tokens.device}")
+    table, ends = direct(_ROUTE)(experts, num_experts, capacity, name)
+    rows = ends[-1].item()
+    if torch.compiler.is_compiling():
+        torch._check(rows >= 0)
+    return rows, Routing(ends, table, experts.shape[1], num_experts, name)
 
 
 @entry_point
@@ -372,20 +394,9 @@ def dispatch(
     disagrees.
     """
     name = group_name(group)
-    if tokens.dim() == 0 or experts.dim() != 2 or tokens.shape[0] != experts.shape[0]:
-        raise ValueError(
-            f"dispatch: experts {list(experts.shape)} must be (tokens, experts of each) for tokens "
-            f"{list(tokens.shape)}"
-        )
-    if tokens.device != experts.device:
-        raise ValueError(f"dispatch: experts is on {experts.device}, tokens on {tokens.device}")
-    table, ends = direct(_ROUTE)(experts, num_experts, capacity, name)
-    rows = ends[-1].item()
-    if torch.compiler.is_compiling():
-        torch._check(rows >= 0)
-    top_k = experts.shape[1]
-    sent = direct(DISPATCH)(tokens, table, rows, top_k, num_experts, name)
-    return sent, Routing(ends, table, top_k, num_experts, name)
+    rows, routing = route(tokens, experts, num_experts, capacity, name)
+    sent = direct(DISPATCH)(tokens, routing.table, rows, *routing[2:])
+    return sent, routing
 
 
 def combine(rows: torch.Tensor, weights: torch.Tensor | None, routing: Routing) -> torch.Tensor:

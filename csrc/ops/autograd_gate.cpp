@@ -19,9 +19,10 @@ using torch::jit::Stack;
 template <class Test>
 bool any_tensor(const c10::IValue& value, const Test& test) {
   if (value.isTensor()) return value.toTensor().defined() && test(value.toTensor());
-  if (!value.isTensorList()) return false;
-  const auto tensors = value.toTensorVector();
-  return std::any_of(tensors.begin(), tensors.end(), test);
+  if (!value.isTensorList() && !value.isOptionalTensorList()) return false;
+  const auto values = value.toListRef();
+  return std::any_of(values.begin(), values.end(),
+                     [&](const c10::IValue& each) { return any_tensor(each, test); });
 }
 
 // Whether a transform of torch.func is under way in this thread. The object is there from the first
@@ -78,7 +79,14 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
         "_matmul_reduce_scatter_split", "_fused_matmuls_reduce_scatter",
         "_fused_all_gather_weight_grad", "_fused_matmul_reduce_scatter_backward",
         "fused_all_gather_attention", "fused_all_gather_attention_backward", "_route_to_experts",
-        "dispatch_to_experts", "combine_from_experts"})
+        "dispatch_to_experts", "combine_from_experts", "_all_gather_scaled_matmul_split",
+        "_scaled_matmul_reduce_scatter_split"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd_kernel>());
+}
+
+// Of ops without gradients that are torch's: on other devices, torch's kernels are.
+TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
+  for (const char* name : {"fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd_kernel>());
 }
 

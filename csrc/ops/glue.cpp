@@ -19,7 +19,19 @@
 
 namespace {
 
-enum class Kind { kTensor, kTensors, kInt, kInts, kFloat, kBool, kText, kOther };
+enum class Kind {
+  kTensor,
+  kTensors,
+  kOptionalTensors,
+  kInt,
+  kInts,
+  kOptionalInts,
+  kFloat,
+  kBool,
+  kBools,
+  kText,
+  kOther
+};
 
 struct Argument {
   PyObject* name;
@@ -36,6 +48,21 @@ struct OpCall {
   const std::vector<Argument>* arguments;
 };
 
+Kind kind_of_list(const c10::ListType& type) {
+  const c10::TypePtr& element = type.getElementType();
+  switch (element->kind()) {
+    case c10::TypeKind::TensorType: return Kind::kTensors;
+    case c10::TypeKind::IntType: return Kind::kInts;
+    case c10::TypeKind::BoolType: return Kind::kBools;
+    case c10::TypeKind::OptionalType: {
+      const auto inner = element->expectRef<c10::OptionalType>().getElementType()->kind();
+      if (inner == c10::TypeKind::TensorType) return Kind::kOptionalTensors;
+      return inner == c10::TypeKind::IntType ? Kind::kOptionalInts : Kind::kOther;
+    }
+    default: return Kind::kOther;
+  }
+}
+
 Kind kind_of(const c10::TypePtr& type) {
   switch (type->kind()) {
     case c10::TypeKind::TensorType: return Kind::kTensor;
@@ -43,12 +70,7 @@ Kind kind_of(const c10::TypePtr& type) {
     case c10::TypeKind::FloatType: return Kind::kFloat;
     case c10::TypeKind::BoolType: return Kind::kBool;
     case c10::TypeKind::StringType: return Kind::kText;
-    case c10::TypeKind::ListType: {
-      const auto element = type->expectRef<c10::ListType>().getElementType()->kind();
-      if (element == c10::TypeKind::TensorType) return Kind::kTensors;
-      if (element == c10::TypeKind::IntType) return Kind::kInts;
-      return Kind::kOther;
-    }
+    case c10::TypeKind::ListType: return kind_of_list(type->expectRef<c10::ListType>());
     default: return Kind::kOther;
   }
 }
@@ -67,6 +89,13 @@ const at::Tensor& to_tensor(PyObject* given) { return THPVariable_Unpack(given);
 bool is_number(PyObject* given) { return PyLong_CheckExact(given); }
 // Sets Python's exception for a number that is too large.
 int64_t to_number(PyObject* given) { return PyLong_AsLongLong(given); }
+bool is_number_or_dtype(PyObject* given) { return is_number(given) || THPDtype_Check(given); }
+int64_t to_number_or_dtype(PyObject* given) {
+  if (!THPDtype_Check(given)) return to_number(given);
+  return static_cast<int64_t>(reinterpret_cast<THPDtype*>(given)->scalar_type);
+}
+bool is_bool(PyObject* given) { return PyBool_Check(given); }
+bool to_bool(PyObject* given) { return given == Py_True; }
 
 // Appends a list or a tuple to the stack; false if one of its elements is of another type.
 template <class Element, class Is, class To>
@@ -82,6 +111,15 @@ bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   }
   stack.emplace_back(std::move(elements));
   return true;
+}
+
+// The same of a list whose elements may be None.
+template <class Element, class Is, class To>
+bool take_optionals(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
+  using Optional = std::optional<Element>;
+  return take_list<Optional>(
+      given, stack, [&](PyObject* item) { return item == Py_None || is(item); },
+      [&](PyObject* item) { return item == Py_None ? Optional() : Optional(to(item)); });
 }
 
 // Appends an argument to the stack; false if it is for torch's callable.
@@ -101,22 +139,23 @@ bool take(const Argument& argument, PyObject* given, std::vector<c10::IValue>& s
       stack.emplace_back(to_tensor(given));
       return true;
     case Kind::kTensors: return take_list<at::Tensor>(given, stack, is_tensor, to_tensor);
+    case Kind::kOptionalTensors:
+      return take_optionals<at::Tensor>(given, stack, is_tensor, to_tensor);
     case Kind::kInts: return take_list<int64_t>(given, stack, is_number, to_number);
+    case Kind::kOptionalInts:
+      return take_optionals<int64_t>(given, stack, is_number_or_dtype, to_number_or_dtype);
+    case Kind::kBools: return take_list<bool>(given, stack, is_bool, to_bool);
     case Kind::kInt:
-      if (THPDtype_Check(given)) {
-        stack.emplace_back(static_cast<int64_t>(reinterpret_cast<THPDtype*>(given)->scalar_type));
-        return true;
-      }
-      if (!is_number(given)) return false;
-      stack.emplace_back(to_number(given));
+      if (!is_number_or_dtype(given)) return false;
+      stack.emplace_back(to_number_or_dtype(given));
       return true;
     case Kind::kFloat:
       if (!PyFloat_CheckExact(given)) return false;
       stack.emplace_back(PyFloat_AS_DOUBLE(given));
       return true;
     case Kind::kBool:
-      if (!PyBool_Check(given)) return false;
-      stack.emplace_back(given == Py_True);
+      if (!is_bool(given)) return false;
+      stack.emplace_back(to_bool(given));
       return true;
     case Kind::kText: {
       Py_ssize_t length = 0;

@@ -20,7 +20,6 @@ from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
     Place,
-    call_op,
     caller,
     check_dim,
     check_reduce_op,
@@ -337,12 +336,14 @@ _SCATTER_OP = Op(
 _SCALED_SCATTER_OP = Op(
     name=SCALED_SCATTER,
     schema=TORCHS,
-    kernel=scaled_matmul_reduce_scatter_kernel,
+    kernel=scaled_matmul_reduce_scatter_kernel,  # csrc/ops/scaled_matmuls.cpp serves CPU tensors
     fake=scaled_matmul_reduce_scatter_fake,
     gradient=NO_GRADIENT,
     autocast=autocast.as_they_are,
     vmap=ONE_BY_ONE,
     example=lambda on: _scaled_example(on, 4 * on.world_size),
+    native=True,
+    native_autograd=True,
     replaces_torch=True,
     torchs_fake="_fused_scaled_matmul_reduce_scatter_fallback",
 )
@@ -452,9 +453,10 @@ def scaled_matmul_reduce_scatter(
     """
     dim = check_dim(SCALED_SCATTER, "scatter_dim", scatter_dim, a.dim())
     name = group_name(group)
-    result: torch.Tensor = call_op(
-        SCALED_SCATTER, a, weight, a_scale, weight_scale, reduce_op, dim, dim, name,
-        [*a.shape[:-1], weight.shape[-1]], bias, result_scale, out_dtype, use_fast_accum,
-        uneven=uneven_parts(sizes, name),
+    uneven = uneven_parts(sizes, name)
+    call = caller(SCALED_SCATTER, a, uneven)
+    result: torch.Tensor = call(
+        a, weight, a_scale, weight_scale, reduce_op, dim, dim, name,
+        [*a.shape[:-1], weight.shape[-1]], bias, result_scale, out_dtype, use_fast_accum, *uneven,
     )  # fmt: skip
     return result

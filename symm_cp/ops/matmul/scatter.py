@@ -32,7 +32,7 @@ from symm_cp.ops.common import (
     unfused_reduce_scatter,
     what_is,
 )
-from symm_cp.ops.matmul.derivatives import SCATTER_GRADIENT, SUM_GRADIENT
+from symm_cp.ops.matmul.derivatives import SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
     check_float8,
     check_matrix,
@@ -46,6 +46,7 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Terms, as_rows
 from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import (
+    NATIVE_GRADIENT,
     ONE_BY_ONE,
     TORCHS,
     Arguments,
@@ -323,14 +324,13 @@ _SCATTER_OP = Op(
     schema=TORCHS,
     kernel=matmul_reduce_scatter_kernel,  # csrc/ops/fused_matmuls.cpp serves small CPU tensors
     fake=matmul_reduce_scatter_fake,
-    gradient=SCATTER_GRADIENT,
+    gradient=NATIVE_GRADIENT,
     autocast=autocast.cast,
     vmap=ONE_BY_ONE,
     example=lambda on: arguments(
         on.rand(2 * on.world_size, 4), on.rand(4, 3), "avg", 0, on.group_name
     ),
     native=True,
-    native_autograd=True,
     replaces_torch=True,
 )
 _SCALED_SCATTER_OP = Op(

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <numeric>
+#include <sstream>
 #include <utility>
 
 namespace symm_cp::matmul_parts {
@@ -24,12 +25,12 @@ at::Tensor moved(const at::Tensor& tensor, int64_t from, int64_t to) {
 }
 
 CallKey key_of(const char* op, const Group& group, at::ScalarType dtype, at::IntArrayRef shape,
-               const Division& division, const std::string& detail) {
+               const Division& division, const Detail& detail) {
   CallKey key{reinterpret_cast<intptr_t>(op), group.world_size(), group.rank(), division.dim,
               static_cast<int64_t>(dtype)};
   key.append(shape.begin(), shape.end());
   key.append(division.sizes.begin(), division.sizes.end());
-  key.append(detail.begin(), detail.end());
+  detail.append_to(key);
   return key;
 }
 
@@ -105,10 +106,22 @@ std::optional<Division> divided_whole(at::IntArrayRef shape, int64_t dim, const 
   return division;
 }
 
+void Detail::append_to(CallKey& key) const {
+  key.append(word.begin(), word.end());
+  key.append(numbers.begin(), numbers.end());
+}
+
+std::string Detail::text() const {
+  std::ostringstream text;
+  text << word;
+  if (!numbers.empty()) text << at::IntArrayRef(numbers);
+  return text.str();
+}
+
 // --- Gathered ------------------------------------------------------------------------------------
 
 Gathered::Gathered(const char* op, const char* argument, const at::Tensor& shard,
-                   const Division& division, std::string detail)
+                   const Division& division, Detail detail)
     : op_(op), argument_(argument), division_(division), detail_(std::move(detail)) {
   by_columns_ = division.dim == shard.dim() - 1;
   shard_ = by_columns_ ? shard : moved(shard, division.dim, 0);
@@ -148,7 +161,7 @@ void Gathered::prepare(CheckedCall& call, int rank) const {
   const int64_t pitch = division_.length() * inner;
   call.exchange.kind = ExchangeKind::kAllGather;
   call.exchange.call_name = name_whole(op_, shard_.scalar_type(), as_given(shard_).sizes(),
-                                       argument_, division_, detail_);
+                                       argument_, division_, detail_.text());
   call.add_input(0, rows * division_.sizes[rank] * inner);
   int64_t begin = 0;
   for (const int64_t length : division_.sizes) {
@@ -161,7 +174,7 @@ void Gathered::prepare(CheckedCall& call, int rank) const {
 // --- Scattered -----------------------------------------------------------------------------------
 
 Scattered::Scattered(const char* op, at::IntArrayRef shape, const Division& division,
-                     const std::string& reduce_op, std::string detail)
+                     const std::string& reduce_op, Detail detail)
     : op_(op), division_(division), reduce_op_(reduce_op), detail_(std::move(detail)) {
   const auto dims = static_cast<int64_t>(shape.size());
   by_columns_ = division.dim == dims - 1;
@@ -205,7 +218,7 @@ void Scattered::prepare(CheckedCall& call, const at::Tensor& whole, int rank) co
     shape.erase(shape.begin());
     shape.insert(shape.begin() + division_.dim, shape_[0]);
   }
-  const std::string more = detail_.empty() ? reduce_op_ : reduce_op_ + " " + detail_;
+  const std::string more = detail_.word.empty() ? reduce_op_ : reduce_op_ + " " + detail_.text();
   call.exchange.kind = ExchangeKind::kReduceScatter;
   call.exchange.call_name = name_whole(op_, dtype, shape, "scatter_dim", division_, more);
   set_reduction(call.exchange, dtype, reduce_op_ == "avg" ? ReduceOp::kAvg : ReduceOp::kSum);

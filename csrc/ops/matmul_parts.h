@@ -43,13 +43,21 @@ std::optional<Division> divided_shard(const at::Tensor& shard, int64_t dim, cons
 std::optional<Division> divided_whole(at::IntArrayRef shape, int64_t dim, const Sizes& given,
                                       int ranks);
 
+// What ranks must agree on besides the op, the division, and the dtype and shape of what travels.
+struct Detail {
+  std::string word;
+  at::DimVector numbers;
+
+  void append_to(kernels::CallKey& key) const;
+  std::string text() const;  // empty without a word
+};
+
 // Gathers a shard as rows of a matrix: along its last dimension the rows become longer, along
-// another one there are more of them, in the order of that dimension. `detail` is part of the name
-// by which ranks notice that their calls differ.
+// another one there are more of them, in the order of that dimension.
 class Gathered {
  public:
   Gathered(const char* op, const char* argument, const at::Tensor& shard, const Division& division,
-           std::string detail = "");
+           Detail detail = {});
 
   // `keep`: the result must not be the shard itself, where there is one rank.
   void gather(Group& group, bool keep);
@@ -72,7 +80,7 @@ class Gathered {
   const char* op_;
   const char* argument_;
   const Division& division_;
-  std::string detail_;
+  Detail detail_;
   bool by_columns_;
   at::Tensor shard_;
   at::DimVector shape_;  // of the whole
@@ -83,9 +91,9 @@ class Gathered {
 // dimension in front or, where that is the last one, at the end.
 class Scattered {
  public:
-  // `shape`: of the whole; `detail` as in `Gathered`.
+  // `shape`: of the whole.
   Scattered(const char* op, at::IntArrayRef shape, const Division& division,
-            const std::string& reduce_op, std::string detail = "");
+            const std::string& reduce_op, Detail detail = {});
 
   bool by_columns() const { return by_columns_; }
   // Of the whole, and of a rank's part, as they travel.
@@ -113,7 +121,7 @@ class Scattered {
   const char* op_;
   const Division& division_;
   const std::string& reduce_op_;
-  std::string detail_;
+  Detail detail_;
   bool by_columns_;
   at::DimVector shape_;
   int64_t dim_;  // the scattered one of `shape_`

@@ -132,7 +132,7 @@ std::optional<std::vector<Weight>> weights_of(const Arguments& arguments) {
 struct RowScale {
   at::Tensor scale;
   bool travels;
-  std::string detail;
+  Detail detail;
 };
 
 // Nothing for a shape that fits none of them.
@@ -144,17 +144,16 @@ std::optional<RowScale> row_scale(const at::Tensor& x_shard, const at::Tensor& s
   // Gathering the last dimension makes rows longer, not more.
   const bool by_columns = division.dim == x_shard.dim() - 1, equal = division.is_equal();
   const auto full = by_columns ? own : with_length(own, division.dim, division.length());
-  std::ostringstream shape;
-  shape << "scale " << scale.sizes();
+  const Detail shape{"scale", at::DimVector(scale.sizes())};
   if (scale.sizes() == own)
-    return RowScale{scale, !by_columns, equal ? shape.str() : "scale sharded"};
+    return RowScale{scale, !by_columns, equal ? shape : Detail{"scale sharded", {}}};
   if (scale.numel() == 1 && (equal || by_columns || scale.dim() < x_shard.dim()))
-    return RowScale{scale, false, equal ? shape.str() : "scale tensor"};
+    return RowScale{scale, false, equal ? shape : Detail{"scale tensor", {}}};
   if (scale.sizes() != full) return {};
-  if (equal) return RowScale{scale, false, shape.str()};
+  if (equal) return RowScale{scale, false, shape};
   // A rank that has all rows cannot tell which of the two it was given.
   return RowScale{scale.narrow(division.dim, division.begin_of(rank), division.sizes[rank]), true,
-                  "scale sharded"};
+                  Detail{"scale sharded", {}}};
 }
 
 struct GatherResults {
@@ -178,7 +177,7 @@ std::optional<GatherResults> all_gather_scaled_matmul(Group& group, const Gather
   gathered.gather(group, /*keep=*/true);
   at::Tensor scale = row->scale;
   if (row->travels) {
-    Gathered scales(kScaledGather, "gather_dim", scale, *division, "scales");
+    Gathered scales(kScaledGather, "gather_dim", scale, *division, {"scales", {}});
     scales.gather(group, /*keep=*/false);
     scale = scales.rows();
   } else if (scale.numel() != 1) {
@@ -296,8 +295,8 @@ at::Tensor scaled_matmul_reduce_scatter(Group& group, const ScatterArguments& gi
   const auto division = divided_whole(shape, given.dim, given.sizes, group.world_size());
   if (!division) return {};
   const at::AutoDispatchBelowADInplaceOrView below;
-  const std::string operands = std::string(c10::getDtypeNames(given.a.scalar_type()).first) +
-                               " K=" + std::to_string(given.a.size(-1));
+  const Detail operands{std::string(c10::getDtypeNames(given.a.scalar_type()).first),
+                        {given.a.size(-1)}};
   const Scattered scattered(kScaledScatter, shape, *division, given.reduce_op, operands);
   const int ranks = group.world_size();
   at::Tensor total =

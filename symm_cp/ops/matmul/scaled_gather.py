@@ -48,6 +48,8 @@ from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
 
+_LISTS = (list, tuple)
+
 
 def _check_scaled(
     x_shard: torch.Tensor,
@@ -200,10 +202,6 @@ declare(
 )
 
 
-def _as_lists(count: int, *values: Any) -> list[list[Any]]:
-    return [list(v) if isinstance(v, list | tuple) else [v] * count for v in values]
-
-
 @entry_point
 def scaled_all_gather_matmul(
     shard: torch.Tensor,
@@ -241,9 +239,10 @@ def scaled_all_gather_matmul(
     single = isinstance(weights, torch.Tensor)
     matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     count, name = len(matrices), group_name(group)
-    scales, *options = _as_lists(
-        count, weight_scales, bias, result_scale, out_dtype, use_fast_accum
-    )
+    scales, *options = [
+        list(given) if isinstance(given, _LISTS) else [given] * count
+        for given in (weight_scales, bias, result_scale, out_dtype, use_fast_accum)
+    ]
     uneven = uneven_parts(sizes, name)
     call = caller(SCALED_GATHER, shard, uneven)
     gathered, outputs = call(

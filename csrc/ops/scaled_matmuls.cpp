@@ -66,9 +66,7 @@ struct Weight {
     if (!is_plain(scale, at::kFloat)) return false;
     if (scale.numel() != 1 && !(kTorchScalesRows && scale.sizes() == at::IntArrayRef{1, columns()}))
       return false;
-    if (bias.defined() && !(is_plain(bias, bias.scalar_type()) && bias.numel() == columns() &&
-                            bias.dim() == 1 && at::isFloatingType(bias.scalar_type())))
-      return false;
+    if (bias.defined() && !is_plain(bias, bias.scalar_type())) return false;
     return !result_scale.defined() ||
            (is_plain(result_scale, at::kFloat) && result_scale.numel() == 1);
   }
@@ -168,8 +166,11 @@ std::optional<GatherResults> all_gather_scaled_matmul(Group& group, const Gather
   if (!division || !is_float8(shard) || !may_serve()) return {};
   const auto whole = with_length(shard.sizes(), division->dim, division->length());
   if (c10::multiply_integers(whole) == 0) return {};
-  const bool fit = std::all_of(given.weights.begin(), given.weights.end(),
-                               [&](const Weight& weight) { return weight.fits(whole.back()); });
+  const bool fit =
+      std::all_of(given.weights.begin(), given.weights.end(), [&](const Weight& weight) {
+        if (weight.bias.defined() && weight.bias.numel() != weight.columns()) return false;
+        return weight.fits(whole.back());
+      });
   const auto row = row_scale(shard, given.scale, *division, group.rank());
   if (!fit || !row) return {};
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -311,9 +312,9 @@ at::Tensor scaled_matmul_reduce_scatter(Group& group, const ScatterArguments& gi
   at::Tensor output;
   after_exchange(group, kScaledScatter, [&] {
     at::Tensor bias = given.weight.bias;
-    if (bias.defined() && scattered.by_columns())
-      bias = bias.narrow(0, division->begin_of(group.rank()), division->sizes[group.rank()]);
-    output = scattered.as_given(finish(total, bias, given.weight));
+    if (bias.defined() && bias.dim() > 0 && scattered.by_columns())
+      bias = bias.narrow(-1, division->begin_of(group.rank()), division->sizes[group.rank()]);
+    output = finish(scattered.as_given(total), bias, given.weight).contiguous();
   });
   return output;
 }

@@ -220,38 +220,56 @@ def test_large_matrices(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, large)
 
 
+def biases(group: dist.ProcessGroup) -> None:
+    """Of any shape and dtype that torch adds; also where only one rank has such a bias."""
+    size, rank = group.size(), group.rank()
+    x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
+    a, row, f32 = float8(4 * size, 16), torch.arange(8.0), torch.float32
+
+    def gather(bias: torch.Tensor | None) -> Any:
+        return symm_cp.scaled_all_gather_matmul(
+            x, w, one, one, group=group, bias=bias, out_dtype=f32
+        )[1]
+
+    def scatter(bias: torch.Tensor | None, dim: int = 0) -> Any:
+        return symm_cp.scaled_matmul_reduce_scatter(
+            a, w, one, one, scatter_dim=dim, group=group, bias=bias, out_dtype=f32
+        )
+
+    rows = [row, row[None], row.int(), row.double(), torch.arange(16.0)[::2]]
+    for bias in rows:
+        for own in (bias, bias if rank == 0 else row):
+            assert by_native_kernel(lambda own=own: gather(own))
+            torch.testing.assert_close(gather(own), gather(None) + own.float())
+    for bias in (*rows, row[0], torch.randn(4, 8)):
+        assert by_native_kernel(lambda bias=bias: scatter(bias))
+        torch.testing.assert_close(scatter(bias), scatter(None) + bias.float())
+    for bias in (*rows, row[0]):
+        part = bias.chunk(size, -1)[rank] if bias.dim() else bias
+        assert by_native_kernel(lambda bias=bias: scatter(bias, 1))
+        torch.testing.assert_close(scatter(bias, 1), scatter(None, 1) + part.float())
+
+
+def test_biases(ranks: Ranks) -> None:
+    ranks.run(2, biases)
+
+
 def left_to_python(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[], Any], Any]]:
     """What the native kernels leave to those in Python, and the results' shapes."""
     size = group.size()
     x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
     a, f32 = float8(4 * size, 16), torch.float32
 
-    def gather(x: torch.Tensor = x, w: torch.Tensor = w, **more: Any) -> Any:
-        return symm_cp.scaled_all_gather_matmul(x, w, one, one, group=group, out_dtype=f32, **more)[
-            1
-        ]
+    def gather(x: torch.Tensor, w: torch.Tensor = w) -> Any:
+        return symm_cp.scaled_all_gather_matmul(x, w, one, one, group=group, out_dtype=f32)[1]
 
-    def scatter(a: torch.Tensor = a, **more: Any) -> Any:
-        return symm_cp.scaled_matmul_reduce_scatter(
-            a, w, one, one, group=group, out_dtype=f32, **more
-        )
+    def scatter(a: torch.Tensor, w: torch.Tensor = w) -> Any:
+        return symm_cp.scaled_matmul_reduce_scatter(a, w, one, one, group=group, out_dtype=f32)
 
-    row = torch.ones(1, 8)
     yield "no rows", lambda: gather(x[:0]), [0, 8]
     yield "no columns of A", lambda: gather(x[:, :0], w[:0]), [4 * size, 8]
-    yield "a bias that is a matrix", lambda: gather(bias=row), [4 * size, 8]
-    yield "an integer bias", lambda: gather(bias=row[0].int()), [4 * size, 8]
     yield "no rows to scatter", lambda: scatter(a[:0]), [0, 8]
-    yield "nothing to sum over", lambda: scatter_nothing(group), [4, 8]
-    yield "a bias for each element", lambda: scatter(bias=torch.ones(4, 8)), [4, 8]
-
-
-def scatter_nothing(group: dist.ProcessGroup) -> Any:
-    one = torch.ones(())
-    a, w = float8(4 * group.size(), 0), float8(8, 0).t()
-    return symm_cp.scaled_matmul_reduce_scatter(
-        a, w, one, one, group=group, out_dtype=torch.float32
-    )
+    yield "nothing to sum over", lambda: scatter(a[:, :0], w[:0]), [4, 8]
 
 
 def python_serves(group: dist.ProcessGroup) -> None:

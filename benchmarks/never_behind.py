@@ -39,6 +39,9 @@ SHAPES = [
     for inner, columns in sizes
 ]
 
+#: Of products of float8, whose kernel takes ten times as long on processors that only convert it.
+SCALED_SHAPES = [(1, 64, 64), (16, 256, 256), (64, 256, 256), (64, 1024, 1024), (1024, 1024, 1024)]
+
 #: Of each rank; 8 heads of 64 features.
 TOKENS = (16, 64, 256, 1024)
 
@@ -54,6 +57,10 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
             yield _gather(group, over, dtype, rows, inner, columns)
             yield _scatter(group, over, dtype, rows, inner, columns)
             yield _reduce(group, over, dtype, rows, inner, columns)
+        for shape in SCALED_SHAPES:
+            for by_row in (False, True):
+                yield _scaled_gather(group, over, dtype, by_row, *shape)
+                yield _scaled_scatter(group, over, dtype, by_row, *shape)
         for tokens in TOKENS:
             for causal in (False, True):
                 yield _attention(group, over, dtype, tokens, causal)
@@ -140,6 +147,63 @@ def _reduce(
         UNFUSED: unfused,
     }
     return _case("matmul-all-reduce", dtype, shape, variants)
+
+
+def _float8(rows: int, inner: int, columns: int, by_row: bool) -> tuple[torch.Tensor, ...]:
+    """Returns two matrices, the second by columns, and their scales."""
+    x, weight = torch.randn(rows, inner), torch.randn(columns, inner) * inner**-0.5
+    shapes = ((rows, 1), (1, columns)) if by_row else ((), ())
+    scales = [torch.rand(shape) + 0.5 for shape in shapes]
+    return x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).t(), *scales
+
+
+def _scaled_gather(
+    group: dist.ProcessGroup, over: dist.ProcessGroup, dtype: torch.dtype, by_row: bool, *shape: int
+) -> Case:
+    rows, inner, _ = shape
+    x_shard, weight, x_scale, scale = _float8(*shape, by_row)
+    gathered = torch.empty(group.size() * rows, inner, dtype=x_shard.dtype)
+    all_scales = torch.empty(group.size() * rows, 1) if by_row else x_scale
+
+    def unfused() -> torch.Tensor:
+        _gather_into(gathered.view(torch.uint8), x_shard.view(torch.uint8), group=over)
+        if by_row:
+            _gather_into(all_scales, x_scale, group=over)
+        return torch._scaled_mm(gathered, weight, all_scales, scale, out_dtype=dtype)
+
+    whole = torch.cat([x_shard] * group.size())
+    of_whole = torch.cat([x_scale] * group.size()) if by_row else x_scale
+    variants: dict[str, Callable[[], object]] = {
+        LIMIT: lambda: torch._scaled_mm(whole, weight, of_whole, scale, out_dtype=dtype),
+        FUSED: lambda: symm_cp.scaled_all_gather_matmul(
+            x_shard, weight, x_scale, scale, group=group, out_dtype=dtype
+        )[1],
+        UNFUSED: unfused,
+    }
+    op = f"scaled all-gather-matmul ({'rows' if by_row else 'tensor'})"
+    return _case(op, dtype, shape, variants)
+
+
+def _scaled_scatter(
+    group: dist.ProcessGroup, over: dist.ProcessGroup, dtype: torch.dtype, by_row: bool, *shape: int
+) -> Case:
+    rows, inner, columns = shape
+    operands = _float8(rows * group.size(), inner, columns, by_row)
+    part = torch.empty(rows, columns, dtype=dtype)
+
+    def unfused() -> torch.Tensor:
+        _scatter_into(part, torch._scaled_mm(*operands, out_dtype=dtype), group=over)
+        return part
+
+    variants: dict[str, Callable[[], object]] = {
+        LIMIT: lambda: torch._scaled_mm(*operands, out_dtype=dtype),
+        FUSED: lambda: symm_cp.scaled_matmul_reduce_scatter(
+            *operands, group=group, out_dtype=dtype
+        ),
+        UNFUSED: unfused,
+    }
+    op = f"scaled matmul-reduce-scatter ({'rows' if by_row else 'tensor'})"
+    return _case(op, dtype, shape, variants)
 
 
 def _attention(

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from symm_cp.schedule.simulate import Event
 from symm_cp.schedule.steps import Compute, Copy, Schedule, Signal, Step, Wait
 from symm_cp.testing import Ranks
 
+OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
@@ -76,6 +78,53 @@ def matmuls(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_a_recording_has_the_steps_of_the_schedule(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, matmuls)
+
+
+def native_products(group: dist.ProcessGroup) -> None:
+    """One collective before or after a product: what was proven is what runs."""
+    W, rank, name = group.size(), group.rank(), group.group_name
+    gather, scatter = (
+        pattern.direct().schedule(rank, W)
+        for pattern in (patterns.ALL_GATHER, patterns.REDUCE_SCATTER)
+    )
+    consume, produce = ("compute", "consume", rank), ("compute", "produce", rank)
+    x, weight, one = torch.randn(4, 16), torch.randn(16, 8), torch.ones(())
+    wide, float8 = torch.randn(4 * W, 16), torch.float8_e4m3fn
+    rows, last = torch.ones(4, 1), ([None], [None], [torch.float32], [False])
+    x8, wide8, weight8 = x.to(float8), wide.to(float8), weight.t().contiguous().to(float8).t()
+    ops: list[tuple[Callable[[], object], list[Any]]] = [
+        (lambda: OPS.fused_all_gather_matmul(x, [weight], 0, name), [gather, consume]),
+        (lambda: OPS.fused_matmul_reduce_scatter(wide, weight, "sum", 0, name), [produce, scatter]),
+        (
+            lambda: OPS.fused_all_gather_scaled_matmul(x8, [weight8], one, [one], 0, name, *last),
+            [gather, consume],
+        ),
+        (
+            lambda: OPS.fused_all_gather_scaled_matmul(x8, [weight8], rows, [one], 0, name, *last),
+            [gather, gather, consume],  # of the matrix, and of its rows' scales
+        ),
+        (
+            lambda: OPS.fused_scaled_matmul_reduce_scatter(
+                wide8, weight8, one, one, "sum", 0, 0, name, None, None, None, torch.float32
+            ),
+            [produce, scatter, consume],  # adds a bias and rounds
+        ),
+    ]
+    for number, (run, parts) in enumerate(ops):
+        run()
+        with symm_cp.trace() as recording:
+            run()
+        found = [told(event.step) for event in recording.timeline.events]
+        expected: list[tuple[object, ...]] = []
+        for part in parts:
+            exchange = isinstance(part, Schedule)
+            expected += [told(step) for step in part.lanes["compute"]] if exchange else [part]
+        assert found == expected, number
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])  # one rank exchanges nothing
+def test_native_products_have_the_steps_of_their_collectives(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, native_products)
 
 
 def engine(group: dist.ProcessGroup) -> None:

@@ -5,23 +5,22 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstring>
 
-#include "ops/kernels.h"
+#include "ops/gradients.h"
 
 namespace symm_cp::autograd_gate {
 
 namespace {
 
-using namespace kernels;
-using torch::jit::Stack;
+using namespace gradients;
 
 template <class Test>
 bool any_tensor(const c10::IValue& value, const Test& test) {
   if (value.isTensor()) return value.toTensor().defined() && test(value.toTensor());
-  if (!value.isTensorList()) return false;
-  const auto tensors = value.toTensorVector();
-  return std::any_of(tensors.begin(), tensors.end(), test);
+  if (!value.isTensorList() && !value.isOptionalTensorList()) return false;
+  const auto values = value.toListRef();
+  return std::any_of(values.begin(), values.end(),
+                     [&](const c10::IValue& each) { return any_tensor(each, test); });
 }
 
 // Whether a transform of torch.func is under way in this thread. The object is there from the first
@@ -50,9 +49,9 @@ bool may_differentiate(const c10::OperatorHandle& op, const Stack& stack) {
   return false;
 }
 
-void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+void in_python_or_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (may_differentiate(op, *stack)) {
-    const std::string name = "symm_cp::" + op.schema().name().substr(strlen("symm_mem::"));
+    const std::string name = std::string("symm_cp::") + name_of(op);
     return c10::Dispatcher::singleton()
         .findSchemaOrThrow(name.c_str(), "")
         .redispatchBoxed(keys, stack);
@@ -61,26 +60,22 @@ void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* 
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-void autograd_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const auto& arguments = op.schema().arguments();
-  size_t index = 0;
-  while (arguments[index].name() != "group_name") ++index;
-  const c10::IValue group = torch::jit::peek(*stack, index, arguments.size());
-  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
-  telling_of_refusals(name, group, kSync, keys, [&] { redispatch(op, keys, stack); });
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   for (const char* name :
-       {"fused_all_gather_matmul", "_all_gather_matmul_split", "fused_matmul_reduce_scatter",
-        "_matmul_reduce_scatter_split", "_fused_matmuls_reduce_scatter",
-        "_fused_all_gather_weight_grad", "_fused_matmul_reduce_scatter_backward",
-        "fused_all_gather_attention", "fused_all_gather_attention_backward", "_route_to_experts",
-        "dispatch_to_experts", "combine_from_experts", "fused_dispatch_grouped_matmul",
-        "fused_grouped_matmul_combine"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autograd_kernel>());
+       {"_fused_matmuls_reduce_scatter", "_fused_all_gather_weight_grad",
+        "_fused_matmul_reduce_scatter_backward", "fused_all_gather_attention",
+        "fused_all_gather_attention_backward", "_route_to_experts", "dispatch_to_experts",
+        "combine_from_experts", "fused_dispatch_grouped_matmul", "fused_grouped_matmul_combine",
+        "_all_gather_scaled_matmul_split", "_scaled_matmul_reduce_scatter_split"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&in_python_or_below>>());
+}
+
+// Of ops without gradients that are torch's: on other devices, torch's kernels are.
+TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
+  for (const char* name : {"fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&in_python_or_below>>());
 }
 
 }  // namespace symm_cp::autograd_gate

@@ -2,24 +2,23 @@
 // time to travel than Python takes to pipeline them: gather, then one matmul, or one matmul, then
 // scatter. The kernels in Python have the larger matrices, and say what is wrong with arguments.
 //
-// Shapes: x_shard (..., M, K) is gathered along one of its dimensions; a @ weight is (..., M, N).
-// Which kernel runs is decided by what is the same on all ranks: the dtype and the whole shape of
-// what travels, not by the other dimension of a product, which may differ from rank to rank.
+// Shapes are those of matmul_parts.h. Which kernel runs is decided by what is the same on all
+// ranks: the dtype and the whole shape of what travels, not by the other dimension of a product,
+// which may differ from rank to rank.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/movedim.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstdlib>
 
-#include "ops/kernels.h"
+#include "ops/matmul_parts.h"
 
 namespace symm_cp::fused_matmuls {
 
 namespace {
 
 using namespace kernels;
+using namespace matmul_parts;
 using torch::jit::Stack;
 
 constexpr const char* kGather = "fused_all_gather_matmul";
@@ -36,177 +35,18 @@ bool is_served(at::ScalarType dtype, int64_t whole_elements) {
   if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf && dtype != at::kDouble)
     return false;
   const int64_t bytes = whole_elements * static_cast<int64_t>(c10::elementSize(dtype));
-  if (bytes == 0 || bytes > kWholeBytes) return false;
-  return serves_small_matmuls() && std::getenv("SYMM_CP_WAY") == nullptr;
+  return bytes > 0 && bytes <= kWholeBytes && may_serve();
 }
-
-bool is_plain(const at::Tensor& tensor, at::ScalarType dtype) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.scalar_type() == dtype;
-}
-
-bool is_matrix(const at::Tensor& tensor, at::ScalarType dtype, int64_t rows) {
-  return is_plain(tensor, dtype) && tensor.dim() == 2 && tensor.size(0) == rows;
-}
-
-// Returns -1 for a dimension that is out of range.
-int64_t wrapped(int64_t dim, int64_t dims) {
-  if (dim < -dims || dim >= dims) return -1;
-  return dim < 0 ? dim + dims : dim;
-}
-
-at::Tensor moved(const at::Tensor& tensor, int64_t from, int64_t to) {
-  return from == to ? tensor : tensor.movedim(from, to);
-}
-
-at::Tensor as_rows(const at::Tensor& tensor, int64_t dim) {
-  return moved(tensor, dim, 0).flatten(0, -2);
-}
-
-at::DimVector with_length(at::IntArrayRef shape, int64_t dim, int64_t length) {
-  at::DimVector sizes(shape);
-  sizes[dim] = length;
-  return sizes;
-}
-
-// Returns a contiguous tensor at a multiple of 64 bytes: results must not depend on addresses, see
-// tensors/alignment.py.
-at::Tensor aligned(const at::Tensor& tensor) {
-  constexpr uintptr_t kAlignment = 64;
-  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  if (tensor.is_contiguous() && address % kAlignment == 0) return tensor.view(tensor.sizes());
-  return new_output(tensor, tensor.sizes()).copy_(tensor);
-}
-
-// The part of a tensor along a dimension that travels, and those of all ranks.
-struct Division {
-  int64_t dim;
-  std::vector<int64_t> sizes;
-
-  int64_t length() const { return total(sizes); }
-};
 
 // Nothing where the kernel in Python is needed.
 std::optional<Division> division_of_shard(const at::Tensor& shard, int64_t dim, const Sizes& given,
                                           const Group& group) {
-  dim = wrapped(dim, shard.dim());
-  if (dim < 0 || shard.dim() < 2) return {};
-  Division division{dim,
-                    given ? *given : std::vector<int64_t>(group.world_size(), shard.size(dim))};
-  const auto& sizes = division.sizes;
-  if (sizes.size() != static_cast<size_t>(group.world_size())) return {};
-  if (*std::min_element(sizes.begin(), sizes.end()) < 0) return {};
-  if (sizes[group.rank()] != shard.size(dim)) return {};
-  const auto whole = with_length(shard.sizes(), dim, division.length());
-  if (!is_plain(shard, shard.scalar_type())) return {};
+  auto division = divided_shard(shard, dim, given, group);
+  if (!division || !is_plain(shard, shard.scalar_type())) return {};
+  const auto whole = with_length(shard.sizes(), division->dim, division->length());
   if (!is_served(shard.scalar_type(), c10::multiply_integers(whole))) return {};
   return division;
 }
-
-std::optional<Division> division_of_whole(at::IntArrayRef shape, at::ScalarType dtype, int64_t dim,
-                                          const Sizes& given, int ranks) {
-  const auto dims = static_cast<int64_t>(shape.size());
-  dim = wrapped(dim, dims);
-  if (dim < 0 || dims < 2) return {};
-  if (!given && shape[dim] % ranks != 0) return {};
-  Division division{dim, given ? *given : std::vector<int64_t>(ranks, shape[dim] / ranks)};
-  const auto& sizes = division.sizes;
-  if (sizes.size() != static_cast<size_t>(ranks) || division.length() != shape[dim]) return {};
-  if (*std::min_element(sizes.begin(), sizes.end()) < 0) return {};
-  if (!is_served(dtype, c10::multiply_integers(shape))) return {};
-  return division;
-}
-
-CallKey key_of(const char* op, const Group& group, at::ScalarType dtype, at::IntArrayRef shape,
-               const Division& division) {
-  CallKey key{reinterpret_cast<intptr_t>(op), group.world_size(), group.rank(), division.dim,
-              static_cast<int64_t>(dtype)};
-  key.append(shape.begin(), shape.end());
-  key.append(division.sizes.begin(), division.sizes.end());
-  return key;
-}
-
-std::string name_whole(const char* op, at::ScalarType dtype, at::IntArrayRef shape,
-                       const char* argument, const Division& division, const std::string& more) {
-  const std::string uneven = name_sizes(division.sizes);
-  std::string detail = std::string(argument) + "=" + std::to_string(division.dim);
-  if (!more.empty()) detail += " " + more;
-  if (!uneven.empty()) detail += " " + uneven;
-  return name_call(op, dtype, with_length(shape, division.dim, division.length()), detail);
-}
-
-// Gathers a shard as rows of a matrix: along its last dimension the rows become longer, along
-// another one there are more of them, in the order of that dimension.
-class Gathered {
- public:
-  Gathered(const char* op, const char* argument, const at::Tensor& shard, const Division& division)
-      : op_(op), argument_(argument), division_(division) {
-    by_columns_ = division.dim == shard.dim() - 1;
-    shard_ = by_columns_ ? shard : moved(shard, division.dim, 0);
-    shape_ = with_length(shard_.sizes(), by_columns_ ? shard.dim() - 1 : 0, division.length());
-  }
-
-  void gather(Group& group, bool keep) {
-    if (group.world_size() == 1) {
-      whole_ = keep ? new_output(shard_, shape_).copy_(shard_) : aligned(shard_);
-      return;
-    }
-    const auto call = CheckedCalls::of_this_thread().take(
-        key_of(op_, group, shard_.scalar_type(), shard_.sizes(), division_),
-        [&](CheckedCall& call) { prepare(call, group.rank()); });
-    const at::Tensor input = shard_.contiguous();
-    whole_ = new_output(shard_, shape_);
-    call->bind(input.const_data_ptr(), whole_.mutable_data_ptr());
-    note_small_matmul(call->exchange.call_name);
-    run(group, call->exchange);
-  }
-
-  at::Tensor rows() const { return shape_.size() == 2 ? whole_ : whole_.flatten(0, -2); }
-  // What was gathered, as the shard's dimensions are.
-  at::Tensor whole() const { return as_given(whole_); }
-  // A product of the rows, likewise.
-  at::Tensor product(const at::Tensor& rows) const {
-    if (shape_.size() == 2) return as_given(rows);
-    return as_given(rows.view(with_length(shape_, shape_.size() - 1, rows.size(1))));
-  }
-  int64_t columns() const { return shape_.back(); }
-  // Rows of a tensor that has the gathered one's dimensions but for the last.
-  at::Tensor rows_like(const at::Tensor& tensor) const {
-    return by_columns_ ? tensor.flatten(0, -2) : as_rows(tensor, division_.dim);
-  }
-  bool by_columns() const { return by_columns_; }
-
- private:
-  at::Tensor as_given(const at::Tensor& tensor) const {
-    return by_columns_ ? tensor : moved(tensor, 0, division_.dim);
-  }
-
-  // A shard is a run of bytes for each row, or one for all rows.
-  void prepare(CheckedCall& call, int rank) const {
-    const auto size = static_cast<int64_t>(shard_.element_size());
-    const int64_t rows = by_columns_ ? c10::multiply_integers(shape_.begin(), shape_.end() - 1) : 1;
-    const int64_t inner =
-        by_columns_ ? size : size * c10::multiply_integers(shape_.begin() + 1, shape_.end());
-    const int64_t pitch = division_.length() * inner;
-    call.exchange.kind = ExchangeKind::kAllGather;
-    call.exchange.call_name =
-        name_whole(op_, shard_.scalar_type(), as_given(shard_).sizes(), argument_, division_, "");
-    call.add_input(0, rows * division_.sizes[rank] * inner);
-    int64_t begin = 0;
-    for (const int64_t length : division_.sizes) {
-      const int64_t row = length * inner;
-      call.add_output(begin, rows * row, rows > 1 ? row : 0, pitch);
-      begin += row;
-    }
-  }
-
-  const char* op_;
-  const char* argument_;
-  const Division& division_;
-  bool by_columns_;
-  at::Tensor shard_;
-  at::DimVector shape_;  // of the whole
-  at::Tensor whole_;
-};
 
 at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b) {
   at::Tensor out = new_output(a, {a.size(0), b.size(1)});
@@ -330,109 +170,40 @@ void add_up(const at::Tensor& out, const std::vector<at::Tensor>& lefts,
   if (narrow) out.copy_(sum);
 }
 
-// The sum as the ranks' parts, one behind the other.
-class Parts {
- public:
-  Parts(const ScatterArguments& given, at::IntArrayRef shape, const Division& division)
-      : given_(given), division_(division) {
-    const auto dims = static_cast<int64_t>(shape.size());
-    by_columns_ = division.dim == dims - 1;
-    shape_ = at::DimVector(shape);
-    if (!by_columns_) {
-      shape_.erase(shape_.begin() + division.dim);
-      shape_.insert(shape_.begin(), shape[division.dim]);
-    }
-    dim_ = by_columns_ ? dims - 1 : 0;
+// Writes this rank's contribution to the parts of all ranks.
+void add_up_to(const at::Tensor& sum, const ScatterArguments& given, const Scattered& scattered,
+               int ranks) {
+  std::vector<at::Tensor> lefts;
+  for (const at::Tensor& left : given.lefts) lefts.push_back(scattered.rows_of(left));
+  const at::Tensor addend = given.addend.defined() ? scattered.rows_of(given.addend) : at::Tensor();
+  if (!scattered.by_columns() || ranks == 1) {
+    const at::Tensor out = sum.view({-1, scattered.shape().back()});
+    return add_up(out, lefts, given.rights, addend.defined() ? addend.contiguous() : addend);
   }
-
-  // The shape of a rank's part, with the scattered dimension in front or at the end.
-  at::DimVector shape_of(int rank) const {
-    return with_length(shape_, dim_, division_.sizes[rank]);
-  }
-
-  // Writes this rank's contribution to the parts of all ranks.
-  void add_up_to(const at::Tensor& sum) const {
-    std::vector<at::Tensor> lefts;
-    for (const at::Tensor& left : given_.lefts) lefts.push_back(rows_of(left));
-    const at::Tensor addend = given_.addend.defined() ? rows_of(given_.addend) : at::Tensor();
-    if (!by_columns_ || division_.sizes.size() == 1) {
-      const at::Tensor out = sum.view({-1, shape_.back()});
-      return add_up(out, lefts, given_.rights, addend.defined() ? addend.contiguous() : addend);
-    }
-    const int64_t rows = c10::multiply_integers(shape_.begin(), shape_.end() - 1);
-    const at::Tensor numbers = sum.view(-1);
-    int64_t begin = 0;
-    for (const int64_t length : division_.sizes) {
-      std::vector<at::Tensor> rights;
-      for (const at::Tensor& right : given_.rights)
-        rights.push_back(right.narrow(1, begin, length));
-      const at::Tensor part = numbers.narrow(0, rows * begin, rows * length).view({rows, length});
-      add_up(part, lefts, rights,
-             addend.defined() ? addend.narrow(1, begin, length).contiguous() : addend);
-      begin += length;
-    }
-  }
-
-  void prepare(CheckedCall& call, int rank, const std::string& name) const {
-    const at::ScalarType dtype = given_.like().scalar_type();
-    const int64_t bytes =
-        c10::multiply_integers(shape_) / shape_[dim_] * given_.like().element_size();
-    call.exchange.kind = ExchangeKind::kReduceScatter;
-    call.exchange.call_name = name;
-    set_reduction(call.exchange, dtype,
-                  given_.reduce_op == "avg" ? ReduceOp::kAvg : ReduceOp::kSum);
-    int64_t begin = 0;
-    for (const int64_t length : division_.sizes) {
-      call.add_input(begin, length * bytes);
-      begin += length * bytes;
-    }
-    call.add_output(0, division_.sizes[rank] * bytes);
-  }
-
-  at::Tensor as_given(const at::Tensor& part) const {
-    return by_columns_ || division_.dim == 0 ? part : part.movedim(0, division_.dim).contiguous();
-  }
-  at::IntArrayRef shape() const { return shape_; }
-
- private:
-  at::Tensor rows_of(const at::Tensor& tensor) const {
-    return by_columns_ ? tensor.flatten(0, -2) : as_rows(tensor, division_.dim);
-  }
-
-  const ScatterArguments& given_;
-  const Division& division_;
-  bool by_columns_;
-  at::DimVector shape_;
-  int64_t dim_;  // the scattered one of `shape_`
-};
+  scattered.for_columns(sum, [&](const at::Tensor& part, int64_t begin, int64_t length) {
+    std::vector<at::Tensor> rights;
+    for (const at::Tensor& right : given.rights) rights.push_back(right.narrow(1, begin, length));
+    add_up(part, lefts, rights,
+           addend.defined() ? addend.narrow(1, begin, length).contiguous() : addend);
+  });
+}
 
 // Undefined where the kernel in Python is needed.
 at::Tensor matmul_reduce_scatter(Group& group, const ScatterArguments& given) {
-  const bool mean = given.reduce_op == "avg";
   const at::DimVector shape = shape_of_sum(given);
-  if (shape.empty() || (!mean && given.reduce_op != "sum")) return {};
-  const at::ScalarType dtype = given.like().scalar_type();
-  const auto division = division_of_whole(shape, dtype, given.dim, given.sizes, group.world_size());
-  if (!division) return {};
+  if (shape.empty() || (given.reduce_op != "avg" && given.reduce_op != "sum")) return {};
+  const auto division = divided_whole(shape, given.dim, given.sizes, group.world_size());
+  if (!division || !is_served(given.like().scalar_type(), c10::multiply_integers(shape))) return {};
   const at::AutoDispatchBelowADInplaceOrView below;
-  const Parts parts(given, shape, *division);
-  at::Tensor output = new_output(given.like(), parts.shape_of(group.rank()));
-  if (group.world_size() == 1) {
-    parts.add_up_to(output);
-    return parts.as_given(output);
+  const Scattered scattered(given.op, shape, *division, given.reduce_op);
+  const at::Tensor sum = new_output(given.like(), scattered.shape());
+  const int ranks = group.world_size();
+  if (ranks == 1) {
+    add_up_to(sum, given, scattered, ranks);
+    return scattered.as_given(sum);
   }
-  CallKey key = key_of(given.op, group, dtype, shape, *division);
-  key.push_back(mean);
-  const auto call = CheckedCalls::of_this_thread().take(key, [&](CheckedCall& call) {
-    parts.prepare(call, group.rank(),
-                  name_whole(given.op, dtype, shape, "scatter_dim", *division, given.reduce_op));
-  });
-  const at::Tensor sum = new_output(given.like(), parts.shape());
-  recorded(group, Kind::kProduce, given.op, [&] { parts.add_up_to(sum); });
-  call->bind(sum.const_data_ptr(), output.mutable_data_ptr());
-  note_small_matmul(call->exchange.call_name);
-  run(group, call->exchange);
-  return parts.as_given(output);
+  recorded(group, Kind::kProduce, given.op, [&] { add_up_to(sum, given, scattered, ranks); });
+  return scattered.as_given(scattered.reduce(group, sum));
 }
 
 // Arguments: A, B, reduce_op, scatter_dim, group name, [sizes, rank].

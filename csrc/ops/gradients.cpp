@@ -6,19 +6,43 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
-#include "ops/kernels.h"
+#include "ops/gradients.h"
 
 namespace symm_cp {
 
+namespace gradients {
+
+bool needs_gradient(const char* op, const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !tensor._fw_grad(/*level=*/0).defined(), op,
+      ": forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not supported: "
+      "use torch.autograd.grad or backward()");
+  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) return false;
+  if (const auto& transforms = at::functorch::functorchTLSAccessor()) {
+    try {
+      transforms->checkSupportsCppAutogradFunction();
+    } catch (const c10::Error&) {
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          false, op,
+          ": torch.func.grad, vjp and the transforms built on them are not supported: use "
+          "torch.autograd.grad or backward()");
+    }
+  }
+  return true;
+}
+
+void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  at::AutoDispatchBelowAutograd below;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+}  // namespace gradients
+
 namespace {
 
+using namespace gradients;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using torch::jit::Stack;
-
-c10::OperatorHandle handle_of(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-}
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
@@ -210,70 +234,6 @@ struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
   }
 };
 
-// Of `fused_matmul_all_reduce`. The gradient of the sum is all-reduced, as torch's functional
-// all-reduce has it; the bias is added after the sum.
-struct MatmulAllReduce : torch::autograd::Function<MatmulAllReduce> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& a, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, const c10::IValue& reduce_op,
-                            const c10::IValue& group) {
-    static const auto op = handle_of("symm_mem::fused_matmul_all_reduce");
-    ctx->save_for_backward({a, weight});
-    ctx->saved_data["has_bias"] = bias.has_value();
-    ctx->saved_data["reduce_op"] = reduce_op;
-    ctx->saved_data["group"] = group;
-    at::AutoDispatchBelowADInplaceOrView below;
-    Stack stack{a, weight, bias, reduce_op, group};
-    op.callBoxed(stack);
-    return stack.back().toTensor();
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    // In the dtypes of the forward pass.
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const auto saved = ctx->get_saved_variables();
-    const at::Tensor &a = saved[0], &weight = saved[1], &grad = grads[0];
-    const bool of_a = ctx->needs_input_grad(0), of_weight = ctx->needs_input_grad(1);
-    at::Tensor grad_a, grad_weight, grad_bias;
-    const at::Tensor total = of_a || of_weight ? all_reduced(ctx, grad) : grad;
-    if (of_a) grad_a = at::matmul(total, weight.t());
-    if (of_weight) grad_weight = at::matmul(a.flatten(0, -2).t(), total.flatten(0, -2));
-    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2))
-      grad_bias = grad.flatten(0, -2).sum(0);
-    return {grad_a, grad_weight, grad_bias, at::Tensor(), at::Tensor()};
-  }
-
- private:
-  static at::Tensor all_reduced(AutogradContext* ctx, const at::Tensor& grad) {
-    static const auto op = handle_of("symm_mem::_fused_matmuls_all_reduce");
-    const c10::List<at::Tensor> none;
-    Stack stack{
-        none, none, grad, c10::IValue(), ctx->saved_data["reduce_op"], ctx->saved_data["group"]};
-    op.callBoxed(stack);
-    return stack.back().toTensor();
-  }
-};
-
-// Raises where a transform of torch would lose the derivative by a tensor, with the same message as
-// symm_cp/ops/transforms.py.
-bool needs_gradient(const char* op, const at::Tensor& tensor) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !tensor._fw_grad(/*level=*/0).defined(), op,
-      ": forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not supported: "
-      "use torch.autograd.grad or backward()");
-  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) return false;
-  if (const auto& transforms = at::functorch::functorchTLSAccessor()) {
-    try {
-      transforms->checkSupportsCppAutogradFunction();
-    } catch (const c10::Error&) {
-      TORCH_CHECK_NOT_IMPLEMENTED(
-          false, op,
-          ": torch.func.grad, vjp and the transforms built on them are not supported: use "
-          "torch.autograd.grad or backward()");
-    }
-  }
-  return true;
-}
-
 at::Tensor all_gather_autograd(const at::Tensor& tensor, std::string group) {
   constexpr const char* name = "_low_contention_all_gather";
   at::Tensor gathered;
@@ -303,36 +263,16 @@ at::Tensor reduce_scatter_autograd(const at::Tensor& tensor, std::string reduce_
   return scattered;
 }
 
-void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  at::AutoDispatchBelowAutograd below;
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-}
-
 // Of an op whose last arguments are the tensor that is reduced, the reduction and the group.
 void one_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 3);
   const at::Tensor& tensor = arguments[0].toTensor();
-  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
+  const char* name = name_of(op);
   if (!needs_gradient(name, tensor)) return redispatch(op, keys, stack);
   const at::Tensor reduced = tensor;
   const c10::IValue reduce_op = arguments[1], group = arguments[2];
   redispatch(op, keys, stack);
   with_gradient(stack->back().toTensor(), reduced, reduce_op, group);
-}
-
-void matmul_all_reduce_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                                Stack* stack) {
-  const auto arguments = torch::jit::last(*stack, 5);
-  const at::Tensor &a = arguments[0].toTensor(), &weight = arguments[1].toTensor();
-  const auto bias = arguments[2].toOptional<at::Tensor>();
-  constexpr const char* name = "fused_matmul_all_reduce";
-  bool needed = needs_gradient(name, a);
-  needed = needs_gradient(name, weight) || needed;
-  if (bias) needed = needs_gradient(name, *bias) || needed;
-  if (!needed) return redispatch(op, keys, stack);
-  at::Tensor total = MatmulAllReduce::apply(a, weight, bias, arguments[3], arguments[4]);
-  torch::jit::drop(*stack, 5);
-  stack->emplace_back(std::move(total));
 }
 
 void gather_kv_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -383,7 +323,7 @@ void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
 void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
-  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
+  const char* name = name_of(op);
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (!values[i].isTensor()) continue;
     const at::Tensor tensor = values[i].toTensor();
@@ -426,19 +366,6 @@ void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     if (tensor.is_cpu() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-using AutogradKernel = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*);
-
-// The kernel; calls that it or torch below it refuses are reported to the peers.
-template <AutogradKernel kernel, int channel = kSync>
-void telling(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const auto& arguments = op.schema().arguments();
-  size_t index = 0;
-  while (arguments[index].name() != "group_name") ++index;
-  const c10::IValue group = torch::jit::peek(*stack, index, arguments.size());
-  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
-  kernels::telling_of_refusals(name, group, channel, keys, [&] { kernel(op, keys, stack); });
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
@@ -452,8 +379,6 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&out_autograd, kAsync>>());
   m.impl("exchange_heads",
          torch::CppFunction::makeFromBoxedFunction<&telling<&exchange_heads_autograd>>());
-  m.impl("fused_matmul_all_reduce",
-         torch::CppFunction::makeFromBoxedFunction<&telling<&matmul_all_reduce_autograd>>());
 }
 
 // Not for torch's kernels on other devices: they write to parameters, and to what requires grad,

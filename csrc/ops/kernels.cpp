@@ -187,11 +187,13 @@ void Arguments::check_memory(const char* op) const {
     const c10::IValue& value = at(i);
     if (value.isTensor()) {
       kernels::check_memory(op, schema_.arguments()[i].name(), value.toTensor());
-    } else if (value.isTensorList()) {
+    } else if (value.isTensorList() || value.isOptionalTensorList()) {
       size_t index = 0;
-      for (const at::Tensor& tensor : value.toTensorVector())
-        kernels::check_memory(
-            op, schema_.arguments()[i].name() + "[" + std::to_string(index++) + "]", tensor);
+      for (const c10::IValue& each : value.toListRef()) {
+        const std::string name =
+            schema_.arguments()[i].name() + "[" + std::to_string(index++) + "]";
+        if (!each.isNone()) kernels::check_memory(op, name, each.toTensor());
+      }
     }
   }
 }

@@ -10,15 +10,16 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstdlib>
 
-#include "ops/kernels.h"
+#include "ops/matmul_parts.h"
 
 namespace symm_cp {
 
 namespace {
 
 using namespace kernels;
+using matmul_parts::is_plain;
+using matmul_parts::may_serve;
 using torch::jit::Stack;
 
 constexpr const char* kMatmulAllReduce = "fused_matmul_all_reduce";
@@ -36,10 +37,6 @@ struct Arrays {
   bool mean() const { return reduce_op == "avg"; }
 };
 
-bool is_plain(const at::Tensor& tensor, at::ScalarType dtype) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.scalar_type() == dtype;
-}
-
 // Of K, which may differ between ranks, nothing depends.
 bool is_served(const Arrays& given) {
   const at::ScalarType dtype = given.a.scalar_type();
@@ -54,7 +51,7 @@ bool is_served(const Arrays& given) {
   if (!given.mean() && given.reduce_op != "sum") return false;
   const auto size = static_cast<int64_t>(given.a.element_size());
   if (given.rows() * given.columns() * size > kFewBytes) return false;
-  return serves_small_matmuls() && std::getenv("SYMM_CP_WAY") == nullptr;
+  return may_serve();
 }
 
 void prepare(CheckedCall& call, const Arrays& given, at::IntArrayRef shape, int ranks) {

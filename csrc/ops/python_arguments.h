@@ -19,8 +19,10 @@ namespace symm_cp::python_arguments {
 enum class Kind {
   kTensor,
   kTensors,
+  kOptionalTensors,
   kInt,
   kInts,
+  kOptionalInts,
   kFloat,
   kBool,
   kBools,
@@ -37,6 +39,22 @@ struct Argument {
   std::optional<c10::IValue> given_by_default;
 };
 
+inline Kind kind_of_list(const c10::ListType& type) {
+  const c10::TypePtr& element = type.getElementType();
+  switch (element->kind()) {
+    case c10::TypeKind::TensorType: return Kind::kTensors;
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType: return Kind::kInts;
+    case c10::TypeKind::BoolType: return Kind::kBools;
+    case c10::TypeKind::OptionalType: {
+      const auto inner = element->expectRef<c10::OptionalType>().getElementType()->kind();
+      if (inner == c10::TypeKind::TensorType) return Kind::kOptionalTensors;
+      return inner == c10::TypeKind::IntType ? Kind::kOptionalInts : Kind::kOther;
+    }
+    default: return Kind::kOther;
+  }
+}
+
 inline Kind kind_of(const c10::TypePtr& type) {
   switch (type->kind()) {
     case c10::TypeKind::TensorType: return Kind::kTensor;
@@ -47,14 +65,7 @@ inline Kind kind_of(const c10::TypePtr& type) {
     case c10::TypeKind::FloatType: return Kind::kFloat;
     case c10::TypeKind::BoolType: return Kind::kBool;
     case c10::TypeKind::StringType: return Kind::kText;
-    case c10::TypeKind::ListType: {
-      const auto element = type->expectRef<c10::ListType>().getElementType()->kind();
-      if (element == c10::TypeKind::TensorType) return Kind::kTensors;
-      if (element == c10::TypeKind::IntType || element == c10::TypeKind::SymIntType)
-        return Kind::kInts;
-      if (element == c10::TypeKind::BoolType) return Kind::kBools;
-      return Kind::kOther;
-    }
+    case c10::TypeKind::ListType: return kind_of_list(type->expectRef<c10::ListType>());
     default: return Kind::kOther;
   }
 }
@@ -74,6 +85,20 @@ inline bool is_number(PyObject* given) { return PyLong_CheckExact(given); }
 // Sets Python's exception for a number that is too large.
 inline int64_t to_number(PyObject* given) { return PyLong_AsLongLong(given); }
 
+// A number, or what torch numbers: a dtype, a layout, a memory format.
+inline bool is_number_or_enum(PyObject* given) {
+  return is_number(given) || THPDtype_Check(given) || THPLayout_Check(given) ||
+         THPMemoryFormat_Check(given);
+}
+inline int64_t to_number_or_enum(PyObject* given) {
+  if (THPDtype_Check(given))
+    return static_cast<int64_t>(reinterpret_cast<THPDtype*>(given)->scalar_type);
+  if (THPLayout_Check(given))
+    return static_cast<int64_t>(reinterpret_cast<THPLayout*>(given)->layout);
+  if (THPMemoryFormat_Check(given))
+    return static_cast<int64_t>(reinterpret_cast<THPMemoryFormat*>(given)->memory_format);
+  return to_number(given);
+}
 inline bool is_flag(PyObject* given) { return PyBool_Check(given); }
 inline bool to_flag(PyObject* given) { return given == Py_True; }
 
@@ -91,6 +116,15 @@ bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   }
   stack.emplace_back(std::move(elements));
   return true;
+}
+
+// The same of a list whose elements may be None.
+template <class Element, class Is, class To>
+bool take_optionals(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
+  using Optional = std::optional<Element>;
+  return take_list<Optional>(
+      given, stack, [&](PyObject* item) { return item == Py_None || is(item); },
+      [&](PyObject* item) { return item == Py_None ? Optional() : Optional(to(item)); });
 }
 
 // Appends an argument to the stack; false if it is for torch's callable.
@@ -128,22 +162,13 @@ inline bool take(const Argument& argument, PyObject* given, std::vector<c10::IVa
       return true;
     case Kind::kTensors: return take_list<at::Tensor>(given, stack, is_tensor, to_tensor);
     case Kind::kInts: return take_list<int64_t>(given, stack, is_number, to_number);
+    case Kind::kOptionalTensors:
+      return take_optionals<at::Tensor>(given, stack, is_tensor, to_tensor);
+    case Kind::kOptionalInts:
+      return take_optionals<int64_t>(given, stack, is_number_or_enum, to_number_or_enum);
     case Kind::kInt:
-      if (THPDtype_Check(given)) {
-        stack.emplace_back(static_cast<int64_t>(reinterpret_cast<THPDtype*>(given)->scalar_type));
-        return true;
-      }
-      if (THPLayout_Check(given)) {
-        stack.emplace_back(static_cast<int64_t>(reinterpret_cast<THPLayout*>(given)->layout));
-        return true;
-      }
-      if (THPMemoryFormat_Check(given)) {
-        const auto format = reinterpret_cast<THPMemoryFormat*>(given)->memory_format;
-        stack.emplace_back(static_cast<int64_t>(format));
-        return true;
-      }
-      if (!is_number(given)) return false;
-      stack.emplace_back(to_number(given));
+      if (!is_number_or_enum(given)) return false;
+      stack.emplace_back(to_number_or_enum(given));
       return true;
     case Kind::kFloat:
       if (!PyFloat_CheckExact(given)) return false;

@@ -56,7 +56,7 @@ class Elsewhere(NamedTuple):
     differentiable: bool
 
 
-NATIVE_GRADIENT = Elsewhere("csrc/ops/gradients.cpp", differentiable=True)
+NATIVE_GRADIENT = Elsewhere("csrc/ops/gradients.cpp, matmul_gradients.cpp", differentiable=True)
 
 
 class Vmap(enum.Enum):

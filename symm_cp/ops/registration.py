@@ -105,7 +105,12 @@ def _register_gradient(op: Op) -> None:
     if isinstance(op.gradient, Gradient):
         register_gradient(op.name, *op.gradient, library=in_python if op.native_autograd else lib)
     elif isinstance(op.gradient, NoGradient):
-        register_no_gradient(op.name, op.gradient.instead, is_torchs=op.schema == TORCHS)
+        register_no_gradient(
+            op.name,
+            op.gradient.instead,
+            is_torchs=op.schema == TORCHS,
+            native=op.native_autograd,
+        )
     elif isinstance(op.gradient, GradientByHand):
         library = in_python if op.native_autograd else lib
         library.impl(op.name, op.gradient.kernel, "Autograd", with_keyset=op.gradient.with_keyset)

@@ -17,7 +17,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from symm_cp.ops.common import keys_of_ours, lib
+from symm_cp.ops.common import in_python, keys_of_ours, lib
 from symm_cp.ops.op import Op
 
 _NAMESPACE = torch.ops.symm_mem
@@ -86,18 +86,23 @@ def register_gradient(
         library.impl(name, kernel, key, with_keyset=True)
 
 
-def register_no_gradient(name: str, instead: str, *, is_torchs: bool = False) -> None:
+def register_no_gradient(
+    name: str, instead: str, *, is_torchs: bool = False, native: bool = False
+) -> None:
     """Has the backward pass of an op raise `NotImplementedError`, which says what to do instead.
 
     Of an op of torch's only on devices where it has no kernel for it: with torch's kernels, what
-    follows from the result has no gradient, and torch warns.
+    follows from the result has no gradient, and torch warns. `native`: a native kernel has the
+    key, and calls this one where a gradient is recorded.
     """
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(f"{name}: has no gradient: {instead}")
 
     keys = [f"Autograd{key}" for key in keys_of_ours()] if is_torchs else ["Autograd"]
-    register_gradient(name, backward, keys=keys)
+    for key in keys:
+        in_native = native and key in ("Autograd", "AutogradCPU")
+        register_gradient(name, backward, keys=[key], library=in_python if in_native else lib)
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -161,7 +161,7 @@ def all_ops(group: dist.ProcessGroup) -> dict[str, tuple[Run, tuple[str | None, 
     """The ops, with the ways that they can go; None: that of what is so small, natively."""
     return {
         **{name: (run, (*tuning.WAYS, None)) for name, run in matmuls(group).items()},
-        **{name: (run, tuning.WAYS[:1]) for name, run in scaled(group).items()},
+        **{name: (run, (*tuning.WAYS[:1], None)) for name, run in scaled(group).items()},
         **{name: (run, ("pipeline", None)) for name, run in attentions(group).items()},
     }
 

@@ -33,6 +33,25 @@ def matmul_scatter(group: dist.ProcessGroup) -> Results:
         return [symm_cp.matmul_reduce_scatter(x, torch.randn(6, 4), group=group)]
 
 
+def scaled_gather_matmul(group: dist.ProcessGroup) -> Results:
+    """Natively: one exchange of the matrix, and one of its rows' scales."""
+    x, w = (torch.randn(n, 16).to(torch.float8_e4m3fn) for n in (5, 4))
+    gathered, product = symm_cp.scaled_all_gather_matmul(
+        x, w.t(), torch.rand(5, 1), torch.ones(1, 4), group=group, out_dtype=torch.float32
+    )
+    return [gathered.float(), product]
+
+
+def scaled_matmul_scatter(group: dist.ProcessGroup) -> Results:
+    x, w = (torch.randn(n, 16).to(torch.float8_e4m3fn) for n in (5 * group.size(), 4))
+    one = torch.ones(())
+    return [
+        symm_cp.scaled_matmul_reduce_scatter(
+            x, w.t(), one, one, group=group, out_dtype=torch.float32
+        )
+    ]
+
+
 def matmul_all_reduce(group: dist.ProcessGroup) -> Results:
     name = group.group_name
     return [OPS.fused_matmul_all_reduce(torch.randn(5, 6), torch.randn(6, 4), None, "sum", name)]
@@ -187,7 +206,8 @@ def backend_async(group: dist.ProcessGroup) -> Results:
 ALL: dict[str, Callable[[dist.ProcessGroup], Results]] = {
     run.__name__: run
     for run in (
-        gather_matmul, gather_matmul_whole, matmul_scatter, matmul_all_reduce, matmuls_all_reduce,
+        gather_matmul, gather_matmul_whole, matmul_scatter, scaled_gather_matmul,
+        scaled_matmul_scatter, matmul_all_reduce, matmuls_all_reduce,
         attention, attention_backward, attention_ring, ulysses, ulysses_on_a_mesh, low_contention,
         one_shot, two_shot, scatter_out, two_shot_in_place, gather_in_place, experts,
         backend, backend_async,

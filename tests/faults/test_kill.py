@@ -20,6 +20,8 @@ NAMES = {
     "gather_matmul": "fused_all_gather_matmul",
     "gather_matmul_whole": "fused_all_gather_matmul",
     "matmul_scatter": "fused_matmul_reduce_scatter",
+    "scaled_gather_matmul": "fused_all_gather_scaled_matmul",
+    "scaled_matmul_scatter": "fused_scaled_matmul_reduce_scatter",
     "matmul_all_reduce": "fused_matmul_all_reduce",
     "matmuls_all_reduce": "_fused_matmuls_all_reduce",
     "attention": "fused_all_gather_attention",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from symm_cp import tuning
 from symm_cp.ops import common
 from symm_cp.ops.common import WITH_SIZES
 from symm_cp.ops.matmul import operands
@@ -111,9 +112,12 @@ def refuses(group: dist.ProcessGroup) -> None:
     for error, match, call in _REFUSED.values():
         with FakeTensorMode(), torch.device("cuda"), pytest.raises(error, match=match):
             call(name)
-    # The kernels make the same checks; here they take their tensors for those of a GPU.
+    # The kernels in Python make the same checks; here they take their tensors for those of a GPU.
     gpu = torch.device("cuda", 0)
-    with unittest.mock.patch.object(operands, "device_behind", return_value=gpu):
+    with (
+        tuning.forced("shards"),
+        unittest.mock.patch.object(operands, "device_behind", return_value=gpu),
+    ):
         for error, match, call in _REFUSED.values():
             with pytest.raises(error, match=match):
                 call(name)

@@ -22,7 +22,8 @@ from symm_cp.ops.direct import direct
 SCHEMA = (
     "direct_echo(Tensor a, Tensor[] more, Tensor? b=None, int number=7, int? maybe=None, "
     "int[]? numbers=None, ScalarType? dtype=None, float factor=0.5, bool flag=True, "
-    "str text='none', *, int last=3) -> (Tensor, Tensor?, Tensor[])"
+    "str text='none', Tensor?[]? some=None, ScalarType?[]? dtypes=None, bool[]? flags=None, *, "
+    "int last=3) -> (Tensor, Tensor?, Tensor[])"
 )
 A = torch.ones(2)
 
@@ -53,7 +54,7 @@ seen: list[tuple[Any, ...]] = []
 
 def echo(a: Any, more: Any, b: Any = None, *rest: Any, **last: Any) -> Any:
     seen.append((rest, last, len(more)))
-    if rest and rest[-1] == "refused":
+    if "refused" in rest[6:7]:
         raise ValueError("direct_echo: text is refused")
     return a + 1, None if b is None else b * 2, [tensor - 1 for tensor in more]
 
@@ -82,6 +83,10 @@ USUAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "a size": ((A, [], None, 1, 2, A.shape), {}),
     "keywords": ((A, []), {"text": "b", "b": A, "last": -(2**63), "dtype": torch.int8}),
     "a parameter": ((torch.nn.Parameter(A), []), {}),
+    "lists with none": (
+        (A, []),
+        {"some": [None, A, None], "dtypes": (torch.half, None, 6), "flags": [True, False]},
+    ),
 }
 
 
@@ -113,6 +118,10 @@ UNUSUAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "a float in a list": ((A, []), {"numbers": [1, 2.5]}),
     "none in a list": ((A, [A, None]), {}),
     "a tensor as a list": ((A, A), {}),
+    "a number for an optional tensor": ((A, []), {"some": [None, 1]}),
+    "a bool for a dtype": ((A, []), {"dtypes": [torch.half, True]}),
+    "a number too large for a dtype": ((A, []), {"dtypes": [2**63]}),
+    "a number in a list of bools": ((A, []), {"flags": [True, 1]}),
     "a tensor for a number": ((A, [A], A, torch.tensor(4)), {}),
 }
 

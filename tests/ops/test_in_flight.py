@@ -91,7 +91,7 @@ def mix(group: dist.ProcessGroup, count: int, seed: int) -> list[float]:
         m, k, n = (choose.choice([1, 3, 16, 65]) for _ in range(3))
         x = torch.randn(m * W, k, generator=generator)
         w = torch.randn(k, n, generator=generator)
-        kind = choose.randrange(6)
+        kind = choose.randrange(8)
         if kind == 0:
             result = symm_cp.all_gather_matmul(x, w, group=group)
         elif kind == 1:
@@ -104,8 +104,19 @@ def mix(group: dist.ProcessGroup, count: int, seed: int) -> list[float]:
             continue
         elif kind == 4:
             result = OPS.one_shot_all_reduce(x, "sum", name)
-        else:
+        elif kind == 5:
             result = OPS.two_shot_all_reduce_(x, "sum", name)
+        else:
+            x8, w8, one = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn), torch.ones(())
+            if kind == 6:
+                rows = torch.ones(m * W, 1)
+                _, result = symm_cp.scaled_all_gather_matmul(
+                    x8, w8, rows, one, group=group, out_dtype=torch.float32
+                )
+            else:
+                result = symm_cp.scaled_matmul_reduce_scatter(
+                    x8, w8, one, one, group=group, out_dtype=torch.float32
+                )
         sums.append(result.double().sum().item())
         if pending and choose.random() < 0.5:
             sums.append(wait(pending.pop(choose.randrange(len(pending)))).double().sum().item())

@@ -151,10 +151,11 @@ def scaled_gathers(group: dist.ProcessGroup, index: int) -> None:
     _, expected = reference.scaled_all_gather_matmul(
         shards, scales, [weight], [weight_scale], dim, [bias]
     )
-    gathered, output = symm_cp.scaled_all_gather_matmul(
-        shards[rank], weight, own_scale, weight_scale,
-        gather_dim=dim, group=group, bias=bias, out_dtype=dtype,
-    )  # fmt: skip
+    with tuning.forced(random.choice([None, "shards"])):
+        gathered, output = symm_cp.scaled_all_gather_matmul(
+            shards[rank], weight, own_scale, weight_scale,
+            gather_dim=dim, group=group, bias=bias, out_dtype=dtype,
+        )  # fmt: skip
     assert torch.equal(gathered.view(torch.uint8), full.view(torch.uint8))
     assert output.dtype == dtype
     expected[0].check(output)
@@ -180,10 +181,11 @@ def scaled_scatters(group: dist.ProcessGroup, index: int) -> None:
     bias = torch.randn(N).to(dtype) if random.random() < 0.5 else None
     reduce_op = random.choice(["sum", "avg"])
     expected = reference.scaled_matmul_reduce_scatter(a, a_scale, b, b_scale, dim, reduce_op, bias)
-    output = symm_cp.scaled_matmul_reduce_scatter(
-        a[rank], b[rank], a_scale[rank], b_scale[rank],
-        scatter_dim=dim, reduce_op=reduce_op, group=group, bias=bias, out_dtype=dtype,
-    )  # fmt: skip
+    with tuning.forced(random.choice([None, "shards"])):
+        output = symm_cp.scaled_matmul_reduce_scatter(
+            a[rank], b[rank], a_scale[rank], b_scale[rank],
+            scatter_dim=dim, reduce_op=reduce_op, group=group, bias=bias, out_dtype=dtype,
+        )  # fmt: skip
     assert output.dtype == dtype
     expected[rank].check(output)
 

@@ -163,6 +163,14 @@ def without_python(group: dist.ProcessGroup) -> None:
     for index, call in enumerate(calls):
         call()
         assert python_calls(call) == [], index
+    leaf, weight, wide = (t.clone().requires_grad_() for t in (x, w, a))
+    both: list[Callable[[], torch.Tensor]] = [
+        lambda: OPS.fused_all_gather_matmul(leaf, [weight], 0, name)[1][0],
+        lambda: OPS.fused_matmul_reduce_scatter(wide, weight, "sum", 0, name),
+    ]
+    for index, run in enumerate(both):
+        run().sum().backward()
+        assert python_calls(lambda run=run: run().sum().backward()) == [], index
     # The entry points check their arguments, and name the group.
     symm_cp.all_gather_matmul(x, w, group=group)
     for entry in (

@@ -258,6 +258,12 @@ def float8(*shape: int) -> torch.Tensor:
 
 
 def scaled(group: dist.ProcessGroup) -> None:
+    for way in (None, "shards"):
+        with tuning.forced(way):
+            scaled_in_one_way(group)
+
+
+def scaled_in_one_way(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
     for shape, dtype in itertools.product([(3, 32), (2, 3, 32)], (torch.float32, FLOAT8)):
         for dim in range(len(shape)):

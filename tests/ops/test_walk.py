@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp.testing import Ranks
+from tests.ops.test_scaled_matmuls import KERNELS
 
 
 def counted(frame: FrameType) -> bool:
@@ -44,6 +45,21 @@ def walk(group: dist.ProcessGroup, rows: int, inner: int) -> list[str]:
 
     def call() -> None:
         symm_cp.all_gather_matmul(x, weight, group=own)
+
+    for _ in range(5):
+        call()
+    return calls_of(call)
+
+
+def walk_scaled(group: dist.ProcessGroup, rows: int, inner: int, scatters: bool) -> list[str]:
+    size = group.size() if scatters else 1
+    x, weight = (torch.randn(n, inner).to(torch.float8_e4m3fn) for n in (rows * size, 64))
+    scales, options = (torch.ones(rows * size, 1), torch.ones(1, 64)), {"out_dtype": torch.bfloat16}
+    op = symm_cp.scaled_matmul_reduce_scatter if scatters else symm_cp.scaled_all_gather_matmul
+    own = dist.new_group(list(range(group.size())))
+
+    def call() -> None:
+        op(x, weight.t(), *scales, group=own, **options)
 
     for _ in range(5):
         call()
@@ -84,3 +100,12 @@ def test_all_gather_matmul(ranks: Ranks, rows: int, inner: int, most: int, nativ
         assert len(calls) <= most, "\n".join(calls)
         in_python = any("all_gather_matmul_kernel" in call for call in calls)
         assert in_python != native, calls
+
+
+@pytest.mark.parametrize(("rows", "inner"), [(128, 256), (1024, 1024)])
+@pytest.mark.parametrize("scatters", [False, True])
+def test_scaled_matmuls(ranks: Ranks, rows: int, inner: int, scatters: bool) -> None:
+    """Of any size: csrc/ops/scaled_matmuls.cpp."""
+    for calls in ranks.run(2, walk_scaled, rows, inner, scatters):
+        assert len(calls) <= 7, "\n".join(calls)
+        assert not any(name in call for call in calls for name in KERNELS)

@@ -17,7 +17,8 @@ gradient H of an output:
 S all-reduces; it is its own gradient, as torch's functional all-reduce.
 Each gradient is computed by one of these ops or by a plain matmul, so each backward pass can be
 differentiated again. A backward pass divides the dimension as the forward pass did: the ops that
-take sizes share it with their counterparts without.
+take sizes share it with their counterparts without. Those of the ops that users call are native
+(csrc/ops/matmul_gradients.cpp).
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from symm_cp.ops.op import Gradient
 
 _ops = torch.ops.symm_mem
 _GATHER = "fused_all_gather_matmul"
-_SCATTER = "fused_matmul_reduce_scatter"
 
 
 def is_transposed(weight: torch.Tensor) -> bool:
@@ -78,12 +78,6 @@ def _scattered_sum(
     return scattered
 
 
-def _gathered_shape(ctx: Any, x_shard: torch.Tensor) -> list[int]:
-    shape, sizes = list(x_shard.shape), ctx.uneven[0] if ctx.uneven else None
-    shape[ctx.dim] = sum(sizes) if sizes else shape[ctx.dim] * world_size_of(ctx.group_name)
-    return shape
-
-
 def _share(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
     """The gradient of one rank's part: of an average it is that much smaller."""
     return grad / world_size_of(ctx.group_name) if ctx.reduce_op == "avg" else grad
@@ -92,62 +86,6 @@ def _share(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
 def _no_grads(ctx: Any, arguments: int) -> tuple[None, ...]:
     """The gradients of so many arguments that are no tensors, and of those for uneven parts."""
     return (None,) * (arguments + len(ctx.uneven))
-
-
-# --- fused_all_gather_matmul -----------------------------------------------------------------
-
-
-def _gather_setup(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-) -> None:
-    x_shard, weights, gather_dim, ctx.group_name, *last = inputs
-    ctx.dim, ctx.uneven = gather_dim % x_shard.dim(), uneven_of(last)
-    ctx.set_materialize_grads(False)  # an unused output costs nothing
-    ctx.save_for_backward(x_shard, *weights)
-
-
-def _gather_backward(
-    ctx: Any, grad_gathered: torch.Tensor | None, grads: list[torch.Tensor | None]
-) -> tuple[Any, ...]:
-    x_shard, *weights = ctx.saved_tensors
-    pairs = [(grad, w.mH) for grad, w in zip(grads, weights, strict=True) if grad is not None]
-    used = [grad for grad, _ in pairs]
-    grad_shard, grad_weights = None, [None] * len(weights)
-    if ctx.needs_input_grad[0]:
-        if not used and grad_gathered is None:  # the peers may have gradients all the same
-            grad_gathered = x_shard.new_zeros(_gathered_shape(ctx, x_shard))
-        grad_shard = _scattered_sum(ctx, pairs, grad_gathered)
-    if any(ctx.needs_input_grad[1]):  # with no gradient, too: the peers may wait for this shard
-        transposed = all(map(is_transposed, weights))
-        computed = iter(
-            _ops._fused_all_gather_weight_grad(
-                x_shard, used, ctx.dim, ctx.group_name, *ctx.uneven, transposed=transposed
-            )
-        )
-        grad_weights = [next(computed) if grad is not None else None for grad in grads]
-    return grad_shard, grad_weights, *_no_grads(ctx, 2)
-
-
-# --- fused_matmul_reduce_scatter -------------------------------------------------------------
-
-
-def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, weight, ctx.reduce_op, scatter_dim, ctx.group_name, *last = inputs
-    ctx.dim, ctx.uneven = scatter_dim % a.dim(), uneven_of(last)
-    ctx.save_for_backward(a, weight)
-
-
-def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    a, weight = ctx.saved_tensors
-    need_a, need_b = ctx.needs_input_grad[:2]
-    grad_a, grad_weight = _ops._fused_matmul_reduce_scatter_backward(
-        grad, a, weight, ctx.reduce_op, ctx.dim, ctx.group_name, need_a, need_b, *ctx.uneven
-    )
-    return (
-        grad_a if need_a else None,
-        grad_weight if need_b else None,
-        *_no_grads(ctx, 3),
-    )
 
 
 # --- _fused_matmuls_reduce_scatter -----------------------------------------------------------
@@ -230,7 +168,7 @@ def _scatter_backward_backward(
     return grad_grad, grad_a, grad_weight, *_no_grads(ctx, 5)
 
 
-# --- _fused_matmuls_all_reduce; fused_matmul_all_reduce's is in csrc/ops/gradients.cpp -----------
+# --- _fused_matmuls_all_reduce ---------------------------------------------------------------
 
 
 def _all_reduced(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -266,8 +204,6 @@ def _all_reduced_sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_lefts, grad_rights, total if need_addend else None, grad_bias, None, None
 
 
-GATHER_GRADIENT = Gradient(_gather_backward, _gather_setup)
-SCATTER_GRADIENT = Gradient(_scatter_backward, _scatter_setup)
 SUM_GRADIENT = Gradient(_sum_backward, _sum_setup)
 WEIGHT_GRAD_GRADIENT = Gradient(_weight_backward, _weight_setup)
 SCATTER_BACKWARD_GRADIENT = Gradient(_scatter_backward_backward, _scatter_backward_setup)

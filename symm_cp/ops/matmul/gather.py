@@ -30,7 +30,6 @@ from symm_cp.ops.common import (
     unfused_all_gather,
     world_size_of,
 )
-from symm_cp.ops.matmul.derivatives import GATHER_GRADIENT
 from symm_cp.ops.matmul.operands import (
     Operand,
     check_matrices,
@@ -38,7 +37,7 @@ from symm_cp.ops.matmul.operands import (
 )
 from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
-from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Op, arguments, declare
+from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, TORCHS, Op, arguments, declare
 from symm_cp.ops.telling import entry_point
 from symm_cp.runtime.calls import Consume
 from symm_cp.tensors.alignment import ALIGN, aligned
@@ -367,12 +366,11 @@ _GATHER_OP = Op(
     kernel=all_gather_matmul_kernel,  # csrc/ops/fused_matmuls.cpp serves small CPU tensors
     fake=all_gather_matmul_fake,
     plan=plan_gather,
-    gradient=GATHER_GRADIENT,
+    gradient=NATIVE_GRADIENT,
     autocast=autocast.cast,
     vmap=ONE_BY_ONE,
     example=lambda on: arguments(on.rand(4, 6), [on.rand(6, 5), on.rand(6, 3)], 0, on.group_name),
     native=True,
-    native_autograd=True,
     replaces_torch=True,
 )
 declare(

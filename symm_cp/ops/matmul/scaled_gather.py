@@ -17,7 +17,7 @@ from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
     Place,
-    call_op,
+    caller,
     check_dim,
     gather_split,
     in_test_mode,
@@ -47,6 +47,8 @@ from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Arguments, Caller, Op, arguments,
 from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
+
+_LISTS = (list, tuple)
 
 
 def _check_scaled(
@@ -176,12 +178,14 @@ def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
 _SCALED_GATHER_OP = Op(
     name=SCALED_GATHER,
     schema=TORCHS,
-    kernel=all_gather_scaled_matmul_kernel,
+    kernel=all_gather_scaled_matmul_kernel,  # csrc/ops/scaled_matmuls.cpp serves CPU tensors
     fake=all_gather_scaled_matmul_fake,
     gradient=NO_GRADIENT,
     autocast=autocast.as_they_are,
     vmap=ONE_BY_ONE,
     example=lambda on: _scaled_example(on, 4),
+    native=True,
+    native_autograd=True,
     replaces_torch=True,
     # torch's kernels for CUDA take scales of blocks as well.
     torchs_fake="_fused_all_gather_scaled_matmul_fallback",
@@ -196,10 +200,6 @@ declare(
         lambda on: _scaled_example(on, on.rows, *on.uneven),
     ),
 )
-
-
-def _as_list(value: Any, count: int) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value] * count
 
 
 @entry_point
@@ -239,18 +239,13 @@ def scaled_all_gather_matmul(
     single = isinstance(weights, torch.Tensor)
     matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     count, name = len(matrices), group_name(group)
-    gathered, outputs = call_op(
-        SCALED_GATHER,
-        shard,
-        matrices,
-        shard_scale,
-        _as_list(weight_scales, count),
-        gather_dim,
-        name,
-        _as_list(bias, count),
-        _as_list(result_scale, count),
-        _as_list(out_dtype, count),
-        [use_fast_accum] * count,
-        uneven=uneven_parts(sizes, name),
+    scales, *options = [
+        list(given) if isinstance(given, _LISTS) else [given] * count
+        for given in (weight_scales, bias, result_scale, out_dtype, use_fast_accum)
+    ]
+    uneven = uneven_parts(sizes, name)
+    call = caller(SCALED_GATHER, shard, uneven)
+    gathered, outputs = call(
+        shard, matrices, shard_scale, scales, gather_dim, name, *options, *uneven
     )
     return gathered, outputs[0] if single else outputs

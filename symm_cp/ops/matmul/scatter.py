@@ -20,7 +20,6 @@ from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
     Place,
-    call_op,
     caller,
     check_dim,
     check_reduce_op,
@@ -33,7 +32,7 @@ from symm_cp.ops.common import (
     unfused_reduce_scatter,
     what_is,
 )
-from symm_cp.ops.matmul.derivatives import SCATTER_GRADIENT, SUM_GRADIENT
+from symm_cp.ops.matmul.derivatives import SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
     check_float8,
     check_matrix,
@@ -47,6 +46,7 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Terms, as_rows
 from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import (
+    NATIVE_GRADIENT,
     ONE_BY_ONE,
     TORCHS,
     Arguments,
@@ -324,25 +324,26 @@ _SCATTER_OP = Op(
     schema=TORCHS,
     kernel=matmul_reduce_scatter_kernel,  # csrc/ops/fused_matmuls.cpp serves small CPU tensors
     fake=matmul_reduce_scatter_fake,
-    gradient=SCATTER_GRADIENT,
+    gradient=NATIVE_GRADIENT,
     autocast=autocast.cast,
     vmap=ONE_BY_ONE,
     example=lambda on: arguments(
         on.rand(2 * on.world_size, 4), on.rand(4, 3), "avg", 0, on.group_name
     ),
     native=True,
-    native_autograd=True,
     replaces_torch=True,
 )
 _SCALED_SCATTER_OP = Op(
     name=SCALED_SCATTER,
     schema=TORCHS,
-    kernel=scaled_matmul_reduce_scatter_kernel,
+    kernel=scaled_matmul_reduce_scatter_kernel,  # csrc/ops/scaled_matmuls.cpp serves CPU tensors
     fake=scaled_matmul_reduce_scatter_fake,
     gradient=NO_GRADIENT,
     autocast=autocast.as_they_are,
     vmap=ONE_BY_ONE,
     example=lambda on: _scaled_example(on, 4 * on.world_size),
+    native=True,
+    native_autograd=True,
     replaces_torch=True,
     torchs_fake="_fused_scaled_matmul_reduce_scatter_fallback",
 )
@@ -452,9 +453,10 @@ def scaled_matmul_reduce_scatter(
     """
     dim = check_dim(SCALED_SCATTER, "scatter_dim", scatter_dim, a.dim())
     name = group_name(group)
-    result: torch.Tensor = call_op(
-        SCALED_SCATTER, a, weight, a_scale, weight_scale, reduce_op, dim, dim, name,
-        [*a.shape[:-1], weight.shape[-1]], bias, result_scale, out_dtype, use_fast_accum,
-        uneven=uneven_parts(sizes, name),
+    uneven = uneven_parts(sizes, name)
+    call = caller(SCALED_SCATTER, a, uneven)
+    result: torch.Tensor = call(
+        a, weight, a_scale, weight_scale, reduce_op, dim, dim, name,
+        [*a.shape[:-1], weight.shape[-1]], bias, result_scale, out_dtype, use_fast_accum, *uneven,
     )  # fmt: skip
     return result

@@ -1,0 +1,40 @@
+// Shared by the native gradients of ops.
+#pragma once
+
+#include <cstring>
+
+#include "ops/kernels.h"
+
+namespace symm_cp::gradients {
+
+using torch::jit::Stack;
+
+inline c10::OperatorHandle handle_of(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+// The op's name without its namespace.
+inline const char* name_of(const c10::OperatorHandle& op) {
+  return op.schema().name().c_str() + strlen("symm_mem::");
+}
+
+// Raises where a transform of torch would lose the derivative by a tensor, with the same message as
+// symm_cp/ops/transforms.py.
+bool needs_gradient(const char* op, const at::Tensor& tensor);
+
+// Hands a call on to the kernels below autograd.
+void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+
+using AutogradKernel = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*);
+
+// The kernel; calls that it or torch below it refuses are reported to the peers.
+template <AutogradKernel kernel, int channel = kSync>
+void telling(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  size_t index = 0;
+  while (arguments[index].name() != "group_name") ++index;
+  const c10::IValue group = torch::jit::peek(*stack, index, arguments.size());
+  kernels::telling_of_refusals(name_of(op), group, channel, keys, [&] { kernel(op, keys, stack); });
+}
+
+}  // namespace symm_cp::gradients

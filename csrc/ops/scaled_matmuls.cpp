@@ -1,0 +1,355 @@
+// Fused all-gather-matmul and matmul-reduce-scatter of float8 matrices with scales: gather, then
+// one matmul, or one matmul, then scatter. On CPU that is never slower than by shards, which would
+// hide a gather of a byte for each number, and have torch's kernel rearrange or convert the whole
+// weight once for each shard. The kernels in Python have what is left: ways that are forced, groups
+// that span hosts, empty matrices; and they say what is wrong with arguments.
+//
+// Shapes are those of matmul_parts.h. A scale is one number, or one for each row or column.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/clamp.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "ops/matmul_parts.h"
+
+namespace symm_cp::scaled_matmuls {
+
+namespace {
+
+using namespace kernels;
+using namespace matmul_parts;
+using torch::jit::Stack;
+
+constexpr const char* kScaledGather = "fused_all_gather_scaled_matmul";
+constexpr const char* kScaledScatter = "fused_scaled_matmul_reduce_scatter";
+
+// torch 2.11's `_scaled_mm` takes no scales of rows on CPU.
+constexpr bool kTorchScalesRows = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 11;
+
+bool is_float8(at::ScalarType dtype) {
+  return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2 ||
+         dtype == at::kFloat8_e4m3fnuz || dtype == at::kFloat8_e5m2fnuz;
+}
+
+double largest(at::ScalarType float8) {
+  if (float8 == at::kFloat8_e4m3fn) return std::numeric_limits<c10::Float8_e4m3fn>::max();
+  if (float8 == at::kFloat8_e4m3fnuz) return std::numeric_limits<c10::Float8_e4m3fnuz>::max();
+  return std::numeric_limits<c10::Float8_e5m2>::max();  // and of e5m2fnuz
+}
+
+bool is_float8(const at::Tensor& tensor) {
+  return is_float8(tensor.scalar_type()) && is_plain(tensor, tensor.scalar_type());
+}
+
+// What a product is rounded to: by default what `a` is. Nothing where `_scaled_mm` has no such
+// products.
+std::optional<at::ScalarType> result_dtype(const c10::IValue& given, const at::Tensor& a) {
+  const auto dtype = given.isNone() ? a.scalar_type() : static_cast<at::ScalarType>(given.toInt());
+  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  return known || is_float8(dtype) ? std::optional(dtype) : std::nullopt;
+}
+
+// A matrix, and what else `_scaled_mm` takes for it.
+struct Weight {
+  at::Tensor matrix, scale;
+  at::Tensor bias, result_scale;  // undefined: none
+  at::ScalarType dtype;           // of products
+  bool fast;
+
+  int64_t columns() const { return matrix.size(1); }
+  bool fits(int64_t inner) const {
+    if (matrix.dim() != 2 || !is_float8(matrix) || matrix.size(0) != inner) return false;
+    if (!is_plain(scale, at::kFloat)) return false;
+    if (scale.numel() != 1 && !(kTorchScalesRows && scale.sizes() == at::IntArrayRef{1, columns()}))
+      return false;
+    if (bias.defined() && !is_plain(bias, bias.scalar_type())) return false;
+    return !result_scale.defined() ||
+           (is_plain(result_scale, at::kFloat) && result_scale.numel() == 1);
+  }
+};
+
+std::optional<at::Tensor> optional(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
+// Scales as `_scaled_mm` takes them where another operand has more than one.
+at::Tensor spread(const at::Tensor& scale, at::IntArrayRef shape) {
+  return scale.numel() == 1 ? scale.reshape({1, 1}).expand(shape).contiguous() : aligned(scale);
+}
+
+// As `scaled_mm_out` of ops/matmul/scaled_mm.py: to `out`, a matrix, in its dtype.
+void multiply_scaled(at::Tensor out, const at::Tensor& rows, const at::Tensor& scale,
+                     const Weight& weight) {
+  if (out.numel() == 0) return;
+  const bool by_rows = scale.numel() != 1 || weight.scale.numel() != 1;
+  const at::Tensor scale_a = by_rows ? spread(scale, {rows.size(0), 1}) : scale;
+  const at::Tensor scale_b = by_rows ? spread(weight.scale, {1, weight.columns()}) : weight.scale;
+  at::_scaled_mm_out(out, aligned(rows), weight.matrix, scale_a, scale_b, optional(weight.bias),
+                     optional(weight.result_scale), out.scalar_type(), weight.fast);
+}
+
+// --- fused_all_gather_scaled_matmul --------------------------------------------------------------
+
+struct GatherArguments {
+  at::Tensor x_shard;
+  at::Tensor scale;
+  std::vector<Weight> weights;
+  int64_t dim;
+  Sizes sizes;
+};
+
+// Nothing where the lists are not of one length, or a dtype is not known.
+std::optional<std::vector<Weight>> weights_of(const Arguments& arguments) {
+  const auto matrices = arguments.tensors(1), scales = arguments.tensors(3);
+  const auto biases = arguments.at(6).toListRef(), result_scales = arguments.at(7).toListRef();
+  const auto dtypes = arguments.at(8).toListRef();
+  const c10::List<bool> fast = arguments.at(9).toBoolList();
+  const size_t count = matrices.size();
+  if (scales.size() != count || biases.size() != count || result_scales.size() != count ||
+      dtypes.size() != count || fast.size() != count)
+    return {};
+  const auto tensor = [](const c10::IValue& value) {
+    return value.isNone() ? at::Tensor() : value.toTensor();
+  };
+  std::vector<Weight> weights;
+  for (size_t i = 0; i < count; ++i) {
+    const auto dtype = result_dtype(dtypes[i], arguments.tensor(0));
+    if (!dtype) return {};
+    weights.push_back(
+        {matrices[i], scales[i], tensor(biases[i]), tensor(result_scales[i]), *dtype, fast.get(i)});
+  }
+  return weights;
+}
+
+// The scale of A, as `RowScales` of ops/matmul/scaled_mm.py understands it: one number, scales of
+// all ranks' rows, or (`travels`) of this rank's, which are gathered.
+struct RowScale {
+  at::Tensor scale;
+  bool travels;
+  Detail detail;
+};
+
+// Nothing for a shape that fits none of them.
+std::optional<RowScale> row_scale(const at::Tensor& x_shard, const at::Tensor& scale,
+                                  const Division& division, int rank) {
+  if (!is_plain(scale, at::kFloat)) return {};
+  if (!kTorchScalesRows && scale.numel() != 1) return {};
+  const auto own = with_length(x_shard.sizes(), x_shard.dim() - 1, 1);
+  // Gathering the last dimension makes rows longer, not more.
+  const bool by_columns = division.dim == x_shard.dim() - 1, equal = division.is_equal();
+  const auto full = by_columns ? own : with_length(own, division.dim, division.length());
+  const Detail shape{"scale", at::DimVector(scale.sizes())};
+  if (scale.sizes() == own)
+    return RowScale{scale, !by_columns, equal ? shape : Detail{"scale sharded", {}}};
+  if (scale.numel() == 1 && (equal || by_columns || scale.dim() < x_shard.dim()))
+    return RowScale{scale, false, equal ? shape : Detail{"scale tensor", {}}};
+  if (scale.sizes() != full) return {};
+  if (equal) return RowScale{scale, false, shape};
+  // A rank that has all rows cannot tell which of the two it was given.
+  return RowScale{scale.narrow(division.dim, division.begin_of(rank), division.sizes[rank]), true,
+                  Detail{"scale sharded", {}}};
+}
+
+struct GatherResults {
+  at::Tensor gathered;
+  std::vector<at::Tensor> products;
+};
+
+// Nothing where the kernel in Python is needed.
+std::optional<GatherResults> all_gather_scaled_matmul(Group& group, const GatherArguments& given) {
+  const at::Tensor& shard = given.x_shard;
+  const auto division = divided_shard(shard, given.dim, given.sizes, group);
+  if (!division || !is_float8(shard) || !may_serve()) return {};
+  const auto whole = with_length(shard.sizes(), division->dim, division->length());
+  if (c10::multiply_integers(whole) == 0) return {};
+  const bool fit =
+      std::all_of(given.weights.begin(), given.weights.end(), [&](const Weight& weight) {
+        if (weight.bias.defined() && weight.bias.numel() != weight.columns()) return false;
+        return weight.fits(whole.back());
+      });
+  const auto row = row_scale(shard, given.scale, *division, group.rank());
+  if (!fit || !row) return {};
+  const at::AutoDispatchBelowADInplaceOrView below;
+  Gathered gathered(kScaledGather, "gather_dim", shard, *division, row->detail);
+  gathered.gather(group, /*keep=*/true);
+  at::Tensor scale = row->scale;
+  if (row->travels) {
+    Gathered scales(kScaledGather, "gather_dim", scale, *division, {"scales", {}});
+    scales.gather(group, /*keep=*/false);
+    scale = scales.rows();
+  } else if (scale.numel() != 1) {
+    scale = gathered.rows_like(scale);
+  }
+  GatherResults results;
+  after_exchange(group, kScaledGather, [&] {
+    const at::Tensor rows = gathered.rows();
+    for (const Weight& weight : given.weights) {
+      const at::Tensor out =
+          pooled_empty({rows.size(0), weight.columns()}, shard.options().dtype(weight.dtype));
+      multiply_scaled(out, rows, scale, weight);
+      results.products.push_back(gathered.product(out));
+    }
+    results.gathered = gathered.whole();
+  });
+  return results;
+}
+
+// Arguments: A, Bs, A_scale, B_scales, gather_dim, group name, biases, result_scales, out_dtypes,
+// use_fast_accum, [sizes, rank].
+void all_gather_scaled_matmul_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  std::optional<GatherResults> results;
+  const auto body = [&](const std::shared_ptr<Group>& group) {
+    if (auto weights = weights_of(arguments))
+      results = all_gather_scaled_matmul(
+          *group, {arguments.tensor(0), arguments.tensor(2), std::move(*weights),
+                   arguments.number(4), arguments.sizes(10, *group)});
+  };
+  if (!guarded(kScaledGather, arguments, 5, kSync, body) || !results) return call_python(op, stack);
+  arguments.end(std::move(results->gathered), std::move(results->products));
+}
+
+// --- fused_scaled_matmul_reduce_scatter ----------------------------------------------------------
+
+struct ScatterArguments {
+  at::Tensor a, scale;
+  Weight weight;  // its dtype is that of the result
+  std::string reduce_op;
+  int64_t dim, dim_of_a;
+  std::optional<std::vector<int64_t>> output_shape;
+  Sizes sizes;
+
+  // Sums of float8 numbers would lose nearly all digits.
+  at::ScalarType partial_dtype() const {
+    return is_float8(weight.dtype) ? at::kFloat : weight.dtype;
+  }
+  at::DimVector product_shape() const {
+    return with_length(a.sizes(), a.dim() - 1, weight.columns());
+  }
+};
+
+bool fits(const ScatterArguments& given) {
+  const at::Tensor &a = given.a, &scale = given.scale;
+  if (!is_float8(a) || a.dim() < 2 || a.numel() == 0 || !given.weight.fits(a.sizes().back()))
+    return false;
+  if (!is_plain(scale, at::kFloat)) return false;
+  if (scale.numel() != 1 &&
+      !(kTorchScalesRows && scale.sizes() == with_length(a.sizes(), a.dim() - 1, 1)))
+    return false;
+  if (given.dim_of_a < -a.dim() || given.dim_of_a >= a.dim()) return false;
+  return given.reduce_op == "sum" || given.reduce_op == "avg";
+}
+
+// The shape of the product; empty where the output's does not hold it.
+at::DimVector shape_of_output(const ScatterArguments& given) {
+  const at::DimVector product = given.product_shape();
+  if (!given.output_shape) return product;
+  const auto& shape = *given.output_shape;
+  if (shape.empty() || shape.back() != product.back()) return {};
+  if (*std::min_element(shape.begin(), shape.end()) < 0) return {};
+  if (c10::multiply_integers(shape) != c10::multiply_integers(product)) return {};
+  return at::DimVector(shape);
+}
+
+// Adds the bias to the sum, once rather than once a rank; rounds as `_scaled_mm` does.
+at::Tensor finish(at::Tensor total, const at::Tensor& bias, const Weight& weight) {
+  if (bias.defined()) total = total.add(bias);
+  if (is_float8(weight.dtype)) {
+    if (weight.result_scale.defined()) total = total.div(weight.result_scale);
+    const double limit = largest(weight.dtype);
+    total = at::clamp(total.to(at::kFloat), -limit, limit);
+  }
+  return total.to(weight.dtype);
+}
+
+// Writes the product of this rank, as the parts of all ranks.
+void multiply_parts(const at::Tensor& out, const ScatterArguments& given, at::IntArrayRef shape,
+                    const Scattered& scattered, int ranks) {
+  Weight weight = given.weight;
+  weight.bias = weight.result_scale = at::Tensor();
+  const auto with_rows = [&](const at::Tensor& tensor, int64_t columns) {
+    return scattered.rows_of(tensor.reshape(with_length(shape, shape.size() - 1, columns)));
+  };
+  const at::Tensor rows = with_rows(given.a, given.a.size(-1));
+  // (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
+  const at::Tensor scale =
+      given.scale.numel() == 1 ? given.scale.reshape({1, 1}) : with_rows(given.scale, 1);
+  if (!scattered.by_columns() || ranks == 1)
+    return multiply_scaled(out.view({-1, weight.columns()}), rows, scale, weight);
+  // A product of columns for each rank would have torch convert A as often.
+  const at::Tensor product = new_output(out, {rows.size(0), weight.columns()});
+  multiply_scaled(product, rows, scale, weight);
+  scattered.for_columns(out, [&](const at::Tensor& part, int64_t begin, int64_t length) {
+    part.copy_(product.narrow(1, begin, length));
+  });
+}
+
+// Undefined where the kernel in Python is needed.
+at::Tensor scaled_matmul_reduce_scatter(Group& group, const ScatterArguments& given) {
+  if (!may_serve() || !fits(given)) return {};
+  const at::DimVector shape = shape_of_output(given);
+  if (shape.empty() || c10::multiply_integers(shape) == 0) return {};
+  const auto division = divided_whole(shape, given.dim, given.sizes, group.world_size());
+  if (!division) return {};
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const Detail operands{std::string(c10::getDtypeNames(given.a.scalar_type()).first),
+                        {given.a.size(-1)}};
+  const Scattered scattered(kScaledScatter, shape, *division, given.reduce_op, operands);
+  const int ranks = group.world_size();
+  at::Tensor total =
+      pooled_empty(scattered.shape(), given.a.options().dtype(given.partial_dtype()));
+  const auto multiply = [&] { multiply_parts(total, given, shape, scattered, ranks); };
+  if (ranks == 1) {
+    multiply();
+  } else {
+    recorded(group, Kind::kProduce, kScaledScatter, multiply);
+    total = scattered.reduce(group, total);
+  }
+  at::Tensor output;
+  after_exchange(group, kScaledScatter, [&] {
+    at::Tensor bias = given.weight.bias;
+    if (bias.defined() && bias.dim() > 0 && scattered.by_columns())
+      bias = bias.narrow(-1, division->begin_of(group.rank()), division->sizes[group.rank()]);
+    output = finish(scattered.as_given(total), bias, given.weight).contiguous();
+  });
+  return output;
+}
+
+// Arguments: A, B, A_scale, B_scale, reduce_op, scatter_dim of the output, and of A, group name,
+// output_shape, bias, result_scale, out_dtype, use_fast_accum, [sizes, rank].
+void scaled_matmul_reduce_scatter_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  at::Tensor output;
+  const auto body = [&](const std::shared_ptr<Group>& group) {
+    const auto dtype = result_dtype(arguments.at(11), arguments.tensor(0));
+    if (!dtype) return;
+    const Weight weight{arguments.tensor(1),
+                        arguments.tensor(3),
+                        arguments.optional_tensor(9),
+                        arguments.optional_tensor(10),
+                        *dtype,
+                        arguments.flag(12)};
+    output = scaled_matmul_reduce_scatter(
+        *group,
+        {arguments.tensor(0), arguments.tensor(2), weight, arguments.text(4), arguments.number(5),
+         arguments.number(6), arguments.numbers(8), arguments.sizes(13, *group)});
+  };
+  if (!guarded(kScaledScatter, arguments, 7, kSync, body) || !output.defined())
+    return call_python(op, stack);
+  arguments.end(std::move(output));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
+  for (const char* name : {kScaledGather, "_all_gather_scaled_matmul_split"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&all_gather_scaled_matmul_kernel>());
+  for (const char* name : {kScaledScatter, "_scaled_matmul_reduce_scatter_split"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&scaled_matmul_reduce_scatter_kernel>());
+}
+
+}  // namespace symm_cp::scaled_matmuls

@@ -1,0 +1,379 @@
+"""Fused matmuls of float8 CPU tensors, which csrc/ops/scaled_matmuls.cpp serves without Python."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+import symm_cp
+from symm_cp import tuning
+from symm_cp.tensors.shards import Split
+from symm_cp.testing import Ranks
+from tests import reference
+from tests.exhaustive import pairs, some
+from tests.ops.test_small_matmuls import lengths, python_calls
+
+OPS = torch.ops.symm_mem
+E4 = torch.float8_e4m3fn
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, E4)
+#: A's scale: one number, one for each row of this rank, or of all ranks.
+SCALES = ("tensor", "sharded", "replicated")
+KERNELS = {"_all_gather_scaled_matmul", "_scaled_matmul_scattered"}
+
+
+def by_native_kernel(run: Callable[[], object]) -> bool:
+    """Makes a call; returns whether no kernel in Python ran."""
+    return not KERNELS & set(python_calls(run))
+
+
+def float8(*shape: int, dtype: torch.dtype = E4) -> torch.Tensor:
+    return torch.randn(shape).clamp(-3, 3).to(dtype)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.rand(shape) + 0.5
+
+
+def part_of(split: Split, rank: int, whole: reference.Expected) -> reference.Expected:
+    partials = None if whole.partials is None else split.of(rank, whole.partials)
+    value, magnitude = split.of(rank, whole.value), split.of(rank, whole.magnitude)
+    return reference.Expected(value, magnitude, whole.terms, partials)
+
+
+def check_result(actual: torch.Tensor, exact: reference.Expected, divisor: float) -> None:
+    """Results in float8 are divided, clamped to what it holds, and rounded once."""
+    if actual.dtype != E4:
+        exact.check(actual)
+        return
+    info = torch.finfo(E4)
+    expected = (exact.value / divisor).clamp(info.min, info.max)
+    # The sums before are in float32: of numbers up to 1000, in 16 steps.
+    torch.testing.assert_close(actual.double(), expected, rtol=info.eps, atol=1e-3 + info.eps / 64)
+
+
+def gathers(
+    group: dist.ProcessGroup, dtype: torch.dtype, dim: int, uneven: bool, kind: str, seed: int
+) -> None:
+    torch.manual_seed(seed)  # all ranks draw what each of them has
+    rank, last = group.rank(), dim == 2
+    split = Split(tuple(lengths(group, uneven)), dim)
+    shards = [float8(*split.shape_of(r, [2, 3, 16])) for r in range(group.size())]
+    inner = split.length if last else 16
+    weights = [float8(n, inner).t() for n in (4, 1)]
+    b_scales = [scales(1, 4), scales()]
+    biases = [None, torch.randn(1)]
+    result_scale = torch.tensor(2.0) if dtype == E4 else None
+    full = scales() if kind == "tensor" else scales(*split.whole_shape([2, 3, 1])[:-1], 1)
+    scale = split.of(rank, full) if kind == "sharded" and not last else full
+    shard = shards[rank]
+    whole, exact = reference.scaled_all_gather_matmul(shards, full, weights, b_scales, dim, biases)
+
+    def run() -> Any:
+        return symm_cp.scaled_all_gather_matmul(
+            shard, weights, scale, b_scales, gather_dim=dim, group=group, bias=biases,
+            result_scale=result_scale, out_dtype=dtype, sizes=split.sizes if uneven else None,
+        )  # fmt: skip
+
+    for way in (None, "shards"):
+        with tuning.forced(way):
+            assert by_native_kernel(run) == (way is None)
+            gathered, products = run()
+        assert torch.equal(gathered.float(), whole.float()), way
+        for product, expected in zip(products, exact, strict=True):
+            assert product.dtype == dtype
+            check_result(product, expected, 2.0)
+
+
+def scatters(
+    group: dist.ProcessGroup, dtype: torch.dtype, dim: int, uneven: bool, kind: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    rank, size, last = group.rank(), group.size(), dim == 2
+    split = Split(tuple(lengths(group, uneven)), dim)
+    columns = split.length if last else 4
+    shape = [2, 3, 16] if last else split.whole_shape([2, 3, 16])
+    bias = torch.randn(columns) if seed % 2 else None
+    result_scale = torch.tensor(2.0) if dtype == E4 else None
+    reduce_op = "avg" if seed % 3 == 0 else "sum"
+    lefts = [float8(*shape) for _ in range(size)]
+    rights = [float8(columns, 16).t() for _ in range(size)]
+    rows, by_row = shape[:-1], kind != "tensor"
+    left_scales = [scales(*rows, 1) if by_row else scales() for _ in range(size)]
+    by_column = kind != "sharded"
+    right_scales = [scales(1, columns) if by_column else scales() for _ in range(size)]
+    total = reference.scaled_matmul_all_reduce(
+        lefts, left_scales, rights, right_scales, reduce_op, bias
+    )
+    exact = part_of(split, rank, total)
+
+    def run() -> Any:
+        return symm_cp.scaled_matmul_reduce_scatter(
+            lefts[rank], rights[rank], left_scales[rank], right_scales[rank], scatter_dim=dim,
+            reduce_op=reduce_op, group=group, bias=bias, result_scale=result_scale,
+            out_dtype=dtype, sizes=split.sizes if uneven else None,
+        )  # fmt: skip
+
+    for way in (None, "shards"):
+        with tuning.forced(way):
+            assert by_native_kernel(run) == (way is None)
+            scattered = run()
+        assert scattered.dtype == dtype
+        assert scattered.is_contiguous()
+        check_result(scattered, exact, 2.0)
+
+
+FEW = [
+    (2, torch.float32, 0, False, "sharded"),
+    (2, torch.bfloat16, 1, True, "replicated"),
+    (3, E4, 2, True, "tensor"),
+]
+ALL = pairs((1, 2, 3, 4), DTYPES, (0, 1, 2), (False, True), SCALES, also=FEW)
+
+
+@pytest.mark.parametrize(("world_size", "dtype", "dim", "uneven", "kind"), some(*FEW, of=ALL))
+@pytest.mark.parametrize("op", [gathers, scatters])
+def test_results(
+    ranks: Ranks, op: Any, world_size: int, dtype: torch.dtype, dim: int, uneven: bool, kind: str
+) -> None:
+    ranks.run(world_size, op, dtype, dim, uneven, kind, random.randrange(1 << 30))
+
+
+def small_calls(group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
+    """Calls of the ops, and of the entry points."""
+    size, name = group.size(), group.group_name
+    x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
+    a, rows, columns = float8(4 * size, 16), scales(4, 1), scales(1, 8)
+    all_rows, dtype = scales(4 * size, 1), torch.bfloat16
+    last = [None], [None], [dtype], [False]
+    return {
+        "gather": lambda: OPS.fused_all_gather_scaled_matmul(x, [w], one, [one], 0, name, *last),
+        "gather rows": lambda: OPS.fused_all_gather_scaled_matmul(
+            x, [w], rows, [columns], 0, name, *last
+        ),
+        "scatter": lambda: OPS.fused_scaled_matmul_reduce_scatter(
+            a, w, one, one, "sum", 0, 0, name, [4 * size, 8], None, None, dtype
+        ),
+        "scatter rows": lambda: OPS.fused_scaled_matmul_reduce_scatter(
+            a, w, all_rows, columns, "sum", 0, 0, name, None, None, None, dtype
+        ),
+        "entry point of gather": lambda: symm_cp.scaled_all_gather_matmul(
+            x, w, rows, columns, group=group, out_dtype=dtype
+        ),
+        "entry point of scatter": lambda: symm_cp.scaled_matmul_reduce_scatter(
+            a, w, all_rows, columns, group=group, out_dtype=dtype
+        ),
+    }
+
+
+def without_python(group: dist.ProcessGroup) -> None:
+    for name, call in small_calls(group).items():
+        call()
+        seen = python_calls(call)
+        # The entry points check their arguments, and name the group.
+        assert len(seen) <= (12 if name.startswith("entry") else 0), (name, seen)
+
+
+def test_nothing_of_python_runs_between_call_and_result(ranks: Ranks) -> None:
+    ranks.run(2, without_python)
+
+
+def large(group: dist.ProcessGroup) -> None:
+    """Matrices of any size: in pieces, through slots of half a MiB."""
+    size, rank = group.size(), group.rank()
+    torch.manual_seed(0)
+    whole, all_rows = float8(2000 * size, 1024), scales(2000 * size, 1)
+    w, columns = float8(64, 1024).t(), scales(1, 64)
+    x, rows = whole[2000 * rank :][:2000], all_rows[2000 * rank :][:2000]
+    results: list[Any] = []
+
+    def run() -> None:
+        results[:] = symm_cp.scaled_all_gather_matmul(
+            x, w, rows, columns, group=group, out_dtype=torch.float32
+        )
+
+    assert by_native_kernel(run)
+    expected = torch._scaled_mm(whole, w, all_rows, columns, out_dtype=torch.float32)
+    assert torch.equal(results[0].view(torch.uint8), whole.view(torch.uint8))
+    torch.testing.assert_close(results[1], expected)
+
+    def run_scatter() -> None:
+        results[:] = [
+            symm_cp.scaled_matmul_reduce_scatter(
+                whole, w, all_rows, columns, group=group, out_dtype=torch.float32
+            )
+        ]
+
+    assert by_native_kernel(run_scatter)
+    torch.testing.assert_close(results[0], size * expected[2000 * rank :][:2000])
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+def test_large_matrices(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, large)
+
+
+def biases(group: dist.ProcessGroup) -> None:
+    """Of any shape and dtype that torch adds; also where only one rank has such a bias."""
+    size, rank = group.size(), group.rank()
+    x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
+    a, row, f32 = float8(4 * size, 16), torch.arange(8.0), torch.float32
+
+    def gather(bias: torch.Tensor | None) -> Any:
+        return symm_cp.scaled_all_gather_matmul(
+            x, w, one, one, group=group, bias=bias, out_dtype=f32
+        )[1]
+
+    def scatter(bias: torch.Tensor | None, dim: int = 0) -> Any:
+        return symm_cp.scaled_matmul_reduce_scatter(
+            a, w, one, one, scatter_dim=dim, group=group, bias=bias, out_dtype=f32
+        )
+
+    rows = [row, row[None], row.int(), row.double(), torch.arange(16.0)[::2]]
+    for bias in rows:
+        for own in (bias, bias if rank == 0 else row):
+            assert by_native_kernel(lambda own=own: gather(own))
+            torch.testing.assert_close(gather(own), gather(None) + own.float())
+    for bias in (*rows, row[0], torch.randn(4, 8)):
+        assert by_native_kernel(lambda bias=bias: scatter(bias))
+        torch.testing.assert_close(scatter(bias), scatter(None) + bias.float())
+    for bias in (*rows, row[0]):
+        part = bias.chunk(size, -1)[rank] if bias.dim() else bias
+        assert by_native_kernel(lambda bias=bias: scatter(bias, 1))
+        torch.testing.assert_close(scatter(bias, 1), scatter(None, 1) + part.float())
+
+
+def test_biases(ranks: Ranks) -> None:
+    ranks.run(2, biases)
+
+
+def left_to_python(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[], Any], Any]]:
+    """What the native kernels leave to those in Python, and the results' shapes."""
+    size = group.size()
+    x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
+    a, f32 = float8(4 * size, 16), torch.float32
+
+    def gather(x: torch.Tensor, w: torch.Tensor = w) -> Any:
+        return symm_cp.scaled_all_gather_matmul(x, w, one, one, group=group, out_dtype=f32)[1]
+
+    def scatter(a: torch.Tensor, w: torch.Tensor = w) -> Any:
+        return symm_cp.scaled_matmul_reduce_scatter(a, w, one, one, group=group, out_dtype=f32)
+
+    yield "no rows", lambda: gather(x[:0]), [0, 8]
+    yield "no columns of A", lambda: gather(x[:, :0], w[:0]), [4 * size, 8]
+    yield "no rows to scatter", lambda: scatter(a[:0]), [0, 8]
+    yield "nothing to sum over", lambda: scatter(a[:, :0], w[:0]), [4, 8]
+
+
+def python_serves(group: dist.ProcessGroup) -> None:
+    for name, call, shape in left_to_python(group):
+        assert not by_native_kernel(call), name
+        assert list(call().shape) == shape, name
+    calls = small_calls(group)
+    for context in (
+        tuning.forced("shards"),
+        tuning.forced("whole"),
+        mock.patch.dict(os.environ, {"SYMM_CP_WAY": "shards"}),
+    ):
+        with context:
+            assert not any(map(by_native_kernel, calls.values()))
+    assert all(map(by_native_kernel, calls.values()))
+
+
+def test_what_python_serves(ranks: Ranks) -> None:
+    """Groups that span hosts, too: tests/hosts."""
+    ranks.run(2, python_serves)
+
+
+def one_refuses(group: dist.ProcessGroup) -> None:
+    calls = small_calls(group)
+    one, w = torch.ones(()), float8(8, 16).t()
+    wrong = float8(8, 15).t() if group.rank() == 1 else w
+    for call in (
+        lambda: symm_cp.scaled_all_gather_matmul(float8(4, 16), wrong, one, one, group=group),
+        lambda: symm_cp.scaled_matmul_reduce_scatter(
+            float8(4 * group.size(), 16), wrong, one, one, group=group
+        ),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match="needs 16 rows"):
+            call()
+        for good in calls.values():
+            good()
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+def test_a_rank_that_refuses(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, one_refuses)
+
+
+def they_differ(group: dist.ProcessGroup) -> None:
+    """Ranks whose scales are of another kind, or whose results are of another dtype, hear of it."""
+    size, rank = group.size(), group.rank()
+    x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
+    a = float8(4 * size, 16)
+    mode = scales(4, 1) if rank == 0 else one
+    dtype = torch.float32 if rank == 0 else torch.bfloat16
+    for call in (
+        lambda: symm_cp.scaled_all_gather_matmul(x, w, mode, one, group=group),
+        lambda: symm_cp.scaled_matmul_reduce_scatter(a, w, one, one, group=group, out_dtype=dtype),
+    ):
+        with pytest.raises(RuntimeError, match="ranks disagree"):
+            call()
+    for good in small_calls(group).values():
+        good()
+
+
+def test_ranks_that_differ(ranks: Ranks) -> None:
+    ranks.run(2, they_differ)
+
+
+def elsewhere(group: dist.ProcessGroup, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The same numbers at other places, and with other strides."""
+    yield x.t().contiguous().t()
+    yield torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    yield torch.empty(x.shape[0], x.shape[1] + 3, dtype=x.dtype)[:, :-3].copy_(x)
+    shared = symm_mem.empty(x.numel(), dtype=x.dtype, device="cpu")
+    symm_mem.rendezvous(shared, group)
+    yield shared.view(x.shape).copy_(x)
+
+
+def views(group: dist.ProcessGroup) -> None:
+    """Results depend on no place and no strides of what travels, and may be modified."""
+    size = group.size()
+    x, a, w = float8(4, 16), float8(4 * size, 16), float8(8, 16).t()
+    rows, all_rows, columns = scales(4, 1), scales(4 * size, 1), scales(1, 8)
+
+    def gather(x: torch.Tensor, rows: torch.Tensor = rows) -> torch.Tensor:
+        return symm_cp.scaled_all_gather_matmul(
+            x, w, rows, columns, group=group, out_dtype=torch.float32
+        )[1]
+
+    def scatter(a: torch.Tensor, rows: torch.Tensor = all_rows) -> torch.Tensor:
+        return symm_cp.scaled_matmul_reduce_scatter(
+            a, w, rows, columns, group=group, out_dtype=torch.float32
+        )
+
+    for run, tensor, scale in ((gather, x, rows), (scatter, a, all_rows)):
+        plain = run(tensor)
+        for other in elsewhere(group, tensor):
+            assert by_native_kernel(lambda run=run, other=other: run(other))
+            assert torch.equal(run(other), plain)
+        for other in elsewhere(group, scale):
+            assert torch.equal(run(tensor, other), plain)
+        plain += 1
+        with torch.inference_mode():
+            assert run(tensor).is_inference()
+        with torch.no_grad():
+            assert torch.equal(run(tensor) + 1, plain)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+def test_views_and_modes(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, views)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import Counter
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+import symm_cp
 from symm_cp import inductor
 from symm_cp.inductor.decisions import recording
 from symm_cp.testing import Ranks
@@ -103,3 +107,39 @@ def test_torchtitan(
 ) -> None:
     seed = int(torch.randint(1 << 30, ()))
     ranks.run(world_size, trains, whole, selective, fsdp, seed, timeout=300)
+
+
+def caches(group: dist.ProcessGroup, folder: str) -> dict[str, int]:
+    """Compiles attention over a spread sequence, and returns what the compiler's caches counted."""
+    counters.clear()
+    where = mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{group.rank()}"})
+    plain = inductor_config.patch(fallback_by_default=True)
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    balancer = symm_cp.HeadTail(8 * group.size(), group.size())
+    context = symm_cp.context_parallel(mesh_of(group), load_balancer=balancer)
+    with where, plain, inductor.enable(strict=True), context:
+        torch.compile(attention_of)(x).sum().backward()
+    names = ("fxgraph_cache_hit", "fxgraph_cache_miss")
+    hits = {name: counters["inductor"][name] for name in names}
+    return hits | {"autograd_cache_hit": counters["aot_autograd"]["autograd_cache_hit"]}
+
+
+def attention_of(x: torch.Tensor) -> torch.Tensor:
+    heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+@exhaustive
+def test_caches_hit_in_a_second_process(ranks: Ranks, tmp_path: Path) -> None:
+    """torch's own limits: not where parameters are DTensors (README of the passes)."""
+    for again in (False, True):
+        with ranks.own(2, caches, str(tmp_path)) as running:
+            for outcome in running.outcomes(300):
+                assert not outcome.failure, outcome.failure
+                counted = outcome.result
+                if again:
+                    assert counted["fxgraph_cache_miss"] == 0, counted
+                    assert counted["fxgraph_cache_hit"] == 2, counted
+                    assert counted["autograd_cache_hit"] == 1, counted
+                else:
+                    assert counted["fxgraph_cache_miss"] == 2, counted

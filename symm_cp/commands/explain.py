@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from symm_cp.commands import run
@@ -45,35 +46,51 @@ def main(args: argparse.Namespace) -> int:
                 stdout=sys.stderr if args.json == STDOUT else None,  # for the report alone
                 check=False,
             )
-        graphs = list(_graphs(Path(folder)))
+        noted = _noted(Path(folder))
+    graphs, breaks = list(_graphs(noted)), _breaks(noted)
     code = ended.returncode if ended.returncode >= 0 else 128 - ended.returncode
     if args.json is not None:
-        write_json(args.json, {"command": command, "exit_code": code, "graphs": graphs})
+        found = {"graphs": graphs, "graph_breaks": breaks}
+        write_json(args.json, {"command": command, "exit_code": code, **found})
     if args.json != STDOUT:
-        print(report(graphs))
+        print(report(graphs, breaks))
     if code:
         print(f"symm-cp explain: the program ended with exit code {code}", file=sys.stderr)
     return code
 
 
-def _graphs(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields the graphs of all processes, by rank, in the order in which each compiled them."""
+def _noted(folder: Path) -> list[list[dict[str, Any]]]:
+    """Returns what each process noted, by rank."""
     noted = [
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in folder.glob("*.jsonl")
     ]
-    for of_process in sorted(filter(None, noted), key=lambda graphs: graphs[0]["rank"]):
-        for number, graph in enumerate(of_process, 1):
+    return sorted(filter(None, noted), key=lambda notes: notes[-1]["rank"])
+
+
+def _graphs(noted: list[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Yields the graphs of all processes, by rank, in the order in which each compiled them."""
+    for of_process in noted:
+        graphs = [note for note in of_process if "collectives" in note]
+        for number, graph in enumerate(graphs, 1):
             yield {"graph": number, **graph}
 
 
-def report(graphs: list[dict[str, Any]]) -> str:
+def _breaks(noted: list[list[dict[str, Any]]]) -> dict[str, int]:
+    """Returns the reasons of graph breaks of the first rank that has any, counted."""
+    breaks = (note["breaks"] for notes in noted for note in notes if "breaks" in note)
+    return next(breaks, {})
+
+
+def report(graphs: list[dict[str, Any]], breaks: Mapping[str, int] = MappingProxyType({})) -> str:
     """Returns the text of a report: the graphs of the first rank, and which ranks differ."""
+    broken = [f"{text} ({count} x)" for text, count in breaks.items()]
     if not graphs:
-        return (
+        nothing = (
             "no graph with a collective was compiled: the passes see what torch.compile compiles "
             "with its default backend (inductor)"
         )
+        return "\n".join([nothing, *broken])
     ranks: dict[int, list[dict[str, Any]]] = {}
     for graph in graphs:
         ranks.setdefault(graph["rank"], []).append(graph)
@@ -87,6 +104,7 @@ def report(graphs: list[dict[str, Any]]) -> str:
     ]
     for graph in own:
         lines += [f"graph {graph['graph']}", *map(_line, graph["collectives"])]
+    lines += broken
     advice = Counter(each["advice"] for each in decisions if each["advice"])
     lines += ["what to change:"] if advice else []
     lines += [f"- {text} ({count} x)" for text, count in advice.items()]

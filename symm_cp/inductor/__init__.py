@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
+from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
 from symm_cp import tuning
-from symm_cp.inductor.decisions import Decision, Report, recording
+from symm_cp.inductor.decisions import Decision, Report, graph_breaks, recording
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import UnfusedError, install, passes_for
 
@@ -132,6 +133,8 @@ def disable() -> None:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Compiles a function or module, and returns a `Report` on each of its collectives; print it.
 
+    The report also has the reasons of graph breaks, since what lies there ran uncompiled.
+
     Uses the options of `enable`, or the defaults. Runs the function once and, where its result
     needs gradients of the arguments or of its parameters, the backward pass as well (no `.grad`
     changes). Collective: call it on all ranks.
@@ -147,6 +150,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         report = stack.enter_context(recording())
         report.ways = stack.enter_context(tuning.listening())
         torch._dynamo.reset()
+        broken_before = dict(counters["graph_break"])
         results = torch.compile(fn)(*args, **kwargs)
         inputs = [*tree_leaves((args, kwargs))]
         if isinstance(fn, torch.nn.Module):
@@ -156,5 +160,6 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         totals = [t.sum() for t in outputs if t.requires_grad]
         if totals and leaves:
             torch.autograd.grad(totals, leaves, allow_unused=True)
+        report.breaks = graph_breaks(broken_before)
         torch._dynamo.reset()
     return report

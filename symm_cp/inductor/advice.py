@@ -21,6 +21,10 @@ _SEQUENCE_PARALLEL = (
     "before the next matmul the other half, and each rank would hold and compute 1/W of the "
     "tensors between them"
 )
+_EXPERTS = (
+    "for tokens and their experts, symm_cp.moe.dispatch and combine count, sort and exchange in "
+    "one call each"
+)
 _BIAS = "every rank adds its bias: add it after the all-reduce if it should count once"
 
 # By a part of the reason why a collective was not fused.
@@ -43,12 +47,19 @@ _BY_REASON = {
         "to exchange a sequence for heads, give rank r the r-th of W equal runs of heads, as "
         "symm_cp.sequence_to_heads does"
     ),
+    "exchanges whole rows": _EXPERTS,
+    "is next to it, which has no fused form": _EXPERTS,
+    "Unsafe side effect": (
+        "with activation checkpointing, set "
+        "torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True, as torchtitan "
+        "does: otherwise the checkpointed module runs uncompiled"
+    ),
     "no fused op exists for broadcast": "broadcast constant tensors once, outside of the graph",
 }
 
 
 def on_reason(reason: str) -> str:
-    """Returns advice on a collective that was not fused; empty if there is none."""
+    """Returns advice on why a collective was not fused, or a graph broken; empty without any."""
     return next((advice for part, advice in _BY_REASON.items() if part in reason), "")
 
 

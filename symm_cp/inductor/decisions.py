@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+
+from torch._dynamo.utils import counters
 
 from symm_cp.inductor import advice as advices
 from symm_cp.tuning import Choice
@@ -43,6 +46,8 @@ class Report:
     decisions: list[Decision] = field(default_factory=list)
     #: The way that each fused matmul took when the graphs ran, by op, dtype and shape.
     ways: dict[str, Choice] = field(default_factory=dict)
+    #: Why the compiler broke a graph, and how often: what lies there ran uncompiled, unseen.
+    breaks: dict[str, int] = field(default_factory=dict)
 
     @property
     def fused(self) -> list[Decision]:
@@ -65,15 +70,28 @@ class Report:
             if hint := advices.on_group(group):
                 advice[hint] = [d.collective for d in self.left
                                 if d.group == group and not d.runs_as]  # fmt: skip
+        for text in self.breaks:
+            if hint := advices.on_reason(text):
+                advice.setdefault(hint, []).append("graph break")
         return advice
 
     def __str__(self) -> str:
         lines = [f"{len(self.fused)} of {len(self.decisions)} collectives fused"]
         lines += [f"- {decision}" for decision in self.decisions]
         lines += [f"- {matmul}: {choice}" for matmul, choice in self.ways.items()]
+        lines += [f"- {text} ({count} x)" for text, count in self.breaks.items()]
         lines += ["What to change:"] if self.advice else []
         lines += [f"- {', '.join(names)}: {advice}" for advice, names in self.advice.items()]
         return "\n".join(lines)
+
+
+def graph_breaks(before: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Returns the compiler's reasons to break graphs, counted, without those counted before."""
+    breaks: Counter[str] = Counter()
+    for reason, count in (counters["graph_break"] - Counter(before or {})).items():
+        what, explanation = (*reason.split("\n"), "")[:2]
+        breaks[f"graph break: {what}. {explanation.strip()}".rstrip(". ")] += count
+    return dict(breaks)
 
 
 _active: ContextVar[Report | None] = ContextVar("symm_cp_inductor_report", default=None)

@@ -44,7 +44,7 @@ from symm_cp.inductor.fuse_projections import (
     why_not_projected,
 )
 from symm_cp.inductor.matmuls import PLAIN, bias_of, left
-from symm_cp.inductor.neighbours import fed_by, feeding
+from symm_cp.inductor.neighbours import fed_by, feeding, is_of_experts
 from symm_cp.inductor.nodes import (
     ALL_TO_ALL,
     WAIT,
@@ -70,6 +70,7 @@ from symm_cp.inductor.rewrite import (
 
 #: Why most all-to-alls are left alone.
 _NO_EXCHANGE = "it does not exchange a sequence for equal runs of heads, in rank order"
+_WHOLE_ROWS = "it exchanges whole rows, as of tokens for experts, which no fused op does"
 #: (batch, positions), two parts of the rows.
 _Rows: TypeAlias = tuple[tuple[Factor, ...], tuple[Factor, ...]]
 
@@ -125,7 +126,8 @@ def fuse_all_to_alls(graph: Graph, options: Options) -> None:
             text = "with the projections next to it"
             record(Decision(node.name, exchange.group, into, text))
         elif path := fed_by(node) or feeding(node):  # others are recorded with all collectives
-            text = f"{path[-1].name} is next to it, and {reason}"
+            why_not = "which has no fused form" if is_of_experts(path[-1]) else f"and {reason}"
+            text = f"{path[-1].name} is next to it, {why_not}"
             record(Decision(node.name, group_of(node), None, text, True))
 
 
@@ -182,7 +184,7 @@ def _of_product(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Excha
     axes = inverse(traced.axes, static_shape(product) or ())
     columns = None if axes is None else _of_one_rank(axes[1], ranks)
     if axes is None or columns is None:
-        return ""
+        return _WHOLE_ROWS if axes is not None and _is_of_all(axes[1], ranks) else ""
     # The fused op writes the product where other ranks read it, and does not return it.
     if tracer.uses(product) != [(sent, node)]:
         return "the product that it sends has other uses"
@@ -194,7 +196,7 @@ def _of_product(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Excha
 
 def _of_operand(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Exchange | str:
     """Returns the exchange whose result is the left operand of a matmul, or why it is none."""
-    found, uses = [], tracer.uses(wait)
+    found, uses, reason = [], tracer.uses(wait), _NO_EXCHANGE
     for operand, matmul in uses:
         traced = tracer.arrangement(operand)
         if matmul.target not in PLAIN or left(matmul) is not operand or len(traced.dtypes) > 1:
@@ -202,13 +204,15 @@ def _of_operand(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Excha
         columns = _of_one_rank(traced.axes[1], ranks)
         if columns is not None:
             found.append((matmul, traced.axes[0], columns, operand))
+        elif _is_of_all(traced.axes[1], ranks):
+            reason = _WHOLE_ROWS
     if ranks.size == 1:  # else also matmuls of the transposed result, for a weight's gradient
         found = [each for each in found if each[3].meta["val"].is_contiguous()]
     if len(found) > 1:
         return "several matmuls take its result"
     if not found:
         joins = any(user.target is aten.cat.default for _, user in uses)
-        return "its result is put side by side with others" if joins else _NO_EXCHANGE
+        return "its result is put side by side with others" if joins else reason
     matmul, rows, columns, _ = found[0]
     divided = _divided(rows, columns, ranks, _in_memory(*_sent(node)))
     return _Exchange(wait, node, matmul, False, ranks, divided, columns, group_of(node))
@@ -230,6 +234,11 @@ def _of_one_rank(columns: tuple[Factor, ...], ranks: Factor) -> tuple[Factor, ..
         return columns
     cut = lead((columns,), 0, ranks.size)
     return cut[1][0] if cut is not None and cut[0] == ranks else None
+
+
+def _is_of_all(columns: tuple[Factor, ...], ranks: Factor) -> bool:
+    """Tells whether the same columns come from, or go to, each rank: rows stay whole."""
+    return all(factor.dim != ranks.dim or factor.end <= ranks.stride for factor in columns)
 
 
 def _sent(node: Node) -> tuple[Node, Axes]:

@@ -21,6 +21,8 @@ _MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "_int_mm",
     "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
 }  # fmt: skip
+# Those of experts, each of which multiplies rows of its own.
+_GROUPED = {"_grouped_mm", "_scaled_grouped_mm"}
 # Attention to gathered keys that no pass fuses.
 _ATTENTION = {"flex_attention", "_varlen_attn"}
 _MOVES = {
@@ -96,6 +98,11 @@ def feeding(node: Node) -> list[Node]:
         if _packet(addition) == "add" and (path := _path(addition, _inputs)):
             return [addition, *path]
     return []
+
+
+def is_of_experts(matmul: Node) -> bool:
+    """Tells whether a matmul is one of experts, which no collective is fused with."""
+    return _packet(matmul) in _GROUPED
 
 
 def record_called(graph: Graph) -> None:

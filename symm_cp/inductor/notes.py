@@ -1,7 +1,8 @@
-"""In the processes of `symm-cp explain`: notes each compiled graph in a file of the process."""
+"""In the processes of `symm-cp explain`: notes graphs, and breaks, in a file of the process."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import inductor, tuning
 from symm_cp.inductor import passes
-from symm_cp.inductor.decisions import Decision, Report
+from symm_cp.inductor.decisions import Decision, Report, graph_breaks
 from symm_cp.schedule.machine import Machine
 
 #: Bytes that a rank receives, by kind of collective: of its own input, on so many ranks.
@@ -28,14 +29,26 @@ def begin(folder: str) -> None:
     """Notes the graphs of this process from now on; enables the passes unless they are."""
     path = Path(folder) / f"{os.getpid()}.jsonl"
 
+    rank = 0
+
+    def write(**noted: Any) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps({"rank": rank, **noted}) + "\n")
+
     def note(before: passes.Before, report: Report) -> None:
+        nonlocal rank
         if report.decisions:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            collectives = [_described(each, before) for each in report.decisions]
-            with path.open("a") as file:
-                file.write(json.dumps({"rank": rank, "collectives": collectives}) + "\n")
+            write(collectives=[_described(each, before) for each in report.decisions])
+
+    def note_breaks() -> None:  # the groups are gone by then, but launchers leave the rank
+        nonlocal rank
+        rank = rank or int(os.environ.get("RANK", 0))
+        if breaks := graph_breaks():
+            write(breaks=breaks)
 
     passes.listeners.append(note)
+    atexit.register(note_breaks)
     if not inductor.enabled():
         inductor.enable()
 

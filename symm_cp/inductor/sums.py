@@ -18,7 +18,7 @@ from symm_cp.inductor.matmuls import (
     why_too_small,
     why_unsupported,
 )
-from symm_cp.inductor.neighbours import feeding
+from symm_cp.inductor.neighbours import feeding, is_of_experts
 from symm_cp.inductor.nodes import argument, aten, static_shape
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Traced, Tracer
@@ -82,7 +82,10 @@ def reduced_products(
     if traced is not None and traced.source.target in MATMULS:
         return [], why_unsupported(traced.source), True
     if path := feeding(reduction):
-        return [], f"the reduced tensor is not only {path[-1].name}, rearranged", True
+        name = path[-1].name
+        if is_of_experts(path[-1]):
+            return [], f"{name} feeds it, which has no fused form", True
+        return [], f"the reduced tensor is not only {name}, rearranged", True
     return [], "the reduced tensor is not the product of a matmul", False
 
 

@@ -247,7 +247,7 @@ def lists_all(group: dist.ProcessGroup) -> None:
         ("use the reduced tensor there", "all_reduce"),
         ("call the collective once for each tensor", "all_gather_into_tensor_coalesced"),
         ("outside of the graph", "broadcast"),
-        ("to exchange a sequence for heads", "all_to_all_single"),
+        ("symm_cp.moe.dispatch", "all_to_all_single"),
     ):
         (names,) = [names for hint, names in report.advice.items() if advice in hint]
         assert collective in [name.rstrip("_0123456789") for name in names], advice

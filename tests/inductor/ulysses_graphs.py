@@ -231,7 +231,7 @@ def summed(group: Any, x: Any, w: Any, u: Any) -> Any:
 OTHERS = {
     every_other_head: "equal runs of heads",
     last_heads_first: "equal runs of heads",
-    positions: "equal runs of heads",
+    positions: "exchanges whole rows",
     features: "equal runs of heads",
     ranks_inside: "equal runs of heads",
     uneven: "splits are unequal",

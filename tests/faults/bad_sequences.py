@@ -252,7 +252,7 @@ KINDS: dict[str, Kind] = {
     "causal_convolution": Kind(
         "causal_convolution",
         ("x", "weight", "bias", "group"),
-        lambda W, r, k, n: ((2, r, 3), (r, k), (r,)),
+        lambda W, r, k, n: ((2, r, 3), (r, k + 1), (r,)),  # of one tap no rank needs another
         lambda t, case, group: symm_cp.causal_convolution(*t, group=group),
         _convolution,
     ),

@@ -94,16 +94,14 @@ BATCHES: dict[str, dict[str, Any]] = {
     "positions": {"documents": [9, 5, 13]},
 }
 PLAIN_CASES = [("qwen3-next", 2, "mask"), ("mamba2", 2, "padded")]
-CASES = pairs(CLIENTS, (1, 2, 3, 4), BATCHES)
+CASES = pairs(CLIENTS, (1, 2, 3, 4), BATCHES, also=PLAIN_CASES)
 
 
 def checks(group: dist.ProcessGroup, client: Client, length: int, kind: str, **how: Any) -> None:
     check_client(group, client, causal_batch(length, **BATCHES[kind]), layout="Sequential", **how)
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "kind"), some(*PLAIN_CASES, of=[*PLAIN_CASES, *CASES])
-)
+@pytest.mark.parametrize(("name", "world_size", "kind"), some(*PLAIN_CASES, of=CASES))
 def test_clients(ranks: Ranks, name: str, world_size: int, kind: str) -> None:
     ranks.run(world_size, checks, CLIENTS[name], 27, kind)
 
@@ -161,11 +159,11 @@ def keeps_documents_apart(group: dist.ProcessGroup, client: Client) -> None:
     assert_same(actual, expected, batch, client.tolerance)
 
 
-PACKED = pairs(CLIENTS, (1, 2, 3, 4))
 PLAIN = [("qwen3-next", 3), ("bamba", 2)]
+PACKED = pairs(CLIENTS, (1, 2, 3, 4), also=PLAIN)
 
 
-@pytest.mark.parametrize(("name", "world_size"), some(*PLAIN, of=[*PLAIN, *PACKED]))
+@pytest.mark.parametrize(("name", "world_size"), some(*PLAIN, of=PACKED))
 def test_packed_documents(ranks: Ranks, name: str, world_size: int) -> None:
     ranks.run(world_size, keeps_documents_apart, CLIENTS[name])
 
@@ -183,11 +181,13 @@ def test_with_a_cache_of_its_own(ranks: Ranks) -> None:
     ranks.run(2, checks, with_cache, 27, "mask")
 
 
-def compiled(group: dist.ProcessGroup) -> None:
+def compiled(group: dist.ProcessGroup, name: str) -> None:
     torch._dynamo.reset()
     # Not by aot_eager, which cannot run this layer of transformers, not without symm_cp either.
     # Experts and attention are compiled in test_compiled.py.
-    client = CLIENTS["qwen3-next"].having(mlp_only_layers=[0, 1])
+    client = CLIENTS[name]
+    if name == "qwen3-next":
+        client = client.having(mlp_only_layers=[0, 1])
 
     def prepare(model: torch.nn.Module) -> None:
         model.get_submodule("model.layers.0").compile(fullgraph=True)
@@ -196,8 +196,9 @@ def compiled(group: dist.ProcessGroup) -> None:
 
 
 @exhaustive
-def test_a_layer_compiled(ranks: Ranks) -> None:
-    ranks.run(2, compiled, timeout=600)
+@pytest.mark.parametrize("name", ["qwen3-next", "bamba"])
+def test_a_layer_compiled(ranks: Ranks, name: str) -> None:
+    ranks.run(2, compiled, name, timeout=600)
 
 
 def compiled_outside_first(group: dist.ProcessGroup) -> None:
@@ -231,8 +232,9 @@ def recomputing(model: torch.nn.Module) -> None:
 
 
 @exhaustive
-def test_recomputed_activations(ranks: Ranks) -> None:
-    ranks.run(2, checks, CLIENTS["qwen3-next"], 27, "mask", prepare=recomputing)
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba2", "zamba2"])
+def test_recomputed_activations(ranks: Ranks, name: str) -> None:
+    ranks.run(2, checks, CLIENTS[name], 27, "mask", prepare=recomputing)
 
 
 def refused_layouts(group: dist.ProcessGroup, name: str) -> None:

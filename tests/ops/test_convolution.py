@@ -46,7 +46,7 @@ def runs(
     x, weight, bias = torch.randn(2, 3, total), torch.randn(3, TAPS), torch.randn(3)
     given = [t.to(dtype) for t in ([x, weight, bias] if biased else [x, weight])]
     leaves = [t.double().requires_grad_() for t in given]
-    want = by_document(*leaves, *(() if biased else (None,)), edges or [0, total])
+    want = by_document(leaves[0], leaves[1], leaves[2] if biased else None, edges or [0, total])
     weights = torch.randn_like(want)
     wanted, *of_parameters = torch.autograd.grad((want * weights).sum(), leaves)
     mine = [given[0].split(sizes, 2)[rank], *given[1:]]

@@ -83,7 +83,8 @@ def runs(
     rank, op = group.rank(), RULES[erasing]
     whole = inputs(sum(sizes), torch.float64, by_feature=by_feature, erasing=erasing)
     whole = [t.requires_grad_() for t in whole]
-    want, states = recurrence(*whole, edges=edges)
+    q, k, v, g, *beta = whole
+    want, states = recurrence(q, k, v, g, beta[0] if erasing else None, edges)
     want_final = states[sum(sizes[: rank + 1])]
     weights = torch.randn_like(want)
     loss = (want * weights).sum() + sum(
@@ -147,7 +148,7 @@ def test_packed_documents(
 @BY_FEATURE
 @ERASING
 def test_compiled(ranks: Ranks, by_feature: bool, edges: list[int], erasing: bool) -> None:
-    how = {"by_feature": by_feature, "erasing": erasing, "edges": edges}
+    how: dict[str, Any] = {"by_feature": by_feature, "erasing": erasing, "edges": edges}
     ranks.run(2, runs, [8, 8], **how, compiled=True)
 
 

@@ -149,8 +149,8 @@ def positions_known(module: nn.Module) -> bool:
     The integration makes a part of it see them, or it has recurrent layers alone and counts none.
     """
     types = getattr(getattr(module, "config", None), "layer_types", None)
-    listed = isinstance(types, (list, tuple)) and len(types) > 0
-    if listed and _RECURRENT.issuperset(types) and getattr(module, RECURRENCE_KNOWN, False):
+    listed = {*types} if isinstance(types, (list, tuple)) else set()
+    if listed and listed <= _RECURRENT and getattr(module, RECURRENCE_KNOWN, False):
         return True
     return any(
         getattr(function, "sees_all_ranks", False)

@@ -107,6 +107,24 @@ def test_dtypes(ranks: Ranks, dtype: torch.dtype, edges: list[int] | None) -> No
     ranks.run(2, runs, [8, 8], edges, dtype=dtype)
 
 
+def second_derivatives(group: dist.ProcessGroup, sizes: list[int], edges: list[int]) -> None:
+    x, weight = torch.randn(2, 3, sum(sizes)).double(), torch.randn(3, TAPS).double()
+
+    def twice(out: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        (first,) = torch.autograd.grad((out**3).sum(), leaf, create_graph=True)
+        return torch.autograd.grad((first**2).sum(), leaf)[0]
+
+    whole = x.clone().requires_grad_()
+    want = twice(by_document(whole, weight, None, edges), whole)
+    own = x.split(sizes, 2)[group.rank()].clone().requires_grad_()
+    out = symm_cp.causal_convolution(own, weight, group=group, cu_seqlens=edges, sizes=sizes)
+    torch.testing.assert_close(twice(out, own), want.split(sizes, 2)[group.rank()])
+
+
+def test_second_derivatives(ranks: Ranks) -> None:
+    ranks.run(3, second_derivatives, [5, 2, 9], [0, 3, 6, 16])
+
+
 def refuses(group: dist.ProcessGroup) -> None:
     x, weight, number = torch.randn(2, 3, 8), torch.randn(3, TAPS), 3
     wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [

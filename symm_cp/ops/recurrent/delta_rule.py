@@ -62,10 +62,9 @@ def gated_delta_rule(
     before any communication; `RuntimeError` when a peer fails or disagrees. Source:
     `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention, and of transformers.
     """
-    named = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
     return recur(
         "gated_delta_rule",
-        named,
+        {"query": query, "key": key, "value": value, "g": g, "beta": beta},
         group_name(group),
         scale=scale,
         chunk_size=chunk_size,

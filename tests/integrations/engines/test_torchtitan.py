@@ -407,4 +407,4 @@ def test_its_own_trainer_with_experts_on_all_ranks(tmp_path: Path) -> None:
         into = ["--dump_folder", str(number)]
         found = _losses(tmp_path, ranks, "experts", *load, *into, *options, dispatched=True)
         # torchtitan multiplies with experts in bfloat16.
-        assert sorted(set(found)) == pytest.approx(sorted(expected), abs=2e-3), options
+        assert sorted(set(found)) == pytest.approx(sorted(expected), abs=2e-4), options

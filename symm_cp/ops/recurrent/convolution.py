@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.equal_inputs import same_on_all_ranks
 from symm_cp.ops.recurrent.documents import documents_of
 from symm_cp.ops.recurrent.halo import exchange_halo
 from symm_cp.ops.telling import entry_point
+from symm_cp.ops.tensor_checks import missing_memory, unsupported
 from symm_cp.tensors.dtypes import FLOATING, one_of, wide
 
 _OP = "causal_convolution"
@@ -22,6 +24,12 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{_OP}: {name} is {tensor!r}, must be a tensor")
+        # What torch would refuse after the exchange.
+        if reason := unsupported(tensor):
+            raise NotImplementedError(f"{_OP}: {name} is {reason}")
+        traced = torch.compiler.is_compiling() or is_functorch_wrapped_tensor(tensor)
+        if not traced and (missing := missing_memory(tensor)):
+            raise ValueError(f"{_OP}: {name} {missing}")
         if tensor.dtype not in FLOATING:
             raise TypeError(f"{_OP}: {name} is {tensor.dtype}, must be {one_of(FLOATING)}")
         if tensor.dtype != x.dtype or tensor.device != x.device:

@@ -13,7 +13,7 @@ from symm_cp.ops.equal_inputs import same_on_all_ranks
 from symm_cp.ops.recurrent.documents import documents_of
 from symm_cp.ops.recurrent.halo import exchange_halo
 from symm_cp.ops.telling import entry_point
-from symm_cp.ops.tensor_checks import missing_memory, unsupported
+from symm_cp.ops.tensor_checks import with_memory
 from symm_cp.tensors.dtypes import FLOATING, one_of, wide
 
 _OP = "causal_convolution"
@@ -25,11 +25,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{_OP}: {name} is {tensor!r}, must be a tensor")
         # What torch would refuse after the exchange.
-        if reason := unsupported(tensor):
-            raise NotImplementedError(f"{_OP}: {name} is {reason}")
-        traced = torch.compiler.is_compiling() or is_functorch_wrapped_tensor(tensor)
-        if not traced and (missing := missing_memory(tensor)):
-            raise ValueError(f"{_OP}: {name} {missing}")
+        if not (torch.compiler.is_compiling() or is_functorch_wrapped_tensor(tensor)):
+            with_memory(_OP, name, tensor)
         if tensor.dtype not in FLOATING:
             raise TypeError(f"{_OP}: {name} is {tensor.dtype}, must be {one_of(FLOATING)}")
         if tensor.dtype != x.dtype or tensor.device != x.device:

@@ -61,8 +61,10 @@ if _everything:
         scaled_matmul_reduce_scatter,
     )
     from symm_cp.ops.override import override_cuda_ops
+    from symm_cp.ops.recurrent.convolution import causal_convolution
     from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
     from symm_cp.ops.recurrent.halo import exchange_halo
+    from symm_cp.ops.recurrent.linear_attention import gated_linear_attention
     from symm_cp.ops.recurrent.scan import scan_states
     from symm_cp.runtime.recorder import Recording, trace
     from symm_cp.tensors.results import empty_cache
@@ -78,6 +80,7 @@ __all__ = [
     "all_gather_attention",
     "all_gather_kv",
     "all_gather_matmul",
+    "causal_convolution",
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
@@ -85,6 +88,7 @@ __all__ = [
     "exchange_halo",
     "fsdp",
     "gated_delta_rule",
+    "gated_linear_attention",
     "get_workspace",
     "heads_to_sequence",
     "inductor",

@@ -60,6 +60,7 @@ class Watch:
     # What inspectors want to know when they judge the next module.
     states: dict[Inspector, Hashable] = field(default_factory=dict)
     has_positions: bool = False  # whether a model was given the positions of its tokens
+    recurred_without_documents: bool = False  # whether the last recurrent layer was given none
     pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
     judged: set[nn.Module] = field(default_factory=set)
     calls: dict[nn.Module, Inspector] = field(default_factory=dict)  # whose calls are checked

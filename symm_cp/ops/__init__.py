@@ -8,13 +8,12 @@ from symm_cp.ops import (
     matmul,
 )
 from symm_cp.ops.heads import exchange_heads, projection
-from symm_cp.ops.recurrent import delta_rule, halo, scan
+from symm_cp.ops.recurrent import halo, scan, states
 from symm_cp.ops.registration import register, register_without_native
 
 __all__ = [
     "attention",
     "collectives",
-    "delta_rule",
     "equal_inputs",
     "exchange_heads",
     "experts",
@@ -24,4 +23,5 @@ __all__ = [
     "register",
     "register_without_native",
     "scan",
+    "states",
 ]

@@ -279,7 +279,8 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
             tensors = [replace(tensor, dtype=dtype) for tensor in tensors]
         elif change != "special" or not any(tensor.special for tensor in tensors):
             tensors[index] = _changed_tensor(draw, change, tensors[index])
-    if case.flag or op in ("attention_options", "scan_states", "gated_delta_rule"):
+    recurrent = ("scan_states", "gated_delta_rule", "gated_linear_attention", "causal_convolution")
+    if case.flag or op in ("attention_options", *recurrent):
         # Kernels multiply what a mask hides, and states that are zero, by nothing or leave it out,
         # and nothing times infinity is no number.
         tensors = [replace(tensor, special=False) for tensor in tensors]

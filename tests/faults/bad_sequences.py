@@ -57,17 +57,18 @@ def _small(tensors: Tensors) -> Tensors:
 
 
 def _delta_rule(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
+    """The delta rule, or without beta linear attention."""
     ranks = [_small(own) for own in ranks]
     for own in ranks:
-        query, key, value, g, beta = own
+        query, key, value, g, *strength = own
         _require(all(t.dtype in _FLOATS and t.device == query.device for t in own), "dtypes")
         _require(query.shape == key.shape and key.dim() == value.dim() == 4, "shapes")
         _require(value.shape[:2] == key.shape[:2] and key.shape[2] > 0, "value")
         _require(value.shape[2] % key.shape[2] == 0, "heads")
-        _require(g.shape == beta.shape == value.shape[:3], "g and beta")
+        _require(all(t.shape == value.shape[:3] for t in (g, *strength)), "g and beta")
     _require(case.option("chunk_size", 2) >= 1, "chunk_size")
-    query, key, value, g, beta = (
-        wide(torch.cat([own[index] for own in ranks[: rank + 1]], 1)) for index in range(5)
+    query, key, value, g, *strength = (
+        wide(torch.cat(parts, 1)) for parts in zip(*ranks[: rank + 1], strict=True)
     )
     each = value.shape[2] // key.shape[2]
     query, key = (t.repeat_interleave(each, 2) for t in (query, key))
@@ -76,11 +77,28 @@ def _delta_rule(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
     for t in range(value.shape[1]):
         k, q = key[:, t, :, :, None], query[:, t, :, :, None]
         state = state * g[:, t].exp()[..., None, None]
-        told = value[:, t, :, None] - k.mT @ state
-        state = state + k @ (beta[:, t][..., None, None] * told)
+        told = value[:, t, :, None]
+        for beta in strength:
+            told = beta[:, t][..., None, None] * (told - k.mT @ state)
+        state = state + k @ told
         out[:, t] = (q.mT @ state).squeeze(-2) * (key.shape[3] or 1) ** -0.5
     own = ranks[rank][2].shape[1]
     return [out[:, out.shape[1] - own :], state]
+
+
+def _convolution(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
+    x, weight, bias = ranks[rank]
+    alike = (x.dtype, x.device)
+    _require(x.dtype in _FLOATS, "dtype")
+    _require(all((t.dtype, t.device) == alike for t in (weight, bias)), "not alike")
+    _require(x.dim() == 3 and weight.dim() == 2 and weight.shape[0] == x.shape[1], "weight")
+    _require(weight.shape[1] >= 1 and bias.shape == weight.shape[:1], "weight")
+    whole, taps = wide(gathered(ranks[: rank + 1], 2)), weight.shape[1]
+    padded = torch.cat([whole.new_zeros(*whole.shape[:2], taps - 1), whole], 2)
+    out = sum(
+        padded[..., tap : tap + whole.shape[2]] * wide(weight)[:, tap, None] for tap in range(taps)
+    )
+    return [(out + wide(bias)[:, None])[..., whole.shape[2] - x.shape[2] :]]
 
 
 def _call_scan(t: Tensors, case: Case, group: Any) -> torch.Tensor:
@@ -218,6 +236,25 @@ KINDS: dict[str, Kind] = {
         ),
         _delta_rule,
         {"chunk_size": (-1, 0, 1, 64)},
+    ),
+    "gated_linear_attention": Kind(
+        "gated_linear_attention",
+        ("query", "key", "value", "g", "chunk_size", "group"),
+        lambda W, r, k, n: (*((1, 3, r, k),) * 2, (1, 3, 2 * r, n), (1, 3, 2 * r)),
+        lambda t, case, group: list(
+            symm_cp.gated_linear_attention(
+                *_small(t), group=group, chunk_size=case.option("chunk_size", 2)
+            )
+        ),
+        _delta_rule,
+        {"chunk_size": (-1, 0, 1, 64)},
+    ),
+    "causal_convolution": Kind(
+        "causal_convolution",
+        ("x", "weight", "bias", "group"),
+        lambda W, r, k, n: ((2, r, 3), (r, k + 1), (r,)),  # of one tap no rank needs another
+        lambda t, case, group: symm_cp.causal_convolution(*t, group=group),
+        _convolution,
     ),
     "sequence_to_heads": _exchange(
         lambda W, r, k, n: ((1, r * W, k, n),) * 2, symm_cp.sequence_to_heads, _to_heads

@@ -384,6 +384,13 @@ def _entry_points() -> dict[str, Op]:
             lambda t, g: s.scan_states(t[0], decay=t[1], group=g),
         ),
         "gated_delta_rule": Op(_recurrence, lambda t, g: s.gated_delta_rule(*t, group=g)),
+        "gated_linear_attention": Op(
+            lambda W: _recurrence(W)[:4], lambda t, g: s.gated_linear_attention(*t, group=g)
+        ),
+        "causal_convolution": Op(
+            lambda W: [_r(1, 2, 4), _r(2, 3), _r(2)],
+            lambda t, g: s.causal_convolution(*t, group=g),
+        ),
         "sequence_to_heads": Op(
             lambda W: [_r(1, 2 * W, 4, 3)], lambda t, g: s.sequence_to_heads(t[0], group=g)
         ),

@@ -28,6 +28,12 @@ def _recurrence(**changed: Any) -> dict[str, Any]:
     return {**dict(zip(names, (*features, g, beta), strict=True)), **changed}
 
 
+def _linear_attention(*, group: Any, **changed: Any) -> object:
+    named = _recurrence(**changed)
+    del named["beta"]
+    return symm_cp.gated_linear_attention(**named, group=group)
+
+
 def bad_calls(group: dist.ProcessGroup) -> list[tuple[type[Exception], str, Callable[[], object]]]:
     """Calls, and how they are refused: with errors that name op, argument and what is required."""
     W = group.size()
@@ -83,6 +89,17 @@ def bad_calls(group: dist.ProcessGroup) -> list[tuple[type[Exception], str, Call
         (ValueError, r"gated_delta_rule: value .* a multiple of its heads",
          lambda: symm_cp.gated_delta_rule(
              **_recurrence(query=torch.ones(1, 4, 0, 3), key=torch.ones(1, 4, 0, 3)), group=group)),
+        (TypeError, r"gated_linear_attention: g is None, must be a tensor",
+         lambda: _linear_attention(g=None, group=group)),
+        (ValueError, r"gated_linear_attention: g is on meta and query on cpu",
+         lambda: _linear_attention(g=torch.ones(1, 4, 2, device="meta"), group=group)),
+        (ValueError, r"gated_linear_attention: chunk_size=0 must be at least 1",
+         lambda: _linear_attention(chunk_size=0, group=group)),
+        (ValueError, r"causal_convolution: weight .* must be \(channels, taps\)",
+         lambda: symm_cp.causal_convolution(rows, weight, group=group)),
+        (ValueError, r"causal_convolution: cu_seqlens .* must ascend from 0",
+         lambda: symm_cp.causal_convolution(
+             rows, torch.ones(2, 4), group=group, cu_seqlens=[0, 1])),
         (ValueError, r"exchange_halo: sizes=\[1\] has 1 entries, must have one for each",
          lambda: symm_cp.exchange_halo(rows, 1, group=group, sizes=[1])),
     ]  # fmt: skip
@@ -118,6 +135,8 @@ def on_meshes(group: dist.ProcessGroup) -> None:
         lambda: symm_cp.exchange_halo(x, 1, group=mesh),
         lambda: symm_cp.scan_states(x, decay=x, group=mesh),
         lambda: symm_cp.gated_delta_rule(**_recurrence(), group=mesh),
+        lambda: _linear_attention(group=mesh),
+        lambda: symm_cp.causal_convolution(rows, torch.ones(2, 4), group=mesh),
         lambda: symm_cp.ulysses_projection(rows, weight, features=2, group=mesh),
         lambda: symm_cp.ulysses_output_projection(x, weight.T, group=mesh),
     ):

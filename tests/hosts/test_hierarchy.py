@@ -26,6 +26,7 @@ from tests.hosts.fabric import fabric
 from tests.ops import (
     test_attention,
     test_attention_options,
+    test_convolution,
     test_delta_rule,
     test_exchange_heads,
     test_experts,
@@ -146,6 +147,8 @@ def recurrent(group: dist.ProcessGroup) -> None:
     test_scan.scans(group, [torch.float64])
     for by_feature in (False, True):
         test_delta_rule.runs(group, sizes, by_feature=by_feature)
+    test_delta_rule.runs(group, sizes, by_feature=False, erasing=False)
+    test_convolution.runs(group, sizes, [0, 2, sum(sizes)])
 
 
 @exhaustive

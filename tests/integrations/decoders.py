@@ -256,7 +256,7 @@ REFUSED = {
     "jamba": r"'linear_attention' in config\.layer_types",
     "recurrent-gemma": r"'linear_attention' in config\.layer_types",
     "lfm2": r"'conv' in config\.layer_types",
-    "falcon-h1": "FalconH1Mixer has a Conv1d",
+    "falcon-h1": r"'hybrid' in config\.layer_types",
     "doge-whole": "takes '.*' of its attention mask, which is no matrix",
     "mixtral-router-loss": r"MixtralForCausalLM has config\.output_router_logits=True",
     "jetmoe-router-loss": r"JetMoeForCausalLM has config\.output_router_logits=True",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -149,3 +150,57 @@ def with_parts_of_a_sequence(group: dist.ProcessGroup, name: str) -> None:
 )
 def test_ranks_with_parts_of_a_sequence(ranks: Ranks, name: str, world_size: int) -> None:
     ranks.run(world_size, in_a_world, with_parts_of_a_sequence, name)
+
+
+def on_two_axes(group: dist.ProcessGroup, name: str, experts_over: int, in_parts: bool) -> None:
+    """Tensor parallelism beside batches of their own, or beside parts of every sequence.
+
+    `experts_over`: 2, the ranks that share a batch, or 4, all of them.
+    """
+    # FSDP2 divides gradients of lone shards twice in float64 and float16.
+    client = replace(CLIENTS[name], dtype=torch.float32, tolerance=2e-5)
+    client = client.having(
+        num_experts=8, num_local_experts=8, n_routed_experts=8, num_key_value_heads=4
+    )
+    model: Any = client.make("eager")
+    batch = causal_batch(26, padding="right")
+    if in_parts:
+        want = model(**batch, use_cache=False).loss
+    else:  # FSDP takes the mean of the losses of the ranks
+        losses = [
+            model(input_ids=ids[None], use_cache=False).logits.square().mean()
+            for ids in batch["input_ids"]
+        ]
+        want = (losses[0] + losses[1]) / 2
+    want.backward()
+    with saved(model) as folder:
+        sizes = {"tp_size": 2, "fsdp_size": 2, "ep_size": experts_over}
+        split: Any = loaded(client, folder, "symm_cp", **sizes)
+    mesh = split._device_mesh["fsdp"]
+    if in_parts:
+        with symm_cp.training_step(split, batch, mesh) as step:
+            step.loss.backward()
+        found = step.loss
+    else:
+        ids = batch["input_ids"][mesh.get_local_rank(), None]
+        own = whole(split(input_ids=ids, use_cache=False).logits).square().mean()
+        own.backward()
+        want, found = losses[mesh.get_local_rank()], own
+    close(whole(found), want, client.tolerance, "loss")
+    grads = gradients(split)
+    for parameter, needed in gradients(model).items():
+        close(grads[parameter], needed, 5 * client.tolerance, parameter)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts_over", "in_parts"),
+    some(
+        ("qwen3-moe", 4, False),
+        of=[(n, w, p) for n in ("qwen3-moe", "mixtral") for w in (2, 4) for p in (False, True)],
+    ),
+)
+def test_meshes_of_two_dimensions(
+    ranks: Ranks, name: str, experts_over: int, in_parts: bool
+) -> None:
+    function = functools.partial(on_two_axes, experts_over=experts_over, in_parts=in_parts)
+    ranks.run(4, in_a_world, function, name)

@@ -1,7 +1,9 @@
-"""Models with gated delta nets under `context_parallel(model=...)`: as in one process."""
+"""Models with gated delta nets or Mamba 2 under `context_parallel`: as in one process."""
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import pytest
@@ -12,7 +14,17 @@ import symm_cp
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive, pairs, some
-from tests.integrations.common import Client, causal_batch, check_client
+from tests.integrations.common import (
+    IGNORED,
+    Client,
+    Result,
+    assert_same,
+    causal_batch,
+    check_client,
+    target_loss,
+    under_context_parallel,
+    wide_softmax,
+)
 from tests.integrations.decoders import MLA, MOE
 
 _DELTA = {
@@ -40,21 +52,120 @@ CLIENTS = {
         tolerance=2e-4,
     ),
 }
-CASES = pairs(CLIENTS, (2, 4), ("mask", "padded", "none"))
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+_MAMBA |= {"mamba_expand": 2, "mamba_chunk_size": 8}
+_LIST = ["linear_attention", "full_attention"]
+MAMBAS = {
+    "mamba2": Client(
+        "Mamba2",
+        {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8}
+        | {"expand": 2},
+        tolerance=2e-4,
+    ),
+    "bamba": Client("Bamba", {**_MAMBA, "attn_layer_indices": [1]}, tolerance=2e-4),
+    "falcon-h1": Client("FalconH1", {**_MAMBA, "mamba_d_ssm": 64}, tolerance=2e-4),
+    "granite-hybrid": Client(
+        "GraniteMoeHybrid",
+        {**MOE, **_MAMBA, "layer_types": _LIST, "shared_intermediate_size": 16},
+        tolerance=2e-4,
+    ),
+    "zamba2": Client(
+        "Zamba2",
+        {"mamba_d_state": 8, "mamba_ngroups": 2, "n_mamba_heads": 4, "chunk_size": 8}
+        | {"mamba_expand": 2, "layers_block_type": ["linear_attention", "hybrid"]}
+        | {"num_mem_blocks": 1, "adapter_rank": 4, "use_mem_rope": True},
+        tolerance=2e-4,
+    ),
+    "nemotron-h": Client(
+        "NemotronH",
+        {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
+        | {"chunk_size": 8, "expand": 2, "moe_shared_expert_intermediate_size": 16}
+        | {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]},
+        tolerance=2e-4,
+    ),
+}
+CLIENTS |= MAMBAS
+# By position_ids alone transformers keeps documents apart in attention, not in recurrent layers.
 BATCHES: dict[str, dict[str, Any]] = {
     "mask": {},
     "padded": {"padding": "right"},
     "none": {"masked": False},
+    "positions": {"documents": [9, 5, 13]},
 }
+PLAIN_CASES = [("qwen3-next", 2, "mask"), ("mamba2", 2, "padded")]
+CASES = pairs(CLIENTS, (1, 2, 3, 4), BATCHES, also=PLAIN_CASES)
 
 
 def checks(group: dist.ProcessGroup, client: Client, length: int, kind: str, **how: Any) -> None:
     check_client(group, client, causal_batch(length, **BATCHES[kind]), layout="Sequential", **how)
 
 
-@pytest.mark.parametrize(("name", "world_size", "kind"), some(("qwen3-next", 2, "mask"), of=CASES))
+@pytest.mark.parametrize(("name", "world_size", "kind"), some(*PLAIN_CASES, of=CASES))
 def test_clients(ranks: Ranks, name: str, world_size: int, kind: str) -> None:
     ranks.run(world_size, checks, CLIENTS[name], 27, kind)
+
+
+# On 2 ranks one spans both, on 3 and 4 some ranks have several and one has none of its own.
+DOCUMENTS = [9, 1, 2, 15, 5, 8]
+
+
+def packed_batch() -> dict[str, torch.Tensor]:
+    """Documents in one sample, as transformers' collators mark them."""
+    lengths = torch.tensor(DOCUMENTS)
+    batch = causal_batch(sum(DOCUMENTS), samples=1, documents=DOCUMENTS)
+    edges = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
+    return {**batch, "cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "seq_idx": numbers[None]}
+
+
+def each_alone(client: Client, batch: dict[str, torch.Tensor]) -> Result:
+    """Each document by itself in one process."""
+    model = client.make(client.reference)
+    with wide_softmax():
+        logits = torch.cat(
+            [model(input_ids=ids, **client.call).logits
+             for ids in batch["input_ids"].split(DOCUMENTS, 1)], 1
+        )  # fmt: skip
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    loss = target_loss(logits, labels)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return Result(loss.detach(), logits.detach(), grads)
+
+
+def by_parts(group: dist.ProcessGroup, model: torch.nn.Module) -> Any:
+    """Calls Mamba 2 by its parts: with its head it does not pass documents on to its layers."""
+
+    def call(use_cache: bool, **batch: torch.Tensor) -> Any:
+        if group.size() > 1:  # one rank computes as without a context
+            message = "cu_seq_lens_q, which it does not pass on to its recurrent layers"
+            with pytest.raises(NotImplementedError, match=message):
+                model(**batch)
+        hidden = model.backbone(**batch, use_cache=use_cache).last_hidden_state
+        return types.SimpleNamespace(logits=model.lm_head(hidden))
+
+    return call
+
+
+def keeps_documents_apart(group: dist.ProcessGroup, client: Client) -> None:
+    batch = packed_batch()
+    expected = each_alone(client, batch)
+    balancer = symm_cp.Sequential(sum(DOCUMENTS), group.size())
+    how: dict[str, Any] = {}
+    if client.name == "Mamba2":
+        how["prepare"] = functools.partial(by_parts, group)
+    actual = under_context_parallel(group, client, batch, balancer=balancer, **how)
+    assert_same(actual, expected, batch, client.tolerance)
+
+
+PLAIN = [("qwen3-next", 3), ("bamba", 2)]
+PACKED = pairs(CLIENTS, (1, 2, 3, 4), also=PLAIN)
+
+
+@pytest.mark.parametrize(("name", "world_size"), some(*PLAIN, of=PACKED))
+def test_packed_documents(ranks: Ranks, name: str, world_size: int) -> None:
+    ranks.run(world_size, keeps_documents_apart, CLIENTS[name])
 
 
 @exhaustive
@@ -70,11 +181,13 @@ def test_with_a_cache_of_its_own(ranks: Ranks) -> None:
     ranks.run(2, checks, with_cache, 27, "mask")
 
 
-def compiled(group: dist.ProcessGroup) -> None:
+def compiled(group: dist.ProcessGroup, name: str) -> None:
     torch._dynamo.reset()
     # Not by aot_eager, which cannot run this layer of transformers, not without symm_cp either.
     # Experts and attention are compiled in test_compiled.py.
-    client = CLIENTS["qwen3-next"].having(mlp_only_layers=[0, 1])
+    client = CLIENTS[name]
+    if name == "qwen3-next":
+        client = client.having(mlp_only_layers=[0, 1])
 
     def prepare(model: torch.nn.Module) -> None:
         model.get_submodule("model.layers.0").compile(fullgraph=True)
@@ -83,8 +196,9 @@ def compiled(group: dist.ProcessGroup) -> None:
 
 
 @exhaustive
-def test_a_layer_compiled(ranks: Ranks) -> None:
-    ranks.run(2, compiled, timeout=600)
+@pytest.mark.parametrize("name", ["qwen3-next", "bamba"])
+def test_a_layer_compiled(ranks: Ranks, name: str) -> None:
+    ranks.run(2, compiled, name, timeout=600)
 
 
 def compiled_outside_first(group: dist.ProcessGroup) -> None:
@@ -118,14 +232,15 @@ def recomputing(model: torch.nn.Module) -> None:
 
 
 @exhaustive
-def test_recomputed_activations(ranks: Ranks) -> None:
-    ranks.run(2, checks, CLIENTS["qwen3-next"], 27, "mask", prepare=recomputing)
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba2", "zamba2"])
+def test_recomputed_activations(ranks: Ranks, name: str) -> None:
+    ranks.run(2, checks, CLIENTS[name], 27, "mask", prepare=recomputing)
 
 
-def refused_layouts(group: dist.ProcessGroup) -> None:
-    client = CLIENTS["qwen3-next"]
+def refused_layouts(group: dist.ProcessGroup, name: str) -> None:
+    client = CLIENTS[name]
     batch = causal_batch(32)
-    message = r"'linear_attention' in config\.layer_types.* in rank order\. Pass load_balancer="
+    message = r"'(linear_attention|hybrid)' in config\.layer_types.* in rank order\. Pass load_bal"
     for balancer in (symm_cp.HeadTail(32, group.size()), None):
         model, mesh = client.make("sdpa"), mesh_of(group)
         local, _ = symm_cp.shard_batch(
@@ -134,25 +249,29 @@ def refused_layouts(group: dist.ProcessGroup) -> None:
         context = symm_cp.context_parallel(mesh, model=model, load_balancer=balancer)
         with pytest.raises(NotImplementedError, match=message), context:
             model(**local)
-        assert "forward" not in vars(model.model.layers[0].linear_attn)
+        assert not any("forward" in vars(module) for module in model.modules())
     # Without model= the layers are transformers' own.
     sequential = symm_cp.Sequential(32, group.size())
     local, _ = symm_cp.shard_batch(
         mesh, {"input_ids": batch["input_ids"]}, load_balancer=sequential
     )
     context = symm_cp.context_parallel(mesh, load_balancer=sequential)
-    message = r"this rank's part .* context_parallel\(model="
+    message = r"this rank's part"
     with pytest.raises(NotImplementedError, match=message), context:
         model(**local)
-    packed = {**local, "cu_seq_lens_q": torch.tensor([0, 10, 32], dtype=torch.int32)}
-    context = symm_cp.context_parallel(mesh, model=model, load_balancer=sequential)
-    message = r"packed documents \(cu_seq_lens_q\)"
-    with pytest.raises(NotImplementedError, match=message), context:
-        model(**packed)
+    edges, numbers = torch.tensor([0, 10, 32]), torch.zeros_like(local["input_ids"])
+    for packed, message in (
+        ({"cu_seq_lens_q": edges}, "with cu_seq_lens_q and 2 samples: pack documents into one"),
+        ({"seq_idx": numbers}, "with seq_idx alone.*Pass the cu_seq_lens_q of the whole batch"),
+    ):
+        context = symm_cp.context_parallel(mesh, model=model, load_balancer=sequential)
+        with pytest.raises(NotImplementedError, match=message), context:
+            model(**local, **packed)
 
 
-def test_refuses_other_layouts_and_packed_documents(ranks: Ranks) -> None:
-    ranks.run(2, refused_layouts)
+@pytest.mark.parametrize("name", some("qwen3-next", of=["qwen3-next", "bamba", "falcon-h1"]))
+def test_refuses_other_layouts_and_documents_that_it_cannot_tell(ranks: Ranks, name: str) -> None:
+    ranks.run(2, refused_layouts, name)
 
 
 def alone_again(group: dist.ProcessGroup) -> None:

@@ -570,6 +570,14 @@ def further_ops(group: dist.ProcessGroup, seed: int, rounds: int) -> None:
                     0
                 ],
             ),
+            "linear attention": (
+                [own(1, 2, S, 8) * 0.1 for _ in range(3)] + [-own(1, 2, S).abs() * 0.1],
+                lambda *t: symm_cp.gated_linear_attention(*t, group=group)[0],
+            ),
+            "convolution": (
+                [own(1, 3, S), own(3, 4)],
+                lambda x, weight: symm_cp.causal_convolution(x, weight, group=group),
+            ),
             "scaled all-reduce": (
                 [own(rows, 16)],
                 lambda x, rows=rows: symm_cp.scaled_matmul_all_reduce(

@@ -1,4 +1,7 @@
-"""`gated_delta_rule` over parts of any length, against the recurrence position by position."""
+"""`gated_delta_rule` and `gated_linear_attention` over parts of any length.
+
+Against the recurrence position by position.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from tests.exhaustive import exhaustive, some
 pytestmark = device.devices("cpu", "simulated")
 
 Tensors = list[torch.Tensor]
+RULES: dict[bool, Any] = {True: symm_cp.gated_delta_rule, False: symm_cp.gated_linear_attention}
 
 
 def recurrence(
@@ -25,30 +29,46 @@ def recurrence(
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
-    beta: torch.Tensor,
+    beta: torch.Tensor | None = None,
     edges: Sequence[int] = (),
 ) -> tuple[torch.Tensor, Tensors]:
-    """The output, and the states after each position, by one process."""
+    """The output, and the states after each position, by one process.
+
+    Of linear attention without `beta`.
+    """
     repeats = v.shape[2] // k.shape[2]
     q, k = (t.repeat_interleave(repeats, 2) for t in (q, k))
     state = (k[:, 0, :, :, None] * v[:, 0, :, None, :]) * 0
     rows, states, decay = [], [state], g.reshape(*v.shape[:3], -1, 1).exp()
     for t in range(v.shape[1]):
         state = state * (0 if t in edges else decay[:, t])
-        missing = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * missing)
+        written = v[:, t]
+        if beta is not None:
+            missing = written - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+            written = beta[:, t, :, None] * missing
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], written)
         rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[-1] ** -0.5)
         states.append(state)
     return torch.stack(rows, 1), states
 
 
-def inputs(length: int, dtype: torch.dtype, heads: int = 4, *, by_feature: bool = False) -> Tensors:
-    """The same on all ranks: q, k, v, g, beta of two samples; fast and slow decays."""
+def inputs(
+    length: int,
+    dtype: torch.dtype,
+    heads: int = 4,
+    *,
+    by_feature: bool = False,
+    erasing: bool = True,
+) -> Tensors:
+    """The same on all ranks: q, k, v, g, beta of two samples; fast and slow decays.
+
+    Without beta if not `erasing`.
+    """
     q, k = (torch.nn.functional.normalize(torch.randn(2, length, 2, 5), dim=-1) for _ in range(2))
     v = torch.randn(2, length, heads, 3)
     g = -torch.rand(2, length, heads, *((5,) if by_feature else ())).mul(4).exp() / 4
-    beta = torch.rand(2, length, heads)
-    return [t.to(dtype) for t in (q, k, v, g, beta)]
+    beta = [torch.rand(2, length, heads)] if erasing else []
+    return [t.to(dtype) for t in (q, k, v, g, *beta)]
 
 
 def runs(
@@ -56,13 +76,15 @@ def runs(
     sizes: list[int],
     *,
     by_feature: bool,
+    erasing: bool = True,
     edges: Sequence[int] = (),
     compiled: bool = False,
 ) -> None:
-    rank = group.rank()
-    whole = inputs(sum(sizes), torch.float64, by_feature=by_feature)
+    rank, op = group.rank(), RULES[erasing]
+    whole = inputs(sum(sizes), torch.float64, by_feature=by_feature, erasing=erasing)
     whole = [t.requires_grad_() for t in whole]
-    want, states = recurrence(*whole, edges)
+    q, k, v, g, *beta = whole
+    want, states = recurrence(q, k, v, g, beta[0] if erasing else None, edges)
     want_final = states[sum(sizes[: rank + 1])]
     weights = torch.randn_like(want)
     loss = (want * weights).sum() + sum(
@@ -73,9 +95,7 @@ def runs(
 
     def layer(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         packed = {"cu_seqlens": torch.tensor(edges), "sizes": sizes} if edges else {}
-        return symm_cp.gated_delta_rule(
-            *args, group=group, chunk_size=3 if by_feature else 4, **packed
-        )
+        return op(*args, group=group, chunk_size=3 if by_feature else 4, **packed)
 
     if compiled:
         torch._dynamo.reset()
@@ -88,15 +108,20 @@ def runs(
         torch.testing.assert_close(got, needed.split(sizes, 1)[rank])
 
 
+ERASING = pytest.mark.parametrize("erasing", [True, False], ids=["delta", "linear"])
 BY_FEATURE = pytest.mark.parametrize("by_feature", [False, True], ids=["head", "feature"])
 
 
+@ERASING
 @BY_FEATURE
 @pytest.mark.parametrize("sizes", [[9], [8, 8], [5, 2, 9], [3, 0, 8, 1]])
-def test_equals_the_recurrence(ranks: Ranks, sizes: list[int], by_feature: bool) -> None:
-    ranks.run(len(sizes), runs, sizes, by_feature=by_feature)
+def test_equals_the_recurrence(
+    ranks: Ranks, sizes: list[int], by_feature: bool, erasing: bool
+) -> None:
+    ranks.run(len(sizes), runs, sizes, by_feature=by_feature, erasing=erasing)
 
 
+@ERASING
 @BY_FEATURE
 @pytest.mark.parametrize(
     ("sizes", "edges"),
@@ -112,28 +137,31 @@ def test_equals_the_recurrence(ranks: Ranks, sizes: list[int], by_feature: bool)
     ),
 )
 def test_packed_documents(
-    ranks: Ranks, sizes: list[int], edges: list[int], by_feature: bool
+    ranks: Ranks, sizes: list[int], edges: list[int], by_feature: bool, erasing: bool
 ) -> None:
-    ranks.run(len(sizes), runs, sizes, by_feature=by_feature, edges=edges)
+    ranks.run(len(sizes), runs, sizes, by_feature=by_feature, erasing=erasing, edges=edges)
 
 
 @exhaustive
 @device.devices("cpu")
 @pytest.mark.parametrize("edges", [[], [0, 5, 16]], ids=["whole", "packed"])
 @BY_FEATURE
-def test_compiled(ranks: Ranks, by_feature: bool, edges: list[int]) -> None:
-    ranks.run(2, runs, [8, 8], by_feature=by_feature, edges=edges, compiled=True)
+@ERASING
+def test_compiled(ranks: Ranks, by_feature: bool, edges: list[int], erasing: bool) -> None:
+    how: dict[str, Any] = {"by_feature": by_feature, "erasing": erasing, "edges": edges}
+    ranks.run(2, runs, [8, 8], **how, compiled=True)
 
 
 def other_dtypes(group: dist.ProcessGroup) -> None:
     """16-bit inputs are computed in float32: only they and the output are rounded."""
     rank = group.rank()
-    for dtype, by_feature in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        whole = inputs(12, dtype, by_feature=by_feature)
+    dtypes = (torch.float32, torch.bfloat16)
+    for dtype, by_feature, erasing in itertools.product(dtypes, (False, True), (False, True)):
+        whole = inputs(12, dtype, by_feature=by_feature, erasing=erasing)
         want, _ = recurrence(*(t.double() for t in whole))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             mine = [t.split(6, 1)[rank] for t in whole]
-            out, final = symm_cp.gated_delta_rule(*mine, group=group, chunk_size=4)
+            out, final = RULES[erasing](*mine, group=group, chunk_size=4)
         assert (out.dtype, final.dtype) == (dtype, torch.float32)
         eps = max(torch.finfo(dtype).eps, 50 * torch.finfo(torch.float32).eps)
         torch.testing.assert_close(out.double(), want.split(6, 1)[rank], rtol=eps, atol=eps)
@@ -164,6 +192,10 @@ def refuses(group: dist.ProcessGroup) -> None:
             symm_cp.gated_delta_rule(q, k, v, g, beta, group=group, cu_seqlens=edges)
     with pytest.raises(ValueError, match=r"sizes=\[9, 7\] must have 2 numbers, for rank"):
         symm_cp.gated_delta_rule(q, k, v, g, beta, group=group, cu_seqlens=[0, 16], sizes=[9, 7])
+    with pytest.raises(
+        ValueError, match=r"gated_linear_attention: g \[2, 8, 3\] must be \[2, 8, 4\]"
+    ):
+        symm_cp.gated_linear_attention(q, k, v, g[..., :3], group=group)
     leaf = v.clone().requires_grad_()
     out, _ = symm_cp.gated_delta_rule(q, k, leaf, g, beta, group=group)
     (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
@@ -188,6 +220,8 @@ def disagree(group: dist.ProcessGroup) -> None:
         given = forgotten if rank == 1 else right
         with pytest.raises(RuntimeError, match="ranks disagree"):
             symm_cp.gated_delta_rule(*mine, group=group, chunk_size=4, **given)
+    with pytest.raises(RuntimeError, match="ranks disagree"):
+        RULES[rank == 0](*mine[: 4 + (rank == 0)], group=group, chunk_size=4, **right)
     with torch.inference_mode():
         out, _ = symm_cp.gated_delta_rule(*mine, group=group, chunk_size=4, **right)
     again, _ = symm_cp.gated_delta_rule(*mine, group=group, chunk_size=4, **right)
@@ -203,8 +237,10 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
     op = torch.ops.symm_mem._delta_rule_states.default
     for decay in (torch.rand(2, 3), torch.rand(2, 3, 5)):
         keys, erased, values = (torch.randn(2, 3, 4, n) for n in (5, 5, 6))
-        args = [t.requires_grad_() for t in (keys, erased, values, decay)]
+        args: list[Any] = [t.requires_grad_() for t in (keys, erased, values, decay)]
         torch.library.opcheck(op, (*args, torch.tensor([3, 4]), group.group_name))
+        args[1] = None
+        torch.library.opcheck(op, (*args, None, group.group_name))
 
 
 def test_opcheck(ranks: Ranks) -> None:

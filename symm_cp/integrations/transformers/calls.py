@@ -13,7 +13,12 @@ from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.cuda.kept import HostReads, capturing
 from symm_cp.group.memory import resolve
-from symm_cp.integrations.transformers.limits import WATCHED, call_limits, positions_known
+from symm_cp.integrations.transformers.limits import (
+    SEES_ALL_RANKS,
+    WATCHED,
+    call_limits,
+    positions_known,
+)
 
 
 @functools.cache
@@ -38,9 +43,22 @@ def check_call(
     asked = [n for n in WATCHED if kwargs.get(n) is not None and kwargs[n] is not False]
     for limit in call_limits(module, asked) if asked else ():
         raise limit.error(module)
+    _check_documents(watch, module, kwargs)
     _check_cache(module, args, kwargs)
     _check_kept(module, args, kwargs)
     _check_positions(watch, module, args, kwargs, masks_are_whole, first)
+
+
+def _check_documents(watch: Watch, module: nn.Module, kwargs: Any) -> None:
+    """Refuses documents that have not reached recurrent layers: those of Mamba 2 with its head."""
+    if kwargs.get("cu_seq_lens_q") is None or not watch.recurred_without_documents:
+        return
+    if any(getattr(part, SEES_ALL_RANKS, False) for part in module.modules()):
+        raise NotImplementedError(
+            f"context_parallel: {type(module).__name__} was called with cu_seq_lens_q, which it "
+            "does not pass on to its recurrent layers: they did not keep documents apart. Call its "
+            "base model, and its head on the result"
+        )
 
 
 def _check_cache(module: nn.Module, args: Any, kwargs: Any) -> None:

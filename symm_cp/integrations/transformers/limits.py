@@ -29,6 +29,8 @@ _FULL = {"full_attention", "attention", "full", "global_attention", "hybrid"}
 _WINDOWED = {"sliding_attention", "hybrid_sliding", "sliding_window", "local_attention"}
 _CHUNKED = {"chunked_attention"}
 _RECURRENT = {"linear_attention"}
+_ALSO_RECURRENT = {"hybrid", "hybrid_sliding"}  # with attention beside
+_POINTWISE = {"moe", "mlp"}
 _WINDOWS = ("sliding_window", "sliding_window_size", "local_attention", "attention_window_size")
 _CHUNKS = ("attention_chunk_size",)
 # Sparse attention: the number of keys that each query picks among those of this rank.
@@ -62,7 +64,7 @@ ATTRIBUTES = frozenset(
 )
 _FULL_ATTENTION = "Use a model with full attention"
 _GATED_DELTA = (
-    "Use a model with full attention or gated delta nets (Qwen3-Next), passed to "
+    "Use a model with full attention, gated delta nets (Qwen3-Next) or Mamba 2, passed to "
     "context_parallel(model=...)"
 )
 _OURS = "Pass the model to context_parallel(model=...)"
@@ -142,7 +144,14 @@ def _input_and_output_limits(module: nn.Module) -> Iterator[Limit]:
 
 
 def positions_known(module: nn.Module) -> bool:
-    """Tells whether the integration makes a part of a model see positions in the whole sequence."""
+    """Tells whether a model sees positions in the whole sequence.
+
+    The integration makes a part of it see them, or it has recurrent layers alone and counts none.
+    """
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    listed = {*types} if isinstance(types, (list, tuple)) else set()
+    if listed and listed <= _RECURRENT and getattr(module, RECURRENCE_KNOWN, False):
+        return True
     return any(
         getattr(function, "sees_all_ranks", False)
         for part in module.modules()
@@ -238,9 +247,12 @@ def _layer_limits(config: Any, *, continues: bool) -> Iterator[Limit]:
     listed = [getattr(config, name, None) for name in ("layer_types", "layers_block_type")]
     types = {kind for kinds in listed if isinstance(kinds, (list, tuple)) for kind in kinds}
     types = {kind for kind in types if isinstance(kind, str)}
-    for kind in sorted(types - _FULL - _WINDOWED - _CHUNKED):
+    known = _FULL | _WINDOWED | _CHUNKED | _POINTWISE
+    if continues:
+        known = known - _ALSO_RECURRENT
+    for kind in sorted(types - known):
         what = f"a layer of type {kind!r} in config.layer_types"
-        if continues and kind in _RECURRENT:
+        if continues and kind in _RECURRENT | _ALSO_RECURRENT:
             yield Limit(
                 what,
                 "it continues what the rank before ended with, so ranks must hold the positions in "

@@ -1,19 +1,20 @@
-"""Gated delta nets of transformers' models over a sequence that is spread over ranks in order.
+"""Recurrent layers of transformers' models over a sequence that is spread over ranks in order.
 
-Their forward methods call two functions of their module that mix positions: a causal convolution,
-and the gated delta rule in chunks, with a decay of each head or (Kimi Linear) of each feature.
-Within a context their instances run the same code with functions that, within a region, see the
-ranks before this one.
+The forward methods of gated delta nets and Mamba 2 call two functions of their module that mix
+positions: a causal convolution, and a recurrence in chunks (the gated delta rule, with a decay of
+each head or, in Kimi Linear, of each feature; the scan of Mamba 2). Within a context their
+instances run the same code with functions that, within a region, see the ranks before this one.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.load_balancers import in_rank_order
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.verdicts import Select
@@ -30,23 +32,28 @@ from symm_cp.integrations.transformers.limits import (
     SEES_ALL_RANKS,
     uses_transformers,
 )
+from symm_cp.ops.recurrent.convolution import causal_convolution
 from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
-from symm_cp.ops.recurrent.halo import exchange_halo
+from symm_cp.ops.recurrent.linear_attention import gated_linear_attention
 
 _OP = "context_parallel"
 _CONVOLUTION = "causal_conv1d_fn"
 _DELTA_RULES = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"}
+_SCAN = "mamba2_chunk_scan"
+_RECURRENCES = {*_DELTA_RULES, _SCAN}
+# Convolution, scan, norm and projection of Mamba 2 in one kernel, which models try in training.
+_ALL_IN_ONE = "mamba2_split_conv1d_scan_combined"
 
 _forwards, _marks, _known = InUse(), InUse(), InUse()
 
 
 @contextmanager
 def by_sequence_before(select: Select) -> Iterator[None]:
-    """Within it, and within a region, gated delta nets continue what the ranks before ended with.
+    """Within it, and within a region, recurrent layers continue what the ranks before ended with.
 
     Other modules of the models that have a convolution are still refused.
     """
-    nets = select(_is_delta_net)
+    nets = select(_is_recurrent)
     with ExitStack() as stack:
         for module in nets:
             function = inspect.unwrap(type(module).forward)
@@ -61,11 +68,11 @@ def by_sequence_before(select: Select) -> Iterator[None]:
         yield
 
 
-def _is_delta_net(module: nn.Module) -> bool:
+def _is_recurrent(module: nn.Module) -> bool:
     function = inspect.unwrap(type(module).forward)
     code = getattr(function, "__code__", None)
     called = set() if code is None else {*code.co_names}
-    return _CONVOLUTION in called and bool(_DELTA_RULES & called)
+    return _CONVOLUTION in called and bool(_RECURRENCES & called)
 
 
 @functools.cache
@@ -77,6 +84,9 @@ def _spread(function: Any) -> types.FunctionType:
     scope[_CONVOLUTION] = _Convolution(known[_CONVOLUTION])
     for name in _DELTA_RULES & scope.keys():
         scope[name] = _DeltaRule(known[name])
+    if _SCAN in scope:
+        scope[_SCAN] = _Scan(known[_SCAN])
+        scope[_ALL_IN_ONE] = _AllInOne(known[_ALL_IN_ONE])
     copy = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
@@ -84,16 +94,50 @@ def _spread(function: Any) -> types.FunctionType:
     return copy
 
 
-def _region_of(length: int) -> tuple[ParallelRegion, list[int]] | None:
-    """The region, unless there is none or one rank, and how many positions each rank holds."""
+class _Spread(NamedTuple):
+    """The region of a call, and how many positions each of its ranks holds."""
+
+    region: ParallelRegion
+    watch: Watch
+    lengths: list[int]
+
+    def documents(self, samples: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the documents of a call as arguments of ops, and notes if there are none."""
+        edges = _edges(kwargs)
+        self.watch.recurred_without_documents = edges is None
+        sizes = None if self.region.even else self.lengths
+        if edges is None and kwargs.get("seq_idx") is not None:
+            raise NotImplementedError(
+                f"{_OP}: a recurrent layer was called with seq_idx alone, the documents of this "
+                "rank's part. Pass the cu_seq_lens_q of the whole batch, too"
+            )
+        if edges is not None and samples != 1:
+            raise NotImplementedError(
+                f"{_OP}: a recurrent layer was called with cu_seq_lens_q and {samples} samples: "
+                "pack documents into one sample"
+            )
+        return {"cu_seqlens": edges, "sizes": sizes}
+
+
+def _edges(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    edges: torch.Tensor | None = kwargs.get("cu_seq_lens_q")
+    return kwargs.get("cu_seqlens") if edges is None else edges
+
+
+def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
+    """The region of a call for so many positions, unless there is none.
+
+    One rank runs transformers' own code, unless there are documents, which that keeps apart with
+    kernels for GPUs only.
+    """
     within = current_region()
-    if within is None or within[0].world_size == 1:
+    if within is None or (within[0].world_size == 1 and _edges(kwargs) is None):
         return None
     region = within[0]
     balancer = region.layout(length)
     if not in_rank_order(balancer):
         raise NotImplementedError(
-            f"{_OP}: linear attention continues what the rank before ended with, but {balancer} "
+            f"{_OP}: a recurrent layer continues what the rank before ended with, but {balancer} "
             "does not hold positions in rank order. Pass load_balancer=symm_cp.Sequential(...)"
         )
     lengths = balancer.lengths
@@ -104,7 +148,15 @@ def _region_of(length: int) -> tuple[ParallelRegion, list[int]] | None:
             "Call the model with use_cache=False"
         )
     within[1].called = True
-    return region, lengths
+    return _Spread(region, within[1], lengths)
+
+
+def _check_state(state: torch.Tensor | None) -> None:
+    if state is not None:
+        raise NotImplementedError(
+            f"{_OP}: a recurrent layer was called with the state of a cache, which belongs to "
+            "the first rank only. Call the model with use_cache=False"
+        )
 
 
 class _Convolution:
@@ -121,18 +173,19 @@ class _Convolution:
         activation: str | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        found = _region_of(hidden_states.shape[-1])
-        if found is None:
+        spread = _spread_call(hidden_states.shape[-1], kwargs)
+        if spread is None:
             result: torch.Tensor = self._alone(
                 hidden_states, weight, bias, activation=activation, **kwargs
             )
             return result
-        region, lengths = found
-        sizes = None if region.even else lengths
-        wide = exchange_halo(
-            hidden_states.to(weight.dtype), weight.shape[-1] - 1, group=region.group, sizes=sizes
+        out = causal_convolution(
+            hidden_states.to(weight.dtype),
+            weight,
+            bias,
+            group=spread.region.group,
+            **spread.documents(len(hidden_states), kwargs),
         )
-        out = F.conv1d(wide, weight.unsqueeze(1), bias, groups=weight.shape[0])
         if activation is not None:
             out = ACT2FN[activation](out)
         return out.to(hidden_states.dtype)
@@ -154,46 +207,88 @@ class _DeltaRule:
         value: torch.Tensor,
         g: torch.Tensor,
         beta: torch.Tensor,
-        *,
-        initial_state: torch.Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        found = _region_of(value.shape[1])
-        if found is None:
+        spread = _spread_call(value.shape[1], kwargs)
+        if spread is None:
             result: tuple[torch.Tensor, torch.Tensor | None] = self._alone(
-                query,
-                key,
-                value,
-                g,
-                beta,
-                initial_state=initial_state,
-                output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                cu_seqlens=cu_seqlens,
-                **kwargs,
+                query, key, value, g, beta, **kwargs
             )
             return result
-        if cu_seqlens is not None:
-            raise NotImplementedError(
-                f"{_OP}: linear attention does not keep packed documents (cu_seq_lens_q) apart. "
-                "Use one document in each sample"
-            )
-        if initial_state is not None:
-            raise NotImplementedError(
-                f"{_OP}: linear attention was called with the state of a cache, which belongs to "
-                "the first rank only. Call the model with use_cache=False"
-            )
+        _check_state(kwargs.get("initial_state"))
         out, final = gated_delta_rule(
             query,
             key,
             value,
             g,
             beta,
-            group=found[0].group,
+            group=spread.region.group,
             chunk_size=kwargs.get("chunk_size", 64),
-            normalise=use_qk_l2norm_in_kernel,
+            normalise=kwargs.get("use_qk_l2norm_in_kernel", False),
+            **spread.documents(len(value), kwargs),
         )
-        return out, final if output_final_state else None
+        return out, final if kwargs.get("output_final_state") else None
+
+
+class _Scan:
+    """The scan of Mamba 2 in transformers; within a region it continues the rank before.
+
+    Shapes: hidden_states (B, S, H, P), dt (B, S, H), A and D (H,), B and C (B, S, groups, N),
+    states (B, H, P, N). In float32, as there, or float64.
+    """
+
+    def __init__(self, alone: Any) -> None:
+        self._alone = alone
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        chunk_size: int,
+        **kwargs: Any,
+    ) -> Any:
+        spread = _spread_call(hidden_states.shape[1], kwargs)
+        if spread is None:
+            return self._alone(hidden_states, dt, A, B, C, chunk_size, **kwargs)
+        _check_state(kwargs.get("initial_states"))
+        if kwargs.get("z") is not None:
+            raise NotImplementedError(f"{_OP}: {_SCAN} was called with z, which is not supported")
+        if (bias := kwargs.get("dt_bias")) is not None:
+            dt = dt + bias.to(dt.dtype)
+        if kwargs.get("dt_softplus"):
+            dt = F.softplus(dt)
+        dt = dt.clamp(*kwargs.get("dt_limit", (0.0, math.inf)))
+        values = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        dt = dt.to(values.dtype)
+        out, final = gated_linear_attention(
+            C.to(values.dtype),
+            B,
+            values * dt[..., None],
+            A.to(values.dtype) * dt,
+            group=spread.region.group,
+            scale=1.0,
+            chunk_size=chunk_size,
+            **spread.documents(len(values), kwargs),
+        )
+        if (skipped := kwargs.get("D")) is not None:
+            out = out + skipped[:, None] * values
+        out = out.contiguous()  # Falcon H1 takes a view of it
+        return (out, final.mT) if kwargs.get("return_final_states") else out
+
+
+class _AllInOne:
+    """The kernel of a whole layer of Mamba 2, which sees this rank only: within a region None.
+
+    Models call the convolution and the scan then.
+    """
+
+    def __init__(self, alone: Any) -> None:
+        self._alone = alone
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _spread_call(args[0].shape[1], kwargs) is None:
+            return self._alone(*args, **kwargs)
+        return None

@@ -63,9 +63,9 @@ class VarlenAttention(pattern.VarlenAttention):
         self.window_size = config.window_size
 
 
-def _override(target: type, description: str) -> Callable[[Any], Any]:
+def _override(target: type, description: str, exact: bool = False) -> Callable[[Any], Any]:
     def register(factory: Any) -> Any:
-        factory.target = target
+        factory.target, factory.exact = target, exact
         return factory
 
     return register
@@ -151,19 +151,159 @@ def test_overrides_are_as_in_one_process(
     ranks.run(world_size, trains, kind, balancing)
 
 
+# --- experts ---
+
+
+class AllToAllTokenDispatcher:
+    """torchtitan's, of which this is what it does without a mesh "ep"."""
+
+    @dataclasses.dataclass
+    class Config:
+        num_experts: int
+        top_k: int
+
+    def __init__(self, config: Config) -> None:
+        self.num_experts, self.top_k, self.ep_mesh = config.num_experts, config.top_k, None
+
+    def wire_meshes(self, *, ep_mesh: Any) -> None:
+        self.ep_mesh = ep_mesh
+
+    def dispatch(self, x: Any, scores: Any, chosen: Any, counts: Any) -> Any:
+        order = chosen.flatten().argsort(stable=True)
+        return x[order // self.top_k], counts, (order // self.top_k, scores.flatten()[order])
+
+    def combine(self, rows: Any, metadata: Any, x: Any) -> Any:
+        places, scores = metadata
+        rows = rows * scores[:, None]
+        return torch.zeros_like(x).index_add(0, places, rows)
+
+
+class Experts(nn.Module):
+    """A router, experts of two matrices each, and a dispatcher, called as torchtitan calls them."""
+
+    EXPERTS, TOP_K, WIDTH = 12, 3, 8
+
+    def __init__(self, dispatcher: Any) -> None:
+        super().__init__()
+        self.router = nn.Linear(self.WIDTH, self.EXPERTS)
+        self.up = nn.Parameter(torch.randn(self.EXPERTS, self.WIDTH, 6))
+        self.down = nn.Parameter(torch.randn(self.EXPERTS, 6, self.WIDTH))
+        self.dispatcher = dispatcher
+
+    def forward(self, x: torch.Tensor, held: slice = slice(None)) -> torch.Tensor:
+        scores, chosen = self.router(x).sigmoid().topk(self.TOP_K)
+        counts = torch.bincount(chosen.flatten(), minlength=self.EXPERTS)
+        rows, counts, metadata = self.dispatcher.dispatch(x, scores, chosen, counts)
+        parts = rows.split(counts.tolist())
+        weights = zip(parts, self.up[held], self.down[held], strict=True)
+        rows = torch.cat([torch.tanh(part @ up) @ down for part, up, down in weights])
+        return self.dispatcher.combine(rows, metadata, x)
+
+
+@contextlib.contextmanager
+def expert_override(checking: bool = False) -> Iterator[ModuleType]:
+    with modules(
+        spmd_types={"is_type_checking": lambda: checking},
+        torchtitan__config={"override": _override},
+        torchtitan__config__override={"derive": _derive},
+        torchtitan__models__common__token_dispatcher={
+            "AllToAllTokenDispatcher": AllToAllTokenDispatcher
+        },
+    ):
+        yield importlib.import_module("symm_cp.integrations.torchtitan.experts")
+        sys.modules.pop("symm_cp.integrations.torchtitan.experts")
+
+
+def spreads_experts(group: dist.ProcessGroup, sizes: list[int], dtype: torch.dtype) -> None:
+    rank, sums = group.rank(), {"rtol": 0.0, "atol": 100 * torch.finfo(dtype).eps}
+    config = AllToAllTokenDispatcher.Config(Experts.EXPERTS, Experts.TOP_K)
+    dense = Experts(AllToAllTokenDispatcher(config)).to(dtype)
+    whole = torch.randn(sum(sizes), Experts.WIDTH, dtype=dtype, requires_grad=True)
+    weights = torch.randn_like(whole)
+    want = dense(whole)
+    loss = (want * weights).sum()
+    leaves = [whole, *dense.parameters()]
+    wanted, *of_parameters = torch.autograd.grad(loss, leaves)
+    with expert_override() as loaded:
+        factory = loaded.token_dispatcher
+        assert (factory.target, factory.exact) == (AllToAllTokenDispatcher.Config, True)
+        replaced = factory(config)
+        assert dataclasses.asdict(replaced) == dataclasses.asdict(config)
+        alone = Experts(loaded.SymmTokenDispatcher(replaced)).to(dtype)
+        alone.load_state_dict(dense.state_dict())
+        assert torch.equal(alone(whole), want)  # no mesh is wired
+        alone.dispatcher.wire_meshes(ep_mesh=mesh_of(group))
+        each = Experts.EXPERTS // group.size()
+        held = slice(rank * each, (rank + 1) * each)
+        mine = whole.detach().split(sizes)[rank].requires_grad_()
+        out = alone(mine, held)
+        torch.testing.assert_close(out, want.split(sizes)[rank], **sums)
+        own_loss = (out * weights.split(sizes)[rank]).sum()
+        grad, *own = torch.autograd.grad(own_loss, [mine, *alone.parameters()])
+        total = own_loss.detach().clone()
+        dist.all_reduce(total, group=group)
+    torch.testing.assert_close(total, loss, rtol=0, atol=len(whole) * sums["atol"])
+    torch.testing.assert_close(grad, wanted.split(sizes)[rank], **sums)
+    for part, needed in zip(own, of_parameters, strict=True):
+        dist.all_reduce(part, group=group)
+        torch.testing.assert_close(part, needed, rtol=0, atol=len(whole) * sums["atol"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    some(
+        ([7, 5], torch.float32),
+        of=[
+            ([9], torch.float32),
+            ([7, 5], torch.float32),
+            ([7, 0, 4], torch.float64),
+            ([6, 1, 0, 6], torch.float32),
+        ],
+    ),
+)
+def test_experts_are_as_in_one_process(ranks: Ranks, sizes: list[int], dtype: torch.dtype) -> None:
+    ranks.run(len(sizes), spreads_experts, sizes, dtype)
+
+
+def refuses_type_checking(group: dist.ProcessGroup) -> None:
+    with expert_override(checking=True) as loaded:
+        config = loaded.SymmTokenDispatcher.Config(Experts.EXPERTS, Experts.TOP_K)
+        layer = Experts(loaded.SymmTokenDispatcher(config))
+        layer.dispatcher.wire_meshes(ep_mesh=mesh_of(group))
+        with pytest.raises(NotImplementedError, match="no rules for spmd_types: turn its type"):
+            layer(torch.randn(3, Experts.WIDTH))
+
+
+def test_type_checking_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, refuses_type_checking)
+
+
+# --- its own trainer ---
+
 _CONFIG = """
-from torchtitan.models.llama3 import model_registry
+from torchtitan.models import llama3, qwen3
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
 
-def small(**options):
-    config = llama3_debugmodel()
-    config.model_spec = model_registry("debugmodel", attn_backend="flex", **options)
+def shortened(config):
     config.activation_checkpoint = None
     config.training.mixed_precision_param = "float32"
     config.training.disable_cuda_graphs = True
     config.training.local_batch_size, config.training.global_batch_size = 2, 2
     config.training.seq_len, config.training.steps = 64, 2
+    return config
+
+
+def small(**options):
+    config = shortened(llama3_debugmodel())
+    config.model_spec = llama3.model_registry("debugmodel", attn_backend="flex", **options)
+    return config
+
+
+def experts():
+    config = shortened(qwen3_moe_debug())
+    del config.model_spec.model.layers[2:]  # of 38 million parameters each
     return config
 
 
@@ -197,11 +337,14 @@ def _assets(folder: Path) -> None:
     (folder / "small.py").write_text(_CONFIG)
 
 
-def _losses(folder: Path, ranks: int, config: str, *options: str) -> list[float]:
+def _losses(
+    folder: Path, ranks: int, config: str, *options: str, dispatched: bool = False
+) -> list[float]:
     """Those that torchtitan's own trainer logs."""
     command = [sys.executable, "-m", "symm_cp", "run", "--cuda-on-cpu", str(ranks)]
     command += ["--nproc-per-node", str(ranks), "-m", "torchtitan.train", "--module", "small"]
-    override = "symm_cp.integrations.torchtitan.overrides.flex_attention"
+    modules = "overrides.flex_attention", *(("experts.token_dispatcher",) if dispatched else ())
+    override = ",".join(f"symm_cp.integrations.torchtitan.{name}" for name in modules)
     command += ["--config", config, "--override.imports", override, "--checkpoint.enable", *options]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
@@ -215,16 +358,22 @@ def _losses(folder: Path, ranks: int, config: str, *options: str) -> list[float]
     return [float(loss) for loss in re.findall(r"step: +\d+ +loss: +([\d.]+)", plain)]
 
 
+def _in_one_process(folder: Path, config: str) -> tuple[list[float], list[str]]:
+    """The losses, and the options by which others begin with the same weights."""
+    _assets(folder)
+    seed = ["--dump_folder", "seed", "--checkpoint.create_seed_checkpoint"]
+    _losses(folder, 1, config, *seed)
+    load = ["--checkpoint.no-initial_load_model_only", "--checkpoint.initial_load_path"]
+    load.append(str(folder / "seed" / "checkpoint" / "step-0"))
+    expected = _losses(folder, 1, config, *load, "--dump_folder", "one")
+    assert len(expected) == 2
+    return expected, load
+
+
 @exhaustive
 @needs_torchtitan
 def test_its_own_trainer(tmp_path: Path) -> None:
-    _assets(tmp_path)
-    seed = ["--dump_folder", "seed", "--checkpoint.create_seed_checkpoint"]
-    _losses(tmp_path, 1, "small", *seed)
-    load = ["--checkpoint.no-initial_load_model_only", "--checkpoint.initial_load_path"]
-    load.append(str(tmp_path / "seed" / "checkpoint" / "step-0"))
-    expected = _losses(tmp_path, 1, "small", *load, "--dump_folder", "one")
-    assert len(expected) == 2
+    expected, load = _in_one_process(tmp_path, "small")
     cp, tp = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor"))
     backend = "--parallelism.spmd_backend"
     for number, (config, *options) in enumerate(
@@ -238,3 +387,24 @@ def test_its_own_trainer(tmp_path: Path) -> None:
     ):
         found = _losses(tmp_path, 2, config, *load, "--dump_folder", str(number), *options)
         assert sorted(set(found)) == pytest.approx(sorted(expected), abs=2e-5), options
+
+
+@exhaustive
+@needs_torchtitan
+def test_its_own_trainer_with_experts_on_all_ranks(tmp_path: Path) -> None:
+    expected, load = _in_one_process(tmp_path, "experts")
+    cp, tp, ep = (
+        f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "expert")
+    )
+    for number, (ranks, *options) in enumerate(
+        (
+            (2, cp, "2", ep, "2"),
+            (2, tp, "2", ep, "2"),
+            (4, cp, "4", ep, "4"),
+            (4, cp, "2", tp, "2", ep, "4"),
+        )
+    ):
+        into = ["--dump_folder", str(number)]
+        found = _losses(tmp_path, ranks, "experts", *load, *into, *options, dispatched=True)
+        # torchtitan multiplies with experts in bfloat16.
+        assert sorted(set(found)) == pytest.approx(sorted(expected), abs=2e-4), options

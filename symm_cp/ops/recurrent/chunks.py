@@ -1,0 +1,60 @@
+"""Positions in chunks, and what decays between the positions of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+
+def in_chunks(tensor: torch.Tensor, chunk_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """(B, S, H, ...) as (B * H, N, C, ...), with zeros behind the last position."""
+    rows = tensor.transpose(1, 2).to(dtype)
+    after = -tensor.shape[1] % chunk_size
+    rows = F.pad(rows, (0, 0) * (tensor.dim() - 3) + (0, after))
+    shape = (tensor.shape[0] * tensor.shape[2], -1, chunk_size, *tensor.shape[3:])
+    chunks = (tensor.shape[1] + after) // chunk_size
+    return rows.reshape(shape[0], chunks, *shape[2:])
+
+
+def pairs(
+    lefts: Sequence[torch.Tensor], right: torch.Tensor, decay: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Returns for each left [.., t, s] = left[.., t] @ right[.., s] * (decay[t] - decay[s]).exp().
+
+    For s > t it is 0. Shapes: left and right (R, N, C, K), decay (R, N, C, 1).
+    """
+    size = right.shape[-2]
+    # exp of entries above the diagonal could overflow.
+    above = torch.ones(size, size, dtype=torch.bool, device=right.device).triu(1)
+    since = (decay - decay.transpose(-1, -2)).masked_fill(above, -math.inf).exp()
+    return tuple((left @ right.transpose(-1, -2)) * since for left in lefts)
+
+
+def pairs_by_feature(
+    lefts: Sequence[torch.Tensor], right: torch.Tensor, decay: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """As `pairs`, for a decay of each feature, (R, N, C, K); C is a power of 2.
+
+    The decay is no factor of the product of two rows then, but of the rows: one is decayed since
+    some position between both, the other one up to it, so that no exponent is above 0. Blocks of
+    1, 2, 4, ... positions share that position: the last one of their first half.
+    """
+    size, rows = right.shape[-2], torch.stack([*lefts])
+    blocks = (rows * right).sum(-1)[..., None, None]
+    half = 1
+    while half < size:
+        at = decay.unflatten(-2, (-1, 2, half))
+        begins, ends = at[..., 0, :, :], at[..., 1, :, :]
+        middle = begins[..., -1:, :]
+        later = rows.unflatten(-2, (-1, 2, half))[..., 1, :, :] * (ends - middle).exp()
+        earlier = right.unflatten(-2, (-1, 2, half))[..., 0, :, :] * (middle - begins).exp()
+        both = blocks.unflatten(-3, (-1, 2))
+        first, second = both[..., 0, :, :], both[..., 1, :, :]
+        between = later @ earlier.transpose(-1, -2)
+        upper = torch.cat([first, torch.zeros_like(first)], -1)
+        blocks = torch.cat([upper, torch.cat([between, second], -1)], -2)
+        half *= 2
+    return blocks.squeeze(-3).unbind()

@@ -388,7 +388,7 @@ def _entry_points() -> dict[str, Op]:
             lambda W: _recurrence(W)[:4], lambda t, g: s.gated_linear_attention(*t, group=g)
         ),
         "causal_convolution": Op(
-            lambda W: [_r(1, 2, 4), _r(2, 3), _r(2)],
+            lambda W: [_r(1, 2, 4), _r(2, 3)],
             lambda t, g: s.causal_convolution(*t, group=g),
         ),
         "sequence_to_heads": Op(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.equal_inputs import same_on_all_ranks
@@ -25,7 +24,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{_OP}: {name} is {tensor!r}, must be a tensor")
         # What torch would refuse after the exchange.
-        if not (torch.compiler.is_compiling() or is_functorch_wrapped_tensor(tensor)):
+        if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
             with_memory(_OP, name, tensor)
         if tensor.dtype not in FLOATING:
             raise TypeError(f"{_OP}: {name} is {tensor.dtype}, must be {one_of(FLOATING)}")

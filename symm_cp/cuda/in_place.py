@@ -69,7 +69,7 @@ def found_in_place(tensor: torch.Tensor, group: Group) -> InPlace | None:
 def any_in_place(group: Group) -> bool:
     """Whether ranks read tensors of a group in place."""
     tensors = group.find(_TENSORS)
-    return tensors is not None and bool(tensors.known)
+    return tensors is not None and any(not t.storage.expired() for t in tensors.known.values())
 
 
 def read_in_place(tensor: torch.Tensor, group: GroupLike) -> None:

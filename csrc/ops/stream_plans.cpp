@@ -117,7 +117,12 @@ bool run(const c10::OperatorHandle& op, Stack* stack) {
     ++state.runs;
     return true;
   }
-  if (!recorded || !overload_of(op, "recorded")) return false;
+  if (!recorded) return false;
+  if (!overload_of(op, "recorded")) {
+    std::lock_guard<std::mutex> lock(state.mutex);
+    state.known[key.bytes()].refused = true;
+    return false;
+  }
   record(key, op, stack);
   return true;
 }

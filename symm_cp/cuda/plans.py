@@ -194,7 +194,12 @@ def serve(op: str, dispatch_key: str, *, or_torchs: bool = False) -> Served:
 
 def begin() -> None:
     """Has calls recorded, where that is possible and wanted."""
-    if not env.plans() or native.glue_if_built() is None:
+    try:
+        wanted = env.plans()
+    except ValueError as error:  # an import never fails
+        native.say(f"{error}; recording them")
+        wanted = True
+    if not wanted or native.glue_if_built() is None:
         native.load().symm_cp_plans_record_at(-1)
 
 

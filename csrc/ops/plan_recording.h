@@ -60,7 +60,7 @@ class PlanRecording final : public Recording {
     });
     if (!fresh && !schema.is_mutable()) return;  // its results are views
     what_ = schema.name();
-    OpStep step{op, {}, {}};
+    OpStep step{op, {}, {}, {}};
     for (const c10::IValue& argument : arguments) step.arguments.push_back(given(argument));
     for (const at::Tensor& result : results) step.results.push_back(add_value(result));
     steps_of(kernel).emplace_back(std::move(step));
@@ -93,6 +93,7 @@ class PlanRecording final : public Recording {
         if (view.place.value < static_cast<int>(inputs_)) refuse("it returns memory of its caller");
     }
     plan_.values = values_.size();
+    find_last_uses();
     plan_.group = std::move(group);
     return refusal_.empty() ? std::make_shared<const Plan>(std::move(plan_)) : nullptr;
   }
@@ -104,6 +105,15 @@ class PlanRecording final : public Recording {
     at::Tensor memory;
     const char* slot = nullptr;
     int64_t bytes = 0;
+  };
+
+  // Memory that the call uses. It is not kept: the call takes no more than others do.
+  struct Value {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // its address is not used again meanwhile
+    const c10::StorageImpl* identity;
+    const char* address;  // of the first tensor in it
+    const char* begin;
+    size_t bytes;
   };
 
   // In its scope the launch of a kernel counts: streams may carry it out later.
@@ -121,6 +131,43 @@ class PlanRecording final : public Recording {
     PlanRecording& recording_;
     Around before_;
   };
+
+  // Memory is to be given back as early as when Python makes the call.
+  void find_last_uses() {
+    std::vector<std::vector<int>*> last(values_.size(), nullptr);
+    const auto use = [&](int value, std::vector<int>& here) {
+      if (value >= static_cast<int>(inputs_)) last[value] = &here;
+    };
+    const std::vector<Place>* operands = nullptr;
+    for (Step& step : plan_.steps) {
+      if (const auto* launch = std::get_if<LaunchStep>(&step)) operands = &launch->operands;
+      if (auto* end = std::get_if<EndStep>(&step))
+        for (const Place& place : *operands) use(place.value, end->last);
+      if (auto* kernel = std::get_if<KernelStep>(&step))
+        for (auto& inner : kernel->steps)
+          std::visit(
+              [&](auto& s) {
+                for_each_view(s, [&](const View& view) { use(view.place.value, s.last); });
+                for (const int value : s.results) use(value, s.last);
+              },
+              inner);
+    }
+    for (const Given& result : plan_.results)
+      for (const View& view : result.tensors)
+        if (view.place.value >= 0) last[view.place.value] = nullptr;
+    for (size_t value = 0; value < last.size(); ++value)
+      if (last[value] != nullptr) last[value]->push_back(static_cast<int>(value));
+  }
+
+  template <class Function>
+  static void for_each_view(const OpStep& step, const Function& function) {
+    for (const Given& argument : step.arguments)
+      std::for_each(argument.tensors.begin(), argument.tensors.end(), function);
+  }
+  template <class Function>
+  static void for_each_view(const PythonStep& step, const Function& function) {
+    std::for_each(step.arguments.begin(), step.arguments.end(), function);
+  }
 
   std::vector<std::variant<OpStep, PythonStep>>& steps_of(int kernel) {
     if (kernel >= 0) return std::get<KernelStep>(plan_.steps[kernel]).steps;
@@ -140,7 +187,10 @@ class PlanRecording final : public Recording {
   // Returns the number of a value if the tensor's memory is not one yet.
   int add_value(const at::Tensor& tensor) {
     if (!tensor.defined() || value_of(tensor) != kNoValue) return kNoValue;
-    values_.push_back(tensor);
+    const c10::Storage& storage = tensor.storage();
+    values_.push_back({storage.getWeakStorageImpl(), storage.unsafeGetStorageImpl(),
+                       address_of(tensor), static_cast<const char*>(storage.data()),
+                       storage.nbytes()});
     return static_cast<int>(values_.size()) - 1;
   }
 
@@ -150,7 +200,7 @@ class PlanRecording final : public Recording {
     const at::Tensor& memory = around_.memory;
     if (memory.defined() && memory.storage().unsafeGetStorageImpl() == storage) return kSlot;
     for (size_t i = 0; i < values_.size(); ++i)
-      if (values_[i].storage().unsafeGetStorageImpl() == storage) return static_cast<int>(i);
+      if (values_[i].identity == storage) return static_cast<int>(i);
     return kNoValue;
   }
 
@@ -165,10 +215,10 @@ class PlanRecording final : public Recording {
     const auto* address = static_cast<const char*>(operand);
     if (address == nullptr) return {};
     for (size_t i = 0; i < values_.size(); ++i) {
-      const c10::Storage& storage = values_[i].storage();
-      const auto* begin = static_cast<const char*>(storage.data());
-      if (begin != nullptr && address >= begin && address < begin + storage.nbytes())
-        return {static_cast<int>(i), address - address_of(values_[i])};
+      const Value& value = values_[i];
+      if (value.storage.expired() || value.begin == nullptr) continue;
+      if (address >= value.begin && address < value.begin + value.bytes)
+        return {static_cast<int>(i), address - value.address};
     }
     refuse("an operand lies in memory that is not the call's");
     return {};
@@ -188,7 +238,7 @@ class PlanRecording final : public Recording {
     else if (tensor.numel() == 0)  // without an address
       view.place = {value, 0};
     else
-      view.place = {value, address - address_of(values_[value])};
+      view.place = {value, address - values_[value].address};
     return view;
   }
 
@@ -212,7 +262,7 @@ class PlanRecording final : public Recording {
   }
 
   Plan plan_;
-  std::vector<at::Tensor> values_;  // kept, so that no address is used again meanwhile
+  std::vector<Value> values_;
   size_t inputs_ = 0;
   Around around_;
   std::map<int, Around> around_kernels_;

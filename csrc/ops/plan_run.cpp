@@ -111,6 +111,10 @@ class Run {
     if (index < numbers.size() && numbers[index] != kNoValue) frame.values[numbers[index]] = result;
   }
 
+  static void forget(const std::vector<int>& values, Frame& frame) {
+    for (const int value : values) frame.values[value].reset();
+  }
+
   static void carry_out(const OpStep& step, Frame& frame, const Slot* slot) {
     Stack stack;
     stack.reserve(step.arguments.size());
@@ -134,7 +138,12 @@ class Run {
 
   static void carry_out_all(const KernelStep& kernel, Frame& frame, const Slot* slot) {
     for (const auto& step : kernel.steps)
-      std::visit([&](const auto& s) { carry_out(s, frame, slot); }, step);
+      std::visit(
+          [&](const auto& s) {
+            carry_out(s, frame, slot);
+            forget(s.last, frame);
+          },
+          step);
   }
 
   void carry_out(const LaunchStep& step) {
@@ -183,7 +192,7 @@ class Run {
         later);
   }
 
-  void carry_out(const EndStep&) {
+  void carry_out(const EndStep& step) {
     const driver::Api& api = launch_->streams->api();
     if (api.hosted_end != nullptr) {
       const WithoutGil waiting;
@@ -192,6 +201,7 @@ class Run {
     if (frame_->error != nullptr) std::rethrow_exception(frame_->error);
     launch_ = nullptr;
     lock_.reset();
+    forget(step.last, *frame_);
   }
 
   std::shared_ptr<const Plan> plan_;

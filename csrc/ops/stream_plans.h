@@ -52,13 +52,14 @@ struct OpStep {
   c10::OperatorHandle op;
   std::vector<Given> arguments;
   std::vector<int> results;  // the values that its tensors become, or kNoValue
+  std::vector<int> last;     // values that nothing uses after it
 };
 
 // What only Python can launch, such as a kernel of Triton.
 struct PythonStep {
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> function;
   std::vector<View> arguments;
-  std::vector<int> results;
+  std::vector<int> results, last;
 };
 
 // What the caller's stream is given between commands; `launched` if by a step of a schedule.
@@ -82,7 +83,9 @@ struct LaunchStep {
 struct CommandStep {
   std::vector<StreamCommand> commands;
 };
-struct EndStep {};
+struct EndStep {
+  std::vector<int> last;
+};
 using Step = std::variant<LaunchStep, CommandStep, KernelStep, EndStep>;
 
 struct Plan {

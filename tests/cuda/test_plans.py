@@ -178,32 +178,6 @@ def test_calls_that_differ_have_plans_of_their_own(ranks: Ranks) -> None:
     ranks.run(3, layouts)
 
 
-def memory_of_a_call(group: dist.ProcessGroup) -> tuple[int, int]:
-    """The most bytes that a call allocates, by Python and by a plan."""
-    q = torch.randn(1, 4, 512, 32)
-    most = []
-    for plan_at in (-1, 0):
-        with simulation(plan_at=plan_at):
-            for _ in range(3):
-                ATTENTION(q, q, q, group.group_name)
-            runs()
-            with torch.profiler.profile(profile_memory=True) as profile:
-                ATTENTION(q, q, q, group.group_name)
-            assert runs() == (plan_at == 0)
-            now = peak = 0
-            for event in profile.profiler.kineto_results.events():
-                if event.name() == "[memory]":
-                    now += event.nbytes()
-                    peak = max(peak, now)
-            most.append(peak)
-    return most[0], most[1]
-
-
-def test_a_plan_takes_no_more_memory(ranks: Ranks) -> None:
-    for by_python, by_plan in ranks.run(4, memory_of_a_call):
-        assert 0 < by_plan <= 1.2 * by_python
-
-
 def changes(group: dist.ProcessGroup) -> None:
     """What plans depend on may change."""
     x, w = torch.randn(2, 6), torch.ones(6, 5)

@@ -142,6 +142,7 @@ if _everything:
     try:
         _native.load()
         _register_groups()
+        _ops.register_plans()
     except _native.BuildError as _error:
         _ops.register_without_native()
         _native.say(str(_error).splitlines()[0])

@@ -9,7 +9,7 @@ from symm_cp.ops import (
 )
 from symm_cp.ops.heads import exchange_heads, projection
 from symm_cp.ops.recurrent import halo, scan, states
-from symm_cp.ops.registration import register, register_without_native
+from symm_cp.ops.registration import register, register_plans, register_without_native
 
 __all__ = [
     "attention",
@@ -21,6 +21,7 @@ __all__ = [
     "matmul",
     "projection",
     "register",
+    "register_plans",
     "register_without_native",
     "scan",
     "states",

@@ -30,7 +30,6 @@ def register() -> None:
     for op in declared():
         if op.schema not in (None, TORCHS):
             lib.define(op.name + op.schema)
-    plans.begin()
     for op in declared():
         _register_kernels(op)
         _register_fake(op)
@@ -44,6 +43,14 @@ def register() -> None:
         refuse_without_memory(op)
 
 
+def register_plans() -> None:
+    """Has plans, and Python's kernels where there is none, serve ops on devices with streams."""
+    plans.begin()
+    for op in filter(_is_planned, declared()):
+        for key in _keys_of_ours(op):
+            plans.serve(op.name, key)
+
+
 def register_without_native() -> None:
     """Has ops whose kernels are native say why the native part is missing."""
 
@@ -53,13 +60,15 @@ def register_without_native() -> None:
     for op in declared():
         if op.native:
             lib.impl(op.name, refuses, "CPU")
+        for key in _keys_of_ours(op) if _is_planned(op) else ():
+            lib.impl(op.name, refuses, key)
 
 
 def _register_kernels(op: Op) -> None:
     if op.kernel is None:
         return
     # What goes on in the background has no plan.
-    planned = not op.cpu_only and op.complete is None
+    planned = _is_planned(op)
     arguments = str(op.overload._schema).removeprefix(f"symm_mem::{op.name}")
     if op.native or planned:
         # csrc/ops/kernels.h calls it in groups that span hosts, in torch's test mode, and where
@@ -81,13 +90,22 @@ def _register_kernels(op: Op) -> None:
         device_kernels[op.name] = op.kernel
         in_python.define(f"{op.name}.or_torchs{arguments}")
         in_python.impl(f"{op.name}.or_torchs", or_torchs(op), "CPU")
-    for device in cuda.known():
-        if op.replaces_torch and device.torch_has_kernels:
-            continue
-        if planned:
-            plans.serve(op.name, device.dispatch_key)
-        else:
-            lib.impl(op.name, op.kernel, device.dispatch_key)
+    if not planned:
+        for key in _keys_of_ours(op):
+            lib.impl(op.name, op.kernel, key)
+
+
+def _is_planned(op: Op) -> bool:
+    return op.kernel is not None and not op.cpu_only and op.complete is None
+
+
+def _keys_of_ours(op: Op) -> list[str]:
+    """The keys of devices on which nobody else has kernels of an op."""
+    return [
+        device.dispatch_key
+        for device in cuda.known()
+        if not (op.replaces_torch and device.torch_has_kernels)
+    ]
 
 
 def _register_fake(op: Op) -> None:

@@ -148,6 +148,9 @@ def attempts(
 NOT_STRANGE = ("none", "list", "overlapping", "enormous", "sparse", "sparse_hybrid")
 
 
+_RECURRENT = ("_delta_rule_states", "_delta_rule_grads")
+
+
 def _is_accepted(case: Given) -> bool:
     """Whether a kind is an ordinary argument there, or gives what torch leaves undefined."""
     if case.kind == "overlapping":
@@ -156,8 +159,8 @@ def _is_accepted(case: Given) -> bool:
         return case.op in ("all_reduce", "all_reduce in the background")
     if case.kind == "enormous":
         return case.op == "_fused_all_gather_weight_grad"  # an empty result of no rows
-    if case.kind == "none" and case.op == "combine_from_experts":
-        return True  # weights of 1
+    if case.kind == "none" and case.op in ("combine_from_experts", *_RECURRENT):
+        return True  # weights of 1; nothing is erased
     if case.kind == "list" and case.op in ("sequence_to_heads", "heads_to_sequence"):
         return True
     return case.position > 0 and ("matmul" in case.op or "projection" in case.op)

@@ -282,6 +282,7 @@ void no_memory(Rank& rank) {
 void time_is_over(Rank& rank) {
   const int peer = (rank.rank() + 1) % rank.world_size();
   meet(rank, "good");
+  rank.group->set_timeout(std::chrono::milliseconds(120));
   const int64_t number = rank.group->next(kSync);
   Call call = rank.group->workspace(kSync).begin(number, 0, "op");
   const Command command = step_of(Kind::kWait, peer, 1);
@@ -345,7 +346,7 @@ void faults() {
     on_all_ranks(world_size, long_time, disagree);
     on_all_ranks(world_size, long_time, close_in_flight);
     on_all_ranks(world_size, long_time, no_memory);
-    on_all_ranks(world_size, std::chrono::milliseconds(120), time_is_over);
+    on_all_ranks(world_size, long_time, time_is_over);
   }
   segments();
   strangers();

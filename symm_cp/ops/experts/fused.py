@@ -161,7 +161,17 @@ def _matmul_combine_kernel(
 def _weight_grads_kernel(
     rows: torch.Tensor, grads: list[torch.Tensor], ends: torch.Tensor, transposed: list[bool]
 ) -> list[torch.Tensor]:
-    bounds = ends.tolist()
+    if ends.dim() != 1 or ends.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{_WEIGHT_GRADS}: ends of shape {list(ends.shape)} and {ends.dtype} must be a 1-D "
+            "tensor of int32 or int64"
+        )
+    try:
+        bounds = ends.tolist()
+    except MemoryError:
+        raise ValueError(
+            f"{_WEIGHT_GRADS}: ends of {len(ends)} experts do not fit in memory"
+        ) from None
     results = []
     for grad, is_transposed in zip(grads, transposed, strict=True):
         left, right = (grad, rows) if is_transposed else (rows, grad)

@@ -96,12 +96,10 @@ SYMM_CP_WIRE_ENUM(DType, kUint8, kInt8, kInt16, kInt32, kInt64, kFloat16, kFloat
 SYMM_CP_WIRE_ENUM(ReduceOp, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor);
 
 // What ranks do with each other's data, see exchange.h. kTwoShotAllReduce is an all-reduce whose
-// inputs and outputs are given by the parts that the ranks reduce. A kProduced... kind has no
-// input: the caller writes to the slot. In a kJoiningAllToAll a rank takes from all at once; in a
-// kHandledAllToAll the caller writes and reads the slots.
+// inputs and outputs are given by the parts that the ranks reduce. In a kJoiningAllToAll a rank
+// takes from all at once; in a kHandledAllToAll the caller writes and reads the slots.
 SYMM_CP_WIRE_ENUM(ExchangeKind, kAllGather, kAllReduce, kTwoShotAllReduce, kReduceScatter,
-                  kAllToAll, kProducedAllReduce, kProducedTwoShotAllReduce, kJoiningAllToAll,
-                  kHandledAllToAll);
+                  kAllToAll, kJoiningAllToAll, kHandledAllToAll);
 
 // The loops of a kind of exchange; not every kind has each. The others than kPlain differ in where
 // the input lies, or in how many sockets the ranks are on.

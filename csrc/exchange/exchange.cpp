@@ -137,8 +137,7 @@ void ExchangeRun::measure() {
     exchange_.boxes->check_room(exchange_.call_name, room_);
     pieces_ = exchange_.boxes->pieces();
   }
-  const bool one_piece = exchange_.piece_bytes != kPieceBytes || exchange_.produce != nullptr;
-  if (pieces_ > kMaxPieces || (pieces_ > 1 && one_piece))
+  if (pieces_ > kMaxPieces || (pieces_ > 1 && exchange_.piece_bytes != kPieceBytes))
     throw std::invalid_argument(exchange_.call_name + ": " + std::to_string(most) +
                                 " bytes for one rank; there must be at most " +
                                 std::to_string(kMaxPieces * room_) + " in one call");
@@ -292,10 +291,6 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
   for (int i = 0; i < step.source_count; ++i)
     sources_.push_back(
         address(channel, call, loop_->sources[step.first_source + i], piece, &unused));
-  if (exchange_.addend.bytes > 0) {
-    reduce_rows(to, step.to.chunk < 0 ? 0 : step.to.chunk * room_, bytes);
-    return bytes;
-  }
   const auto sum = [&](bool past_caches) {
     reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_.dtype),
            exchange_.dtype, exchange_.reduce_op, past_caches);
@@ -304,35 +299,10 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
   return stored(channel, step.to, bytes, sum);
 }
 
-void ExchangeRun::reduce_rows(char* to, int64_t offset, int64_t bytes) {
-  const int64_t row = exchange_.addend.bytes, size = element_bytes(exchange_.dtype);
-  divide_bytes(to, bytes, size, [&](int64_t begin, int64_t end) {
-    std::vector<const void*> sources(sources_);
-    sources.push_back(nullptr);
-    for (int64_t done = begin; done < end;) {
-      const int64_t column = (offset + done) % row;
-      const int64_t run = std::min(row - column, end - done);
-      for (size_t i = 0; i < sources_.size(); ++i)
-        sources[i] = static_cast<const char*>(sources_[i]) + done;
-      sources.back() = static_cast<const char*>(exchange_.addend.data) + column;
-      reduce(to + done, sources.data(), static_cast<int>(sources.size()), run / size,
-             exchange_.dtype, exchange_.reduce_op, false);
-      done += run;
-    }
-  });
-}
-
-int64_t ExchangeRun::produce(Channel& channel, const Call& call, const LoopStep& step,
-                             int64_t piece) {
-  int64_t unused = 0;
-  if (exchange_.handler != nullptr) {
-    exchange_.handler->give(step.peer, static_cast<char*>(channel.slot(rank_, call.epoch)),
-                            channel.slot_stores());
-    return exchange_.input[step.peer].bytes;
-  }
-  const int64_t bytes = all_bytes(exchange_.input);
-  if (bytes > 0) exchange_.produce(address(channel, call, step.to, piece, &unused));
-  return bytes;
+int64_t ExchangeRun::produce(Channel& channel, const Call& call, int peer) {
+  exchange_.handler->give(peer, static_cast<char*>(channel.slot(rank_, call.epoch)),
+                          channel.slot_stores());
+  return exchange_.input[peer].bytes;
 }
 
 int64_t ExchangeRun::consume(Channel& channel, const Call& call, int peer) {
@@ -345,8 +315,7 @@ int64_t ExchangeRun::consume(Channel& channel, const Call& call, int peer) {
 
 bool ExchangeRun::gives_alike() const {
   const ExchangeKind kind = exchange_.kind;
-  return kind == ExchangeKind::kAllGather || kind == ExchangeKind::kAllReduce ||
-         kind == ExchangeKind::kProducedAllReduce;
+  return kind == ExchangeKind::kAllGather || kind == ExchangeKind::kAllReduce;
 }
 
 void ExchangeRun::announce(Channel& channel, Call& call) {
@@ -367,8 +336,7 @@ void ExchangeRun::compare_sizes(Channel& channel, int peer, const Call& call) {
                       kind == ExchangeKind::kHandledAllToAll;
   const bool by_source = kind == ExchangeKind::kAllGather || to_all;
   if (!to_all && all_bytes(exchange_.output) == 0) return;
-  const bool by_owner =
-      kind == ExchangeKind::kTwoShotAllReduce || kind == ExchangeKind::kProducedTwoShotAllReduce;
+  const bool by_owner = kind == ExchangeKind::kTwoShotAllReduce;
   const size_t own = by_source ? peer : by_owner ? rank_ : 0;
   const int64_t wanted = exchange_.output[own].bytes;
   const int64_t given =
@@ -396,7 +364,7 @@ int64_t ExchangeRun::step(Channel& channel, Call& call, const LoopStep& step, in
       return 0;
     case Kind::kCopy: return copy(channel, call, step, piece);
     case Kind::kReduce: return reduce_all(channel, call, step, piece);
-    case Kind::kProduce: return produce(channel, call, step, piece);
+    case Kind::kProduce: return produce(channel, call, step.peer);
     case Kind::kConsume: return consume(channel, call, step.peer);
     case Kind::kVerify: return 0;
   }

@@ -80,15 +80,8 @@ struct Exchange {
   // The input lies in symmetric memory that was rendezvoused with the group, on all ranks: peers
   // read it where it is. Not for kAllToAll.
   bool in_place = false;
-  // For kProduced... kinds, which have one piece: writes this rank's data, all parts in order and
-  // without gaps, to the slot. The inputs have sizes only. Its exceptions end the call on all
-  // ranks.
-  std::function<void(void* slot)> produce;
   // For kHandledAllToAll, which has one piece. Inputs and outputs have sizes only.
   SlotHandler* handler = nullptr;
-  // For kProduced... kinds: added to the sum repeatedly, as a row to the rows of a matrix. Not with
-  // averages.
-  Extent addend;
   // For all-to-alls with strides: the boxes, and the addresses of the tensors. Inputs and outputs
   // have sizes only.
   std::shared_ptr<const Boxes> boxes;

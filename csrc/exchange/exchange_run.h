@@ -55,9 +55,8 @@ class ExchangeRun {
   template <class Store>
   int64_t stored_result(const Store& store);
   int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
-  // Reduces to `to`, which begins at byte `offset` of the result, and adds the addend to each row.
-  void reduce_rows(char* to, int64_t offset, int64_t bytes);
-  int64_t produce(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  // Has the handler give to a peer.
+  int64_t produce(Channel& channel, const Call& call, int peer);
   // Has the handler work, or take what a peer gives.
   int64_t consume(Channel& channel, const Call& call, int peer);
   // Where a piece of an area begins; sets `left` to its bytes, if this rank gives or takes them.

@@ -64,7 +64,8 @@ void in_python_or_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   for (const char* name :
-       {"_fused_matmuls_reduce_scatter", "_fused_all_gather_weight_grad",
+       {"_fused_matmuls_all_reduce", "fused_scaled_matmul_all_reduce",
+        "_fused_matmuls_reduce_scatter", "_fused_all_gather_weight_grad",
         "_fused_matmul_reduce_scatter_backward", "fused_all_gather_attention",
         "fused_all_gather_attention_backward", "_route_to_experts", "dispatch_to_experts",
         "combine_from_experts", "fused_dispatch_grouped_matmul", "fused_grouped_matmul_combine",

@@ -37,17 +37,9 @@ void all_reduce(const char* op, Group& group, const at::Tensor& given, std::stri
               in_place && onto_itself};
   add_tensor(key, input);
   const auto call = CheckedCalls::of_this_thread().take(key, [&](CheckedCall& call) {
-    const int64_t bytes = static_cast<int64_t>(input.nbytes());
     call.exchange.call_name = name_call(op, dtype, input.sizes(), std::string(reduce_by));
     set_reduction(call.exchange, dtype, reduce_op);
-    if ((in_place && onto_itself) || two_shot(ranks, bytes)) {
-      call.exchange.kind = ExchangeKind::kTwoShotAllReduce;
-      call.add_parts(bytes, ranks);
-    } else {
-      call.exchange.kind = ExchangeKind::kAllReduce;
-      call.add_input(0, bytes);
-      call.add_output(0, bytes);
-    }
+    call.set_all_reduce(static_cast<int64_t>(input.nbytes()), ranks, in_place && onto_itself);
   });
   call->bind(input.const_data_ptr(), output.mutable_data_ptr());
   call->exchange.in_place = in_place;

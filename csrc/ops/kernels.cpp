@@ -132,18 +132,24 @@ void CheckedCall::add_output(int64_t offset, int64_t bytes, int64_t row, int64_t
   output_offsets.push_back(offset);
 }
 
-int64_t CheckedCall::add_parts(int64_t bytes, int ranks) {
+void CheckedCall::set_all_reduce(int64_t bytes, int ranks, bool in_parts) {
+  if (!in_parts && !two_shot(ranks, bytes)) {
+    exchange.kind = ExchangeKind::kAllReduce;
+    add_input(0, bytes);
+    add_output(0, bytes);
+    return;
+  }
+  exchange.kind = ExchangeKind::kTwoShotAllReduce;
   const int64_t part = whole_parts((bytes + ranks - 1) / ranks);
   for (int rank = 0; rank < ranks; ++rank) {
     const int64_t begin = std::min(rank * part, bytes), end = std::min(begin + part, bytes);
     add_input(begin, end - begin);
     add_output(begin, end - begin);
   }
-  return part;
 }
 
 void CheckedCall::bind(const void* input, void* output) {
-  for (size_t i = 0; input != nullptr && i < input_offsets.size(); ++i)
+  for (size_t i = 0; i < input_offsets.size(); ++i)
     exchange.input[i].data = static_cast<char*>(const_cast<void*>(input)) + input_offsets[i];
   for (size_t i = 0; i < output_offsets.size(); ++i)
     exchange.output[i].data = static_cast<char*>(output) + output_offsets[i];

@@ -38,19 +38,17 @@ struct CheckedCall {
   // Where the extents of the exchange begin in the tensors.
   std::vector<int64_t> input_offsets;
   std::vector<int64_t> output_offsets;
-  std::vector<int64_t> output_shape;        // of several outputs one after the other
-  std::array<at::Tensor, kSlots> products;  // views of slots; see matmul_all_reduce.cpp
-  std::shared_ptr<const void> plan;         // what else Python planned; see attention.cpp
-  bool in_place_possible = true;            // an input in symmetric memory is read where it lies
-  bool background = false;                  // large enough to wake the copy engine for it
+  std::vector<int64_t> output_shape;  // of several outputs one after the other
+  std::shared_ptr<const void> plan;   // what else Python planned; see attention.cpp
+  bool in_place_possible = true;      // an input in symmetric memory is read where it lies
+  bool background = false;            // large enough to wake the copy engine for it
 
   // `row` and `pitch`: see Extent.
   void add_input(int64_t offset, int64_t bytes);
   void add_output(int64_t offset, int64_t bytes, int64_t row = 0, int64_t pitch = 0);
-  // Divides the bytes of input and output into the parts that the ranks reduce; those at the end
-  // may be shorter. Returns the length of the others.
-  int64_t add_parts(int64_t bytes, int ranks);
-  // `input` is null where it is produced.
+  // An all-reduce, by parts of which each rank reduces one where that is faster or `in_parts` says
+  // so; parts at the end may be shorter.
+  void set_all_reduce(int64_t bytes, int ranks, bool in_parts = false);
   void bind(const void* input, void* output);
 };
 

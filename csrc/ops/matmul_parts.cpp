@@ -1,5 +1,7 @@
 #include "ops/matmul_parts.h"
 
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/movedim.h>
 
 #include <algorithm>
@@ -169,6 +171,68 @@ void Gathered::prepare(CheckedCall& call, int rank) const {
     call.add_output(begin, rows * row, rows > 1 ? row : 0, pitch);
     begin += row;
   }
+}
+
+// --- Terms ---------------------------------------------------------------------------------------
+
+at::DimVector Terms::shape() const {
+  if (lefts.size() != rights.size() || (lefts.empty() && !addend.defined())) return {};
+  const at::ScalarType dtype = like().scalar_type();
+  at::DimVector shape;
+  if (addend.defined()) shape = at::DimVector(addend.sizes());
+  if (addend.defined() && !is_plain(addend, dtype)) return {};
+  for (size_t i = 0; i < lefts.size(); ++i) {
+    const at::Tensor &left = lefts[i], &right = rights[i];
+    if (!is_plain(left, dtype) || left.dim() < 2) return {};
+    if (!is_matrix(right, dtype, left.sizes().back())) return {};
+    auto product = with_length(left.sizes(), left.dim() - 1, right.size(1));
+    if (shape.empty()) shape = product;
+    if (shape != product) return {};
+  }
+  if (bias.defined() && !(is_plain(bias, dtype) && bias.sizes() == at::IntArrayRef(shape.back())))
+    return {};
+  return shape;
+}
+
+void Terms::add_up(const at::Tensor& out) const {
+  const bool bias_alone = bias.defined() && lefts.empty();
+  const bool narrow = out.element_size() == 2 && lefts.size() + addend.defined() + bias_alone > 1;
+  const at::Tensor sum = narrow ? pooled_empty(out.sizes(), out.options().dtype(at::kFloat)) : out;
+  const at::Tensor part = narrow ? new_output(out, out.sizes()) : at::Tensor();
+  for (size_t i = 0; i < lefts.size(); ++i) {
+    if (i > 0 && !narrow) {
+      sum.addmm_(lefts[i], rights[i]);
+      continue;
+    }
+    at::Tensor product = narrow ? part : sum;
+    if (i == 0 && bias.defined())
+      at::addmm_out(product, bias, lefts[i], rights[i]);
+    else
+      at::mm_out(product, lefts[i], rights[i]);
+    if (narrow) i == 0 ? sum.copy_(part) : sum.add_(part);
+  }
+  if (addend.defined())
+    lefts.empty() ? sum.copy_(addend.view_as(sum)) : sum.add_(addend.view_as(sum));
+  if (bias_alone) sum.add_(bias);
+  if (narrow) out.copy_(sum);
+}
+
+void all_reduce(Group& group, const char* op, const at::Tensor& partial,
+                const std::string& reduce_op, const char* detail) {
+  const int ranks = group.world_size();
+  if (ranks == 1) return;
+  const bool mean = reduce_op == "avg";
+  CallKey key{reinterpret_cast<intptr_t>(op), reinterpret_cast<intptr_t>(detail), ranks, mean};
+  add_tensor(key, partial);
+  const auto call = CheckedCalls::of_this_thread().take(key, [&](CheckedCall& call) {
+    const at::ScalarType dtype = partial.scalar_type();
+    call.exchange.call_name = name_call(op, dtype, partial.sizes(), reduce_op + detail);
+    set_reduction(call.exchange, dtype, mean ? ReduceOp::kAvg : ReduceOp::kSum);
+    call.set_all_reduce(static_cast<int64_t>(partial.nbytes()), ranks);
+  });
+  call->bind(partial.const_data_ptr(), partial.mutable_data_ptr());
+  note_small_matmul(call->exchange.call_name);
+  run(group, call->exchange);
 }
 
 // --- Scattered -----------------------------------------------------------------------------------

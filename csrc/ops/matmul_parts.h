@@ -87,6 +87,25 @@ class Gathered {
   at::Tensor whole_;
 };
 
+// Products that are added up, with an addend and a bias; either may be undefined.
+struct Terms {
+  std::vector<at::Tensor> lefts, rights;
+  at::Tensor addend;
+  at::Tensor bias;  // is added to every row
+
+  const at::Tensor& like() const { return lefts.empty() ? addend : lefts.front(); }
+  // The shape of the sum; empty where the terms do not fit each other.
+  at::DimVector shape() const;
+  // Writes the sum to a matrix, in float32 for several 16-bit terms, and rounds it once more: as
+  // `Sum` of ops/matmul/products.py does. The terms must be matrices.
+  void add_up(const at::Tensor& out) const;
+};
+
+// Adds up what all ranks have in `partial`, in its place. `detail`: what ranks must agree on beside
+// the dtype and the shape.
+void all_reduce(Group& group, const char* op, const at::Tensor& partial,
+                const std::string& reduce_op, const char* detail = "");
+
 // A whole that is scattered: the ranks' parts one behind the other, each with the scattered
 // dimension in front or, where that is the last one, at the end.
 class Scattered {

@@ -1,8 +1,9 @@
-// Fused all-gather-matmul and matmul-reduce-scatter of float8 matrices with scales: gather, then
-// one matmul, or one matmul, then scatter. On CPU that is never slower than by shards, which would
-// hide a gather of a byte for each number, and have torch's kernel rearrange or convert the whole
-// weight once for each shard. The kernels in Python have what is left: ways that are forced, groups
-// that span hosts, empty matrices; and they say what is wrong with arguments.
+// Fused all-gather-matmul, matmul-reduce-scatter and matmul-all-reduce of float8 matrices with
+// scales: gather, then one matmul, or one matmul, then the reduction. On CPU that is never slower
+// than by shards, which would hide a gather of a byte for each number, and have torch's kernel
+// rearrange or convert the whole weight once for each shard. The kernels in Python have what is
+// left: ways that are forced, groups that span hosts, empty matrices; and they say what is wrong
+// with arguments.
 //
 // Shapes are those of matmul_parts.h. A scale is one number, or one for each row or column.
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -26,6 +27,7 @@ using torch::jit::Stack;
 
 constexpr const char* kScaledGather = "fused_all_gather_scaled_matmul";
 constexpr const char* kScaledScatter = "fused_scaled_matmul_reduce_scatter";
+constexpr const char* kScaledReduce = "fused_scaled_matmul_all_reduce";
 
 // torch 2.11's `_scaled_mm` takes no scales of rows on CPU.
 constexpr bool kTorchScalesRows = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 11;
@@ -61,6 +63,10 @@ struct Weight {
   bool fast;
 
   int64_t columns() const { return matrix.size(1); }
+  // Sums of float8 numbers would lose nearly all digits.
+  at::ScalarType partial_dtype() const { return is_float8(dtype) ? at::kFloat : dtype; }
+  // What ranks add up has neither a bias nor the scale of the result.
+  Weight alone() const { return {matrix, scale, {}, {}, dtype, fast}; }
   bool fits(int64_t inner) const {
     if (matrix.dim() != 2 || !is_float8(matrix) || matrix.size(0) != inner) return false;
     if (!is_plain(scale, at::kFloat)) return false;
@@ -223,23 +229,21 @@ struct ScatterArguments {
   std::optional<std::vector<int64_t>> output_shape;
   Sizes sizes;
 
-  // Sums of float8 numbers would lose nearly all digits.
-  at::ScalarType partial_dtype() const {
-    return is_float8(weight.dtype) ? at::kFloat : weight.dtype;
-  }
   at::DimVector product_shape() const {
     return with_length(a.sizes(), a.dim() - 1, weight.columns());
   }
 };
 
-bool fits(const ScatterArguments& given) {
-  const at::Tensor &a = given.a, &scale = given.scale;
-  if (!is_float8(a) || a.dim() < 2 || a.numel() == 0 || !given.weight.fits(a.sizes().back()))
-    return false;
+bool fits(const at::Tensor& a, const at::Tensor& scale, const Weight& weight) {
+  if (!is_float8(a) || a.dim() < 2 || !weight.fits(a.sizes().back())) return false;
   if (!is_plain(scale, at::kFloat)) return false;
-  if (scale.numel() != 1 &&
-      !(kTorchScalesRows && scale.sizes() == with_length(a.sizes(), a.dim() - 1, 1)))
-    return false;
+  return scale.numel() == 1 ||
+         (kTorchScalesRows && scale.sizes() == with_length(a.sizes(), a.dim() - 1, 1));
+}
+
+bool fits(const ScatterArguments& given) {
+  const at::Tensor& a = given.a;
+  if (!fits(a, given.scale, given.weight) || a.numel() == 0) return false;
   if (given.dim_of_a < -a.dim() || given.dim_of_a >= a.dim()) return false;
   return given.reduce_op == "sum" || given.reduce_op == "avg";
 }
@@ -269,8 +273,7 @@ at::Tensor finish(at::Tensor total, const at::Tensor& bias, const Weight& weight
 // Writes the product of this rank, as the parts of all ranks.
 void multiply_parts(const at::Tensor& out, const ScatterArguments& given, at::IntArrayRef shape,
                     const Scattered& scattered, int ranks) {
-  Weight weight = given.weight;
-  weight.bias = weight.result_scale = at::Tensor();
+  const Weight weight = given.weight.alone();
   const auto with_rows = [&](const at::Tensor& tensor, int64_t columns) {
     return scattered.rows_of(tensor.reshape(with_length(shape, shape.size() - 1, columns)));
   };
@@ -301,7 +304,7 @@ at::Tensor scaled_matmul_reduce_scatter(Group& group, const ScatterArguments& gi
   const Scattered scattered(kScaledScatter, shape, *division, given.reduce_op, operands);
   const int ranks = group.world_size();
   at::Tensor total =
-      pooled_empty(scattered.shape(), given.a.options().dtype(given.partial_dtype()));
+      pooled_empty(scattered.shape(), given.a.options().dtype(given.weight.partial_dtype()));
   const auto multiply = [&] { multiply_parts(total, given, shape, scattered, ranks); };
   if (ranks == 1) {
     multiply();
@@ -343,6 +346,56 @@ void scaled_matmul_reduce_scatter_kernel(const c10::OperatorHandle& op, Stack* s
   arguments.end(std::move(output));
 }
 
+// --- fused_scaled_matmul_all_reduce --------------------------------------------------------------
+
+// Undefined where the kernel in Python is needed. That does not depend on K, which may differ from
+// rank to rank and be 0.
+at::Tensor scaled_matmul_all_reduce(Group& group, const at::Tensor& a, const at::Tensor& scale,
+                                    const Weight& weight, const std::string& reduce_op) {
+  if (!may_serve() || !fits(a, scale, weight)) return {};
+  if (weight.bias.defined() && weight.bias.sizes() != at::IntArrayRef(weight.columns())) return {};
+  if (reduce_op != "sum" && reduce_op != "avg") return {};
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto shape = with_length(a.sizes(), a.dim() - 1, weight.columns());
+  const at::Tensor total = pooled_empty(shape, a.options().dtype(weight.partial_dtype()));
+  recorded(group, Kind::kProduce, kScaledReduce, [&] {
+    if (a.size(-1) == 0) {
+      total.zero_();
+      return;
+    }
+    const at::Tensor rows = a.flatten(0, -2);
+    const auto scales = scale.numel() == 1 ? at::DimVector{1, 1} : at::DimVector{rows.size(0), 1};
+    multiply_scaled(total.flatten(0, -2), rows, scale.reshape(scales), weight.alone());
+  });
+  all_reduce(group, kScaledReduce, total, reduce_op);
+  at::Tensor output;
+  after_exchange(group, kScaledReduce,
+                 [&] { output = finish(total, weight.bias, weight).contiguous(); });
+  return output;
+}
+
+// Arguments: A, B, A_scale, B_scale, reduce_op, group name, bias, result_scale, out_dtype,
+// use_fast_accum.
+void scaled_matmul_all_reduce_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  at::Tensor output;
+  const auto body = [&](const std::shared_ptr<Group>& group) {
+    const at::Tensor& a = arguments.tensor(0);
+    const auto dtype = result_dtype(arguments.at(8), a);
+    if (!dtype) return;
+    const Weight weight{arguments.tensor(1),
+                        arguments.tensor(3),
+                        arguments.optional_tensor(6),
+                        arguments.optional_tensor(7),
+                        *dtype,
+                        arguments.flag(9)};
+    output = scaled_matmul_all_reduce(*group, a, arguments.tensor(2), weight, arguments.text(4));
+  };
+  if (!guarded(kScaledReduce, arguments, 5, kSync, body) || !output.defined())
+    return call_python(op, stack);
+  arguments.end(std::move(output));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
@@ -350,6 +403,8 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&all_gather_scaled_matmul_kernel>());
   for (const char* name : {kScaledScatter, "_scaled_matmul_reduce_scatter_split"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&scaled_matmul_reduce_scatter_kernel>());
+  m.impl(kScaledReduce,
+         torch::CppFunction::makeFromBoxedFunction<&scaled_matmul_all_reduce_kernel>());
 }
 
 }  // namespace symm_cp::scaled_matmuls

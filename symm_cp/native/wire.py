@@ -83,10 +83,8 @@ class ExchangeKind(IntEnum):
     TWO_SHOT_ALL_REDUCE = 2
     REDUCE_SCATTER = 3
     ALL_TO_ALL = 4
-    PRODUCED_ALL_REDUCE = 5
-    PRODUCED_TWO_SHOT_ALL_REDUCE = 6
-    JOINING_ALL_TO_ALL = 7
-    HANDLED_ALL_TO_ALL = 8
+    JOINING_ALL_TO_ALL = 5
+    HANDLED_ALL_TO_ALL = 6
 
 
 class LoopKind(IntEnum):

@@ -31,10 +31,8 @@ PATTERNS: dict[_Kind, tuple[Pattern, Pattern]] = {
     _Kind.REDUCE_SCATTER: (patterns.REDUCE_SCATTER, patterns.BACKGROUND_REDUCE_SCATTER),
     _Kind.ALL_TO_ALL: (patterns.ALL_TO_ALL, patterns.BACKGROUND_ALL_TO_ALL),
 }
-#: In the calling thread only. Its own contribution is one piece.
+#: In the calling thread only.
 IN_CALLER: dict[_Kind, Variant] = {
-    _Kind.PRODUCED_ALL_REDUCE: patterns.PRODUCE_AND_ALL_REDUCE.direct(one_shot=True),
-    _Kind.PRODUCED_TWO_SHOT_ALL_REDUCE: patterns.PRODUCE_AND_ALL_REDUCE.direct(whole=True),
     _Kind.JOINING_ALL_TO_ALL: patterns.JOINING_ALL_TO_ALL.direct(),
     _Kind.HANDLED_ALL_TO_ALL: patterns.EXCHANGE_AND_CONSUME.direct(),
 }
@@ -81,7 +79,7 @@ def lower_loop(variant: Variant, rank: int, world_size: int) -> Loop:
         elif isinstance(step, Copy):
             to, source = _area(step.dst, writes=True), _area(step.src, writes=False)
             steps.append(wire.LoopStep(kind=wire.Kind.COPY, to=to, source=source))
-        elif isinstance(step, Compute) and step.kernel in ("produce", "give"):
+        elif isinstance(step, Compute) and step.kernel == "give":
             to = _area(step.writes[0], writes=True)
             steps.append(wire.LoopStep(kind=wire.Kind.PRODUCE, peer=step.index, to=to))
         elif isinstance(step, Compute) and step.kernel in ("consume", "take"):

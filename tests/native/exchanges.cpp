@@ -84,10 +84,9 @@ struct Planned {
   DType dtype;
   bool asynchronous;
   bool in_place;
-  bool produced;  // what a rank gives is written to its slot
-  bool shares;    // the output takes the memory of the input, where it can
-  int giver;      // the only rank that gives anything, or -1
-  int taker;      // the only rank that takes anything, or -1
+  bool shares;  // the output takes the memory of the input, where it can
+  int giver;    // the only rank that gives anything, or -1
+  int taker;    // the only rank that takes anything, or -1
   bool several_pieces;
   std::vector<int64_t> bytes;  // that each rank gives for each part
 
@@ -141,13 +140,6 @@ Planned plan_one(std::mt19937& random, size_t number, int world_size, int64_t la
       planned.several_pieces = planned.several_pieces || size > 4096;
     }
   if (planned.giver >= 0) planned.in_place = false;
-  const bool can_be_produced = sums || planned.kind == Kind::kTwoShotAllReduce;
-  planned.produced = can_be_produced && !planned.asynchronous && !planned.in_place &&
-                     planned.taker < 0 && random() % 2 == 0;
-  if (planned.produced && !sums) {  // parts follow each other without gaps
-    const int64_t part = (planned.bytes[0] + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
-    planned.bytes.assign(planned.bytes.size(), part);
-  }
   return planned;
 }
 
@@ -311,7 +303,7 @@ class Exchanger {
         case Kind::kTwoShotAllReduce: bytes = planned.given(own, each, parts); break;
         case Kind::kReduceScatter: bytes = planned.given(own, own, parts); break;
         case Kind::kAllToAll: bytes = planned.given(each, own, parts); break;
-        default: break;  // `produced` says so
+        default: break;  // others are not planned
       }
       flying.output.push_back(memory_of(takes ? bytes : 0, rows, random));
       if (const Memory* input = shared_input(flying, each); takes && input != nullptr)
@@ -346,7 +338,6 @@ class Exchanger {
     for (const Memory& memory : flying.output) exchange.output.push_back(memory.extent);
     exchange.dtype = planned.dtype;
     exchange.in_place = planned.in_place;
-    if (planned.produced) produce(exchange, flying);
     try {
       if (!planned.asynchronous) return run(*rank_.group, std::move(exchange));
       // Peers may need this rank after its data has left, before it waits.
@@ -363,24 +354,6 @@ class Exchanger {
     } catch (const std::exception& error) {
       expect(skip_ >= 0, error.what());  // without a wait, ranks may find that others have gone on
     }
-  }
-
-  static void produce(Exchange& exchange, const Flying& flying) {
-    const bool in_parts = exchange.kind == Kind::kTwoShotAllReduce;
-    exchange.kind = in_parts ? Kind::kProducedTwoShotAllReduce : Kind::kProducedAllReduce;
-    int64_t bytes = 0;
-    for (Extent& part : exchange.input) {
-      bytes += part.bytes;
-      part.data = nullptr;
-    }
-    exchange.piece_bytes = in_parts ? bytes : std::max(kPieceBytes, bytes);
-    exchange.produce = [&flying](void* slot) {
-      auto* at = static_cast<char*>(slot);
-      for (const Memory& part : flying.input) {
-        std::memcpy(at, part.extent.data, static_cast<size_t>(part.extent.bytes));
-        at += part.extent.bytes;
-      }
-    };
   }
 
   void finish(Flying& flying) {

@@ -275,7 +275,7 @@ declare(
     Op(
         name=ALL_REDUCE,
         schema="(Tensor A, Tensor B, Tensor? bias, str reduce_op, str group_name) -> Tensor",
-        # csrc/ops/matmul_all_reduce.cpp serves CPU tensors with few rows.
+        # csrc/ops/matmul_all_reduce.cpp serves CPU tensors.
         kernel=_matmul_all_reduce_kernel,
         fake=_matmul_all_reduce_fake,
         gradient=NATIVE_GRADIENT,
@@ -300,6 +300,8 @@ declare(
         example=lambda on: arguments(
             [on.rand(4, 6)], [on.rand(6, 5)], None, on.ones(5), "sum", on.group_name
         ),
+        native=True,
+        native_autograd=True,
         internal=True,
     ),
     Op(
@@ -318,6 +320,8 @@ declare(
             on.float8(4, 16), on.float8(16, 16).t(), torch.tensor(1.0), torch.tensor(1.0), "sum",
             on.group_name, out_dtype=torch.float32,
         ),
+        native=True,
+        native_autograd=True,
     ),
 )  # fmt: skip
 
@@ -354,7 +358,7 @@ def matmul_all_reduce(
     numbers raise `TypeError`.
     """
     name = memory.group_name(group)
-    result: torch.Tensor = direct("fused_matmul_all_reduce")(a, weight, bias, reduce_op, name)
+    result: torch.Tensor = direct(ALL_REDUCE)(a, weight, bias, reduce_op, name)
     return result
 
 
@@ -380,7 +384,7 @@ def scaled_matmul_all_reduce(
     `all_gather_matmul`.
     """
     name = memory.group_name(group)
-    result: torch.Tensor = torch.ops.symm_mem.fused_scaled_matmul_all_reduce(
+    result: torch.Tensor = direct(SCALED_ALL_REDUCE)(
         a, weight, a_scale, weight_scale, reduce_op, name, bias, result_scale, out_dtype,
         use_fast_accum,
     )  # fmt: skip

@@ -9,8 +9,9 @@ which the fused op is furthest behind it, worst first.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,6 +43,15 @@ SHAPES = [
 #: Of products of float8, whose kernel takes ten times as long on processors that only convert it.
 SCALED_SHAPES = [(1, 64, 64), (16, 256, 256), (64, 256, 256), (64, 1024, 1024), (1024, 1024, 1024)]
 
+#: Of forward and backward passes.
+TRAINED_SHAPES = [
+    (1, 64, 64),
+    (16, 256, 256),
+    (64, 1024, 1024),
+    (256, 256, 256),
+    (1024, 1024, 1024),
+]
+
 #: Of each rank; 8 heads of 64 features.
 TOKENS = (16, 64, 256, 1024)
 
@@ -57,21 +67,85 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
             yield _gather(group, over, dtype, rows, inner, columns)
             yield _scatter(group, over, dtype, rows, inner, columns)
             yield _reduce(group, over, dtype, rows, inner, columns)
+        for shape in TRAINED_SHAPES:
+            for op in (_gather, _scatter, _reduce):
+                yield op(group, over, dtype, *shape, trained=True)
         for shape in SCALED_SHAPES:
             for by_row in (False, True):
                 yield _scaled_gather(group, over, dtype, by_row, *shape)
                 yield _scaled_scatter(group, over, dtype, by_row, *shape)
         for tokens in TOKENS:
             for causal in (False, True):
-                yield _attention(group, over, dtype, tokens, causal)
+                for trained in (False, True):
+                    yield _attention(group, over, dtype, tokens, causal, trained)
+
+
+class _Gathered(torch.autograd.Function):
+    """Shards one behind the other along the first dimension; their gradients are scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, over: dist.ProcessGroup) -> torch.Tensor:
+        ctx.over = over
+        whole = shard.new_empty(over.size() * shard.shape[0], *shard.shape[1:])
+        _gather_into(whole, shard, group=over)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        part = grad.new_empty(grad.shape[0] // ctx.over.size(), *grad.shape[1:])
+        _scatter_into(part, grad.contiguous(), group=ctx.over)
+        return part, None
+
+
+class _Scattered(torch.autograd.Function):
+    """This rank's rows of the sum over ranks; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, over: dist.ProcessGroup) -> torch.Tensor:
+        ctx.over = over
+        part = whole.new_empty(whole.shape[0] // over.size(), *whole.shape[1:])
+        _scatter_into(part, whole, group=over)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        whole = grad.new_empty(ctx.over.size() * grad.shape[0], *grad.shape[1:])
+        _gather_into(whole, grad, group=ctx.over)
+        return whole, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over ranks; gradients are summed likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, product: torch.Tensor, over: dist.ProcessGroup) -> torch.Tensor:
+        ctx.over = over
+        dist.all_reduce(product, group=over)
+        ctx.mark_dirty(product)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.over)
+        return grad, None
 
 
 def _case(
     op: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    variants: dict[str, Callable[[], object]],
+    forwards: dict[str, Callable[[], torch.Tensor]],
+    trained: Sequence[torch.Tensor] = (),
+    trained_alone: Sequence[torch.Tensor] = (),
 ) -> Case:
+    """With the gradients of `trained`, if there are any, and those of the limit's inputs."""
+    variants: dict[str, Callable[[], object]] = {**forwards}
+    if trained:
+        op += ", both passes"
+        for name, forward in forwards.items():
+            variants[name] = _with_gradients(forward, trained_alone if name == LIMIT else trained)
+
     def check() -> None:
         near = {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
         torch.testing.assert_close(variants[FUSED](), variants[UNFUSED](), rtol=near, atol=near)
@@ -86,67 +160,95 @@ def _behind(row: Row) -> dict[str, object]:
     return {"behind": row.median(FUSED) / row.median(UNFUSED), "us_above": over}
 
 
+def _with_gradients(
+    forward: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Callable[[], object]:
+    grad = torch.ones_like(forward().detach())
+    return lambda: torch.autograd.grad(forward(), inputs, grad)
+
+
 def _tensors(
-    dtype: torch.dtype, rows: int, inner: int, columns: int
+    dtype: torch.dtype, rows: int, inner: int, columns: int, *, trained: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    weight = torch.randn(inner, columns) * inner**-0.5
-    return torch.randn(rows, inner).to(dtype), weight.to(dtype)
+    x, weight = torch.randn(rows, inner), torch.randn(inner, columns) * inner**-0.5
+    return x.to(dtype).requires_grad_(trained), weight.to(dtype).requires_grad_(trained)
 
 
 def _gather(
-    group: dist.ProcessGroup, over: dist.ProcessGroup, dtype: torch.dtype, *shape: int
+    group: dist.ProcessGroup,
+    over: dist.ProcessGroup,
+    dtype: torch.dtype,
+    *shape: int,
+    trained: bool = False,
 ) -> Case:
-    x_shard, weight = _tensors(dtype, *shape)
+    x_shard, weight = inputs = _tensors(dtype, *shape, trained=trained)
     gathered = x_shard.new_empty(group.size() * shape[0], shape[1])
 
     def unfused() -> torch.Tensor:
+        if trained:
+            return _Gathered.apply(x_shard, over) @ weight  # type: ignore[no-any-return]
         _gather_into(gathered, x_shard, group=over)
         return gathered @ weight
 
-    whole = torch.cat([x_shard] * group.size())
-    variants: dict[str, Callable[[], object]] = {
+    whole = torch.cat([x_shard] * group.size()).detach().requires_grad_(trained)
+    variants: dict[str, Callable[[], torch.Tensor]] = {
         LIMIT: lambda: whole @ weight,
         FUSED: lambda: symm_cp.all_gather_matmul(x_shard, weight, group=group),
         UNFUSED: unfused,
     }
-    return _case("all-gather-matmul", dtype, shape, variants)
+    given = (inputs, (whole, weight)) if trained else ()
+    return _case("all-gather-matmul", dtype, shape, variants, *given)
 
 
 def _scatter(
-    group: dist.ProcessGroup, over: dist.ProcessGroup, dtype: torch.dtype, *shape: int
+    group: dist.ProcessGroup,
+    over: dist.ProcessGroup,
+    dtype: torch.dtype,
+    *shape: int,
+    trained: bool = False,
 ) -> Case:
     rows, inner, columns = shape
-    x, weight = _tensors(dtype, rows * group.size(), inner, columns)
+    x, weight = inputs = _tensors(dtype, rows * group.size(), inner, columns, trained=trained)
     part = x.new_empty(rows, columns)
 
     def unfused() -> torch.Tensor:
+        if trained:
+            return _Scattered.apply(x @ weight, over)  # type: ignore[no-any-return]
         _scatter_into(part, x @ weight, group=over)
         return part
 
-    variants: dict[str, Callable[[], object]] = {
+    variants: dict[str, Callable[[], torch.Tensor]] = {
         LIMIT: lambda: x @ weight,
         FUSED: lambda: symm_cp.matmul_reduce_scatter(x, weight, group=group),
         UNFUSED: unfused,
     }
-    return _case("matmul-reduce-scatter", dtype, shape, variants)
+    given = (inputs, inputs) if trained else ()
+    return _case("matmul-reduce-scatter", dtype, shape, variants, *given)
 
 
 def _reduce(
-    group: dist.ProcessGroup, over: dist.ProcessGroup, dtype: torch.dtype, *shape: int
+    group: dist.ProcessGroup,
+    over: dist.ProcessGroup,
+    dtype: torch.dtype,
+    *shape: int,
+    trained: bool = False,
 ) -> Case:
-    x, weight = _tensors(dtype, *shape)
+    x, weight = inputs = _tensors(dtype, *shape, trained=trained)
 
     def unfused() -> torch.Tensor:
         total = x @ weight
+        if trained:
+            return _Summed.apply(total, over)  # type: ignore[no-any-return]
         dist.all_reduce(total, group=over)
         return total
 
-    variants: dict[str, Callable[[], object]] = {
+    variants: dict[str, Callable[[], torch.Tensor]] = {
         LIMIT: lambda: x @ weight,
         FUSED: lambda: symm_cp.matmul_all_reduce(x, weight, group=group),
         UNFUSED: unfused,
     }
-    return _case("matmul-all-reduce", dtype, shape, variants)
+    given = (inputs, inputs) if trained else ()
+    return _case("matmul-all-reduce", dtype, shape, variants, *given)
 
 
 def _float8(rows: int, inner: int, columns: int, by_row: bool) -> tuple[torch.Tensor, ...]:
@@ -173,7 +275,7 @@ def _scaled_gather(
 
     whole = torch.cat([x_shard] * group.size())
     of_whole = torch.cat([x_scale] * group.size()) if by_row else x_scale
-    variants: dict[str, Callable[[], object]] = {
+    variants: dict[str, Callable[[], torch.Tensor]] = {
         LIMIT: lambda: torch._scaled_mm(whole, weight, of_whole, scale, out_dtype=dtype),
         FUSED: lambda: symm_cp.scaled_all_gather_matmul(
             x_shard, weight, x_scale, scale, group=group, out_dtype=dtype
@@ -195,7 +297,7 @@ def _scaled_scatter(
         _scatter_into(part, torch._scaled_mm(*operands, out_dtype=dtype), group=over)
         return part
 
-    variants: dict[str, Callable[[], object]] = {
+    variants: dict[str, Callable[[], torch.Tensor]] = {
         LIMIT: lambda: torch._scaled_mm(*operands, out_dtype=dtype),
         FUSED: lambda: symm_cp.scaled_matmul_reduce_scatter(
             *operands, group=group, out_dtype=dtype
@@ -207,10 +309,15 @@ def _scaled_scatter(
 
 
 def _attention(
-    group: dist.ProcessGroup, over: dist.ProcessGroup, dtype: torch.dtype, tokens: int, causal: bool
+    group: dist.ProcessGroup,
+    over: dist.ProcessGroup,
+    dtype: torch.dtype,
+    tokens: int,
+    causal: bool,
+    trained: bool,
 ) -> Case:
     ranks = group.size()
-    q, k, v = (torch.randn(1, 8, tokens, 64).to(dtype) for _ in range(3))
+    q, k, v = (torch.randn(1, 8, tokens, 64).to(dtype).requires_grad_(trained) for _ in range(3))
     balancer = symm_cp.HeadTail(tokens * ranks, ranks)
     positions = torch.tensor(
         [[*balancer.layout.positions(rank)] for rank in range(ranks)], dtype=torch.int64
@@ -223,19 +330,24 @@ def _attention(
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
     def unfused() -> torch.Tensor:
+        if trained:
+            parts = (_Gathered.apply(t, over).view(ranks, *t.shape) for t in (k, v))
+            return attend(*(t.permute(1, 2, 0, 3, 4).flatten(2, 3) for t in parts))
         for whole, shard in zip(gathered, (k, v), strict=True):
             _gather_into(whole, shard, group=over)
         return attend(*(t.permute(1, 2, 0, 3, 4).flatten(2, 3) for t in gathered))
 
-    whole = [torch.cat([t] * ranks, 2) for t in (k, v)]
-    variants: dict[str, Callable[[], object]] = {
+    whole = [torch.cat([t] * ranks, 2).detach().requires_grad_(trained) for t in (k, v)]
+    variants: dict[str, Callable[[], torch.Tensor]] = {
         LIMIT: lambda: attend(*whole),
         FUSED: lambda: symm_cp.all_gather_attention(
             q, k, v, group=group, is_causal=causal, load_balancer=balancer if causal else None
         ),
         UNFUSED: unfused,
     }
-    return _case("causal attention" if causal else "attention", dtype, (tokens, 8, 64), variants)
+    op = "causal attention" if causal else "attention"
+    given = ((q, k, v), (q, *whole)) if trained else ()
+    return _case(op, dtype, (tokens, 8, 64), variants, *given)
 
 
 def worst(rows: list[Written]) -> str:

@@ -68,12 +68,6 @@ class Split:
         """Returns every rank's part of a whole tensor, as views: less work than one by one."""
         return whole.split_with_sizes(self.sizes, self.dim)
 
-    def row_parts(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Returns every rank's part of the first dimension of a contiguous tensor, as matrices."""
-        rows = math.prod(whole.shape[1:-1])
-        matrix = whole.view(self.length * rows, whole.shape[-1])
-        return matrix.split_with_sizes([size * rows for size in self.sizes])
-
     def along(self, dim: int) -> Split:
         """The same division of another dimension."""
         if dim == self.dim:

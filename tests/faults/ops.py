@@ -58,7 +58,7 @@ def matmul_all_reduce(group: dist.ProcessGroup) -> Results:
 
 
 def matmuls_all_reduce(group: dist.ProcessGroup) -> Results:
-    """By the kernel in Python, in two shots, part by part."""
+    """By the kernel in Python, part by part."""
     args = [torch.randn(5, 6)], [torch.randn(6, 4)], None, None, "sum", group.group_name
     with tuning.forced("shards"):
         return [OPS._fused_matmuls_all_reduce(*args)]

@@ -29,6 +29,8 @@ OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 FLOAT8 = torch.float8_e4m3fn
+#: None: natively.
+WAYS = (*tuning.WAYS, None)
 #: Leading dimensions: no rows, fewer than ranks, as many on each, uneven, of three dimensions.
 LEADING = [(0,), (1,), (12,), (7,), (2, 3), (2, 0), (3, 1, 5)]
 
@@ -48,7 +50,7 @@ def same_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 def forwards(group: dist.ProcessGroup) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     cases = itertools.product(LEADING, ("sum", "avg"), (False, True))
-    dtypes, ways = itertools.cycle(FLOATING), itertools.cycle((*tuning.WAYS, tuning.WAYS[0]))
+    dtypes, ways = itertools.cycle(FLOATING), itertools.cycle(WAYS)
     for lead, op, has_bias in cases:
         dtype, sizes = next(dtypes), inner_sizes(W)
         As = [torch.randn(*lead, k).to(dtype) for k in sizes]
@@ -76,7 +78,7 @@ def test_forward(ranks: Ranks, world_size: int) -> None:
 def sums(group: dist.ProcessGroup) -> None:
     """Of products and an addend; and what is there already."""
     W, rank, name = group.size(), group.rank(), group.group_name
-    for way, op, dtype in itertools.product(tuning.WAYS, ("sum", "avg"), FLOATING[1:3]):
+    for way, op, dtype in itertools.product(WAYS, ("sum", "avg"), FLOATING[1:3]):
         As = [[torch.randn(2, 5, k).to(dtype) for k in (3, 4)] for _ in range(W)]
         Bs = [[torch.randn(k, 6).to(dtype) for k in (3, 4)] for _ in range(W)]
         addends = [torch.randn(2, 5, 6).to(dtype) for _ in range(W)]
@@ -106,7 +108,7 @@ def test_sums_of_products(ranks: Ranks, world_size: int) -> None:
 def large(group: dist.ProcessGroup) -> None:
     """Results that more than two ranks sum in two shots, whichever way they are produced."""
     W, rank = group.size(), group.rank()
-    for dtype, way in itertools.product((torch.float32, torch.bfloat16), tuning.WAYS):
+    for dtype, way in itertools.product((torch.float32, torch.bfloat16), WAYS):
         As = [torch.randn(1030, 3).to(dtype) for _ in range(W)]
         Bs = [torch.randn(3, 301).to(dtype) for _ in range(W)]
         bias = torch.randn(301).to(dtype)
@@ -128,7 +130,7 @@ def integers(group: dist.ProcessGroup) -> None:
     for dtype in (torch.int32, torch.int64, torch.int8):
         As = [torch.randint(-3, 3, (5, 4), dtype=dtype) for _ in range(W)]
         Bs = [torch.randint(-3, 3, (4, 3), dtype=dtype) for _ in range(W)]
-        for way in tuning.WAYS:
+        for way in WAYS:
             with tuning.forced(way):
                 out = symm_cp.matmul_all_reduce(As[rank], Bs[rank], Bs[0][0], group=group)
             assert torch.equal(out, sum(a @ b for a, b in zip(As, Bs, strict=True)) + Bs[0][0])
@@ -152,7 +154,7 @@ def scaled(group: dist.ProcessGroup) -> None:
         B_scales = [torch.rand(columns) + 0.5 for _ in range(W)]
         bias = torch.randn(32).to(dtype) if has_bias else None
         exact = reference.scaled_matmul_all_reduce(As, A_scales, Bs, B_scales, op, bias)
-        for way in tuning.WAYS:
+        for way in WAYS:
             with tuning.forced(way):
                 out = symm_cp.scaled_matmul_all_reduce(
                     As[rank], Bs[rank], A_scales[rank], B_scales[rank],
@@ -171,7 +173,7 @@ def test_scaled(ranks: Ranks, world_size: int) -> None:
 def gradients(group: dist.ProcessGroup) -> None:
     """Each rank's loss is its own, and its output depends on every rank's input."""
     W, rank, sizes = group.size(), group.rank(), inner_sizes(group.size())
-    for way, op, lead in itertools.product(tuning.WAYS, ("sum", "avg"), ((7,), (2, 3), (0,))):
+    for way, op, lead in itertools.product(WAYS, ("sum", "avg"), ((7,), (2, 3), (0,))):
         As = [torch.randn(*lead, k).double().requires_grad_() for k in sizes]
         Bs = [torch.randn(k, 6).double().requires_grad_() for k in sizes]
         value = torch.randn(6).double()

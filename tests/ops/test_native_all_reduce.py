@@ -81,14 +81,14 @@ def expected(
     bias: torch.Tensor | None,
     reduce_op: str,
 ) -> reference.Expected:
-    """Partial sums are rounded, and so is an average before the bias is added."""
+    """Partial sums are rounded, one of them with the bias; an average before it is added."""
     parts = [reference.matmul(a, b) for a, b in zip(lefts, rights, strict=True)]
     share = len(parts) if reduce_op == "avg" else 1
     value = sum(part.value for part in parts) / share
     magnitude = sum(part.magnitude for part in parts) / share
     partials = sum(part.value.abs() for part in parts) / share
     if bias is not None:
-        partials = partials + (value.abs() if reduce_op == "avg" else 0)
+        partials = partials + (value if reduce_op == "avg" else bias.double()).abs()
         value, magnitude = value + bias.double(), magnitude + bias.double().abs()
     terms = sum(part.terms for part in parts) + 2
     return reference.Expected(value, magnitude, terms, partials)

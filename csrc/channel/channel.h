@@ -75,7 +75,7 @@ class Channel {
   // Throws if the peer has failed this call.
   void throw_if_failed(int peer, const Call& call);
 
-  // The steps of which exchange.cpp and plans are made:
+  // The steps of which exchange_run.cpp and plans are made:
 
   // Writes this call's record; `shard` is null unless the shard is read in place.
   void announce(Call& call, const void* shard);

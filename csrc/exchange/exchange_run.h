@@ -12,6 +12,10 @@ namespace symm_cp {
 
 class Workspace;
 
+// The most bytes that the first piece of any rank may take, for `Workspace::begin`.
+int64_t slot_bytes_of(const Exchange& exchange, const Loop& loop);
+const Loop& loop_of(Group& group, int channel, const Exchange& exchange);
+
 class ExchangeRun {
  public:
   // Throws std::invalid_argument when it takes more than a call can; one that has to be completed

@@ -1,6 +1,6 @@
 """Lowers looped patterns to the steps of one piece.
 
-csrc/exchange/exchange.cpp runs them for each piece. They know no sizes and no addresses, so each
+csrc/exchange/exchange_run.cpp runs them for each piece. They know no sizes and no addresses, so each
 group gets them once, when it is made.
 """
 

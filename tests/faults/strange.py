@@ -279,12 +279,13 @@ def _declared(op: declaration.Op) -> Op:
 
 
 #: The first returns memory of the peers, the last take tensors in symmetric memory only
-#: (tests/ops/test_gpu_only.py). Only graphs and gradients call the others, with layouts and
-#: modifiers that graphs hold: users call `flex_attention`, which is among the entry points.
+#: (tests/ops/test_gpu_only.py). Only graphs and gradients call the others, with layouts,
+#: modifiers or saved tensors that they hold: users call `flex_attention`, which is among the entry points.
 LEFT_OUT = (
     "get_remote_tensors",
     "flex_all_gather_attention",
     "flex_all_gather_attention_backward",
+    "_grouped_weight_grads",
     *(op.name for op in gpu_only.OPS),
 )
 

@@ -280,7 +280,8 @@ def _declared(op: declaration.Op) -> Op:
 
 #: The first returns memory of the peers, the last take tensors in symmetric memory only
 #: (tests/ops/test_gpu_only.py). Only graphs and gradients call the others, with layouts,
-#: modifiers or saved tensors that they hold: users call `flex_attention`, which is among the entry points.
+#: modifiers or saved tensors that they hold: users call `flex_attention`, which is among the entry
+#: points.
 LEFT_OUT = (
     "get_remote_tensors",
     "flex_all_gather_attention",

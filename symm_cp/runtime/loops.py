@@ -1,7 +1,7 @@
 """Lowers looped patterns to the steps of one piece.
 
-csrc/exchange/exchange_run.cpp runs them for each piece. They know no sizes and no addresses, so each
-group gets them once, when it is made.
+csrc/exchange/exchange_run.cpp runs them for each piece. They know no sizes and no addresses, so
+each group gets them once, when it is made.
 """
 
 from __future__ import annotations

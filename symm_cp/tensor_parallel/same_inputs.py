@@ -13,6 +13,7 @@ are, once, in the first call with them.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -35,13 +36,17 @@ _REMEDY = (
     "(torch.manual_seed) where tokens are sampled, and before modules are added to the model"
 )
 
-_registrations = 0  # of modules and parameters in any module, once a model has been split
+#: Modules of split models. Whatever a model gets is registered in one of them; a slice of a
+#: `ModuleList`, which transformers' models take in each call, is not.
+_members: WeakSet[nn.Module] = WeakSet()
+_registrations = 0  # of modules and parameters in these
 _counting: list[RemovableHandle] = []
 
 
-def _count(*_: Any) -> None:
+def _count(module: nn.Module, *_: Any) -> None:
     global _registrations
-    _registrations += 1
+    if module in _members:
+        _registrations += 1
 
 
 class SameInputs:
@@ -86,8 +91,9 @@ class SameInputs:
         """What stands for the parameters that were added after `apply`, which made DTensors."""
         if torch.compiler.is_compiling():
             return ()
-        if self.seen != _registrations:
+        if self.seen != _registrations or model not in _members:  # as a copy is not
             self.seen = _registrations
+            _members.update(model.modules())
             for name, parameter in model.named_parameters():
                 if type(parameter) is nn.Parameter and name not in self.added:
                     self.added[name] = int(content_hash(parameter)) if not parameter.is_meta else 0
@@ -104,4 +110,5 @@ def compare_inputs(model: nn.Module, seat: Seat) -> None:
         if not _counting:
             _counting.append(register_module_module_registration_hook(_count))
             _counting.append(register_module_parameter_registration_hook(_count))
+        _members.update(model.modules())
         model.register_forward_pre_hook(SameInputs(seat), with_kwargs=True)

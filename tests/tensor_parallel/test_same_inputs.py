@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -113,17 +114,22 @@ def adapters(group: dist.ProcessGroup) -> None:
     dense = model_of("llama")
     ids = tokens_of(dense)
     model, other = (apply(copy.deepcopy(dense), mesh_of(group)) for _ in range(2))
+    copied = copy.deepcopy(model)
     model(ids)
+    with mock.patch.object(model, "named_parameters", side_effect=AssertionError):
+        model(ids)  # though it registers layers in a slice of them
     nn.Linear(2 + group.rank(), 2)  # a rank's own module is none of the model's
     with torch.random.fork_rng():
-        for each, seed in ((dense, 0), (model, 0), (other, group.rank())):
+        models = (dense, 0), (model, 0), (other, group.rank()), (copied, group.rank())
+        for each, seed in models:
             torch.manual_seed(seed)
             for layer in each.model.layers:
                 layer.mlp = Adapter(layer.mlp, dense.config.hidden_size)
     expected = dense(ids).logits
     torch.testing.assert_close(model(ids).logits, expected)
-    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.up\.weight and .*seed all ranks"):
-        other(ids)
+    for each in (copied, other):
+        with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.up\.weight and .*seed all ranks"):
+            each(ids)
     for parameter in other.parameters():
         if type(parameter) is nn.Parameter:
             dist.broadcast(parameter.data, group=group, group_src=0)

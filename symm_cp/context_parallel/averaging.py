@@ -8,6 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from symm_cp.context_parallel.inspectors import modules_of
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+
 
 def averages(model: nn.Module, group: dist.ProcessGroup) -> bool:
     """Whether DDP or FSDP averages the gradients of a model over the ranks of a group."""
@@ -24,12 +28,12 @@ def parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     Parameters that FSDP2 has gathered for a forward pass only are put back.
     """
     seen: set[int] = set()
-    for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+    for module in modules_of(model):
+        if "FSDPModule" in _names(module):
             sharded: Any = module
             sharded.reshard()
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield module, parameter
 
@@ -45,11 +49,21 @@ def is_averaged(module: nn.Module, parameter: Any, group: dist.ProcessGroup) -> 
 
 def groups_of_wrappers(model: nn.Module) -> Iterator[dist.ProcessGroup]:
     """Yields the groups over which wrappers reduce gradients of plain parameters."""
-    for module in model.modules():
-        names = {kind.__name__ for kind in type(module).__mro__}
-        if names & {"DistributedDataParallel", "FullyShardedDataParallel"}:
+    for module in modules_of(model):
+        if not _names(module).isdisjoint(_WRAPPERS):
             wrapped: Any = module
             yield wrapped.process_group
+
+
+_names_of: dict[type, frozenset[str]] = {}
+
+
+def _names(module: nn.Module) -> frozenset[str]:
+    """The names of a module's class and its bases."""
+    kind = type(module)
+    if kind not in _names_of:
+        _names_of[kind] = frozenset(base.__name__ for base in kind.__mro__)
+    return _names_of[kind]
 
 
 def covers(wrapped: dist.ProcessGroup, group: dist.ProcessGroup) -> bool:

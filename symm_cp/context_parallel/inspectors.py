@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -192,6 +192,20 @@ def plain(model: nn.Module) -> Any:
                 return inner
             wrapped = inner.get_base_model()  # type: ignore[operator]
         inner = wrapped
+
+
+def modules_of(model: nn.Module) -> Iterable[nn.Module]:
+    """The same as `model.modules()`, whose nested generators take ten times as long."""
+    found: dict[nn.Module, None] = {}
+    left = [model]
+    while left:
+        module = left.pop()
+        if module in found:
+            continue
+        found[module] = None
+        if children := module._modules:
+            left += [child for child in reversed(children.values()) if child is not None]
+    return found
 
 
 def positions(shape: Sequence[int], seq_dim: int, device: torch.device) -> torch.Tensor:

@@ -244,20 +244,26 @@ JUDGING = (
 ROOMS = ("context_parallel/", "integrations/")
 
 
+def counted(run: Callable[[], None]) -> Counter[str]:
+    calls = Counter[str]()
+
+    def count(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            calls[frame.f_code.co_filename] += 1
+
+    sys.setprofile(count)
+    run()
+    sys.setprofile(None)
+    return calls
+
+
 def calls_of_a_warm_step(group: dist.ProcessGroup) -> None:
     model = llama(layers=8)
     for passed in (False, True):
         for _ in range(3):
             step(group, model, passed=passed)()
-        run, calls = step(group, model, passed=passed), Counter[str]()
-
-        def count(frame: FrameType, event: str, arg: Any, calls: Counter[str] = calls) -> None:
-            if event == "call":
-                calls[frame.f_code.co_filename] += 1
-
-        sys.setprofile(count)
-        run()
-        sys.setprofile(None)
+        run = step(group, model, passed=passed)
+        calls = counted(run)
         ours = {k.removeprefix(f"{ROOT}/"): n for k, n in calls.items() if k.startswith(str(ROOT))}
         judging = sum(number for name, number in ours.items() if name in JUDGING)
         rooms = sum(number for name, number in ours.items() if name.startswith(ROOMS))
@@ -268,6 +274,24 @@ def calls_of_a_warm_step(group: dist.ProcessGroup) -> None:
 
 def test_a_warm_step_takes_few_calls(ranks: Ranks) -> None:
     ranks.run(2, calls_of_a_warm_step)
+
+
+def calls_of_a_training_step(group: dist.ProcessGroup) -> None:
+    """Which also cuts the batch and sums the gradients of 75 parameters."""
+    model, mesh = llama(layers=8), mesh_of(group)
+    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    def run() -> None:
+        with symm_cp.training_step(model, {"input_ids": ids, "labels": ids}, mesh) as made:
+            made.loss.backward()
+
+    for _ in range(4):
+        run()
+    assert counted(run).total() < 7_500
+
+
+def test_a_training_step_takes_few_calls(ranks: Ranks) -> None:
+    ranks.run(2, calls_of_a_training_step)
 
 
 # --- floors --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from symm_cp.context_parallel.inspectors import BatchRules, plain, positions
+from symm_cp.context_parallel.inspectors import BatchRules, modules_of, plain, positions
 
 
 class ModelBatchRules(BatchRules):
@@ -51,8 +51,8 @@ class ModelBatchRules(BatchRules):
     ) -> torch.Tensor | None:
         """Returns the positions that the model counts by padding; None if it counts all alike."""
         by_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
-        for part in self.model.modules():
-            if ids is not None and hasattr(part, "create_position_ids_from_input_ids"):
+        for part in modules_of(self.model):
+            if ids is not None and hasattr(type(part), "create_position_ids_from_input_ids"):
                 return part.create_position_ids_from_input_ids(ids, part.padding_idx)
             if by_mask and _counts_by_mask(part):
                 assert mask is not None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
+from symm_cp import tuning
 from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
 from tests import reference
@@ -193,8 +194,9 @@ def they_differ(group: dist.ProcessGroup) -> None:
     of_x, of_weight = torch.ones(4, 1), torch.ones(1, 8)
     if group.rank() == 0:
         of_x, of_weight = of_x.to(E8), of_weight.t().to(E8)
-    with pytest.raises(RuntimeError, match="ranks disagree"):
-        symm_cp.scaled_all_gather_matmul(x, weight.t(), of_x, of_weight, group=group)
+    for way in (None, "shards"):
+        with tuning.forced(way), pytest.raises(RuntimeError, match="ranks disagree"):
+            symm_cp.scaled_all_gather_matmul(x, weight.t(), of_x, of_weight, group=group)
 
 
 def test_ranks_that_differ(ranks: Ranks) -> None:

@@ -1,19 +1,14 @@
 // Tokens to their experts and times their weights, and the way back: the kernels of
 // symm_cp/ops/experts/fused.py.
 //
-// Dispatch: a rank hands its peers their rows, multiplies its own tokens while theirs are on their
-// way, and the rest once it is there. Combine: products are written where the peers read them,
-// those for the peers first, and added up there. To multiply the rows of an expert in two parts
-// costs more than it hides where there are few of them: then all are multiplied at once.
+// All rows of an expert are multiplied at once. To multiply a rank's own tokens while those of
+// others are on their way hides nothing where nobody copies meanwhile, and a matmul in two parts
+// packs its weights twice: two of 512 rows take 2 to 5% longer than one (float32 and bfloat16, 1024
+// by 2048, AMD Zen 4). On the way back products are written where the peers read them.
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
-#include <algorithm>
-
-#include "base/team.h"
-#include "exchange/copy.h"
-#include "memory/slot_stores.h"
 #include "ops/kernels.h"
 #include "ops/routing.h"
 
@@ -27,75 +22,25 @@ using torch::jit::Stack;
 constexpr const char* kDispatchMatmul = "fused_dispatch_grouped_matmul";
 constexpr const char* kMatmulCombine = "fused_grouped_matmul_combine";
 
-// The fewest rows of a part. A matmul packs its weights once, however many rows there are: in two
-// parts of 128 rows it takes 7 to 10% longer, in two of 512 up to 2% (float32 and bfloat16, 1024 by
-// 2048, AMD Zen 4).
-constexpr int64_t kPartRows = 512;
-
 using Tensors = std::vector<at::Tensor>;
 
-// Whether the rows of a rank's own tokens are multiplied apart from those of others.
-bool apart(const Routing& routing, int64_t rank, int64_t expert) {
-  int64_t before = 0, after = 0;
-  for (int64_t r = 0; r < routing.ranks(); ++r)
-    if (r != rank) (r < rank ? before : after) += routing.count(r, expert);
-  const auto suffices = [](int64_t rows) { return rows == 0 || rows >= kPartRows; };
-  return routing.count(rank, expert) >= kPartRows && before + after > 0 && suffices(before) &&
-         suffices(after);
-}
-
-// Whether that is so anywhere: the same on all ranks.
-bool any_apart(const Routing& routing) {
-  for (int64_t e = 0; e < routing.experts(); ++e)
-    if (apart(routing, e / routing.local(), e)) return true;
-  return false;
-}
-
-// Rows of one of this rank's experts.
-struct Block {
-  int64_t expert;
-  int64_t first;
-  int64_t rows;
-};
-
-// The blocks of this rank's own tokens that are multiplied apart, and all others.
-struct Blocks {
-  std::vector<Block> own, others;
-
-  explicit Blocks(const Routing& routing) {
-    const int64_t rank = routing.rank();
-    for (int64_t local = 0; local < routing.local(); ++local) {
-      const int64_t expert = rank * routing.local() + local;
-      const int64_t first = routing.first_row(0, expert);
-      const int64_t last = routing.first_row(routing.ranks() - 1, expert) +
-                           routing.count(routing.ranks() - 1, expert);
-      if (!apart(routing, rank, expert)) {
-        add(others, {local, first, last - first});
-        continue;
-      }
-      const int64_t begin = routing.first_row(rank, expert), count = routing.count(rank, expert);
-      add(own, {local, begin, count});
-      add(others, {local, first, begin - first});
-      add(others, {local, begin + count, last - begin - count});
-    }
+// to = the rows of each of this rank's experts @ its weight, or += that.
+void multiply(const Routing& routing, const at::Tensor& rows, const at::Tensor& weight,
+              const at::Tensor& to, bool add) {
+  int64_t begin = 0;
+  for (int64_t local = 0; local < routing.local(); ++local) {
+    int64_t count = 0;
+    for (int64_t r = 0; r < routing.ranks(); ++r)
+      count += routing.count(r, routing.rank() * routing.local() + local);
+    if (count == 0) continue;
+    at::Tensor out = to.narrow(0, begin, count);
+    const at::Tensor left = rows.narrow(0, begin, count), right = weight.select(0, local);
+    if (add)
+      out.addmm_(left, right);
+    else
+      at::mm_out(out, left, right);
+    begin += count;
   }
-
- private:
-  static void add(std::vector<Block>& to, const Block& block) {
-    if (block.rows > 0) to.push_back(block);
-  }
-};
-
-// to = rows @ weight of the expert, or += that.
-void multiply(const at::Tensor& rows, const at::Tensor& weight, at::Tensor to, const Block& block,
-              bool add) {
-  at::Tensor out = to.narrow(0, block.first, block.rows);
-  const at::Tensor left = rows.narrow(0, block.first, block.rows);
-  const at::Tensor right = weight.select(0, block.expert);
-  if (add)
-    out.addmm_(left, right);
-  else
-    at::mm_out(out, left, right);
 }
 
 // Raises ValueError or TypeError unless `weight` is of this rank's experts, for rows of `like`.
@@ -137,81 +82,6 @@ struct DispatchResults {
   Tensors products;
 };
 
-void multiply_all(DispatchResults& results, const Tensors& weights,
-                  const std::vector<Block>& blocks) {
-  for (const Block& block : blocks)
-    for (size_t i = 0; i < weights.size(); ++i)
-      multiply(results.rows, weights[i], results.products[i], block, /*add=*/false);
-}
-
-class DispatchedMatmul : public SlotCall {
- public:
-  DispatchedMatmul(const Routing& routing, const DispatchArguments& given, DispatchResults& results)
-      : routing_(routing),
-        weights_(given.weights),
-        results_(results),
-        blocks_(routing),
-        input_(given.tokens),
-        tokens_(routing.tokens(given.top_k)),
-        rows_(static_cast<char*>(results.rows.mutable_data_ptr())) {}
-
-  void run(Group& group, std::string call_name) {
-    std::vector<int64_t> given, taken;
-    for (int64_t peer = 0; peer < routing_.ranks(); ++peer) {
-      const bool own = peer == routing_.rank();
-      given.push_back(own ? 0 : routing_.given(peer) * input_.bytes);
-      taken.push_back(own ? 0 : routing_.taken(peer) * input_.bytes);
-    }
-    SlotCall::run(group, std::move(call_name), routing_.most_sent() * input_.bytes, given, taken);
-    after_exchange(group, kDispatchMatmul,
-                   [&] { multiply_all(results_, weights_, blocks_.others); });
-  }
-
- protected:
-  void write(int peer, char* slot, SlotStores& stores) override {
-    const int64_t begin = routing_.begin(peer), bytes = routing_.given(peer) * input_.bytes;
-    stores.run(bytes, [&](bool past_caches) {
-      divide_rows(routing_.given(peer), bytes, [&](int64_t first, int64_t last) {
-        for (int64_t i = begin + first; i < begin + last; ++i)
-          copy_bytes(slot + i * input_.bytes, token(i), input_.bytes, past_caches);
-      });
-      return bytes;
-    });
-  }
-  void work() override {
-    const int64_t rank = routing_.rank(), begin = routing_.begin(rank);
-    const int64_t* numbers = routing_.arriving(rank);
-    divide_rows(routing_.given(rank), routing_.given(rank) * input_.bytes,
-                [&](int64_t first, int64_t last) {
-                  for (int64_t i = first; i < last; ++i)
-                    copy_bytes(rows_ + numbers[i] * input_.bytes, token(begin + i), input_.bytes,
-                               false);
-                });
-    multiply_all(results_, weights_, blocks_.own);
-  }
-  // What a peer sends lies in the order of experts in its slot.
-  void read(int peer, const char* slot) override {
-    const int64_t mine = routing_.rank() * routing_.local();
-    for (int64_t e = 0; e < mine; ++e) slot += routing_.count(peer, e) * input_.bytes;
-    for (int64_t e = mine; e < mine + routing_.local(); ++e) {
-      const int64_t bytes = routing_.count(peer, e) * input_.bytes;
-      copy_bytes(rows_ + routing_.first_row(peer, e) * input_.bytes, slot, bytes, false);
-      slot += bytes;
-    }
-  }
-
- private:
-  const char* token(int64_t place) const { return input_.data + tokens_[place] * input_.pitch; }
-
-  const Routing& routing_;
-  const Tensors& weights_;
-  DispatchResults& results_;
-  Blocks blocks_;
-  TokenRows input_;
-  std::vector<int64_t> tokens_;
-  char* rows_;
-};
-
 DispatchResults dispatch_matmul(Group& group, const DispatchArguments& given) {
   check_matrix(kDispatchMatmul, "tokens", given.tokens);
   const Routing routing(kDispatchMatmul, given.table, given.experts, group);
@@ -225,19 +95,11 @@ DispatchResults dispatch_matmul(Group& group, const DispatchArguments& given) {
     results.products.push_back(new_output(given.tokens, {given.rows, weight.size(2)}));
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  const int64_t row_bytes = given.tokens.size(1) * static_cast<int64_t>(given.tokens.itemsize());
-  if (any_apart(routing) && routing.most_sent() * row_bytes <= kMostSlotBytes) {
-    results.rows = new_output(given.tokens, {given.rows, given.tokens.size(1)});
-    DispatchedMatmul(routing, given, results)
-        .run(group, name_of_rows(kDispatchMatmul, given.tokens, given.experts));
-    return results;
-  }
   results.rows = dispatch_rows(group, given.tokens, given.table, given.rows, given.top_k,
                                given.experts, kDispatchMatmul);
   after_exchange(group, kDispatchMatmul, [&] {
-    const Blocks blocks(routing);  // as above: the same bits, however the rows travel
-    multiply_all(results, given.weights, blocks.own);
-    multiply_all(results, given.weights, blocks.others);
+    for (size_t i = 0; i < given.weights.size(); ++i)
+      multiply(routing, results.rows, given.weights[i], results.products[i], /*add=*/false);
   });
   return results;
 }
@@ -263,12 +125,10 @@ struct CombineArguments {
   int64_t top_k, experts;
 };
 
-// Products of rows and weights, added up to `to`, which holds the rows of all experts.
-void multiply_all(const CombineArguments& given, const at::Tensor& to,
-                  const std::vector<Block>& blocks) {
-  for (const Block& block : blocks)
-    for (size_t i = 0; i < given.rows.size(); ++i)
-      multiply(given.rows[i], given.weights[i], to, block, /*add=*/i > 0);
+// Products of rows and weights, added up to `to`.
+void multiply_all(const Routing& routing, const CombineArguments& given, const at::Tensor& to) {
+  for (size_t i = 0; i < given.rows.size(); ++i)
+    multiply(routing, given.rows[i], given.weights[i], to, /*add=*/i > 0);
 }
 
 class CombinedMatmul : public Combination {
@@ -277,23 +137,20 @@ class CombinedMatmul : public Combination {
                  at::Tensor out)
       : Combination(routing, std::move(factors), given.top_k, out),
         given_(given),
-        blocks_(routing),
         columns_(out.size(1)) {}
 
  protected:
-  void write(int peer, char* slot, SlotStores&) override {
+  void write(int, char* slot, SlotStores&) override {
     if (products_.defined()) return;  // those for all peers are there
     products_ = at::from_blob(slot, {routing_.rows(), columns_}, given_.rows.front().options());
-    multiply_all(given_, products_, blocks_.others);
+    multiply_all(routing_, given_, products_);
   }
   void work() override {
-    multiply_all(given_, products_, blocks_.own);
     own_rows_at(static_cast<const char*>(products_.const_data_ptr()), row_bytes());
   }
 
  private:
   const CombineArguments& given_;
-  Blocks blocks_;
   int64_t columns_;
   at::Tensor products_;  // in the slot
 };
@@ -333,9 +190,7 @@ at::Tensor matmul_combine(Group& group, const CombineArguments& given) {
     return out;
   }
   const at::Tensor products = new_output(like, {routing.rows(), columns});
-  const Blocks blocks(routing);
-  multiply_all(given, products, blocks.own);
-  multiply_all(given, products, blocks.others);
+  multiply_all(routing, given, products);
   return combine_rows(group, products, given.factors, given.table, given.top_k, given.experts,
                       kMatmulCombine);
 }

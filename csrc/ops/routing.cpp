@@ -72,11 +72,6 @@ void Routing::place_rows() {
     if (owner == rank_) rows_ = row;
     most_rows_ = std::max(most_rows_, row);
   }
-  for (int64_t r = 0; r < ranks_; ++r) {
-    int64_t sent = 0;
-    for (int64_t e = 0; e < experts_; ++e) sent += count(r, e);
-    most_sent_ = std::max(most_sent_, sent);
-  }
 }
 
 std::vector<int64_t> Routing::tokens(int64_t top_k) const {

@@ -45,8 +45,7 @@ class Routing {
   int64_t given(int64_t peer) const { return begins_[peer + 1] - begins_[peer]; }
   int64_t taken(int64_t peer) const { return static_cast<int64_t>(arriving_[peer].size()); }
   int64_t sent() const { return sent_; }
-  // The most rows that any rank sends, or gets for its experts: the same on all ranks.
-  int64_t most_sent() const { return most_sent_; }
+  // The most rows that any rank gets for its experts: the same on all ranks.
   int64_t most_rows() const { return most_rows_; }
   // How many rows this rank's experts get, and which of them are those of a rank's tokens.
   int64_t rows() const { return rows_; }
@@ -61,7 +60,7 @@ class Routing {
   int64_t ranks_, rank_, experts_, local_;
   const int64_t* counts_ = nullptr;
   const int64_t* places_ = nullptr;
-  int64_t pairs_ = 0, sent_ = 0, rows_ = 0, most_sent_ = 0, most_rows_ = 0;
+  int64_t pairs_ = 0, sent_ = 0, rows_ = 0, most_rows_ = 0;
   std::vector<int64_t> pair_at_, begins_, first_rows_;
   std::vector<std::vector<int64_t>> arriving_;
 };

@@ -23,7 +23,7 @@ from tests.ops.test_experts import FLOATS, Case, drawn, routed
 everywhere = device.devices(*device.NAMES)
 HIDDEN, WIDTH = 6, 5
 
-#: One expert of a rank has this many of its own tokens, so that they are multiplied apart.
+#: Tokens of a rank: their rows take larger slots than the first calls have.
 MANY = 1300
 
 
@@ -195,7 +195,7 @@ def unfused(
 
 
 def as_the_unfused_ops(group: dist.ProcessGroup, sizes: list[int], seed: int, dtype: Any) -> None:
-    """Also with as many rows as are multiplied in parts; twice, as slots take turns."""
+    """Twice, as slots take turns."""
     W, rank = group.size(), group.rank()
     for skew in (0.0, 5.0):
         case = Layer(W, sizes, 2 * W, 2, seed=seed, skew=skew, dtype=dtype)

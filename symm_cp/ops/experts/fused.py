@@ -410,9 +410,8 @@ def dispatch_matmul(
         experts, num_experts, group, capacity: as `moe.dispatch` takes them.
 
     Returns the product (rows of this rank's experts, N), or a list of products for a sequence of
-    weights, and the routing. A rank multiplies its own tokens while those of others are on their
-    way, where it has many for an expert; rows and matmuls, not timing, decide the bits.
-    Differentiable in tokens and weights, once. Errors and `torch.compile` as for `moe.dispatch`.
+    weights, and the routing. Differentiable in tokens and weights, once. Errors and
+    `torch.compile` as for `moe.dispatch`.
     """
     single = isinstance(weights, torch.Tensor)
     matrices = [weights] if single else list(weights)

@@ -249,7 +249,9 @@ def _scaled_matmul_all_reduce(
     out, rows = total.flatten(0, -2), a.flatten(0, -2)
     # (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
     one_scale = a_scale.numel() == 1
-    scale = a_scale.reshape(1, 1) if one_scale else a_scale.reshape(rows.shape[0], 1)
+    scale = (
+        a_scale.reshape(1, 1) if one_scale else a_scale.reshape(rows.shape[0], a_scale.shape[-1])
+    )
     split = Split.nearly_equal(rows.shape[0], group.world_size)
 
     def produce(rank: int | None, partial: torch.Tensor) -> None:
@@ -379,9 +381,9 @@ def scaled_matmul_all_reduce(
     """All-reduces a scaled float8 product.
 
     Same result as `torch._scaled_mm` without a bias, all-reduced, with the bias then added once.
-    `a` is float8 (..., M, K), its scale one number or (..., M, 1); K may differ from rank to rank.
-    Results in float8 are reduced in float32. No gradient, as `_scaled_mm`. Errors as for
-    `all_gather_matmul`.
+    `a` is float8 (..., M, K), its scale one number or (..., M, 1); or both have scales of blocks,
+    as in `scaled_all_gather_matmul`. K may differ from rank to rank. Results in float8 are reduced
+    in float32. No gradient, as `_scaled_mm`. Errors as for `all_gather_matmul`.
     """
     name = memory.group_name(group)
     result: torch.Tensor = direct(SCALED_ALL_REDUCE)(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from symm_cp.ops.common import device_behind
+from symm_cp.ops.matmul.block_scales import FLOAT4, FORMATS, are_blocks
 from symm_cp.tensors.dtypes import (
     FLOAT8,
     SCALED_RESULTS,
@@ -184,23 +185,28 @@ def partial_dtype_of(out_dtype: torch.dtype) -> torch.dtype:
 
 
 def check_float8(op: str, a: torch.Tensor, weight: torch.Tensor, name: str) -> None:
-    """Raises unless `a` has rows, the weight is a matrix, and both are float8 on one device."""
+    """Raises unless `a` has rows, the weight is a matrix, and both are float8 on one device.
+
+    float4 passes too: it needs scales of blocks, which `are_blocks` checks.
+    """
     check_rows(op, "A", a)
     check_matrix(op, name, weight, a)
     for each, matrix in (("A", a), (name, weight)):
-        if matrix.dtype not in FLOAT8:
+        if matrix.dtype not in (*FLOAT8, FLOAT4):
             raise TypeError(f"{op}: {each} is {matrix.dtype}: must be float8")
     check_device(op, name, weight, a)
 
 
 def check_row_scale(op: str, a: torch.Tensor, scale: torch.Tensor) -> None:
-    """Raises `ValueError` unless the scale of A is one number, or one for each row."""
-    _check_scale(op, "A_scale", scale, "A", a, [*a.shape[:-1], 1])
+    """Raises unless the scale of A is one number, or one for each row or block of a row."""
+    if not are_blocks(op, "A_scale", scale, "A", a):
+        _check_scale(op, "A_scale", scale, "A", a, [*a.shape[:-1], 1])
 
 
 def check_weight_scale(op: str, name: str, scale: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raises `ValueError` unless the scale is one number, or one for each column."""
-    _check_scale(op, name, scale, "B", weight, [1, weight.shape[1]])
+    """Raises unless the scale is one number, or one for each column or block of a column."""
+    if not are_blocks(op, name, scale, "B.mT", weight.mT):
+        _check_scale(op, name, scale, "B", weight, [1, weight.shape[1]])
 
 
 def _check_scale(
@@ -222,11 +228,14 @@ def check_product(
     dtype: torch.dtype,
     columns: Sequence[int] | None = None,
 ) -> None:
-    """Raises what cuBLAS would in the middle of a call; CPUs multiply whatever passed before.
+    """Raises unless A and B have scales of one kind, and what cuBLAS would in the middle of a call.
 
     `dtype` is the product's, `columns` are the numbers of the weight's columns that are
     multiplied at a time, by default all.
     """
+    if len({FORMATS.get(scale.dtype) for scale in scales.values()}) > 1:
+        dtypes = " and ".join(f"{what} is {scale.dtype}" for what, scale in scales.items())
+        raise TypeError(f"{op}: {dtypes}: both or none must be scales of blocks, of one format")
     device = device_behind(a)
     if device.type in ("cpu", "meta"):
         return

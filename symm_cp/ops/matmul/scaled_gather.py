@@ -1,7 +1,8 @@
 """Fused all-gather-matmul of float8 matrices with scales.
 
 Shapes as in gather.py. A scale of A is one number (tensor-wise), or one for each row of A: of this
-rank's rows (sharded) or of all ranks' rows (replicated).
+rank's rows (sharded) or of all ranks' rows (replicated); or one for each block of this rank's rows
+(block_scales.py).
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def _all_gather_scaled_matmul(
     if scales.mode == "replicated" and not split.is_equal:
         # A rank that has all rows cannot tell which of the two it was given.
         scales = RowScales(split.of(group.rank, x_scale), "sharded", split)
-    kind = list(scales.scale.shape) if split.is_equal else scales.mode
+    by_shape = split.is_equal and not scales.of_blocks
+    kind = list(scales.scale.shape) if by_shape else scales.mode
     plan = planned(SCALED_GATHER, Operand.of(x_shard), columns, split, f"scale {kind} ")
     if plan.by_columns or in_test_mode():
         return _gathered_then_scaled(group, plan, x_shard, scales, weights)
@@ -147,7 +149,9 @@ def _gathered_then_scaled(
         as_bytes = unfused_all_gather(x_shard.view(torch.uint8), split.dim, group.name, split)
         gathered = as_bytes.view(x_shard.dtype)
         if scales.sharded and not plan.by_columns:
-            x_scale = unfused_all_gather(x_scale, split.dim, group.name, split)
+            scale = x_scale.view(torch.uint8) if scales.of_blocks else x_scale
+            scale = unfused_all_gather(scale, split.dim, group.name, split)
+            x_scale = scale.view(x_scale.dtype)
     else:
         gathered = new_result(x_shard, plan.whole)
         gather_shards(group, plan, x_shard.flatten(0, -2), lambda shards, rank: None, gathered)
@@ -226,9 +230,11 @@ def scaled_all_gather_matmul(
 
     Args:
         shard: float8 (..., M, K); weights: float8 (K, N), column-major as `_scaled_mm` needs.
+            With scales of blocks also float4.
         shard_scale: float32; one number, (..., M, 1) of this rank's rows, or of all ranks' rows.
-            With sizes one number must have fewer dimensions than the shard.
-        weight_scales: float32; one number, or (1, N), for each weight.
+            With sizes one number must have fewer dimensions than the shard. Or, on CPU, one for
+            each block of this rank's rows: MXFP8 or NVFP4 (symm_cp/ops/matmul/block_scales.py).
+        weight_scales: float32; one number, or (1, N), for each weight; or of the blocks of (N, K).
         bias, result_scale, out_dtype: as in `_scaled_mm`, one for all weights or one for each.
         gather_dim, group, sizes: as in `all_gather_matmul`.
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from symm_cp.ops.matmul.block_scales import FORMATS, are_blocks, multiply_blocks
 from symm_cp.ops.matmul.products import as_rows
 from symm_cp.ops.op import NoGradient
 from symm_cp.tensors.alignment import aligned
@@ -51,9 +52,13 @@ def scaled_mm_out(
     """Writes `torch._scaled_mm(A, B, ...)` to `out`, in the dtype of `out`.
 
     Unlike there, one of the operands may have one scale, and the other one for each row or column,
-    and none of the tensors needs to be aligned.
+    and none of the tensors needs to be aligned. Blocks of both may have scales.
     """
     if out.numel() == 0:
+        return
+    if scale_a.dtype in FORMATS:
+        product = multiply_blocks(A, B, scale_a, scale_b)
+        out.copy_(finish(product, bias, scale_result, out.dtype))
         return
     if out.data_ptr() % _ALIGN:
         product = new_result(out, out.shape)
@@ -110,7 +115,7 @@ class ScaledWeight(NamedTuple):
 
 
 class ScaledRows(NamedTuple):
-    """Rows of a float8 tensor, and one scale for all of them or one for each."""
+    """Rows of a tensor, and one scale for all of them, or for each or each block of one."""
 
     rows: torch.Tensor
     scale: torch.Tensor
@@ -131,7 +136,7 @@ def multiply_scaled(rows: ScaledRows, weight: ScaledWeight, *, out: torch.Tensor
 
 
 class RowScales(NamedTuple):
-    """The scale of A, and its mode: "tensor", "sharded" or "replicated"."""
+    """The scale of A, and its mode: "tensor", "sharded", "replicated" or a format of blocks."""
 
     scale: torch.Tensor
     mode: str
@@ -140,7 +145,12 @@ class RowScales(NamedTuple):
     @property
     def sharded(self) -> bool:
         """Whether each rank has the scales of its own rows, which travel with them."""
-        return self.mode == "sharded"
+        return self.mode not in ("tensor", "replicated")
+
+    @property
+    def of_blocks(self) -> bool:
+        """Whether each block of a row has a scale."""
+        return self.scale.dtype in FORMATS
 
     def of_rank(self, rank: int, shards: list[torch.Tensor]) -> torch.Tensor:
         """Returns the scales of a rank's rows, of which `shards` have come."""
@@ -154,6 +164,9 @@ class RowScales(NamedTuple):
     def of(cls, x_shard: torch.Tensor, scale: torch.Tensor, split: Split) -> RowScales:
         """Returns the scale and its mode; raises `ValueError` for a shape that fits none.
 
+        Scales of blocks are always of this rank's rows. `NotImplementedError` for such scales when
+        the last dimension is gathered.
+
         When A has one column a scale of A's shape may be meant either way; as in torch it is taken
         as one for each row. Where shards differ, one number must have fewer dimensions than A: else
         a rank that has one row would take it for the scale of that row, and its peers for one of
@@ -163,6 +176,13 @@ class RowScales(NamedTuple):
         # Gathering the last dimension makes rows longer, not more.
         by_columns = split.dim == x_shard.dim() - 1
         full = own if by_columns else split.whole_shape(own)
+        if are_blocks(SCALED_GATHER, "A_scale", scale, "A", x_shard):
+            if by_columns:
+                raise NotImplementedError(
+                    f"{SCALED_GATHER}: gather_dim={split.dim} is the last dimension of A, which "
+                    f"has block scales ({scale.dtype}): gather another one"
+                )
+            return cls(scale, FORMATS[scale.dtype].name, split)
         if list(scale.shape) == own:
             return cls(scale, "sharded", split)
         if scale.numel() == 1 and (split.is_equal or by_columns or scale.dim() < x_shard.dim()):

@@ -32,6 +32,7 @@ from symm_cp.ops.common import (
     unfused_reduce_scatter,
     what_is,
 )
+from symm_cp.ops.matmul.block_scales import FORMATS
 from symm_cp.ops.matmul.derivatives import SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
     check_float8,
@@ -201,7 +202,9 @@ class _Product:
         weight, weight_scale = self.weight, self.weight_scale
         if self.by_columns:
             weight = columns.of(rank, weight)
-            if weight_scale.numel() == split.length != 1:
+            if weight_scale.dtype in FORMATS:
+                weight_scale = split.along(0).of(rank, weight_scale)
+            elif weight_scale.numel() == split.length != 1:
                 weight_scale = columns.of(rank, weight_scale)
         scale = self.a_scale
         if scale.numel() != 1:
@@ -278,7 +281,7 @@ def _scaled_matmul_scattered(
     # The rows of A are the rows of the output, in whatever shape A came: view A as the output is.
     rows = a.reshape(*shape[:-1], a.shape[-1])
     # (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
-    scale = a_scale.reshape((1, 1) if a_scale.numel() == 1 else (*shape[:-1], 1))
+    scale = a_scale.reshape((1, 1) if a_scale.numel() == 1 else (*shape[:-1], a_scale.shape[-1]))
     product = _Product(rows, scale, weight, weight_scale, shape, split, dtype, use_fast_accum)
     front, moved = split.leading(shape)
     if in_test_mode():
@@ -446,10 +449,10 @@ def scaled_matmul_reduce_scatter(
     """Reduce-scatters a scaled float8 product, sending each part as soon as it is computed.
 
     Same result as `torch._scaled_mm` without a bias, reduce-scattered along `scatter_dim`, with the
-    bias then added once. `a` is float8 (..., M, K), its scale one number or (..., M, 1). Results in
-    float8 are reduced in float32. `sizes` as in `matmul_reduce_scatter`. No gradient, as
-    `_scaled_mm`. Errors as for `all_gather_matmul`. Source: torch's
-    `symm_mem::fused_scaled_matmul_reduce_scatter`.
+    bias then added once. `a` is float8 (..., M, K), its scale one number or (..., M, 1); or both
+    have scales of blocks, as in `scaled_all_gather_matmul`. Results in float8 are reduced in
+    float32. `sizes` as in `matmul_reduce_scatter`. No gradient, as `_scaled_mm`. Errors as for
+    `all_gather_matmul`. Source: torch's `symm_mem::fused_scaled_matmul_reduce_scatter`.
     """
     dim = check_dim(SCALED_SCATTER, "scatter_dim", scatter_dim, a.dim())
     name = group_name(group)

@@ -1,5 +1,6 @@
 // How Python records a call (stream_plans.h): symm_cp/cuda/plans.py calls these functions while it
 // makes the call. Part of the library that needs Python's headers (backend/glue.cpp).
+#include <ATen/ops/scalar_tensor.h>
 #include <pybind11/pybind11.h>
 
 #include <torch/csrc/Exceptions.h>

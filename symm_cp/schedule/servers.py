@@ -150,6 +150,29 @@ def all_reduce(spread: Spread, nbytes: float, *, by_socket: bool | None = None) 
     return timeline.total + spread.server.call_seconds
 
 
+def all_gather(spread: Spread, nbytes: float, *, by_socket: bool = False) -> float:
+    """Returns the seconds of an all-gather of `nbytes` a rank.
+
+    `by_socket`: ranks on two sockets fetch equal parts of the other socket's bytes to slots, where
+    those of their own socket read them: each byte crosses the link once, and is moved once more.
+    The library does not, as it rarely pays; see benchmarks/README.md.
+    """
+    far = nbytes * (spread.ranks - spread.each)
+    own, other = Region(0, "slot"), Region(spread.ranks - 1, "slot")
+
+    def copy(to: str, *read: tuple[Region, float]) -> float:
+        return spread.moved(0, read, Region(0, to), sum(size for _, size in read))
+
+    seconds = copy("slot", (Region(0, "input"), nbytes))
+    if by_socket:
+        seconds += copy("slot", (other, far / spread.each))
+        seconds += copy("output", (own, nbytes * spread.ranks))
+    else:
+        seconds += copy("output", (own, nbytes * spread.each), (other, far))
+    signals = max(1, round(nbytes / PIECE_BYTES)) * (2 if by_socket else 1)
+    return seconds + signals * spread.server.signal_seconds + spread.server.call_seconds
+
+
 def gather_matmul(
     spread: Spread, rows: int, inner: int, columns: int, *, item: int = 2, fused: bool = True
 ) -> float:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from symm_cp.schedule.servers import SERVERS, Server, Spread, all_reduce, decode, gather_matmul
+from symm_cp.schedule.servers import (
+    SERVERS,
+    Server,
+    Spread,
+    all_gather,
+    all_reduce,
+    decode,
+    gather_matmul,
+)
 
 MIB = 1 << 20
 #: Round figures: a core moves 10 GB/s, a socket's memory 100, a link 25; nothing else takes time.
@@ -40,6 +48,32 @@ def test_a_slow_link_makes_sums_by_socket_faster() -> None:
         spread = Spread(server, ranks, 8)
         flat, by_socket = (all_reduce(spread, 8 * MIB, by_socket=way) for way in (False, True))
         assert (by_socket < flat) is faster
+
+
+def test_an_all_gather_by_hand() -> None:
+    """Of four ranks: publishes its bytes, and copies those of all, half of them over the link."""
+    spread, one = Spread(ROUND, 4, 4), 128 * 1024
+    publish, copies = 2 * one / 40e9, 2 * 4 * one / 40e9
+    assert all_gather(spread, one) == pytest.approx(publish + max(copies, 2 * one / 12.5e9))
+    fetch = max(2 * one / 40e9, one / 12.5e9)
+    by_socket = all_gather(spread, one, by_socket=True)
+    assert by_socket == pytest.approx(publish + fetch + copies)
+
+
+def test_gathers_by_socket_rarely_pay() -> None:
+    """Which is why the library has none; benchmarks/README.md has these figures."""
+
+    def ratio(name: str, on_socket: int) -> float:
+        spread = Spread(SERVERS[name], 2 * on_socket, 16)
+        direct, by_socket = (all_gather(spread, 8 * MIB, by_socket=way) for way in (False, True))
+        return round(by_socket / direct, 2)
+
+    found = {name: [ratio(name, n) for n in (2, 4, 8)] for name in ("xeon6", "epyc9005", "grace")}
+    assert found == {
+        "xeon6": [1.41, 0.96, 0.82],
+        "epyc9005": [1.39, 1.14, 1.02],
+        "grace": [1.27, 1.14, 1.07],
+    }
 
 
 @pytest.mark.parametrize("server", SERVERS.values(), ids=list(SERVERS))

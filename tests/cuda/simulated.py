@@ -34,6 +34,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import cuda, native
+from symm_cp.cuda import plans
 from symm_cp.cuda.stream_program import Launch
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group import memory
@@ -223,7 +224,9 @@ class SimulatedDevice(FlagKernels, cuda.Device):
             keep = None if self.graph is None else self.graph.kept
             kind = 2 if _POLLING in name else 1
             self.machine.call(stream, kernel, kind=kind, name=name, keep=keep)
-        if self.mode.stepwise and not self.capturing():
+        # The recording of a call ends with it: by then the kernel must have run.
+        recorded = lane != "compute" and plans.current() is not None
+        if (self.mode.stepwise or recorded) and not self.capturing():
             self.library.simulated_drain(stream)
             self.machine.raise_errors()
 

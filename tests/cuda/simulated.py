@@ -135,7 +135,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self.machine: Machine = machine()
         self.library = self.machine.library
         self.machine.default_stream(index)
-        self._sides: dict[tuple[str, str], int] = {}
+        self._sides: dict[tuple[str, str, int], int] = {}
         self._chosen = threading.local()  # each thread's stream
         self.mode = self.machine.mode or Mode()
         self._times_in_capture = 0
@@ -144,7 +144,6 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self._kept: list[Any] | None = None  # what a graph of `capture` calls
         self.poisoned = False
         self.tree = False  # of graphs: torch.compile warms one up, or captures it
-        self.graph: Graph | None = None  # that is captured
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one
         self._groups: weakref.WeakKeyDictionary[cuda.DeviceWorkspace, str] = (
             weakref.WeakKeyDictionary()
@@ -153,10 +152,19 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self._guards: dict[tuple[str, int], tuple[int, _Event]] = {}
         self._captures = 0
 
+    @property
+    def graph(self) -> Graph | None:
+        """What the calling thread captures."""
+        return getattr(self._chosen, "graph", None)
+
+    @graph.setter
+    def graph(self, graph: Graph | None) -> None:
+        self._chosen.graph = graph
+
     # --- streams
 
     def _side(self, lane: str, channel: str) -> int:
-        place = lane, channel
+        place = lane, *self.user_of_streams(channel)
         if place not in self._sides:
             self._sides[place] = self.machine.stream(self.index)
         return self._sides[place]
@@ -397,7 +405,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
             workspace.give_up()
             raise
 
-    def _captured(self, issue: Callable[[], None]) -> ctypes.c_void_p:
+    def _captured(self, issue: Callable[[], object]) -> ctypes.c_void_p:
         graph, stream = ctypes.c_void_p(), self.current_stream()
         self._captures += 1
         assert self.library.simulated_capture_begin(stream) == 0

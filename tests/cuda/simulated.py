@@ -83,13 +83,12 @@ class Mode:
     delays_us: the longest delay before a command of a stream
     graph: each call is captured, and replayed at once
     signals: how ranks signal each other
-    driver_version: from 13010 on, no stream writes to a peer's memory; before, copies within the
-        device need a multiprocessor; before 12080, there are no batched copies; before 12050,
-        streams do not wait for symmetric memory
+    driver_version: from 13010 on, no stream writes to a peer's memory; before 12080, there are no
+        batched copies; before 12050, streams do not wait for symmetric memory
     one_queue: commands of all streams begin in the order in which they were issued
     lazy_loading: the first launch of a kernel, and some others, wait for all that was issued before
         them, and no other thread may call the driver meanwhile
-    multiprocessors: a kernel that polls leaves none to others
+    multiprocessors: a kernel that polls leaves none to others, nor to copies within the device
     contexts: threads have no current context until they set one
     copy_engines: that many engines carry the copies between ranks, signals among them, each one
         after the other; 0: as many as there are copies

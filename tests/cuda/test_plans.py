@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import unittest.mock
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -210,6 +211,40 @@ def layouts(group: dist.ProcessGroup) -> None:
 
 def test_calls_that_differ_have_plans_of_their_own(ranks: Ranks) -> None:
     ranks.run(3, layouts)
+
+
+def memory_of_calls(group: dist.ProcessGroup) -> list[list[int]]:
+    """The most bytes that calls allocate at a time in all threads, by Python and by plans."""
+    W, name = group.size(), group.group_name
+    x, q = torch.randn(64, 64).bfloat16(), torch.randn(1, 4, 64, 32).bfloat16()
+    weight, whole = torch.randn(64 * W, 64).bfloat16(), torch.randn(64 * W, 64).bfloat16()
+    out, lse = ATTENTION(q, q, q, name)
+    calls: list[Callable[[], object]] = [
+        lambda: symm_cp.all_gather_matmul(x, weight, gather_dim=1, group=group),
+        lambda: symm_cp.matmul_reduce_scatter(whole, x, group=group),
+        lambda: ATTENTION(q, q, q, name),
+        lambda: torch.ops.symm_mem.fused_all_gather_attention_backward(q, q, q, q, out, lse, name),
+    ]
+    most: list[list[int]] = []
+    # A stream may give memory of the call before back late, and a call seems to take less.
+    for plan_at, of_turns in ((-1, max), (0, min)):
+        with simulation(plan_at=plan_at, poison=True, delays_us=0) as made:
+            most.append([])
+            for call in calls:
+                found = []
+                for _ in range(6):
+                    runs(), made.machine.most()
+                    call()
+                    found.append(made.machine.most())
+                assert runs() == (plan_at == 0)
+                most[-1].append(of_turns(found[3:]))
+    return most
+
+
+def test_a_plan_takes_no_more_memory(ranks: Ranks) -> None:
+    for found in ranks.run(4, memory_of_calls):
+        for by_python, by_plan in zip(*found, strict=True):
+            assert 0 < by_plan <= by_python, found
 
 
 def changes(group: dist.ProcessGroup) -> None:

@@ -20,9 +20,9 @@ inline const char* address_of(const at::Tensor& tensor) {
 
 class PlanRecording final : public Recording {
  public:
-  explicit PlanRecording(const Key& key) {
+  explicit PlanRecording(const Key& key) : given_(key.tensors()) {
     plan_.device = key.device();
-    for (const at::Tensor& tensor : key.tensors()) add_value(tensor);
+    for (const at::Tensor& tensor : given_) add_value(tensor);
     inputs_ = values_.size();
   }
 
@@ -37,8 +37,8 @@ class PlanRecording final : public Recording {
     plan_.steps.emplace_back(CommandStep{{first, first + count}});
   }
 
-  int kernel() override {
-    plan_.steps.emplace_back(KernelStep{{}, /*launched=*/true});
+  int kernel(int lane) override {
+    plan_.steps.emplace_back(KernelStep{{}, lane});
     const auto number = static_cast<int>(plan_.steps.size()) - 1;
     around_kernels_[number] = around_;
     return number;
@@ -85,15 +85,30 @@ class PlanRecording final : public Recording {
                                   std::weak_ptr<Group> group) {
     what_ = "the result";
     bool launches = false;
-    for (const Step& step : plan_.steps) launches |= std::holds_alternative<LaunchStep>(step);
+    bool joined = true;
+    for (const Step& step : plan_.steps) {
+      const auto* launch = std::get_if<LaunchStep>(&step);
+      launches |= launch != nullptr;
+      joined &= launch == nullptr || launch->joined;
+    }
     if (!launches) refuse("it launched nothing");
     for (const c10::IValue& result : results) {
-      plan_.results.push_back(given(result));
-      for (const View& view : plan_.results.back().tensors)
+      const auto same = [&](const at::Tensor& tensor) {
+        return result.isTensor() && result.toTensor().is_same(tensor);
+      };
+      const auto caller = std::find_if(given_.begin(), given_.end(), same);
+      if (caller != given_.end()) {
+        plan_.results.emplace_back(static_cast<size_t>(caller - given_.begin()));
+        continue;
+      }
+      Given made = given(result);
+      for (const View& view : made.tensors)
         if (view.place.value < static_cast<int>(inputs_)) refuse("it returns memory of its caller");
+      plan_.results.emplace_back(std::move(made));
     }
     plan_.values = values_.size();
-    find_last_uses();
+    // Streams of a simulated device use values when a call that is not joined has returned.
+    if (joined) find_last_uses();
     plan_.group = std::move(group);
     return refusal_.empty() ? std::make_shared<const Plan>(std::move(plan_)) : nullptr;
   }
@@ -152,9 +167,10 @@ class PlanRecording final : public Recording {
               },
               inner);
     }
-    for (const Given& result : plan_.results)
-      for (const View& view : result.tensors)
-        if (view.place.value >= 0) last[view.place.value] = nullptr;
+    for (const auto& result : plan_.results)
+      if (const auto* made = std::get_if<Given>(&result))
+        for (const View& view : made->tensors)
+          if (view.place.value >= 0) last[view.place.value] = nullptr;
     for (size_t value = 0; value < last.size(); ++value)
       if (last[value] != nullptr) last[value]->push_back(static_cast<int>(value));
   }
@@ -261,6 +277,7 @@ class PlanRecording final : public Recording {
     return list;
   }
 
+  const std::vector<at::Tensor>& given_;  // by the caller
   Plan plan_;
   std::vector<Value> values_;
   size_t inputs_ = 0;

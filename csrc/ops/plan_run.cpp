@@ -30,25 +30,57 @@ struct Frame {
   std::exception_ptr error;
 };
 
-// The current stream of a CUDA device, which torch's library for CUDA gives to code that was not
-// compiled with it; null where there is none.
-using CurrentStream = int32_t (*)(int32_t device, void** stream);
-CurrentStream current_cuda_stream() {
-  static const auto function = []() -> CurrentStream {
+// The current stream of a CUDA device, by functions that torch's library for CUDA has for code that
+// was not compiled with it; null where there are none.
+struct CudaStreams {
+  int32_t (*current)(int32_t device, void** stream) = nullptr;
+  // Makes a stream the current one, up to the undoing of the guard.
+  int32_t (*use)(void* stream, int32_t device, void** guard) = nullptr;
+  int32_t (*undo)(void* guard) = nullptr;
+
+  static const CudaStreams& get() {
+    static const CudaStreams functions;
+    return functions;
+  }
+  bool complete() const { return current != nullptr && use != nullptr && undo != nullptr; }
+
+ private:
+  CudaStreams() {
     void* const library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    if (library == nullptr) return nullptr;
-    return reinterpret_cast<CurrentStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
-  }();
-  return function;
-}
+    if (library == nullptr) return;
+    find(library, "aoti_torch_get_current_cuda_stream", current);
+    find(library, "aoti_torch_create_cuda_stream_guard", use);
+    find(library, "aoti_torch_delete_cuda_stream_guard", undo);
+  }
+  template <class Function>
+  static void find(void* library, const char* name, Function& function) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+  }
+};
 
 std::optional<void*> current_stream(const driver::Api& api, c10::Device device) {
   if (api.hosted_stream != nullptr) return api.hosted_stream(device.index());
   void* stream = nullptr;
-  if (device.type() != c10::kCUDA || current_cuda_stream() == nullptr) return {};
-  if (current_cuda_stream()(device.index(), &stream) != 0) return {};
+  const CudaStreams& cuda = CudaStreams::get();
+  if (device.type() != c10::kCUDA || !cuda.complete()) return {};
+  if (cuda.current(device.index(), &stream) != 0) return {};
   return stream;
 }
+
+// In its scope a stream of a CUDA device is the current one.
+class OnStream {
+ public:
+  OnStream(void* stream, c10::Device device) {
+    TORCH_CHECK(CudaStreams::get().use(stream, device.index(), &guard_) == 0,
+                "symm_cp: torch cannot use a stream of ", device);
+  }
+  ~OnStream() { CudaStreams::get().undo(guard_); }
+  OnStream(const OnStream&) = delete;
+  OnStream& operator=(const OnStream&) = delete;
+
+ private:
+  void* guard_ = nullptr;
+};
 
 bool is_capturing(const driver::Api& api, void* stream) {
   if (api.capture_info == nullptr) return true;
@@ -169,21 +201,28 @@ class Run {
   }
 
   void carry_out(const KernelStep& step) {
-    const bool hosted = launch_ != nullptr && launch_->streams->api().hosted_launch != nullptr;
-    if (!step.launched || !hosted) return carry_out_all(step, *frame_, &slot_);
+    if (!step.lane) return carry_out_all(step, *frame_, &slot_);
+    const driver::Api& api = launch_->streams->api();
+    if (api.hosted_launch == nullptr) {
+      std::optional<OnStream> on_lane;
+      if (*step.lane != 0 && api.hosted_stream == nullptr)
+        on_lane.emplace(lanes_[*step.lane], plan_->device);
+      return carry_out_all(step, *frame_, &slot_);
+    }
     // A simulated stream carries it out later, in another thread.
     auto* const later = new std::function<void()>(
         [plan = plan_, &step, frame = frame_, slot = slot_, state = at::ThreadLocalState()] {
-          if (frame->error != nullptr) return;
+          if (*step.lane == 0 && frame->error != nullptr) return;
           const at::ThreadLocalStateGuard guard(state);
           try {
             carry_out_all(step, *frame, &slot);
           } catch (const std::exception&) {
+            if (*step.lane != 0) throw;  // the call may have returned: this ends the process
             frame->error = std::current_exception();
           }
         });
-    launch_->streams->api().hosted_launch(
-        lanes_[0],
+    api.hosted_launch(
+        lanes_[*step.lane],
         [](void* function) {
           const std::unique_ptr<std::function<void()>> owned(
               static_cast<std::function<void()>*>(function));
@@ -250,7 +289,11 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key, const c10::Oper
   Run run(plan, std::move(inputs), std::move(group));
   run.run();
   torch::jit::drop(*stack, op.schema().arguments().size());
-  for (const Given& result : plan->results) stack->push_back(run.result(result));
+  for (const auto& result : plan->results) {
+    const auto* made = std::get_if<Given>(&result);
+    stack->push_back(made != nullptr ? run.result(*made)
+                                     : c10::IValue(key.tensors()[std::get<size_t>(result)]));
+  }
   return true;
 }
 

@@ -9,6 +9,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -62,10 +63,11 @@ struct PythonStep {
   std::vector<int> results, last;
 };
 
-// What the caller's stream is given between commands; `launched` if by a step of a schedule.
+// What a stream is given between commands: by a step of a schedule that of its lane, else the
+// caller's.
 struct KernelStep {
   std::vector<std::variant<OpStep, PythonStep>> steps;
-  bool launched = false;
+  std::optional<int> lane;
 };
 
 // A schedule that is handed out, up to EndStep.
@@ -76,6 +78,7 @@ struct LaunchStep {
   void* lanes[kLanes];  // the first one is the caller's stream, of each call its own
   std::vector<Place> operands;
   std::string call_name;
+  bool joined;                  // the caller's stream waits for its end
   std::shared_ptr<void> owner;  // Python's workspace
   // Gives the workspace up, after an error; tensors that its streams may use.
   std::function<void(const std::vector<at::Tensor>&, const std::string& error)> fail;
@@ -90,7 +93,8 @@ using Step = std::variant<LaunchStep, CommandStep, KernelStep, EndStep>;
 
 struct Plan {
   std::vector<Step> steps;
-  std::vector<Given> results;
+  // A number stands for a tensor of the caller's, as the key has them.
+  std::vector<std::variant<Given, size_t>> results;
   size_t values = 0;
   c10::Device device = c10::kCPU;
   std::weak_ptr<Group> group;
@@ -106,8 +110,8 @@ class Recording {
   virtual void launch(LaunchStep step, uint32_t epoch,
                       const std::vector<const void*>& operands) = 0;
   virtual void commands(const StreamCommand* first, int count) = 0;
-  // Begins a kernel; returns its number, for the ops in it.
-  virtual int kernel() = 0;
+  // Begins a kernel on a lane; returns its number, for the ops in it.
+  virtual int kernel(int lane) = 0;
   virtual void end_launch() = 0;
   // An op that was carried out, in a kernel or (-1) outside of them.
   virtual void op(int kernel, const c10::OperatorHandle& op, const Stack& arguments,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import Work, _register_work
 
+from symm_cp.cuda import plans
 from symm_cp.cuda.base import Device, Signals
 from symm_cp.cuda.stream_call import StreamCall, add_rows
 from symm_cp.cuda.stream_launches import background_launch
@@ -30,6 +32,12 @@ class _Transfer(Work):
         with self._device.guard():  # whoever waits may be on another device, or a new thread
             self._ended.wait()
         return True
+
+
+def _started(device: Device, used: list[torch.Tensor]) -> None:
+    """Has `wait_tensor` of the last of the tensors that a transfer uses wait for its end."""
+    device.used_by_copies("async", *used)
+    _register_work(used[-1], _Transfer(device))
 
 
 def _start(
@@ -57,10 +65,9 @@ def _start(
         space = workspace(group, device, "async", 0 if addresses is not None else room)
         launch = background_launch(pattern, group.rank, chunks, call.mode, addresses is not None)
         operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
-        used = (source, target, result)
+        used = [source, target, result]
         call.run(launch, space, space.next_epoch(), operands, kernels, *used)
-        device.used_by_copies("async", *used)
-        _register_work(result, _Transfer(device))
+        plans.in_python(partial(_started, device), used)
 
 
 class BackgroundGather:

@@ -21,6 +21,7 @@ ranks replay dependent graphs in the same order.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -123,8 +124,7 @@ class Device(ABC):
     def streams(self, channel: str) -> tuple[int, int, int]:
         """The driver's handles of the streams of `LANES`: the caller's current one first.
 
-        Each channel has streams of its own for the other lanes, so that background transfers do not
-        delay others.
+        Each `user_of_streams` has its own for the other lanes: background transfers delay nothing.
         """
 
     @abstractmethod
@@ -168,6 +168,10 @@ class Device(ABC):
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         return False
+
+    def user_of_streams(self, channel: str) -> tuple[str, int]:
+        """For whom other lanes' streams are: those of a capture serve no other thread meanwhile."""
+        return channel, threading.get_ident() if self.capturing() else 0
 
     def capture_id(self) -> int:
         """Returns a number of the capture that the current stream is in."""
@@ -240,8 +244,7 @@ class Device(ABC):
     def keep(self, make: Callable[[], T]) -> T:
         """Returns what a function makes for later calls: ordinary tensors, in no graph's memory.
 
-        While torch warms a graph up, all that this thread allocates lies in the memory of the
-        graph, and whatever survives the call is an error. So another thread makes it then.
+        While torch warms a graph up, nothing that this thread allocates may survive the call.
         """
         if not self.in_graph_tree() or self.capturing():
             with ordinary_tensors():
@@ -369,10 +372,7 @@ class DeviceWorkspace(Calls, ABC):
         """
 
     def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
-        """Signals ranks that follow each other (mod W), by a kernel in the current stream.
-
-        That is for `Signals.KERNEL`: an epoch, or 1 in a graph.
-        """
+        """Signals ranks that follow each other (mod W), by a kernel: an epoch, or 1 in a graph."""
         offset = wire.flag_offset(wire.DEVICE_FLAGS.index(flag), self.rank, self.world_size)
         value = 1 if self.slots == 1 else epoch
         self.device.signal(self.bases, offset, peers[0], len(peers), value)

@@ -30,16 +30,17 @@ class CudaDevice(Device):
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
-        self._side: dict[str, dict[str, torch.cuda.Stream]] = {}
+        self._side: dict[tuple[str, int], dict[str, torch.cuda.Stream]] = {}
         self._origin: tuple[torch.cuda.Event, int] | None = None
 
     def _side_streams(self, channel: str) -> dict[str, torch.cuda.Stream]:
         """The streams of the other lanes: of high priority, so that none waits behind kernels."""
-        if channel not in self._side:
-            self._side[channel] = {
+        user = self.user_of_streams(channel)
+        if user not in self._side:
+            self._side[user] = {
                 lane: torch.cuda.Stream(self.torch_device, priority=-1) for lane in LANES[1:]
             }
-        return self._side[channel]
+        return self._side[user]
 
     def streams(self, channel: str) -> tuple[int, int, int]:
         """The driver's handles of the streams of `LANES`."""

@@ -5,7 +5,7 @@ settings. So the second call of a kind is recorded while Python makes it: comman
 its launches, and the ops that its kernels call (`TorchDispatchMode` sees these). From then on
 csrc/ops/stream_plans.cpp carries the record out. Whoever changes something on which such a call
 depends calls `native.drop_plans`. Not recorded, and left to Python: calls in captures, in place, in
-the background, in debug mode, with signals by kernels, and those that draw random numbers.
+debug mode, with signals by kernels, and those that draw random numbers.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ class Recording(TorchDispatchMode):
         lanes: ctypes.Array[ctypes.c_void_p],
         operands: ctypes.Array[ctypes.c_void_p],
         call_name: bytes,
+        joined: bool,
     ) -> None:
-        """Begins a launch."""
+        """Begins a launch; see `Launch`."""
         device = workspace.device
         if type(device).in_graph_tree is not Device.in_graph_tree:
             # Its warm-up call makes workspaces for the captured ones.
@@ -103,16 +104,16 @@ class Recording(TorchDispatchMode):
         self._glue.symm_cp_plan_launch(
             *(self._handle, ctypes.c_void_p(workspace.handle), workspace.memory),
             *(ctypes.byref(workspace.layout), epoch, lanes, operands, len(operands), call_name),
-            *(workspace, functools.partial(_failed, workspace)),
+            *(joined, workspace, functools.partial(_failed, workspace)),
         )
 
     def commands(self, commands: ctypes.Array[wire.StreamCommand]) -> None:
         """Records commands that were issued."""
         self._glue.symm_cp_plan_commands(self._handle, commands, len(commands))
 
-    def numbered(self, kernel: Kernel) -> Kernel:
+    def numbered(self, kernel: Kernel, lane: int) -> Kernel:
         """Returns a kernel whose ops are recorded when it runs, perhaps in another thread."""
-        number = self._glue.symm_cp_plan_kernel(self._handle)
+        number = self._glue.symm_cp_plan_kernel(self._handle, lane)
 
         @functools.wraps(kernel)
         def run(index: int) -> Any:
@@ -149,7 +150,7 @@ def _hidden() -> Iterator[None]:
 
 
 def in_python(function: Callable[[list[torch.Tensor]], R], given: list[torch.Tensor]) -> R:
-    """Calls a function of tensors that launches what no op of torch does, such as Triton's kernels.
+    """Calls a function of tensors that does what no op of torch does, such as Triton's kernels.
 
     It returns None, or tensors.
     """

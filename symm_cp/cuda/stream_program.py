@@ -148,12 +148,13 @@ class Launch:
             if capturing and workspace.moved_to(compute):
                 workspace.issue(_FOLLOW, *call)
             if plan is not None:
-                plan.launch(workspace, epoch, lanes, addresses, call_name)
+                plan.launch(workspace, epoch, lanes, addresses, call_name, self.joined)
             for item in self.items:
                 if not isinstance(item, ctypes.Array):
                     given = kernels
                     if plan is not None and isinstance(item, _KernelCall):
-                        given = {item.name: plan.numbered(kernels[item.name])}
+                        kernel = plan.numbered(kernels[item.name], LANES.index(item.lane))
+                        given = {item.name: kernel}
                     item.launch(workspace, given, recording, epoch, call_name)
                 elif recording is None:
                     workspace.issue(item, *call)
@@ -174,15 +175,10 @@ class Launch:
         """Why a launch cannot be part of a plan (plans.py); empty if it can."""
         if capturing or recorder.active is not None:
             return "it is captured, or traced"
-        if not self.joined:
-            return "it goes on in the background"
         if type(workspace).issue is not DeviceWorkspace.issue:
             return "its commands are not those of the driver"
-        for item in self.items:
-            if isinstance(item, _ExchangeCall):
-                return "kernels signal"
-            if isinstance(item, _KernelCall) and item.lane != "compute":
-                return f"a kernel runs on lane {item.lane}"
+        if any(isinstance(item, _ExchangeCall) for item in self.items):
+            return "kernels signal"
         return ""
 
 

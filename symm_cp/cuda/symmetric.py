@@ -27,6 +27,9 @@ class SymmetricWorkspace(DeviceWorkspace):
 
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
         """Returns this rank's memory, and the address here of each rank's. Collective."""
+        if group.world_size == 1:  # also on GPUs that have no memory for peers
+            own = torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device)
+            return own, [own.data_ptr()]
         memory = _SymmetricMemory.empty_strided_p2p(
             (nbytes,), [1], torch.uint8, self.device.torch_device, group.name
         )

@@ -119,7 +119,7 @@ def load_glue() -> ctypes.CDLL:
     ]
     glue.symm_cp_plan_launch.argtypes = [
         *(VOID, VOID, ctypes.py_object, VOID, ctypes.c_uint32, VOID, VOID, INT, TEXT),
-        *(ctypes.py_object, ctypes.py_object),
+        *(INT, ctypes.py_object, ctypes.py_object),
     ]
     glue.symm_cp_plan_ran.argtypes = [VOID, INT, TEXT, TEXT, *[ctypes.py_object] * 3]
     glue.symm_cp_plan_called.argtypes = [VOID, INT, *[ctypes.py_object] * 3]

@@ -97,11 +97,7 @@ class CudaOverride:
             warnings.simplefilter("ignore")  # that there is a kernel already
             ours = [op for op in declared() if op.replaces_torch]
             for op, kind in itertools.product(ours, kinds):
-                if op.complete is None:
-                    self._plans.append(plans.serve(op.name, kind.dispatch_key, or_torchs=True))
-                else:
-                    kernel = or_torchs(op)
-                    self._library.impl(op.name, kernel, kind.dispatch_key, allow_override=True)
+                self._plans.append(plans.serve(op.name, kind.dispatch_key, or_torchs=True))
         for (key, name), rule in device_autocast.items():
             if key.removeprefix("Autocast") in [kind.dispatch_key for kind in kinds]:
                 self._library.impl(name, rule, key)

@@ -67,7 +67,6 @@ def register_without_native() -> None:
 def _register_kernels(op: Op) -> None:
     if op.kernel is None:
         return
-    # What goes on in the background has no plan.
     planned = _is_planned(op)
     arguments = str(op.overload._schema).removeprefix(f"symm_mem::{op.name}")
     if op.native or planned:
@@ -90,13 +89,10 @@ def _register_kernels(op: Op) -> None:
         device_kernels[op.name] = op.kernel
         in_python.define(f"{op.name}.or_torchs{arguments}")
         in_python.impl(f"{op.name}.or_torchs", or_torchs(op), "CPU")
-    if not planned:
-        for key in _keys_of_ours(op):
-            lib.impl(op.name, op.kernel, key)
 
 
 def _is_planned(op: Op) -> bool:
-    return op.kernel is not None and not op.cpu_only and op.complete is None
+    return op.kernel is not None and not op.cpu_only
 
 
 def _keys_of_ours(op: Op) -> list[str]:

@@ -47,10 +47,13 @@ struct Block {
 struct Blocks {
   std::mutex mutex;
   std::unordered_map<void*, Block> of;
+  size_t bytes = 0, most = 0;  // allocated now, and at a time
 
   void add(void* data, const Block& block) {
     std::lock_guard<std::mutex> lock(mutex);
     of[data] = block;
+    bytes += block.bytes;
+    most = std::max(most, bytes);
   }
   std::optional<Block> take(void* data) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -58,6 +61,7 @@ struct Blocks {
     if (found == of.end()) return std::nullopt;
     const Block block = found->second;
     of.erase(found);
+    bytes -= block.bytes;
     return block;
   }
 };
@@ -168,6 +172,15 @@ int poison_pool(int on) {
 
 // How many of these blocks are allocated.
 int64_t poison_pooled() { return pooled; }
+
+// The most bytes that were allocated at a time since the last call, beyond those of then.
+int64_t poison_most() {
+  static size_t before = 0;
+  std::lock_guard<std::mutex> lock(blocks().mutex);
+  const auto more = static_cast<int64_t>(blocks().most) - static_cast<int64_t>(before);
+  before = blocks().most = blocks().bytes;
+  return more;
+}
 
 // Empties the quarantine; writes what was found to `text`.
 void poison_check(char* text, size_t room) {

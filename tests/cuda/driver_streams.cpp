@@ -57,8 +57,7 @@ void spin_until(const std::function<bool()>& ready, const char* what) {
 
 bool takes_multiprocessor(Kind kind) {
   if (!settings().multiprocessors) return false;
-  if (kind == Kind::kLocalCopy) return settings().version < 13010;
-  return kind == Kind::kKernel || kind == Kind::kPollingKernel;
+  return kind == Kind::kKernel || kind == Kind::kPollingKernel || kind == Kind::kLocalCopy;
 }
 
 }  // namespace

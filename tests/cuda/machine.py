@@ -274,6 +274,11 @@ class Machine:
         self.poison.poison_pooled.restype = ctypes.c_int64
         return int(self.poison.poison_pooled())
 
+    def most(self) -> int:
+        """The most bytes allocated at a time since the last call; memory is poisoned."""
+        self.poison.poison_most.restype = ctypes.c_int64
+        return int(self.poison.poison_most())
+
     def load(self, kernel: str, *, anyway: bool) -> None:
         """Loads a kernel when it is first launched, as drivers do by default."""
         if self.lazy_loading and (anyway or kernel not in self.kernels_loaded):

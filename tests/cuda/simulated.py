@@ -34,6 +34,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import cuda, native
+from symm_cp.cuda import plans
 from symm_cp.cuda.stream_program import Launch
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group import memory
@@ -82,13 +83,12 @@ class Mode:
     delays_us: the longest delay before a command of a stream
     graph: each call is captured, and replayed at once
     signals: how ranks signal each other
-    driver_version: from 13010 on, no stream writes to a peer's memory; before, copies within the
-        device need a multiprocessor; before 12080, there are no batched copies; before 12050,
-        streams do not wait for symmetric memory
+    driver_version: from 13010 on, no stream writes to a peer's memory; before 12080, there are no
+        batched copies; before 12050, streams do not wait for symmetric memory
     one_queue: commands of all streams begin in the order in which they were issued
     lazy_loading: the first launch of a kernel, and some others, wait for all that was issued before
         them, and no other thread may call the driver meanwhile
-    multiprocessors: a kernel that polls leaves none to others
+    multiprocessors: a kernel that polls leaves none to others, nor to copies within the device
     contexts: threads have no current context until they set one
     copy_engines: that many engines carry the copies between ranks, signals among them, each one
         after the other; 0: as many as there are copies
@@ -134,7 +134,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self.machine: Machine = machine()
         self.library = self.machine.library
         self.machine.default_stream(index)
-        self._sides: dict[tuple[str, str], int] = {}
+        self._sides: dict[tuple[str, str, int], int] = {}
         self._chosen = threading.local()  # each thread's stream
         self.mode = self.machine.mode or Mode()
         self._times_in_capture = 0
@@ -143,7 +143,6 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self._kept: list[Any] | None = None  # what a graph of `capture` calls
         self.poisoned = False
         self.tree = False  # of graphs: torch.compile warms one up, or captures it
-        self.graph: Graph | None = None  # that is captured
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one
         self._groups: weakref.WeakKeyDictionary[cuda.DeviceWorkspace, str] = (
             weakref.WeakKeyDictionary()
@@ -152,10 +151,19 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self._guards: dict[tuple[str, int], tuple[int, _Event]] = {}
         self._captures = 0
 
+    @property
+    def graph(self) -> Graph | None:
+        """What the calling thread captures."""
+        return getattr(self._chosen, "graph", None)
+
+    @graph.setter
+    def graph(self, graph: Graph | None) -> None:
+        self._chosen.graph = graph
+
     # --- streams
 
     def _side(self, lane: str, channel: str) -> int:
-        place = lane, channel
+        place = lane, *self.user_of_streams(channel)
         if place not in self._sides:
             self._sides[place] = self.machine.stream(self.index)
         return self._sides[place]
@@ -223,7 +231,9 @@ class SimulatedDevice(FlagKernels, cuda.Device):
             keep = None if self.graph is None else self.graph.kept
             kind = 2 if _POLLING in name else 1
             self.machine.call(stream, kernel, kind=kind, name=name, keep=keep)
-        if self.mode.stepwise and not self.capturing():
+        # The recording of a call ends with it: by then the kernel must have run.
+        recorded = lane != "compute" and plans.current() is not None
+        if (self.mode.stepwise or recorded) and not self.capturing():
             self.library.simulated_drain(stream)
             self.machine.raise_errors()
 
@@ -394,7 +404,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
             workspace.give_up()
             raise
 
-    def _captured(self, issue: Callable[[], None]) -> ctypes.c_void_p:
+    def _captured(self, issue: Callable[[], object]) -> ctypes.c_void_p:
         graph, stream = ctypes.c_void_p(), self.current_stream()
         self._captures += 1
         assert self.library.simulated_capture_begin(stream) == 0

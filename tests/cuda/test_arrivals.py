@@ -45,7 +45,7 @@ def attends(group: dist.ProcessGroup, seed: int) -> None:
     module.arrival_attention = small
     state = memory.resolve(group)
     # The kernel fills the device, and copies within it cannot run beside it.
-    mode = {"multiprocessors": True, "driver_version": 13000, "patience_ms": 8000}
+    mode = {"multiprocessors": True, "patience_ms": 8000}
     with simulation(delays_us=2000, **mode) as made:
         for _ in range(2):
             layout = choose.choice([sequential, head_tail])(16 * 2 * W, W)

@@ -215,10 +215,8 @@ def test_an_engine_takes_time_for_bytes(driver: Driver, symmetric: Callable[[boo
     assert time.monotonic() - begin >= 100 * mmap.PAGESIZE * 1e-8
 
 
-@pytest.mark.parametrize(("version", "deadlocks"), [(13000, True), (13010, False)])
-def test_a_polling_kernel_starves_copies_within_the_device(
-    driver: Driver, version: int, deadlocks: bool
-) -> None:
+@pytest.mark.parametrize("version", [13000, 13010])
+def test_a_polling_kernel_starves_copies_within_the_device(driver: Driver, version: int) -> None:
     machine().set(multiprocessors=True, driver_version=version)
     word, one = driver.word(), driver.word(1)
     running, polls = threading.Event(), machine().stream(0)
@@ -232,7 +230,7 @@ def test_a_polling_kernel_starves_copies_within_the_device(
     machine().call(polls, poll, kind=2)
     assert running.wait(10)
     driver.copy(driver.stream(), word, one)
-    assert (driver.deadlocks() > 0) is deadlocks
+    assert driver.deadlocks() > 0
 
 
 def test_loading_a_kernel_waits_for_all_streams_and_locks_the_context(driver: Driver) -> None:

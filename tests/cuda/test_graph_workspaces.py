@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from symm_cp.group import memory
 from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
+from tests.exhaustive import some
 
 
 def two_graphs(group: dist.ProcessGroup, replays: int) -> None:
@@ -44,6 +46,44 @@ def two_graphs(group: dist.ProcessGroup, replays: int) -> None:
         kinds = cuda.workspaces_of(memory.resolve(own)).graphs.values()
         assert sorted(len(kind.by_capture) for kind in kinds) == [0, 3]
     dist.destroy_process_group(own)
+
+
+def beside_a_capture(group: dist.ProcessGroup) -> None:
+    """While a thread captures a call, another one makes calls."""
+    rank, W = group.rank(), group.size()
+    own = dist.new_group(list(range(W)))
+    rows, weight = torch.zeros(W, 3, 8), torch.randn(8, 5)
+
+    def step() -> torch.Tensor:
+        return symm_cp.all_gather_matmul(rows[rank], weight, gather_dim=0, group=own)
+
+    with simulation() as made, ThreadPoolExecutor(1) as thread:
+        cuda.reserve_on(memory.resolve(own), made, 1 << 10, graphs=1)
+        eager: list[torch.Tensor] = []
+
+        def on_a_stream() -> None:
+            with made.stream():
+                eager.append(step())
+
+        def captured() -> torch.Tensor:
+            result = step()
+            for _ in range(4):  # by Python, and by a plan
+                thread.submit(on_a_stream).result()
+            return result
+
+        rows.fill_(1)
+        graph, found = graphed(made, captured)
+        for out in eager:
+            torch.testing.assert_close(out, rows.flatten(0, 1) @ weight)
+        rows.copy_(torch.arange(W).view(W, 1, 1))
+        graph.replay()
+        torch.testing.assert_close(found, rows.flatten(0, 1) @ weight)
+    dist.destroy_process_group(own)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+def test_calls_are_made_beside_a_capture(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, beside_a_capture)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -84,6 +84,14 @@ def test_graphs_are_replayed_in_any_order(ranks: Ranks, world_size: int, signals
     ranks.run(world_size, replays, random.randrange(1 << 30), signals)
 
 
+@exhaustive
+def test_graphs_of_more_ranks_are_replayed_in_any_order(ranks: Ranks) -> None:
+    world_size, signals = random.randint(5, 8), random.choice(["stream", "kernel", "torch"])
+    with ranks.own(world_size, replays, random.randrange(1 << 30), signals) as running:
+        failures = [outcome.failure for outcome in running.outcomes(120)]
+    assert failures == [""] * world_size, signals
+
+
 def replays_at_once(group: dist.ProcessGroup) -> None:
     """Two graphs on two streams, which the host starts in the same order on all ranks."""
     rank, W = group.rank(), group.size()

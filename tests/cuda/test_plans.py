@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import unittest.mock
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from symm_cp.group import memory
 from symm_cp.ops.op import Op, declared
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
-from tests.exhaustive import exhaustive
-from tests.ops.calls import caller
+from tests.exhaustive import exhaustive, some
+from tests.ops.calls import caller, completed
 
 ATTENTION = torch.ops.symm_mem.fused_all_gather_attention
 
@@ -47,7 +48,7 @@ def refusal() -> str:
 
 def planned_ops() -> list[Op]:
     # Streams serve the CPU tensors here of ops whose kernels for these are native.
-    return [op for op in declared() if not op.cpu_only and op.complete is None and op.native]
+    return [op for op in declared() if not op.cpu_only and op.native]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -72,7 +73,8 @@ def every_op(group: dist.ProcessGroup) -> dict[str, tuple[int, str]]:
                 for args, kwargs in given:
                     # Results in memory of the arguments are compared, too.
                     args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-                    leaves = tree_leaves((op.overload(*args, **kwargs), args, kwargs))
+                    result = completed(op, op.overload(*args, **kwargs))
+                    leaves = tree_leaves((result, args, kwargs))
                     found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
                 results.append(found)
         for by_python, by_plan in zip(*results, strict=True):
@@ -135,6 +137,39 @@ def test_training_is_the_same_by_plans(ranks: Ranks, world_size: int) -> None:
     assert min(ranks.run(world_size, training)) > 20
 
 
+def in_the_background(group: dist.ProcessGroup) -> None:
+    """Transfers in flight at once, awaited in another order; their inputs are overwritten."""
+    rank, W, name = group.rank(), group.size(), group.group_name
+    wait, ops = torch.ops._c10d_functional.wait_tensor, torch.ops.symm_mem
+    gathered = torch.cat([torch.full((2, 600), float(r)) for r in range(W)])
+    with simulation(plan_at=0, delays_us=1000):
+        for turn in range(4):
+            runs()
+            x, whole = torch.full((2, 600), float(rank)), gathered * 2
+            outs = torch.zeros(2 * W, 600), torch.zeros(2, 600)
+            results = [
+                ops._low_contention_all_gather(x, name),
+                ops._low_contention_reduce_scatter(whole, "avg", name),
+                ops._low_contention_all_gather_out(x, name, outs[0]),
+                ops._low_contention_reduce_scatter_out(whole, "sum", name, outs[1]),
+            ]
+            x.zero_(), whole.zero_()
+            scattered = [wait(result) for result in reversed(results)]
+            # Before, workspaces are made, which drops plans, and calls are recorded.
+            assert turn < 2 or runs() == 4
+            assert results[2] is outs[0]
+            assert results[3] is outs[1]
+            assert torch.equal(scattered[3], gathered)
+            assert torch.equal(scattered[1], gathered)
+            assert torch.equal(scattered[2], torch.full((2, 600), 2.0 * rank))
+            assert torch.equal(scattered[0], torch.full((2, 600), 2.0 * rank * W))
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+def test_transfers_in_the_background(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, in_the_background)
+
+
 def layouts(group: dist.ProcessGroup) -> None:
     """What distinguishes calls: strides, alignment, shared memory, settings."""
     rank, W, name = group.rank(), group.size(), group.group_name
@@ -176,6 +211,40 @@ def layouts(group: dist.ProcessGroup) -> None:
 
 def test_calls_that_differ_have_plans_of_their_own(ranks: Ranks) -> None:
     ranks.run(3, layouts)
+
+
+def memory_of_calls(group: dist.ProcessGroup) -> list[list[int]]:
+    """The most bytes that calls allocate at a time in all threads, by Python and by plans."""
+    W, name = group.size(), group.group_name
+    x, q = torch.randn(64, 64).bfloat16(), torch.randn(1, 4, 64, 32).bfloat16()
+    weight, whole = torch.randn(64 * W, 64).bfloat16(), torch.randn(64 * W, 64).bfloat16()
+    out, lse = ATTENTION(q, q, q, name)
+    calls: list[Callable[[], object]] = [
+        lambda: symm_cp.all_gather_matmul(x, weight, gather_dim=1, group=group),
+        lambda: symm_cp.matmul_reduce_scatter(whole, x, group=group),
+        lambda: ATTENTION(q, q, q, name),
+        lambda: torch.ops.symm_mem.fused_all_gather_attention_backward(q, q, q, q, out, lse, name),
+    ]
+    most: list[list[int]] = []
+    # A stream may give memory of the call before back late, and a call seems to take less.
+    for plan_at, of_turns in ((-1, max), (0, min)):
+        with simulation(plan_at=plan_at, poison=True, delays_us=0) as made:
+            most.append([])
+            for call in calls:
+                found = []
+                for _ in range(6):
+                    runs(), made.machine.most()
+                    call()
+                    found.append(made.machine.most())
+                assert runs() == (plan_at == 0)
+                most[-1].append(of_turns(found[3:]))
+    return most
+
+
+def test_a_plan_takes_no_more_memory(ranks: Ranks) -> None:
+    for found in ranks.run(4, memory_of_calls):
+        for by_python, by_plan in zip(*found, strict=True):
+            assert 0 < by_plan <= by_python, found
 
 
 def changes(group: dist.ProcessGroup) -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from symm_cp.cuda import rendezvous
+import symm_cp
+from symm_cp.cuda import rendezvous, symmetric
 from symm_cp.group import memory
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
@@ -81,6 +82,23 @@ def seen_by_torch(group: dist.ProcessGroup) -> list[Any]:
     with simulation(), mock.patch.object(rendezvous, "_SymmetricMemory", Spy):
         rendezvous.map_peers(memory_, memory.resolve(group))
     return [during, seen()]
+
+
+def alone(group: dist.ProcessGroup) -> None:
+    own, x, weight = dist.new_group([0]), torch.randn(4, 6), torch.randn(6, 5)
+    with simulation(), mock.patch.object(symmetric, "map_peers", side_effect=AssertionError):
+        out = symm_cp.all_gather_matmul(x, weight, gather_dim=0, group=own)
+        q = torch.randn(1, 2, 4, 8, requires_grad=True)
+        attended = symm_cp.all_gather_attention(q, q, q, group=own)
+        assert isinstance(attended, torch.Tensor)
+        attended.sum().backward()
+    torch.testing.assert_close(out, x @ weight)
+    assert q.grad is not None
+    dist.destroy_process_group(own)
+
+
+def test_a_rank_alone_meets_nobody(ranks: Ranks) -> None:
+    ranks.run(1, alone)
 
 
 def test_torch_sets_up_no_multicast_and_compares_no_ordinals(ranks: Ranks) -> None:

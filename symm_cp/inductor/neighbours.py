@@ -8,13 +8,14 @@ could follow to the matmul that they feed, or that feeds them.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable
 
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.decisions import Decision, record, recorded
-from symm_cp.inductor.nodes import ALL_TO_ALL, GATHER, SCATTER, group_of
+from symm_cp.inductor.nodes import ALL_TO_ALL, GATHER, SCATTER, argument, group_of
 from symm_cp.inductor.rewrite import is_ours
 
 _MATMULS = {
@@ -34,6 +35,8 @@ _MOVES = {
     "index", "index_select", "gather", "take", "flip", "rev", "roll", "constant_pad_nd",
     "slice_scatter", "select_scatter", "wait_tensor", "wait_tensors",
 }  # fmt: skip
+# In names of ops of `symm_mem` that compute as well; the others are plain collectives.
+_COMPUTES = re.compile("fused|matmul|attention|project")
 _NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _NOT_COLLECTIVES = {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd"}  # 2.15 has the second
 
@@ -106,13 +109,18 @@ def is_of_experts(matmul: Node) -> bool:
 
 
 def record_called(graph: Graph) -> None:
-    """Records the ops of `symm_mem` that the program itself calls, unless a pass has done so."""
+    """Records the ops of `symm_mem` that the program itself calls, unless a pass has done so.
+
+    Ops without a group are left out: no other rank takes part in them.
+    """
     known = recorded()
     for node in graph.nodes:
         called = getattr(node.target, "namespace", "") == "symm_mem" and not is_ours(node)
-        if called and node.name not in known:
+        if called and node.name not in known and argument(node, "group_name") is not None:
             name = _packet(node)
-            record(Decision(node.name, group_of(node), name, "called by the program"))
+            fused_into, runs_as = (name, None) if _COMPUTES.search(name) else (None, name)
+            reason = "called by the program"
+            record(Decision(node.name, group_of(node), fused_into, reason, runs_as=runs_as))
 
 
 def record_others(graph: Graph) -> None:

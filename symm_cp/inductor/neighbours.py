@@ -18,15 +18,15 @@ from symm_cp.inductor.decisions import Decision, record, recorded
 from symm_cp.inductor.nodes import ALL_TO_ALL, GATHER, SCATTER, argument, group_of
 from symm_cp.inductor.rewrite import is_ours
 
-_MATMULS = {
+MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "_int_mm",
     "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
 }  # fmt: skip
 # Those of experts, each of which multiplies rows of its own.
-_GROUPED = {"_grouped_mm", "_scaled_grouped_mm"}
+GROUPED = {"_grouped_mm", "_scaled_grouped_mm"}
 # Attention to gathered keys that no pass fuses.
-_ATTENTION = {"flex_attention", "_varlen_attn"}
-_MOVES = {
+ATTENTION = {"flex_attention", "_varlen_attn"}
+MOVES = {
     "view", "reshape", "_unsafe_view", "view_as", "_reshape_alias", "flatten", "unflatten",
     "as_strided", "clone", "alias", "contiguous", "detach", "copy", "copy_", "lift_fresh_copy",
     "to", "_to_copy", "convert_element_type", "view_element_type", "split", "split_with_sizes",
@@ -49,11 +49,11 @@ def _packet(node: Node) -> str:
 
 
 def _only_moves(node: Node) -> bool:
-    return node.target is operator.getitem or _packet(node) in _MOVES
+    return node.target is operator.getitem or _packet(node) in MOVES
 
 
 def _path(
-    start: Node, neighbours: Callable[[Node], Iterable[Node]], ends: set[str] = _MATMULS
+    start: Node, neighbours: Callable[[Node], Iterable[Node]], ends: set[str] = MATMULS
 ) -> list[Node]:
     """Returns the nodes from a neighbour of `start` to the nearest matmul; empty without one.
 
@@ -86,7 +86,7 @@ def fed_by(node: Node) -> list[Node]:
 
 def attention_fed_by(node: Node) -> str | None:
     """Returns the function whose attention a gathered tensor feeds, if no pass fuses that."""
-    path = _path(node, _users, _ATTENTION)
+    path = _path(node, _users, ATTENTION)
     return _packet(path[-1]).removeprefix("_") if path else None
 
 
@@ -105,7 +105,7 @@ def feeding(node: Node) -> list[Node]:
 
 def is_of_experts(matmul: Node) -> bool:
     """Tells whether a matmul is one of experts, which no collective is fused with."""
-    return _packet(matmul) in _GROUPED
+    return _packet(matmul) in GROUPED
 
 
 def record_called(graph: Graph) -> None:

@@ -180,8 +180,7 @@ def _tensors(given: dict[str, Any], *beginnings: str) -> list[torch.Tensor]:
 def _computation(name: str) -> Call | None:
     if name in MATMULS:
         return Call("grouped matmul" if name in GROUPED else "matmul", name)
-    known = ("scaled_dot_product", *ATTENTION)
-    return Call("attention", name) if any(part in name for part in known) else None
+    return Call("attention", name) if any(part in name for part in ATTENTION) else None
 
 
 def begin(folder: str) -> None:

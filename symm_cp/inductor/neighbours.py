@@ -24,8 +24,13 @@ MATMULS = {
 }  # fmt: skip
 # Those of experts, each of which multiplies rows of its own.
 GROUPED = {"_grouped_mm", "_scaled_grouped_mm"}
-# Attention to gathered keys that no pass fuses.
-ATTENTION = {"flex_attention", "_varlen_attn"}
+# Attention to gathered keys that no pass fuses, and torch's kernels, which are fused.
+_UNFUSED_ATTENTION = {"flex_attention", "_varlen_attn"}
+ATTENTION = _UNFUSED_ATTENTION | {
+    f"_scaled_dot_product_{kind}"
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention",
+                 "cudnn_attention")
+}  # fmt: skip
 MOVES = {
     "view", "reshape", "_unsafe_view", "view_as", "_reshape_alias", "flatten", "unflatten",
     "as_strided", "clone", "alias", "contiguous", "detach", "copy", "copy_", "lift_fresh_copy",
@@ -84,10 +89,16 @@ def fed_by(node: Node) -> list[Node]:
     return _path(node, _users)
 
 
-def attention_fed_by(node: Node) -> str | None:
-    """Returns the function whose attention a gathered tensor feeds, if no pass fuses that."""
+def why_attention_is_not_fused(node: Node) -> str:
+    """Returns why the attention that a gathered tensor feeds is not fused; empty without one."""
     path = _path(node, _users, ATTENTION)
-    return _packet(path[-1]).removeprefix("_") if path else None
+    if not path:
+        return ""
+    name = _packet(path[-1]).removeprefix("_")
+    if _packet(path[-1]) in _UNFUSED_ATTENTION:
+        where = "which is fused only within symm_cp.context_parallel, on keys that are not gathered"
+        return f"it feeds {name}, {where}"
+    return f"it feeds {name}, but not as all keys or values of an attention that is fused"
 
 
 def feeding(node: Node) -> list[Node]:

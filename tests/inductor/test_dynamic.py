@@ -60,7 +60,9 @@ def compiled_once(group: dist.ProcessGroup) -> None:
             torch.testing.assert_close(out, expected)
             inputs, weights = (x, up, down), torch.randn(rows, 16)
             grads = torch.autograd.grad(out, inputs, weights)
-            for got, want in zip(grads, torch.autograd.grad(expected, inputs, weights), strict=True):
+            for got, want in zip(
+                grads, torch.autograd.grad(expected, inputs, weights), strict=True
+            ):
                 torch.testing.assert_close(got, want)
     names = sorted(str(decision.fused_into) for decision in report.decisions)
     assert names == [AG, AG, RS, RS], report  # of one graph for each pass

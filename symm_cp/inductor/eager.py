@@ -151,6 +151,9 @@ class Watch(TorchDispatchMode):
         nbytes = sum(t.numel() * t.element_size() for t in own)
         call = Call(kind, name, group.group_name, nbytes, group.size())
         self._collectives.append(call)
+        self._origins = {
+            address: origin for address, origin in self._origins.items() if not origin[0].expired()
+        }
         return call
 
     def _origin(self, tensor: torch.Tensor) -> Call | None:

@@ -65,7 +65,8 @@ def programs(
 
     def weight() -> None:
         plain @ gathered(w[:4], group)  # of FSDP: the right operand
-        total = (plain @ w).mul_(2)
+        total = plain @ w
+        torch._foreach_mul_([total], 2)  # no product any more
         dist.all_reduce(total, group=group)
         dist.broadcast(total, group_src=0, group=group)
 

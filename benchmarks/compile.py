@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
@@ -118,7 +119,7 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     """
     warnings.simplefilter("ignore", FutureWarning)
     torch._dynamo.config.recompile_limit = 64  # one function, many groups and sizes
-    size = group.size()
+    size, name = group.size(), group.group_name
     up = (torch.randn(DIM, HIDDEN) / DIM**0.5).requires_grad_()
     down = (torch.randn(HIDDEN, DIM) / HIDDEN**0.5).requires_grad_()
 
@@ -141,12 +142,30 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     blocks = _variants(group, _tensor_parallel, plain, None)
     trained = {label: _trained(block, (whole, up, down)) for label, block in blocks.items()}
     yield _case("block with all-reduces, forward and backward, float32", trained)
+    small = tuple(torch.randn(64, 64, requires_grad=True) for _ in range(3))
+    for label, over in (("", _sequence_parallel), (" with all-reduces", _tensor_parallel)):
+        compilers = {
+            "without the passes": _compiled(over(name), small),
+            "with the passes": _compiled(over(name), small, options=compile_options()),
+        }
+        yield _case(f"compilation of a block{label}, both passes", compilers)
     for rows in (128, 1):
         few = torch.randn(rows, DIM)
         with torch.no_grad():
             blocks = _variants(group, _tensor_parallel, plain, None)
             runs = {label: _inferred(block, (few, up, down)) for label, block in blocks.items()}
             yield _case(f"block with all-reduces, forward, {rows} rows, float32", runs)
+
+
+def _compiled(block: Block, inputs: tuple[torch.Tensor, ...], **how: Any) -> Callable[[], object]:
+    """Compiles both passes anew, without the C++ compiler, which takes most time, and runs them."""
+
+    def step() -> object:
+        torch._dynamo.reset()
+        with inductor_config.patch(fallback_by_default=True, force_disable_caches=True):
+            return _trained(torch.compile(block, **how), inputs)()
+
+    return step
 
 
 def _inferred(block: Block, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -60,6 +61,51 @@ def test_a_program_of_two_ranks(tmp_path: Path) -> None:
     ]
 
 
+#: The same block uncompiled, twice; and a sum that is not one of products any more.
+EAGER = """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel, RowwiseParallel, parallelize_module
+    )
+
+    dist.init_process_group("gloo")
+    block = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(block, init_device_mesh("cpu", (2,)), plan)
+    block = torch.compile(block)  # has no effect here
+    for _ in range(2):
+        block(torch.randn(8, 64)).sum().backward()
+    x = torch.randn(9, 9)
+    dist.all_reduce((x @ x).mul_(2))
+    dist.destroy_process_group()
+"""
+
+
+@exhaustive
+def test_an_eager_program_of_two_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(EAGER))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
+    done = symm_cp_in(tmp_path, "explain", "--eager", "--json", "o", "--", *map(str, command))
+    assert done.returncode == 0, done.stderr
+    line = (
+        r"- all_reduce \(2 KiB on 2 ranks, 2 calls, about [\d.]+ us\): left alone: it is next to "
+    )
+    assert re.search(line + "addmm: symm_cp.matmul_all_reduce could run here", done.stdout)
+    assert "other graphs" not in done.stdout
+    graphs = json.loads((tmp_path / "o").read_text())["graphs"]
+    assert [graph["rank"] for graph in graphs] == [0, 1]
+    for graph in graphs:
+        (block,) = [each for each in graph["collectives"] if each["could_be"]]
+        assert (block["name"], block["bytes"], block["calls"]) == ("all_reduce", 2048, 2)
+        assert block["could_be"] == "matmul_all_reduce"
+        assert block["exposed_us"] > 0
+        (own,) = [each for each in graph["collectives"] if each["bytes"] == 324]
+        assert own["could_be"] is None
+
+
 @exhaustive
 def test_a_program_that_fails(tmp_path: Path) -> None:
     fails = "import sys; print('output'); sys.exit(3)"
@@ -71,7 +117,8 @@ def test_a_program_that_fails(tmp_path: Path) -> None:
 
 
 def decision(**changes: Any) -> dict[str, Any]:
-    each = {"name": "all_gather", "bytes": 2048, "ranks": 2, "exposed_us": 0.0, "advice": ""}
+    each = {"name": "all_gather", "bytes": 2048, "ranks": 2, "calls": 1, "exposed_us": 0.0}
+    each |= {"advice": "", "could_be": None}
     return {**each, "fused_into": "an_op", "runs_as": None, "reason": "because", **changes}
 
 
@@ -95,6 +142,14 @@ def test_the_report() -> None:
         "ranks [1] compiled other graphs than rank 0: --json has them",
     ]
     assert "no graph with a collective was compiled" in report([])
+    calls = [decision(**left, calls=3, could_be="op"), decision(**left)]
+    assert report([{"rank": 0, "graph": 1, "eager": True, "collectives": calls}]).splitlines() == [
+        "rank 0: 0 of 2 collectives fused; about 15 us of communication are left in the open "
+        "(predicted)",
+        "called by uncompiled code; ops could fuse 1",
+        "- all_gather (2 KiB on 2 ranks, 3 calls, about 7.5 us): left alone: because",
+        "- all_gather (2 KiB on 2 ranks, about 7.5 us): left alone: because",
+    ]
 
 
 def test_no_program(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,8 @@
 """`symm-cp explain -- COMMAND`: what the passes make of each graph that a program compiles.
 
+With `--eager` the program runs uncompiled, and the list is of the collectives that it calls: which
+of them an op of `symm_cp` could fuse with what is next to it (`symm_cp/inductor/eager.py`).
+
 The program runs unchanged, as by `symm-cp exec`, with the passes of `symm_cp.inductor.enable`
 unless it sets its own. Each process notes its graphs in a file (`symm_cp/inductor/notes.py`), which
 is read when all have ended. Graphs are compiled anew: one from a cache says nothing.
@@ -27,8 +30,15 @@ HELP = "run a program, and list the collectives of its compiled graphs: fused, o
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp explain`."""
-    parser.usage = "symm-cp explain [-h] [--json [FILE]] [--backend-for NAMES] -- COMMAND ..."
+    parser.usage = (
+        "symm-cp explain [-h] [--json [FILE]] [--eager] [--backend-for NAMES] -- COMMAND ..."
+    )
     add_json(parser, "the graphs of all processes")
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="run the program without torch.compile, and list which collectives an op could fuse",
+    )
     run.add_program(parser)
 
 
@@ -38,11 +48,13 @@ def main(args: argparse.Namespace) -> int:
     if not command:
         return code
     with tempfile.TemporaryDirectory(prefix="symm-cp-explain-") as folder:
-        fresh = {"SYMM_CP_EXPLAIN": folder, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        settings = {"SYMM_CP_EXPLAIN": folder, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        if args.eager:
+            settings = {"SYMM_CP_EXPLAIN_EAGER": folder, "TORCHDYNAMO_DISABLE": "1"}
         with run.environment(args):
             ended = subprocess.run(
                 command,
-                env={**os.environ, **fresh},
+                env={**os.environ, **settings},
                 stdout=sys.stderr if args.json == STDOUT else None,  # for the report alone
                 check=False,
             )
@@ -88,7 +100,7 @@ def report(graphs: list[dict[str, Any]], breaks: Mapping[str, int] = MappingProx
     if not graphs:
         nothing = (
             "no graph with a collective was compiled: the passes see what torch.compile compiles "
-            "with its default backend (inductor)"
+            "with its default backend (inductor); --eager lists collectives of uncompiled programs"
         )
         return "\n".join([nothing, *broken])
     ranks: dict[int, list[dict[str, Any]]] = {}
@@ -103,7 +115,11 @@ def report(graphs: list[dict[str, Any]], breaks: Mapping[str, int] = MappingProx
         "communication are left in the open (predicted)"
     ]
     for graph in own:
-        lines += [f"graph {graph['graph']}", *map(_line, graph["collectives"])]
+        title = f"graph {graph['graph']}"
+        if graph.get("eager"):
+            fusible = sum(bool(each["could_be"]) for each in graph["collectives"])
+            title = f"called by uncompiled code; ops could fuse {fusible}"
+        lines += [title, *map(_line, graph["collectives"])]
     lines += broken
     advice = Counter(each["advice"] for each in decisions if each["advice"])
     lines += ["what to change:"] if advice else []
@@ -122,8 +138,9 @@ def _line(each: dict[str, Any]) -> str:
     else:
         fate = f"left alone: {each['reason']}"
     size = f"{each['bytes'] / 1024:.4g} KiB"
+    calls = f", {each['calls']} calls" if each["calls"] > 1 else ""
     exposed = f", about {each['exposed_us']:.3g} us" if each["exposed_us"] else ""
-    return f"- {each['name']} ({size} on {each['ranks']} ranks{exposed}): {fate}"
+    return f"- {each['name']} ({size} on {each['ranks']} ranks{calls}{exposed}): {fate}"
 
 
 def _fates(graphs: list[dict[str, Any]]) -> list[Any]:

@@ -20,7 +20,7 @@ from symm_cp.inductor.matmuls import (
     why_too_small,
     why_unsupported,
 )
-from symm_cp.inductor.neighbours import attention_fed_by, fed_by
+from symm_cp.inductor.neighbours import fed_by, why_attention_is_not_fused
 from symm_cp.inductor.nodes import GATHER, aten, awaited, group_of, static_shape
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Traced, Tracer
@@ -78,11 +78,8 @@ def _fuse(
             reasons.append(f"it feeds {lost.name}, which has no fused form")
         else:
             reasons.append(f"it feeds {path[-1].name} through {lost.name}, which is not followed")
-    if not matches and not reasons and (function := attention_fed_by(wait)):
-        reasons.append(
-            f"it feeds {function}, which is fused only within symm_cp.context_parallel, on keys "
-            "that are not gathered"
-        )
+    if not matches and not reasons and (why := why_attention_is_not_fused(wait)):
+        reasons.append(why)
     if matches:
         # One op reads the gathered tensor; all other users take its gathered result.
         order = order_of(graph)

@@ -8,24 +8,30 @@ could follow to the matmul that they feed, or that feeds them.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable
 
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.decisions import Decision, record, recorded
-from symm_cp.inductor.nodes import ALL_TO_ALL, GATHER, SCATTER, group_of
+from symm_cp.inductor.nodes import ALL_TO_ALL, GATHER, SCATTER, argument, group_of
 from symm_cp.inductor.rewrite import is_ours
 
-_MATMULS = {
+MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "_int_mm",
     "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
 }  # fmt: skip
 # Those of experts, each of which multiplies rows of its own.
-_GROUPED = {"_grouped_mm", "_scaled_grouped_mm"}
-# Attention to gathered keys that no pass fuses.
-_ATTENTION = {"flex_attention", "_varlen_attn"}
-_MOVES = {
+GROUPED = {"_grouped_mm", "_scaled_grouped_mm"}
+# Attention to gathered keys that no pass fuses, and torch's kernels, which are fused.
+_UNFUSED_ATTENTION = {"flex_attention", "_varlen_attn"}
+ATTENTION = _UNFUSED_ATTENTION | {
+    f"_scaled_dot_product_{kind}"
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention",
+                 "cudnn_attention")
+}  # fmt: skip
+MOVES = {
     "view", "reshape", "_unsafe_view", "view_as", "_reshape_alias", "flatten", "unflatten",
     "as_strided", "clone", "alias", "contiguous", "detach", "copy", "copy_", "lift_fresh_copy",
     "to", "_to_copy", "convert_element_type", "view_element_type", "split", "split_with_sizes",
@@ -34,6 +40,8 @@ _MOVES = {
     "index", "index_select", "gather", "take", "flip", "rev", "roll", "constant_pad_nd",
     "slice_scatter", "select_scatter", "wait_tensor", "wait_tensors",
 }  # fmt: skip
+# In names of ops of `symm_mem` that compute as well; the others are plain collectives.
+_COMPUTES = re.compile("fused|matmul|attention|project")
 _NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _NOT_COLLECTIVES = {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd"}  # 2.15 has the second
 
@@ -46,11 +54,11 @@ def _packet(node: Node) -> str:
 
 
 def _only_moves(node: Node) -> bool:
-    return node.target is operator.getitem or _packet(node) in _MOVES
+    return node.target is operator.getitem or _packet(node) in MOVES
 
 
 def _path(
-    start: Node, neighbours: Callable[[Node], Iterable[Node]], ends: set[str] = _MATMULS
+    start: Node, neighbours: Callable[[Node], Iterable[Node]], ends: set[str] = MATMULS
 ) -> list[Node]:
     """Returns the nodes from a neighbour of `start` to the nearest matmul; empty without one.
 
@@ -81,10 +89,16 @@ def fed_by(node: Node) -> list[Node]:
     return _path(node, _users)
 
 
-def attention_fed_by(node: Node) -> str | None:
-    """Returns the function whose attention a gathered tensor feeds, if no pass fuses that."""
-    path = _path(node, _users, _ATTENTION)
-    return _packet(path[-1]).removeprefix("_") if path else None
+def why_attention_is_not_fused(node: Node) -> str:
+    """Returns why the attention that a gathered tensor feeds is not fused; empty without one."""
+    path = _path(node, _users, ATTENTION)
+    if not path:
+        return ""
+    name = _packet(path[-1]).removeprefix("_")
+    if _packet(path[-1]) in _UNFUSED_ATTENTION:
+        where = "which is fused only within symm_cp.context_parallel, on keys that are not gathered"
+        return f"it feeds {name}, {where}"
+    return f"it feeds {name}, but not as all keys or values of an attention that is fused"
 
 
 def feeding(node: Node) -> list[Node]:
@@ -102,17 +116,22 @@ def feeding(node: Node) -> list[Node]:
 
 def is_of_experts(matmul: Node) -> bool:
     """Tells whether a matmul is one of experts, which no collective is fused with."""
-    return _packet(matmul) in _GROUPED
+    return _packet(matmul) in GROUPED
 
 
 def record_called(graph: Graph) -> None:
-    """Records the ops of `symm_mem` that the program itself calls, unless a pass has done so."""
+    """Records the ops of `symm_mem` that the program itself calls, unless a pass has done so.
+
+    Ops without a group are left out: no other rank takes part in them.
+    """
     known = recorded()
     for node in graph.nodes:
         called = getattr(node.target, "namespace", "") == "symm_mem" and not is_ours(node)
-        if called and node.name not in known:
+        if called and node.name not in known and argument(node, "group_name") is not None:
             name = _packet(node)
-            record(Decision(node.name, group_of(node), name, "called by the program"))
+            fused_into, runs_as = (name, None) if _COMPUTES.search(name) else (None, name)
+            reason = "called by the program"
+            record(Decision(node.name, group_of(node), fused_into, reason, runs_as=runs_as))
 
 
 def record_others(graph: Graph) -> None:

@@ -25,27 +25,28 @@ _RECEIVED = {
 }
 
 
+def write(folder: str, rank: int, **noted: Any) -> None:
+    """Adds a note of this process."""
+    with (Path(folder) / f"{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps({"rank": rank, **noted}) + "\n")
+
+
 def begin(folder: str) -> None:
     """Notes the graphs of this process from now on; enables the passes unless they are."""
-    path = Path(folder) / f"{os.getpid()}.jsonl"
-
     rank = 0
-
-    def write(**noted: Any) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps({"rank": rank, **noted}) + "\n")
 
     def note(before: passes.Before, report: Report) -> None:
         nonlocal rank
         if report.decisions:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            write(collectives=[_described(each, before) for each in report.decisions])
+            noted = [_described(each, before) for each in report.decisions]
+            write(folder, rank, collectives=noted)
 
     def note_breaks() -> None:  # the groups are gone by then, but launchers leave the rank
         nonlocal rank
         rank = rank or int(os.environ.get("RANK", 0))
         if breaks := graph_breaks():
-            write(breaks=breaks)
+            write(folder, rank, breaks=breaks)
 
     passes.listeners.append(note)
     atexit.register(note_breaks)
@@ -53,24 +54,35 @@ def begin(folder: str) -> None:
         inductor.enable()
 
 
-def _described(decision: Decision, before: passes.Before) -> dict[str, Any]:
-    nbytes, received, ranks = 0, 0.0, _resolve_process_group(decision.group).size()  # type: ignore[arg-type]
-    for name in decision.collective.split(", "):
-        op, own = before.get(name, ("", 0))
-        kind = next((kind for kind in _RECEIVED if kind in op), None)
-        nbytes += own
-        received += _RECEIVED[kind](own, ranks) if kind else (ranks - 1) / ranks * own
+def received(collective: str, nbytes: int, ranks: int) -> float:
+    """Returns the bytes that a rank receives in a collective, where its input has `nbytes`."""
+    kind = next((kind for kind in _RECEIVED if kind in collective), None)
+    return _RECEIVED[kind](nbytes, ranks) if kind else (ranks - 1) / ranks * nbytes
+
+
+def described(
+    decision: Decision, nbytes: int, ranks: int, received: float, calls: int = 1
+) -> dict[str, Any]:
+    """Returns a decision with its cost: the predicted time of what is not fused, in all calls."""
     exposed = 0.0
     if not decision.fused_into:
         machine = _machine(ranks)
-        exposed = (machine.transfer(received) + machine.signal_seconds) * 1e6
+        exposed = (machine.transfer(received) + machine.signal_seconds) * 1e6 * calls
     return {
         **{k: v for k, v in asdict(decision).items() if k != "collective"},
         "name": decision.collective,
         "bytes": nbytes,
         "ranks": ranks,
+        "calls": calls,
         "exposed_us": round(exposed, 2),
     }
+
+
+def _described(decision: Decision, before: passes.Before) -> dict[str, Any]:
+    ranks = _resolve_process_group(decision.group).size()  # type: ignore[arg-type]
+    given = [before.get(name, ("", 0)) for name in decision.collective.split(", ")]
+    total = sum(received(op, nbytes, ranks) for op, nbytes in given)
+    return described(decision, sum(nbytes for _, nbytes in given), ranks, total)
 
 
 @cache

@@ -7,8 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+import symm_cp
 from symm_cp.testing import Ranks
 from tests.backend.common import all_gather_single, reduce_scatter_single, shared
+from tests.ops.calls import calls as ops_with_gradients
+from tests.ops.calls import leaves
 
 Shapes = list[list[int]]
 
@@ -112,3 +115,31 @@ def observed(group: dist.ProcessGroup) -> None:
 
 def test_events(ranks: Ranks) -> None:
     ranks.run(3, observed)
+
+
+def ops_observed(group: dist.ProcessGroup) -> None:
+    """Ops have the names of `torch.ops.symm_mem`, in both passes, called by functions, too."""
+
+    def named(run: Callable[[], object]) -> set[str]:
+        with torch.profiler.profile() as profile:
+            run()
+        beginning = "symm_mem::"
+        names = {event.name for event in profile.events() if event.name.startswith(beginning)}
+        return {name.removeprefix(beginning) for name in names}
+
+    for name, call in ops_with_gradients(group, torch.float32).items():
+        inputs = leaves(call.inputs)
+        outputs: list[torch.Tensor] = []
+        assert name in named(lambda: outputs.extend(call.run(*inputs)))  # noqa: B023
+        assert named(lambda: sum(out.sum() for out in outputs).backward()), name  # noqa: B023
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    assert named(lambda: symm_cp.all_gather_matmul(x, w, group=group)) == {
+        "fused_all_gather_matmul"
+    }
+    assert named(lambda: symm_cp.matmul_all_reduce(x, w, group=group)) == {
+        "fused_matmul_all_reduce"
+    }
+
+
+def test_ops_are_events(ranks: Ranks) -> None:
+    ranks.run(2, ops_observed)

@@ -76,6 +76,19 @@ def attend_over_heads(group: Any, q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(q, gather(k, 1, group), gather(v, 1, group))
 
 
+def attend_in_turn(group: Any, q: Any, k: Any, v: Any) -> Any:
+    """As the ring of diffusers: keys and values flat in one buffer, attended to rank by rank."""
+    both = gather(torch.cat([k.flatten(), v.flatten()]), 0, group)
+    attended = [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, *(tensor.reshape_as(k) for tensor in part.chunk(2))
+        )
+        for part in both.chunk(group.size())
+    ]
+    shares = torch.stack([lse for _, lse in attended]).softmax(0).unsqueeze(-1)
+    return (shares * torch.stack([out for out, _ in attended])).sum(0)
+
+
 HEADS = (2, 3, 4, 8)
 
 
@@ -110,6 +123,12 @@ def graphs(W: int) -> dict[str, GraphCase]:
         ),
         "attention, flex": GraphCase(
             attend_flex, (HEADS,) * 3, reasons=("it feeds flex_attention, which is fused only",)
+        ),
+        "attention, in turn": GraphCase(
+            attend_in_turn,
+            (HEADS,) * 3,
+            reasons=("but not as all keys or values of an attention that is fused",),
+            grad=True,
         ),
         "attention, over heads": GraphCase(
             attend_over_heads,

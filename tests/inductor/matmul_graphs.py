@@ -110,6 +110,12 @@ def gather_alone(group: Any, x: Any) -> Any:
     return funcol.all_gather_tensor(x, 0, group).exp()
 
 
+def gather_for_experts(group: Any, x: Any, w: Any) -> Any:
+    rows = gather(x, 0, group)
+    ends = torch.tensor([3, len(rows)], dtype=torch.int32)
+    return scatter(torch._grouped_mm(rows, w, offs=ends), 0, group)
+
+
 def gather_two(group: Any, x: Any, y: Any, w: Any) -> Any:
     return gather(x, 0, group) @ w, gather(y, 0, group) @ w
 
@@ -213,6 +219,13 @@ def graphs(W: int) -> dict[str, GraphCase]:
         ),
         "summed over": GraphCase(gather_summed_over, ((4, 6), (4 * W, 5)), (AG,)),
         "alone": GraphCase(gather_alone, ((4, 6),), reasons=("feeds no matmul",)),
+        "experts": GraphCase(
+            gather_for_experts,
+            ((4, 16), (2, 16, 16)),
+            reasons=("it feeds _grouped_mm, which has", "_grouped_mm feeds it, which has"),
+            grad=True,
+            dtype=torch.bfloat16,
+        ),
         "two": GraphCase(gather_two, ((4, 6), (3, 6), W2), (AG, AG)),
         "small": GraphCase(gather_rows, ((4, 6), W2), reasons=("is too small",), options=small),
         "scatter rows": GraphCase(scatter_rows, ((4 * W, 6), W2), (RS, AG), grad=True),

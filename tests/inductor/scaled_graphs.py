@@ -60,6 +60,13 @@ def gather_scaled_as_bytes_then_cut(group: Any, x: Any, w: Any) -> Any:
     return scaled(full[:, :16], b, one, one * 0.5)
 
 
+def gather_scaled_as_bytes_in_the_middle(group: Any, x: Any, w: Any) -> Any:
+    a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
+    one = torch.ones((), dtype=torch.float32)
+    full = funcol.all_gather_tensor(a.view(torch.uint8), 1, group).view(FLOAT8)
+    return scaled(full.flatten(0, 1), b, one, one * 0.5)
+
+
 def gather_scaled_rows(group: Any, x: Any, w: Any) -> Any:
     a, scale_a = eight_bits_by_row(x)
     b, scale_b = eight_bits_by_row(w.t())
@@ -101,6 +108,12 @@ def graphs(W: int) -> dict[str, GraphCase]:
         ),
         "scaled, as bytes, cut": GraphCase(
             gather_scaled_as_bytes_then_cut, ((16, 32), (16, 16)), (AG8,), dtype=torch.float32
+        ),
+        "scaled, as bytes, middle": GraphCase(
+            gather_scaled_as_bytes_in_the_middle,
+            ((2, 8, 32), (32, 16)),
+            (AG8,),
+            dtype=torch.float32,
         ),
         "scaled rows": GraphCase(
             gather_scaled_rows, ((16, 32), (32, 16)), (AG8, AG8), dtype=torch.float32

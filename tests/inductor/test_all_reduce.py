@@ -218,6 +218,7 @@ def lists_all(group: dist.ProcessGroup) -> None:
             *funcol.all_gather_into_tensor_coalesced([x, w], group),
             *funcol.reduce_scatter_tensor_coalesced([x, w], "sum", [0, 0], group),
             symm_cp.matmul_all_reduce(x, w, group=name),
+            torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name),
         ]
         results += [ops.wait_tensor(t) for t in ops.all_reduce_coalesced([x, b], "sum", name)]
         return [t * 2 for t in results]
@@ -229,17 +230,20 @@ def lists_all(group: dist.ProcessGroup) -> None:
         "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast",
         "all_to_all_single", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
         "all_reduce_coalesced[0]", "all_reduce_coalesced[1]",
-        "fused_matmul_all_reduce",
+        "fused_matmul_all_reduce", "one_shot_all_reduce",
     }, report  # fmt: skip
-    reasons = {d.reason: d for d in report.decisions}
-    assert len(report.decisions) == 13, report
+    assert len(report.decisions) == 14, report
     assert len(report.fused) == 5, report
-    assert reasons["called by the program"].fused_into == AR
-    assert [d.runs_as for d in report.left if d.runs_as] == ["_all_reduce"] * 3
+    called = [d for d in report.decisions if d.reason == "called by the program"]
+    assert [(d.fused_into, d.runs_as) for d in called] == [
+        (AR, None), (None, "one_shot_all_reduce"),
+    ]  # fmt: skip
+    replaced = [d.runs_as for d in report.left if d.runs_as and d not in called]
+    assert replaced == ["_all_reduce"] * 3
     critical = {d.collective.rstrip("_0123456789") for d in report.left if d.critical}
     assert critical == {"all_reduce", "all_to_all_single"}, report
     text = str(report)
-    assert "5 of 13 collectives fused" in text
+    assert "5 of 14 collectives fused" in text
     assert "no fused op exists for broadcast" in text
     for advice, collective in (
         ("with sequence parallelism", "all_reduce"),

@@ -1,15 +1,20 @@
-"""Sequences of dynamic length."""
+"""Sequences of dynamic length; collectives that torch puts into buckets."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_gather_tensor_autograd as gather
+from torch.distributed._functional_collectives import reduce_scatter_tensor_autograd as scatter
 
 from symm_cp import inductor
+from symm_cp.inductor.decisions import recording
 from symm_cp.testing import Ranks
+from tests.exhaustive import exhaustive
+from tests.inductor.graphs import AG, RS, run
 
 
 def lengths(group: dist.ProcessGroup) -> None:
@@ -36,6 +41,68 @@ def lengths(group: dist.ProcessGroup) -> None:
     assert "may have sizes that do not match" in str(report)
 
 
-@pytest.mark.exhaustive
+def compiled_once(group: dist.ProcessGroup) -> None:
+    up, down = ((torch.randn(shape) * 0.1).requires_grad_() for shape in ((16, 24), (24, 16)))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return scatter(gather(x, 0, group).matmul(up).relu() @ down, "sum", 0, group)
+
+    torch._dynamo.reset()
+    plain = inductor_config.patch(fallback_by_default=True, force_disable_caches=True)
+    compiled = torch.compile(block, fullgraph=True)
+    with plain, inductor.enable(strict=True), recording() as report:
+        for number, rows in enumerate((3, 5, 8)):
+            x = torch.randn(rows, 16, requires_grad=True)
+            torch._dynamo.mark_dynamic(x, 0)
+            with torch._dynamo.config.patch(error_on_recompile=number > 0):
+                out = compiled(x)
+            expected = block(x)
+            torch.testing.assert_close(out, expected)
+            inputs, weights = (x, up, down), torch.randn(rows, 16)
+            grads = torch.autograd.grad(out, inputs, weights)
+            for got, want in zip(
+                grads, torch.autograd.grad(expected, inputs, weights), strict=True
+            ):
+                torch.testing.assert_close(got, want)
+    names = sorted(str(decision.fused_into) for decision in report.decisions)
+    assert names == [AG, AG, RS, RS], report  # of one graph for each pass
+
+
+@exhaustive
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_compilation_serves_all_lengths(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, compiled_once, timeout=300)
+
+
+def in_buckets(group: dist.ProcessGroup) -> None:
+    """torch puts gathers together that the passes leave: those of sharded weights."""
+    shards = [torch.randn(4, 4 * group.size(), requires_grad=True) for _ in range(3)]
+
+    def layers(x: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
+        for shard in shards:
+            x = (x @ gather(shard, 0, group)).relu()
+        return x
+
+    inputs = torch.randn(5, 4 * group.size(), requires_grad=True), *shards
+    results, grads = run(layers, inputs)
+    torch._dynamo.reset()
+    buckets = {f"bucket_{kind}_fx": "all" for kind in ("all_gathers", "reduce_scatters")}
+    plain = inductor_config.patch(fallback_by_default=True, force_disable_caches=True, **buckets)
+    with plain, inductor.enable(), recording() as report:
+        found, found_grads = run(torch.compile(layers, fullgraph=True), inputs)
+    for got, want in zip([*found, *found_grads], [*results, *grads], strict=True):
+        torch.testing.assert_close(got, want)
+    assert len(report.left) == 3, report
+    assert all("sums over the gathered rows" in left.reason for left in report.left), report
+    assert [decision.fused_into for decision in report.fused] == [RS] * 3, report  # of gradients
+
+
+@exhaustive
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives_in_buckets(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, in_buckets, timeout=300)
+
+
+@exhaustive
 def test_lengths_that_are_not_known(ranks: Ranks) -> None:
     ranks.run(2, lengths, timeout=300)

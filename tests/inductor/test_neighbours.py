@@ -9,7 +9,7 @@ import torch.nn.attention.varlen  # defines its op
 from torch.library import _scoped_library
 
 from symm_cp.inductor.decisions import recording
-from symm_cp.inductor.neighbours import attention_fed_by, record_others
+from symm_cp.inductor.neighbours import record_others, why_attention_is_not_fused
 
 c10d = torch.ops._c10d_functional
 
@@ -42,7 +42,7 @@ def test_attention_to_gathered_keys_is_named() -> None:
     gathered = graph.call_function(c10d.all_gather_into_tensor.default, (k, 2, "group"))
     waited = graph.call_function(c10d.wait_tensor.default, (gathered,))
     moved = graph.call_function(torch.ops.aten.permute.default, (waited, [1, 0, 2]))
-    assert attention_fed_by(waited) is None
+    assert why_attention_is_not_fused(waited) == ""
     attention = torch.ops.torch_attn._varlen_attn.default
     graph.call_function(attention, (q, moved, moved, edges, edges, 4, 4))
-    assert attention_fed_by(waited) == "varlen_attn"
+    assert "it feeds varlen_attn, which is" in why_attention_is_not_fused(waited)

@@ -77,6 +77,16 @@ def test_no_op_of_ours_is_undeclared() -> None:
     assert ours - MISSING == {op.name for op in declared()}
 
 
+def test_every_op_of_the_namespace_runs_on_cpu() -> None:
+    """torch's too. The handle that `nccl_wait_signal` takes says on which device it runs."""
+    keys = ("CPU", "CompositeExplicitAutograd", "BackendSelect")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    schemas = torch._C._jit_get_all_schemas()
+    names = {schema.name for schema in schemas if schema.name.startswith("symm_mem::")}
+    assert {f"symm_mem::{op.name}" for op in declared()} <= names
+    assert [name for name in sorted(names) if not any(has(name, key) for key in keys)] == []
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_what_is_declared_is_registered(name: str) -> None:
     op = declared_op(name)

@@ -56,6 +56,21 @@ def _explain(_: ModuleType) -> None:
     begin(os.environ["SYMM_CP_EXPLAIN"])
 
 
+def _explain_eager(c10d: ModuleType) -> None:
+    """Has the collectives that the program calls noted, from its first group on."""
+    make = c10d._new_process_group_helper
+
+    def make_noting(*args: object, **kwargs: object) -> object:
+        c10d._new_process_group_helper = make  # type: ignore[attr-defined]
+        _find_symm_cp()
+        from symm_cp.inductor.eager import begin
+
+        begin(os.environ["SYMM_CP_EXPLAIN_EAGER"])
+        return make(*args, **kwargs)
+
+    c10d._new_process_group_helper = make_noting  # type: ignore[attr-defined]
+
+
 class _Finder:
     """Finds a module as Python does, and acts when it has been executed."""
 
@@ -120,4 +135,6 @@ if __name__ == "sitecustomize":  # imported by Python at its start
     if os.environ.get("SYMM_CP_EXPLAIN"):
         compiler = _Finder("torch._inductor.compile_fx", _explain)
         sys.meta_path.insert(0, compiler)  # type: ignore[arg-type]
+    if os.environ.get("SYMM_CP_EXPLAIN_EAGER"):
+        sys.meta_path.insert(0, _Finder(_C10D, _explain_eager))  # type: ignore[arg-type]
     _import_hidden()

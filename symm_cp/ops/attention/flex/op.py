@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -420,7 +421,8 @@ class _FlexFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         *captured: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = attention.forward(query, key, value, sinks, bias)
+        with _RecordFunctionFast(f"symm_mem::{_OP}"):  # as in graphs, where it is an op
+            out, lse = attention.forward(query, key, value, sinks, bias)
         ctx.attention = attention
         ctx.set_materialize_grads(False)  # the log-sum-exp is rarely used
         ctx.save_for_backward(sinks, bias, query, key, value, out, lse, *captured)
@@ -435,7 +437,8 @@ class _FlexFunction(torch.autograd.Function):
         grad_out = with_memory(_OP, "grad_out", grad_out)
         if grad_lse is not None:
             grad_lse = with_memory(_OP, "grad_lse", grad_lse)
-        with torch.autocast(grad_out.device.type, enabled=False):
+        event = _RecordFunctionFast(f"symm_mem::{_OP}_backward")
+        with torch.autocast(grad_out.device.type, enabled=False), event:
             of_inputs, of_options, of_captured = ctx.attention.backward(
                 tuple(tensors), sinks, bias, grad_out, grad_lse
             )

@@ -1,0 +1,198 @@
+"""In the processes of `symm-cp explain --eager`: collectives that an op of `symm_cp` could fuse.
+
+A `TorchDispatchMode` sees the ops that the program calls, in both passes. It knows for each tensor
+which collective or product it comes from, as long as ops only move or cast the elements.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from symm_cp.inductor import notes
+from symm_cp.inductor.decisions import Decision
+from symm_cp.inductor.neighbours import ATTENTION, GROUPED, MATMULS, MOVES
+
+#: Collectives, and by the kinds of calls before and after each ("": any) the op that does it all.
+#: The first row that fits is taken; gradients are computed by the op of the same shape.
+_FUSED = {
+    "all_gather": {
+        ("", "matmul"): "all_gather_matmul",
+        ("", "attention"): "all_gather_attention",
+    },
+    "reduce_scatter": {
+        ("matmul", ""): "matmul_reduce_scatter",
+        ("attention", ""): "all_gather_attention",
+    },
+    "all_reduce": {("matmul", ""): "matmul_all_reduce"},
+    "all_to_all": {
+        ("", "grouped matmul"): "moe.dispatch_matmul",
+        ("grouped matmul", ""): "moe.matmul_combine",
+        ("matmul", "attention"): "ulysses_projection",
+        ("attention", "matmul"): "ulysses_output_projection",
+        ("", "attention"): "sequence_to_heads",
+        ("attention", ""): "heads_to_sequence",
+    },
+    "broadcast": {}, "gather": {}, "scatter": {}, "reduce": {},
+}  # fmt: skip
+_ADVICE = (
+    "call the op that is named, or compile the program: the passes of symm_cp.inductor fuse these"
+)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call whose results are followed: a collective, a matmul or an attention."""
+
+    kind: str
+    name: str
+    group: str = ""
+    nbytes: int = 0
+    ranks: int = 1
+    #: Names of ops whose results it takes, and of ops that take its results, by kind.
+    before: dict[str, str] = field(default_factory=dict)
+    after: dict[str, str] = field(default_factory=dict)
+
+    def fused(self) -> tuple[str, str]:
+        """Returns the op that could run here, and the neighbours that it is for; empty without."""
+        for (before, after), op in _FUSED[self.kind].items():
+            names = [self.before.get(before, ""), self.after.get(after, "")]
+            if all(names) or (any(names) and not (before and after)):
+                return op, " and ".join(filter(None, names))
+        return "", ""
+
+
+class Watch(TorchDispatchMode):
+    """Notes the collectives that are called while it is active, and what is next to them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = 0
+        self._collectives: list[Call] = []
+        # By the storage's address, which no other storage gets while there is a weak reference.
+        self._origins: dict[int, tuple[StorageWeakRef, Call]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Calls the op; subclasses, such as DTensor, first call ops on plain tensors of theirs."""
+        fake = any(issubclass(each, FakeTensor) for each in types)
+        if types and not fake:
+            return NotImplemented
+        results = func(*args, **(kwargs or {}))
+        name = getattr(getattr(func, "overloadpacket", func), "__name__", str(func))
+        if not fake and name not in ("wait_tensor", "wait_tensors"):
+            self._note(func, name, _named(func, args, kwargs or {}), results)
+        return results
+
+    def described(self) -> Iterator[dict[str, Any]]:
+        """Yields the collectives as `explain` lists them; equal ones once, with their number."""
+        counted = Counter(
+            (call.kind, call.group, call.nbytes, call.ranks, *call.fused())
+            for call in self._collectives
+        )
+        for (kind, group, nbytes, ranks, op, others), calls in counted.items():
+            reason = "no fused op exists for what is next to it"
+            if op:
+                reason = f"it is next to {others}: symm_cp.{op} could run here"
+            decision = Decision(kind, group, None, reason, bool(op), advice=_ADVICE if op else "")
+            received = notes.received(kind, nbytes, ranks)
+            described = notes.described(decision, nbytes, ranks, received, calls)
+            yield {**described, "could_be": op or None}
+
+    def _note(self, func: Any, name: str, given: dict[str, Any], results: Any) -> None:
+        inputs = _tensors(given)
+        call = self._collective(func, name, given) or _computation(name)
+        if call is None:
+            origins = {self._origin(t) for t in inputs if t.is_floating_point()}  # no indices
+            moved = name in MOVES and len(origins) == 1
+            products = origins and all(each and each.kind == "matmul" for each in origins)
+            call = origins.pop() if moved or (name in ("add", "add_") and products) else None
+        elif call.group:
+            self._feed(call, _tensors(given, "input", "tensors"))
+        elif call.kind == "attention":
+            self._feed(call, inputs)
+        else:  # a weight, the right operand, is gathered for other reasons
+            self._feed(call, inputs[(left := int("add" in name)) : left + 1])
+        written = inputs if getattr(getattr(func, "_schema", None), "is_mutable", False) else []
+        outputs = _tensors(given, "output", "tensors") if call and call.group else written
+        for tensor in (*outputs, *_tensors({"": results})):
+            storage = tensor.untyped_storage()
+            if call is None:
+                self._origins.pop(storage._cdata, None)
+            else:
+                self._origins[storage._cdata] = StorageWeakRef(storage), call
+
+    def _collective(self, func: Any, name: str, given: dict[str, Any]) -> Call | None:
+        plain = name.replace("_", "")
+        kind = next((kind for kind in _FUSED if kind.replace("_", "") in plain), None)
+        if kind is None or getattr(func, "namespace", "") not in ("c10d", "_c10d_functional"):
+            return None
+        if "process_group" in given:
+            group = dist.ProcessGroup.unbox(given["process_group"])
+        else:
+            group = _resolve_process_group(given["group_name"])
+        self.rank = dist.get_rank()
+        # The root alone has tensors to scatter; a size is the same on all ranks.
+        own = _tensors(given, "output" if kind == "scatter" else "input", "tensors")
+        nbytes = sum(t.numel() * t.element_size() for t in own)
+        call = Call(kind, name, group.group_name, nbytes, group.size())
+        self._collectives.append(call)
+        self._origins = {
+            address: origin for address, origin in self._origins.items() if not origin[0].expired()
+        }
+        return call
+
+    def _origin(self, tensor: torch.Tensor) -> Call | None:
+        found = self._origins.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def _feed(self, call: Call, tensors: Iterable[torch.Tensor]) -> None:
+        for origin in filter(None, map(self._origin, tensors)):
+            call.before.setdefault(origin.kind, origin.name)
+            origin.after.setdefault(call.kind, call.name)
+
+
+def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments by name; those of higher-order ops, which have no schema, by number."""
+    schema = getattr(func, "_schema", None)
+    names = [each.name for each in schema.arguments] if schema else map(str, range(len(args)))
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _tensors(given: dict[str, Any], *beginnings: str) -> list[torch.Tensor]:
+    """Returns the dense tensors among the arguments whose names begin so (without: of all)."""
+    chosen = [value for name, value in given.items() if name.startswith(beginnings or "")]
+    leaves = (each for each in tree_leaves(chosen) if isinstance(each, torch.Tensor))
+    return [each for each in leaves if each.layout is torch.strided]
+
+
+def _computation(name: str) -> Call | None:
+    if name in MATMULS:
+        return Call("grouped matmul" if name in GROUPED else "matmul", name)
+    return Call("attention", name) if any(part in name for part in ATTENTION) else None
+
+
+def begin(folder: str) -> None:
+    """Notes what this thread and its backward passes call, until the process ends."""
+    watch = Watch()
+    watch.__enter__()
+
+    def note() -> None:
+        if found := list(watch.described()):
+            notes.write(folder, watch.rank, eager=True, collectives=found)
+
+    atexit.register(note)

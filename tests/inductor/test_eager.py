@@ -1,0 +1,103 @@
+"""Which collectives of uncompiled code an op could fuse, as `symm-cp explain --eager` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+
+from symm_cp.inductor.eager import Watch
+from symm_cp.testing import Ranks
+from tests.backend.common import all_gather_single, reduce_scatter_single
+
+
+def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return funcol.all_gather_tensor_autograd(x, 0, group).clone()
+
+
+def rearranged(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x.contiguous(), group=group)
+    return out.flip(0)
+
+
+def programs(
+    group: dist.ProcessGroup,
+) -> dict[str, tuple[Callable[[], object], Sequence[str | None]]]:
+    W = group.size()
+    x, w = torch.randn(2 * W, 4 * W, requires_grad=True), torch.randn(4 * W, 4 * W)
+    plain = x.detach()
+    heads = torch.randn(W, 2, 4, 8)
+    ends = torch.tensor([4 * W], dtype=torch.int32)
+
+    def trained() -> None:
+        full = gathered(x, group).to(torch.float64)
+        y = full @ w.double() + full @ w.double()
+        funcol.reduce_scatter_tensor_autograd(y, "sum", 0, group).sum().backward()
+
+    def into_outputs() -> None:
+        full, part = torch.empty(2 * W * W, 4 * W), torch.empty(2, 4 * W)
+        all_gather_single(full, plain, group=group)
+        reduce_scatter_single(part, full[: 2 * W] @ w, group=group)
+
+    def ulysses() -> None:
+        q, k, v = (rearranged(heads @ torch.eye(8), group) for _ in range(3))
+        attended = F.scaled_dot_product_attention(q, k, v)
+        rearranged(attended, group) @ torch.eye(8)
+
+    def rotated() -> None:
+        q, k, v = (rearranged(heads.exp(), group) for _ in range(3))
+        rearranged(F.scaled_dot_product_attention(q, k, v), group).exp()
+
+    def experts() -> None:
+        rows = rearranged(torch.randn(4 * W, 16), group)
+        weights = torch.randn(1, 16, 16)
+        found = torch._grouped_mm(rows.bfloat16(), weights.bfloat16(), offs=ends)
+        rearranged(found, group)
+
+    def keys() -> None:
+        k, v = (gathered(heads, group) for _ in range(2))
+        F.scaled_dot_product_attention(heads.repeat(W, 1, 1, 1), k, v)
+
+    def weight() -> None:
+        plain @ gathered(w[:4], group)  # of FSDP: the right operand
+        total = plain @ w
+        torch._foreach_mul_([total], 2)  # no product any more
+        dist.all_reduce(total, group=group)
+        dist.broadcast(total, group_src=0, group=group)
+
+    return {
+        "trained": (
+            trained,
+            ["all_gather_matmul", "matmul_reduce_scatter"] * 2,  # in both passes
+        ),
+        "into outputs": (into_outputs, ["all_gather_matmul", "matmul_reduce_scatter"]),
+        "ulysses": (ulysses, ["ulysses_projection"] * 3 + ["ulysses_output_projection"]),
+        "rotated": (rotated, ["sequence_to_heads"] * 3 + ["heads_to_sequence"]),
+        "experts": (experts, ["moe.dispatch_matmul", "moe.matmul_combine"]),
+        "keys": (keys, ["all_gather_attention"] * 2),
+        "nothing": (weight, [None] * 3),
+    }
+
+
+def watched(group: dist.ProcessGroup) -> None:
+    for name, (program, expected) in programs(group).items():
+        with Watch() as watch:
+            program()
+        described = list(watch.described())
+        found = [each["could_be"] for each in described for _ in range(each["calls"])]
+        assert sorted(map(str, found)) == sorted(map(str, expected)), (name, described)
+        for each in described:
+            assert each["ranks"] == group.size()
+            assert each["bytes"] > 0
+            assert each["exposed_us"] > 0
+            assert bool(each["advice"]) == bool(each["could_be"])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_could_be_fused(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, watched)

@@ -79,8 +79,8 @@ class Choice:
         return f"{self.way} ({self.source}{f'; simulated: {times}' if times else ''})"
 
 
-#: Smaller work is not asked about.
-IN_ONE_CALL = Choice("whole", "small: one native call")
+#: Work that is native is not asked about.
+IN_ONE_CALL = Choice("whole", "one native call")
 
 
 @dataclass(frozen=True)

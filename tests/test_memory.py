@@ -182,7 +182,8 @@ def without_memory(group: dist.ProcessGroup, victim: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def sync(elements: int) -> torch.Tensor:
-        return symm_cp.all_gather_matmul(torch.ones(elements, 1), torch.ones(1, 1), group=own)
+        with tuning.forced("shards"):  # in one native call slots are small
+            return symm_cp.all_gather_matmul(torch.ones(elements, 1), torch.ones(1, 1), group=own)
 
     def background(elements: int) -> torch.Tensor:
         return symm_cp.low_contention_all_gather(torch.ones(elements), group=own).sum()

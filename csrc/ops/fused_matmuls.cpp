@@ -33,8 +33,7 @@ constexpr const char* kScatterBackward = "_fused_matmul_reduce_scatter_backward"
 constexpr int64_t kWholeBytes = int64_t{8} << 20;
 
 bool is_served(at::ScalarType dtype, int64_t whole_elements) {
-  if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf && dtype != at::kDouble)
-    return false;
+  if (!has_native_matmul(dtype)) return false;
   const int64_t bytes = whole_elements * static_cast<int64_t>(c10::elementSize(dtype));
   return bytes > 0 && bytes <= kWholeBytes && may_serve();
 }

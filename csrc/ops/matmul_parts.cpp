@@ -49,6 +49,11 @@ std::string name_whole(const char* op, at::ScalarType dtype, at::IntArrayRef sha
 
 bool may_serve() { return serves_small_matmuls() && std::getenv("SYMM_CP_WAY") == nullptr; }
 
+bool has_native_matmul(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+         dtype == at::kDouble;
+}
+
 bool is_plain(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.scalar_type() == dtype;
 }

@@ -16,6 +16,8 @@ using kernels::Sizes;
 
 // Whether native kernels compute products: not while a way is forced, which Python has all of.
 bool may_serve();
+// Whether they do with a dtype; Python has the others, as integers.
+bool has_native_matmul(at::ScalarType dtype);
 
 bool is_plain(const at::Tensor& tensor, at::ScalarType dtype);
 bool is_matrix(const at::Tensor& tensor, at::ScalarType dtype, int64_t rows);

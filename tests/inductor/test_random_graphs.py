@@ -26,8 +26,6 @@ Tensors = list[torch.Tensor]
 Call = Callable[[Any, Tensors], torch.Tensor]
 
 _MOST_ELEMENTS = 4096
-#: What the passes decide on.
-_COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all")
 
 
 def _with_length(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:

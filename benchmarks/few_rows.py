@@ -2,7 +2,7 @@
 
     python benchmarks/few_rows.py --ranks 2 --json benchmarks/results/few_rows.json
 
-"chosen" is the bare call, which is native up to 8 MiB, and with an all-reduce at any size; the ways
+"chosen" is the bare call, which is native up to 64 MiB, and with an all-reduce at any size; the ways
 that are forced are carried out by the kernels in Python.
 """
 

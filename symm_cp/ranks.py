@@ -9,6 +9,7 @@ torch is imported by what needs it: `symm-cp --help` does without.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
 import os
 import signal
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+_PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 _TIMEOUT = datetime.timedelta(minutes=5)  # longer than any reasonable work
@@ -93,6 +95,13 @@ def check_device(device: str) -> None:
         raise ValueError("--device cuda: torch finds no CUDA device; see symm-cp doctor")
 
 
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
+
+
 def exit_as_rank(
     work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None, backend: str | None = None
 ) -> NoReturn:
@@ -100,6 +109,8 @@ def exit_as_rank(
 
     The default backend is gloo for CPU, and NCCL for CUDA if each rank has a GPU.
     """
+    if rendezvous is not None:  # started here, not by torchrun
+        die_with(os.getppid())
     try:
         code = _run_as_rank(work, rendezvous, backend)
     except KeyboardInterrupt:  # torchrun, which started this rank, says so

@@ -145,6 +145,41 @@ def test_a_terminal_interrupts_no_rank(tmp_path: Path) -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+WAITING_RANKS = """import os, pathlib, sys, time
+from symm_cp import ranks
+
+folder = pathlib.Path(sys.argv[1])
+
+def wait(group):
+    (folder / f"{os.getpid()}").touch()
+    time.sleep(60)
+    return 0
+
+if ranks.is_rank():
+    ranks.exit_as_rank(wait, pathlib.Path(sys.argv[3]))
+sys.exit(ranks.run_program("waiting", 2, sys.argv[:2]))
+"""
+
+
+def test_ranks_end_with_the_command_that_started_them(tmp_path: Path) -> None:
+    """However it ends: else they keep the cores busy, or wait for each other."""
+    program, pids = tmp_path / "waiting.py", tmp_path / "pids"
+    program.write_text(WAITING_RANKS)
+    pids.mkdir()
+    command = subprocess.Popen(
+        [sys.executable, str(program), str(pids)], env={**os.environ, "PYTHONPATH": REPOSITORY}
+    )
+    deadline = time.monotonic() + 60
+    while len(found := [int(path.name) for path in pids.iterdir()]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    command.kill()
+    command.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in found):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 @pytest.mark.exhaustive
 def test_a_reader_that_stops_is_no_error() -> None:
     reading, writing = os.pipe()

@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import env, native, tuning
+from symm_cp.ranks import die_with
 from symm_cp.testing import delays
 from symm_cp.testing.accesses import Log, noting_accesses
 from symm_cp.testing.gpu_programs import cuda_on_cpu
 from symm_cp.testing.outcomes import skip_of
 from symm_cp.testing.state import restored
 
-_PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 _MAX_LOCAL = 400
 _FIRST_GROUP = 1000
@@ -89,13 +89,6 @@ class Call:
     path: list[str]
     function: bytes  # pickled, with its arguments: `path` has to be set before it is unpickled
     options: Mapping[str, Any] = field(default_factory=dict)  # for `Setup.around`
-
-
-def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call above
-        os._exit(1)
 
 
 def collect_garbage_seldom() -> None:

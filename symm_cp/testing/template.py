@@ -10,7 +10,8 @@ import contextlib
 import os
 
 from symm_cp import native
-from symm_cp.testing.process import collect_garbage_seldom, die_with
+from symm_cp.ranks import die_with
+from symm_cp.testing.process import collect_garbage_seldom
 
 die_with(os.getppid())
 with contextlib.suppress(native.BuildError):  # each rank says why

@@ -423,7 +423,7 @@ def all_gather_matmul(
     Returns the output, or a list of outputs for a sequence of weights; with `return_gathered` the
     pair (gathered, outputs). Differentiable in shard and weights. Contiguous shards in symmetric
     memory that was rendezvoused with the group are read in place by the peers, if all ranks pass
-    such a one (on CPU where the gathered tensor has more than 8 MiB). Bits depend neither on where
+    such a one (on CPU where the gathered tensor has more than 64 MiB). Bits depend neither on where
     the shard lies nor on `return_gathered`. Raises `ValueError` or `TypeError` for arguments that
     do not fit, before any communication; `RuntimeError` when a peer fails or disagrees. Source:
     torch's `symm_mem::fused_all_gather_matmul`.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 
 import pytest
 import torch.distributed as dist
@@ -126,3 +128,15 @@ def refused(group: dist.ProcessGroup) -> None:
 
 def test_wrong_results_are_not_timed(ranks: Ranks) -> None:
     ranks.run(2, refused)
+
+
+def test_no_variant_comes_more_often_behind_another_one() -> None:
+    """The one before it leaves data and code in the caches: fused behind unfused, or the limit."""
+    names = ["limit", "fused", "unfused"]
+    rounds = [measure._order(names, repetition) for repetition in range(6)]
+    run = list(itertools.chain(*rounds))
+    behind = Counter(itertools.pairwise(run * 2))
+    assert all(sorted(order) == sorted(names) for order in rounds)
+    assert Counter(order[0] for order in rounds) == dict.fromkeys(names, 2)
+    pairs = [behind[pair] for pair in itertools.permutations(names, 2)]
+    assert max(pairs) - min(pairs) <= 2, behind

@@ -160,6 +160,17 @@ def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None], in
     return (time.perf_counter() - start) / inner
 
 
+def _order(names: list[str], repetition: int) -> list[str]:
+    """Rotates the variants, and turns their order every other round.
+
+    A variant finds the data and the code of the one before it in the caches: each comes as often
+    before another one as behind it.
+    """
+    turns, first = divmod(repetition, len(names))
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if turns % 2 else order
+
+
 def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     """Checks a case, times it, and returns the same row on all ranks. Collective.
 
@@ -180,9 +191,7 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     fitting = max(_MIN_REPETITIONS, min(case.most, int(seconds / max(1e-9, round_seconds))))
     own = []
     for repetition in range(case.repetitions or fitting):
-        # Rotated, because a variant finds the data of the one before it in the caches.
-        first = repetition % len(names)
-        order = [*names[first:], *names[:first]]
+        order = _order(names, repetition)
         seconds_by_name = {}
         for name in order:
             seconds_by_name[name] = _time(case, case.variants[name], barrier, inner[name])

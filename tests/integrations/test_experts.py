@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from transformers.distributed import DistributedConfig
 
 import symm_cp
+from symm_cp import moe
 from symm_cp.testing import Ranks
 from tests.backend.world import world
 from tests.exhaustive import some
@@ -55,7 +57,11 @@ def in_a_world(
     group: dist.ProcessGroup, function: Callable[[dist.ProcessGroup, str], None], name: str
 ) -> None:
     """transformers spreads models over all ranks."""
-    with world(group, "symm_cp") as of_world:
+    unfused = AssertionError("experts are fused with dispatch and combine")
+    with (
+        world(group, "symm_cp") as of_world,
+        mock.patch.object(moe, "dispatch", side_effect=unfused),
+    ):
         function(of_world, name)
         dist.barrier()  # others may still connect
 

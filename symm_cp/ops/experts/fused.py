@@ -427,7 +427,10 @@ def dispatch_matmul(
 
 
 def matmul_combine(
-    rows: torch.Tensor, expert_weights: torch.Tensor, weights: torch.Tensor | None, routing: Routing
+    rows: torch.Tensor | Sequence[torch.Tensor],
+    expert_weights: torch.Tensor | Sequence[torch.Tensor],
+    weights: torch.Tensor | None,
+    routing: Routing,
 ) -> torch.Tensor:
     """Multiplies rows by the weights of their experts, and brings the results to their tokens.
 
@@ -437,8 +440,9 @@ def matmul_combine(
         out = moe.combine(results, weights, routing)
 
     Args:
-        rows: (N, M), of this rank's experts in the order of `moe.dispatch`.
-        expert_weights: (num_experts / W, M, columns).
+        rows: (N, M), of this rank's experts in the order of `moe.dispatch`; or a sequence of such
+            tensors, whose products are added up: ones (N, 1) add biases.
+        expert_weights: (num_experts / W, M, columns); or a sequence of as many as there are rows.
         weights, routing: as `moe.combine` takes them.
 
     Returns (T, columns). On CPU the products are written where the peers read them. Differentiable
@@ -446,7 +450,6 @@ def matmul_combine(
     """
     if not isinstance(routing, Routing):
         raise TypeError(f"matmul_combine: routing is {type(routing).__name__}, must be of moe")
-    out: torch.Tensor = direct(MATMUL_COMBINE)(
-        [rows], [expert_weights], weights, routing.table, *routing[2:]
-    )
+    lists = [[t] if isinstance(t, torch.Tensor) else list(t) for t in (rows, expert_weights)]
+    out: torch.Tensor = direct(MATMUL_COMBINE)(*lists, weights, routing.table, *routing[2:])
     return out

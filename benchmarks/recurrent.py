@@ -112,7 +112,9 @@ def _chain_cases(group: dist.ProcessGroup, alone: dist.ProcessGroup) -> Iterator
             over: dist.ProcessGroup,
             inputs: tuple[torch.Tensor, ...] = (keys, erased, values, decay),
         ) -> Callable[[], object]:
-            return lambda: torch.ops.symm_mem._delta_rule_states(*inputs, None, over.group_name)
+            return lambda: torch.ops.symm_mem._delta_rule_states(
+                *inputs, None, [CHUNKS], over.group_name
+            )
 
         def compared(row: Row, pieces: int = pieces) -> dict[str, object]:
             expected = _predicted(row.median("alone"), group.size(), pieces)

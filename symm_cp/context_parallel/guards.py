@@ -28,7 +28,7 @@ from torch.nn.modules import module as torch_module
 
 from symm_cp.context_parallel import agreement, inspectors
 from symm_cp.context_parallel.inspectors import Inspector, Limit
-from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
+from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.noise_places import Seen
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.verdicts import Known, known_of
@@ -110,8 +110,6 @@ class Watch:
         """Tells whether a limit makes no difference within the region."""
         if not self.balancers:
             return False
-        if limit.in_order and all(map(in_rank_order, self.balancers)):
-            return True
         return limit.needs_length and all(limit.fits(b.lengths) for b in self.balancers)
 
     def _apply(self, module: nn.Module, limit: Limit, compiling: bool) -> None:

@@ -26,8 +26,7 @@ class Limit:
     """Something that attention within a region does not apply.
 
     `harmless_up_to` is the longest sequence for which that makes no difference; `shortest` the
-    smallest number of positions that a rank may hold; `in_order` says that it makes none where the
-    ranks hold the positions in rank order.
+    smallest number of positions that a rank may hold.
     """
 
     what: str
@@ -35,7 +34,6 @@ class Limit:
     remedy: str
     harmless_up_to: int | None = None
     shortest: int = 0
-    in_order: bool = False
 
     @property
     def needs_length(self) -> bool:

@@ -93,17 +93,29 @@ BATCHES: dict[str, dict[str, Any]] = {
     "none": {"masked": False},
     "positions": {"documents": [9, 5, 13]},
 }
-PLAIN_CASES = [("qwen3-next", 2, "mask"), ("mamba2", 2, "padded")]
-CASES = pairs(CLIENTS, (1, 2, 3, 4), BATCHES, also=PLAIN_CASES)
+LAYOUTS = ("Sequential", "HeadTail")
+PLAIN_CASES = [
+    ("qwen3-next", 2, "mask", "HeadTail"),
+    ("mamba2", 2, "padded", "Sequential"),
+    ("bamba", 3, "none", "HeadTail"),
+]
+CASES = pairs(CLIENTS, (1, 2, 3, 4), BATCHES, LAYOUTS, also=PLAIN_CASES)
 
 
-def checks(group: dist.ProcessGroup, client: Client, length: int, kind: str, **how: Any) -> None:
-    check_client(group, client, causal_batch(length, **BATCHES[kind]), layout="Sequential", **how)
+def checks(
+    group: dist.ProcessGroup,
+    client: Client,
+    length: int,
+    kind: str,
+    layout: str = "Sequential",
+    **how: Any,
+) -> None:
+    check_client(group, client, causal_batch(length, **BATCHES[kind]), layout=layout, **how)
 
 
-@pytest.mark.parametrize(("name", "world_size", "kind"), some(*PLAIN_CASES, of=CASES))
-def test_clients(ranks: Ranks, name: str, world_size: int, kind: str) -> None:
-    ranks.run(world_size, checks, CLIENTS[name], 27, kind)
+@pytest.mark.parametrize(("name", "world_size", "kind", "layout"), some(*PLAIN_CASES, of=CASES))
+def test_clients(ranks: Ranks, name: str, world_size: int, kind: str, layout: str) -> None:
+    ranks.run(world_size, checks, CLIENTS[name], 27, kind, layout)
 
 
 # On 2 ranks one spans both, on 3 and 4 some ranks have several and one has none of its own.
@@ -148,10 +160,14 @@ def by_parts(group: dist.ProcessGroup, model: torch.nn.Module) -> Any:
     return call
 
 
-def keeps_documents_apart(group: dist.ProcessGroup, client: Client) -> None:
-    batch = packed_batch()
+def keeps_documents_apart(group: dist.ProcessGroup, client: Client, layout: str) -> None:
+    batch, ranks = packed_batch(), group.size()
     expected = each_alone(client, batch)
-    balancer = symm_cp.Sequential(sum(DOCUMENTS), group.size())
+    balancer = {
+        "Sequential": symm_cp.Sequential(sum(DOCUMENTS), ranks),
+        "HeadTail": symm_cp.HeadTail(sum(DOCUMENTS), ranks),
+        "PerDocumentHeadTail": symm_cp.PerDocumentHeadTail(DOCUMENTS, ranks),
+    }[layout]
     how: dict[str, Any] = {}
     if client.name == "Mamba2":
         how["prepare"] = functools.partial(by_parts, group)
@@ -159,18 +175,19 @@ def keeps_documents_apart(group: dist.ProcessGroup, client: Client) -> None:
     assert_same(actual, expected, batch, client.tolerance)
 
 
-PLAIN = [("qwen3-next", 3), ("bamba", 2)]
-PACKED = pairs(CLIENTS, (1, 2, 3, 4), also=PLAIN)
+PLAIN = [("qwen3-next", 3, "HeadTail"), ("bamba", 2, "PerDocumentHeadTail")]
+PACKED = pairs(CLIENTS, (1, 2, 3, 4), (*LAYOUTS, "PerDocumentHeadTail"), also=PLAIN)
 
 
-@pytest.mark.parametrize(("name", "world_size"), some(*PLAIN, of=PACKED))
-def test_packed_documents(ranks: Ranks, name: str, world_size: int) -> None:
-    ranks.run(world_size, keeps_documents_apart, CLIENTS[name])
+@pytest.mark.parametrize(("name", "world_size", "layout"), some(*PLAIN, of=PACKED))
+def test_packed_documents(ranks: Ranks, name: str, world_size: int, layout: str) -> None:
+    ranks.run(world_size, keeps_documents_apart, CLIENTS[name], layout)
 
 
 @exhaustive
 def test_parts_longer_than_a_chunk_and_shorter_than_the_convolution(ranks: Ranks) -> None:
-    ranks.run(2, checks, CLIENTS["qwen3-next"], 150, "mask")
+    for layout in LAYOUTS:
+        ranks.run(2, checks, CLIENTS["qwen3-next"], 150, "mask", layout)
     ranks.run(4, checks, CLIENTS["qwen3-next"], 7, "mask")
 
 
@@ -181,7 +198,7 @@ def test_with_a_cache_of_its_own(ranks: Ranks) -> None:
     ranks.run(2, checks, with_cache, 27, "mask")
 
 
-def compiled(group: dist.ProcessGroup, name: str) -> None:
+def compiled(group: dist.ProcessGroup, name: str, layout: str) -> None:
     torch._dynamo.reset()
     # Not by aot_eager, which cannot run this layer of transformers, not without symm_cp either.
     # Experts and attention are compiled in test_compiled.py.
@@ -192,13 +209,16 @@ def compiled(group: dist.ProcessGroup, name: str) -> None:
     def prepare(model: torch.nn.Module) -> None:
         model.get_submodule("model.layers.0").compile(fullgraph=True)
 
-    checks(group, client, 48, "mask", prepare=prepare)
+    checks(group, client, 48, "mask", layout, prepare=prepare)
 
 
 @exhaustive
-@pytest.mark.parametrize("name", ["qwen3-next", "bamba"])
-def test_a_layer_compiled(ranks: Ranks, name: str) -> None:
-    ranks.run(2, compiled, name, timeout=600)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3-next", "Sequential"), ("qwen3-next", "HeadTail"), ("bamba", "HeadTail")],
+)
+def test_a_layer_compiled(ranks: Ranks, name: str, layout: str) -> None:
+    ranks.run(2, compiled, name, layout, timeout=600)
 
 
 def compiled_outside_first(group: dist.ProcessGroup) -> None:
@@ -234,22 +254,33 @@ def recomputing(model: torch.nn.Module) -> None:
 @exhaustive
 @pytest.mark.parametrize("name", ["qwen3-next", "mamba2", "zamba2"])
 def test_recomputed_activations(ranks: Ranks, name: str) -> None:
-    ranks.run(2, checks, CLIENTS[name], 27, "mask", prepare=recomputing)
+    ranks.run(2, checks, CLIENTS[name], 27, "mask", "HeadTail", prepare=recomputing)
 
 
-def refused_layouts(group: dist.ProcessGroup, name: str) -> None:
+def trains(group: dist.ProcessGroup, name: str) -> None:
+    """In a step of training without a layout, which is balanced then."""
+    model, mesh, batch = CLIENTS[name].make("sdpa"), mesh_of(group), causal_batch(32)
+    expected = model(**batch, use_cache=False).loss
+    expected.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    with symm_cp.training_step(model, batch, mesh) as step:
+        step.loss.backward()
+    torch.testing.assert_close(step.loss, expected, rtol=1e-4, atol=1e-4)
+    for parameter, grad in ((p, wanted[n]) for n, p in model.named_parameters()):
+        torch.testing.assert_close(parameter.grad, grad, rtol=2e-3, atol=2e-4)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", some("qwen3-next", of=["qwen3-next", "bamba", "zamba2"]))
+def test_trains_in_the_balanced_layout(ranks: Ranks, name: str) -> None:
+    ranks.run(2, trains, name)
+
+
+def refused(group: dist.ProcessGroup, name: str) -> None:
     client = CLIENTS[name]
-    batch = causal_batch(32)
-    message = r"'(linear_attention|hybrid)' in config\.layer_types.* in rank order\. Pass load_bal"
-    for balancer in (symm_cp.HeadTail(32, group.size()), None):
-        model, mesh = client.make("sdpa"), mesh_of(group)
-        local, _ = symm_cp.shard_batch(
-            mesh, {"input_ids": batch["input_ids"]}, load_balancer=balancer
-        )
-        context = symm_cp.context_parallel(mesh, model=model, load_balancer=balancer)
-        with pytest.raises(NotImplementedError, match=message), context:
-            model(**local)
-        assert not any("forward" in vars(module) for module in model.modules())
+    batch, mesh = causal_batch(32), mesh_of(group)
+    model = client.make("sdpa")
     # Without model= the layers are transformers' own.
     sequential = symm_cp.Sequential(32, group.size())
     local, _ = symm_cp.shard_batch(
@@ -270,8 +301,8 @@ def refused_layouts(group: dist.ProcessGroup, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some("qwen3-next", of=["qwen3-next", "bamba", "falcon-h1"]))
-def test_refuses_other_layouts_and_documents_that_it_cannot_tell(ranks: Ranks, name: str) -> None:
-    ranks.run(2, refused_layouts, name)
+def test_refuses_documents_that_it_cannot_tell(ranks: Ranks, name: str) -> None:
+    ranks.run(2, refused, name)
 
 
 def alone_again(group: dist.ProcessGroup) -> None:

@@ -238,9 +238,9 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
     for decay in (torch.rand(2, 3), torch.rand(2, 3, 5)):
         keys, erased, values = (torch.randn(2, 3, 4, n) for n in (5, 5, 6))
         args: list[Any] = [t.requires_grad_() for t in (keys, erased, values, decay)]
-        torch.library.opcheck(op, (*args, torch.tensor([3, 4]), group.group_name))
+        torch.library.opcheck(op, (*args, torch.tensor([3, 4]), [2, 1], group.group_name))
         args[1] = None
-        torch.library.opcheck(op, (*args, None, group.group_name))
+        torch.library.opcheck(op, (*args, None, [3], group.group_name))
 
 
 def test_opcheck(ranks: Ranks) -> None:

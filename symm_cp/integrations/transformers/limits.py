@@ -29,7 +29,6 @@ _FULL = {"full_attention", "attention", "full", "global_attention", "hybrid"}
 _WINDOWED = {"sliding_attention", "hybrid_sliding", "sliding_window", "local_attention"}
 _CHUNKED = {"chunked_attention"}
 _RECURRENT = {"linear_attention"}
-_ALSO_RECURRENT = {"hybrid", "hybrid_sliding"}  # with attention beside
 _POINTWISE = {"moe", "mlp"}
 _WINDOWS = ("sliding_window", "sliding_window_size", "local_attention", "attention_window_size")
 _CHUNKS = ("attention_chunk_size",)
@@ -249,18 +248,9 @@ def _layer_limits(config: Any, *, continues: bool) -> Iterator[Limit]:
     types = {kind for kind in types if isinstance(kind, str)}
     known = _FULL | _WINDOWED | _CHUNKED | _POINTWISE
     if continues:
-        known = known - _ALSO_RECURRENT
+        known = known | _RECURRENT
     for kind in sorted(types - known):
         what = f"a layer of type {kind!r} in config.layer_types"
-        if continues and kind in _RECURRENT | _ALSO_RECURRENT:
-            yield Limit(
-                what,
-                "it continues what the rank before ended with, so ranks must hold the positions in "
-                "rank order",
-                "Pass load_balancer=symm_cp.Sequential(length, world_size)",
-                in_order=True,
-            )
-            continue
         yield Limit(
             what,
             "it mixes positions of this rank's part of the sequence only",

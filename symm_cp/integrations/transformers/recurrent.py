@@ -1,9 +1,10 @@
-"""Recurrent layers of transformers' models over a sequence that is spread over ranks in order.
+"""Recurrent layers of transformers' models over a sequence that is spread over ranks.
 
 The forward methods of gated delta nets and Mamba 2 call two functions of their module that mix
 positions: a causal convolution, and a recurrence in chunks (the gated delta rule, with a decay of
 each head or, in Kimi Linear, of each feature; the scan of Mamba 2). Within a context their
-instances run the same code with functions that, within a region, see the ranks before this one.
+instances run the same code with functions that, within a region, see the positions before this
+rank's, wherever the layout has them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers.activations import ACT2FN
 
 from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.context_parallel.guards import Watch
-from symm_cp.context_parallel.load_balancers import in_rank_order
+from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.verdicts import Select
 from symm_cp.integrations.transformers.in_use import InUse
@@ -95,17 +96,18 @@ def _spread(function: Any) -> types.FunctionType:
 
 
 class _Spread(NamedTuple):
-    """The region of a call, and how many positions each of its ranks holds."""
+    """The region of a call, and how the sequence is spread over its ranks."""
 
     region: ParallelRegion
     watch: Watch
-    lengths: list[int]
+    balancer: LoadBalancer
 
-    def documents(self, samples: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the documents of a call as arguments of ops, and notes if there are none."""
+    def arguments(self, samples: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns documents and layout as arguments of ops, and notes if there are no documents."""
         edges = _edges(kwargs)
         self.watch.recurred_without_documents = edges is None
-        sizes = None if self.region.even else self.lengths
+        layout = None if in_rank_order(self.balancer) else self.balancer.layout
+        sizes = None if self.region.even or layout is not None else self.balancer.lengths
         if edges is None and kwargs.get("seq_idx") is not None:
             raise NotImplementedError(
                 f"{_OP}: a recurrent layer was called with seq_idx alone, the documents of this "
@@ -116,7 +118,7 @@ class _Spread(NamedTuple):
                 f"{_OP}: a recurrent layer was called with cu_seq_lens_q and {samples} samples: "
                 "pack documents into one sample"
             )
-        return {"cu_seqlens": edges, "sizes": sizes}
+        return {"cu_seqlens": edges, "sizes": sizes, "layout": layout}
 
 
 def _edges(kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -135,11 +137,6 @@ def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
         return None
     region = within[0]
     balancer = region.layout(length)
-    if not in_rank_order(balancer):
-        raise NotImplementedError(
-            f"{_OP}: a recurrent layer continues what the rank before ended with, but {balancer} "
-            "does not hold positions in rank order. Pass load_balancer=symm_cp.Sequential(...)"
-        )
     lengths = balancer.lengths
     if lengths[region.rank] != length:
         raise NotImplementedError(
@@ -148,7 +145,7 @@ def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
             "Call the model with use_cache=False"
         )
     within[1].called = True
-    return _Spread(region, within[1], lengths)
+    return _Spread(region, within[1], balancer)
 
 
 def _check_state(state: torch.Tensor | None) -> None:
@@ -184,7 +181,7 @@ class _Convolution:
             weight,
             bias,
             group=spread.region.group,
-            **spread.documents(len(hidden_states), kwargs),
+            **spread.arguments(len(hidden_states), kwargs),
         )
         if activation is not None:
             out = ACT2FN[activation](out)
@@ -225,7 +222,7 @@ class _DeltaRule:
             group=spread.region.group,
             chunk_size=kwargs.get("chunk_size", 64),
             normalise=kwargs.get("use_qk_l2norm_in_kernel", False),
-            **spread.documents(len(value), kwargs),
+            **spread.arguments(len(value), kwargs),
         )
         return out, final if kwargs.get("output_final_state") else None
 
@@ -271,7 +268,7 @@ class _Scan:
             group=spread.region.group,
             scale=1.0,
             chunk_size=chunk_size,
-            **spread.documents(len(values), kwargs),
+            **spread.arguments(len(values), kwargs),
         )
         if (skipped := kwargs.get("D")) is not None:
             out = out + skipped[:, None] * values

@@ -9,14 +9,37 @@ import torch
 import torch.nn.functional as F
 
 
-def in_chunks(tensor: torch.Tensor, chunk_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """(B, S, H, ...) as (B * H, N, C, ...), with zeros behind the last position."""
+def counts_of(lengths: Sequence[int], chunk_size: int) -> list[int]:
+    """Returns how many chunks each fragment has."""
+    return [(length + chunk_size - 1) // chunk_size for length in lengths]
+
+
+def in_chunks(
+    tensor: torch.Tensor, lengths: Sequence[int], chunk_size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """(B, S, H, ...) as (B * H, N, C, ...), with zeros behind the last position of a fragment."""
     rows = tensor.transpose(1, 2).to(dtype)
-    after = -tensor.shape[1] % chunk_size
-    rows = F.pad(rows, (0, 0) * (tensor.dim() - 3) + (0, after))
-    shape = (tensor.shape[0] * tensor.shape[2], -1, chunk_size, *tensor.shape[3:])
-    chunks = (tensor.shape[1] + after) // chunk_size
-    return rows.reshape(shape[0], chunks, *shape[2:])
+    within, missing = (0, 0) * (tensor.dim() - 3), [-length % chunk_size for length in lengths]
+    if len(lengths) == 1:
+        rows = F.pad(rows, (*within, 0, missing[0]))
+    elif any(missing):
+        parts = zip(rows.split(list(lengths), 2), missing, strict=True)
+        rows = torch.cat([F.pad(part, (*within, 0, more)) for part, more in parts], 2)
+    chunks = sum(counts_of(lengths, chunk_size))
+    return rows.reshape(tensor.shape[0] * tensor.shape[2], chunks, chunk_size, *tensor.shape[3:])
+
+
+def out_of_chunks(chunks: torch.Tensor, lengths: Sequence[int], batch: int) -> torch.Tensor:
+    """(B * H, N, C, V) as (B, S, H, V), without what fills the last chunk of a fragment."""
+    size = chunks.shape[2]
+    rows = chunks.reshape(batch, chunks.shape[0] // batch, -1, chunks.shape[3])
+    counts = counts_of(lengths, size)
+    if len(lengths) == 1:
+        rows = rows[:, :, : lengths[0]]
+    elif any(length % size for length in lengths):
+        parts = rows.split([count * size for count in counts], 2)
+        rows = torch.cat([p[:, :, :n] for p, n in zip(parts, lengths, strict=True)], 2)
+    return rows.transpose(1, 2)
 
 
 def pairs(

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.equal_inputs import same_on_all_ranks
 from symm_cp.ops.recurrent.documents import documents_of
+from symm_cp.ops.recurrent.fragments import fragments_of, halos
 from symm_cp.ops.recurrent.halo import exchange_halo
 from symm_cp.ops.telling import entry_point
 from symm_cp.ops.tensor_checks import with_memory
+from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.dtypes import FLOATING, one_of, wide
 
 _OP = "causal_convolution"
@@ -51,6 +53,7 @@ def causal_convolution(
     group: GroupLike,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
+    layout: SequenceLayout | None = None,
 ) -> torch.Tensor:
     """Convolves each channel of a sequence of which each rank holds a part, in rank order.
 
@@ -67,6 +70,8 @@ def causal_convolution(
             sequence. The same for all samples; a sequence of ints, or a 1-D tensor of int32 or
             int64.
         sizes: the length of every rank's part; by default all are as long as this rank's.
+        layout: which chunks of the sequence each rank holds, in ascending order, as
+            `symm_cp.HeadTail(length, W).layout`; by default parts are in rank order.
 
     Returns (B, channels, S) in the dtype of all tensors: float64, float32, bfloat16 or float16,
     also under autocast. Twice differentiable. Raises
@@ -74,16 +79,33 @@ def causal_convolution(
     `RuntimeError` when a peer fails or disagrees. Source: `causal_conv1d_fn` of causal-conv1d.
     """
     _check(x, weight, bias)
-    name, (length, taps) = group_name(group), (x.shape[2], weight.shape[1])
+    name, before = group_name(group), weight.shape[1] - 1
+    fragments = fragments_of(_OP, sizes, layout, x.shape[2], name)
+    agreed = None if layout is None else torch.tensor(fragments.agreed)
     documents = None
     if cu_seqlens is not None:
-        agreed, documents = documents_of(_OP, cu_seqlens, sizes, length, name, x.device, taps - 1)
-        same_on_all_ranks(agreed, _OP, "cu_seqlens", "pass those of the whole sequence", name)
-    extended = exchange_halo(x, taps - 1, group=name, sizes=sizes)
+        agreed, each = documents_of(_OP, cu_seqlens, fragments, x.device, before)
+        documents = torch.cat(each)
+    if agreed is not None:
+        what = "layout" if cu_seqlens is None else "cu_seqlens"
+        same_on_all_ranks(agreed, _OP, what, "pass that of the whole sequence", name)
+    if layout is None:
+        extended = exchange_halo(x, before, group=name, sizes=sizes)
+    else:
+        ends = halos(x, fragments, before, name).unbind(2)
+        parts = x.split(fragments.lengths, 2)
+        extended = torch.cat([t for pair in zip(ends, parts, strict=True) for t in pair], 2)
     with torch.autocast(x.device.type, enabled=False):
         if documents is None:
-            return F.conv1d(extended, weight.unsqueeze(1), bias, groups=weight.shape[0])
-        return _within_documents(extended, weight, bias, documents)
+            out = F.conv1d(extended, weight.unsqueeze(1), bias, groups=weight.shape[0])
+        else:
+            out = _within_documents(extended, weight, bias, documents)
+    if layout is None:
+        return out
+    # What is between two fragments was convolved with both.
+    sizes = [length + before for length in fragments.lengths]
+    parts = F.pad(out, (0, before)).split(sizes, 2)
+    return torch.cat([p[..., :n] for p, n in zip(parts, fragments.lengths, strict=True)], 2)
 
 
 def _within_documents(

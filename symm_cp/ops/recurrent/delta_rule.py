@@ -9,6 +9,7 @@ import torch
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.recurrent.recurrence import recur
 from symm_cp.ops.telling import entry_point
+from symm_cp.schedule.layout import SequenceLayout
 
 
 @entry_point
@@ -25,6 +26,7 @@ def gated_delta_rule(
     normalise: bool = False,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
+    layout: SequenceLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule over a sequence of which each rank holds a part, in rank order.
 
@@ -54,6 +56,8 @@ def gated_delta_rule(
             ints, or a 1-D tensor of int32 or int64.
         sizes: with `cu_seqlens`, the length of every rank's part; by default all are as long as
             this rank's.
+        layout: which chunks of the sequence each rank holds, in ascending order, as
+            `symm_cp.HeadTail(length, W).layout`; by default parts are in rank order.
 
     Returns the output (B, S, heads, V) in the dtype of `query`, and the state (B, heads, K, V) at
     the end of this rank's part. Computed in float32, or float64 if an input is. Once
@@ -71,4 +75,5 @@ def gated_delta_rule(
         normalise=normalise,
         cu_seqlens=cu_seqlens,
         sizes=sizes,
+        layout=layout,
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from symm_cp.ops.common import rank_in, world_size_of
+from symm_cp.ops.recurrent.fragments import Fragments
 
 
 class Seen(NamedTuple):
@@ -26,24 +26,15 @@ class Seen(NamedTuple):
 def documents_of(
     op: str,
     cu_seqlens: torch.Tensor | Sequence[int],
-    sizes: Sequence[int] | None,
-    length: int,
-    group_name: str,
+    fragments: Fragments,
     device: torch.device,
     before: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what ranks must agree on, and the documents of this rank's positions.
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns what ranks must agree on, and the documents of the positions of each fragment.
 
     The documents are numbers, `before` more than there are positions: those of the positions before
-    this rank's come first. Raises `ValueError` or `TypeError` for what does not fit.
+    a fragment come first. Raises `ValueError` or `TypeError` for what does not fit.
     """
-    ranks, rank = world_size_of(group_name), rank_in(group_name)
-    lengths = [length] * ranks if sizes is None else list(sizes)
-    if len(lengths) != ranks or lengths[rank] != length:
-        raise ValueError(
-            f"{op}: sizes={lengths} must have {ranks} numbers, for rank {rank} the {length} "
-            "positions of its part"
-        )
     edges = torch.as_tensor(cu_seqlens)
     if edges.dim() != 1 or edges.dtype not in (torch.int32, torch.int64):
         raise TypeError(
@@ -51,24 +42,32 @@ def documents_of(
             "of ints, or a 1-D tensor of int32 or int64"
         )
     if not torch.compiler.is_compiling():
-        known, total = edges.tolist(), sum(lengths)
+        known, total = edges.tolist(), fragments.total
         if known[:1] != [0] or known[-1] != total or known != sorted(known):
             raise ValueError(
                 f"{op}: cu_seqlens {known} must ascend from 0 to the {total} positions of the "
                 "whole sequence"
             )
-    begin = sum(lengths[:rank])
-    positions = torch.arange(begin - before, begin + length, device=device)
     edges = edges.to(torch.int64)
-    agreed = torch.cat([torch.tensor(lengths, device=edges.device), edges])
-    return agreed, torch.searchsorted(edges[1:].to(device), positions, right=True)
+    agreed = torch.cat([torch.tensor(fragments.agreed, device=edges.device), edges])
+    ends = edges[1:].to(device)
+    documents = []
+    for begin, length in zip(fragments.starts, fragments.lengths, strict=True):
+        positions = torch.arange(begin - before, begin + length, device=device)
+        documents.append(torch.searchsorted(ends, positions, right=True))
+    return agreed, documents
 
 
-def seen_within(documents: torch.Tensor, chunks: int, size: int) -> Seen:
+def seen_within(documents: list[torch.Tensor], counts: list[int], size: int) -> Seen:
     """Returns which of the positions in chunks of `size` are of one document.
 
-    `documents`: of this rank's positions and the one before them.
+    `documents`: of the positions of each fragment and the one before them; `counts`: their chunks.
     """
+    each = [_seen(own, n, size) for own, n in zip(documents, counts, strict=True)]
+    return each[0] if len(each) == 1 else Seen(*map(torch.cat, zip(*each, strict=True)))
+
+
+def _seen(documents: torch.Tensor, chunks: int, size: int) -> Seen:
     after = chunks * size + 1 - len(documents)  # what fills the last chunk is of the last document
     filled = torch.cat([documents, documents[-1:].expand(after)])
     inside, before = filled[1:].view(chunks, size), filled[:-1:size][:chunks, None]

@@ -9,6 +9,7 @@ import torch
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.recurrent.recurrence import recur
 from symm_cp.ops.telling import entry_point
+from symm_cp.schedule.layout import SequenceLayout
 
 
 @entry_point
@@ -23,6 +24,7 @@ def gated_linear_attention(
     chunk_size: int = 64,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     sizes: Sequence[int] | None = None,
+    layout: SequenceLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Linear attention with a decay over a sequence of which each rank holds a part, in rank order.
 
@@ -51,4 +53,5 @@ def gated_linear_attention(
         chunk_size=chunk_size,
         cu_seqlens=cu_seqlens,
         sizes=sizes,
+        layout=layout,
     )

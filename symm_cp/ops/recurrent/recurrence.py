@@ -17,8 +17,17 @@ from collections.abc import Sequence
 
 import torch
 
-from symm_cp.ops.recurrent.chunks import in_chunks, pairs, pairs_by_feature
+from symm_cp.ops.recurrent.chunks import (
+    counts_of,
+    in_chunks,
+    out_of_chunks,
+    pairs,
+    pairs_by_feature,
+)
 from symm_cp.ops.recurrent.documents import Seen, documents_of, seen_within
+from symm_cp.ops.recurrent.fragments import fragments_of
+from symm_cp.ops.recurrent.states import before_chunks
+from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.dtypes import FLOATING, one_of
 
 
@@ -73,6 +82,7 @@ def recur(
     chunk_size: int,
     cu_seqlens: torch.Tensor | Sequence[int] | None,
     sizes: Sequence[int] | None,
+    layout: SequenceLayout | None,
     normalise: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and the last state of `op`, of tensors by the names of its arguments.
@@ -84,7 +94,9 @@ def recur(
     for each in named.values():
         dtype = torch.promote_types(dtype, each.dtype)
     query, key, value, g = (named[name] for name in ("query", "key", "value", "g"))
-    batch, length, heads, width = value.shape
+    batch, length, heads, _ = value.shape
+    fragments = fragments_of(op, sizes, layout, length, group_name)
+    lengths = fragments.lengths
     by_feature = g.dim() == 4
     if by_feature:
         chunk_size = 1 << (chunk_size - 1).bit_length()
@@ -92,21 +104,21 @@ def recur(
         repeats = heads // key.shape[2]
         if repeats > 1:
             query, key = (t.repeat_interleave(repeats, 2) for t in (query, key))
-        q, k, v, decay = (in_chunks(t, chunk_size, dtype) for t in (query, key, value, g))
+        q, k, v, decay = (in_chunks(t, lengths, chunk_size, dtype) for t in (query, key, value, g))
         if normalise:
             q, k = _normalised(q), _normalised(k)
         q = q * (key.shape[-1] ** -0.5 if scale is None else scale)
         summed = decay.cumsum(2) if by_feature else decay.cumsum(2).unsqueeze(-1)
         strength = None
         if "beta" in named:
-            strength = in_chunks(named["beta"], chunk_size, dtype)[..., None]
-        seen = documents = None
+            strength = in_chunks(named["beta"], lengths, chunk_size, dtype)[..., None]
+        seen, counts = None, counts_of(lengths, chunk_size)
+        agreed = None if layout is None else torch.tensor(fragments.agreed)
         if cu_seqlens is not None:
-            documents, own = documents_of(op, cu_seqlens, sizes, length, group_name, value.device)
-            seen = seen_within(own, q.shape[1], q.shape[2])
-        out, final = _chunked(q, k, v, summed, strength, seen, documents, group_name)
-        positions = out.shape[1] * out.shape[2]
-        out = out.view(batch, heads, positions, width)[:, :, :length].transpose(1, 2)
+            agreed, documents = documents_of(op, cu_seqlens, fragments, value.device)
+            seen = seen_within(documents, counts, chunk_size)
+        out, final = _chunked(q, k, v, summed, strength, seen, agreed, counts, group_name)
+        out = out_of_chunks(out, lengths, batch)
         return out.to(query.dtype), final.view(batch, heads, *final.shape[1:])
 
 
@@ -117,12 +129,13 @@ def _chunked(
     decay: torch.Tensor,
     strength: torch.Tensor | None,
     seen: Seen | None,
-    documents: torch.Tensor | None,
+    agreed: torch.Tensor | None,
+    counts: list[int],
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output (R, N, C, V) and the last states.
 
-    `decay` is summed within each chunk: (R, N, C, 1), or (R, N, C, K). `seen`: with `documents`.
+    `decay` is summed within each chunk: (R, N, C, 1), or (R, N, C, K). `seen`: of packed documents.
     """
     decayed = pairs if decay.shape[-1] == 1 else pairs_by_feature
     since_begin, to_end = decay.exp(), (decay[..., -1:, :] - decay).exp()
@@ -149,8 +162,9 @@ def _chunked(
         erased,
         values,
         at_end.squeeze(-1) if decayed is pairs else at_end,
-        documents,
+        agreed,
+        counts,
         group_name,
     )
-    out = (q * since_begin) @ states[:, :-1] + attended @ written
+    out = (q * since_begin) @ before_chunks(states, counts) + attended @ written
     return out, states[:, -1]

@@ -7,12 +7,19 @@ which is computed once and not twice: ranks work on different rows at the same t
 states of a row on to the next rank (`Runtime.relay`). With P pieces and W ranks the chain takes
 P + W - 1 steps instead of P.
 
+The chunks of a rank belong to F fragments, and the chain passes the ranks in as many sweeps
+(fragments.py): `counts` are the fragments' numbers of chunks. A fragment has one state more than it
+has chunks, so there are N + F states.
+
 A decay d_i is one number for a row and chunk, or one for each feature of its keys.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +35,20 @@ _STATES = "_delta_rule_states"
 _GRADS = "_delta_rule_grads"
 
 
+def before_chunks(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Returns the states before the chunks (R, N, K, V) of the states around them."""
+    if len(counts) == 1:
+        return states[:, :-1]
+    parts = states.split([count + 1 for count in counts], 1)
+    return torch.cat([part[:, :-1] for part in parts], 1)
+
+
 def _check_rows(
-    op: str, keys: torch.Tensor, erased: torch.Tensor | None, decay: torch.Tensor
+    op: str,
+    keys: torch.Tensor,
+    erased: torch.Tensor | None,
+    decay: torch.Tensor,
+    counts: Sequence[int],
 ) -> None:
     decays = (keys.shape[:2], (*keys.shape[:2], keys.shape[-1]))
     shape = keys.shape if erased is None else erased.shape
@@ -38,6 +57,14 @@ def _check_rows(
             f"{op}: keys {list(keys.shape)} must be (R, N, C, K), erased {list(shape)} the "
             f"same and decay {list(decay.shape)} (R, N) or (R, N, K)"
         )
+    if not counts or sum(counts) != keys.shape[1]:
+        raise ValueError(f"{op}: counts={list(counts)} must add up to {keys.shape[1]} chunks")
+
+
+def _bounds(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Returns the number, the first chunk and the one behind the last of each fragment."""
+    ends = list(itertools.accumulate(counts))
+    return [(i, end - n, end) for i, (n, end) in enumerate(zip(counts, ends, strict=True))]
 
 
 def _for_states(decay: torch.Tensor) -> torch.Tensor:
@@ -50,47 +77,60 @@ def _states_kernel(
     erased: torch.Tensor | None,
     values: torch.Tensor,
     decay: torch.Tensor,
-    documents: torch.Tensor | None,
+    agreed: torch.Tensor | None,
+    counts: list[int],
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the chunks' writes, (R, N, C, V), and the states around them, (R, N + 1, K, V).
+    """Returns the chunks' writes, (R, N, C, V), and the states around them, (R, N + F, K, V).
 
-    `documents`: what must be equal on all ranks, of integers; compared where the host can read it.
+    `agreed`: what must be equal on all ranks, of integers; compared where the host can read it.
     """
     group = group_of(group_name)
-    _check_rows(_STATES, keys, erased, decay)
+    _check_rows(_STATES, keys, erased, decay, counts)
     rows, chunks, _, features = keys.shape
     width = values.shape[-1]
     keys, values, decay = (contiguous(t) for t in (keys, values, decay))
     erasing = None if erased is None else contiguous(erased)
     written = new_result(values, values.shape)
-    states = new_result(values, (rows, chunks + 1, features, width))
+    states = new_result(values, (rows, chunks + len(counts), features, width))
     split = pieces_of(rows)
     taken, decay = keys.transpose(-1, -2), _for_states(decay)
 
-    def step(piece: int, received: torch.Tensor | None, passed: torch.Tensor | None) -> None:
+    def step(
+        fragment: tuple[int, int, int],
+        piece: int,
+        received: torch.Tensor | None,
+        passed: torch.Tensor | None,
+    ) -> None:
+        number, begin, end = fragment
         k, u, d, v, s = (
             split.of(piece, t).unbind(1) for t in (taken, values, decay, written, states)
         )
         w = None if erasing is None else split.of(piece, erasing).unbind(1)
-        if received is None:
-            s[0].zero_()
-        else:
-            s[0].copy_(received)
-        for i in range(chunks):
-            v[i].copy_(u[i] if w is None else torch.baddbmm(u[i], w[i], s[i], alpha=-1))
-            s[i + 1].copy_(torch.baddbmm(s[i] * d[i], k[i], v[i]))
+        first = s[begin + number]
+        if received is not None:
+            first.copy_(received)
+        elif number == 0:
+            first.zero_()
+        else:  # the sweep before ended on this rank
+            first.copy_(s[begin + number - 1])
+        for i in range(begin, end):
+            now, after = s[i + number], s[i + number + 1]
+            v[i].copy_(u[i] if w is None else torch.baddbmm(u[i], w[i], now, alpha=-1))
+            after.copy_(torch.baddbmm(now * d[i], k[i], v[i]))
         if passed is not None:
-            passed.copy_(s[chunks])
+            passed.copy_(s[end + number])
 
     # Ranks may have different numbers of chunks.
     erases = erased is not None
-    detail = f"{rows=} {features=} {width=} {erases=}"
-    if documents is not None and documents.device.type == "cpu":
-        detail += f" documents #{zlib.crc32(documents.numpy().tobytes()):08x}"
+    detail = f"{rows=} {features=} {width=} {erases=} sweeps={len(counts)}"
+    if agreed is not None and agreed.device.type == "cpu":
+        detail += f" documents and layout #{zlib.crc32(agreed.numpy().tobytes()):08x}"
     name = what_is(_STATES, values.new_empty(0), detail=detail)
     shapes = [(size, features, width) for size in split.sizes]
-    runtime.of(values, group).relay(group, step, values, shapes, name)
+    on = runtime.of(values, group)
+    for each in _bounds(counts):
+        on.relay(group, partial(step, each), values, shapes, name, reverse=each[0] % 2 == 1)
     return written, states
 
 
@@ -100,11 +140,12 @@ def _grads_kernel(
     keys: torch.Tensor,
     erased: torch.Tensor | None,
     decay: torch.Tensor,
+    counts: list[int],
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the total gradients of the chunks' writes, and of the states after the chunks."""
     group = group_of(group_name)
-    _check_rows(_GRADS, keys, erased, decay)
+    _check_rows(_GRADS, keys, erased, decay, counts)
     rows, chunks, _, features = keys.shape
     width = grad_written.shape[-1]
     grad_written, grad_states, keys, decay = (
@@ -116,25 +157,41 @@ def _grads_kernel(
     erasing = None if erased is None else contiguous(erased).transpose(-1, -2)
     decay = _for_states(decay)
 
-    def step(piece: int, received: torch.Tensor | None, passed: torch.Tensor | None) -> None:
+    begun: dict[int, torch.Tensor] = {}  # of the sweep after, on the rank with which it began
+
+    def step(
+        fragment: tuple[int, int, int],
+        piece: int,
+        received: torch.Tensor | None,
+        passed: torch.Tensor | None,
+    ) -> None:
+        number, begin, end = fragment
         k, d, dv, ds, v, s = (
             split.of(piece, t).unbind(1)
             for t in (keys, decay, grad_written, grad_states, total_written, totals)
         )
         w = None if erasing is None else split.of(piece, erasing).unbind(1)
-        total = ds[chunks] if received is None else ds[chunks] + received
-        for i in reversed(range(chunks)):
+        total = ds[end + number]
+        later = begun.pop(piece, None) if received is None else received
+        if later is not None:
+            total = total + later
+        for i in reversed(range(begin, end)):
             s[i].copy_(total)
             v[i].copy_(torch.baddbmm(dv[i], k[i], total))
-            total = torch.addcmul(ds[i], total, d[i])
+            total = torch.addcmul(ds[i + number], total, d[i])
             if w is not None:
                 total = torch.baddbmm(total, w[i], v[i], alpha=-1)
-        if passed is not None:
+        if passed is None:
+            begun[piece] = total
+        else:
             passed.copy_(total)
 
-    name = what_is(_GRADS, grad_states.new_empty(0), detail=f"{rows=} {features=} {width=}")
+    detail = f"{rows=} {features=} {width=} sweeps={len(counts)}"
+    name = what_is(_GRADS, grad_states.new_empty(0), detail=detail)
     shapes = [(size, features, width) for size in split.sizes]
-    runtime.of(grad_states, group).relay(group, step, grad_states, shapes, name, reverse=True)
+    on = runtime.of(grad_states, group)
+    for each in reversed(_bounds(counts)):
+        on.relay(group, partial(step, each), grad_states, shapes, name, reverse=each[0] % 2 == 0)
     return total_written, totals
 
 
@@ -143,13 +200,14 @@ def _states_fake(
     erased: torch.Tensor | None,
     values: torch.Tensor,
     decay: torch.Tensor,
-    documents: torch.Tensor | None,
+    agreed: torch.Tensor | None,
+    counts: list[int],
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     world_size_of(group_name)
-    _check_rows(_STATES, keys, erased, decay)
+    _check_rows(_STATES, keys, erased, decay, counts)
     rows, chunks, _, features = keys.shape
-    states = values.new_empty((rows, chunks + 1, features, values.shape[-1]))
+    states = values.new_empty((rows, chunks + len(counts), features, values.shape[-1]))
     return values.new_empty(values.shape), states
 
 
@@ -159,17 +217,18 @@ def _grads_fake(
     keys: torch.Tensor,
     erased: torch.Tensor | None,
     decay: torch.Tensor,
+    counts: list[int],
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     world_size_of(group_name)
-    _check_rows(_GRADS, keys, erased, decay)
+    _check_rows(_GRADS, keys, erased, decay, counts)
     rows, chunks, _, features = keys.shape
     totals = grad_states.new_empty((rows, chunks, features, grad_written.shape[-1]))
     return grad_written.new_empty(grad_written.shape), totals
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    keys, erased, _, decay, _, ctx.group_name = inputs
+    keys, erased, _, decay, _, ctx.counts, ctx.group_name = inputs
     ctx.save_for_backward(keys, erased, decay, *output)
 
 
@@ -178,21 +237,21 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     keys, erased, decay, written, states = ctx.saved_tensors
     total_written, totals = torch.ops.symm_mem._delta_rule_grads(
-        grad_written, grad_states, keys, erased, decay, ctx.group_name
+        grad_written, grad_states, keys, erased, decay, ctx.counts, ctx.group_name
     )
-    before = states[:, :-1]
+    before = before_chunks(states, ctx.counts)
     grad_keys = written @ totals.transpose(-1, -2)
     grad_erased = None if erased is None else -(total_written @ before.transpose(-1, -2))
     grad_decay = (totals * before).sum(-1 if decay.dim() == 3 else (-1, -2))
-    return grad_keys, grad_erased, total_written, grad_decay, None, None
+    return grad_keys, grad_erased, total_written, grad_decay, None, None, None
 
 
 declare(
     Op(
         name=_STATES,
         schema=(
-            "(Tensor keys, Tensor? erased, Tensor values, Tensor decay, Tensor? documents, "
-            "str group_name) -> (Tensor, Tensor)"
+            "(Tensor keys, Tensor? erased, Tensor values, Tensor decay, Tensor? agreed, "
+            "SymInt[] counts, str group_name) -> (Tensor, Tensor)"
         ),
         kernel=_states_kernel,
         fake=_states_fake,
@@ -201,7 +260,7 @@ declare(
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(
             on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 6), on.rand(2, 3), None,
-            on.group_name,
+            [2, 1], on.group_name,
         ),
         internal=True,
     ),
@@ -209,7 +268,7 @@ declare(
         name=_GRADS,
         schema=(
             "(Tensor grad_written, Tensor grad_states, Tensor keys, Tensor? erased, Tensor decay, "
-            "str group_name) -> (Tensor, Tensor)"
+            "SymInt[] counts, str group_name) -> (Tensor, Tensor)"
         ),
         kernel=_grads_kernel,
         fake=_grads_fake,
@@ -219,8 +278,8 @@ declare(
         autocast=autocast.as_they_are,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(
-            on.rand(2, 3, 4, 6), on.rand(2, 4, 5, 6), on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 5),
-            on.rand(2, 3), on.group_name,
+            on.rand(2, 3, 4, 6), on.rand(2, 5, 5, 6), on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 5),
+            on.rand(2, 3), [2, 1], on.group_name,
         ),
         internal=True,
     ),

@@ -66,7 +66,7 @@ def recurs(
 
     if compiled:
         torch._dynamo.reset()
-        layer = torch.compile(layer, fullgraph=True)
+        layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
     out, final = layer(*mine)
     torch.testing.assert_close(out, part(want, layout, rank))
     own = (out * part(weights, layout, rank)).sum()
@@ -108,7 +108,8 @@ def convolves(group: dist.ProcessGroup, kind: str, edges: Sequence[int]) -> None
     rank, layout = group.rank(), layout_of(kind, group.size())
     for taps in (1, 4, 9):
         x = torch.randn(2, 3, LENGTH, dtype=torch.float64, requires_grad=True)
-        weight, bias = torch.randn(3, taps, dtype=torch.float64), torch.randn(3).double()
+        weight = torch.randn(3, taps, dtype=torch.float64, requires_grad=True)
+        bias = torch.randn(3).double()
         weights = torch.randn_like(x)
         bounds = list(edges) or [0, LENGTH]
         documents = [x[..., a:b] for a, b in itertools.pairwise(bounds) if a < b]
@@ -119,13 +120,16 @@ def convolves(group: dist.ProcessGroup, kind: str, edges: Sequence[int]) -> None
             ],
             -1,
         )
-        (needed,) = torch.autograd.grad((want * weights).sum(), x)
+        needed, of_weight = torch.autograd.grad((want * weights).sum(), [x, weight])
         mine = part(x.detach(), layout, rank, -1).requires_grad_()
         how: Any = {"layout": layout, **({"cu_seqlens": edges} if edges else {})}
         out = causal_convolution(mine, weight, bias, group=group, **how)
         torch.testing.assert_close(out, part(want, layout, rank, -1))
         grad_out = part(weights, layout, rank, -1).requires_grad_()
-        (got,) = torch.autograd.grad(out, mine, grad_out, create_graph=True)
+        got, own = torch.autograd.grad(out, [mine, weight], grad_out, create_graph=True)
+        summed = own.detach().clone()
+        dist.all_reduce(summed, group=group)
+        torch.testing.assert_close(summed, of_weight)
         torch.testing.assert_close(got, part(needed, layout, rank, -1))
         # The gradient is linear in that of the output: its derivative is the convolution.
         (again,) = torch.autograd.grad(got, grad_out, mine.detach())

@@ -82,30 +82,37 @@ def causal_convolution(
     name, before = group_name(group), weight.shape[1] - 1
     fragments = fragments_of(_OP, sizes, layout, x.shape[2], name)
     agreed = None if layout is None else torch.tensor(fragments.agreed)
-    documents = None
+    documents: list[torch.Tensor | None] = [None] * len(fragments.lengths)
     if cu_seqlens is not None:
         agreed, each = documents_of(_OP, cu_seqlens, fragments, x.device, before)
-        documents = torch.cat(each)
+        documents = [*each]
     if agreed is not None:
         what = "layout" if cu_seqlens is None else "cu_seqlens"
         same_on_all_ranks(agreed, _OP, what, "pass that of the whole sequence", name)
     if layout is None:
         extended = exchange_halo(x, before, group=name, sizes=sizes)
-    else:
-        ends = halos(x, fragments, before, name).unbind(2)
-        parts = x.split(fragments.lengths, 2)
-        extended = torch.cat([t for pair in zip(ends, parts, strict=True) for t in pair], 2)
-    with torch.autocast(x.device.type, enabled=False):
+        return _convolved(extended, weight, bias, documents[0])
+    ends, parts = halos(x, fragments, before, name).unbind(2), x.split(fragments.lengths, 2)
+    found = []
+    for end, part, own in zip(ends, parts, documents, strict=True):
+        found.append(_convolved(torch.cat([end, part], 2), weight, bias, own))
+    return torch.cat(found, 2)
+
+
+def _convolved(
+    extended: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    """The convolution of positions behind `taps - 1` others."""
+    taps = weight.shape[1]
+    if documents is None and extended.shape[2] < taps:  # no positions, which torch refuses
+        documents = torch.zeros(extended.shape[2], device=extended.device)
+    with torch.autocast(extended.device.type, enabled=False):
         if documents is None:
-            out = F.conv1d(extended, weight.unsqueeze(1), bias, groups=weight.shape[0])
-        else:
-            out = _within_documents(extended, weight, bias, documents)
-    if layout is None:
-        return out
-    # What is between two fragments was convolved with both.
-    sizes = [length + before for length in fragments.lengths]
-    parts = F.pad(out, (0, before)).split(sizes, 2)
-    return torch.cat([p[..., :n] for p, n in zip(parts, fragments.lengths, strict=True)], 2)
+            return F.conv1d(extended, weight.unsqueeze(1), bias, groups=weight.shape[0])
+        return _within_documents(extended, weight, bias, documents)
 
 
 def _within_documents(

@@ -115,10 +115,10 @@ def halos(x: torch.Tensor, fragments: Fragments, rows: int, group_name: str) -> 
     everything = around.narrow(0, ranks - 1 - rank, ranks)
     flat = everything.permute(2, 3, 0, 1, 4).flatten(2)
     with_zero = torch.nn.functional.pad(flat, (0, 1))
-    sweeps = len(fragments.lengths)
     before = _columns(fragments, rank, rows, flat.shape[2])
     columns = torch.tensor(before, dtype=torch.int64, device=x.device)
-    return with_zero.index_select(2, columns).unflatten(2, (sweeps, rows))
+    found = with_zero.index_select(2, columns)
+    return found.view(*x.shape[:2], len(fragments.lengths), rows)
 
 
 def _columns(fragments: Fragments, rank: int, rows: int, zero: int) -> list[int]:

@@ -1,6 +1,8 @@
 """A gated delta layer on each rank's part of a sequence against its compute alone.
 
-The compute alone is the same layer on the same part with nobody before it. Also the chain of states
+The compute alone is the same layer on the same part with nobody before it. In the head-tail layout
+the states pass two fragments of each rank, or (*exchanged*) one exchange each way brings the
+positions to parts in rank order and back. Also the chain of states
 by itself, where ranks begin one after the other, against the simulation of its schedule: `--case
 layer` or `--case chain` runs a part.
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,6 +28,7 @@ from benchmarks.harness import Case, main
 from symm_cp.commands.harness.measure import Row
 from symm_cp.commands.harness.report import Written
 from symm_cp.ops.recurrent.scan import pieces_of
+from symm_cp.schedule.layout import SequenceLayout, head_tail
 from symm_cp.schedule.patterns import RELAY
 from symm_cp.schedule.simulate import simulate
 from symm_cp.schedule.steps import Compute, Step
@@ -45,14 +49,20 @@ class _Layer(nn.Module):
         self.convolution = nn.Parameter(torch.randn(3 * width, 1, KERNEL) / KERNEL)
         self.out = nn.Linear(width, HIDDEN, bias=False)
 
-    def forward(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, group: dist.ProcessGroup, layout: SequenceLayout | None = None
+    ) -> torch.Tensor:
         width = HEADS * FEATURES
         qkv, gate, g, beta = self.mixed(x).split([3 * width, width, HEADS, HEADS], -1)
-        wide = symm_cp.exchange_halo(qkv.transpose(1, 2), KERNEL - 1, group=group)
-        qkv = F.silu(F.conv1d(wide, self.convolution, groups=3 * width)).transpose(1, 2)
-        q, k, v = (t.unflatten(-1, (HEADS, FEATURES)) for t in qkv.split(width, -1))
+        qkv = symm_cp.causal_convolution(
+            qkv.transpose(1, 2), self.convolution.squeeze(1), group=group, layout=layout
+        )
+        q, k, v = (
+            t.unflatten(-1, (HEADS, FEATURES)) for t in F.silu(qkv.transpose(1, 2)).split(width, -1)
+        )
+        decay, strength = -F.softplus(g), beta.sigmoid()
         y, _ = symm_cp.gated_delta_rule(
-            q, k, v, -F.softplus(g), beta.sigmoid(), group=group, normalise=True
+            q, k, v, decay, strength, group=group, normalise=True, layout=layout
         )
         y = F.rms_norm(y, (FEATURES,)).flatten(2) * F.silu(gate)
         result: torch.Tensor = self.out(y)
@@ -65,6 +75,24 @@ def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return groups[group.rank()]
 
 
+def _relaid(x: torch.Tensor, group: dist.ProcessGroup, *, back: bool) -> torch.Tensor:
+    """Head-tail parts (1, S, D) as parts in rank order by one exchange, or the way `back`."""
+    ranks, rank = group.size(), group.rank()
+    chunks = 2 * ranks
+    owners = [min(chunk, chunks - 1 - chunk) for chunk in range(chunks)]
+    held = [chunk for chunk in range(chunks) if owners[chunk] == rank]
+    in_order = [2 * rank, 2 * rank + 1]
+    have, need = (in_order, held) if back else (held, in_order)
+    rows = x.shape[1] // 2
+    goes = [owners[chunk] if back else chunk // 2 for chunk in have]
+    comes = [chunk // 2 if back else owners[chunk] for chunk in need]
+    sent = torch.cat([x[0].split(rows)[i] for i in sorted(range(2), key=goes.__getitem__)])
+    sizes = [[rows * peers.count(peer) for peer in range(ranks)] for peers in (comes, goes)]
+    got = wait_tensor(all_to_all_single_autograd(sent, *sizes, group)).split(rows)
+    order = sorted(range(2), key=comes.__getitem__)
+    return torch.cat([got[order.index(i)] for i in range(2)]).unsqueeze(0)
+
+
 def _layer_cases(group: dist.ProcessGroup, alone: dist.ProcessGroup) -> Iterator[Case]:
     torch.manual_seed(0)
     layer = _Layer()
@@ -72,23 +100,40 @@ def _layer_cases(group: dist.ProcessGroup, alone: dist.ProcessGroup) -> Iterator
     part = whole.split(TOKENS, 1)[group.rank()].detach().requires_grad_()
     leaves = [part, *layer.parameters()]
 
+    layout = head_tail(TOKENS * group.size(), group.size())
+    rows = torch.tensor(list(layout.positions(group.rank())))
+
+    def exchanged() -> torch.Tensor:
+        return _relaid(layer(_relaid(part, group, back=False), group), group, back=True)
+
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "alone": lambda: layer(part, alone),
+        "spread": lambda: layer(part, group),
+        "head-tail, fragments": lambda: layer(part, group, layout),
+        "head-tail, exchanged": exchanged,
+    }
+
     def check() -> None:
-        expected = layer(whole, alone).split(TOKENS, 1)[group.rank()]
-        torch.testing.assert_close(layer(part, group), expected, rtol=1e-3, atol=1e-4)
+        expected = layer(whole, alone)
+        found = layer(part, group)
+        close: dict[str, float] = {"rtol": 1e-3, "atol": 1e-4}
+        torch.testing.assert_close(found, expected.split(TOKENS, 1)[group.rank()], **close)
+        mine = whole[:, rows].detach()
+        by_fragments = layer(mine, group, layout)
+        torch.testing.assert_close(by_fragments, expected[:, rows], **close)
+        in_order = _relaid(mine, group, back=False)
+        assert torch.equal(in_order, whole.split(TOKENS, 1)[group.rank()])
+        assert torch.equal(_relaid(in_order, group, back=True), mine)
 
-    def forward(over: dist.ProcessGroup) -> Callable[[], object]:
-        def run() -> object:
-            with torch.no_grad():
-                return layer(part, over)
+    def forward(run: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        return torch.no_grad()(run)
 
-        return run
-
-    def training(over: dist.ProcessGroup) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(layer(part, over).sum(), leaves)
+    def training(run: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(run().sum(), leaves)
 
     for way, made in (("forward", forward), ("forward and backward", training)):
         name = f"layer {way}, {TOKENS} tokens a rank, {HEADS} heads of {FEATURES}"
-        yield Case(name, {"alone": made(alone), "spread": made(group)}, check, inner=1)
+        yield Case(name, {each: made(run) for each, run in runs.items()}, check, inner=1)
 
 
 def _predicted(alone: float, world_size: int, pieces: int) -> float:

@@ -142,15 +142,7 @@ STRANGERS = {
         "CTRL", {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48}, head="LMHeadModel"
     ),
     "openai": Client("OpenAIGPT", {"n_embd": 32, "n_layer": 2, "n_head": 4}, head="LMHeadModel"),
-    "qwen3-next": Client(
-        "Qwen3Next",
-        {**MOE, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-        | {"layer_types": ["linear_attention", "full_attention"]},
-        dtype=torch.float32,
-    ),
     "mamba": Client("Mamba", {"state_size": 8, "expand": 2}),
-    "mamba2": Client("Mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}),
     "jamba": Client(
         "Jamba",
         {**MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
@@ -158,7 +150,6 @@ STRANGERS = {
         dtype=torch.float32,
     ),
     "lfm2": Client("Lfm2", {"layer_types": ["conv", "full_attention"]}),
-    "falcon-h1": Client("FalconH1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8}),
     "recurrent-gemma": Client("RecurrentGemma", {"num_hidden_layers": 3, "lru_width": 32}),
     "rwkv": Client("Rwkv", {"attention_hidden_size": 32}),
     "gemma3n": Client(
@@ -250,13 +241,10 @@ REFUSED = {
     **dict.fromkeys(
         NOT_THROUGH_INTERFACE, "does not attend through transformers' AttentionInterface"
     ),
-    "qwen3-next": r"'linear_attention' in config\.layer_types",
     "mamba": r"'linear_attention' in config\.layer_types",
-    "mamba2": r"'linear_attention' in config\.layer_types",
     "jamba": r"'linear_attention' in config\.layer_types",
     "recurrent-gemma": r"'linear_attention' in config\.layer_types",
     "lfm2": r"'conv' in config\.layer_types",
-    "falcon-h1": r"'hybrid' in config\.layer_types",
     "doge-whole": "takes '.*' of its attention mask, which is no matrix",
     "mixtral-router-loss": r"MixtralForCausalLM has config\.output_router_logits=True",
     "jetmoe-router-loss": r"JetMoeForCausalLM has config\.output_router_logits=True",

@@ -2,9 +2,9 @@
 
 The compute alone is the same layer on the same part with nobody before it. In the head-tail layout
 the states pass two fragments of each rank, or (*exchanged*) one exchange each way brings the
-positions to parts in rank order and back. Also the chain of states
-by itself, where ranks begin one after the other, against the simulation of its schedule: `--case
-layer` or `--case chain` runs a part.
+positions to parts in rank order and back. Also the chain of states by itself, where ranks begin one
+after the other, against the simulation of its schedule: `--case layer` or `--case chain` runs a
+part.
 
     python benchmarks/recurrent.py --ranks 2 --json benchmarks/results/recurrent.json
 """

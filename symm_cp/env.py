@@ -27,7 +27,8 @@
 
 Unless `SYMM_CP_THREADS` is set, large copies and reductions take all threads that torch has in the
 process (`OMP_NUM_THREADS`, `torch.set_num_threads`) if the ranks of the group have a core for each
-of them, by the cores that they may run on, and else one.
+of them, by the cores that they may run on, and else one. `symm-cp calibrate` measures from which
+size on.
 
 Unless `SYMM_CP_READ_MESSAGES` is set, messages are read there whose sender goes on meanwhile; those
 of one that waits go through a ring, into which both copy at the same time.

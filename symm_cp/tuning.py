@@ -25,13 +25,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import platform
-import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -41,6 +37,7 @@ from symm_cp import accelerators, env, native, trusted
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.liveness import read, share
 from symm_cp.group.memory import Group, StateKey, on_first_use
+from symm_cp.measured import machine_key
 from symm_cp.runtime.all_reduce import in_one_shot
 from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
@@ -224,26 +221,6 @@ def _force(ways: dict[tuple[str, ...], str]) -> None:
 def forced_ways() -> dict[tuple[str, ...], str]:
     """Returns the forced ways, by the ways to choose from."""
     return dict(_forced)
-
-
-@cache
-def processor_name() -> str:
-    """Returns the model of the processor."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
-def machine_key() -> str:
-    """Names the scope of measurements, in names of files: processor, its cores, and torch.
-
-    Machines of several kinds may share a home folder. All cores of the machine count: ranks may
-    be bound to one each.
-    """
-    text = f"{processor_name()} {os.cpu_count()} cores torch {torch.__version__}"
-    return re.sub(r"[^a-z0-9.+]+", "-", text.lower()).strip("-")
 
 
 def machine_path(ranks: int) -> Path:

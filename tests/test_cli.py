@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from symm_cp import cli, native, ranks, tuning
+from symm_cp import cli, measured, native, ranks
 from symm_cp.commands import doctor as doctor_module
 from symm_cp.commands.doctor import accelerated
 from symm_cp.parsing import STDOUT
@@ -279,19 +279,21 @@ def test_json_is_an_option_of_all_reports_alike() -> None:
 
 def test_doctor_lists_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
-    calibrated, tuned = doctor_module.measured()
-    assert (calibrated.state, tuned.state) == ("missing", "missing")
+    calibrated, divided, tuned = doctor_module.measured()
+    assert {calibrated.state, divided.state, tuned.state} == {"missing"}
     assert "symm-cp calibrate --ranks" in calibrated.advice
     assert "symm-cp tune --ranks" in tuned.advice
-    key = tuning.machine_key()
+    key = measured.machine_key()
     names = f"machine_2_{key}.toml", f"machine_4_{key}.toml", f"tuned_2_{key}.json"
-    for name in (*names, "machine_3.toml", f"machine_8_other-{key}.toml"):
+    for name in (*names, f"divided_16_{key}.toml", "machine_3.toml", f"machine_8_other-{key}.toml"):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o644)
         os.utime(tmp_path / name, (0, 86400 * 366))
     (tmp_path / names[1]).chmod(0o666)
-    two, old, four, other, tuned = doctor_module.measured()
-    assert two.state == tuned.state == "ok"
+    two, old, four, other, divided, tuned = doctor_module.measured()
+    assert two.state == divided.state == tuned.state == "ok"
+    assert divided.name == "divided, 16 threads"
+    assert "symm-cp calibrate --threads 16" in divided.detail
     assert f"{tmp_path / names[0]}, 1971-01-0" in two.detail
     assert "symm-cp calibrate --ranks 2" in two.detail
     assert "others can write" in four.detail

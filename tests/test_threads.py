@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +17,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
-from symm_cp import env, native
+from symm_cp import env, measured, native, trusted
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
+from tests.test_run import symm_cp_in
 
 OPS = torch.ops.symm_mem
 #: As csrc/base/team.h numbers them.
@@ -140,6 +144,45 @@ def test_more_threads_than_cores_and_several_pieces(ranks: Ranks) -> None:
     ranks.run(2, same_bits, torch.bfloat16, 4_000_000, (5, 2))
 
 
+OF_THE_ENVIRONMENT = """
+import torch, torch.distributed as dist
+from symm_cp import native
+dist.init_process_group()
+rank, W = dist.get_rank(), dist.get_world_size()
+assert torch.get_num_threads() == 2
+x = torch.arange(300_003, dtype=torch.float64)
+parts = [x * (r + 1) for r in range(W)]
+total, whole, part = parts[rank].clone(), x.new_empty(W * len(x)), x.new_empty(len(x) // 3)
+own = torch.cat(parts)[: W * len(part)]
+dist.all_reduce(total)
+dist.all_gather_into_tensor(whole, parts[rank])
+dist.reduce_scatter_tensor(part, own)
+turned = torch.empty_like(own)
+dist.all_to_all_single(turned, own)
+sent = parts[rank].clone()
+dist.broadcast(sent, 0)
+mine = own.view(W, -1)[rank]
+assert torch.equal(total, sum(parts)) and torch.equal(whole, torch.cat(parts))
+assert torch.equal(part, W * mine) and torch.equal(turned, mine.repeat(W))
+assert torch.equal(sent, x)
+assert native.load().symm_cp_divisions() > 0
+print("right")
+dist.destroy_process_group()
+"""
+
+
+def test_collectives_of_a_program_with_two_threads_by_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OF_THE_ENVIRONMENT)
+    run = symm_cp_in(
+        tmp_path,
+        *("run", "--nproc-per-node", "2", "train.py"),
+        OMP_NUM_THREADS="2",
+        SYMM_CP_THREADS="all",
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("right") == 2
+
+
 def differ(group: dist.ProcessGroup) -> None:
     with threads(1 + group.rank()):
         for length in (100_000, 700_001):
@@ -230,6 +273,73 @@ def exchanges_heads(group: dist.ProcessGroup) -> None:
             assert torch.equal(found[0][1], layout)
             for other in found[1:]:
                 assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
+
+
+def copies(divisions: Callable[[], int], nbytes: int) -> bool:
+    """Copies to and from addresses that begin no page; tells whether the work was divided."""
+    before, start = divisions(), random.randrange(1, 4096)
+    x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    out = torch.zeros(nbytes + 4096, dtype=torch.uint8)
+    native.load().symm_cp_copy(out.data_ptr() + start, x.data_ptr(), nbytes, False)
+    assert torch.equal(out[start : start + nbytes], x)
+    assert not out[:start].any()
+    assert not out[start + nbytes :].any()
+    return divisions() > before
+
+
+def divides_as_measured(group: dist.ProcessGroup) -> None:
+    library = native.load()
+    try:
+        with threads(2) as divisions:
+            assert not copies(divisions, 100 << 10)
+            assert copies(divisions, 200 << 10)
+            library.symm_cp_set_divided_from(2, MIB)
+            assert not copies(divisions, MIB - 1)
+            assert copies(divisions, MIB)
+            library.symm_cp_set_divided_from(2, 1)  # a part is a page at least
+            assert not copies(divisions, 8191)
+            assert copies(divisions, 8192)
+        with threads(3) as divisions:  # not measured
+            assert not copies(divisions, 100 << 10)
+            assert copies(divisions, 200 << 10)
+        library.symm_cp_set_divided_from(0, 0)
+        with threads(2) as divisions:
+            assert not copies(divisions, 100 << 10)
+    finally:
+        library.symm_cp_set_divided_from(0, 0)
+
+
+def test_threads_share_work_from_the_measured_size_on(ranks: Ranks) -> None:
+    ranks.run(1, divides_as_measured)
+
+
+LOADED = """
+import torch, symm_cp
+from symm_cp import native
+torch.set_num_threads(2)
+library = native.load()
+library.symm_cp_set_threads(2, 1)
+x, out = torch.ones(75 << 10), torch.zeros(75 << 10)
+for size in (200 << 10, 300 << 10):
+    library.symm_cp_copy(out.data_ptr(), x.data_ptr(), size, False)
+    print(library.symm_cp_divisions(), end=" ")
+"""
+
+
+def test_the_measured_size_is_read_when_the_library_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = native.library_path().parent
+    (tmp_path / built.name).symlink_to(built)
+    monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
+    for threads, text in (2, measured.to_toml(256 << 10)), (3, "divided_from = -1"), (4, "["):
+        trusted.write(measured.divided_path(threads), text.encode())
+    trusted.write(tmp_path / "divided_2_another-machine.toml", measured.to_toml(1).encode())
+    loaded = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True)
+    assert loaded.stdout == "0 1 ", loaded.stderr
+    for threads, why in (3, "divided_from must be a number of bytes, not -1"), (4, "Invalid"):
+        assert f"not used: {measured.divided_path(threads)}: {why}" in loaded.stderr
+    assert loaded.stderr.count("not used") == 2
 
 
 def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

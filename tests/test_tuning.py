@@ -214,7 +214,7 @@ def test_files_are_those_of_this_kind_of_machine(
         ("torch.__version__", "2.99"),
         ("os.cpu_count", lambda: 7),
     ):
-        monkeypatch.setattr(f"symm_cp.tuning.{attribute}", value)
+        monkeypatch.setattr(f"symm_cp.measured.{attribute}", value)
         names.add(path(2).name)
     assert len(names) == 4
     assert {n.partition("_2_")[2].rpartition(".")[0] for n in names} >= {

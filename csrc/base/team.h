@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 
 namespace symm_cp {
@@ -34,6 +35,9 @@ void set_threads(Threads threads);
 // How many threads a copy engine has of its own; see lane.cpp.
 void set_background_threads(int threads);
 int background_threads();
+// From how many bytes on this many threads share work, as measured (symm-cp calibrate); 0 bytes: as
+// if it had not been measured. With 0 threads it sets that of any number of threads.
+void set_divided_from(int threads, int64_t bytes);
 
 // The cores that threads may run on. In a loop of short parts every thread that has to wait for a
 // core holds up all others for a time slice, some milliseconds: threads are worth it only where
@@ -67,13 +71,11 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  // Work of fewer bytes takes one thread no longer than it takes several to meet.
-  static constexpr int64_t kLeastBytes = int64_t{128} << 10;
-  // Of a part. With more threads than parts some have none.
-  static constexpr int64_t kLeastPart = int64_t{64} << 10;
-
-  // The number of parts into which the calling thread divides work on `bytes`.
-  static int parts_of(int64_t bytes) { return bytes < kLeastBytes ? 1 : parts_of_large(bytes); }
+  // The number of parts into which the calling thread divides work on `bytes`: 1 where it takes one
+  // thread no longer than it takes several to meet.
+  static int parts_of(int64_t bytes) {
+    return bytes < least_bytes_.load(std::memory_order_relaxed) ? 1 : parts_of_large(bytes);
+  }
   // Calls body(part) for each.
   template <class Body>
   static void run(int parts, const Body& body) {
@@ -89,6 +91,14 @@ class Team {
   static void leave_callers_pool();
 
  private:
+  friend void set_divided_from(int threads, int64_t bytes);
+
+  // Not yet measured: work is divided from here on, into parts of at least half of it. With more
+  // threads than parts some have none.
+  static constexpr int64_t kLeastBytes = int64_t{128} << 10;
+  // The least from which any number of threads shares work.
+  static inline std::atomic<int64_t> least_bytes_{kLeastBytes};
+
   static int parts_of_large(int64_t bytes);
   static void run_parts(int parts, void (*body)(void*, int), void* argument);
   int threads();
@@ -99,12 +109,14 @@ class Team {
   Team* outer_;
 };
 
+// The unit in which the system gives out memory, which its first writer has on its own node.
+constexpr int64_t kPage = 4096;
+
 // Calls body(begin, end) for parts of the bytes that begin at `to`: all of a page is written by one
 // thread, since the first to touch a page decides on which memory node it lies. Parts are multiples
 // of `unit` bytes, a power of two up to 64.
 template <class Body>
 void divide_bytes(const void* to, int64_t bytes, int64_t unit, const Body& body) {
-  constexpr int64_t kPage = 4096;
   const int parts = Team::parts_of(bytes);
   if (parts == 1) return body(int64_t{0}, bytes);
   const int64_t first = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) % kPage);
@@ -122,7 +134,7 @@ void divide_rows(int64_t rows, int64_t bytes, const Body& body) {
   const int wanted = Team::parts_of(bytes);
   const int parts = static_cast<int>(std::min<int64_t>(wanted, rows));
   // Few rows, if they are long, are better divided each.
-  if (parts < 2 || (parts < wanted && bytes / rows >= Team::kLeastBytes))
+  if (parts < 2 || (parts < wanted && Team::parts_of(bytes / rows) > 1))
     return body(int64_t{0}, rows);
   Team::run(parts, [&](int part) { body(rows * part / parts, rows * (part + 1) / parts); });
 }

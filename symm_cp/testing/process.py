@@ -159,6 +159,8 @@ def _forget_the_machine(folder: Path) -> None:
     for name in ("machine_path", "tuned_path"):
         usual = getattr(tuning, name)
         setattr(tuning, name, lambda ranks, usual=usual: elsewhere(usual(ranks)))
+    with contextlib.suppress(native.BuildError):
+        native.load().symm_cp_set_divided_from(0, 0)
 
 
 def _join(member: Member) -> dict[int, dist.ProcessGroup | None]:

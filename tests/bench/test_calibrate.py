@@ -7,13 +7,16 @@ import contextlib
 import io
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from symm_cp.commands.bench import calibrate, parsers
+from symm_cp import native
+from symm_cp.commands.bench import calibrate, divisions, parsers
 from symm_cp.commands.bench.calibrate import Point, falls, rising
 from symm_cp.testing import Ranks
 
@@ -91,3 +94,38 @@ def test_ranks_agree_on_their_share_of_a_core(ranks: Ranks) -> None:
     first, second = ranks.run(2, shared)
     assert first == second
     assert 0.0 < first <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("ratios", "size"),
+    [
+        ((1.2, 0.9, 1.1, 0.9, 0.6), 8),  # 2 alone is noise
+        ((1.2, 1.0, 0.9, 0.9, 1.1), 4),  # memory is as fast for one thread
+        ((0.9, 0.8, 0.7, 0.6, 0.5), 1),
+        ((2.0, 2.0, 2.0, 2.0, 0.9), 32),
+    ],
+)
+def test_from_which_size_threads_are_worth_it(ratios: tuple[float, ...], size: int) -> None:
+    assert divisions.smallest_worth({1 << i: ratio for i, ratio in enumerate(ratios)}) == size
+
+
+def compares_threads(group: dist.ProcessGroup) -> tuple[int, int]:
+    """With a clock by which divided work takes 1 s and other work 1 s for each 256 KiB."""
+    library, before = native.load(), torch.get_num_threads()
+    each = itertools.chain.from_iterable((size, size, size, size) for size in divisions.SIZES)
+
+    def seconds(run: Callable[[], object]) -> float:
+        divided, size = library.symm_cp_divisions(), next(each)
+        run()
+        return 1.0 if library.symm_cp_divisions() > divided else size / (256 << 10)
+
+    found = divisions.measure(seconds, 2)
+    assert torch.get_num_threads() == before
+    start = library.symm_cp_divisions()
+    x, out = torch.ones(4 << 20), torch.zeros(4 << 20)
+    library.symm_cp_copy(out.data_ptr(), x.data_ptr(), x.nbytes, False)
+    return found, library.symm_cp_divisions() - start
+
+
+def test_both_ways_are_measured_and_settings_are_restored(ranks: Ranks) -> None:
+    assert ranks.run(1, compares_threads) == [(512 << 10, 0)]

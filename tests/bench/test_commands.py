@@ -6,15 +6,16 @@ import argparse
 import csv
 import itertools
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from symm_cp import native, trusted, tuning
+from symm_cp import measured, native, trusted, tuning
 from symm_cp.cli import main
-from symm_cp.commands.bench import parsers, timeline
+from symm_cp.commands.bench import divisions, parsers, timeline
 from symm_cp.commands.bench.jobs import TORCH
 from symm_cp.commands.harness import report
 from symm_cp.commands.harness.measure import COMMUNICATION, LIMIT, UNFUSED
@@ -73,7 +74,10 @@ def test_bench(tmp_path: Path, run: Callable[..., str]) -> None:
 def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> None:
     """In one test, because each uses the results of the one before."""
     here = tmp_path / "machine.toml"
-    run("calibrate", "--force", "--out", here, "--seconds", "0.01")
+    shown = run("calibrate", "--force", "--out", here, "--seconds", "0.01", "--threads", "2")
+    divided = tomllib.loads((tmp_path / measured.divided_path(2).name).read_text())["divided_from"]
+    assert f"2 threads of a rank divide from {divided >> 10} KiB on: {tmp_path}" in shown
+    assert divided in (*divisions.SIZES, 2 * divisions.SIZES[-1])
     calibrated = machine(str(here))
     assert calibrated.name == report.processor()
     assert {kind.split(".")[0] for kind in calibrated.curves} == set(CURVES)

@@ -23,14 +23,13 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 
 import symm_cp
-from symm_cp import trusted
+from symm_cp import measured, trusted
+from symm_cp.commands.bench import divisions
 from symm_cp.commands.harness.measure import duration, slowest
 from symm_cp.commands.harness.progress import Progress
 from symm_cp.commands.harness.report import keep, processor
 from symm_cp.commands.harness.start import run_command
-from symm_cp.ranks import (
-    quick_barrier,
-)
+from symm_cp.ranks import quick_barrier
 from symm_cp.schedule.machine import Curve, Machine, from_toml, machine, to_toml
 from symm_cp.tensors.results import new_result
 from symm_cp.tuning import machine_path
@@ -464,10 +463,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
-    """Measures as one of the ranks; rank 0 writes the file."""
-    progress = Progress(12) if group.rank() == 0 else None
+    """Measures as one of the ranks; rank 0 writes the files."""
+    threads = args.threads or len(os.sched_getaffinity(0)) // group.size()
+    progress = Progress(13 if threads > 1 else 12) if group.rank() == 0 else None
     try:
-        measured = measure(group, progress, args.seconds, idle=not args.force)
+        found = measure(group, progress, args.seconds, idle=not args.force)
     except BusyError as error:  # on all ranks
         if progress is not None:
             progress.close()
@@ -477,8 +477,18 @@ def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
                 file=sys.stderr,
             )
         return 1
+    divided_from = 0
+    if threads > 1:
+        divided_from = divisions.measure(_Meter(group, None, args.seconds).seconds, threads)
+        if progress is not None:
+            progress.advance("threads")
     if progress is not None:
         progress.close()
-        path = keep(args.out, partial(machine_path, group.size()), to_toml(measured))
-        print(f"{measured.name}, {measured.gpus} ranks: {path}")
+        path = keep(args.out, partial(machine_path, group.size()), to_toml(found))
+        print(f"{found.name}, {found.gpus} ranks: {path}")
+        if threads > 1:
+            place = measured.divided_path(threads)
+            beside = None if args.out is None else args.out.with_name(place.name)
+            path = keep(beside, lambda: place, measured.to_toml(divided_from))
+            print(f"{threads} threads of a rank divide from {divided_from >> 10} KiB on: {path}")
     return 0

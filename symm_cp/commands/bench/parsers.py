@@ -93,6 +93,12 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=positive, default=2, help="processes that measure at once (%(default)s)")
     add("--seconds", type=float, default=0.15, help="approximate time for each point (%(default)s)")
     add(
+        "--threads",
+        type=positive,
+        help="measures from which size a rank with so many threads divides copies and reductions "
+        "among them (default: cores per rank)",
+    )
+    add(
         "--out",
         type=Path,
         metavar="FILE",

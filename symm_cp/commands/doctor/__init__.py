@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, cores, cuda, env, native, trusted, tuning
+from symm_cp import __version__, cores, cuda, env, native, trusted
 from symm_cp.commands.doctor import accelerated
 from symm_cp.commands.doctor.findings import Finding
 from symm_cp.commands.doctor.placement import memory_of_ranks
+from symm_cp.measured import machine_key
 from symm_cp.parsing import STDOUT, write_json
 from symm_cp.tensors.results import result_memory
 
@@ -165,25 +166,27 @@ def numa(system: Path = cores.SYSTEM) -> Finding:
     return Finding("processors", "NUMA", "info", detail)
 
 
-def _files(kind: str, command: str, pattern: str, without: str) -> list[Finding]:
+def _files(
+    kind: str, command: str, pattern: str, without: str, counted: str = "ranks"
+) -> list[Finding]:
     """Lists the files that a command has written; `without`: how ops behave without one."""
     findings = []
     with suppress(env.NoHomeError, OSError):
         for path in sorted(env.build_dir().glob(pattern)):
-            _, ranks, *of_machine = path.stem.split("_", 2)
-            findings.append(_file(path, kind, f"symm-cp {command} --ranks {ranks}", of_machine))
-    advice = f"symm-cp {command} --ranks RANKS"
+            _, count, *of_machine = path.stem.split("_", 2)
+            again = f"symm-cp {command} --{counted} {count}"
+            findings.append(_file(path, f"{kind}, {count} {counted}", again, of_machine))
+    advice = f"symm-cp {command} --{counted} {counted.upper()}"
     return findings or [Finding("measured", kind, "missing", f"not yet: {without}", advice)]
 
 
-def _file(path: Path, kind: str, command: str, of_machine: list[str]) -> Finding:
-    name = f"{kind}, {command.rpartition(' ')[2]} ranks"
+def _file(path: Path, name: str, command: str, of_machine: list[str]) -> Finding:
     when = f"{datetime.datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}"
     advice = f"delete it, then run {command}"
     if not of_machine:
         why = f"not used: {path} does not say for which machine it is"
         return Finding("measured", name, "missing", why, advice)
-    if of_machine != [tuning.machine_key()]:
+    if of_machine != [machine_key()]:
         why = f"{path}, {when}: for another machine or torch"
         return Finding("measured", name, "info", why)
     try:
@@ -197,8 +200,10 @@ def measured() -> list[Finding]:
     """Lists the measurements that ops and predictions use."""
     calibrated = "ops choose their way for a typical machine"
     tuned = "ops choose the way that is faster in a simulation"
+    divided = "threads of a rank share copies and reductions from 128 KiB on"
     return [
         *_files("calibrated", "calibrate", "machine_*.toml", calibrated),
+        *_files("divided", "calibrate", "divided_*.toml", divided, "threads"),
         *_files("tuned", "tune", "tuned_*.json", tuned),
     ]
 

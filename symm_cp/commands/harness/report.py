@@ -14,8 +14,8 @@ import torch
 
 from symm_cp import parsing
 from symm_cp.commands.harness.measure import Row, duration
+from symm_cp.measured import processor_name
 from symm_cp.trusted import write, write_output
-from symm_cp.tuning import processor_name
 
 #: The meaning of the numbers in `line`.
 LEGEND = (

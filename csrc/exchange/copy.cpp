@@ -29,7 +29,6 @@ inline __attribute__((always_inline)) void copy_block(char* to, const char* from
 // Returns how much it has copied. Two pages at a time: the processor fetches ahead within a page
 // only, so that it fetches twice as far ahead.
 int64_t stream_pages(char* to, const char* from, int64_t bytes) {
-  constexpr int64_t kPage = 4096;
   int64_t at = 0;
   for (; at + 2 * kPage <= bytes; at += 2 * kPage) {
     for (int64_t in_page = at; in_page < at + kPage; in_page += kBlock) {
@@ -75,9 +74,11 @@ PlaneCopy merged(const PlaneCopy& copy) {
   return {{to.data, 0, to.pitch}, {from.data, 0, from.pitch}, 1, rows, planes * row, streaming};
 }
 
-// The bytes written to a plane of contiguous rows before the next plane's turn: then the other
-// planes' parts of the rows that are read are still in the nearest cache.
-constexpr int64_t kRun = 256;
+// The bytes written to a plane of contiguous rows before the next plane's turn. Planes are often a
+// power of two apart, so that all writes fall into a few sets of the nearest cache: with runs of
+// 256 bytes, packing 256 KiB took 1.6 times as long as a copy on an Intel Xeon, with 1024 1.15
+// times. Runs of all rows took longer from 1 MiB on.
+constexpr int64_t kRun = 1024;
 
 // A few rows of each plane in turn: where planes are side by side on one of the sides, its memory
 // is passed about in order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from symm_cp import cores
+from symm_cp import cores, native
 from symm_cp.commands import doctor
 from tests.test_run import symm_cp_in
 
@@ -151,3 +152,30 @@ def test_more_ranks_than_cores(tmp_path: Path) -> None:
     assert "symm-cp: --numa: socket" in started.stderr
     assert "Traceback" not in started.stderr
     assert "ran" not in started.stdout
+
+
+REFUSED = """
+#include <errno.h>
+#include <stddef.h>
+int sched_setaffinity(int pid, size_t size, const void* mask) {
+  errno = EPERM;
+  return -1;
+}
+"""
+
+
+def test_a_system_that_refuses_to_bind(tmp_path: Path) -> None:
+    """The program does not run on other cores than it was given."""
+    source, stub = tmp_path / "refused.c", tmp_path / "refused.so"
+    source.write_text(REFUSED)
+    compiler = shlex.split(native.find_compiler())
+    subprocess.run([*compiler, "-xc", "-shared", "-fPIC", "-o", stub, source], check=True)
+    command = ("exec", "--numa", "node", "--", sys.executable, "-c", "print('ran')")
+    rank = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    started = symm_cp_in(tmp_path, *command, **rank, LD_PRELOAD=str(stub))
+    assert started.returncode == 2
+    assert "symm-cp: --numa: [Errno 1] Operation not permitted" in started.stderr
+    assert "Traceback" not in started.stderr
+    assert "ran" not in started.stdout
+    bound = symm_cp_in(tmp_path, *command, **rank)
+    assert (bound.returncode, bound.stdout) == (0, "ran\n"), bound.stderr

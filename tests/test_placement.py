@@ -1,8 +1,11 @@
-"""`symm-cp doctor` beside running ranks: where their memory lies."""
+"""`symm-cp doctor` beside running ranks: where their memory lies, by first touch and by policy."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -16,12 +19,14 @@ from symm_cp.commands.doctor.placement import Owned, memory_of_ranks, owned
 from symm_cp.testing import Ranks
 
 _MIB = 1 << 20
-#: As Linux 6.1 writes them, on a machine with two nodes.
+#: set_mempolicy of x86-64 and of the others, and its policy by which all memory is of some nodes.
+_SET_MEMPOLICY, _MPOL_BIND = 238 if platform.machine() == "x86_64" else 237, 2
+#: As Linux 6.1 writes them, on a machine with two nodes, under `numactl --membind 1` in part.
 NUMA_MAPS = r"""
 7f00 default file=/memfd:symm_cp:41:group\0400\040(deleted) N0=512 N1=256 kernelpagesize_kB=4
 7f04 default file=/memfd:symm_cp:41:group\0400\040(deleted) N1=1 kernelpagesize_kB=2048
 7f0000800000 default file=/memfd:symm_cp:42:tensors\040(deleted) N0=1024 kernelpagesize_kB=4
-7f0000c00000 default file=/memfd:symm_cp:41:tensors\040(deleted) N1=1024 kernelpagesize_kB=4
+7f0000c00000 bind:1 file=/memfd:symm_cp:41:tensors\040(deleted) N1=1024 kernelpagesize_kB=4
 7f0001000000 default file=/memfd:symm_cp-board\040(deleted) dirty=1 N0=1 kernelpagesize_kB=4
 7f0001400000 default heap anon=12 dirty=12 N0=12 kernelpagesize_kB=4
 """
@@ -91,3 +96,25 @@ def test_running_ranks_are_seen_from_any_process(ranks: Ranks) -> None:
                 re.search(rf"group .*, rank {rank}: [\d.]+ MiB", each) for each in of_process
             )
             assert any(re.search(r"tensors: [\d.]+ MiB on node", each) for each in of_process)
+
+
+def under_a_policy(group: dist.ProcessGroup) -> list[str]:
+    """As `numactl --membind 0` does, before the memory is taken."""
+    libc, nodes = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(1)
+    if libc.syscall(_SET_MEMPOLICY, _MPOL_BIND, ctypes.byref(nodes), ctypes.c_ulong(64)):
+        return [os.strerror(ctypes.get_errno())]
+    x = symm_mem.empty((_MIB,), device="cpu")
+    symm_mem.rendezvous(x, group)
+    text = Path("/proc/self/numa_maps").read_text()
+    assert re.search(r" bind:0 file=/memfd:symm_cp:\d+:tensors", text), text
+    own = f"process {os.getpid()}, "
+    return [found.detail for found in memory_of_ranks() if found.name.startswith(own)]
+
+
+def test_memory_of_ranks_that_are_bound_to_a_node(ranks: Ranks) -> None:
+    with ranks.own(2, under_a_policy) as running:
+        for outcome in running.outcomes():
+            assert outcome.result is not None, outcome
+            if outcome.result == [os.strerror(errno.EPERM)]:
+                pytest.skip("this container may not set policies of memory")
+            assert outcome.result == ["4.0 MiB on node 0"], outcome

@@ -2,8 +2,8 @@
 
     python benchmarks/few_rows.py --ranks 2 --json benchmarks/results/few_rows.json
 
-"chosen" is the bare call, which is native up to 64 MiB, and with an all-reduce at any size; the ways
-that are forced are carried out by the kernels in Python.
+"chosen" is the bare call, which is native up to 64 MiB, and with an all-reduce at any size; the
+ways that are forced are carried out by the kernels in Python.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 from symm_cp import cli
 from symm_cp.commands.explain import report
 from tests.exhaustive import exhaustive
+from tests.html_page import Page
 from tests.test_run import symm_cp_in
 
 #: A block of torch's own tensor parallelism, and a collective that has no fused form.
@@ -48,7 +49,8 @@ def test_a_program_of_two_ranks(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
-    done = symm_cp_in(tmp_path, "explain", "--json", "out.json", "--", *map(str, command))
+    outputs = ("--json", "out.json", "--html", "out.html")
+    done = symm_cp_in(tmp_path, "explain", *outputs, "--", *map(str, command))
     assert done.returncode == 0, done.stderr
     assert "rank 0: 2 of 3 collectives fused; about 1 us" in done.stdout
     assert "(2 KiB on 2 ranks): fused into fused_matmul_all_reduce" in done.stdout
@@ -59,6 +61,16 @@ def test_a_program_of_two_ranks(tmp_path: Path) -> None:
     assert [(graph["rank"], graph["graph"]) for graph in graphs] == [
         (rank, number) for rank in range(2) for number in (1, 2, 3)
     ]
+    shown = Page((tmp_path / "out.html").read_text())
+    shown.check(graphs)
+    assert shown.headings[0] == "rank 0, graph 1"
+    for graph in graphs:
+        total, exposed = (graph["timeline"][f"{kind}_us"] for kind in ("total", "exposed"))
+        assert 0 < exposed < total
+        text = (
+            f"graph {graph['graph']}: about {total:.4g} us (predicted), of which {exposed:.4g} us"
+        )
+        assert text in done.stdout
 
 
 #: The same block uncompiled, twice; and a sum that is not one of products any more.

@@ -1,16 +1,14 @@
 #include "backend/backend_work.h"
 
 #include <ATen/ATen.h>
-#include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/record_function.h>
 
-#include <string_view>
 #include <thread>
 #include <utility>
 
 #include "base/error.h"
 #include "base/helper_thread.h"
+#include "base/profiler_event.h"
 #include "base/python.h"
 #include "channel/group.h"
 
@@ -25,39 +23,17 @@ void Collective::deliver() {
 }
 
 void Collective::finish_event() {
-  if (const auto end = std::exchange(end_event, nullptr)) end();
+  if (const auto begun = std::exchange(event, nullptr)) begun->end();
 }
 
-namespace {
-
-struct Event {
-  explicit Event(at::StepCallbacks&& callbacks) : record(std::move(callbacks)) {}
-  std::string name;
-  std::vector<c10::IValue> inputs;
-  at::RecordFunction record;  // refers to the name and the inputs
-};
-
-}  // namespace
-
-void Collective::begin_event(at::TensorList inputs) {
-  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
-  if (!callbacks) return;
-  auto event = std::make_shared<Event>(std::move(*callbacks));
-  event->name = std::string("symm_cp:") + op;
-  for (const at::Tensor& input : inputs) event->inputs.emplace_back(input);
-  event->record._setAsync();
-  event->record.before(std::string_view(event->name), &event->inputs);
-  // With the calling thread's state, by which the profiler finds its data in the thread that ends
-  // it.
-  end_event = at::wrapPropagateTLSState([event] { event->record.end(); });
-}
+void Collective::begin_event(at::TensorList inputs) { event = ProfilerEvent::begin(op, inputs); }
 
 // --- Ending --------------------------------------------------------------------------------------
 
 Ending::Ending(Collective collective, size_t exchanges)
     : collective_(std::move(collective)),
       outputs_(collective_.outputs),
-      has_work_(collective_.delivers() || collective_.end_event),
+      has_work_(collective_.delivers() || collective_.event != nullptr),
       remaining_(exchanges),
       ended_(exchanges == 0) {}
 

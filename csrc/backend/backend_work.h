@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/profiler_event.h"
 #include "exchange/exchange.h"
 #include "messages/messages.h"
 
@@ -37,10 +38,10 @@ struct Collective {
   std::vector<Exchange> exchanges;
   std::vector<at::Tensor> kept;  // their memory is read or written
   std::vector<std::pair<at::Tensor, at::Tensor>>
-      results;                      // at the end: to the first from the other
-  std::vector<at::Tensor> outputs;  // of the call, in torch's order
-  std::function<void()> conclude;   // at the end: processes the received data
-  std::function<void()> end_event;  // of torch's profiler
+      results;                           // at the end: to the first from the other
+  std::vector<at::Tensor> outputs;       // of the call, in torch's order
+  std::function<void()> conclude;        // at the end: processes the received data
+  std::shared_ptr<ProfilerEvent> event;  // null unless a profiler observes
 
   bool delivers() const { return !results.empty() || conclude; }
   // Makes the results that do not lie in the caller's tensors yet.

@@ -3,6 +3,7 @@
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "base/profiler_event.h"
 #include "base/python.h"
 #include "ops/kernels.h"
 
@@ -27,9 +28,11 @@ constexpr int64_t kWakeBytes = int64_t{64} << 10;
 // storage, not the tensor: the work is registered under the tensor.
 class Transfer : public c10d::Work {
  public:
-  Transfer(std::shared_ptr<Group> group, int64_t number, at::Tensor input, c10::Storage output)
+  Transfer(std::shared_ptr<Group> group, int64_t number, std::shared_ptr<ProfilerEvent> event,
+           at::Tensor input, c10::Storage output)
       : group_(std::move(group)),
         number_(number),
+        event_(std::move(event)),
         input_(std::move(input)),
         output_(std::move(output)) {}
 
@@ -41,6 +44,7 @@ class Transfer : public c10d::Work {
     } catch (const std::exception& error) {
       TORCH_CHECK(false, error.what());
     }
+    if (event_) event_->await();
     input_.reset();
     return true;
   }
@@ -48,6 +52,7 @@ class Transfer : public c10d::Work {
  private:
   std::shared_ptr<Group> group_;
   int64_t number_;
+  std::shared_ptr<ProfilerEvent> event_;  // null unless a profiler observes
   at::Tensor input_;
   c10::Storage output_;
 };
@@ -124,7 +129,7 @@ bool rows_adjoin(const at::Tensor& tensor) {
 
 // A plain input may be overwritten once this has returned. `output`: to be written to; none for a
 // new tensor, which is returned.
-at::Tensor start_transfer(const std::shared_ptr<Group>& group, CheckedCall& call,
+at::Tensor start_transfer(const char* op, const std::shared_ptr<Group>& group, CheckedCall& call,
                           const at::Tensor& given, at::Tensor output = {}) {
   at::Tensor input = given.contiguous();
   if (!output.defined()) output = new_output(given, call.output_shape);
@@ -135,9 +140,12 @@ at::Tensor start_transfer(const std::shared_ptr<Group>& group, CheckedCall& call
   if (!in_place && input.is_same(given) && !starts_at_once(*group, call.exchange))
     input = given.clone();
   call.bind(input.const_data_ptr(), output.mutable_data_ptr());
-  const Started started = start(*group, call.exchange, call.background);
+  const std::shared_ptr<ProfilerEvent> event = ProfilerEvent::begin(op, given);
+  Done done;
+  if (event) done = [event](const std::string& /*failure*/) { event->end(); };
+  const Started started = start(*group, call.exchange, call.background, std::move(done));
   c10d::register_work(
-      output, c10::make_intrusive<Transfer>(group, started.number, input, output.storage()));
+      output, c10::make_intrusive<Transfer>(group, started.number, event, input, output.storage()));
   return output;
 }
 
@@ -176,7 +184,7 @@ void background_all_gather(const c10::OperatorHandle& op, Stack* stack) {
   const auto body = [&](const std::shared_ptr<Group>& group) {
     const at::Tensor& shard = arguments.tensor(0);
     const auto call = gather_call(*group, shard, arguments.sizes(2, *group));
-    output = start_transfer(group, *call, shard);
+    output = start_transfer(kGather, group, *call, shard);
   };
   if (in_test_mode() || !guarded(kGather, arguments, 1, kAsync, body))
     return call_python(op, stack);
@@ -190,7 +198,7 @@ void background_reduce_scatter(const c10::OperatorHandle& op, Stack* stack) {
   const auto body = [&](const std::shared_ptr<Group>& group) {
     const at::Tensor& whole = arguments.tensor(0);
     const auto call = scatter_call(*group, whole, arguments.text(1), arguments.sizes(3, *group));
-    output = start_transfer(group, *call, whole);
+    output = start_transfer(kScatter, group, *call, whole);
   };
   if (in_test_mode() || !guarded(kScatter, arguments, 2, kAsync, body))
     return call_python(op, stack);
@@ -212,7 +220,7 @@ void background_all_gather_out(const c10::OperatorHandle& op, Stack* stack) {
         !shard.is_contiguous() || shard.const_data_ptr() == place || !overlap(shard, output),
         kGatherOut, ": tensor must not share memory with out, unless it is part ", group->rank(),
         " of it");
-    start_transfer(group, *call, shard, output);
+    start_transfer(kGatherOut, group, *call, shard, output);
   };
   if (in_test_mode() || !guarded(kGatherOut, arguments, 1, kAsync, body))
     return call_python(op, stack);
@@ -229,7 +237,7 @@ void background_reduce_scatter_out(const c10::OperatorHandle& op, Stack* stack) 
     check_out(kScatterOut, "out", output, call->output_shape, whole.scalar_type());
     TORCH_CHECK_VALUE(!whole.is_contiguous() || !overlap(whole, output), kScatterOut,
                       ": tensor must not share memory with out");
-    start_transfer(group, *call, whole, output);
+    start_transfer(kScatterOut, group, *call, whole, output);
   };
   if (in_test_mode() || !guarded(kScatterOut, arguments, 2, kAsync, body))
     return call_python(op, stack);

@@ -1,5 +1,7 @@
 """`symm-cp explain -- COMMAND`: what the passes make of each graph that a program compiles.
 
+`--html FILE` writes a page that shows a predicted timeline of each graph and these lists.
+
 With `--eager` the program runs uncompiled, and the list is of the collectives that it calls: which
 of them an op of `symm_cp` could fuse with what is next to it (`symm_cp/inductor/eager.py`).
 
@@ -22,8 +24,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from symm_cp import page
 from symm_cp.commands import run
 from symm_cp.parsing import STDOUT, add_json, write_json
+from symm_cp.trusted import write_output
 
 HELP = "run a program, and list the collectives of its compiled graphs: fused, or why not"
 
@@ -31,9 +35,16 @@ HELP = "run a program, and list the collectives of its compiled graphs: fused, o
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp explain`."""
     parser.usage = (
-        "symm-cp explain [-h] [--json [FILE]] [--eager] [--backend-for NAMES] -- COMMAND ..."
+        "symm-cp explain [-h] [--json [FILE]] [--html FILE] [--eager] [--backend-for NAMES] "
+        "-- COMMAND ..."
     )
     add_json(parser, "the graphs of all processes")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page with a predicted timeline of each graph to this file",
+    )
     parser.add_argument(
         "--eager",
         action="store_true",
@@ -64,6 +75,9 @@ def main(args: argparse.Namespace) -> int:
     if args.json is not None:
         found = {"graphs": graphs, "graph_breaks": breaks}
         write_json(args.json, {"command": command, "exit_code": code, **found})
+    if args.html is not None:
+        args.html.parent.mkdir(parents=True, exist_ok=True)
+        write_output(args.html, page.document(graphs, breaks, command=command))
     if args.json != STDOUT:
         print(report(graphs, breaks))
     if code:
@@ -115,11 +129,7 @@ def report(graphs: list[dict[str, Any]], breaks: Mapping[str, int] = MappingProx
         "communication are left in the open (predicted)"
     ]
     for graph in own:
-        title = f"graph {graph['graph']}"
-        if graph.get("eager"):
-            fusible = sum(bool(each["could_be"]) for each in graph["collectives"])
-            title = f"called by uncompiled code; ops could fuse {fusible}"
-        lines += [title, *map(_line, graph["collectives"])]
+        lines += [page.title_of(graph) + _timeline(graph), *map(_line, graph["collectives"])]
     lines += broken
     advice = Counter(each["advice"] for each in decisions if each["advice"])
     lines += ["what to change:"] if advice else []
@@ -130,17 +140,23 @@ def report(graphs: list[dict[str, Any]], breaks: Mapping[str, int] = MappingProx
     return "\n".join(lines)
 
 
+def _timeline(graph: Mapping[str, Any]) -> str:
+    timeline = graph.get("timeline")
+    if not timeline:
+        return ""
+    return (
+        f": about {timeline['total_us']:.4g} us (predicted), of which "
+        f"{timeline['exposed_us']:.4g} us wait for communication"
+    )
+
+
 def _line(each: dict[str, Any]) -> str:
-    if each["fused_into"]:
-        fate = f"fused into {each['fused_into']}"
-    elif each["runs_as"]:
-        fate = f"runs as {each['runs_as']}: {each['reason']}"
-    else:
-        fate = f"left alone: {each['reason']}"
     size = f"{each['bytes'] / 1024:.4g} KiB"
     calls = f", {each['calls']} calls" if each["calls"] > 1 else ""
     exposed = f", about {each['exposed_us']:.3g} us" if each["exposed_us"] else ""
-    return f"- {each['name']} ({size} on {each['ranks']} ranks{calls}{exposed}): {fate}"
+    return (
+        f"- {each['name']} ({size} on {each['ranks']} ranks{calls}{exposed}): {page.fate_of(each)}"
+    )
 
 
 def _fates(graphs: list[dict[str, Any]]) -> list[Any]:

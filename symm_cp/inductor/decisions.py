@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch._dynamo.utils import counters
 
+from symm_cp import page
 from symm_cp.inductor import advice as advices
 from symm_cp.tuning import Choice
 
@@ -48,6 +50,8 @@ class Report:
     ways: dict[str, Choice] = field(default_factory=dict)
     #: Why the compiler broke a graph, and how often: what lies there ran uncompiled, unseen.
     breaks: dict[str, int] = field(default_factory=dict)
+    #: The graphs as `symm-cp explain --json` writes them: collectives with costs, and a timeline.
+    graphs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def fused(self) -> list[Decision]:
@@ -83,6 +87,10 @@ class Report:
         lines += ["What to change:"] if self.advice else []
         lines += [f"- {', '.join(names)}: {advice}" for advice, names in self.advice.items()]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Returns the report with the graphs' timelines, as notebooks show it."""
+        return page.fragment(self.graphs, self.breaks, self.advice)
 
 
 def graph_breaks(before: Mapping[str, int] | None = None) -> dict[str, int]:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from symm_cp.inductor import notes
+from symm_cp.inductor import costs, graphs, notes
 from symm_cp.inductor.decisions import Decision
 from symm_cp.inductor.neighbours import ATTENTION, GROUPED, MATMULS, MOVES
 
@@ -109,8 +109,8 @@ class Watch(TorchDispatchMode):
             if op:
                 reason = f"it is next to {others}: symm_cp.{op} could run here"
             decision = Decision(kind, group, None, reason, bool(op), advice=_ADVICE if op else "")
-            received = notes.received(kind, nbytes, ranks)
-            described = notes.described(decision, nbytes, ranks, received, calls)
+            exposed = costs.transfer_us(costs.received(kind, nbytes, ranks), ranks)
+            described = graphs.decision(decision, nbytes, ranks, exposed, calls)
             yield {**described, "could_be": op or None}
 
     def _note(self, func: Any, name: str, given: dict[str, Any], results: Any) -> None:

@@ -103,7 +103,7 @@ def _matches(tracer: Tracer, wait: Node, options: Options) -> tuple[list[_Match]
             if user.target not in MATMULS:
                 continue
             if left(user) is not node:
-                reasons.append(f"{user.name} sums over the gathered rows")
+                reasons.append(f"{user.name} {_as_right_operand(traced)}")
                 continue
             match: _Match | str = (
                 why_unsupported(user) or why_too_small([user], options) or _match(user, traced)
@@ -113,6 +113,15 @@ def _matches(tracer: Tracer, wait: Node, options: Options) -> tuple[list[_Match]
             else:
                 reasons.append(f"{user.name}: {match}")
     return matches, reasons
+
+
+def _as_right_operand(traced: Traced) -> str:
+    """Returns what a matmul does with a gathered tensor that is not its left operand."""
+    assert traced.ranks is not None
+    exposed = expose(traced.axes, traced.ranks)
+    if exposed is not None and exposed[0] == len(exposed[2]) - 2:
+        return "sums over the gathered rows"
+    return "takes what is gathered as its right operand, as a weight"
 
 
 def _match(matmul: Node, traced: Traced) -> _Match | str:

@@ -37,8 +37,9 @@ def _sources() -> str:
 
 #: By the name of a node that was in a graph before the passes: its op, and the bytes it is given.
 Before = dict[str, tuple[str, int]]
-#: Called with the decisions on each graph.
-listeners: list[Callable[[Before, Report], None]] = []
+#: Called with each graph after a pass: what was in it before, the decisions, and the graph. That of
+#: forward and backward together, which is split afterwards, comes with True.
+listeners: list[Callable[[Before, Report, Graph, bool], None]] = []
 
 
 def _given(graph: Graph) -> Before:
@@ -73,7 +74,7 @@ class Pass(CustomGraphPass):
             self._run(graph, self.options)
         report.decisions = _final(report)
         for listen in listeners:
-            listen(before, report)
+            listen(before, report, graph, self._run is fuse_joint)
         for decision in report.decisions:
             record(decision)
         if self.options.strict:

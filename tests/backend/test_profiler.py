@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -72,21 +75,6 @@ def observed(group: dist.ProcessGroup) -> None:
                 assert event.is_async
                 assert event.input_shapes == shapes, (name, event.input_shapes)
                 assert event.cpu_time_total >= 0
-    # A call in the background lasts until the peers come.
-    with torch.profiler.profile() as profile:
-        if rank == 0:
-            work = dist.all_reduce(torch.ones(300_000), group=ours, async_op=True)
-            dist.barrier(group)
-        else:
-            dist.barrier(group)
-            torch.ones(2_000_000).sort()
-            work = dist.all_reduce(torch.ones(300_000), group=ours, async_op=True)
-        assert work is not None
-        work.wait()
-    (event,) = events(profile, "all_reduce")
-    (waited,) = (each for each in profile.events() if each.name == "gloo:barrier")
-    if rank == 0:
-        assert event.time_range.end > waited.time_range.end
     # Messages.
     with torch.profiler.profile(record_shapes=True) as profile:
         if rank == 0:
@@ -115,6 +103,82 @@ def observed(group: dist.ProcessGroup) -> None:
 
 def test_events(ranks: Ranks) -> None:
     ranks.run(3, observed)
+
+
+_DELAY = 0.2  # seconds by which rank 1 comes late
+
+
+def in_background(group: dist.ProcessGroup) -> dict[str, Callable[[], Callable[[], object]]]:
+    """Calls that return what waits for their transfer, by the names of their events."""
+    ours, wait = shared(group), torch.ops._c10d_functional.wait_tensor
+    small, large = torch.ones(64), torch.ones(300_000)
+    whole = torch.ones(2 * small.numel())
+
+    def all_reduce() -> Callable[[], object]:
+        work = dist.all_reduce(large, group=ours, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def transfer(op: torch._ops.OpOverload, *args: object) -> Callable[[], Callable[[], object]]:
+        def start() -> Callable[[], object]:
+            result = op(*args)
+            return lambda: wait(result)
+
+        return start
+
+    ops, name = torch.ops.symm_mem, group.group_name
+    return {
+        "all_reduce": all_reduce,
+        "_low_contention_all_gather": transfer(ops._low_contention_all_gather, large, name),
+        "_low_contention_reduce_scatter": transfer(
+            ops._low_contention_reduce_scatter, large, "sum", name
+        ),
+        # Such a small one is carried out by the thread that waits for it.
+        "_low_contention_all_gather_out": transfer(
+            ops._low_contention_all_gather_out, small, name, whole
+        ),
+    }
+
+
+def covers_the_work(group: dist.ProcessGroup, folder: Path) -> None:
+    """The event lasts from the call until the transfer has ended, also as Perfetto reads it."""
+    for name, start in in_background(group).items():
+        start()()  # ranks find each other
+        with torch.profiler.profile() as profile:
+            if group.rank() == 0:
+                wait = start()
+                dist.barrier(group)
+            else:
+                dist.barrier(group)
+                time.sleep(_DELAY)
+                wait = start()
+            wait()
+        (event,) = events(profile, name)
+        assert event.is_async, name
+        if group.rank() == 0:
+            assert event.time_range.elapsed_us() >= _DELAY * 1e6, (name, event.time_range)
+            trace = folder / f"{name}.json"
+            profile.export_chrome_trace(str(trace))
+            shown = json.loads(trace.read_text())["traceEvents"]
+            (duration,) = [each["dur"] for each in shown if each["name"] == f"symm_cp:{name}"]
+            assert duration >= _DELAY * 1e6, name
+
+
+def test_events_of_the_background(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, covers_the_work, tmp_path)
+
+
+def ends_after_the_profile(group: dist.ProcessGroup) -> None:
+    """A profiler that is stopped first does no harm, and the result is right."""
+    x = torch.ones(300_000)
+    with torch.profiler.profile() as profile:
+        result = torch.ops.symm_mem._low_contention_all_gather(x, group.group_name)
+    assert len(events(profile, "_low_contention_all_gather")) <= 1
+    assert torch.equal(torch.ops._c10d_functional.wait_tensor(result), torch.ones(600_000))
+
+
+def test_an_event_that_ends_after_the_profile(ranks: Ranks) -> None:
+    ranks.run(2, ends_after_the_profile)
 
 
 def ops_observed(group: dist.ProcessGroup) -> None:

@@ -276,9 +276,15 @@ def reports(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 6)
 
     def summed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ funcol.all_gather_tensor(w[:4], 0, group)
+
+    def as_weight(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return w.mT @ funcol.all_gather_tensor(x, 0, group).mT
 
     with compiling():
+        report = inductor.explain(as_weight, x, w)
+        assert [d.fused_into for d in report.decisions] == [None]
+        assert "takes what is gathered as its right operand" in str(report)
         report = inductor.explain(summed, x, w)
         assert [d.fused_into for d in report.decisions] == [None]
         assert "sums over the gathered rows" in str(report)

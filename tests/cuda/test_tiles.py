@@ -15,6 +15,7 @@ from symm_cp import tuning
 from symm_cp.group import memory
 from symm_cp.ops.matmul import by_tiles
 from symm_cp.testing import Ranks
+from tests.cuda import test_plans
 from tests.exhaustive import exhaustive, some
 
 # What runs another way although tiles are forced: the gathered dimension, the shape of a shard.
@@ -108,6 +109,7 @@ def matmuls(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None:
         check_gather(group, choose)
         check_scatter(group, choose)
         # No call is left to a plan, which would compare the number of the call it recorded.
+        assert test_plans.refusal() == "a kernel compares the number of the call"
         assert (gathered.call_count, scattered.call_count) == (3, 3)
         assert made.machine.polling_kernels == 3
         assert {str(choice) for choice in choices.values()} == {"tiles (forced)"}

@@ -75,7 +75,7 @@ def spans_hosts(group: Group, device: torch.device) -> bool:
 
 
 def kernels_count(group: Group, device: torch.device) -> bool:
-    """Whether kernels and streams may wait for each other in a call of a group, here and now.
+    """Whether kernels and streams can wait for each other in a call of a group, here and now.
 
     Where ranks signal by kernels, these might find no multiprocessor free while one polls on all of
     them; and the number of a call cannot change in a graph. Collective at the first call.

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 import symm_cp
 from benchmarks.harness import Case, main
+from symm_cp.cuda.kernels import tile_matmul
 from symm_cp.cuda.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.cuda.kernels.arrival_attention import arrival_attention as arrival_attention_kernel
 from symm_cp.ops.attention import arrival as arrival_attention
@@ -45,6 +46,14 @@ TILINGS = (
     Tiling(128, 64, 4, 3),
     Tiling(64, 64, 4, 3),
     Tiling(128, 128, 8, 3),
+)
+
+#: Other tilings of the matmuls by tiles.
+PRODUCT_TILINGS = (
+    tile_matmul.Tiling(128, 256, 64, 8, 3),
+    tile_matmul.Tiling(128, 128, 64, 8, 3),
+    tile_matmul.Tiling(128, 128, 64, 4, 3),
+    tile_matmul.Tiling(128, 128, 32, 8, 4),
 )
 
 gather_matmul = device_kernels["fused_all_gather_matmul"]
@@ -88,7 +97,10 @@ def matmuls(group: dist.ProcessGroup) -> Iterator[Case]:
         out = torch.empty(rows * W, feed // W, device=DEVICE, dtype=DTYPE)
 
         def check_gather(x: Any = x, up: Any = up, full: Any = full, model: str = model) -> None:
-            close(gather_matmul(x, [up], 0, name)[1][0], full @ up, f"all-gather-matmul {model}")
+            for way in ("shards", "tiles"):
+                with symm_cp.tuning.forced(way):
+                    product = gather_matmul(x, [up], 0, name)[1][0]
+                close(product, full @ up, f"all-gather-matmul {model}, {way}")
 
         yield case(
             f"all-gather-matmul, {model} up",
@@ -97,6 +109,9 @@ def matmuls(group: dist.ProcessGroup) -> Iterator[Case]:
                 "fused": lambda x=x, up=up: gather_matmul(x, [up], 0, name, return_A=False),
                 "torch's": lambda x=x, up=up: symm_mem._fused_all_gather_matmul(
                     x, [up], 0, name, return_A=False
+                ),
+                "fused, tiles": lambda x=x, up=up: by_tiles(
+                    lambda: gather_matmul(x, [up], 0, name, return_A=False)
                 ),
                 "unfused": lambda x=x, up=up: wait(low_gather(x, name)) @ up,
             },
@@ -108,7 +123,10 @@ def matmuls(group: dist.ProcessGroup) -> Iterator[Case]:
             total = (wide @ down).float().cpu()
             dist.all_reduce(total, group=group)
             own = total.chunk(W)[group.rank()].to(DEVICE)
-            close(matmul_scatter(wide, down, "sum", 0, name), own, f"matmul-reduce-scatter {model}")
+            for way in ("shards", "tiles"):
+                with symm_cp.tuning.forced(way):
+                    part = matmul_scatter(wide, down, "sum", 0, name)
+                close(part, own, f"matmul-reduce-scatter {model}, {way}")
 
         yield case(
             f"matmul-reduce-scatter, {model} down",
@@ -120,10 +138,54 @@ def matmuls(group: dist.ProcessGroup) -> Iterator[Case]:
                 "torch's": lambda wide=wide, down=down: symm_mem._fused_matmul_reduce_scatter(
                     wide, down, "sum", 0, name
                 ),
+                "fused, tiles": lambda wide=wide, down=down: by_tiles(
+                    lambda: matmul_scatter(wide, down, "sum", 0, name)
+                ),
                 "unfused": lambda wide=wide, down=down: wait(low_scatter(wide @ down, "sum", name)),
             },
             check=check_scatter,
         )
+
+
+def by_tiles(run: Callable[[], object]) -> object:
+    with symm_cp.tuning.forced("tiles"):
+        return run()
+
+
+def tiles(group: dist.ProcessGroup) -> Iterator[Case]:
+    """The kernels by tiles alone, with shards that are there, and in other tilings."""
+    W = 4
+    words = torch.ones(W * 16, device=DEVICE, dtype=torch.int32)
+    marks = tile_matmul.Words(words, 16, 1)
+    for model, hidden, feed in MODELS:
+        rows, inner, columns = 8192 // SCALE // W, hidden // SCALE, feed // SCALE // W
+        x, weight = normal(rows * W, inner), normal(inner, columns)
+        out = torch.empty(rows * W, columns, device=DEVICE, dtype=DTYPE)
+        parts = out.view(W, rows, columns)
+
+        def gather(tiling: Any, x: Any = x, w: Any = weight, out: Any = out) -> None:
+            shards = x.view(W, -1, x.shape[1])
+            tile_matmul.arrival_matmul(shards[0], shards, 1, w, out, 0, marks, tiling=tiling)
+
+        def count(tiling: Any, x: Any = x, w: Any = weight, parts: Any = parts) -> None:
+            tile_matmul.counted_matmul(x, w, parts, parts[0], 0, marks, tiling=tiling)
+
+        def check(x: Any = x, weight: Any = weight, out: Any = out) -> None:
+            for kernel in (gather, count):
+                for tiling in (None, *PRODUCT_TILINGS):
+                    out.fill_(torch.nan)
+                    kernel(tiling)
+                    close(out, x @ weight, f"a matmul by tiles, {tiling}")
+
+        variants: dict[str, Callable[[], object]] = {
+            "torch.mm": lambda x=x, weight=weight, out=out: torch.mm(x, weight, out=out),
+            "polling": lambda gather=gather: gather(None),
+            "counting": lambda count=count: count(None),
+        }
+        for tiling in PRODUCT_TILINGS:
+            label = f"polling, {tiling.rows}x{tiling.columns}x{tiling.inner}, {tiling.stages}"
+            variants[label] = lambda gather=gather, tiling=tiling: gather(tiling)
+        yield case(f"matmuls by tiles, {model} up, {W} shards there", variants, check=check)
 
 
 def launches(group: dist.ProcessGroup) -> Iterator[Case]:
@@ -377,7 +439,7 @@ def graphs(group: dist.ProcessGroup) -> Iterator[Case]:
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     torch.cuda.set_device(group.rank() % torch.cuda.device_count())
-    for part in (latencies, launches, matmuls, contention, polling, attentions, graphs):
+    for part in (latencies, launches, matmuls, tiles, contention, polling, attentions, graphs):
         yield from part(group)
 
 

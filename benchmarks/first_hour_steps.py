@@ -140,7 +140,7 @@ STEPS: tuple[Step, ...] = (
         (
             *("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"),
             *_pytest("-m", "gpu", "tests/cuda/test_gpu.py"),
-            *("-k", "add_rows or merge or arrival"),
+            *("-k", "add_rows or merge or arrival or tiles"),
         ),
         420,
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # else it takes whole pools for one allocation
@@ -153,6 +153,7 @@ STEPS: tuple[Step, ...] = (
     _suite("barrier", "a barrier", "a signal there and back"),
     _suite("beside", "beside an all-gather", "what transfers cost a matmul that runs meanwhile"),
     _suite("polling", "shards there", "the polling kernel and its tilings against flash attention"),
+    _suite("tiles", "by tiles", "the matmuls by tiles alone, and their tilings, against torch.mm"),
     _suite("attention", "attention forward", "attention, both ways, against one call"),
     _suite("graphs", "of 1024 rows a rank", "a replayed graph against eager calls"),
     _selftest("selftest-mps", "the same where ranks run at the same time", 4, mps=True),
@@ -168,6 +169,25 @@ STEPS: tuple[Step, ...] = (
         "at which sizes the polling kernel is faster, for this GPU",
         _python("-m", "symm_cp", *_TUNE, "--ranks", "2", "--out", f"{RESULTS}/tuned.json"),
         300,
+    ),
+    *(
+        Step(
+            f"tune-{kind}",
+            "at which sizes one kernel by tiles is faster, where each rank has a GPU",
+            _python(
+                "-m",
+                "symm_cp",
+                "tune",
+                kind,
+                *_TUNE[2:],
+                "--ranks",
+                "2",
+                "--out",
+                f"{RESULTS}/tuned-{kind}.json",
+            ),
+            300,
+        )
+        for kind in ("all-gather-matmul", "matmul-reduce-scatter")
     ),
 )
 

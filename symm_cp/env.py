@@ -9,7 +9,7 @@
 | `SYMM_CP_ATTENTION` | `pipeline`, on CUDA also `arrival`, `together` (tuning.py) | as tuned |
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
-| `SYMM_CP_WAY` | the way of fused matmuls: `shards` or `whole` | by simulation |
+| `SYMM_CP_WAY` | `shards` or `whole`, on CUDA also `tiles`, of fused matmuls | by simulation |
 | `SYMM_CP_BACKEND_FOR` | backends that symm_cp replaces on CPU (`symm-cp run` sets it) | none |
 | `SYMM_CP_PLANS` | 0: each call on CUDA is made by Python, none by a recorded plan | 1 |
 | `SYMM_CP_KEEP_MIB` | freed memory of results that a process keeps for later ones, in MiB | below |
@@ -113,8 +113,8 @@ def attention() -> str | None:
 def way() -> str | None:
     """Returns the way that fused matmuls must take, if any."""
     text = _get("SYMM_CP_WAY") or None
-    if text not in (None, "shards", "whole"):
-        raise ValueError(f"SYMM_CP_WAY={text!r} must be 'shards' or 'whole'")
+    if text not in (None, "shards", "whole", "tiles"):
+        raise ValueError(f"SYMM_CP_WAY={text!r} must be 'shards', 'whole' or 'tiles'")
     return text
 
 

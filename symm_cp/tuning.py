@@ -8,6 +8,11 @@ scatters last) and multiplies once, which is better for few rows and a large wei
 precedence: `SYMM_CP_WAY` or `forced`; what `symm-cp tune` has measured; the faster one in a
 simulation of the machine that `symm-cp calibrate` has described, or of a typical one.
 
+On GPUs that have one each, all-gather-matmul and matmul-reduce-scatter may also run as one kernel
+(`tiles`), which waits for shards, or signals parts, by tiles. Its speed is not predicted: it is
+taken where it was measured to be the fastest, or forced; a call that it cannot serve is decided
+without it.
+
 Attention on CUDA is a `pipeline` of kernels, one for each shard when it arrives; or the peers' keys
 are gathered while a kernel attends to this rank's, and then attended to `together`; or one kernel
 polls for the `arrival` of all shards. `symm-cp tune` measures all three; without it the simulation
@@ -49,6 +54,8 @@ from symm_cp.schedule.patterns import (
 from symm_cp.schedule.work import Work
 
 WAYS = ("shards", "whole")
+#: The way of fused matmuls that only GPUs have.
+TILES = "tiles"
 ATTENTION_WAYS = ("pipeline", "together", "arrival")
 # Cached choices of a group; with more, all are dropped and simulated again. Without a bound,
 # programs with ever new shapes would leak memory.
@@ -196,11 +203,11 @@ def forced(way: str | None) -> Iterator[None]:
 
     Use it on all ranks. Raises `ValueError` for an unknown way.
     """
-    kinds = [ways for ways in (WAYS, ATTENTION_WAYS) if way in ways]
-    if way is not None and not kinds:
-        raise ValueError(f"forced: unknown {way=}; must be one of {WAYS + ATTENTION_WAYS}")
+    named = {name: ways for ways in (WAYS, ATTENTION_WAYS) for name in ways} | {TILES: WAYS}
+    if way is not None and way not in named:
+        raise ValueError(f"forced: unknown {way=}; must be one of {tuple(named)}")
     before = _forced
-    _force({} if way is None else {**_forced, kinds[0]: way})
+    _force({} if way is None else {**_forced, named[way]: way})
     try:
         yield
     finally:
@@ -333,16 +340,24 @@ def _machine_of(device: torch.device, measured: Machine) -> tuple[Machine, str]:
     return MACHINES["h100"], "simulated as an H100"
 
 
-def choose(group: Group, device: torch.device, question: Question) -> str:
-    """Returns "shards" or "whole". Collective at the first call for a group."""
+def choose(group: Group, device: torch.device, question: Question, *, tiles: bool = False) -> str:
+    """Returns "shards" or "whole", or "tiles" where `tiles` says that it can serve the call.
+
+    All ranks pass the same `tiles`. Collective at the first call for a group, and at the first one
+    with `tiles`.
+    """
     if group.world_size == 1:
         return "shards"
     way = _forced.get(WAYS) or env.way()
-    if way is not None:
+    if way in WAYS or (way == TILES and tiles):
         choice = Choice(way, "forced")
     else:
         facts = facts_of(group)
-        choice = facts.choice(question, lambda: _choice(group, device, question, facts))
+        # Ranks may ask different questions: so this is asked at the first call of all of them.
+        shared = tiles and TILES in facts.tuned.values() and not _apart(group, device, facts)
+        choice = facts.choice(
+            (question, tiles), lambda: _choice(group, device, question, facts, tiles, shared)
+        )
     if _listening is not None:
         _listening[_on(device, question.key)] = choice
     return choice.way
@@ -458,12 +473,23 @@ def _note(call_name: bytes) -> None:
         _listening[call_name.decode()] = IN_ONE_CALL
 
 
-def _choice(group: Group, device: torch.device, question: Question, facts: Facts) -> Choice:
+def _choice(
+    group: Group,
+    device: torch.device,
+    question: Question,
+    facts: Facts,
+    tiles: bool,
+    shared: bool,
+) -> Choice:
     machine, simulated = _machine_of(device, facts.machine)
     predicted = question.seconds(machine, group.world_size, device=device.type)
     measured = facts.tuned.get(_on(device, question.key))
     if measured in WAYS:
         return Choice(measured, "measured", predicted)
+    if measured == TILES and tiles and not shared:
+        return Choice(measured, "measured", predicted)
+    if tiles:
+        simulated += f"; tiles: {'ranks share a GPU' if shared else 'not measured'}"
     return _fastest(predicted, simulated)
 
 

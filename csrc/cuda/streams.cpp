@@ -1,12 +1,17 @@
 #include "cuda/streams.h"
 
 #include <algorithm>
+#include <string_view>
 
 namespace symm_cp {
 
 namespace {
 
 constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
+
+// What a rank's own kernel raises, or polls, by number: no peer is watched for it.
+constexpr int kArrivedFlag = 6;
+static_assert(std::string_view(kFlagNames[kArrivedFlag]) == "arrived");
 
 // Makes a context current in this thread for a while: threads of autograd may have none, or that
 // of another device, and the null stream is that of the current context.
@@ -149,7 +154,7 @@ void Streams::add_mem_op(const StreamCommand& command, driver::Stream lane, uint
   }
   if (!reset_flags_) {
     uint32_t needed = epoch - static_cast<uint32_t>(command.lag);
-    expect(command.peer, command.flag, needed, epoch, call_name);
+    if (command.flag != kArrivedFlag) expect(command.peer, command.flag, needed, epoch, call_name);
     mem_ops_.push_back({driver::kWaitValue32, mine, needed, driver::kWaitGeq, 0, 0});
     return;
   }

@@ -295,7 +295,7 @@ class Device(ABC):
         return version >= int(library.symm_cp_stream_signals_version())
 
     def polls(self) -> bool:
-        """Whether it has the kernel of attention that polls for the peers' shards."""
+        """Whether it has the kernels that wait for streams, or for which streams wait."""
         return False
 
     def verdict(self, group: Group) -> Verdict:

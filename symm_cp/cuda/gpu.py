@@ -15,7 +15,7 @@ from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group.memory import Group
 from symm_cp.runtime.recorder import Mark
 
-# The polling kernel uses tensor cores for bfloat16 and asynchronous copies to shared memory.
+# The polling kernels use tensor cores for bfloat16 and asynchronous copies to shared memory.
 _POLLING_CAPABILITY = (8, 0)
 
 
@@ -139,7 +139,7 @@ class CudaDevice(Device):
         return event
 
     def polls(self) -> bool:
-        """Whether it has the kernel of attention that polls for the peers' shards."""
+        """Whether it has the kernels that wait for streams, or for which streams wait."""
         return torch.cuda.get_device_capability(self.torch_device) >= _POLLING_CAPABILITY
 
     def verdict(self, group: Group) -> Verdict:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from symm_cp import accelerators, native
-from symm_cp.cuda.base import Device
-from symm_cp.group.hosts import checks
+from symm_cp.cuda.base import Device, Signals
+from symm_cp.group.hosts import checks, hosts_of
 from symm_cp.group.memory import Group, StateKey
 
 #: The kinds of device by the type of torch devices.
@@ -72,6 +72,21 @@ def spans_hosts(group: Group, device: torch.device) -> bool:
     """Whether a group's ops on a torch device reach other hosts by themselves."""
     chosen = _chosen(group, device)
     return chosen is not None and chosen.spans_hosts
+
+
+def kernels_count(group: Group, device: torch.device) -> bool:
+    """Whether kernels and streams can wait for each other in a call of a group, here and now.
+
+    Where ranks signal by kernels, these might find no multiprocessor free while one polls on all of
+    them; and the number of a call cannot change in a graph. Collective at the first call.
+    """
+    if not has_streams(device):
+        return False
+    serving = device_of(device)
+    if not serving.polls() or hosts_of(group, device) is not None:
+        return False
+    with serving.guard():
+        return not serving.capturing() and serving.signals(group) is Signals.STREAM
 
 
 def _why_not_together(group: Group, device: torch.device) -> str | None:

@@ -73,6 +73,12 @@ class StreamCall:
         agree(self.group, self.name + route)
         return None if found is None else found.addresses
 
+    def by_epoch(self) -> None:
+        """Says that a kernel of the call compares its number, which is another in each call."""
+        assert not self.mode.capturing, "numbers cannot change in a graph"
+        if (plan := plans.current()) is not None:
+            plan.refuse("a kernel compares the number of the call")
+
     @contextmanager
     def workspace(self, slot_bytes: int) -> Iterator[tuple[DeviceWorkspace, int]]:
         """The workspace of channel "sync" and the epoch of the call."""

@@ -114,9 +114,22 @@ def gather_into_launch(
 
 
 @lru_cache(maxsize=512)
-def poll_launch(rank: int, sizes: ShardSizes, mode: CallMode) -> Launch:
-    """All-gather and poll. Operands: the parts of the own shard, the staging memory."""
+def poll_launch(
+    rank: int, sizes: ShardSizes, mode: CallMode, gathered: tuple[Split, Shape, int] | None = None
+) -> Launch:
+    """All-gather and poll; `gathered` as for `gather_launch`.
+
+    Operands: the parts of the own shard, then the staging memory, or the caller's place for a shard
+    of one part.
+    """
     ranks, own = len(sizes.parts), _own_parts(sizes, rank)
+    if gathered is not None:
+        binding = Binding(
+            {"input": own, "gathered": (Extent.split(len(own), *gathered),)},
+            {"slot": sizes.slots()},
+        )
+        variant = patterns.ALL_GATHER_AND_POLL.staged(keep=True)
+        return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
     turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
     # In the order in which they are pulled.
     order = [turns.get(peer, 0) for peer in range(ranks)]
@@ -128,7 +141,9 @@ def poll_launch(rank: int, sizes: ShardSizes, mode: CallMode) -> Launch:
 
 
 @lru_cache(maxsize=512)
-def produce_launch(rank: int, partials: tuple[int, ...], mode: CallMode) -> Launch:
+def produce_launch(
+    rank: int, partials: tuple[int, ...], mode: CallMode, *, together: bool = False
+) -> Launch:
     """Produce and reduce-scatter. Operand: the partial sums for this rank (`scratch_rows`)."""
     ranks = len(partials)
     binding = Binding(
@@ -137,7 +152,7 @@ def produce_launch(rank: int, partials: tuple[int, ...], mode: CallMode) -> Laun
             "partials": (Extent.aligned(0, (partials[rank],) * ranks),),
         }
     )
-    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged(together=together)
     return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 

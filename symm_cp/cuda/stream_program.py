@@ -189,8 +189,11 @@ def _batch(commands: Sequence[wire.StreamCommand]) -> _Batch:
 def _step_of(command: wire.StreamCommand, rank: int) -> Step | None:
     if command.kind == wire.StreamKind.WAIT_EVENT:
         return Wait(rank, f"event {command.event}")
+    own = command.flag == wire.DEVICE_FLAGS.index("arrived")
     if command.kind == wire.StreamKind.ARRIVED:
         return Signal(rank, "arrived")
+    if command.kind == wire.StreamKind.WAIT and own:
+        return Wait(rank, "arrived")
     return recorder.exchange_of(command, rank)
 
 
@@ -241,12 +244,12 @@ class StreamLowering:
         # waiters reset these: then a wait could take the signal that another one is for.
         self.follows = joined or captured or signals is Signals.TORCH
         self.captured = captured
-        # Own flags that a kernel polls are numbers in memory; all others are events.
-        self.polled = {
+        # Own flags that a kernel polls, or raises, are numbers in memory; all others are events.
+        self.in_memory = {
             flag: number
             for _, step in order
             if isinstance(step, Compute)
-            for number, (flag, _) in enumerate(step.awaits)
+            for number, (flag, _) in enumerate((*step.awaits, *step.raises))
         }
         self.items: list[_KernelCall | _ExchangeCall | _Batch] = []
         self.commands: list[wire.StreamCommand] = []
@@ -295,9 +298,9 @@ class StreamLowering:
             self._wait(lane, step)
 
     def _signal(self, lane: str, step: Signal) -> None:
-        if step.to == self.rank and step.flag in self.polled:
-            flag = wire.DEVICE_FLAGS.index("arrived")
-            self._add(wire.StreamKind.ARRIVED, lane, peer=self.polled[step.flag], flag=flag)
+        if step.to == self.rank and step.flag in self.in_memory:
+            number, flag = self.in_memory[step.flag], wire.DEVICE_FLAGS.index("arrived")
+            self._add(wire.StreamKind.ARRIVED, lane, peer=number, flag=flag)
             return
         if step.to == self.rank:
             self._add(wire.StreamKind.RECORD, lane, event=self._event(step.flag))
@@ -312,7 +315,10 @@ class StreamLowering:
             self._add(wire.StreamKind.SIGNAL, lane, peer=step.to, flag=flag)
 
     def _wait(self, lane: str, step: Wait) -> None:
-        if step.source == self.rank:
+        if step.source == self.rank and step.flag in self.in_memory:
+            number, flag = self.in_memory[step.flag], wire.DEVICE_FLAGS.index("arrived")
+            self._add(wire.StreamKind.WAIT, lane, peer=number, flag=flag)
+        elif step.source == self.rank:
             self._add(wire.StreamKind.WAIT_EVENT, lane, event=self._event(step.flag))
         elif self.by_kernels:
             self._exchange(step, lane)

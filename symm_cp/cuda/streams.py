@@ -44,6 +44,7 @@ from symm_cp.runtime.calls import (
     AllReduceCall,
     Collective,
     CombineCall,
+    Count,
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
@@ -55,7 +56,7 @@ from symm_cp.runtime.calls import (
 from symm_cp.runtime.hosts import HostsRuntime
 from symm_cp.runtime.program import Kernel
 from symm_cp.schedule.patterns import peers
-from symm_cp.tensors.alignment import part_offsets, scratch, scratch_rows
+from symm_cp.tensors.alignment import padded, part_offsets, scratch, scratch_rows
 from symm_cp.tensors.pooled import PooledSums, pooled_rows, row_bytes_of
 from symm_cp.tensors.shards import Shards, Split, viewing
 
@@ -144,27 +145,61 @@ class StreamRuntime(BackgroundRuntime):
             here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
 
     def all_gather_and_poll(
-        self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        kernel: Poll,
+        call_name: bytes,
+        *,
+        gathered: torch.Tensor | None = None,
     ) -> None:
         """See `Runtime`."""
         agree(group, call_name)
         ranks = group.world_size
         here = StreamCall(group, shard[0].device, call_name)
-        assert not here.mode.capturing, "numbers cannot change in a graph"
+        here.by_epoch()
         shards = Shards(shard, ranks).packed()
-        launch = poll_launch(group.rank, shards.sizes, here.mode)
-        staging = staging_for(shards, ranks - 1)
-        by_peer = staging[: (ranks - 1) * shards.nbytes].view(ranks - 1, shards.nbytes)
-        parts = zip(shards.sizes.offsets, shards.sizes.parts[0], shards.own, strict=False)
-        pulled = [
-            by_peer[:, offset : offset + size].view(t.dtype).unflatten(1, t.shape)
-            for offset, size, t in parts
-        ]
+        if gathered is not None:
+            split = Split.equal(shard[0].shape[0], ranks)
+            target = split, tuple(gathered.shape), gathered.element_size()
+            launch = poll_launch(group.rank, shards.sizes, here.mode, target)
+            staging, pulled = gathered, [gathered.unflatten(0, (ranks, -1))]
+        else:
+            launch = poll_launch(group.rank, shards.sizes, here.mode)
+            staging = staging_for(shards, ranks - 1)
+            by_peer = staging[: (ranks - 1) * shards.nbytes].view(ranks - 1, shards.nbytes)
+            parts = zip(shards.sizes.offsets, shards.sizes.parts[0], shards.own, strict=False)
+            pulled = [
+                by_peer[:, offset : offset + size].view(t.dtype).unflatten(1, t.shape)
+                for offset, size, t in parts
+            ]
         with here.workspace(shards.nbytes) as (space, epoch):
-            words, step = space.flags("arrived"), wire.FLAG_BYTES // 4
-            kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, epoch)}
+            words = space.flags("arrived"), wire.FLAG_BYTES // 4, epoch
+            kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, *words)}
             used = [*shards.own, staging]
             here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
+
+    def count_and_reduce_scatter(
+        self, group: Group, kernel: Count, out: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> None:
+        """See `Runtime`."""
+        agree(group, call_name)
+        rank, ranks = group.rank, group.world_size
+        here = StreamCall(group, out.device, call_name)
+        here.by_epoch()
+        nbytes = (out.nbytes,) * ranks
+        launch = produce_launch(rank, nbytes, here.mode, together=True)
+        sums, offsets = scratch_rows(out, ranks), part_offsets(nbytes)
+        with here.workspace(offsets[-1]) as (space, epoch):
+            pitch = padded(out.nbytes) // out.element_size()
+            slot = viewing_slot(space, epoch)(0, (ranks, pitch), out.dtype)
+            partials = slot[:, : out.numel()].unflatten(1, out.shape)
+            words = space.flags("arrived"), wire.FLAG_BYTES // 4, epoch
+            kernels: dict[str, Kernel] = {
+                "produce": lambda _: kernel(partials, sums[rank], *words),
+                "reduce": lambda _: add_rows(sums, out, mean=mean),
+            }
+            here.run(launch, space, epoch, [sums.data_ptr()], kernels, sums, out)
 
     def all_gather_and_consume_together(self, call: TogetherCall) -> None:
         """See `Runtime`. The peers' rows are pulled by one batch of copies."""

@@ -32,6 +32,7 @@ from symm_cp.runtime.calls import (
     Consume,
     ConsumeAndProduce,
     ConsumeHere,
+    Count,
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
@@ -115,12 +116,19 @@ class Runtime(ABC):
         self.all_gather_and_consume(group, shard, consume, call_name, shapes=shapes)
 
     def all_gather_and_poll(
-        self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        kernel: Poll,
+        call_name: bytes,
+        *,
+        gathered: torch.Tensor | None = None,
     ) -> None:
         """Calls `kernel` once, while the peers' shards are in flight: it polls for them.
 
-        `shard` is one or more tensors, of equal shapes on all ranks. Raises `NotImplementedError`
-        where kernels cannot poll.
+        `shard` is one or more tensors, of equal shapes on all ranks. `gathered`, if given, is
+        contiguous and receives the one tensor of all ranks, stacked along dimension 0: the kernel
+        gets all of it, in rank order. Raises `NotImplementedError` where kernels cannot poll.
         """
         raise NotImplementedError(f"{call_name.decode()}: kernels on this device cannot poll")
 
@@ -153,6 +161,17 @@ class Runtime(ABC):
         else:
             partials, nbytes = shapes, _bytes_of(shapes, out.element_size())
         self._scatter(ScatterCall(group, produce, out, call_name, partials, nbytes, mean))
+
+    def count_and_reduce_scatter(
+        self, group: Group, kernel: Count, out: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> None:
+        """Calls `kernel` once, which produces for all ranks; `out` is the sum over ranks.
+
+        As `produce_and_reduce_scatter` with equal shapes. Peers are sent what the kernel says it
+        has written while it still runs. Raises `NotImplementedError` where streams cannot wait for
+        a kernel.
+        """
+        raise NotImplementedError(f"{call_name.decode()}: nothing waits for kernels on this device")
 
     def produce_and_all_reduce(
         self,

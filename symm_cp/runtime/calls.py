@@ -26,6 +26,9 @@ ConsumeAndProduce: TypeAlias = Callable[[list[torch.Tensor], int, torch.Tensor],
 #: Takes the peers' shards (one tensor for each part, in the order of `peers`), words of int32, a
 #: step and an epoch: shard i is there once word i * step is the epoch, or a later one.
 Poll: TypeAlias = Callable[[list[torch.Tensor], torch.Tensor, int, int], None]
+#: Takes memory for the contributions to all ranks (stacked) and for that to this one, words of
+#: int32, a step and an epoch: raises word i * step to the epoch when the i-th peer's is written.
+Count: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], None]
 #: Takes a piece, its input from the previous rank (None: this rank is the first of the chain), and
 #: the memory for its output to the next rank (None: this rank is the last).
 RelayStep: TypeAlias = Callable[[int, torch.Tensor | None, torch.Tensor | None], None]

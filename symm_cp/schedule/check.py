@@ -16,6 +16,10 @@ shards have come. A copy within the rank may need one, and signals follow copies
 call both must be ordered before the kernel begins, or ranks could wait for each other. (In earlier
 and later calls they are: a runtime starts each call where the caller's stream is.)
 
+A kernel that raises flags (``Compute.raises``) writes its regions in any order, and at the same
+time. So a flag says nothing about the regions of others: each region is written, and its flag
+raised, in a lane of its own, which begins with the kernel and which the kernel's lane then awaits.
+
 Assumptions of the run beyond the steps themselves
     * Between two calls, before the first and after the last, each rank's caller writes its
       symmetric tensor: it may do so as soon as the call has returned. The write is placed in the
@@ -412,7 +416,8 @@ def _lanes(calls: Sequence[Sequence[Schedule]], world_size: int) -> list[_Lane]:
             caller = _caller_lane(schedules[rank])
             events.setdefault((rank, caller), []).append(_Event(call, CALLER, None))
             for name, steps in lanes.items():
-                events.setdefault((rank, name), []).extend(_events(call, steps, rank))
+                for lane, event in _events(call, name, steps, rank):
+                    events.setdefault((rank, lane), []).append(event)
         # The caller may write once more after the last call has returned.
         events[rank, caller].append(_Event(len(calls), CALLER, None))
     return [
@@ -421,12 +426,32 @@ def _lanes(calls: Sequence[Sequence[Schedule]], world_size: int) -> list[_Lane]:
     ]
 
 
-def _events(call: int, steps: tuple[Step, ...], rank: int) -> Iterator[_Event]:
+def _events(
+    call: int, lane: str, steps: tuple[Step, ...], rank: int
+) -> Iterator[tuple[str, _Event]]:
+    """The events of a lane, and of those in which its kernels write parts; each with its lane."""
     for index, step in enumerate(steps):
+        if isinstance(step, Compute) and step.raises:
+            for part_lane, part in _written_parts(lane, step, rank):
+                yield part_lane, _Event(call, index, part)
+            continue
         first, *others = parts(step, rank)
-        yield _Event(call, index, first, len(others))
+        yield lane, _Event(call, index, first, len(others))
         for part in others:
-            yield _Event(call, index, part)
+            yield lane, _Event(call, index, part)
+
+
+def _written_parts(lane: str, kernel: Compute, rank: int) -> Iterator[tuple[str, Step]]:
+    """The steps of a kernel that raises flags: each region and its flag in a lane of their own."""
+    for flag, region in kernel.raises:
+        beside = f"{lane}, {flag}"
+        yield lane, Signal(rank, f"begins {flag}")
+        yield beside, Wait(rank, f"begins {flag}")
+        yield beside, Compute(kernel.kernel, kernel.index, kernel.reads, (region,))
+        yield beside, Signal(rank, flag)
+    yield lane, Compute(kernel.kernel, kernel.index, kernel.reads, kernel.writes)
+    for flag, _ in kernel.raises:
+        yield lane, Wait(rank, flag)
 
 
 def _needs_multiprocessor(step: Step | None, rank: int) -> bool:
@@ -436,11 +461,13 @@ def _needs_multiprocessor(step: Step | None, rank: int) -> bool:
 
 
 def parts(step: Step, rank: int) -> Iterator[Step]:
-    """A step as the proofs see it: a kernel that polls flags waits for each before it reads on."""
-    if not isinstance(step, Compute) or not step.awaits:
+    """A step in one lane: a kernel awaits the flags that it polls, and raises its own behind it."""
+    if not isinstance(step, Compute) or not (step.awaits or step.raises):
         yield step
         return
     yield Compute(step.kernel, step.index, step.reads, step.writes)
+    for flag, _ in step.raises:
+        yield Signal(rank, flag)
     for flag, region in step.awaits:
         yield Wait(rank, flag)
         yield Compute(step.kernel, step.index, (region,), step.writes)

@@ -157,11 +157,27 @@ class _Simulation:
             lane.position += 1
             self.events.append(Event(lane.rank, lane.name, call, step, start, lane.time))
             if isinstance(step, Signal):
-                key = (step.flag, lane.rank, step.to)
                 # A flag to oneself is an event on the device, not a message.
                 delay = 0.0 if step.to == lane.rank else self.signal
-                self.flags.setdefault(key, []).append(((call + 1, step.piece), lane.time + delay))
-                ready.extend(self.waiting.pop(key, ()))
+                self._raise(lane, call, step, lane.time + delay, ready)
+            elif isinstance(step, Compute):
+                # A kernel that raises flags writes one part after the other, that of no flag last.
+                share = (lane.time - start) / (1 + len(step.raises))
+                for number, (flag, _) in enumerate(step.raises, 1):
+                    raised = Signal(lane.rank, flag)
+                    self._raise(lane, call, raised, start + number * share, ready)
+
+    def _raise(
+        self,
+        lane: _SimulatedLane,
+        call: int,
+        step: Signal,
+        time: float,
+        ready: deque[_SimulatedLane],
+    ) -> None:
+        key = (step.flag, lane.rank, step.to)
+        self.flags.setdefault(key, []).append(((call + 1, step.piece), time))
+        ready.extend(self.waiting.pop(key, ()))
 
     def _end(self, lane: _SimulatedLane, step: Step, came: Sequence[float]) -> float:
         """When a step ends whose flags were raised at these times."""

@@ -111,6 +111,8 @@ class Compute:
 
     A region in both ``reads`` and ``writes`` is updated in place. ``awaits`` pairs flags to oneself
     with further regions: the running kernel polls the flag, and reads the region only after that.
+    ``raises`` pairs flags to oneself with regions that the kernel also writes: it raises the flag
+    when it has written the region, in no order among them. A kernel does one or the other.
     """
 
     kernel: str
@@ -118,6 +120,7 @@ class Compute:
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
     awaits: tuple[tuple[str, Region], ...] = ()
+    raises: tuple[tuple[str, Region], ...] = ()
 
     def __str__(self) -> str:
         return f"Compute({self.kernel!r}, {self.index})"
@@ -219,7 +222,8 @@ def accesses(step: Step) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
     if isinstance(step, Copy):
         return (step.src,), (step.dst,)
     if isinstance(step, Compute):
-        return (*step.reads, *(region for _, region in step.awaits)), step.writes
+        reads = (*step.reads, *(region for _, region in step.awaits))
+        return reads, (*step.writes, *(region for _, region in step.raises))
     return (), ()
 
 

@@ -13,10 +13,12 @@ from unittest import mock
 import torch
 
 from symm_cp.cuda import kernels
-from symm_cp.cuda.kernels import attention_merge
+from symm_cp.cuda.kernels import attention_merge, tile_matmul
 from symm_cp.cuda.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.cuda.kernels.arrival_attention import arrival_attention as attention
 from symm_cp.cuda.kernels.signals import signal, wait
+from symm_cp.cuda.kernels.tile_matmul import Tiling as Products
+from symm_cp.cuda.kernels.tile_matmul import Words
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import scratch_rows
@@ -202,6 +204,114 @@ def late_arrivals() -> int:
     thread.join(60)
     case.check(*finished[0])
     return 1
+
+
+TILES = Products(16, 16, 16, 4, 1)
+#: Ranks, rows of a part, columns, inner dimension, programs.
+SIZES = [
+    (2, 5, 17, 33, 3),
+    (4, 32, 48, 16, 5),
+    (3, 40, 7, 1, 2),
+    (1, 5, 5, 5, 2),
+    (3, 150, 2, 3, 4),
+]
+
+
+def close(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Sums in float32, rounded once."""
+    eps = torch.finfo(found.dtype).eps
+    exact = a.double() @ b.double()
+    torch.testing.assert_close(found.double(), exact, rtol=eps, atol=a.shape[-1] * 2**-22)
+
+
+def arrival_matmul() -> int:
+    cases = 0
+    for dtype in (torch.float32, torch.float16):
+        for W, M, N, K, programs in SIZES:
+            for stacked in (False, True):  # shards in rank order, or as they are pulled
+                rank, epoch = random.randrange(W), random.choice([1, 7, 2**31 - 2])
+                shards, weight = torch.randn(W, M, K).to(dtype), torch.randn(N, K).to(dtype).t()
+                first = rank + 1 if stacked else 0
+                pulled = torch.full((W, M, K), torch.nan, dtype=dtype)
+                words = torch.zeros(W, 16, dtype=torch.int32)
+                for turn, peer in enumerate(peers(rank, W)):
+                    pulled[(first + turn) % W] = shards[peer]
+                    words[turn, 0] = epoch
+                out = torch.full((W * M, N), torch.nan, dtype=dtype)
+                arrivals = Words(words.view(-1), 16, epoch)
+                tile_matmul.arrival_matmul(
+                    shards[rank], pulled, first, weight, out, rank, arrivals,
+                    tiling=TILES, programs=programs,
+                )  # fmt: skip
+                close(out, shards.flatten(0, 1), weight)
+                cases += 1
+    return cases
+
+
+def late_shards() -> int:
+    """The kernel begins before anything has come, and waits for what has not."""
+    W, M, K, N, rank = 3, 20, 8, 24, 1
+    shards, weight = torch.randn(W, M, K), torch.randn(K, N)
+    pulled = torch.full((W - 1, M, K), torch.nan)
+    words = torch.full((W, 16), 4, dtype=torch.int32)  # of the call before
+    out = torch.full((W * M, N), torch.nan)
+    ended: list[bool] = []
+
+    def run() -> None:
+        arrivals = Words(words.view(-1), 16, 5)
+        tile_matmul.arrival_matmul(
+            shards[rank], pulled, 0, weight, out, rank, arrivals, tiling=TILES, programs=3
+        )
+        ended.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for turn, peer in enumerate(peers(rank, W)):
+        time.sleep(0.5)
+        assert not ended, "the kernel did not wait"
+        pulled[turn] = shards[peer]
+        words[turn, 0] = 5
+    thread.join(60)
+    assert ended
+    close(out, shards.flatten(0, 1), weight)
+    return 1
+
+
+def counted_matmul() -> int:
+    """Parts are complete when their words are raised, in the order of the peers."""
+    cases = 0
+    for dtype in (torch.float32, torch.float16):
+        for W, M, N, K, programs in [*SIZES, (3, 16, 33, 0, 4)]:
+            rank, a = random.randrange(W), torch.randn(W * M, K).to(dtype)
+            weight, parts = torch.randn(N, K).to(dtype).t(), torch.empty(W, M + 1, N, dtype=dtype)
+            words, own = torch.zeros(W, 16, dtype=torch.int32), torch.empty(M, N, dtype=dtype)
+            for epoch in (3, 4):  # with the counters that the call before has left
+                parts.fill_(torch.nan)
+                raised: list[int] = []
+                seen = threading.Thread(target=watch, args=(words, epoch, parts, rank, raised))
+                seen.start()
+                tile_matmul.counted_matmul(
+                    a, weight, parts[:, :M], own, rank, Words(words.view(-1), 16, epoch),
+                    tiling=TILES, programs=programs,
+                )  # fmt: skip
+                seen.join(60)
+                assert raised == list(peers(rank, W)), "a part was incomplete, or out of order"
+                for peer, rows in enumerate(a.split(M)):
+                    close(own if peer == rank else parts[peer, :M], rows, weight)
+                assert words[:, 0].tolist() == [epoch] * (W - 1) + [0]
+                assert not words[:, 1:].any()
+                cases += 1
+    return cases
+
+
+def watch(words: Any, epoch: int, parts: Any, rank: int, raised: list[int]) -> None:
+    """Waits for one word after the other; notes those whose part is complete by then."""
+    deadline = time.monotonic() + 60
+    for turn, peer in enumerate(peers(rank, len(words))):
+        while words[turn, 0] != epoch and time.monotonic() < deadline:
+            time.sleep(1e-5)
+        if not parts[peer, :-1].isnan().any():
+            raised.append(peer)
 
 
 def signals() -> int:

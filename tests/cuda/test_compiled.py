@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from symm_cp.cuda.kernels import arrival_attention as arrival
+from symm_cp.cuda.kernels import tile_matmul
 from symm_cp.cuda.kernels.attention_merge import merge_attention
 from symm_cp.cuda.kernels.row_sums import add_rows
 from tests.cuda.launches import TOOLS, recorded, resources
@@ -64,6 +65,23 @@ def merged(_: int = 90, *, heads: int = 2, features: int = 128, begin: int = 0) 
     merge_attention(out, lse, part, part_lse)
 
 
+def by_tiles(
+    capability: int, kernel: str, dtype: torch.dtype, *, epoch: int = 5, rows: int = 512
+) -> None:
+    """Launches a matmul of 4 ranks as `symm_cp.ops.matmul.by_tiles` does."""
+    W, K, N = 4, 1024, 768
+    weight, words = torch.empty(N, K, dtype=dtype).t(), torch.zeros(W * 16, dtype=torch.int32)
+    options = {"tiling": tile_matmul.tiling_of(dtype, capability // 10), "programs": 100}
+    a, out = (torch.empty(W * rows, n, dtype=dtype) for n in (K, N))
+    marks = tile_matmul.Words(words, 16, epoch)
+    if kernel == "arrival":
+        pulled = torch.empty(W - 1, rows, K, dtype=dtype)
+        tile_matmul.arrival_matmul(a[:rows], pulled, 0, weight, out, 1, marks, **options)  # type: ignore[arg-type]
+    else:
+        partials = out.view(W, rows, N)
+        tile_matmul.counted_matmul(a, weight, partials, out[:rows], 1, marks, **options)  # type: ignore[arg-type]
+
+
 ATTENTION = {
     f"attention-{features}-{'causal' if causal else 'full'}": partial(
         attention, features=features, causal=causal
@@ -76,6 +94,11 @@ LAUNCHES: dict[str, Callable[[int], None]] = {
     "add_rows-float64": partial(sum_of_rows, ranks=8, dtype=torch.float64),
     "merge_attention": merged,
     **ATTENTION,
+    **{
+        f"{kernel}-matmul-{str(dtype)[6:]}": partial(by_tiles, kernel=kernel, dtype=dtype)
+        for kernel in ("arrival", "counted")
+        for dtype in tile_matmul.DTYPES
+    },
 }
 
 
@@ -147,6 +170,28 @@ def test_loops_over_keys_stay_in_registers(
     assert 1.15 * max(plain) < min(masked), "whole tiles pay for masks"
 
 
+@pytest.mark.parametrize("capability", some(90, of=[80, 90, 100, 120]))
+def test_tiles_are_read_behind_words_and_counted_when_stored(capability: int) -> None:
+    (arrived,), (counted,) = (
+        code_of(f"{kernel}-matmul-bfloat16", capability) for kernel in ("arrival", "counted")
+    )
+    # What the copy stream has written is read behind the word that says so: the loop over tiles of
+    # peers' shards begins with it, and no tile of these is loaded before.
+    before, acquire, behind = re.split(r"(ld\.global\.sys\.acquire\S*)", arrived.asm["ptx"])
+    assert acquire
+    assert "cp.async" in before.split("bra", 1)[-1]  # the own shard's, which nobody waits for
+    assert behind.index("bar.sync") < behind.index("cp.async")
+    # All threads of a program have stored their part of a tile before one of them counts it; who
+    # counts the last one has seen the other counts, and then lets the stream go on.
+    text = counted.asm["ptx"]
+    count = text.index("atom.global.gpu.acq_rel.add.u32")
+    stored = text.rindex("st.global", 0, count)
+    assert "bar.sync" in text[stored:count]
+    assert text.index("atom.global.sys.release.exch.b32") > count
+    assert ".multicast" not in text  # no TMA, which an acquire would not order
+    assert "cp.async.bulk" not in text + arrived.asm["ptx"]
+
+
 # --- when a launch compiles --------------------------------------------------------------------
 
 
@@ -163,6 +208,13 @@ def test_no_epoch_compiles() -> None:
     """Triton specialises integers that are 1 or multiples of 16: peers would wait meanwhile."""
     epochs = [*range(1, 20), 32, 2**31 - 1]
     assert variants(*(partial(attention, 90, 64, True, epoch=epoch) for epoch in epochs)) == 1
+
+
+def test_no_epoch_or_number_of_rows_compiles_a_matmul() -> None:
+    for kernel in ("arrival", "counted"):
+        launch = partial(by_tiles, 90, kernel, torch.bfloat16)
+        assert variants(*(partial(launch, epoch=e) for e in (1, 2, 16, 17, 2**31 - 2))) == 1
+        assert variants(*(partial(launch, rows=rows) for rows in (1, 16, 100, 512))) == 1
 
 
 def test_numbers_of_queries_do_not_compile() -> None:

@@ -15,6 +15,7 @@ import symm_cp
 from symm_cp import native
 from symm_cp.cuda import device_of, kernels
 from symm_cp.cuda.gpu import CudaDevice
+from symm_cp.cuda.kernels import tile_matmul
 from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.ops.override import CudaOverride
 from tests.cuda import kernel_cases
@@ -105,6 +106,31 @@ def test_arrival_attention(dtype: torch.dtype, causal: bool, features: int) -> N
             for index in range(layout.world_size - 1):
                 case.arrive(index, 7)
             case.check(*case.run(7, tiling=None, programs=None))
+
+
+@pytest.mark.parametrize("dtype", tile_matmul.DTYPES)
+def test_matmuls_by_tiles(dtype: torch.dtype) -> None:
+    """Over shards that are all there; tests/cuda/test_tiles.py has those that are not."""
+    W, M, K, N, rank = 3, 300, 264, 520, 1
+    limit = 2**-6 if dtype.itemsize == 2 else 2**-18
+    with torch.device("cuda"):
+        shards, weight = torch.randn(W, M, K).to(dtype), torch.randn(N, K).to(dtype).t()
+        words, out = torch.full((W, 16), 7, dtype=torch.int32), torch.empty(W * M, N, dtype=dtype)
+        wanted = shards.flatten(0, 1).double() @ weight.double()
+        marks = tile_matmul.Words(words.view(-1), 16, 7)
+        tile_matmul.arrival_matmul(shards[rank], shards, rank + 1, weight, out, rank, marks)
+        assert (out.double() - wanted).abs().max() <= limit * wanted.abs().max()
+        parts, own = torch.empty(W, M, N, dtype=dtype), torch.empty(M, N, dtype=dtype)
+        words.zero_()
+        for epoch in (3, 4):
+            parts.fill_(torch.nan)
+            marks = tile_matmul.Words(words.view(-1), 16, epoch)
+            tile_matmul.counted_matmul(shards.flatten(0, 1), weight, parts, own, rank, marks)
+            parts[rank] = own
+            error = (parts.flatten(0, 1).double() - wanted).abs().max()
+            assert error <= limit * wanted.abs().max()
+            assert words[:, 0].tolist() == [epoch] * (W - 1) + [0]
+            assert not words[:, 1:].any()
 
 
 def test_override_can_be_undone() -> None:

@@ -17,6 +17,9 @@ NAMES = [
     "merge_attention",
     "arrival_attention",
     "late_arrivals",
+    "arrival_matmul",
+    "late_shards",
+    "counted_matmul",
     "signals",
     "late_signals",
 ]

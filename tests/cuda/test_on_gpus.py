@@ -205,6 +205,30 @@ def test_attention_that_polls(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, polls)
 
 
+def by_tiles(group: dist.ProcessGroup) -> None:
+    """Several calls: the number that kernels and streams compare is another in each."""
+    W = group.size()
+    torch.manual_seed(torch.initial_seed() + group.rank())
+    for dtype in (torch.bfloat16, torch.float32):
+        x, w, v = torch.randn(300, 264), torch.randn(264, 520), torch.randn(520, 136)
+        x, w, v = (t.to(dtype) for t in (x, w, v))
+        for turn in range(4):
+            x.add_(turn)
+            results = []
+            for way in ("whole", "tiles"):
+                with symm_cp.tuning.forced(way), symm_cp.tuning.listening() as choices:
+                    up = symm_cp.all_gather_matmul(x, w, group=group)
+                    results += [up, symm_cp.matmul_reduce_scatter(up, v, group=group)]
+                assert {choice.way for choice in choices.values()} == {way}
+            for got, want in zip(results[2:], results[:2], strict=True):
+                assert error(got, want) <= W * (2**-7 if dtype == torch.bfloat16 else 2**-9)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_matmuls_by_tiles(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, by_tiles)
+
+
 def masked(group: dist.ProcessGroup, seed: int) -> None:
     W, rank = group.size(), group.rank()
     length = 128 * W + 5

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from symm_cp.schedule import Compute, Copy, Region, Schedule, Signal, Step, Wait, check
-from symm_cp.schedule.patterns import ALL_GATHER_AND_POLL
+from symm_cp.schedule.patterns import ALL_GATHER_AND_POLL, PRODUCE_AND_REDUCE_SCATTER
 from tests.exhaustive import some
 from tests.schedule.calls import CHAINS, LOOPS, MIX, PLACES, Place, near_ranks
 
@@ -123,9 +123,10 @@ def test_a_loop_needs_both_halves(place: Place) -> None:
     assert check([call] * 2).ok is (not uses_slots or two_exchanges)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_kernel_must_poll_the_flag_of_each_shard(world_size: int) -> None:
-    call = ALL_GATHER_AND_POLL.staged().schedules(world_size)
+def test_a_kernel_must_poll_the_flag_of_each_shard(world_size: int, keep: bool) -> None:
+    call = ALL_GATHER_AND_POLL.staged(keep=keep).schedules(world_size)
     offered, kernel = call[0].lanes["compute"]
     assert isinstance(kernel, Compute)
     for index, (_, shard) in enumerate(kernel.awaits):
@@ -139,3 +140,32 @@ def test_a_kernel_must_poll_the_flag_of_each_shard(world_size: int) -> None:
         flags, shards = zip(*kernel.awaits, strict=True)
         crossed = replace(kernel, awaits=tuple(zip(flags, shards[::-1], strict=True)))
         assert not check([with_lane(call, 0, "compute", [offered, crossed])] * 3).ok
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_flag_of_a_kernel_says_that_its_own_region_was_written(world_size: int) -> None:
+    call = PRODUCE_AND_REDUCE_SCATTER.staged(together=True).schedules(world_size)
+    kernel, *rest = call[0].lanes["compute"]
+    assert isinstance(kernel, Compute)
+    flags, regions = zip(*kernel.raises, strict=True)
+    # Whatever a kernel writes besides is done when it has ended, and nobody knows before.
+    unsaid = replace(kernel, writes=(*kernel.writes, regions[0]), raises=kernel.raises[1:])
+    early = (Signal(0, flags[0]), unsaid, *rest)
+    assert not check([with_lane(call, 0, "compute", early)] * 3).ok
+    if world_size > 2:
+        # The flag of another region does not do, though both are raised by one kernel.
+        crossed = replace(kernel, raises=tuple(zip(flags, regions[::-1], strict=True)))
+        assert not check([with_lane(call, 0, "compute", (crossed, *rest))] * 3).ok
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_may_differ_in_how_they_produce(world_size: int) -> None:
+    """Which follows from the inner dimension, and that may be another one on each rank."""
+    ways = [PRODUCE_AND_REDUCE_SCATTER.staged(together=on) for on in (False, True)]
+    mixes = [
+        [ways[bits >> rank & 1].schedule(rank, world_size) for rank in range(world_size)]
+        for bits in range(1 << world_size)
+    ]
+    for first in mixes:
+        for second in mixes:
+            assert check([first, second, second, first, second]).ok

@@ -23,6 +23,12 @@ from symm_cp.schedule.patterns import (
 from symm_cp.schedule.patterns.two_shot_all_reduce import SOCKETS
 from tests.schedule.calls import PLACES, Place, Workspace, near_ranks
 
+#: Of kernels that compare the number of a call.
+BY_EPOCH = (
+    ALL_GATHER_AND_POLL.staged(),
+    ALL_GATHER_AND_POLL.staged(keep=True),
+    PRODUCE_AND_REDUCE_SCATTER.staged(together=True),
+)
 STAGED = [place for place in PLACES if place.workspace.form == "staged"]
 
 
@@ -61,7 +67,7 @@ def test_which_variants_run_on_one_slot() -> None:
                 for variant in two
                 if variant.form == "staged"
                 and "in_place" not in variant.options
-                and variant.name != "ALL_GATHER_AND_POLL"
+                and variant not in BY_EPOCH
             }
 
 
@@ -231,6 +237,7 @@ def test_no_kernel_waits_for_a_signal_to_a_peer(place: Place) -> None:
             rank, lanes = schedule.rank, schedule.lanes
             signals = lanes.get("signal", ())
             own = {s.flag for s in lanes["compute"] if isinstance(s, Signal)} if signals else set()
+            own |= {f for kernel in kernels(schedule) for f, _ in kernel.raises}
             for step in signals:
                 if isinstance(step, Wait):
                     assert step.source == rank
@@ -323,6 +330,7 @@ def test_flags_can_be_taken_back(place: Place) -> None:
                     awaited[step.flag, step.source, schedule.rank] += 1
                 elif isinstance(step, Compute):
                     awaited.update((flag, schedule.rank, schedule.rank) for flag, _ in step.awaits)
+                    raised.update((flag, schedule.rank, schedule.rank) for flag, _ in step.raises)
         assert raised.keys() == awaited.keys()
         assert max(raised.values()) == 1
         assert all(awaited[f, source, to] == 1 for f, source, to in raised if source != to)
@@ -400,6 +408,34 @@ def test_where_a_polling_kernel_finds_the_shards() -> None:
         ("arrived0", Region(1, "gathered", 2)),
         ("arrived1", Region(1, "gathered", 0)),
     )
+
+
+def test_flags_that_a_kernel_polls_are_raised_in_the_order_of_the_pulls() -> None:
+    """So a program that has seen the flag of a shard may read it, whichever others it has seen."""
+    for variant in BY_EPOCH[:2]:
+        for schedule in variant.schedules(5):
+            (kernel,) = kernels(schedule)
+            copy = schedule.lanes["copy"]
+            places = [
+                copy.index(step)
+                for flag, pulled in kernel.awaits
+                for step in (
+                    next(s for s in copy if isinstance(s, Copy) and s.dst == pulled),
+                    Signal(schedule.rank, flag),
+                )
+            ]
+            assert places == sorted(places)
+
+
+def test_one_kernel_produces_for_all_ranks() -> None:
+    (kernel, reduce) = kernels(PRODUCE_AND_REDUCE_SCATTER.staged(together=True).schedule(1, 3))
+    assert kernel.writes == (Region(1, "partials", 1),)
+    assert kernel.raises == (
+        ("counted0", Region(1, "slot", 2)),
+        ("counted1", Region(1, "slot", 0)),
+    )
+    plain = kernels(PRODUCE_AND_REDUCE_SCATTER.staged().schedule(1, 3))
+    assert reduce == plain[-1]
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place.variant.looped], ids=str)

@@ -11,6 +11,7 @@ from symm_cp.schedule.patterns import (
     ALL_GATHER_AND_CONSUME,
     ALL_GATHER_AND_POLL,
     EXCHANGE_AND_CONSUME,
+    PRODUCE_AND_REDUCE_SCATTER,
 )
 from symm_cp.schedule.simulate import DeadlockError, simulate
 from tests.schedule.calls import PLACES, Place
@@ -118,6 +119,25 @@ def test_a_kernel_that_polls_begins_when_the_peers_can_go_on(
     assert timeline.total == pytest.approx(end)
     (kernel,) = (e for e in timeline.events if e.rank == 0 and isinstance(e.step, Compute))
     assert kernel.start == begin
+
+
+@settings(deadline=None)  # the first example builds schedules
+@given(st.integers(2, 8), TIMES, TIMES)
+def test_a_kernel_that_raises_flags_lets_peers_pull_while_it_runs(
+    ranks: int, part: float, copy: float
+) -> None:
+    """One part after the other, as W kernels would."""
+
+    def cost(rank: int, step: Step) -> float:
+        if isinstance(step, Compute) and step.kernel == "produce":
+            return part * ranks if step.raises else part
+        return copy if isinstance(step, Copy) else 0.0
+
+    together, apart = (
+        simulate([PRODUCE_AND_REDUCE_SCATTER.staged(together=on).schedules(ranks)], cost)
+        for on in (True, False)
+    )
+    assert together.total == pytest.approx(apart.total)
 
 
 def test_lanes_that_wait_for_each_other_are_named() -> None:

@@ -100,6 +100,16 @@ def _runs(args: argparse.Namespace, setting: Setting) -> Runs:
         )
 
 
+def _ways(setting: Setting, run: Run) -> tuple[str, ...]:
+    """Returns the ways that serve a fused matmul here."""
+    if not setting.cuda or setting.ranks > torch.cuda.device_count():
+        return tuning.WAYS
+    with tuning.forced(tuning.TILES), tuning.listening() as choices:
+        run()
+    served = any(choice.way == tuning.TILES for choice in choices.values())
+    return (*tuning.WAYS, tuning.TILES) if served else tuning.WAYS
+
+
 def _measured(
     setting: Setting, run: Run, ways: tuple[str, ...], seconds: float
 ) -> dict[str, float]:
@@ -136,7 +146,7 @@ def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
             if choice is tuning.IN_ONE_CALL:
                 _print(group, f"{op}: {choice}")
                 continue
-            ways = tuning.ATTENTION_WAYS if args.kind == "attention" else tuning.WAYS
+            ways = tuning.ATTENTION_WAYS if args.kind == "attention" else _ways(setting, run)
             seconds = _measured(setting, run, ways, args.seconds)
             fastest[key] = min(seconds, key=seconds.__getitem__)
             cells = ", ".join(f"{way} {duration(seconds[way])}" for way in ways)

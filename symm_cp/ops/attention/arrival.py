@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from symm_cp import runtime
-from symm_cp.cuda import Signals, device_of
-from symm_cp.cuda.kept import capturing, kept
-from symm_cp.group.hosts import hosts_of
+from symm_cp.cuda import kernels_count
+from symm_cp.cuda.kept import kept
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.pipeline import fake_results
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -22,16 +21,7 @@ _FEATURES = (64, 128)
 
 def serves(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
     """Tells whether this kernel may run a call on a device with streams, here and now."""
-    if not fits(group, query, key, spec):
-        return False
-    device = device_of(query.device)
-    if not device.polls():
-        return False
-    # Kernels that signal might find no multiprocessor free while this one polls on all of them.
-    spread = hosts_of(group, query.device)
-    if spread is not None or capturing(query.device):
-        return False
-    return device.signals(group) is Signals.STREAM
+    return fits(group, query, key, spec) and kernels_count(group, query.device)
 
 
 def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:

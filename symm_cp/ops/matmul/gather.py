@@ -30,6 +30,7 @@ from symm_cp.ops.common import (
     unfused_all_gather,
     world_size_of,
 )
+from symm_cp.ops.matmul import by_tiles
 from symm_cp.ops.matmul.operands import (
     Operand,
     check_matrices,
@@ -44,7 +45,7 @@ from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Shape, Shapes, Split
-from symm_cp.tuning import Question, choose
+from symm_cp.tuning import TILES, Question, choose
 
 GATHER = "fused_all_gather_matmul"
 
@@ -173,12 +174,17 @@ def all_gather_matmul_kernel(
         return (gathered if return_A else None), [torch.matmul(gathered, w) for w in weights]
     if plan.by_columns:
         return _gather_columns(group, plan, x_shard, weights, return_A)
-    whole = choose(group, x_shard.device, plan.question) == "whole"
+    tiles = by_tiles.gathers(group, x_shard, weights, equal=plan.split.is_equal)
+    way = choose(group, x_shard.device, plan.question, tiles=tiles)
+    whole = way == "whole"
     outs = [new_result(x_shard, shape) for shape in plan.outs]
     gathered = new_result(x_shard, plan.whole) if return_A or whole else None
     if whole:
         assert gathered is not None
         _gather_whole(group, plan, x_shard, weights, outs, gathered)
+    elif way == TILES:
+        shard = x_shard.movedim(plan.split.dim, 0)
+        by_tiles.gather(group, shard, weights, outs, gathered, plan.name)
     else:
         gather_rows(group, plan, x_shard, weights, outs, gathered, torch.mm)
     kept = gathered if return_A else None

@@ -32,6 +32,7 @@ from symm_cp.ops.common import (
     unfused_reduce_scatter,
     what_is,
 )
+from symm_cp.ops.matmul import by_tiles
 from symm_cp.ops.matmul.block_scales import FORMATS
 from symm_cp.ops.matmul.derivatives import SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
@@ -61,7 +62,7 @@ from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import Question, choose
+from symm_cp.tuning import TILES, Question, choose
 
 SCATTER = "fused_matmul_reduce_scatter"
 SUM = "_fused_matmuls_reduce_scatter"
@@ -89,10 +90,10 @@ def _check_scatter(
     return terms, check_reduce_op(op, name, first.dtype, reduce_op)
 
 
-def _multiply_first(group: Group, terms: Terms) -> bool:
-    """Whether to add up the whole before any part of it is sent."""
+def _way(group: Group, terms: Terms) -> str:
+    """Returns "whole" to add up the whole before any part of it is sent, "shards" or "tiles"."""
     if terms.by_columns or not terms.lefts:
-        return False
+        return "shards"
     like = terms.like
     *lead, columns = terms.front.largest_shape(terms.moved)
     rows = math.prod(lead)
@@ -102,7 +103,7 @@ def _multiply_first(group: Group, terms: Terms) -> bool:
     )
     nbytes = rows * columns * like.element_size()
     question = Question("matmul_reduce_scatter", like.dtype, products, partial=nbytes)
-    return choose(group, like.device, question) == "whole"
+    return choose(group, like.device, question, tiles=by_tiles.scatters(group, terms))
 
 
 def _multiply_and_reduce_scatter(
@@ -112,12 +113,12 @@ def _multiply_and_reduce_scatter(
     if group is None:
         return like.new_empty(split.shape_of(place.rank, terms.shape))
     out = new_result(like, front.shape_of(group.rank, terms.moved))
-    whole, is_complex = _multiply_first(group, terms), out.is_complex()
+    way, is_complex = _way(group, terms), out.is_complex()
     summed: list[torch.Tensor] = []
 
     def produce(rank: int, numbers: torch.Tensor) -> None:
         partial = torch.view_as_complex(numbers) if is_complex else numbers
-        if not whole:
+        if way == "shards":
             terms.add_up(partial, rank)
             return
         if not summed:
@@ -133,9 +134,12 @@ def _multiply_and_reduce_scatter(
     shapes = None
     if not split.is_equal:
         shapes = front.shapes([*out.shape, *numbers.shape[out.dim() :]])
-    runtime.of(out, group).produce_and_reduce_scatter(
-        group, produce, numbers, name, shapes=shapes, mean=mean
-    )
+    if way == TILES:
+        by_tiles.scatter(group, terms, out, name, mean=mean)
+    else:
+        runtime.of(out, group).produce_and_reduce_scatter(
+            group, produce, numbers, name, shapes=shapes, mean=mean
+        )
     return out if terms.by_columns else contiguous(out.movedim(0, split.dim))
 
 

@@ -4,12 +4,18 @@
 chunk p of the private buffer ``"gathered"`` only after it has seen the own flag of that pull:
 ``"arrived<i>"`` for the i-th peer.
 
+Options
+    ``keep``  the own shard is also copied to chunk ``rank`` of ``"gathered"``
+
+A kernel of several programs may read shard p although the program has seen no flag but p's. That is
+enough: the flags are raised by one lane, each behind its pull.
+
 Staged only, and only with two slots: the kernel compares epochs, which a graph cannot change.
 """
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
 # Rank 0 of 3, staged. The whole copy lane is handed out before the kernel: later steps might run
@@ -23,9 +29,12 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 def _staged(draft: Draft, options: Options) -> None:
     rank, source = draft.rank, draft.own("input")
     awaits: list[tuple[str, Region]] = []
+    own = [Copy(source, draft.own("gathered", rank))] if "keep" in options else []
     if draft.peers:
         draft.begin_staged(source)
-        draft.copy(Signal(rank, "offered"))
+        draft.copy(*own, Signal(rank, "offered"))
+    else:
+        draft.compute(*own)
     for turn, peer in enumerate(draft.peers):
         flag, pulled = f"arrived{turn}", draft.own("gathered", peer)
         # Awaits the peer's shard.
@@ -36,4 +45,4 @@ def _staged(draft: Draft, options: Options) -> None:
     draft.compute(Compute("consume", rank, (source,), (draft.own("output"),), tuple(awaits)))
 
 
-ALL_GATHER_AND_POLL = Pattern("ALL_GATHER_AND_POLL", "sync", staged=Form(_staged))
+ALL_GATHER_AND_POLL = Pattern("ALL_GATHER_AND_POLL", "sync", staged=Form(_staged, subsets("keep")))

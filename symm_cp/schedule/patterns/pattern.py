@@ -102,6 +102,8 @@ Flags to oneself (staged form; a runtime may turn them into events)
     ``"offered"``                       before a kernel that polls: the slot has been written and
                                         signalled to the peers (copy)
     ``"arrived<i>"``                    the i-th shard has arrived; a running kernel polls it (copy)
+    ``"counted<i>"``                    the partial sum for the i-th peer has been written; a kernel
+                                        that still runs raises it (compute)
     ``"consumed<i>"``, ``"added<i>"``   the i-th shard, or partial sum, has been used (compute)
     ``"ended"``                         the copy lane has nothing left that kernels wait for (copy)
 """
@@ -262,7 +264,8 @@ Builder: TypeAlias = Callable[[Draft, Options], None]
 class Form:
     """How a pattern runs on one kind of machine: its builder and the options that may be combined.
 
-    With ``one_slot`` its variants that do not read in place also run on one slot. With ``looped``
+    With ``one_slot`` its variants also run on one slot, but for those that read in place or have an
+    option of ``two_slots``. With ``looped``
     the builder lists the steps of one piece, and is called for each piece of a call; with `chained`
     it lists the steps of all pieces.
     """
@@ -270,6 +273,7 @@ class Form:
     build: Builder
     combinations: tuple[Options, ...] = (frozenset(),)
     one_slot: bool = False
+    two_slots: tuple[str, ...] = ()
     looped: bool = False
     chained: bool = False
 
@@ -401,7 +405,8 @@ class Pattern:
             return {}
         found = {}
         for options in form.combinations:
-            min_slots = 1 if form.one_slot and "in_place" not in options else 2
+            needs_two = options & {"in_place", *form.two_slots}
+            min_slots = 1 if form.one_slot and not needs_two else 2
             found[options] = Variant(
                 self.name,
                 self.channel,

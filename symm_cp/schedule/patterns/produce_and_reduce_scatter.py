@@ -5,12 +5,17 @@ needs no transfer, so producing it hides the transfer of the others. What it rea
 business, and private. ``Compute("reduce", rank, ...)`` adds the partial sums of all ranks in rank
 order, so that the result does not depend on timing.
 
+Options
+    ``together``  staged only, with two slots: one kernel produces for all ranks, and raises an own
+                  flag ``"counted<i>"`` when it has written the chunk of the i-th peer. It compares
+                  epochs, which a graph cannot change.
+
 Source: torch's ``_pipelined_produce_and_all2all``.
 """
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
 # Rank 0 of 3, direct. The own partial sum lies in "output"; "reduce" reads the peers' slots.
@@ -38,17 +43,32 @@ def _direct(draft: Draft, options: Options) -> None:
 #   copy                           | wait 2 | pull 2 | wait 1 | pull 1 |
 
 
+# Rank 0 of 3, together. One kernel, whose parts are done one after the other. It waits for nothing,
+# so lane "signal" may wait for it in whatever queue they share: it is handed out before.
+#
+#   compute  produce (1 ........ 2 ........ 0) |                   reduce
+#   signal   wait 1    | signal 1 | signal 2 |
+#   copy                          | wait 2 | pull 2 | wait 1 | pull 1 |
+
+
 def _staged(draft: Draft, options: Options) -> None:
-    rank, others = draft.rank, draft.peers
+    rank, others, together = draft.rank, draft.peers, "together" in options
     parts = tuple(draft.own("partials", source) for source in range(draft.world_size))
     draft.compute(*draft.claim_slot())
+    if together:
+        counted = [(f"counted{i}", draft.own("slot", peer)) for i, peer in enumerate(others)]
+        draft.compute(Compute("produce", rank, (), (parts[rank],), raises=tuple(counted)))
     for turn, peer in enumerate(others):
-        draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
         # Publishes the peer's chunk.
-        draft.signal_beside(f"made{turn}", "partial", peer)
+        if together:
+            draft.add("signal", Wait(rank, f"counted{turn}"), draft.signal(peer, "partial"))
+        else:
+            draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
+            draft.signal_beside(f"made{turn}", "partial", peer)
         source = (rank - turn - 1) % draft.world_size
         draft.copy(Wait(source, "partial"), Copy(Region(source, "slot", rank), parts[source]))
-    draft.compute(Compute("produce", rank, (), (parts[rank],)))
+    if not together:
+        draft.compute(Compute("produce", rank, (), (parts[rank],)))
     if others:
         draft.copy(Signal(rank, "ended"))
         for peer in others:
@@ -61,5 +81,5 @@ PRODUCE_AND_REDUCE_SCATTER = Pattern(
     "PRODUCE_AND_REDUCE_SCATTER",
     "sync",
     direct=Form(_direct),
-    staged=Form(_staged, one_slot=True),
+    staged=Form(_staged, subsets("together"), one_slot=True, two_slots=("together",)),
 )

@@ -1,0 +1,107 @@
+"""Fused matmuls on CUDA as one kernel each, which waits or signals by tiles.
+
+`all_gather_matmul` multiplies shards as they arrive, and `matmul_reduce_scatter` sends parts of the
+product while it computes the others: as shard by shard, but with one launch, whose tiles fill the
+GPU at every moment. See symm_cp/cuda/kernels/tile_matmul.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from symm_cp import runtime
+from symm_cp.cuda import kernels_count
+from symm_cp.group.memory import Group
+from symm_cp.ops.matmul.products import Terms
+from symm_cp.tensors.dtypes import NARROW
+
+_DTYPES = (*NARROW, torch.float32)
+
+
+def gathers(
+    group: Group, x_shard: torch.Tensor, weights: Sequence[torch.Tensor], *, equal: bool
+) -> bool:
+    """Tells whether `gather` may run a call; all ranks get the same answer.
+
+    The gathered dimension is not the last one; `equal`: shards are of one length.
+    """
+    return (
+        equal
+        and len(weights) > 0
+        and x_shard.dtype in _DTYPES
+        and x_shard.numel() > 0
+        and all(weight.shape[1] > 0 for weight in weights)
+        and group.world_size > 1
+        and kernels_count(group, x_shard.device)
+    )
+
+
+def gather(
+    group: Group,
+    shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    gathered: torch.Tensor | None,
+    call_name: bytes,
+) -> None:
+    """Writes the products of the gathered shards to `outs`. Collective.
+
+    Dimension 0 is gathered, also to `gathered`, if given. The first weight's tiles wait for the
+    shards; when those of the others begin, all shards are there.
+    """
+    rows, rank = shard.contiguous().flatten(0, -2), group.rank
+    # Where the shard of the next rank, which is pulled first, comes to.
+    first_place = 0 if gathered is None else rank + 1
+
+    def kernel(pulled: list[torch.Tensor], words: torch.Tensor, step: int, epoch: int) -> None:
+        from symm_cp.cuda.kernels.tile_matmul import Words, arrival_matmul
+
+        arrivals = Words(words, step, epoch)
+        for weight, out in zip(weights, outs, strict=True):
+            arrival_matmul(rows, pulled[0], first_place, weight, out.flatten(0, -2), rank, arrivals)
+
+    runtime.of(shard, group).all_gather_and_poll(
+        group,
+        [rows],
+        kernel,
+        call_name,
+        gathered=None if gathered is None else gathered.flatten(0, -2),
+    )
+
+
+def scatters(group: Group, terms: Terms) -> bool:
+    """Tells whether `scatter` may run a call; all ranks get the same answer.
+
+    One product, whose equal parts are consecutive rows. The inner dimension, in which ranks may
+    differ, does not matter.
+    """
+    return (
+        len(terms.lefts) == 1
+        and terms.addend is None
+        and not terms.by_columns
+        and terms.split.is_equal
+        and math.prod(terms.shape[: terms.split.dim]) == 1
+        and math.prod(terms.shape) > 0
+        and terms.like.dtype in _DTYPES
+        and group.world_size > 1
+        and kernels_count(group, terms.like.device)
+    )
+
+
+def scatter(group: Group, terms: Terms, out: torch.Tensor, call_name: bytes, *, mean: bool) -> None:
+    """Writes this rank's part of the sum of all ranks' products to `out`. Collective."""
+    (left,), (weight,) = terms.lefts, terms.rights
+    a, rank = left.flatten(0, -2).contiguous(), group.rank
+
+    def kernel(
+        partials: torch.Tensor, own: torch.Tensor, words: torch.Tensor, step: int, epoch: int
+    ) -> None:
+        from symm_cp.cuda.kernels.tile_matmul import Words, counted_matmul
+
+        stacked, mine = partials.flatten(1, -2), own.flatten(0, -2)
+        counted_matmul(a, weight, stacked, mine, rank, Words(words, step, epoch))
+
+    runtime.of(out, group).count_and_reduce_scatter(group, kernel, out, call_name, mean=mean)

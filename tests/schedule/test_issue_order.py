@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from symm_cp.schedule import Call, Signal, Step, Variant, Wait, check_issue_order
+from symm_cp.schedule import Call, Compute, Signal, Step, Variant, Wait, check_issue_order
 from symm_cp.schedule.check import Deadlock
 from symm_cp.schedule.patterns import (
     CONSUME_AND_REDUCE_SCATTER,
@@ -87,12 +87,14 @@ def copy_lane_first(order: IssueOrder, rank: int) -> IssueOrder:
             step = lanes[lane][0]
             if isinstance(step, Wait) and step.source == rank and step.flag not in recorded:
                 return
-            if type(step).__name__ == "Compute":
+            if isinstance(step, Compute):
                 kernels -= 1
                 if kernels < 0:
                     return
             if isinstance(step, Signal) and step.to == rank:
                 recorded.add(step.flag)
+            if isinstance(step, Compute):
+                recorded.update(flag for flag, _ in step.raises)
             result.append((lane, lanes[lane].pop(0)))
 
     while any(lanes.values()):

@@ -300,8 +300,8 @@ def reports(group: dist.ProcessGroup) -> None:
         assert gather == "fused_all_gather_matmul float32[8, 8] gather_dim=0"
         assert scatter == "fused_matmul_reduce_scatter float32[8, 8] scatter_dim=0 sum"
         assert f"{scatter}: whole (one native call)" in str(both)
-        large = inductor.explain(gathered, torch.randn(8192, 256), torch.randn(256, 6), group)
-        assert "all_gather_matmul float32 8192x256x6" in large.ways
+        large = inductor.explain(gathered, torch.randn(40960, 256), torch.randn(256, 6), group)
+        assert "all_gather_matmul float32 40960x256x6" in large.ways
         strict = inductor.enable(strict=True)
         with strict, pytest.raises(Exception, match="strict: all_gather_into_tensor"):
             torch.compile(summed)(x, w)

@@ -93,9 +93,9 @@ void multiply_scaled(at::Tensor out, const at::Tensor& rows, const at::Tensor& s
   if (out.numel() == 0) return;
   // Also one number: where the processor multiplies float8, torch takes hundreds of times as long
   // by one scale as by many (2.13 on an Intel processor with AMX; elsewhere both take the same).
-  const bool by_rows = kTorchScalesRows || scale.numel() != 1 || weight.scale.numel() != 1;
-  const at::Tensor scale_a = by_rows ? spread(scale, {rows.size(0), 1}) : scale;
-  const at::Tensor scale_b = by_rows ? spread(weight.scale, {1, weight.columns()}) : weight.scale;
+  const at::Tensor scale_a = kTorchScalesRows ? spread(scale, {rows.size(0), 1}) : scale;
+  const at::Tensor scale_b =
+      kTorchScalesRows ? spread(weight.scale, {1, weight.columns()}) : weight.scale;
   at::_scaled_mm_out(out, aligned(rows), weight.matrix, scale_a, scale_b, optional(weight.bias),
                      optional(weight.result_scale), out.scalar_type(), weight.fast);
 }

@@ -58,7 +58,7 @@ def received(collective: str, nbytes: int, ranks: int) -> float:
 
 
 def transfer_us(received_bytes: float, ranks: int) -> float:
-    """Returns the microseconds in which a rank receives so many bytes."""
+    """Predicts how long a rank takes to receive `received_bytes`, in microseconds."""
     if ranks == 1:
         return 0.0
     on = machine(ranks)

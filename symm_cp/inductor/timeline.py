@@ -8,7 +8,6 @@ once. The time in which a rank only waits is *exposed*.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -188,10 +187,5 @@ def _is_collective(node: Node) -> bool:
 
 def _is_named(node: Node) -> bool:
     """Tells whether a node is drawn by itself: matmuls and attention are."""
-    return any(_names(node))
-
-
-def _names(node: Node) -> Iterator[bool]:
     name = str(getattr(node.target, "overloadpacket", node.target))
-    for part in ("mm", "matmul", "attention", "attn", "convolution"):
-        yield part in name
+    return any(part in name for part in ("mm", "matmul", "attention", "attn", "convolution"))

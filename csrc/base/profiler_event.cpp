@@ -13,8 +13,8 @@ namespace symm_cp {
 
 namespace {
 
-struct Record {
-  explicit Record(at::StepCallbacks&& callbacks) : function(std::move(callbacks)) {}
+struct Observed {
+  explicit Observed(at::StepCallbacks&& callbacks) : function(std::move(callbacks)) {}
   std::string name;
   std::vector<c10::IValue> inputs;
   at::RecordFunction function;  // refers to the name and the inputs
@@ -25,7 +25,7 @@ struct Record {
 std::shared_ptr<ProfilerEvent> ProfilerEvent::begin(const char* op, at::TensorList inputs) {
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   if (!callbacks) return nullptr;
-  auto record = std::make_shared<Record>(std::move(*callbacks));
+  auto record = std::make_shared<Observed>(std::move(*callbacks));
   record->name = std::string("symm_cp:") + op;
   for (const at::Tensor& input : inputs) record->inputs.emplace_back(input);
   record->function._setAsync();

@@ -199,7 +199,7 @@ c10::intrusive_ptr<c10d::Work> Backend::carry_out(const Manner& manner, Collecti
     }
     collective.exchanges.clear();
     collective.deliver();
-    collective.finish_event();
+    collective.event.reset();
   } else if (manner.async) {
     return start_all(*all, manner, std::move(collective));
   } else {

@@ -22,18 +22,15 @@ void Collective::deliver() {
   for (auto& [to, from] : results) to.copy_(from);
 }
 
-void Collective::finish_event() {
-  if (const auto begun = std::exchange(event, nullptr)) begun->end();
-}
-
 void Collective::begin_event(at::TensorList inputs) { event = ProfilerEvent::begin(op, inputs); }
 
 // --- Ending --------------------------------------------------------------------------------------
 
 Ending::Ending(Collective collective, size_t exchanges)
     : collective_(std::move(collective)),
+      event_(std::move(collective_.event)),
       outputs_(collective_.outputs),
-      has_work_(collective_.delivers() || collective_.event != nullptr),
+      has_work_(collective_.delivers() || event_ != nullptr),
       remaining_(exchanges),
       ended_(exchanges == 0) {}
 
@@ -52,7 +49,6 @@ void Ending::exchange_ended(const std::string& failure, size_t index) {
   } catch (const std::exception& error) {
     failed_delivery = error.what();
   }
-  collective_.finish_event();
   Collective released;  // freed without the lock
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
@@ -70,13 +66,21 @@ void Ending::exchange_ended(const std::string& failure, size_t index) {
 }
 
 bool Ending::ended() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return ended_;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!ended_) return false;
+  }
+  if (event_) event_->end();
+  return true;
 }
 
 bool Ending::await(std::chrono::milliseconds limit) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  return end_.wait_for(lock, limit, [this] { return ended_; });
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!end_.wait_for(lock, limit, [this] { return ended_; })) return false;
+  }
+  if (event_) event_->end();
+  return true;
 }
 
 std::string Ending::failure() const {

@@ -46,10 +46,9 @@ struct Collective {
   bool delivers() const { return !results.empty() || conclude; }
   // Makes the results that do not lie in the caller's tensors yet.
   void deliver();
-  // Begins the event "symm_cp:" and `op` in torch's profiler, if anyone observes.
+  // Begins the event "symm_cp:" and `op` in torch's profiler, if anyone observes. It ends with this
+  // object, or with the `Ending` that is made of it.
   void begin_event(at::TensorList inputs);
-  // Ends the event, in any thread. If the call throws, the event ends with this object.
-  void finish_event();
 };
 
 // The end of a collective in the background. Whichever thread carries out its last exchange ends
@@ -62,6 +61,7 @@ class Ending {
   // Takes why an exchange failed; empty: it succeeded. Two threads may call this at once. The
   // failure of the smallest index counts: failures of later exchanges may follow from it.
   void exchange_ended(const std::string& failure, size_t index = 0);
+  // If it has ended, this and `await` end the profiler's event.
   bool ended() const;
   // Returns when it has ended, which is soon once the last exchange has. False after `limit`.
   bool await(std::chrono::milliseconds limit);
@@ -77,6 +77,7 @@ class Ending {
                      const std::string& failure);
 
   Collective collective_;  // until it has ended
+  std::shared_ptr<ProfilerEvent> event_;
   std::vector<at::Tensor> outputs_;
   bool has_work_;
   mutable std::mutex mutex_;
@@ -93,6 +94,8 @@ class BackendWork : public c10d::Work {
  public:
   BackendWork(c10d::OpType type, std::shared_ptr<Ending> ending, uint64_t sequence_number)
       : Work(-1, type), ending_(std::move(ending)), sequence_number_(sequence_number) {}
+  // Ends the profiler's event where only the future was waited for.
+  ~BackendWork() override { ending_->ended(); }
 
   std::vector<at::Tensor> result() override { return ending_->outputs(); }
   void synchronize() override { wait(); }

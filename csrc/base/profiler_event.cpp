@@ -1,9 +1,10 @@
 #include "base/profiler_event.h"
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
 
-#include <memory>
+#include <exception>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -11,35 +12,59 @@
 
 namespace symm_cp {
 
-namespace {
+using torch::profiler::impl::ProfilerStateBase;
 
-struct Observed {
-  explicit Observed(at::StepCallbacks&& callbacks) : function(std::move(callbacks)) {}
+// `RecordFunction` has a name only if there is an observer.
+const at::StepCallbacks::StartEndPair kNoObserver = {
+    [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> { return nullptr; },
+    [](const at::RecordFunction&, at::ObserverContext*) {}};
+
+// Calls the observers itself: `RecordFunction` ends when it is destroyed, also for a profiler that
+// was stopped.
+struct ProfilerEvent::Record {
+  Record(const char* op, at::TensorList tensors, at::StepCallbacks&& callbacks)
+      : name(std::string("symm_cp:") + op),
+        inputs(tensors.begin(), tensors.end()),
+        observers(std::exchange(callbacks.callbacks_, {kNoObserver})),
+        function(std::move(callbacks)) {
+    function._setAsync();
+    function.before(std::string_view(name), &inputs);
+    for (const auto& observer : observers) contexts.push_back(observer.start_(function));
+  }
+
+  void end() {
+    if (profiler != nullptr && ProfilerStateBase::get() != profiler) return;
+    for (size_t i = 0; i < contexts.size(); ++i) observers[i].end_(function, contexts[i].get());
+  }
+
   std::string name;
   std::vector<c10::IValue> inputs;
-  at::RecordFunction function;  // refers to the name and the inputs
+  at::StepCallbacks::StartEndPairs observers;
+  at::RecordFunction function;                                 // refers to the name and the inputs
+  std::vector<std::unique_ptr<at::ObserverContext>> contexts;  // one for each observer
+  const ProfilerStateBase* profiler = ProfilerStateBase::get();
+  // Keeps the profiler's state, so that no other one has its address.
+  std::shared_ptr<c10::ThreadLocalDebugInfo> alive = c10::ThreadLocalDebugInfo::current();
 };
 
-}  // namespace
+ProfilerEvent::ProfilerEvent(std::unique_ptr<Record> record) : record_(std::move(record)) {}
+
+ProfilerEvent::~ProfilerEvent() { end(); }
 
 std::shared_ptr<ProfilerEvent> ProfilerEvent::begin(const char* op, at::TensorList inputs) {
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   if (!callbacks) return nullptr;
-  auto record = std::make_shared<Observed>(std::move(*callbacks));
-  record->name = std::string("symm_cp:") + op;
-  for (const at::Tensor& input : inputs) record->inputs.emplace_back(input);
-  record->function._setAsync();
-  record->function.before(std::string_view(record->name), &record->inputs);
-  auto event = std::make_shared<ProfilerEvent>();
-  // With the calling thread's state, by which the profiler finds its data in the thread that ends
-  // it.
-  event->end_ = at::wrapPropagateTLSState([record] { record->function.end(); });
-  return event;
+  return std::shared_ptr<ProfilerEvent>(
+      new ProfilerEvent(std::make_unique<Record>(op, inputs, std::move(*callbacks))));
 }
 
 void ProfilerEvent::end() {
-  end_();
-  end_called_.set_value();
+  if (ended_.test_and_set()) return;
+  try {
+    record_->end();
+  } catch (const std::exception& error) {
+    TORCH_WARN("symm_cp: an observer of ", record_->name, " failed: ", error.what());
+  }
 }
 
 }  // namespace symm_cp

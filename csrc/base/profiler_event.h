@@ -1,30 +1,36 @@
-// Events of torch's profiler for calls that may end in another thread.
+// Events of torch's profiler for calls that another thread may carry out.
 #pragma once
 
 #include <ATen/ATen.h>
 
-#include <functional>
-#include <future>
+#include <atomic>
 #include <memory>
 
 namespace symm_cp {
 
-// If `end` is never called, the event ends when this is destroyed.
 class ProfilerEvent {
  public:
   // Begins the event "symm_cp:" and `op` of the profiler that observes this thread; returns null if
   // no one observes.
   static std::shared_ptr<ProfilerEvent> begin(const char* op, at::TensorList inputs);
 
-  // In any thread.
+  ProfilerEvent(const ProfilerEvent&) = delete;
+  ProfilerEvent& operator=(const ProfilerEvent&) = delete;
+  // Ends the event, too.
+  ~ProfilerEvent();
+
+  // Ends the event if the profiler observes this thread: one that was stopped has freed its record
+  // of the event, and only a thread that it observes is sure that it was not. So the thread that
+  // waits for the call ends the event, not the thread that carries the call out.
   void end();
-  // Returns when another thread has called `end`: a profiler that stops afterwards has all of it.
-  void await() const { ended_.wait(); }
 
  private:
-  std::function<void()> end_;
-  std::promise<void> end_called_;
-  std::shared_future<void> ended_ = end_called_.get_future().share();
+  struct Record;
+
+  explicit ProfilerEvent(std::unique_ptr<Record> record);
+
+  std::unique_ptr<Record> record_;
+  std::atomic_flag ended_ = ATOMIC_FLAG_INIT;
 };
 
 }  // namespace symm_cp

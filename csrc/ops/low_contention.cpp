@@ -44,7 +44,7 @@ class Transfer : public c10d::Work {
     } catch (const std::exception& error) {
       TORCH_CHECK(false, error.what());
     }
-    if (event_) event_->await();
+    if (event_) event_->end();
     input_.reset();
     return true;
   }
@@ -141,9 +141,7 @@ at::Tensor start_transfer(const char* op, const std::shared_ptr<Group>& group, C
     input = given.clone();
   call.bind(input.const_data_ptr(), output.mutable_data_ptr());
   const std::shared_ptr<ProfilerEvent> event = ProfilerEvent::begin(op, given);
-  Done done;
-  if (event) done = [event](const std::string& /*failure*/) { event->end(); };
-  const Started started = start(*group, call.exchange, call.background, std::move(done));
+  const Started started = start(*group, call.exchange, call.background);
   c10d::register_work(
       output, c10::make_intrusive<Transfer>(group, started.number, event, input, output.storage()));
   return output;

@@ -169,12 +169,25 @@ def test_events_of_the_background(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def ends_after_the_profile(group: dist.ProcessGroup) -> None:
-    """A profiler that is stopped first does no harm, and the result is right."""
-    x = torch.ones(300_000)
-    with torch.profiler.profile() as profile:
-        result = torch.ops.symm_mem._low_contention_all_gather(x, group.group_name)
-    assert len(events(profile, "_low_contention_all_gather")) <= 1
-    assert torch.equal(torch.ops._c10d_functional.wait_tensor(result), torch.ones(600_000))
+    """A profiler that is stopped first does no harm, nor does the call to one that follows it."""
+    for name, start in in_background(group).items():
+        start()()  # ranks find each other
+        for _ in range(5):
+            if group.rank() == 1:
+                dist.barrier(group)  # so that rank 0's transfer ends when its profile has ended
+            with torch.profiler.profile() as profile:
+                wait = start()
+            assert len(events(profile, name)) <= 1
+            with torch.profiler.profile() as following:
+                sums = [torch.ones(3) + 1 for _ in range(500)]  # may lie where the event did
+                if group.rank() == 0:
+                    dist.barrier(group)
+                wait()
+                sums.append(torch.ones(3) + 1)
+            added = [event for event in following.events() if event.name == "aten::add"]
+            assert len(added) == len(sums)
+            assert all(event.time_range.elapsed_us() < 1e6 * _DELAY for event in added)
+            assert not events(following, name)
 
 
 def test_an_event_that_ends_after_the_profile(ranks: Ranks) -> None:

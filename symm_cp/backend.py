@@ -18,7 +18,7 @@ Earlier versions of torch would import out-of-tree backends at their own import 
 "torch.backends"): each program of the environment would pay for it, used or not.
 `torch.distributed.monitored_barrier` accepts gloo only; `group.monitored_barrier(...)` works.
 
-torch's profiler shows each call as "symm_cp:all_reduce" and so on, to its end in the background.
+torch's profiler shows each call as "symm_cp:all_reduce" and so on, until it has been waited for.
 `all_reduce` sums sparse COO tensors, as gradients of `nn.Embedding(sparse=True)` are, too.
 """
 

@@ -1,4 +1,4 @@
-"""Calls of the backend are events of torch's profiler, from their beginning to their end."""
+"""Calls of the backend are events of torch's profiler until they have been waited for."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def in_background(group: dist.ProcessGroup) -> dict[str, Callable[[], Callable[[
 
 
 def covers_the_work(group: dist.ProcessGroup, folder: Path) -> None:
-    """The event lasts from the call until the transfer has ended, also as Perfetto reads it."""
+    """The event lasts until the transfer has been waited for, also as Perfetto reads it."""
     for name, start in in_background(group).items():
         start()()  # ranks find each other
         with torch.profiler.profile() as profile:

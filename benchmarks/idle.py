@@ -92,6 +92,10 @@ class IdleDevice(AloneDevice, CudaDevice):
         self.kernels = IdleKernels()
         self.driver_calls: Callable[[], int] = ctypes.CDLL(driver).idle_calls
 
+    def polls(self) -> bool:
+        """Whether it has the kernels that wait for streams: no kernel runs here."""
+        return False
+
     def synchronize(self) -> None:
         """Does nothing."""
 

@@ -172,11 +172,14 @@ def _counted(count: Any, node: Node, results: list[torch.Tensor]) -> float:
     def known(each: Any) -> Any:
         return each.meta.get("val") if isinstance(each, Node) else each
 
+    given = tree_leaves([each.meta.get("val") for each in node.all_input_nodes])
+    if not all(_is_static(each) for each in given):
+        return 0.0  # to count with a symbol would fix its value in the graph
     args = [known(each) for each in node.args]
     out = results[0] if len(results) == 1 else tuple(results)
     try:
         return float(count(*args, **{k: known(v) for k, v in node.kwargs.items()}, out_val=out))
-    except (TypeError, ValueError, AssertionError):  # a size that is unknown at compile time
+    except (TypeError, ValueError, AssertionError):
         return 0.0
 
 

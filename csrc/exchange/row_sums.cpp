@@ -30,6 +30,38 @@ void add(const RowSums& given, int64_t first, int64_t last) {
     }
 }
 
+// Dots are added in so many parts, which the compiler keeps in registers.
+constexpr int64_t kParts = 32;
+
+template <class T>
+typename Conversion<T>::Sum dot(const T* row, const T* other, int64_t width) {
+  using Sum = typename Conversion<T>::Sum;
+  Sum parts[kParts] = {};
+  int64_t begin = 0;
+  for (; begin + kParts <= width; begin += kParts)
+    for (int64_t i = 0; i < kParts; ++i)
+      parts[i] += Conversion<T>::load(row[begin + i]) * Conversion<T>::load(other[begin + i]);
+  for (int64_t i = 0; begin + i < width; ++i)
+    parts[i] += Conversion<T>::load(row[begin + i]) * Conversion<T>::load(other[begin + i]);
+  for (int64_t half = kParts / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) parts[i] += parts[i + half];
+  return parts[0];
+}
+
+template <class T>
+void weigh(const WeighedRows& given, int64_t first, int64_t last) {
+  using Sum = typename Conversion<T>::Sum;
+  for (int64_t at = first; at < last; ++at) {
+    T* row = static_cast<T*>(given.rows) + at * given.width;
+    if (given.others != nullptr)
+      static_cast<Sum*>(given.dots)[at] +=
+          dot(row, reinterpret_cast<const T*>(given.others + at * given.pitch), given.width);
+    const Sum factor = static_cast<const Sum*>(given.factors)[at];
+    for (int64_t i = 0; i < given.width; ++i)
+      row[i] = Conversion<T>::store(factor * Conversion<T>::load(row[i]));
+  }
+}
+
 }  // namespace
 
 void add_rows(const RowSums& given, int64_t first, int64_t last) {
@@ -38,6 +70,15 @@ void add_rows(const RowSums& given, int64_t first, int64_t last) {
     case DType::kFloat64: return add<double>(given, first, last);
     case DType::kBfloat16: return add<BFloat16>(given, first, last);
     default: return add<_Float16>(given, first, last);
+  }
+}
+
+void weigh_rows(const WeighedRows& given, int64_t first, int64_t last) {
+  switch (given.dtype) {
+    case DType::kFloat32: return weigh<float>(given, first, last);
+    case DType::kFloat64: return weigh<double>(given, first, last);
+    case DType::kBfloat16: return weigh<BFloat16>(given, first, last);
+    default: return weigh<_Float16>(given, first, last);
   }
 }
 

@@ -1,4 +1,4 @@
-// Weighted sums of rows that lie anywhere.
+// Weighted sums of rows that lie anywhere, and the gradients of such sums.
 #pragma once
 
 #include <cstdint>
@@ -21,5 +21,20 @@ struct RowSums {
 // Writes the sums from `first` to before `last`, each added in the order of its rows, 16-bit types
 // in float32, and rounded once.
 void add_rows(const RowSums& given, int64_t first, int64_t last);
+
+// Rows of `width` elements each, one behind the other, which are multiplied by their factors.
+struct WeighedRows {
+  void* rows;
+  const char* others;  // rows of as many elements, `pitch` bytes apart; null: none
+  int64_t pitch;
+  const void* factors;  // one for each row, of the type in which rows are added
+  void* dots;           // one for each row, of the same type; null without `others`
+  int64_t width;
+  DType dtype;  // floating
+};
+
+// For the rows from `first` to before `last`: adds row . other to its dot, then rounds row * factor
+// to the row. Reads each row from memory once.
+void weigh_rows(const WeighedRows& given, int64_t first, int64_t last);
 
 }  // namespace symm_cp

@@ -69,6 +69,7 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
         "_fused_matmul_reduce_scatter_backward", "fused_all_gather_attention",
         "fused_all_gather_attention_backward", "_route_to_experts", "dispatch_to_experts",
         "combine_from_experts", "fused_dispatch_grouped_matmul", "fused_grouped_matmul_combine",
+        "_fused_dispatch_grouped_matmul_backward", "_fused_grouped_matmul_combine_backward",
         "_all_gather_scaled_matmul_split", "_scaled_matmul_reduce_scatter_split"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&in_python_or_below>>());
 }

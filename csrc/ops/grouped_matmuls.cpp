@@ -9,49 +9,25 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
+#include "ops/grouped_matmuls.h"
 #include "ops/kernels.h"
-#include "ops/routing.h"
 
 namespace symm_cp::experts {
-
-namespace {
 
 using namespace kernels;
 using torch::jit::Stack;
 
-constexpr const char* kDispatchMatmul = "fused_dispatch_grouped_matmul";
-constexpr const char* kMatmulCombine = "fused_grouped_matmul_combine";
-
-using Tensors = std::vector<at::Tensor>;
-
-// to = the rows of each of this rank's experts @ its weight, or += that.
 void multiply(const Routing& routing, const at::Tensor& rows, const at::Tensor& weight,
               const at::Tensor& to, bool add) {
-  int64_t begin = 0;
-  for (int64_t local = 0; local < routing.local(); ++local) {
-    int64_t count = 0;
-    for (int64_t r = 0; r < routing.ranks(); ++r)
-      count += routing.count(r, routing.rank() * routing.local() + local);
-    if (count == 0) continue;
+  for_each_expert(routing, [&](int64_t expert, int64_t begin, int64_t count) {
+    if (count == 0) return;
     at::Tensor out = to.narrow(0, begin, count);
-    const at::Tensor left = rows.narrow(0, begin, count), right = weight.select(0, local);
+    const at::Tensor left = rows.narrow(0, begin, count), right = weight.select(0, expert);
     if (add)
       out.addmm_(left, right);
     else
       at::mm_out(out, left, right);
-    begin += count;
-  }
-}
-
-// Raises ValueError or TypeError unless `weight` is of this rank's experts, for rows of `like`.
-void check_weight(const char* op, const std::string& name, const at::Tensor& weight,
-                  const at::Tensor& like, int64_t local) {
-  TORCH_CHECK_TYPE(weight.scalar_type() == like.scalar_type(), op, ": ", name, " is ",
-                   name_dtype(weight.scalar_type()), ", must be ", name_dtype(like.scalar_type()),
-                   " as the rows are");
-  TORCH_CHECK_VALUE(weight.dim() == 3 && weight.size(0) == local && weight.size(1) == like.size(1),
-                    op, ": ", name, " ", weight.sizes(), " must be (", local, ", ", like.size(1),
-                    ", columns): one matrix for each expert of a rank");
+  });
 }
 
 void check_matrix(const char* op, const std::string& name, const at::Tensor& rows) {
@@ -66,6 +42,22 @@ void check_matrix(const char* op, const std::string& name, const at::Tensor& row
 
 std::string numbered(const char* name, size_t index) {
   return std::string(name) + "[" + std::to_string(index) + "]";
+}
+
+namespace {
+
+constexpr const char* kDispatchMatmul = "fused_dispatch_grouped_matmul";
+constexpr const char* kMatmulCombine = "fused_grouped_matmul_combine";
+
+// Raises ValueError or TypeError unless `weight` is of this rank's experts, for rows of `like`.
+void check_weight(const char* op, const std::string& name, const at::Tensor& weight,
+                  const at::Tensor& like, int64_t local) {
+  TORCH_CHECK_TYPE(weight.scalar_type() == like.scalar_type(), op, ": ", name, " is ",
+                   name_dtype(weight.scalar_type()), ", must be ", name_dtype(like.scalar_type()),
+                   " as the rows are");
+  TORCH_CHECK_VALUE(weight.dim() == 3 && weight.size(0) == local && weight.size(1) == like.size(1),
+                    op, ": ", name, " ", weight.sizes(), " must be (", local, ", ", like.size(1),
+                    ", columns): one matrix for each expert of a rank");
 }
 
 // --- fused_dispatch_grouped_matmul -------------------------------------------------------------
@@ -119,16 +111,11 @@ void dispatch_matmul_kernel(const c10::OperatorHandle& op, Stack* stack) {
 
 // --- fused_grouped_matmul_combine --------------------------------------------------------------
 
-struct CombineArguments {
-  Tensors rows, weights;
-  at::Tensor factors, table;
-  int64_t top_k, experts;
-};
-
 // Products of rows and weights, added up to `to`.
 void multiply_all(const Routing& routing, const CombineArguments& given, const at::Tensor& to) {
   for (size_t i = 0; i < given.rows.size(); ++i)
     multiply(routing, given.rows[i], given.weights[i], to, /*add=*/i > 0);
+  if (given.addend.defined()) at::Tensor(to).add_(given.addend);
 }
 
 class CombinedMatmul : public Combination {
@@ -155,52 +142,55 @@ class CombinedMatmul : public Combination {
   at::Tensor products_;  // in the slot
 };
 
-void check_products(const CombineArguments& given, int64_t local) {
-  TORCH_CHECK_VALUE(!given.rows.empty() && given.rows.size() == given.weights.size(),
-                    kMatmulCombine, ": got ", given.rows.size(), " rows and ", given.weights.size(),
+}  // namespace
+
+void check_products(const char* op, const CombineArguments& given, int64_t local) {
+  TORCH_CHECK_VALUE(!given.rows.empty() && given.rows.size() == given.weights.size(), op, ": got ",
+                    given.rows.size(), " rows and ", given.weights.size(),
                     " weights, needs as many of both, at least one");
   const at::Tensor &first = given.rows.front(), &weight = given.weights.front();
   for (size_t i = 0; i < given.rows.size(); ++i) {
     const at::Tensor& rows = given.rows[i];
-    check_matrix(kMatmulCombine, numbered("rows", i), rows);
-    TORCH_CHECK_VALUE(rows.size(0) == first.size(0), kMatmulCombine, ": ", numbered("rows", i), " ",
+    check_matrix(op, numbered("rows", i), rows);
+    TORCH_CHECK_VALUE(rows.size(0) == first.size(0), op, ": ", numbered("rows", i), " ",
                       rows.sizes(), " must have ", first.size(0), " rows as rows[0] has");
-    check_weight(kMatmulCombine, numbered("weights", i), given.weights[i], rows, local);
-    TORCH_CHECK_TYPE(rows.scalar_type() == first.scalar_type(), kMatmulCombine, ": ",
-                     numbered("rows", i), " is ", name_dtype(rows.scalar_type()), ", must be ",
+    check_weight(op, numbered("weights", i), given.weights[i], rows, local);
+    TORCH_CHECK_TYPE(rows.scalar_type() == first.scalar_type(), op, ": ", numbered("rows", i),
+                     " is ", name_dtype(rows.scalar_type()), ", must be ",
                      name_dtype(first.scalar_type()), " as rows[0] is");
-    TORCH_CHECK_VALUE(given.weights[i].size(2) == weight.size(2), kMatmulCombine, ": ",
-                      numbered("weights", i), " ", given.weights[i].sizes(), " must have ",
-                      weight.size(2), " columns as weights[0] has");
+    TORCH_CHECK_VALUE(given.weights[i].size(2) == weight.size(2), op, ": ", numbered("weights", i),
+                      " ", given.weights[i].sizes(), " must have ", weight.size(2),
+                      " columns as weights[0] has");
   }
 }
 
-at::Tensor matmul_combine(Group& group, const CombineArguments& given) {
-  const Routing routing(kMatmulCombine, given.table, given.experts, group);
-  check_products(given, routing.local());
+at::Tensor matmul_combine(const char* op, Group& group, const CombineArguments& given) {
+  const Routing routing(op, given.table, given.experts, group);
+  check_products(op, given, routing.local());
   const at::Tensor& like = given.rows.front();
-  check_combine(kMatmulCombine, like, given.factors, routing, given.top_k);
+  check_combine(op, like, given.factors, routing, given.top_k);
   const at::AutoDispatchBelowADInplaceOrView below;
   const at::Tensor factors = factors_for(given.factors, like.scalar_type());
   const int64_t columns = given.weights.front().size(2);
   at::Tensor out = new_output(like, {routing.pairs() / given.top_k, columns});
   CombinedMatmul call(routing, given, factors, out);
   if (group.world_size() > 1 && routing.most_rows() * call.row_bytes() <= kMostSlotBytes) {
-    call.run(group, name_of_rows(kMatmulCombine, out, given.experts));
+    call.run(group, name_of_rows(op, out, given.experts));
     return out;
   }
   const at::Tensor products = new_output(like, {routing.rows(), columns});
   multiply_all(routing, given, products);
-  return combine_rows(group, products, given.factors, given.table, given.top_k, given.experts,
-                      kMatmulCombine);
+  return combine_rows(group, products, given.factors, given.table, given.top_k, given.experts, op);
 }
+
+namespace {
 
 // Arguments: rows, weights, factors, table, top_k, num_experts, group name.
 void matmul_combine_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor out;
   const auto body = [&](const std::shared_ptr<Group>& group) {
-    out = matmul_combine(*group,
+    out = matmul_combine(kMatmulCombine, *group,
                          {arguments.tensors(0), arguments.tensors(1), arguments.optional_tensor(2),
                           arguments.tensor(3), arguments.number(4), arguments.number(5)});
   };

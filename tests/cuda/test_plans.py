@@ -33,6 +33,8 @@ IN_PYTHON = {
     "combine_from_experts",
     "fused_dispatch_grouped_matmul",
     "fused_grouped_matmul_combine",
+    "_fused_dispatch_grouped_matmul_backward",
+    "_fused_grouped_matmul_combine_backward",
 }
 
 

@@ -286,7 +286,6 @@ LEFT_OUT = (
     "get_remote_tensors",
     "flex_all_gather_attention",
     "flex_all_gather_attention_backward",
-    "_grouped_weight_grads",
     *(op.name for op in gpu_only.OPS),
 )
 

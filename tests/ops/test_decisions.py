@@ -358,7 +358,7 @@ DECIDE_NOTHING = {
     "_low_contention_all_gather", "_low_contention_reduce_scatter",
     "_low_contention_all_gather_split", "_low_contention_reduce_scatter_split",
     "_low_contention_all_gather_out", "_low_contention_reduce_scatter_out",
-    "_same_on_all_ranks", "_grouped_weight_grads",
+    "_same_on_all_ranks",
     *(op.name for op in gpu_only.OPS),
 }  # fmt: skip
 DECIDE = [op for op in declared() if op.name not in DECIDE_NOTHING]

@@ -98,13 +98,14 @@ def equals_one_process(
     chosen = torch.rand(W * tokens, EXPERTS).topk(TOP_K).indices
     chosen[:, 0] = EXPERTS - 1  # some experts have no tokens on some ranks, the last has many
     chosen[:, 1] = chosen[:, 1] % (EXPERTS - 1)
-    weights, grad = torch.rand(W * tokens, TOP_K), torch.randn(W * tokens, HIDDEN).to(dtype)
+    weights = torch.rand(W * tokens, TOP_K, dtype=wide(dtype))
+    grad = torch.randn(W * tokens, HIDDEN).to(dtype)
     exact, inputs = copy.deepcopy(module).double(), [x.double(), weights.double()]
     for tensor in inputs:
         tensor.requires_grad_()
     expected = exact(inputs[0], chosen, inputs[1])
     expected.backward(grad.double())
-    own = [t.chunk(W)[rank].clone().requires_grad_() for t in (x, weights)]
+    own = [t.detach().chunk(W)[rank].clone().requires_grad_() for t in (x, weights)]
     with only(function):
         out = dispatched(part, group)(own[0], chosen.chunk(W)[rank], own[1])
     out.backward(grad.chunk(W)[rank])

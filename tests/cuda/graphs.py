@@ -132,10 +132,14 @@ class Graph:
     # --- replay
 
     def replay(self) -> None:
-        """Runs it on the current stream."""
+        """Runs it on the current stream, and returns when that has ended."""
+        self.start()
+        self.device.join()
+
+    def start(self) -> None:
+        """Runs it on the current stream, while the host goes on."""
         result = self.library.simulated_replay(self.handle, self.device.current_stream(), 0)
         assert result == 0, result
-        self.device.join()
 
     def __del__(self) -> None:
         if self.handle:

@@ -234,11 +234,6 @@ struct ScatterBackwardArguments {
   Sizes sizes;
 };
 
-// Whether a gradient should be laid out by columns, as the weight is: see ops/matmul_grad.py.
-bool is_transposed(const at::Tensor& weight) {
-  return weight.t().is_contiguous() && !weight.is_contiguous();
-}
-
 // gathered(grad) @ weight^T and a^T @ gathered(grad).
 std::optional<std::pair<at::Tensor, at::Tensor>> scatter_backward(
     Group& group, const ScatterBackwardArguments& given) {

@@ -21,11 +21,6 @@ using torch::jit::Stack;
 constexpr const char* kDispatchBackward = "_fused_dispatch_grouped_matmul_backward";
 constexpr const char* kCombineBackward = "_fused_grouped_matmul_combine_backward";
 
-// Whether a gradient should be laid out by columns, as the weight is.
-bool is_transposed(const at::Tensor& weight) {
-  return weight.mT().is_contiguous() && !weight.is_contiguous();
-}
-
 Tensors transposed(const Tensors& weights) {
   Tensors results;
   for (const at::Tensor& weight : weights) results.push_back(weight.mT());

@@ -334,6 +334,10 @@ std::shared_ptr<Mapping> mapping_of(const Group& group, int64_t sequence) {
   return peers != nullptr ? find_mapping(*peers, sequence) : nullptr;
 }
 
+bool is_transposed(const at::Tensor& weight) {
+  return weight.mT().is_contiguous() && !weight.is_contiguous();
+}
+
 bool is_symmetric(const Group& group, const at::Tensor& tensor) {
   if (tensor.numel() == 0) return false;  // it has no address
   return mapping_of(group, tensor.const_data_ptr()) != nullptr;

@@ -165,6 +165,10 @@ std::string name_sizes(const std::vector<int64_t>& sizes);
 // Sets how an exchange reduces elements: complex ones as pairs of real ones.
 void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op);
 
+// Whether a gradient should be laid out by columns, as the weight is: see
+// symm_cp/ops/matmul/derivatives.py.
+bool is_transposed(const at::Tensor& weight);
+
 // The memory that a group's ranks gave with the tensor at an address, or at a rendezvous of that
 // number; null where there is none.
 std::shared_ptr<Mapping> mapping_of(const Group& group, const void* address);

@@ -47,11 +47,6 @@ void keep_division(AutogradContext* ctx, const Call& call, int64_t dim, int64_t 
   ctx->saved_data["rank"] = call.optional_argument("rank");
 }
 
-// Whether a gradient should be laid out by columns, as the weight is.
-bool is_transposed(const at::Tensor& weight) {
-  return weight.mT().is_contiguous() && !weight.is_contiguous();
-}
-
 // --- fused_all_gather_matmul ---------------------------------------------------------------------
 
 // The results are the gathered tensor, if it was asked for, and the products.
@@ -90,7 +85,7 @@ struct GatherMatmul : torch::autograd::Function<GatherMatmul> {
     c10::List<at::Tensor> used, rights;
     bool transposed = true;
     for (size_t i = 0; i < weights; ++i) {
-      transposed = transposed && is_transposed(saved[1 + i]);
+      transposed = transposed && kernels::is_transposed(saved[1 + i]);
       if (!grads[gathered + i].defined()) continue;
       used.push_back(grads[gathered + i]);
       rights.push_back(saved[1 + i].mH());

@@ -103,6 +103,11 @@ def through_passes(
     return Compiled(results, grads, report, ops)
 
 
+def loss(result: torch.Tensor) -> torch.Tensor:
+    """Whose slope at a large element is 1 or -1; a sine's would depend on the last bits."""
+    return (result.square() + 1).sqrt().sum()
+
+
 def run(
     fn: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
@@ -115,7 +120,7 @@ def run(
         results = [output] if isinstance(output, torch.Tensor) else list(output)
         leaves = [t for t in inputs if t.requires_grad]
         leaves += module.parameters() if module is not None else ()
-        outputs = [t.sin().sum() for t in results if t.requires_grad]
+        outputs = [loss(t) for t in results if t.requires_grad]
         grads = list(torch.autograd.grad(outputs, leaves)) if outputs else []
         grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     return [t.detach() for t in results], grads

@@ -41,7 +41,7 @@ from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import fuse_post_grad
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
-from tests.inductor.graphs import through_passes
+from tests.inductor.graphs import loss, through_passes
 
 DIM = 16
 
@@ -146,7 +146,7 @@ def llama(group: dist.ProcessGroup) -> nn.Module:
 
 
 def gradients(model: nn.Module, out: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
-    grads = torch.autograd.grad(out.sin().sum(), [x, *model.parameters()])
+    grads = torch.autograd.grad(loss(out), [x, *model.parameters()])
     return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
 
 
@@ -324,12 +324,12 @@ def written_out(group: dist.ProcessGroup) -> None:
 
     inputs = [torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(3)]
     out = attend(*inputs)
-    expected = torch.autograd.grad(out.sin().sum(), inputs)
+    expected = torch.autograd.grad(loss(out), inputs)
     with compiling(), inductor.enable(strict=True):
         report = inductor.explain(attend, *inputs)
         assert [d.fused_into for d in report.decisions] == ["fused_all_gather_attention"], report
         actual = torch.compile(attend)(*inputs)
-        grads = torch.autograd.grad(actual.sin().sum(), inputs)
+        grads = torch.autograd.grad(loss(actual), inputs)
     for got, want in zip([actual, *grads], [out, *expected], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -398,10 +398,10 @@ def compiles_whole(group: dist.ProcessGroup) -> None:
     with compiling():
         for fn, inputs in cases:
             expected = fn(*inputs)
-            grads = torch.autograd.grad(expected.sin().sum(), inputs)
+            grads = torch.autograd.grad(loss(expected), inputs)
             actual = torch.compile(fn, fullgraph=True, backend="aot_eager")(*inputs)
             torch.testing.assert_close(actual, expected)
-            for a, b in zip(torch.autograd.grad(actual.sin().sum(), inputs), grads, strict=True):
+            for a, b in zip(torch.autograd.grad(loss(actual), inputs), grads, strict=True):
                 torch.testing.assert_close(a, b)
         compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
         with symm_cp.context_parallel(mesh, load_balancer=balancer):

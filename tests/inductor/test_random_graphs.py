@@ -92,9 +92,9 @@ class Drawn:
 
     def compute(self) -> None:
         n, _ = self.take()
-        name = self.draw.choice(["sin", "relu", "double", "narrow"])
+        name = self.draw.choice(["tanh", "relu", "double", "narrow"])
         calls: dict[str, Call] = {
-            "sin": lambda _, t: t[0].sin(),
+            "tanh": lambda _, t: t[0].tanh(),
             "relu": lambda _, t: t[0].relu(),
             "double": lambda _, t: t[0] * 2,
             "narrow": lambda _, t: t[0].float().double(),
@@ -206,7 +206,7 @@ def check(group: dist.ProcessGroup, seed: int) -> int:
         assert got.shape == want.shape
         # Products of other shapes are rounded elsewhere, and a rounding to float32 shows it.
         size = float(want.abs().max()) if want.numel() else 0.0
-        atol = (1e-5 if narrow else 1e-11) * max(1.0, size)
+        atol = (1e-4 if narrow else 1e-11) * max(1.0, size)
         torch.testing.assert_close(got, want, rtol=0.0, atol=atol)
     left = [d for d in compiled.report.left if not d.runs_as]
     ran = [op for op in compiled.ops if "_c10d_functional" in op and "wait" not in op]

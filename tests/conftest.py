@@ -8,6 +8,7 @@ import signal
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,8 @@ def pytest_unconfigure() -> None:
 def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
     """Rank processes for multi-rank tests: ``ranks.run(world_size, function, *args)``."""
     simulated.build()  # once, instead of by each rank
-    pool = Ranks(session_seed(pytestconfig), SIZE, _SETUP)
+    setup = replace(_SETUP, threads=pytestconfig.getoption("--ranks-threads"))
+    pool = Ranks(session_seed(pytestconfig), SIZE, setup)
     yield pool
     pool.close()
 

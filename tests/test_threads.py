@@ -342,6 +342,23 @@ def test_the_measured_size_is_read_when_the_library_is_loaded(
     assert loaded.stderr.count("not used") == 2
 
 
+@exhaustive
+def test_suites_of_collectives_with_two_threads_a_rank() -> None:
+    suites = ("backend/test_collectives", "test_exchange", "test_reduce", "ops/test_in_flight")
+    suites += ("ops/test_collectives", "ops/test_native_all_reduce", "ops/test_matmul_all_reduce")
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--ranks-threads=2", *(f"tests/{s}.py" for s in suites)],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+        | {"SYMM_CP_THREADS": "all"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
 def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (env.threads(), env.background_threads()) == (WHERE_CORES_SUFFICE, 1)
     monkeypatch.setenv("SYMM_CP_THREADS", "one")

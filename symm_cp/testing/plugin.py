@@ -28,6 +28,12 @@ def session_seed(config: pytest.Config) -> int:
     return int(sent or os.environ.get(SEED_VARIABLE) or _DRAWN)
 
 
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the command line, and of pyproject.toml."""
     group = parser.getgroup("ranks", "tests on several ranks (symm_cp.testing)")
@@ -42,6 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         metavar="US",
         help="random delays of up to so many microseconds around waits and signals",
+    )
+    group.addoption(
+        "--ranks-threads", type=_positive, default=1, help="threads of torch in each rank (1)"
     )
     group.addoption("--cuda-on-cpu", action="store_true", help='what asks for "cuda" gets the CPU')
     group.addoption(
@@ -140,6 +149,7 @@ def _pool(config: pytest.Config, backend: str) -> Ranks:
         preload=(*config.getini("ranks_preload"), "pytest"),
         cuda_on_cpu=config.getoption("--cuda-on-cpu"),
         races=config.getoption("--ranks-races"),
+        threads=config.getoption("--ranks-threads"),
     )
     return _PluginsRanks(session_seed(config), setup=setup)
 

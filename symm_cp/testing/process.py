@@ -64,6 +64,8 @@ class Setup:
     cuda_on_cpu: bool = False
     #: What functions do with symmetric memory is noted, and races are errors: see races.py.
     races: bool = False
+    #: Of torch in each rank. Sums of one come out in the same order everywhere.
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ def main(pipe: Connection, member: Member) -> None:
     die_with(os.getppid())
     try:
         _settle(member)
-        torch.set_num_threads(1)
+        torch.set_num_threads(member.setup.threads)
         native.load()  # says why when it cannot be built
         groups = _join(member)
         pipe.send_bytes(pickle.dumps(("result", (None, [], True))))

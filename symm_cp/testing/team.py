@@ -132,7 +132,7 @@ class Team:
                 store=self._store.port if self._store else f"{self._folder.name}/store",
                 setup=setup,
                 log=str(log),
-                environment={**_environment(), **place.environment},
+                environment={**_environment(setup.threads), **place.environment},
                 namespace=place.namespace,
             )
             self._processes.append(_begin(member, log, _FORKED if forked else _SPAWNED))
@@ -277,9 +277,8 @@ class Team:
         self._folder.cleanup()
 
 
-def _environment() -> dict[str, str]:
-    # One thread a rank: tests run on small machines, and sums come out in one order.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def _environment(threads: int) -> dict[str, str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
     defaults = {
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # ranks share GPUs
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for deterministic algorithms
@@ -290,7 +289,7 @@ def _environment() -> dict[str, str]:
 
 def _start_template(preload: Sequence[str]) -> None:
     """Starts the process that ranks are forked from, unless it runs."""
-    environment = _environment()
+    environment = _environment(threads=1)
     # Python 3.11's does not take our sys.path over.
     path = [folder for folder in sys.path if folder]
     environment["PYTHONPATH"] = os.pathsep.join([*path, environment.get("PYTHONPATH", "")])

@@ -50,7 +50,8 @@ def test_programs_for_gpus_run_on_cpu(tmp_path: Path) -> None:
 
 @exhaustive
 def test_what_another_project_sees(tmp_path: Path) -> None:
-    found, output = outcomes(tmp_path, "--ranks-delays", "100", "--ranks-races")
+    options = ("--ranks-delays", "100", "--ranks-races", "--ranks-threads", "3")
+    found, output = outcomes(tmp_path, *options)
     assert found == {
         "test_tensor_parallelism": "SKIPPED",
         "test_symmetric_memory": "SKIPPED",
@@ -58,6 +59,7 @@ def test_what_another_project_sees(tmp_path: Path) -> None:
         "test_a_graph_of_one_rank": "SKIPPED",
         "test_a_graph_and_a_mistake": "SKIPPED",
         "test_sum": "PASSED",
+        "test_threads": "PASSED",
         "test_sizes": "PASSED",
         "test_one_fails": "FAILED",
         "test_one_hangs": "FAILED",

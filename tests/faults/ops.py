@@ -151,14 +151,15 @@ def scatter_out(group: dist.ProcessGroup) -> Results:
 
 
 def experts(group: dist.ProcessGroup) -> Results:
-    """Fused with their matmuls, of which those of rank 0 are made in two parts."""
+    """Fused with their matmuls, of which those of rank 0 are made in two parts; both passes."""
     W = group.size()
     chosen = torch.zeros(600, 1, dtype=torch.int64)
     chosen[:40] = W - 1
-    product, routing = symm_cp.moe.dispatch_matmul(
-        torch.randn(600, 4), torch.randn(1, 4, 5), chosen, W, group=group
-    )
-    return [symm_cp.moe.matmul_combine(product, torch.randn(1, 5, 3), None, routing)]
+    shapes = (600, 4), (1, 4, 5), (1, 5, 3)
+    x, up, down = leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    product, routing = symm_cp.moe.dispatch_matmul(x, up, chosen, W, group=group)
+    out = symm_cp.moe.matmul_combine(product, down, None, routing)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
 
 _backends: dict[dist.ProcessGroup, dist.ProcessGroup] = {}

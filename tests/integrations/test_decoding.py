@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.cache_utils import DynamicCache
 
+from symm_cp import tensor_parallel
 from symm_cp.integrations.transformers import kinds
 from symm_cp.integrations.transformers.decoding import SpreadCache, SpreadLayer, decoding
 from symm_cp.testing import Ranks
-from tests.exhaustive import pairs, some
+from tests.exhaustive import exhaustive, pairs, some
 from tests.integrations.common import VOCABULARY
 from tests.integrations.decoders import CLIENTS
 
@@ -101,6 +103,24 @@ def test_tokens_of_one_process(
     for counts in zip(*(kept for _, kept, _ in results), strict=True):
         assert sum(counts) == 17 + NEW - 1
         assert max(counts) - min(counts) <= BLOCK
+
+
+def beside_tensor_parallelism(
+    group: dist.ProcessGroup, batch: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model = model_of("llama").requires_grad_(requires_grad=False)
+    tensor_parallel.apply(model, mesh["tp"])
+    with decoding(model, mesh["cp"], block_size=BLOCK) as cache:
+        return generated(model, batch, cache)
+
+
+@exhaustive
+def test_beside_tensor_parallelism(ranks: Ranks) -> None:
+    batch = prompt(padded=True)
+    expected = in_one_process("llama", batch)
+    for ids in ranks.run(4, beside_tensor_parallelism, batch):
+        assert torch.equal(ids, expected)
 
 
 def reuse(group: dist.ProcessGroup, batch: dict[str, torch.Tensor], more: torch.Tensor) -> Any:

@@ -36,7 +36,7 @@ from tests.cuda.test_graph_order import ALL, Case, cases
 
 #: Programs that one set of processes runs.
 PER_TEAM = 20
-#: Seconds for one; a wait that takes longer than the simulator's patience aborts before.
+#: Seconds for a round; a wait of a stream that is longer than the simulator's patience aborts.
 LIMIT = 120
 SIZES = (2, 3, 4, 5, 6, 7, 8)
 #: Results that are exact, since their inputs are small integers.
@@ -119,11 +119,14 @@ def side_streams(device: SimulatedDevice) -> tuple[int, int]:
     return device.machine.stream(0), device.machine.stream(0)
 
 
-def run_one(group: dist.ProcessGroup, seed: int) -> int:
-    """Runs a program, and returns how many graphs it has replayed."""
+def run_one(group: dist.ProcessGroup, seed: int) -> None:
+    """Runs a program, and says after each round how many graphs it has replayed.
+
+    A round, since a program takes a minute where eight ranks with their streams share two cores.
+    """
     program, W = Program.drawn(seed), group.size()
     choose, generator = random.Random(seed + 1), torch.Generator().manual_seed(seed)
-    values, replays = program.values(W), 0
+    values = program.values(W)
     made = cases(group, values)
     with simulation(**program.mode) as device:
         cuda.reserve_on(memory.resolve(group), device, 1 << 20, graphs=len(program.graphs))
@@ -151,15 +154,14 @@ def run_one(group: dist.ProcessGroup, seed: int) -> int:
                 graph.check(repeated=not fresh)
             for out in called:
                 check(str(eager), made[str(eager)], out)
-            replays += len(order)
             for graph in captured:  # those that were left out know nothing of these inputs
                 graph.before = graph.before if graph in order else []
             fresh = False
-    return replays
+            say(len(order))
 
 
 def run_all(group: dist.ProcessGroup, seeds: list[int]) -> None:
-    """Runs programs one after the other, and says what each has replayed.
+    """Runs programs one after the other, and says what each round has replayed.
 
     Each has a group of its own: graphs keep their workspaces as long as their group lives, and
     torch's pads have channels for a few graphs only.
@@ -167,7 +169,7 @@ def run_all(group: dist.ProcessGroup, seeds: list[int]) -> None:
     for seed in seeds:
         own = dist.new_group()
         assert isinstance(own, dist.ProcessGroup)
-        say(run_one(own, seed))
+        run_one(own, seed)
         dist.destroy_process_group(own)
 
 
@@ -179,8 +181,9 @@ def run(world_size: int, seeds: list[int]) -> tuple[list[int], list[str]]:
     replays: list[int] = []
     with Ranks(seeds[0]).own(world_size, run_all, seeds) as running:
         for seed in seeds:
+            rounds = range(Program.drawn(seed).rounds)
             try:
-                replays.append(running.hear_all(timeout=LIMIT)[0])
+                replays.append(sum(running.hear_all(timeout=LIMIT)[0] for _ in rounds))
             except Exception as error:
                 about = f"{world_size}:{seed} {Program.drawn(seed)}\n{error}"
                 failures = [o.failure + o.output for o in running.outcomes(10)]

@@ -204,6 +204,7 @@ void simulated_serve(Stream stream) { static_cast<SimStream*>(stream)->serve(); 
 void simulated_default_stream(int device, Stream stream) {
   default_streams[device] = static_cast<SimStream*>(stream);
 }
+void simulated_destroy(Stream stream) { static_cast<SimStream*>(stream)->destroy(); }
 void simulated_drain(Stream stream) { static_cast<SimStream*>(stream)->drain(); }
 void simulated_drain_all() { simulated::drain_all(); }
 

@@ -80,6 +80,7 @@ class SimStream {
  public:
   // Without a thread of its own a stream is served by whoever calls `serve`.
   SimStream(int device, bool own_thread);
+  // After its end the host's commands run at once: what it leaves is freed later.
   void push(Command command);
   void drain();
   bool idle();
@@ -104,7 +105,7 @@ class SimStream {
   std::condition_variable changed_;
   std::deque<Command> queue_;
   int64_t pushed_ = 0, done_ = 0;
-  bool destroyed_ = false;
+  bool destroyed_ = false, ended_ = false;
   std::string waiting_for_;
   std::mt19937 random_;
 };

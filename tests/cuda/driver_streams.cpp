@@ -49,7 +49,8 @@ void spin_until(const std::function<bool()>& ready, const char* what) {
   const auto patience = std::chrono::milliseconds(settings().patience_ms);
   auto end = Clock::now() + patience;
   for (int i = 0; !ready(); ++i) {
-    if (i > 100) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    // Longer later: the many streams of many ranks share few processors.
+    if (i > 100) std::this_thread::sleep_for(std::chrono::microseconds(i < 1000 ? 20 : 500));
     if (hangs_on_purpose()) end = Clock::now() + patience;
     if (Clock::now() > end) return report_deadlock(what);
   }
@@ -83,15 +84,25 @@ SimStream::SimStream(int device, bool own_thread)
 }
 
 void SimStream::push(Command command) {
-  // Both at once, so that the order in a stream is that of the tickets.
-  std::lock_guard<std::mutex> all(machine().mutex);
-  command.ticket = machine().tickets;
-  if (command.kind != Kind::kHost) ++machine().tickets;
-  if (!settings().one_queue) machine().turn = machine().tickets;
-  std::lock_guard<std::mutex> lock(mutex_);
-  queue_.push_back(std::move(command));
-  ++pushed_;
-  changed_.notify_all();
+  {
+    // Both at once, so that the order in a stream is that of the tickets.
+    std::lock_guard<std::mutex> all(machine().mutex);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!ended_) {
+      command.ticket = machine().tickets;
+      if (command.kind != Kind::kHost) ++machine().tickets;
+      if (!settings().one_queue) machine().turn = machine().tickets;
+      queue_.push_back(std::move(command));
+      ++pushed_;
+      changed_.notify_all();
+      return;
+    }
+  }
+  if (command.kind != Kind::kHost) {
+    std::fprintf(stderr, "simulated driver: %s on a stream that was destroyed\n", command.name);
+    std::abort();
+  }
+  command.run();
 }
 
 void SimStream::drain() {
@@ -118,7 +129,10 @@ void SimStream::serve() {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       changed_.wait(lock, [&] { return !queue_.empty() || destroyed_; });
-      if (queue_.empty()) break;
+      if (queue_.empty()) {
+        ended_ = true;
+        break;
+      }
       command = std::move(queue_.front());
       queue_.pop_front();
     }

@@ -284,6 +284,25 @@ def test_a_stream_belongs_to_its_device(driver: Driver) -> None:
     assert driver.copy(third, driver.word(), driver.word()) == WRONG_HANDLE
 
 
+def test_memory_of_a_stream_that_has_ended_is_freed_at_once(driver: Driver) -> None:
+    """And nobody waits for that stream: whoever did would wait forever."""
+    stream, freed = ctypes.c_void_p(driver.stream()), []
+    driver.library.simulated_destroy(stream)
+    free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(freed.append)
+
+    def passed() -> bool:
+        driver.library.simulated_when_passed(stream, free, ctypes.c_void_p(len(freed) + 1))
+        drained = threading.Thread(target=driver.library.simulated_drain, args=(stream,))
+        drained.start()
+        drained.join(10)
+        return not drained.is_alive()
+
+    for _ in range(20):
+        assert passed()
+        time.sleep(0.002)
+    assert freed == list(range(1, 21))
+
+
 @pytest.mark.parametrize(("fault", "seen"), [("", 1), ("ignore", 0)])
 def test_a_write_may_be_lost(driver: Driver, fault: str, seen: int) -> None:
     machine().set(write=fault)

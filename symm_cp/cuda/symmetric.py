@@ -16,8 +16,6 @@ from symm_cp.native import wire
 
 # The flags that ranks raise at each other.
 _PADS = (*wire.FLAGS, "ready in place")
-#: Of torch's signal pads, for a workspace: see `SymmetricWorkspace._pad`.
-_CHANNELS = len(_PADS) + 1
 
 
 # How many workspaces for graphs a group has had, by channel.
@@ -43,8 +41,6 @@ class SymmetricWorkspace(DeviceWorkspace):
             made = group.state(_FOR_GRAPHS, Counter)
             made[self.channel] += 1
             self._graph = made[self.channel]
-        if self.signals is Signals.TORCH:
-            self._check_pads(group)
         return memory, self._mapped.addresses
 
     def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
@@ -71,27 +67,13 @@ class SymmetricWorkspace(DeviceWorkspace):
         Each slot has its own for "done": in the background two calls raise it before the first is
         awaited. All other flags are awaited in the call that raises them. Each workspace has its
         own, too: from torch 2.15 on all workspaces of a group share their signal pads. The
-        self-test's come first, leave no signal, and use the channels of "sync".
+        self-test's come first, leave no signal, and use the channels of "sync". torch raises an
+        error when no channel is left.
         """
         second = flag == "done" and epoch % self.slots == 1
         number = len(_PADS) if second else _PADS.index(flag)
-        return _CHANNELS * self._kind() + number
-
-    def _kind(self) -> int:
-        return 2 * self._graph + (self.channel == "async")
-
-    def _check_pads(self, group: Group) -> None:
-        """Raises on all ranks alike if torch's signal pads have no channels for this workspace."""
-        pad = self._mapped.handle.get_signal_pad(self.rank)
-        needed, bytes_each = _CHANNELS * (self._kind() + 1), 4 * self.world_size
-        if needed * bytes_each > (nbytes := pad.numel() * pad.element_size()):
-            raise RuntimeError(
-                f"symm_cp: torch's signal pads of {nbytes} bytes have no channels for another "
-                f"workspace of graphs, number {self._graph} of group {group.name!r} with "
-                f"{self.world_size} ranks: capture fewer graphs in a group, destroy groups whose "
-                "graphs are gone, or call torch.distributed._symmetric_memory.set_signal_pad_size("
-                f"{1 << (needed * bytes_each - 1).bit_length()}) before the first op"
-            )
+        kind = 2 * self._graph + (self.channel == "async")
+        return (len(_PADS) + 1) * kind + number
 
     def own_flags(self) -> Sequence[torch.Tensor]:
         """Returns all memory, as bytes, where peers signal this rank."""

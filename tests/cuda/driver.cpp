@@ -174,7 +174,7 @@ simulated::Command write_command(const MemOp& op) {
 }
 
 simulated::Command wait_command(const MemOp& op) {
-  simulated::Command command{simulated::kSignal, Kind::kWait};
+  simulated::Command command{"a signal", Kind::kWait};
   const auto address = op.address;
   const auto value = static_cast<uint32_t>(op.value);
   const bool equal = op.flags == kWaitEq;

@@ -16,7 +16,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -49,15 +48,12 @@ struct Settings {
 Settings& settings();
 
 enum Faulty { kFaultyWrite, kFaultyWait, kFaultyBatch, kFaultyPeerCopy };
-enum Fault { kWorks, kRefuses, kHangs, kIgnored, kEarly };
+enum Fault { kWorks, kRefuses, kHangs, kIgnored };
 bool faulty(Faulty what, Fault how);
 
 // What a command needs from the device besides its turn.
 // What the host alone does (kHost) takes no place in the queue that streams may share.
 enum class Kind { kHost, kWork, kWait, kKernel, kPollingKernel, kLocalCopy };
-
-// The name of a wait for one.
-inline constexpr const char* kSignal = "a signal";
 
 struct Command {
   const char* name = "";
@@ -97,7 +93,6 @@ class SimStream {
 
  private:
   void execute(Command& command);
-  std::optional<Command> next_copy();
   void await(const std::function<bool()>& ready, std::string what, const char* name);
   void carry(Command& command);
   const uint64_t number_;

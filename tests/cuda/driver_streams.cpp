@@ -136,39 +136,14 @@ void SimStream::serve() {
       command = std::move(queue_.front());
       queue_.pop_front();
     }
-    std::optional<Command> early;
-    if (command.name == kSignal && faulty(kFaultyWait, kEarly)) early = next_copy();
-    const int executed = early ? 2 : 1;
-    if (early) execute(*early);
     execute(command);
-    early.reset();
     command = {};  // what it holds is let go before others hear that it has ended
     std::lock_guard<std::mutex> lock(mutex_);
-    done_ += executed;
+    ++done_;
     changed_.notify_all();
   }
   std::lock_guard<std::mutex> lock(machine().mutex);
   machine().streams.erase(this);  // and not freed: somebody may be about to drain it
-}
-
-// Takes the next copy from a peer that waits for no other stream, if it is issued soon.
-std::optional<Command> SimStream::next_copy() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto copies = [](const Command& command) {
-    return command.kind == Kind::kWork && command.carried > kSignalBytes;
-  };
-  const auto is_next = [&](const Command& command) {
-    return copies(command) || (command.kind == Kind::kWait && command.name != kSignal);
-  };
-  auto next = queue_.end();
-  changed_.wait_for(lock, std::chrono::milliseconds(2), [&] {
-    next = std::find_if(queue_.begin(), queue_.end(), is_next);
-    return next != queue_.end();
-  });
-  if (next == queue_.end() || !copies(*next)) return {};
-  Command copy = std::move(*next);
-  queue_.erase(next);
-  return copy;
 }
 
 void SimStream::await(const std::function<bool()>& ready, std::string what, const char* name) {

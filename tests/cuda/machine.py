@@ -34,9 +34,8 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-pthread", f"-I{native.source_dir()}")
 SETTINGS = ("delays_us", "driver_version", "patience_ms", "one_queue", "multiprocessors",
             "contexts", "counts_deadlocks", "copy_engines",
             "write", "wait", "batch", "peer_copy")  # fmt: skip
-#: What may happen to the last four of them, instead of what should. "early", of waits: the copy
-#: behind one reads before it has ended, as if it did not acquire what the signal releases.
-FAULTS = ("", "refuse", "hang", "ignore", "early")
+#: What may happen to the last four of them, instead of what should.
+FAULTS = ("", "refuse", "hang", "ignore")
 
 #: A function that a stream calls.
 CALL = ctypes.CFUNCTYPE(None)

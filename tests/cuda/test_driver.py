@@ -312,23 +312,6 @@ def test_a_write_may_be_lost(driver: Driver, fault: str, seen: int) -> None:
     assert ctypes.c_uint32.from_address(word).value == seen
 
 
-@pytest.mark.parametrize(("fault", "read"), [("", 2), ("early", 1)])
-def test_a_copy_may_read_before_the_wait_ahead_of_it_ends(
-    driver: Driver, symmetric: Callable[[bool], int], fault: str, read: int
-) -> None:
-    machine().set(wait=fault)
-    stream, own, peer = driver.stream(), symmetric(True), symmetric(False)
-    word = driver.word()
-    ctypes.c_uint64.from_address(peer).value = 1
-    assert driver.value(WAIT, stream, word) == 0
-    assert driver.copy(stream, own, peer, 8) == 0
-    time.sleep(0.02)
-    ctypes.c_uint64.from_address(peer).value = 2
-    ctypes.c_uint32.from_address(word).value = 1
-    driver.library.simulated_drain_all()
-    assert ctypes.c_uint64.from_address(own).value == read
-
-
 def test_a_wait_may_hang_for_as_long_as_the_test_wants(driver: Driver) -> None:
     machine().set(wait="hang")
     stream, word = driver.stream(), driver.word(1)

@@ -48,22 +48,6 @@ def two_graphs(group: dist.ProcessGroup, replays: int) -> None:
     dist.destroy_process_group(own)
 
 
-def too_many_for_torchs_pads(group: dist.ProcessGroup) -> None:
-    own = dist.new_group(list(range(group.size())))
-    x, weight = torch.randn(3, 8), torch.randn(8, 5)
-    with simulation(signals="torch") as made:
-        hint = r"number \d+ of group .* with 4 ranks: .*set_signal_pad_size\(\d+\)"
-        with pytest.raises(RuntimeError, match=hint):
-            cuda.reserve_on(memory.resolve(own), made, 1 << 10, graphs=200)
-        result = symm_cp.all_gather_matmul(x, weight, gather_dim=0, group=own)
-    torch.testing.assert_close(result[3 * group.rank() :][:3], x @ weight)
-    dist.destroy_process_group(own)
-
-
-def test_too_many_graphs_for_torchs_pads(ranks: Ranks) -> None:
-    ranks.run(4, too_many_for_torchs_pads)
-
-
 def beside_a_capture(group: dist.ProcessGroup) -> None:
     """While a thread captures a call, another one makes calls."""
     rank, W = group.rank(), group.size()

@@ -178,7 +178,6 @@ def case(
         case("lost writes", NO_STREAMS, "the flag is 0, not 3", faults={"write": "ignore"}),
         case("refused waits", NO_STREAMS, "NOT_SUPPORTED", faults={"wait": "refuse"}),
         case("no waits", NO_STREAMS, "bytes from rank", faults={"wait": "ignore"}),
-        case("early reads", NO_STREAMS, "bytes from rank", faults={"wait": "early"}),
         case("stuck waits", None, "SYMM_CP_SIGNALS=kernel", faults={"wait": "hang"}),
         case("lost signals", NO_STREAMS, "signals of ranks [1] did not", kind=LosesSignals),
         case("lost by kernels", ("torch", True, True), "kernels of torch", kind=LosesAllSignals),

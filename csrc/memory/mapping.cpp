@@ -113,7 +113,9 @@ Word* Mapping::pad_word(int owner, int source, int channel, const char* op) cons
     throw std::out_of_range(
         std::string(op) + ": channel " + text(channel) + " is out of range: a signal pad of " +
         text(static_cast<int64_t>(pad_bytes_)) + " bytes has channels 0 to " +
-        text(words / world_size() - 1) + " for " + text(world_size()) + " ranks");
+        text(words / world_size() - 1) + " for " + text(world_size()) +
+        " ranks; for more, call torch.distributed._symmetric_memory.set_signal_pad_size(bytes) "
+        "before any symmetric memory is allocated");
   return static_cast<Word*>(pads_[owner]) + index;
 }
 

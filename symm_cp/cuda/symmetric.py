@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp.cuda.base import DeviceWorkspace, Signals
@@ -16,7 +17,8 @@ from symm_cp.native import wire
 
 # The flags that ranks raise at each other.
 _PADS = (*wire.FLAGS, "ready in place")
-
+# Bytes of a signal in torch's pads.
+_WORD = 4
 
 # How many workspaces for graphs a group has had, by channel.
 _FOR_GRAPHS: StateKey[Counter[str]] = StateKey("workspaces for graphs")
@@ -30,18 +32,36 @@ class SymmetricWorkspace(DeviceWorkspace):
         if group.world_size == 1:  # also on GPUs that have no memory for peers
             own = torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device)
             return own, [own.data_ptr()]
+        made = group.state(_FOR_GRAPHS, Counter)
+        self._graph = made[self.channel] + 1 if self.slots == 1 else 0
+        if self.signals is Signals.TORCH:
+            self._check_pad(group)
+        made[self.channel] += self.slots == 1
         memory = _SymmetricMemory.empty_strided_p2p(
             (nbytes,), [1], torch.uint8, self.device.torch_device, group.name
         )
         self._mapped = map_peers(memory, group)
         # torch's kernels look the name of its process group up whenever they signal.
         weakref.finalize(self, self._mapped.forget).atexit = False
-        self._graph = 0
-        if self.slots == 1:
-            made = group.state(_FOR_GRAPHS, Counter)
-            made[self.channel] += 1
-            self._graph = made[self.channel]
         return memory, self._mapped.addresses
+
+    def _check_pad(self, group: Group) -> None:
+        """Raises `RuntimeError` unless torch's signal pads have channels for all flags."""
+        nbytes, last = symm_mem.get_signal_pad_size(), self._channel(len(_PADS))
+        channels = nbytes // (_WORD * self.world_size)
+        if last < channels:
+            return
+        what = f"graph {self._graph}" if self._graph else "calls"
+        each = 2 * (len(_PADS) + 1) * _WORD * self.world_size
+        needed = each * (self._graph + 1)
+        raise RuntimeError(
+            f"symm_cp: torch's kernels signal in group {group.name!r}, and {what} on channel "
+            f"{self.channel!r} would take channels up to {last} of torch's signal pads, which have "
+            f"{channels} for {self.world_size} ranks ({nbytes} bytes): before any symmetric memory "
+            "is allocated, call torch.distributed._symmetric_memory.set_signal_pad_size(n) on all "
+            f"ranks, with n of at least {needed}, and {each} more for each further graph; or "
+            "reserve fewer graphs"
+        )
 
     def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
         """Signals ranks by our kernel or, one after the other, by torch's."""
@@ -67,11 +87,12 @@ class SymmetricWorkspace(DeviceWorkspace):
         Each slot has its own for "done": in the background two calls raise it before the first is
         awaited. All other flags are awaited in the call that raises them. Each workspace has its
         own, too: from torch 2.15 on all workspaces of a group share their signal pads. The
-        self-test's come first, leave no signal, and use the channels of "sync". torch raises an
-        error when no channel is left.
+        self-test's come first, leave no signal, and use the channels of "sync".
         """
         second = flag == "done" and epoch % self.slots == 1
-        number = len(_PADS) if second else _PADS.index(flag)
+        return self._channel(len(_PADS) if second else _PADS.index(flag))
+
+    def _channel(self, number: int) -> int:
         kind = 2 * self._graph + (self.channel == "async")
         return (len(_PADS) + 1) * kind + number
 

@@ -175,12 +175,15 @@ simulated::Command write_command(const MemOp& op) {
 
 simulated::Command wait_command(const MemOp& op) {
   simulated::Command command{"a signal", Kind::kWait};
+  command.for_signal = true;
   const auto address = op.address;
   const auto value = static_cast<uint32_t>(op.value);
   const bool equal = op.flags == kWaitEq;
   command.ready = [address, value, equal] {
     if (simulated::faulty(simulated::kFaultyWait, simulated::kHangs)) return false;
     if (simulated::faulty(simulated::kFaultyWait, simulated::kIgnored)) return true;
+    if (simulated::faulty(simulated::kFaultyWait, simulated::kReorders))
+      simulated::served_here()->run_ahead();
     const uint32_t seen = word_at(address).load(std::memory_order_acquire);
     return equal ? seen == value : static_cast<int32_t>(seen - value) >= 0;
   };
@@ -244,6 +247,8 @@ int simulated_queues_for_engine(Stream stream) {
 
 // How many waits did not end since the last time, where they are counted.
 int simulated_deadlocks() { return simulated::deadlocks.exchange(0); }
+
+int simulated_copies_ahead() { return simulated::copies_ahead.exchange(0); }
 
 // How often the driver was called since the last time, by kind.
 int simulated_count(int kind) { return counts[kind].exchange(0); }

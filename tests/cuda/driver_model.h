@@ -48,7 +48,8 @@ struct Settings {
 Settings& settings();
 
 enum Faulty { kFaultyWrite, kFaultyWait, kFaultyBatch, kFaultyPeerCopy };
-enum Fault { kWorks, kRefuses, kHangs, kIgnored };
+// kReorders, of waits: they end when they should, but copies behind them need not wait.
+enum Fault { kWorks, kRefuses, kHangs, kIgnored, kReorders };
 bool faulty(Faulty what, Fault how);
 
 // What a command needs from the device besides its turn.
@@ -61,6 +62,7 @@ struct Command {
   std::function<void()> run;
   std::function<bool()> ready;         // of a wait
   std::function<std::string()> about;  // of a wait, for reports
+  bool for_signal = false;             // it waits for one, not for an event
   bool at_once = false;                // after the one before it: both are of one call
   size_t carried = 0;                  // bytes that a copy engine carries between ranks
   uint64_t ticket = 0;                 // its turn, where all streams share one queue
@@ -86,6 +88,8 @@ class SimStream {
   std::string head();  // for reports
   // Whether its next command is a copy whose engine carries another one.
   bool queues_for_engine();
+  // Carries out the copies that only waits for signals precede; for whoever serves it.
+  void run_ahead();
 
   const int device;
   Graph* capture = nullptr;  // that commands are recorded in, and as which of its lanes
@@ -99,7 +103,7 @@ class SimStream {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Command> queue_;
-  int64_t pushed_ = 0, done_ = 0;
+  int64_t pushed_ = 0, done_ = 0, ahead_ = 0;
   bool destroyed_ = false, ended_ = false;
   std::string waiting_for_;
   std::mt19937 random_;
@@ -123,6 +127,8 @@ void drain_all();
 // Writes what every stream waits for, and aborts; or counts it, and the wait is over.
 void report_deadlock(const char* what);
 extern std::atomic<int> deadlocks;
+// How many copies were carried out before a wait that they follow.
+extern std::atomic<int> copies_ahead;
 // The engine that carries the n-th copy from now on that is longer than a signal stops with it,
 // until this is called with 0.
 void hold_copy(int n);

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <set>
+#include <utility>
 
 #include "driver_model.h"
 
@@ -140,10 +141,32 @@ void SimStream::serve() {
     command = {};  // what it holds is let go before others hear that it has ended
     std::lock_guard<std::mutex> lock(mutex_);
     ++done_;
+    if (queue_.empty() || !queue_.front().for_signal) done_ += std::exchange(ahead_, 0);
     changed_.notify_all();
   }
   std::lock_guard<std::mutex> lock(machine().mutex);
   machine().streams.erase(this);  // and not freed: somebody may be about to drain it
+}
+
+void SimStream::run_ahead() {
+  // A signal releases: it stays behind all that was issued before it.
+  auto may_run = [](const Command& command) {
+    return command.kind == Kind::kLocalCopy || command.carried > kSignalBytes;
+  };
+  while (true) {
+    Command command;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto next = std::find_if_not(queue_.begin(), queue_.end(),
+                                   [](const Command& other) { return other.for_signal; });
+      if (next == queue_.end() || !may_run(*next)) return;
+      command = std::move(*next);
+      queue_.erase(next);
+      ++ahead_;  // it counts as done when the wait has ended
+    }
+    command.run();
+    ++copies_ahead;
+  }
 }
 
 void SimStream::await(const std::function<bool()>& ready, std::string what, const char* name) {
@@ -225,6 +248,7 @@ void drain_all() {
 }
 
 std::atomic<int> deadlocks{0};
+std::atomic<int> copies_ahead{0};
 
 void report_deadlock(const char* what) {
   ++deadlocks;

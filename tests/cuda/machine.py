@@ -34,8 +34,8 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-pthread", f"-I{native.source_dir()}")
 SETTINGS = ("delays_us", "driver_version", "patience_ms", "one_queue", "multiprocessors",
             "contexts", "counts_deadlocks", "copy_engines",
             "write", "wait", "batch", "peer_copy")  # fmt: skip
-#: What may happen to the last four of them, instead of what should.
-FAULTS = ("", "refuse", "hang", "ignore")
+#: What may happen to the last four of them, instead of what should; "reorder" to waits only.
+FAULTS = ("", "refuse", "hang", "ignore", "reorder")
 
 #: A function that a stream calls.
 CALL = ctypes.CFUNCTYPE(None)

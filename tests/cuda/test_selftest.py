@@ -154,13 +154,14 @@ def judge(
 NO_STREAMS = ("kernel", True, True)
 BY_KERNELS = "so signals go by kernels of symm_cp"
 NOTHING = ("none", False, False)
+UNORDERED = "waits that do not acquire"
 TO_OTHERS = "so ranks exchange data through the process group"
 
 
 def case(
     name: str, expected: Any, reason: str, *, kind: Any = SimulatedDevice, **modes: Any
 ) -> Any:
-    plain = name in ("all", "one queue", "lost signals", "short batches")
+    plain = name in ("all", "one queue", "lost signals", "short batches", UNORDERED)
     marks = () if plain else exhaustive
     return pytest.param(kind, modes, expected, reason, id=name.replace(" ", "-"), marks=marks)
 
@@ -178,6 +179,7 @@ def case(
         case("lost writes", NO_STREAMS, "the flag is 0, not 3", faults={"write": "ignore"}),
         case("refused waits", NO_STREAMS, "NOT_SUPPORTED", faults={"wait": "refuse"}),
         case("no waits", NO_STREAMS, "bytes from rank", faults={"wait": "ignore"}),
+        case(UNORDERED, NO_STREAMS, "bytes from rank", faults={"wait": "reorder"}),
         case("stuck waits", None, "SYMM_CP_SIGNALS=kernel", faults={"wait": "hang"}),
         case("lost signals", NO_STREAMS, "signals of ranks [1] did not", kind=LosesSignals),
         case("lost by kernels", ("torch", True, True), "kernels of torch", kind=LosesAllSignals),

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from symm_cp.schedule import Compute, Copy, Region, Schedule, Signal, Step, Wait, check
+from symm_cp.schedule.check import Deadlock, _Lane, _Run
 from symm_cp.schedule.patterns import ALL_GATHER_AND_POLL, PRODUCE_AND_REDUCE_SCATTER
 from tests.exhaustive import some
 from tests.schedule.calls import CHAINS, LOOPS, MIX, PLACES, Place, near_ranks
@@ -68,6 +69,69 @@ def test_no_signal_or_wait_is_redundant(place: Place, world_size: int) -> None:
         assert noticed, f"rank {rank}: {steps[index]} is redundant"
     # Or nothing was tried: each rank signals each peer and waits for it.
     assert tried >= 2 * world_size * (world_size - 1)
+
+
+class _Relaxed(_Run):
+    """A run in which one wait of some calls ends when it should, but does not acquire.
+
+    A machine may then carry out the steps behind it earlier, as far as nothing else orders them.
+    """
+
+    def __init__(
+        self, mix: Sequence[Sequence[Schedule]], calls: set[int], wait: tuple[int, str, int, Wait]
+    ) -> None:
+        super().__init__(mix, mix[0][0].world_size, mix[0][0].slots)
+        self._relaxed, self._wanted = calls, wait
+        self.ended = 0
+
+    def _wait(self, lane: _Lane, key: tuple[str, int, int], needed: tuple[int, int]) -> bool:
+        before, event = lane.clock, lane.events[lane.position]
+        ended = super()._wait(lane, key, needed)
+        if event.call in self._relaxed:
+            if (lane.rank, lane.name, event.at, event.step) == self._wanted:
+                lane.clock = before
+                self.ended += ended
+        return ended
+
+
+def waits(call: Sequence[Schedule]) -> Iterator[tuple[int, str, int, Wait]]:
+    """(rank, lane, index, wait) of every Wait, and of every flag that a kernel polls."""
+    for schedule in call:
+        for lane, steps in schedule.lanes.items():
+            for index, step in enumerate(steps):
+                if isinstance(step, Wait):
+                    yield schedule.rank, lane, index, step
+                elif isinstance(step, Compute):
+                    for flag, _ in step.awaits:
+                        yield schedule.rank, lane, index, Wait(schedule.rank, flag)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_every_wait_acquires(place: Place, world_size: int) -> None:
+    """The proof relies on it: a wait that only waits is a race, though no lane is stuck."""
+    slots = place.workspace.slots
+    call = place.variant.schedules(world_size, slots)
+    others = [other.schedules(world_size, slots) for other in place.workspace.variants]
+    relaxed = list(waits(call))
+    assert len(relaxed) >= world_size * (world_size - 1)
+    for wait in relaxed:
+        rank, lane, index, step = wait
+        if implied(place, rank, step, world_size):
+            continue
+        mixes: list[list[Sequence[Schedule]]] = [[call] * (slots + 2)]
+        mixes += [[(call, other)[which] for which in MIX] for other in others]
+        mine = [set(range(slots + 2)), *[{i for i, it in enumerate(MIX) if it == 0}] * len(others)]
+        noticed = False
+        for mix, calls in zip(mixes, mine, strict=True):
+            run = _Relaxed(mix, calls, wait)
+            report = run.report()
+            assert run.ended > 0
+            assert not any(isinstance(problem, Deadlock) for problem in report.problems)
+            noticed = not report.ok
+            if noticed:
+                break
+        assert noticed, f"rank {rank}, {lane}: step {index}, {step}, need not acquire"
 
 
 @pytest.mark.parametrize("place", [place for place in LOOPS if place.pieces == 3], ids=str)

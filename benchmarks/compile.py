@@ -1,4 +1,6 @@
-"""A compiled feed-forward block: fused by the passes, not fused, reordered by torch, by hand.
+"""Compiled blocks: fused by the passes, not fused, reordered by torch, and by hand.
+
+A feed-forward block, and a whole block as torchtitan splits it (compiled_block.py).
 
 python benchmarks/compile.py --ranks 2 --json benchmarks/results/compile.json
 """
@@ -20,18 +22,21 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import symm_cp
+from benchmarks import compiled_block
 from benchmarks.harness import Case, main
 from benchmarks.rivals import unfused_groups
 from symm_cp.inductor import Options, compile_options
 
 ROWS, DIM, HIDDEN = 2048, 2048, 2048  # rows of a rank, features, hidden features of a rank
 
-# The passes of torch 2.13 that start collectives earlier and wait for them later, and work on CPU.
+# The passes that start collectives earlier and wait for them later, and work on CPU.
 # (enable_overlap_scheduling fails there: it asks Triton for a GPU.)
-TORCHS_OVERLAP = {
+TORCHS_OVERLAP: dict[str, Any] = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
 }
+if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):  # torch 2.14
+    TORCHS_OVERLAP = {"aten_distributed_optimizations.enable_simple_overlap": True}
 
 Block = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: A block over the group of a name.
@@ -155,6 +160,7 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
             blocks = _variants(group, _tensor_parallel, plain, None)
             runs = {label: _inferred(block, (few, up, down)) for label, block in blocks.items()}
             yield _case(f"block with all-reduces, forward, {rows} rows, float32", runs)
+    yield from compiled_block.cases(group, TORCHS_OVERLAP)
 
 
 def _compiled(block: Block, inputs: tuple[torch.Tensor, ...], **how: Any) -> Callable[[], object]:

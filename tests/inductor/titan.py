@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +30,31 @@ _KEPT = {
 }
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Features of a block, heads of queries and of keys, features of a head, hidden features."""
+
+    width: int = WIDTH
+    heads: int = HEADS
+    key_heads: int = KEY_HEADS
+    features: int = FEATURES
+    hidden: int = 3 * WIDTH
+
+
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.wq, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.wk, self.wv = (nn.Linear(WIDTH, KEY_HEADS * FEATURES, bias=False) for _ in range(2))
+        width, queries = sizes.width, sizes.heads * sizes.features
+        keys = sizes.key_heads * sizes.features
+        self.features = sizes.features
+        self.wq, self.wo = (
+            nn.Linear(width, queries, bias=False),
+            nn.Linear(queries, width, bias=False),
+        )
+        self.wk, self.wv = (nn.Linear(width, keys, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, FEATURES)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x).unflatten(-1, (-1, self.features)) for w in (self.wq, self.wk, self.wv))
         q, k = (self.rotated(t, rotation) for t in (q, k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -49,24 +67,33 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.w1, self.w3 = (nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        width, hidden = sizes.width, sizes.hidden
+        self.w1, self.w3 = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes | None = None) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(), FeedForward()
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        sizes = sizes or Sizes()
+        self.attention, self.feed_forward = Attention(sizes), FeedForward(sizes)
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(sizes.width) for _ in range(2))
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
         return x + self.feed_forward(self.ffn_norm(x))
+
+
+def rotation(length: int, features: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns cosines and sines, (2, S, 1, E / 2)."""
+    speed = 1e4 ** (-torch.arange(0, features, 2) / features)
+    angle = torch.outer(torch.arange(length), speed)[:, None]
+    return torch.stack([angle.cos(), angle.sin()]).to(dtype)
 
 
 class Decoder(nn.Module):
@@ -77,28 +104,19 @@ class Decoder(nn.Module):
         self.norm, self.output = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        speed = 1e4 ** (-torch.arange(0, FEATURES, 2) / FEATURES)
-        angle = torch.outer(torch.arange(tokens.shape[1]), speed)[:, None]
-        rotation = torch.stack([angle.cos(), angle.sin()]).to(self.norm.weight.dtype)
+        rotated = rotation(tokens.shape[1], FEATURES, self.norm.weight.dtype)
         # A block that is compiled by itself must not be handed an AsyncCollectiveTensor: torch 2.13
         # then gives the embedding a gradient that is no DTensor.
         x = self.tok_embeddings(tokens) * 1.0
         for layer in self.layers.values():
-            x = layer(x, rotation)
+            x = layer(x, rotated)
         return self.output(self.norm(x))
 
 
-def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
-    """Tensor, sequence and loss parallelism."""
+def block_plan() -> dict[str, Any]:
+    """Tensor and sequence parallelism of a block."""
     rowwise = RowwiseParallel(output_layouts=Shard(1))
-    plan: dict[str, Any] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "output": ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-        ),
-    }
-    of_block = {
+    return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
             input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
@@ -112,7 +130,18 @@ def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
         **{f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")},
         "feed_forward.w2": rowwise,
     }
-    plan |= {f"layers.*.{name}": style for name, style in of_block.items()}
+
+
+def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
+    """Tensor, sequence and loss parallelism."""
+    plan: dict[str, Any] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    plan |= {f"layers.*.{name}": style for name, style in block_plan().items()}
     parallelize_module(model, mesh, plan)
 
 

@@ -67,7 +67,7 @@ def title_of(graph: Mapping[str, Any]) -> str:
     """Returns the heading of a graph."""
     if graph.get("eager"):
         fusible = sum(bool(each["could_be"]) for each in graph["collectives"])
-        return f"called by uncompiled code; ops could fuse {fusible}"
+        return f"called by uncompiled code; symm_cp could fuse or hide {fusible}"
     joint = ", of forward and backward before they are split" if graph.get("joint") else ""
     return f"graph {graph['graph']}{joint}"
 

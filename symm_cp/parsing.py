@@ -1,4 +1,4 @@
-"""What the options of all commands have in common: `--json`, `--plot`, and older spellings."""
+"""What the options of all commands have in common: `--json`, `--plot`, older spellings, sizes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def write_json(path: Path, content: Any) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_output(path, text + "\n")
+
+
+def size_text(nbytes: int) -> str:
+    """Returns a number of bytes as text: `4 KiB`."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):.4g} {unit}"
+    return f"{nbytes} B"
 
 
 def add_plot(parser: argparse.ArgumentParser) -> None:

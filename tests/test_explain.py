@@ -154,11 +154,12 @@ def test_the_report() -> None:
         "ranks [1] compiled other graphs than rank 0: --json has them",
     ]
     assert "no graph with a collective was compiled" in report([])
+    assert report([], eager=True) == "no collective was called"
     calls = [decision(**left, calls=3, could_be="op"), decision(**left)]
     assert report([{"rank": 0, "graph": 1, "eager": True, "collectives": calls}]).splitlines() == [
         "rank 0: 0 of 2 collectives fused; about 15 us of communication are left in the open "
         "(predicted)",
-        "called by uncompiled code; ops could fuse 1",
+        "called by uncompiled code; symm_cp could fuse or hide 1",
         "- all_gather (2 KiB on 2 ranks, 3 calls, about 7.5 us): left alone: because",
         "- all_gather (2 KiB on 2 ranks, about 7.5 us): left alone: because",
     ]

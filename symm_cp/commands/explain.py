@@ -26,7 +26,7 @@ from typing import Any
 
 from symm_cp import page
 from symm_cp.commands import run
-from symm_cp.parsing import STDOUT, add_json, write_json
+from symm_cp.parsing import STDOUT, add_json, size_text, write_json
 from symm_cp.trusted import write_output
 
 HELP = "run a program, and list the collectives of its compiled graphs: fused, or why not"
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         write_output(args.html, page.document(graphs, breaks, command=command))
     if args.json != STDOUT:
-        print(report(graphs, breaks))
+        print(report(graphs, breaks, eager=args.eager))
     if code:
         print(f"symm-cp explain: the program ended with exit code {code}", file=sys.stderr)
     return code
@@ -108,14 +108,22 @@ def _breaks(noted: list[list[dict[str, Any]]]) -> dict[str, int]:
     return next(breaks, {})
 
 
-def report(graphs: list[dict[str, Any]], breaks: Mapping[str, int] = MappingProxyType({})) -> str:
+_NOTHING_COMPILED = (
+    "no graph with a collective was compiled: the passes see what torch.compile compiles "
+    "with its default backend (inductor); --eager lists collectives of uncompiled programs"
+)
+
+
+def report(
+    graphs: list[dict[str, Any]],
+    breaks: Mapping[str, int] = MappingProxyType({}),
+    *,
+    eager: bool = False,
+) -> str:
     """Returns the text of a report: the graphs of the first rank, and which ranks differ."""
     broken = [f"{text} ({count} x)" for text, count in breaks.items()]
     if not graphs:
-        nothing = (
-            "no graph with a collective was compiled: the passes see what torch.compile compiles "
-            "with its default backend (inductor); --eager lists collectives of uncompiled programs"
-        )
+        nothing = "no collective was called" if eager else _NOTHING_COMPILED
         return "\n".join([nothing, *broken])
     ranks: dict[int, list[dict[str, Any]]] = {}
     for graph in graphs:
@@ -151,7 +159,7 @@ def _timeline(graph: Mapping[str, Any]) -> str:
 
 
 def _line(each: dict[str, Any]) -> str:
-    size = f"{each['bytes'] / 1024:.4g} KiB"
+    size = size_text(each["bytes"])
     calls = f", {each['calls']} calls" if each["calls"] > 1 else ""
     exposed = f", about {each['exposed_us']:.3g} us" if each["exposed_us"] else ""
     return (

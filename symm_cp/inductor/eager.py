@@ -7,9 +7,11 @@ which collective or product it comes from, as long as ops only move or cast the 
 from __future__ import annotations
 
 import atexit
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -49,6 +51,8 @@ _FUSED = {
 _ADVICE = (
     "call the op that is named, or compile the program: the passes of symm_cp.inductor fuse these"
 )
+_FSDP = "fsdp.use"
+_FSDP_ADVICE = "call symm_cp.fsdp.use(model) after fully_shard"
 
 
 @dataclass(eq=False)
@@ -60,17 +64,21 @@ class Call:
     group: str = ""
     nbytes: int = 0
     ranks: int = 1
+    by_fsdp: bool = False  # one that `fsdp.use` replaces
     #: Names of ops whose results it takes, and of ops that take its results, by kind.
     before: dict[str, str] = field(default_factory=dict)
     after: dict[str, str] = field(default_factory=dict)
 
-    def fused(self) -> tuple[str, str]:
-        """Returns the op that could run here, and the neighbours that it is for; empty without."""
+    def replacement(self) -> tuple[str, str]:
+        """Returns what of `symm_cp` could run here, empty if there is nothing, and why."""
+        if self.by_fsdp:
+            return _FSDP, f"FSDP2 calls it: symm_cp.{_FSDP} could run it in the background"
         for (before, after), op in _FUSED[self.kind].items():
             names = [self.before.get(before, ""), self.after.get(after, "")]
             if all(names) or (any(names) and not (before and after)):
-                return op, " and ".join(filter(None, names))
-        return "", ""
+                others = " and ".join(filter(None, names))
+                return op, f"it is next to {others}: symm_cp.{op} could run here"
+        return "", "no fused op exists for what is next to it"
 
 
 class Watch(TorchDispatchMode):
@@ -101,14 +109,12 @@ class Watch(TorchDispatchMode):
     def described(self) -> Iterator[dict[str, Any]]:
         """Yields the collectives as `explain` lists them; equal ones once, with their number."""
         counted = Counter(
-            (call.kind, call.group, call.nbytes, call.ranks, *call.fused())
+            (call.kind, call.group, call.nbytes, call.ranks, *call.replacement())
             for call in self._collectives
         )
-        for (kind, group, nbytes, ranks, op, others), calls in counted.items():
-            reason = "no fused op exists for what is next to it"
-            if op:
-                reason = f"it is next to {others}: symm_cp.{op} could run here"
-            decision = Decision(kind, group, None, reason, bool(op), advice=_ADVICE if op else "")
+        for (kind, group, nbytes, ranks, op, reason), calls in counted.items():
+            advice = {"": "", _FSDP: _FSDP_ADVICE}.get(op, _ADVICE)
+            decision = Decision(kind, group, None, reason, bool(op), advice=advice)
             exposed = costs.transfer_us(costs.received(kind, nbytes, ranks), ranks)
             described = graphs.decision(decision, nbytes, ranks, exposed, calls)
             yield {**described, "could_be": op or None}
@@ -149,7 +155,8 @@ class Watch(TorchDispatchMode):
         # The root alone has tensors to scatter; a size is the same on all ranks.
         own = _tensors(given, "output" if kind == "scatter" else "input", "tensors")
         nbytes = sum(t.numel() * t.element_size() for t in own)
-        call = Call(kind, name, group.group_name, nbytes, group.size())
+        by_fsdp = kind in ("all_gather", "reduce_scatter") and _called_by_fsdp()
+        call = Call(kind, name, group.group_name, nbytes, group.size(), by_fsdp)
         self._collectives.append(call)
         self._origins = {
             address: origin for address, origin in self._origins.items() if not origin[0].expired()
@@ -178,6 +185,15 @@ def _tensors(given: dict[str, Any], *beginnings: str) -> list[torch.Tensor]:
     chosen = [value for name, value in given.items() if name.startswith(beginnings or "")]
     leaves = (each for each in tree_leaves(chosen) if isinstance(each, torch.Tensor))
     return [each for each in leaves if each.layout is torch.strided]
+
+
+def _called_by_fsdp() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp._fully_shard"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _computation(name: str) -> Call | None:

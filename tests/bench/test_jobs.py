@@ -15,6 +15,7 @@ from symm_cp.commands.bench import jobs, shapes
 from symm_cp.commands.bench.jobs import Setting
 from symm_cp.commands.harness.measure import UNFUSED
 from symm_cp.commands.plan.models import MODELS
+from symm_cp.parsing import size_text
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 
@@ -145,7 +146,7 @@ def test_matmuls_of_a_model_use_all_its_weights(name: str, ranks: int) -> None:
 
 def test_sizes_in_bytes() -> None:
     for text in ("1B", "4KiB", "64 MiB", "2GiB"):
-        assert jobs.size(shapes.nbytes(text)).replace(" ", "") == text.replace(" ", "")
+        assert size_text(shapes.nbytes(text)).replace(" ", "") == text.replace(" ", "")
     assert shapes.nbytes("3KiB") == 3072
     assert math.log2(shapes.nbytes("256MiB")) == 28
 

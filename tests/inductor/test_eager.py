@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 
+import symm_cp
 from symm_cp.inductor.eager import Watch
 from symm_cp.testing import Ranks
 from tests.backend.common import all_gather_single, reduce_scatter_single
+from tests.context_parallel.common import mesh_of
 
 
 def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -96,6 +99,31 @@ def watched(group: dist.ProcessGroup) -> None:
             assert each["bytes"] > 0
             assert each["exposed_us"] > 0
             assert bool(each["advice"]) == bool(each["could_be"])
+
+
+def sharded(group: dist.ProcessGroup, used: bool) -> list[tuple[str, int, str | None]]:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh_of(group))
+    if used:
+        symm_cp.fsdp.use(model)
+    with Watch() as watch:
+        model(torch.randn(2, 8)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return [(each["name"], each["calls"], each["could_be"]) for each in watch.described()]
+
+
+def test_fsdp2(ranks: Ranks) -> None:
+    """`fsdp.use` replaces its transfers, not the all-reduce of the norm of gradients.
+
+    The root stays gathered after its forward pass.
+    """
+    norm = ("all_reduce", 1, None)
+    (found, _) = ranks.run(2, sharded, False)
+    assert sorted(found, key=str) == [
+        ("all_gather", 3, "fsdp.use"), norm, ("reduce_scatter", 2, "fsdp.use")
+    ]  # fmt: skip
+    assert ranks.run(2, sharded, True) == [[norm]] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

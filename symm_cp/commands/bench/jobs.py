@@ -32,6 +32,7 @@ from symm_cp.context_parallel import all_gather_attention
 from symm_cp.cuda import read_in_place
 from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter
 from symm_cp.ops.matmul.all_reduce import unfused_all_reduce
+from symm_cp.parsing import size_text
 from symm_cp.schedule.machine import Machine
 from symm_cp.schedule.patterns import (
     ALL_GATHER_AND_CONSUME,
@@ -331,7 +332,7 @@ def all_gather(setting: Setting, nbytes: int) -> Job:
     variant = BACKGROUND_ALL_GATHER.direct()
     work = Work("all_gather", variant, _nothing, nbytes, fresh=setting.ranks * nbytes)
     case = setting.case(
-        f"all-gather, {size(nbytes)} a rank",
+        f"all-gather, {size_text(nbytes)} a rank",
         {
             LIMIT: lambda: torch.empty_like(full).copy_(full),
             **setting.unfused(lambda name: lambda: unfused_all_gather(x, 0, name)),
@@ -362,7 +363,7 @@ def reduce_scatter(setting: Setting, nbytes: int) -> Job:
     variant = BACKGROUND_REDUCE_SCATTER.direct()
     work = Work("reduce_scatter", variant, _nothing, setting.ranks * nbytes, nbytes, nbytes)
     case = setting.case(
-        f"reduce-scatter, {size(nbytes)} a rank",
+        f"reduce-scatter, {size_text(nbytes)} a rank",
         {
             # The least that a sum must read.
             LIMIT: lambda: x.clone(),
@@ -383,14 +384,6 @@ def _nothing(machine: Machine) -> float:
 def _inner(nbytes: int) -> int:
     """Returns how many calls to time, so that they take long compared with clock and barrier."""
     return max(1, min(100, (1 << 20) // max(1, nbytes)))
-
-
-def size(nbytes: int) -> str:
-    """Returns a number of bytes as text."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << power:
-            return f"{nbytes / (1 << power):g} {unit}"
-    return f"{nbytes} B"
 
 
 def train_options(

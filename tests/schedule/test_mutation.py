@@ -87,10 +87,10 @@ class _Relaxed(_Run):
     def _wait(self, lane: _Lane, key: tuple[str, int, int], needed: tuple[int, int]) -> bool:
         before, event = lane.clock, lane.events[lane.position]
         ended = super()._wait(lane, key, needed)
-        if event.call in self._relaxed:
-            if (lane.rank, lane.name, event.at, event.step) == self._wanted:
-                lane.clock = before
-                self.ended += ended
+        here = lane.rank, lane.name, event.at, event.step
+        if event.call in self._relaxed and here == self._wanted:
+            lane.clock = before
+            self.ended += ended
         return ended
 
 

@@ -29,6 +29,8 @@ from tests.exhaustive import some
 
 #: Torch's rendezvous on CUDA calls it; the stores of torch 2.11 have none.
 _HAS_BARRIER = hasattr(dist.Store, "barrier")
+#: torch 2.11 does not tell which tensors were allocated as symmetric memory.
+_TELLS_SYMMETRIC = hasattr(_SymmetricMemory, "is_symm_mem_tensor")
 
 
 def symmetric(*shape: int) -> torch.Tensor:
@@ -121,7 +123,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         (symmetric(5, 4), "the tensor of rank 1 has 80 bytes, the tensor of rank 0 has 64"),
     ]
     with simulation():
-        for other, reason in cases:
+        for other, reason in cases if _TELLS_SYMMETRIC else cases[1:]:
             with pytest.raises(ValueError, match=reason):
                 symm_cp.read_in_place(other if odd else good, group)
             gathers(other if odd and other.shape == good.shape else good, group, 1)
@@ -232,7 +234,7 @@ def numbers(group: dist.ProcessGroup) -> None:
     if _HAS_BARRIER:
         store.barrier("CUDASymmetricMemory/41", 1)
     keys = {key for key in made._inner.list_keys() if "SymmetricMemory" in key}
-    assert {"before/CUDASymmetricMemory/0/0", "before/CUDASymmetricMemory/1/0"} < keys
+    assert {"before/CUDASymmetricMemory/0/0", "before/CUDASymmetricMemory/1/0"} <= keys
     assert all("CUDASymmetricMemory/2" in key for key in keys if not key.endswith("/0"))
 
 

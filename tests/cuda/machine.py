@@ -114,7 +114,10 @@ def until(condition: Callable[[], object]) -> None:
 
 def thread_state() -> Callable[[], AbstractContextManager[None]]:
     """Returns what makes another thread treat torch's ops as the calling one does now."""
-    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    # While a mode's handler runs, torch excludes this key; its snapshot is of one thread.
+    snapshot = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+    excluded = torch._C._dispatch_tls_local_exclude_set() - snapshot
+    keys = torch._C._dispatch_tls_local_include_set(), excluded
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     modes = dispatch._get_current_dispatch_mode_stack()

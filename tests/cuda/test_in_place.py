@@ -27,6 +27,11 @@ from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
 
+#: Torch's rendezvous on CUDA calls it; the stores of torch 2.11 have none.
+_HAS_BARRIER = hasattr(dist.Store, "barrier")
+#: torch 2.11 does not tell which tensors were allocated as symmetric memory.
+_TELLS_SYMMETRIC = hasattr(_SymmetricMemory, "is_symm_mem_tensor")
+
 
 def symmetric(*shape: int) -> torch.Tensor:
     return symm_mem.empty(*shape, dtype=torch.float32, device="cpu")
@@ -118,7 +123,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         (symmetric(5, 4), "the tensor of rank 1 has 80 bytes, the tensor of rank 0 has 64"),
     ]
     with simulation():
-        for other, reason in cases:
+        for other, reason in cases if _TELLS_SYMMETRIC else cases[1:]:
             with pytest.raises(ValueError, match=reason):
                 symm_cp.read_in_place(other if odd else good, group)
             gathers(other if odd and other.shape == good.shape else good, group, 1)
@@ -186,7 +191,10 @@ class TorchOnCuda:
         if name == self._told:
             assert set(counts) == {count}, "Symmetric window mismatch"
         store: Any = group.get_group_store()
-        store.barrier(self._next(), group.size())
+        if _HAS_BARRIER:
+            store.barrier(self._next(), group.size())
+        else:
+            self._gather(group, b"barrier")
         self._gather(group, b"multicast")
         # The memory is the CPU's.
         return _SymmetricMemory.rendezvous(tensor, name.split(", symmetric memory")[0])
@@ -223,9 +231,10 @@ def numbers(group: dist.ProcessGroup) -> None:
         store.set(f"CUDASymmetricMemory/{number}/0", value)
         assert store.multi_get([f"CUDASymmetricMemory/{number}/0"]) == [value]
         assert store.get(f"CUDASymmetricMemory/{number}/0") == value
-    store.barrier("CUDASymmetricMemory/41", 1)
+    if _HAS_BARRIER:
+        store.barrier("CUDASymmetricMemory/41", 1)
     keys = {key for key in made._inner.list_keys() if "SymmetricMemory" in key}
-    assert {"before/CUDASymmetricMemory/0/0", "before/CUDASymmetricMemory/1/0"} < keys
+    assert {"before/CUDASymmetricMemory/0/0", "before/CUDASymmetricMemory/1/0"} <= keys
     assert all("CUDASymmetricMemory/2" in key for key in keys if not key.endswith("/0"))
 
 

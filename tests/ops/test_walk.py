@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
+from symm_cp.ops.matmul.scaled_mm import torch_scales_rows_on_cpu
 from symm_cp.testing import Ranks
 from tests.ops.test_scaled_matmuls import KERNELS
 
@@ -54,7 +55,9 @@ def walk(group: dist.ProcessGroup, rows: int, inner: int) -> list[str]:
 def walk_scaled(group: dist.ProcessGroup, rows: int, inner: int, scatters: bool) -> list[str]:
     size = group.size() if scatters else 1
     x, weight = (torch.randn(n, inner).to(torch.float8_e4m3fn) for n in (rows * size, 64))
-    scales, options = (torch.ones(rows * size, 1), torch.ones(1, 64)), {"out_dtype": torch.bfloat16}
+    by_rows = torch_scales_rows_on_cpu()  # else the native kernels serve one scale for a matrix
+    scales = (torch.ones(rows * size, 1), torch.ones(1, 64)) if by_rows else (torch.ones(()),) * 2
+    options = {"out_dtype": torch.bfloat16}
     op = symm_cp.scaled_matmul_reduce_scatter if scatters else symm_cp.scaled_all_gather_matmul
     own = dist.new_group(list(range(group.size())))
 

@@ -112,13 +112,14 @@ def _plain_parameters(
         or isinstance(x, DTensor)
         or x.dim() < 2
         or x.shape[-1] != features
-        or torch.is_autocast_enabled(x.device.type)
+        or torch._C._is_any_autocast_enabled()
         or not linear.features.as_stored
     ):
         return None
-    weight, bias = linear.weight, linear.bias
     if torch.compiler.is_compiling():
-        return local_of(weight), local_of(bias)
+        return local_of(linear.weight), local_of(linear.bias)
+    # `linear.weight` is looked for elsewhere first, which takes a microsecond.
+    weight, bias = linear._parameters["weight"], linear._parameters["bias"]
     # `to_local` makes a view each time.
     own = weight._local_tensor if isinstance(weight, DTensor) else weight
     return own, bias._local_tensor if isinstance(bias, DTensor) else bias

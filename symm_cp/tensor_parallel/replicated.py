@@ -107,7 +107,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """
     if is_quantised(weight):
         return quantised_linear(x, weight, bias)
-    if x.dim() == 3 and x.stride(0) != x.shape[1] * x.stride(1):
+    if not x.is_contiguous() and x.dim() == 3 and x.stride(0) != x.shape[1] * x.stride(1):
         return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.group.memory import group_name
 from symm_cp.ops.collectives.low_contention import low_contention_all_gather
+from symm_cp.ops.matmul import all_gather_matmul
 
 
 class Seat(NamedTuple):
@@ -56,6 +57,13 @@ class _Gather(torch.autograd.Function):
         ctx.options = dim, seat, sizes
         if len(sizes) == 1:
             return part.view_as(part)
+        if part.dim() > 1 and part.is_floating_point() and not torch.compiler.is_compiling():
+            # In one native call, which is over when it returns.
+            uneven = sizes if len(set(sizes)) > 1 else None
+            whole, _ = all_gather_matmul(
+                part, [], gather_dim=dim, group=seat.group, sizes=uneven, return_gathered=True
+            )
+            return whole.contiguous()
         # Parts travel flat: they may differ in length, and need not be contiguous along `dim`.
         before, after = part.shape[:dim], part.shape[dim + 1 :]
         lengths = [size * math.prod(before) * math.prod(after) for size in sizes]

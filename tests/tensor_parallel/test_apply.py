@@ -275,16 +275,15 @@ def communicates(group: dist.ProcessGroup, sequence_parallel: bool) -> tuple[lis
 
 
 def test_what_communicates(ranks: Ranks) -> None:
-    # Of the embedding and the head; and of the whole sequence after the last block.
-    gathers = {"_low_contention_all_gather", "_low_contention_all_gather_split"}
-    around = {"one_shot_all_reduce", *gathers}
-    parts = {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
-    for sequence_parallel, inside in ((False, {"fused_matmul_all_reduce"}), (True, parts)):
+    # Logits, and the sequence after the last block, are gathered by the same ops without a weight.
+    logits = {"_all_gather_matmul_split": 1}
+    whole = {"fused_matmul_all_reduce": 4, **logits}
+    parts = {"fused_all_gather_matmul": 4 + 1, "fused_matmul_reduce_scatter": 4, **logits}
+    for sequence_parallel, inside in ((False, whole), (True, parts)):
         forward, backward = ranks.run(2, communicates, sequence_parallel)[0]
-        counts = {name: forward.count(name) for name in inside}
-        assert counts == dict.fromkeys(inside, 4)
+        assert {name: forward.count(name) for name in inside} == inside
         for name in (*forward, *backward):  # nothing but ours, and what waits for it
-            assert name in around | inside or "fused" in name or "_c10d_functional" in name, name
+            assert "::" not in name or "_c10d_functional" in name, name
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -59,9 +59,9 @@ class _Gather(torch.autograd.Function):
             return part.view_as(part)
         if part.dim() > 1 and part.is_floating_point() and not torch.compiler.is_compiling():
             # In one native call, which is over when it returns.
-            uneven = sizes if len(set(sizes)) > 1 else None
+            each = sizes if len(set(sizes)) > 1 else None
             whole, _ = all_gather_matmul(
-                part, [], gather_dim=dim, group=seat.group, sizes=uneven, return_gathered=True
+                part, [], gather_dim=dim, group=seat.group, sizes=each, return_gathered=True
             )
             return whole.contiguous()
         # Parts travel flat: they may differ in length, and need not be contiguous along `dim`.

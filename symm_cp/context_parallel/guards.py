@@ -224,23 +224,28 @@ def constant_when_traced(function: Any) -> Any:
 
 
 # torch.compile calls these two while it traces, and treats the results as constants. They return
-# the error message: the traced code raises it, so that callers get an exception of this type. They
-# take a module's `id`, on which Dynamo guards, since torch 2.11 passes only constants to them.
+# the error message: the traced code raises it, so that callers get an exception of this type.
+
+#: torch 2.11 passes only constants to such functions: there they take a module's `id`, on which
+#: Dynamo guards. It knows no `id` of a module that the traced code makes, as one of `ACT2FN`.
+_BY_ID = torch.__version__ < (2, 12)
 
 
-def _of_id(address: int) -> nn.Module:
+def _module(shown: nn.Module | int) -> nn.Module:
     """Returns a module that is being called, so that it exists."""
-    module: nn.Module = ctypes.cast(address, ctypes.py_object).value
+    if isinstance(shown, nn.Module):
+        return shown
+    module: nn.Module = ctypes.cast(shown, ctypes.py_object).value
     return module
 
 
 @constant_when_traced
-def _complaint_before(address: int) -> str | None:
+def _complaint_before(called: nn.Module | int) -> str | None:
     watch = current()
     if watch is None:
         return None
     show_random_functions()
-    module = _of_id(address)
+    module = _module(called)
     try:
         watch.saw(module, compiling=True)
     except NotImplementedError as error:
@@ -250,8 +255,8 @@ def _complaint_before(address: int) -> str | None:
 
 
 @constant_when_traced
-def _complaint_after(address: int, shown: tuple[str, ...]) -> str | None:
-    watch, module = current(), _of_id(address)
+def _complaint_after(called: nn.Module | int, shown: tuple[str, ...]) -> str | None:
+    watch, module = current(), _module(called)
     inspector = None if watch is None else watch.calls.get(module)
     try:
         if watch is not None and inspector is not None:
@@ -264,7 +269,7 @@ def _complaint_after(address: int, shown: tuple[str, ...]) -> str | None:
 def _before(module: nn.Module, args: Any) -> None:
     # As torch.compiler.is_compiling() does, in one call: this runs for each module.
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
-        if complaint := _complaint_before(id(module)):
+        if complaint := _complaint_before(id(module) if _BY_ID else module):
             raise NotImplementedError(complaint)
         _local.compiled = "A compiled module"  # whenever the graph runs
         return
@@ -285,7 +290,7 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         # Models pass positions by keyword; a positional one counts as missing.
         shown = [n for n in _SHOWN if kwargs.get(n) is not None and kwargs[n] is not False]
-        if complaint := _complaint_after(id(module), tuple(shown)):
+        if complaint := _complaint_after(id(module) if _BY_ID else module, tuple(shown)):
             raise NotImplementedError(complaint)
         return
     watches = _thread.watches

@@ -15,7 +15,8 @@ from tests.patience import patient
 
 OPS = re.compile(
     r"all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|send|recv|making group|"
-    r"fused_\w+|_low_contention_\w+|one_shot_\w+|two_shot_\w+|reduce_scatter_out|symm_mem.rendezvous"
+    r"fused_\w+|_low_contention_\w+|one_shot_\w+|two_shot_\w+|reduce_scatter_out|symm_mem.rendezvous|"
+    r"_route_to_experts"
 )
 #: Seconds until each rank has heard of it.
 LIMIT = 2.0

@@ -116,10 +116,9 @@ def _plain_parameters(
         or not linear.features.as_stored
     ):
         return None
+    weight, bias = linear.weight, linear.bias
     if torch.compiler.is_compiling():
-        return local_of(linear.weight), local_of(linear.bias)
-    # `linear.weight` is looked for elsewhere first, which takes a microsecond.
-    weight, bias = linear._parameters["weight"], linear._parameters["bias"]
+        return local_of(weight), local_of(bias)
     # `to_local` makes a view each time.
     own = weight._local_tensor if isinstance(weight, DTensor) else weight
     return own, bias._local_tensor if isinstance(bias, DTensor) else bias

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from symm_cp.ranks import positive
 from symm_cp.testing import delays, marker, state
 from symm_cp.testing.gpu_programs import cuda_on_cpu
 from symm_cp.testing.outcomes import SEED_VARIABLE, RankError, Skip, needs_a_gpu
@@ -26,12 +27,6 @@ def session_seed(config: pytest.Config) -> int:
     """Returns the seed of all tests; workers of pytest-xdist share the main process's."""
     sent = getattr(config, "workerinput", {}).get(SEED_VARIABLE)
     return int(sent or os.environ.get(SEED_VARIABLE) or _DRAWN)
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="random delays of up to so many microseconds around waits and signals",
     )
     group.addoption(
-        "--ranks-threads", type=_positive, default=1, help="threads of torch in each rank (1)"
+        "--ranks-threads", type=positive, default=1, help="threads of torch in each rank (1)"
     )
     group.addoption("--cuda-on-cpu", action="store_true", help='what asks for "cuda" gets the CPU')
     group.addoption(

@@ -97,12 +97,13 @@ def _matches(tracer: Tracer, wait: Node, options: Options) -> tuple[list[_Match]
     """Returns the matmuls that can be fused with a gather, and why others cannot."""
     matches: list[_Match] = []
     reasons: list[str] = []
+    gathered = set(tracer.of(wait))
     for node in tracer.of(wait):
         traced = tracer.arrangement(node)
         for user in node.users:
             if user.target not in MATMULS:
                 continue
-            if left(user) is not node:
+            if left(user) is not node or gathered.intersection(other_operands(user)):
                 reasons.append(f"{user.name} {_as_right_operand(traced)}")
                 continue
             match: _Match | str = (

@@ -64,9 +64,10 @@ def scaled_options(matmul: Node) -> tuple[Any, Any, Any, bool]:
 
 def other_operands(matmul: Node) -> list[Node]:
     """Returns the nodes that a matmul needs besides its left operand."""
-    arguments = [right(matmul), *matmul.args, *matmul.kwargs.values()]
-    unused = (left(matmul), matmul.args[1] if matmul.target is aten.bmm.default else None)
-    return [node for node in arguments if isinstance(node, Node) and node not in unused]
+    place = 1 if matmul.target is aten.addmm.default else 0
+    others = list(matmul.args)
+    others[place : place + 2] = [right(matmul)]
+    return [node for node in (*others, *matmul.kwargs.values()) if isinstance(node, Node)]
 
 
 def flops(matmul: Node) -> float:

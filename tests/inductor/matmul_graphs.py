@@ -88,6 +88,21 @@ def gather_twice_the_same(group: Any, x: Any, w: Any) -> Any:
     return torch.cat([parts[0] for _ in parts], 1) @ w
 
 
+def gather_squared(group: Any, x: Any) -> Any:
+    full = funcol.all_gather_tensor(x, 0, group)
+    return full @ full
+
+
+def gather_by_its_transpose(group: Any, x: Any) -> Any:
+    full = funcol.all_gather_tensor(x, 0, group)
+    return full @ full.t()
+
+
+def gather_by_its_transpose_and_weights(group: Any, x: Any, w: Any) -> Any:
+    full = funcol.all_gather_tensor(x, 0, group)
+    return full @ full.t() @ full, full @ w
+
+
 def gather_overlapping(group: Any, x: Any, w: Any) -> Any:
     full, n = funcol.all_gather_tensor(x, 0, group), x.shape[0]
     return torch.cat([full[i : i + n] for i in range(full.shape[0] // n)], 1) @ w
@@ -211,6 +226,13 @@ def graphs(W: int) -> dict[str, GraphCase]:
         "swapped": GraphCase(gather_swapped, (X3, W2), reasons=("which is not followed",)),
         "the same twice": GraphCase(
             gather_twice_the_same, (X3, W2), reasons=("which is not followed",)
+        ),
+        "squared": GraphCase(gather_squared, ((4, 4 * W),), reasons=("sums over",)),
+        "on both sides": GraphCase(
+            gather_by_its_transpose, ((4, 6),), reasons=("as its right operand",)
+        ),
+        "on both sides, and by weights": GraphCase(
+            gather_by_its_transpose_and_weights, ((4, 6), W2), (AG,)
         ),
         "overlapping": GraphCase(gather_overlapping, (X3, W2), reasons=("which is not followed",)),
         "halves": GraphCase(gather_halves, ((4, 6), W2), reasons=("which is not followed",)),

@@ -335,7 +335,12 @@ std::shared_ptr<Mapping> mapping_of(const Group& group, int64_t sequence) {
 }
 
 bool is_transposed(const at::Tensor& weight) {
-  return weight.mT().is_contiguous() && !weight.is_contiguous();
+  if (!weight.mT().is_contiguous()) return false;
+  if (!weight.is_contiguous()) return true;
+  // One row or column is both: its strides tell.
+  const auto strides = std::pair(weight.stride(-2), weight.stride(-1));
+  return strides == std::pair(int64_t{1}, weight.size(-2)) &&
+         strides != std::pair(weight.size(-1), int64_t{1});
 }
 
 bool is_symmetric(const Group& group, const at::Tensor& tensor) {

@@ -40,7 +40,14 @@ def is_transposed(weight: torch.Tensor) -> bool:
     autograd copies a gradient that is laid out otherwise than its parameter, and the weight of an
     `nn.Linear` comes here transposed.
     """
-    return weight.mT.is_contiguous() and not weight.is_contiguous()
+    if not weight.mT.is_contiguous():
+        return False
+    if not weight.is_contiguous():
+        return True
+    # One row or column is both: its strides tell.
+    rows, columns = weight.shape[-2:]
+    strides = weight.stride()[-2:]
+    return strides == (1, rows) and strides != (columns, 1)
 
 
 def _left_transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

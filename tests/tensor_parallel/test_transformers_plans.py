@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,3 +146,33 @@ def compiled(group: dist.ProcessGroup, folder: str) -> None:
 @exhaustive
 def test_compiled(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, compiled, str(tmp_path))
+
+
+PROGRAM = """
+import sys
+from unittest import mock
+
+import symm_cp
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+with mock.patch("transformers.integrations.accelerate.is_accelerate_available"):
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+print("started with", dist.get_backend())
+dist.destroy_process_group()
+"""
+
+
+@exhaustive
+def test_groups_that_transformers_starts(tmp_path: Path) -> None:
+    """By torchrun, with no more than an import."""
+    save("llama", str(tmp_path), num_hidden_layers=1)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launched, str(program), str(tmp_path)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("started with symm_cp") == 2

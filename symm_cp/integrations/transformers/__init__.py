@@ -1,8 +1,9 @@
 """Models of Hugging Face's transformers under `context_parallel`: `attn_implementation="symm_cp"`.
 
 Importing this registers the implementation with `AttentionInterface` and `AttentionMaskInterface`;
-that of experts with `EPImplementationInterface`, and fused styles with `ALL_PARALLEL_STYLES`, where
-the release has them.
+that of experts with `EPImplementationInterface`, fused styles with `ALL_PARALLEL_STYLES`, and the
+backend as the one that transformers gives groups on CPU which it starts itself, where the release
+has them.
 """
 
 from __future__ import annotations
@@ -26,3 +27,8 @@ with suppress(ImportError):
     from symm_cp.integrations.transformers import experts as _experts  # noqa: F401
 with suppress(ImportError):
     from symm_cp.integrations.transformers import styles as _styles  # noqa: F401
+with suppress(ImportError):
+    from transformers.distributed.utils import DISTRIBUTED_BACKEND_MAP
+
+    if DISTRIBUTED_BACKEND_MAP.get("cpu") == "gloo":  # and no other choice of the user's
+        DISTRIBUTED_BACKEND_MAP["cpu"] = NAME

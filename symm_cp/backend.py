@@ -3,19 +3,18 @@
     import symm_cp
     torch.distributed.init_process_group("symm_cp")              # or "cpu:symm_cp,cuda:nccl"
 
-Importing symm_cp registers it, and from torch 2.14 on its name alone does (entry point
-"torch.distributed.backends"); nothing of torch is changed, and gloo stays the default for CPU
-tensors. `new_group`, `init_device_mesh`, DDP, FSDP2, DTensor and functional collectives use it like
-any other backend, and the ops of this package share its memory. It has every collective and every
-dtype: reductions of the integer and floating types, of bool and of the complex types, all else for
-any dtype. Synchronous calls run in the calling thread; with `async_op=True` they run in the
-background, and their works and futures complete whether or not somebody waits.
+Its name is enough where the package is installed (entry points "torch.backends", and from torch
+2.14 on "torch.distributed.backends"), and importing symm_cp registers it, too. Nothing of torch is
+changed, and gloo stays the default for CPU tensors. `new_group`, `init_device_mesh`, DDP, FSDP2,
+DTensor and functional collectives use it like any other backend, and the ops of this package share
+its memory. It has every collective and every dtype: reductions of the integer and floating types,
+of bool and of the complex types, all else for any dtype. Synchronous calls run in the calling
+thread; with `async_op=True` they run in the background, and their works and futures complete
+whether or not somebody waits.
 
 Making a group is collective: it finds the other ranks. From then on a call raises
 `torch.distributed.DistBackendError` within a second when a rank it needs has died.
 
-Earlier versions of torch would import out-of-tree backends at their own import (entry points
-"torch.backends"): each program of the environment would pay for it, used or not.
 `torch.distributed.monitored_barrier` accepts gloo only; `group.monitored_barrier(...)` works.
 
 torch's profiler shows each call as "symm_cp:all_reduce" and so on, until it has been waited for.
@@ -42,7 +41,7 @@ NAME = "symm_cp"
 def register() -> None:
     """Makes the backend known to torch.distributed."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create_from, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, create_from, extended_api=True, devices=["cpu"])
 
 
 def register_or_warn(logger: logging.Logger) -> bool:
@@ -56,9 +55,10 @@ def register_or_warn(logger: logging.Logger) -> bool:
     return True
 
 
-def _create_from(
+def create_from(
     options: dist.distributed_c10d._DistributedBackendOptions, _: object
 ) -> dist.Backend:
+    """Makes the backend of a process group, as torch asks for it. Collective."""
     return _create(
         options.store, options.group_id, options.group_rank, options.group_size, options.timeout
     )

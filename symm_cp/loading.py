@@ -6,6 +6,8 @@ is loaded, as `import symm_cp` would, when somebody asks for it: by a name of `s
 of its modules, or by an import of torch, since whoever imports both expects the ops to be there.
 Where torch is imported already, everything is loaded at once.
 
+torch's own import asks for `symm_cp.autoload`, which needs nothing else of this package.
+
 And `when_imported` has something done as soon as another library is there.
 """
 
@@ -20,6 +22,7 @@ from types import FrameType, ModuleType
 
 _PACKAGE = "symm_cp"
 _PURE = "symm_cp.schedule"
+_AUTOLOAD = "symm_cp.autoload"
 
 
 def require_linux() -> None:
@@ -34,9 +37,13 @@ def require_linux() -> None:
 def only_schedule() -> bool:
     """Tells whether `symm_cp` is being imported for `symm_cp.schedule` and needs nothing else.
 
-    Raises `ImportError` if everything is wanted on systems other than Linux.
+    Or for `symm_cp.autoload`. Raises `ImportError` if everything is wanted on systems other than
+    Linux.
     """
-    if _is_pure(_imported_for()) and (sys.platform != "linux" or "torch" not in sys.modules):
+    wanted = _imported_for()
+    if wanted == _AUTOLOAD:
+        return True
+    if _is_pure(wanted) and (sys.platform != "linux" or "torch" not in sys.modules):
         if not is_partial():
             sys.meta_path.insert(0, _Finder())
         return True

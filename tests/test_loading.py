@@ -212,3 +212,37 @@ print(len(sys.meta_path) - finders)
 loading.when_imported("good", lambda: 1 / 0)
 """)
     assert out == "there\ngood has come\nValueError\nModuleNotFoundError\n2\n"
+
+
+BACKEND = """
+dist.init_process_group("symm_cp", store=dist.HashStore(), rank=0, world_size=1)
+summed = torch.ones(2)
+dist.all_reduce(summed)
+print(dist.get_backend(), summed.tolist(), sys.modules["symm_cp"]._everything)
+"""
+
+
+def test_torch_knows_the_backend_by_name() -> None:
+    """Its import loads nothing of ours; the first group does."""
+    out = run(f"""
+import sys
+import torch
+import torch.distributed as dist
+print([name for name in sys.modules if name.startswith("symm_cp")])
+{BACKEND}
+""")
+    assert out == "[]\nsymm_cp [1.0, 1.0] True\n"
+
+
+@pytest.mark.parametrize("before", ["symm_cp", "symm_cp.schedule", "symm_cp.autoload"])
+@pytest.mark.exhaustive
+def test_the_backend_is_registered_whatever_comes_first(before: str) -> None:
+    out = run(f"""
+import sys
+import {before}
+import torch
+import symm_cp
+import torch.distributed as dist
+{BACKEND}
+""")
+    assert out == "symm_cp [1.0, 1.0] True\n"

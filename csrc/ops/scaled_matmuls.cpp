@@ -96,7 +96,9 @@ void multiply_scaled(at::Tensor out, const at::Tensor& rows, const at::Tensor& s
   const at::Tensor scale_a = kTorchScalesRows ? spread(scale, {rows.size(0), 1}) : scale;
   const at::Tensor scale_b =
       kTorchScalesRows ? spread(weight.scale, {1, weight.columns()}) : weight.scale;
-  at::_scaled_mm_out(out, aligned(rows), weight.matrix, scale_a, scale_b, optional(weight.bias),
+  // torch 2.11 takes the elements of a bias for neighbours.
+  const at::Tensor bias = weight.bias.defined() ? weight.bias.contiguous() : weight.bias;
+  at::_scaled_mm_out(out, aligned(rows), weight.matrix, scale_a, scale_b, optional(bias),
                      optional(weight.result_scale), out.scalar_type(), weight.fast);
 }
 

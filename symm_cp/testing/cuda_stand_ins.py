@@ -221,6 +221,12 @@ class Devices:
         index = device if isinstance(device, int) else torch.device(device).index
         self._current = self._current if index is None else index
 
+    def _exchange_device(self, device: int) -> int:
+        previous = self._current
+        if device >= 0:
+            self._current = device
+        return previous
+
     def _set_stream(self, stream: _Stream | None) -> None:
         self._stream = self._stream if stream is None else stream
 
@@ -264,6 +270,8 @@ class Devices:
             "device_count": lambda: self._count,
             "current_device": lambda: self._current,
             "set_device": self._set_device,
+            "_exchange_device": self._exchange_device,
+            "_maybe_exchange_device": self._exchange_device,
             "device": _Device,
             "can_device_access_peer": lambda device, peer: True,
             "synchronize": _nothing(),

@@ -317,5 +317,8 @@ def of_compilation() -> Iterator[StandIn]:
     """Yields what `torch.compile` asks."""
     streams = import_module("torch._dynamo.variables.streams").SymbolicStreamState
     yield streams, "__init__", _without_accelerator(streams.__init__)
+    # Which a build for CUDA would do where torch.cuda is said to be available.
+    fake = import_module("torch._subclasses.fake_tensor")
+    yield fake, "init_gpu_context", lambda device: None
     triton = import_module("torch.utils._triton")  # there are no kernels of its for CPUs
     yield triton, "has_triton_package", lambda: False

@@ -83,6 +83,8 @@ def scaled_mm_out(
         product.mul_(scale_a).mul_(scale_b)
         out.copy_(finish(product, bias, scale_result, out.dtype))
         return
+    # torch 2.11 takes the elements of a bias for neighbours.
+    bias = bias if bias is None else bias.contiguous()
     torch.ops.aten._scaled_mm.out(
         A, B, scale_a, scale_b, bias, scale_result, out.dtype, fast, out=out
     )

@@ -1,0 +1,34 @@
+"""Names the backend to torch.distributed while torch is imported, and imports nothing else.
+
+torch calls entry points "torch.backends" at the end of its own import, in every program of the
+environment, so this costs a millisecond at most: of `symm_cp` it leaves no module behind, and a
+later `import symm_cp` starts afresh. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns them off.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from symm_cp import loading
+
+_NAME = "symm_cp"
+
+
+def register() -> None:
+    """Registers the backend by its name; the first group that has it imports `symm_cp`."""
+    package = sys.modules[_NAME]
+    if package._everything or loading.is_partial():
+        return  # it is being imported, and registers the backend itself
+    for name in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
+        del sys.modules[name]
+    import torch.distributed as dist
+
+    if sys.platform == "linux" and dist.is_available():
+        dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, of_backend: Any) -> Any:
+    from symm_cp import backend
+
+    return backend.create_from(options, of_backend)

@@ -141,6 +141,8 @@ def load_glue() -> ctypes.CDLL:
     call = glue.symm_cp_op_call
     call.restype = ctypes.py_object
     call.argtypes = [TEXT, ctypes.py_object]
+    glue.symm_cp_decoding.restype = ctypes.py_object
+    glue.symm_cp_decoding.argtypes = [INT]
     return glue
 
 

@@ -18,7 +18,12 @@ from symm_cp.native.errors import BuildError
 #: Need Python's headers, so they are a library of their own (native/building.py). They give Python
 #: the backend of torch.distributed, and calls of ops that take less time than torch's. With levels:
 #: the first runs once for each group.
-GLUE = {"backend/glue.cpp": "-O0", "ops/glue.cpp": "-O1", "ops/plan_glue.cpp": "-O1"}
+GLUE = {
+    "backend/glue.cpp": "-O0",
+    "ops/glue.cpp": "-O1",
+    "ops/decoding_glue.cpp": "-O1",
+    "ops/plan_glue.cpp": "-O1",
+}
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 LEVELS = {
     "attention/merge.cpp": "-O3",

@@ -11,6 +11,7 @@ import torch
 from symm_cp import native
 
 _calls: dict[str, Callable[..., Any]] = {}
+_DECODING = ("linear", "embedding", "agree")  # as numbered there
 
 
 @cache
@@ -31,6 +32,16 @@ def direct(name: str) -> Callable[..., Any]:
         op, glue = op_of(name), _glue()
         call = _calls[name] = glue.symm_cp_op_call(op._schema.name.encode(), op) if glue else op
     return call
+
+
+@cache
+def decoding_call(name: str) -> Callable[..., Any]:
+    """Returns a function of csrc/ops/decoding_glue.cpp, which returns None for unusual arguments.
+
+    `torch.compile` does not trace it.
+    """
+    glue = _glue()
+    return glue.symm_cp_decoding(_DECODING.index(name)) if glue else lambda *_: None
 
 
 def op_of(name: str) -> torch._ops.OpOverload:

@@ -26,7 +26,7 @@ from symm_cp.cuda.kept import capturing, kept
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import GroupLike, reported, resolve
 from symm_cp.modes import ordinary_tensors
-from symm_cp.ops.direct import direct
+from symm_cp.ops.direct import decoding_call, direct
 from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
 from symm_cp.ops.telling import tells_peers
 
@@ -280,6 +280,9 @@ def _sums_agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> boo
         return False
     if hosts_of(state, input.device) is not None:  # the all-reduce is within one host
         return False
+    agreed = decoding_call("agree")(input, repr(further), group, state.world_size)
+    if agreed is not None:
+        return bool(agreed)
     with ordinary_tensors():
         counted = _values(input) if _is_float(input) else input.detach()
         flat = counted.reshape(-1)[:_MOST_HASHED].contiguous()

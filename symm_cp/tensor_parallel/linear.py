@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from symm_cp.ops import autocast
+from symm_cp.ops.direct import decoding_call
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.ops.telling import tells_peers
 from symm_cp.tensor_parallel import replicated
@@ -102,26 +103,19 @@ def _plain_parameters(
 ) -> tuple[Any, Any] | None:
     """Returns this rank's weight and bias if the linear has nothing to do but call its op.
 
-    Generation, one token after the other, takes this way: the other one takes as long as a matmul
-    with one row. `features` are those of the input.
+    Generation, one token after the other, takes this way where `decoding_call` does not know it:
+    compiled, or with quantised weights. `features` are those of the input.
     """
     if (
         torch.is_grad_enabled()
-        or linear.sequence_dim is not None
-        or not linear.local_output
+        or not linear.calls_op
         or isinstance(x, DTensor)
         or x.dim() < 2
         or x.shape[-1] != features
         or torch._C._is_any_autocast_enabled()
-        or not linear.features.as_stored
     ):
         return None
-    weight, bias = linear.weight, linear.bias
-    if torch.compiler.is_compiling():
-        return local_of(weight), local_of(bias)
-    # `to_local` makes a view each time.
-    own = weight._local_tensor if isinstance(weight, DTensor) else weight
-    return own, bias._local_tensor if isinstance(bias, DTensor) else bias
+    return local_of(linear.weight), local_of(linear.bias)
 
 
 class FusedColwiseLinear(nn.Linear):
@@ -140,10 +134,15 @@ class FusedColwiseLinear(nn.Linear):
     sequence_dim: int | None
     gathers_output: bool
     local_output: bool
+    calls_op: bool  # on what it stores and is given
     shared: SharedGather | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S, N / W) for (B, S / W, K) or (B, S, K); errors as the fused op's."""
+        if self.calls_op and not self.gathers_output and not torch.compiler.is_dynamo_compiling():
+            part = decoding_call("linear")(self._parameters, input, self.in_features, None)
+            if part is not None:
+                return part
         if plain := _plain_parameters(self, input, self.in_features):
             part = replicated.linear(input, *plain)
             return _output(part, self.weight.device_mesh, self) if self.gathers_output else part
@@ -238,10 +237,15 @@ class FusedRowwiseLinear(nn.Linear):
     group: str  # the mesh of a DTensor may be an equal one, with another group
     sequence_dim: int | None
     local_output: bool
+    calls_op: bool  # on what it stores and is given
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S / W, N) or (B, S, N) for (B, S, K / W); errors as the fused op's."""
         group = self.group
+        if self.calls_op and not torch.compiler.is_dynamo_compiling():
+            output = decoding_call("linear")(self._parameters, input, self.features.count, group)
+            if output is not None:
+                return output
         if plain := _plain_parameters(self, input, self.features.count):
             weight, bias = plain
             return replicated.sum_linear(input, weight, bias, group)

@@ -140,6 +140,7 @@ def _become(module: Any, kind: type, features: Features, group: str, style: Any)
     module.group = group
     module.sequence_dim = style.sequence_dim
     module.local_output = style.use_local_output
+    module.calls_op = style.sequence_dim is None and style.use_local_output and features.as_stored
     adapters.refuse_later()
 
 

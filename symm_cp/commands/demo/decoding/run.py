@@ -188,7 +188,7 @@ def _spread(
             variants.eager(unfused_over(name), parts.with_exchanges(variants.over(over)))
             for name, over in backends.items()
         ),
-        variants.eager(FUSED, variants.fused(model, group)),
+        variants.eager(FUSED, variants.fused(parts, group)),
         variants.eager(COMPUTE, alone),
     ]
 

@@ -22,7 +22,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from symm_cp.commands.harness.llama import Exchanges, sharing_weights
+from symm_cp.commands.harness.llama import Exchanges, Parts, sharing_weights
 from symm_cp.tensor_parallel import apply
 
 # Renamed in torch 2.13, where the old names warn.
@@ -82,9 +82,11 @@ def compiled(name: str, model: nn.Module, passes: dict[str, Any] | None = None) 
     return DecodeVariant(name, model, torch.compile(model, options=passes, dynamic=False))
 
 
-def fused(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+def fused(parts: Parts, group: dist.ProcessGroup) -> nn.Module:
     """Returns the model as this package splits it, with communication inside the matmuls."""
-    model = sharing_weights(model)
+    model = sharing_weights(parts.model)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     # All ranks have the same weights: each keeps its own part without communication.
-    return apply(model, mesh, src_data_rank=None)
+    apply(model, mesh, src_data_rank=None)
+    parts.lend_to(model)
+    return model

@@ -1,0 +1,127 @@
+"""What decoding calls natively (csrc/ops/decoding_glue.cpp): as in Python, or left to it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from symm_cp.group.memory import group_name
+from symm_cp.ops import equal_inputs
+from symm_cp.ops.direct import decoding_call
+from symm_cp.testing import Ranks
+from tests.exhaustive import some
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linears(dtype: torch.dtype, bias: bool) -> None:
+    linear, module = decoding_call("linear"), nn.Linear(24, 10, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        for x in (torch.randn(3, 24, dtype=dtype), torch.randn(2, 1, 24, dtype=dtype)):
+            assert torch.equal(linear(module._parameters, x, 24, None), module(x))
+        with torch.inference_mode():
+            assert linear(module._parameters, x, 24, None).is_inference()
+
+
+def test_linears_that_are_left_to_python() -> None:
+    linear, parameters = decoding_call("linear"), nn.Linear(24, 10)._parameters
+    x = torch.randn(4, 24)
+    assert linear(parameters, x, 24, None) is None  # with gradients
+    with torch.no_grad():
+        for other in (x[0], x.as_subclass(Subclass), x.to("meta"), torch.randn(2, 3, 24)[:, -1:]):
+            assert linear(parameters, other, 24, None) is None
+        assert linear(parameters, x, 23, None) is None
+        assert linear({}, x, 24, None) is None  # as of a parametrized weight
+        for mode in (torch.autocast("cpu"), Mode(), torch.device("cpu")):
+            with mode:
+                assert linear(parameters, x, 24, None) is None
+        assert linear(parameters, x, 24, None) is not None
+
+
+def sums_linears(group: dist.ProcessGroup) -> None:
+    linear, name = decoding_call("linear"), group_name(group)
+    torch.manual_seed(0)
+    W, rank = group.size(), group.rank()
+    x, weight, bias = torch.randn(2, 3, 4 * W), torch.randn(5, 4 * W), torch.randn(5)
+    own = {"weight": weight.chunk(W, 1)[rank], "bias": bias}
+    with torch.no_grad():
+        got = linear(own, x.chunk(W, -1)[rank], 4, name)
+    torch.testing.assert_close(got, F.linear(x, weight, bias))
+
+
+def looks_up(group: dist.ProcessGroup) -> None:
+    embedding, name = decoding_call("embedding"), group_name(group)
+    torch.manual_seed(0)
+    W, rank = group.size(), group.rank()
+    weight = torch.randn(3 * W, 5)
+    own, begin = {"weight": weight.chunk(W)[rank]}, 3 * rank
+    with torch.no_grad():
+        for tokens in (torch.randint(3 * W, (2, 1)), torch.arange(3 * W)[None]):
+            got = embedding(own, tokens, begin, 3 * W, name)
+            assert torch.equal(got, F.embedding(tokens, weight))
+        unknown = [torch.tensor([[-1]]), torch.tensor([[3 * W]])]
+        many, short = torch.zeros(1, 65, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32)
+        for tokens in (*unknown, many, short, torch.arange(6)[::2]):
+            assert embedding(own, tokens, begin, 3 * W, name) is None
+
+
+def agrees(group: dist.ProcessGroup) -> None:
+    agree, name = decoding_call("agree"), group_name(group)
+    W, odd = group.size(), group.rank() == group.size() - 1
+    ids = torch.arange(6).view(2, 3)
+    for same in (ids, ids[:, :1].contiguous(), ids.bool(), ids[:0]):
+        assert agree(same, "", name, W) is True
+    changed = ids.clone()
+    changed[1, 1] += 1
+    for other in (changed, ids.view(3, 2), ids.int(), ids[:1], ids.view(-1)):
+        assert agree(other if odd else ids, "", name, W) is (W == 1)
+    assert agree(ids, "LoRA" if odd else "", name, W) is (W == 1)
+    with torch.inference_mode():
+        assert agree(ids + 0, "", name, W) is True
+    for unknown in (ids.float(), ids.t(), torch.zeros(1025, dtype=torch.int32)):
+        assert agree(unknown, "", name, W) is None
+
+
+def agree_whoever_counts(group: dist.ProcessGroup) -> None:
+    """Where one rank is left to Python, all of them compare all they have."""
+    odd, ids, name = group.rank() == group.size() - 1, torch.arange(4)[None], group_name(group)
+    compared = mock.Mock(wraps=equal_inputs.compare)
+    mode: AbstractContextManager[Any] = Mode() if odd else nullcontext()
+    with mock.patch.object(equal_inputs, "compare", compared), mode:
+        equal_inputs.same_on_all_ranks(ids, "op", "ids", "remedy", name)
+        with pytest.raises(RuntimeError, match="differ between"):
+            equal_inputs.same_on_all_ranks(ids + odd, "op", "ids", "remedy", name)
+    assert compared.call_count == 2
+
+
+CHECKS = [sums_linears, looks_up, agrees]
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+@pytest.mark.parametrize("check", CHECKS)
+def test_with_peers(ranks: Ranks, check: Any, world_size: int) -> None:
+    ranks.run(world_size, check)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+def test_ranks_that_compare_otherwise(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, agree_whoever_counts)

@@ -67,9 +67,12 @@ at::Tensor first_result(const c10::OperatorHandle& op, torch::jit::Stack stack) 
 
 // --- linears -------------------------------------------------------------------------------------
 
-// `F.linear` copies the weight for each slice of a 3-D input with gaps: Python flattens that.
-bool has_gaps(const at::Tensor& x) {
-  return x.dim() == 3 && !x.is_contiguous() && x.stride(0) != x.size(1) * x.stride(1);
+// As `linear` of symm_cp/tensor_parallel/replicated.py.
+at::Tensor linear_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const auto added = bias.defined() ? std::optional(bias) : std::nullopt;
+  if (x.dim() != 3 || x.stride(0) == x.size(1) * x.stride(1)) return at::linear(x, weight, added);
+  const at::Tensor rows = at::linear(x.flatten(0, 1), weight, added);
+  return rows.view({x.size(0), x.size(1), weight.size(0)});
 }
 
 at::Tensor sum_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
@@ -100,9 +103,8 @@ PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t) {
     const pybind11::gil_scoped_release without_gil;
     output = sum_linear(x, weight, bias, name);
   } else {
-    if (has_gaps(x)) Py_RETURN_NONE;
     const pybind11::gil_scoped_release without_gil;
-    output = at::linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+    output = linear_of(x, weight, bias);
   }
   return THPVariable_Wrap(output);
   END_HANDLE_TH_ERRORS

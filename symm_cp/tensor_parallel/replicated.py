@@ -101,13 +101,14 @@ def _columns(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`F.linear`, which is slow for the last tokens of several sequences, a slice of 3-D input.
+    """`F.linear`, which is slow for the last tokens of sequences, a slice of 3-D input.
 
-    It multiplies them one by one, after a copy of the weight, unless that requires a gradient.
+    It multiplies them one by one, after a copy of the weight, unless that requires a gradient. One
+    token of one sequence is such a slice, too, by its strides.
     """
     if is_quantised(weight):
         return quantised_linear(x, weight, bias)
-    if not x.is_contiguous() and x.dim() == 3 and x.stride(0) != x.shape[1] * x.stride(1):
+    if x.dim() == 3 and x.stride(0) != x.shape[1] * x.stride(1):
         return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
 

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp.group.memory import group_name
 from symm_cp.ops import equal_inputs
 from symm_cp.ops.direct import decoding_call
+from symm_cp.tensor_parallel import replicated
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 
@@ -36,10 +38,27 @@ class Subclass(torch.Tensor):
 def test_linears(dtype: torch.dtype, bias: bool) -> None:
     linear, module = decoding_call("linear"), nn.Linear(24, 10, bias=bias, dtype=dtype)
     with torch.no_grad():
-        for x in (torch.randn(3, 24, dtype=dtype), torch.randn(2, 1, 24, dtype=dtype)):
-            assert torch.equal(linear(module._parameters, x, 24, None), module(x))
+        sequences = torch.randn(2, 3, 24, dtype=dtype)
+        for x in (sequences[0], sequences, sequences[:, -1:], sequences[:1, -1:]):
+            expected = module(x.clone(memory_format=torch.contiguous_format))
+            assert torch.equal(linear(module._parameters, x, 24, None), expected)
         with torch.inference_mode():
             assert linear(module._parameters, x, 24, None).is_inference()
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_the_last_token_is_multiplied_without_a_copy_of_the_weight(sequences: int) -> None:
+    """As torch multiplies a slice whose weight requires no gradient."""
+    weight = torch.randn(10, 24)
+    last = torch.randn(sequences, 3, 24)[:, -1:]
+    with torch.no_grad(), profile() as profiled:
+        native = decoding_call("linear")({"weight": weight, "bias": None}, last, 24, None)
+        eager = replicated.linear(last, weight, None)
+    torch.testing.assert_close(native, F.linear(last, weight))
+    assert torch.equal(native, eager)
+    ops = [event.key for event in profiled.key_averages()]
+    assert "aten::mm" in ops
+    assert "aten::bmm" not in ops
 
 
 def test_linears_that_are_left_to_python() -> None:
@@ -47,7 +66,7 @@ def test_linears_that_are_left_to_python() -> None:
     x = torch.randn(4, 24)
     assert linear(parameters, x, 24, None) is None  # with gradients
     with torch.no_grad():
-        for other in (x[0], x.as_subclass(Subclass), x.to("meta"), torch.randn(2, 3, 24)[:, -1:]):
+        for other in (x[0], x.as_subclass(Subclass), x.to("meta")):
             assert linear(parameters, other, 24, None) is None
         assert linear(parameters, x, 23, None) is None
         assert linear({}, x, 24, None) is None  # as of a parametrized weight

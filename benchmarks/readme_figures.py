@@ -35,8 +35,7 @@ FILES = (
     "inference",
     "training",
 )
-#: Measured on another machine, all of these on one: sequences that are spread over ranks, and a
-#: Llama on ranks and in one process.
+#: Of which each group was measured on one machine, maybe another than those above.
 SEQUENCE_FILES = (
     "ulysses_2",
     "ulysses_4",
@@ -47,9 +46,8 @@ SEQUENCE_FILES = (
     "attention_masks",
     "context_parallel",
     "diffusers_step",
-    "llama_inference",
-    "llama_training",
 )
+LLAMA_FILES = ("llama_inference", "llama_training")
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 Rows = dict[str, dict[str, Any]]
@@ -71,7 +69,12 @@ def machine(files: Sequence[str] = FILES) -> str:
     results = [load(name)[0] for name in files if measured(name)]
     ((cpu, torch),) = {(result["machine"], result["torch"]) for result in results}
     dates = sorted({result["date"] for result in results})
-    return f"{cpu}, torch {torch}, {' to '.join(dates[:: max(1, len(dates) - 1)])}"
+    return f"{short(cpu)}, torch {torch}, {' to '.join(dates[:: max(1, len(dates) - 1)])}"
+
+
+def short(processor: str) -> str:
+    """A processor's name without its trade marks."""
+    return processor.replace("(R)", "").replace(" Processor", "")
 
 
 def table(head: list[str], lines: list[list[str]]) -> list[str]:
@@ -159,7 +162,7 @@ def against_one_process() -> str:
         row = load(file)[1].get(case) if measured(file) else None
         if row is not None and {ONE_PROCESS, variant} <= row["ms"].keys():
             times = row["ms"][ONE_PROCESS] / row["ms"][variant]
-            found.setdefault(load(file)[0]["machine"], []).append(f"{text} {times:.2f}")
+            found.setdefault(short(load(file)[0]["machine"]), []).append(f"{text} {times:.2f}")
     return " ".join(
         f"On an {where}: {', '.join(texts)} times as fast as one process with two threads."
         for where, texts in found.items()
@@ -336,9 +339,17 @@ def decode(file: str, command: str) -> list[str]:
 
 def sequences() -> list[str]:
     """All that was measured of context parallelism, and of recurrent layers."""
-    what = "Sequences spread over ranks, and a Llama on ranks and in one process"
-    lines = [f"{what}, on {machine(SEQUENCE_FILES)}:", ""]
-    for file in filter(measured, SEQUENCE_FILES):
+    return [
+        *steps_of("Sequences spread over ranks", SEQUENCE_FILES),
+        "",
+        *steps_of("A Llama on ranks and in one process", LLAMA_FILES),
+    ]
+
+
+def steps_of(what: str, files: Sequence[str]) -> list[str]:
+    """All ratios of some files of one machine, and what they are of."""
+    lines = [f"{what}, on {machine(files)}:", ""]
+    for file in filter(measured, files):
         _, rows = load(file)
         program = file.removesuffix("_2").removesuffix("_4")  # numbers of ranks
         program = program.removeprefix("llama_")

@@ -143,10 +143,15 @@ def below_one(fused: Sequence[str]) -> str:
 
 #: What ranks are compared with in README.md: text, file, case, the variant of the ranks.
 RANKS = (
-    ("`apply` decodes", "llama_inference", "Llama, decode after 256 tokens, bfloat16", "apply"),
-    ("it trains", "llama_training", "Llama, training step of 256 tokens, bfloat16", "apply"),
     (
-        "context parallelism trains on 4,096 tokens",
+        "decoding with `apply`",
+        "llama_inference",
+        "Llama, decode after 256 tokens, bfloat16",
+        "apply",
+    ),
+    ("training", "llama_training", "Llama, training step of 256 tokens, bfloat16", "apply"),
+    (
+        "training with context parallelism on 4,096 tokens",
         "context_parallel",
         "Llama, training step, bfloat16",
         "head-tail",
@@ -163,10 +168,8 @@ def against_one_process() -> str:
         if row is not None and {ONE_PROCESS, variant} <= row["ms"].keys():
             times = row["ms"][ONE_PROCESS] / row["ms"][variant]
             found.setdefault(short(load(file)[0]["machine"]), []).append(f"{text} {times:.2f}")
-    return " ".join(
-        f"On an {where}: {', '.join(texts)} times as fast as one process with two threads."
-        for where, texts in found.items()
-    )
+    machines = "; ".join(f"on an {where}, {', '.join(texts)}" for where, texts in found.items())
+    return f"Speed relative to one process with two threads: {machines}." if machines else ""
 
 
 def matmul() -> list[str]:

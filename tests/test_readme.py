@@ -238,10 +238,10 @@ def test_one_process_with_all_threads_is_in_readme_once_measured(
             {case: row for _, _, case, _ in readme_figures.RANKS},
         ),
     )
-    times = "times as fast as one process with two threads."
     assert readme_figures.against_one_process() == (
-        f"On an M llama_inference: `apply` decodes 1.20 {times} On an M context_parallel: context "
-        f"parallelism trains on 4,096 tokens 0.50 {times}"
+        "Speed relative to one process with two threads: on an M llama_inference, decoding with "
+        "`apply` 1.20; on an M context_parallel, training with context parallelism on 4,096 tokens "
+        "0.50."
     )
     row["ms"].pop(readme_figures.ONE_PROCESS)
     assert readme_figures.against_one_process() == ""

@@ -144,7 +144,7 @@ def below_one(fused: Sequence[str]) -> str:
 #: What ranks are compared with in README.md: text, file, case, the variant of the ranks.
 RANKS = (
     (
-        "decoding with `apply`",
+        "decoding",
         "llama_inference",
         "Llama, decode after 256 tokens, bfloat16",
         "apply",
@@ -168,8 +168,8 @@ def against_one_process() -> str:
         if row is not None and {ONE_PROCESS, variant} <= row["ms"].keys():
             times = row["ms"][ONE_PROCESS] / row["ms"][variant]
             found.setdefault(short(load(file)[0]["machine"]), []).append(f"{text} {times:.2f}")
-    machines = "; ".join(f"on an {where}, {', '.join(texts)}" for where, texts in found.items())
-    return f"Speed relative to one process with two threads: {machines}." if machines else ""
+    machines = "; ".join(f"{', '.join(texts)} on an {where}" for where, texts in found.items())
+    return f"Speed against one process with two threads: {machines}." if machines else ""
 
 
 def matmul() -> list[str]:

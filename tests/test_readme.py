@@ -239,9 +239,8 @@ def test_one_process_with_all_threads_is_in_readme_once_measured(
         ),
     )
     assert readme_figures.against_one_process() == (
-        "Speed relative to one process with two threads: on an M llama_inference, decoding with "
-        "`apply` 1.20; on an M context_parallel, training with context parallelism on 4,096 tokens "
-        "0.50."
+        "Speed against one process with two threads: decoding 1.20 on an M llama_inference; "
+        "training with context parallelism on 4,096 tokens 0.50 on an M context_parallel."
     )
     row["ms"].pop(readme_figures.ONE_PROCESS)
     assert readme_figures.against_one_process() == ""

@@ -80,17 +80,19 @@ def _unfused() -> Iterator[None]:
     from transformers.distributed import tensor_parallel
 
     styles = tensor_parallel.ALL_PARALLEL_STYLES
-    for name, kind in {
+    kinds = {
         "rowwise": tensor_parallel.RowwiseParallel,
         "colwise": tensor_parallel.ColwiseParallel,
-    }.items():
+        "colwise_gather_output": tensor_parallel.ColwiseParallel,
+    }
+    for name, kind in kinds.items():
         styles[name] = kind(
             input_layouts=styles[name].input_layouts, output_layouts=styles[name].output_layouts
         )
     try:
         yield
     finally:
-        for name in ("rowwise", "colwise"):
+        for name in kinds:
             del styles[name]
 
 

@@ -86,7 +86,8 @@ def runs_as_in_one_process(
             m.zero_grad()
             with Recorder() as recorder:
                 out.loss.backward()
-            assert is_fused(recorder) == (fused and m is model)
+            # Where no other linear is fused, the gradient of the logits' input is.
+            assert is_fused(recorder) == ((fused or family == "phi3") and m is model)
         for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(
                 whole(mine.grad), whole(other.grad), rtol=1e-5, atol=1e-6,

@@ -1,9 +1,11 @@
-"""`from_pretrained(..., tp_plan="auto")` on fused ops: the styles "rowwise" and "colwise".
+"""`from_pretrained(..., tp_plan="auto")` on fused ops: "rowwise" and both kinds of "colwise".
 
-Over process groups of this backend, as under `symm-cp run`, a linear split by its input features
-is a matmul whose products are summed as they are made, and the gradient of one split by its output
-features likewise. Everything else computes as transformers has it: other groups and devices,
-quantized weights, wrapped linears, uneven numbers of features.
+Over process groups of this backend, as under `symm-cp run`, a linear split by its input features is
+a matmul whose products are summed as they are made, and the gradient of one split by its output
+features likewise; gathered outputs are gathered in one native call, and the last token of a prompt
+is multiplied without a copy of the weight (tensor_parallel/replicated.py). Everything else computes
+as transformers has it: other groups and devices, quantized weights, wrapped linears, uneven numbers
+of features.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from transformers.distributed.tensor_parallel import (
     RowwiseParallel,
 )
 
+from symm_cp.group.memory import resolve
 from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.linear import as_autocast_casts
+from symm_cp.tensor_parallel.whole import Seat, gather
 
 _BACKEND = "symm_cp"
 Forward = Callable[..., Any]
@@ -80,6 +84,14 @@ def _columns(
     return replicated.columns(x, [weight], [bias], group)[0]
 
 
+def _gathered_columns(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str
+) -> torch.Tensor:
+    part, state = _columns(x, weight, bias, group), resolve(group)
+    seat = Seat(group, state.rank, state.world_size)
+    return gather(part, -1, seat, seat.equal_parts(part.shape[-1]))
+
+
 class _Fusing:
     """A style of transformers whose linears compute by `_fused`, split along `_features`."""
 
@@ -108,9 +120,19 @@ class FusedColwise(_Fusing, ColwiseParallel):  # type: ignore[misc]
     _features, _split, _fused = "out_features", Shard(0), staticmethod(_columns)
 
 
+class FusedColwiseGathered(_Fusing, ColwiseParallel):  # type: ignore[misc]
+    """transformers' "colwise_gather_output", as of logits: gathered in one native call."""
+
+    _features, _split, _fused = "out_features", Shard(0), staticmethod(_gathered_columns)
+
+
 ALL_PARALLEL_STYLES.register(
     "rowwise", FusedRowwise(input_layouts=Shard(-1), output_layouts=Replicate())
 )
 ALL_PARALLEL_STYLES.register(
     "colwise", FusedColwise(input_layouts=Replicate(), output_layouts=Shard(-1))
+)
+ALL_PARALLEL_STYLES.register(
+    "colwise_gather_output",
+    FusedColwiseGathered(input_layouts=Replicate(), output_layouts=Replicate()),
 )

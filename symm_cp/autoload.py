@@ -1,7 +1,7 @@
 """Names the backend to torch.distributed while torch is imported, and imports nothing else.
 
 torch calls entry points "torch.backends" at the end of its own import, in every program of the
-environment, so this costs a millisecond at most: of `symm_cp` it leaves no module behind, and a
+environment, so this takes a millisecond or two: of `symm_cp` it leaves no module behind, and a
 later `import symm_cp` starts afresh. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns them off.
 """
 

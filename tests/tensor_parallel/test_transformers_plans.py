@@ -151,6 +151,7 @@ def test_compiled(ranks: Ranks, tmp_path: Path) -> None:
 
 PROGRAM = """
 import sys
+from pathlib import Path
 from unittest import mock
 
 import symm_cp
@@ -159,7 +160,7 @@ from transformers import AutoModelForCausalLM
 
 with mock.patch("transformers.integrations.accelerate.is_accelerate_available"):
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
-print("started with", dist.get_backend())
+Path(sys.argv[1], f"of rank {dist.get_rank()}").write_text(dist.get_backend())
 dist.destroy_process_group()
 """
 
@@ -173,7 +174,8 @@ def test_groups_that_transformers_starts(tmp_path: Path) -> None:
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*launched, str(program), str(tmp_path)],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("started with symm_cp") == 2
+    assert done.returncode == 0, done.stdout + done.stderr
+    backends = [(tmp_path / f"of rank {rank}").read_text() for rank in range(2)]
+    assert backends == ["symm_cp", "symm_cp"]

@@ -139,12 +139,12 @@ class FusedColwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S, N / W) for (B, S / W, K) or (B, S, K); errors as the fused op's."""
-        if self.calls_op and not self.gathers_output and not torch.compiler.is_dynamo_compiling():
+        part = None
+        if self.calls_op and not torch.compiler.is_dynamo_compiling():
             part = decoding_call("linear")(self._parameters, input, self.in_features, None)
-            if part is not None:
-                return part
-        if plain := _plain_parameters(self, input, self.in_features):
+        if part is None and (plain := _plain_parameters(self, input, self.in_features)):
             part = replicated.linear(input, *plain)
+        if part is not None:
             return _output(part, self.weight.device_mesh, self) if self.gathers_output else part
         # Without gradients, a replicated input has nothing to share.
         if self.shared is None or (self.sequence_dim is None and not torch.is_grad_enabled()):

@@ -2,8 +2,8 @@
 
 Ranks with other prompts, or that sample other tokens, would mix them in every layer, and return
 plausible tokens. So each call of the model compares its first input (ids, or embeddings) before
-anything runs: a hash of 8 bytes travels, whatever the length is. Every call, not each n-th one: it
-costs some 30 microseconds on CPU, and ranks that draw tokens by generators of their own begin to
+anything runs: a hash of 8 bytes travels, whatever the length is. Every call, not each n-th one: on
+CPU, for ids, it is one native call, and ranks that draw tokens by generators of their own begin to
 differ in the middle of decoding. Calls of more than one token, which are not those of decoding,
 compare labels, masks and positions as well. Buffers and weights that are not split are not
 compared: `apply` sends them from rank 0. Parameters of modules that are added afterwards (adapters)

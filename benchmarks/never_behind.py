@@ -9,6 +9,7 @@ which the fused op is furthest behind it, worst first.
 from __future__ import annotations
 
 import sys
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,14 +71,25 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
         for shape in TRAINED_SHAPES:
             for op in (_gather, _scatter, _reduce):
                 yield op(group, over, dtype, *shape, trained=True)
-        for shape in SCALED_SHAPES:
-            for by_row in (False, True):
+        for by_row in (False, True):
+            for shape in _scaled_shapes(by_row):
                 yield _scaled_gather(group, over, dtype, by_row, *shape)
                 yield _scaled_scatter(group, over, dtype, by_row, *shape)
         for tokens in TOKENS:
             for causal in (False, True):
                 for trained in (False, True):
                     yield _attention(group, over, dtype, tokens, causal, trained)
+
+
+def _scaled_shapes(by_row: bool) -> list[tuple[int, int, int]]:
+    """Two of `SCALED_SHAPES` where torch takes seconds for the others.
+
+    oneDNN has only a reference kernel for one scale of a tensor on some processors (8 MFLOP in 80
+    ms on an Intel Xeon with AMX); the fused ops do without it.
+    """
+    operands = _float8(*SCALED_SHAPES[1], by_row)
+    seconds = min(timeit.repeat(lambda: torch._scaled_mm(*operands), number=1, repeat=3))
+    return SCALED_SHAPES[:2] if seconds > 0.02 else SCALED_SHAPES
 
 
 class _Gathered(torch.autograd.Function):

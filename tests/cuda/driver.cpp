@@ -163,6 +163,7 @@ Result check_mem_op(const MemOp& op) {
 
 simulated::Command write_command(const MemOp& op) {
   simulated::Command command{"cuStreamWriteValue"};
+  command.writes_signal = true;
   const auto address = op.address;
   const auto value = static_cast<uint32_t>(op.value);
   command.run = [address, value] {
@@ -247,6 +248,13 @@ int simulated_queues_for_engine(Stream stream) {
 
 // How many waits did not end since the last time, where they are counted.
 int simulated_deadlocks() { return simulated::deadlocks.exchange(0); }
+
+// Whether no stream does anything but wait.
+int simulated_all_wait() {
+  for (SimStream* stream : simulated::all_streams())
+    if (!stream->idle() && stream->head().empty()) return 0;
+  return 1;
+}
 
 int simulated_copies_ahead() { return simulated::copies_ahead.exchange(0); }
 

@@ -146,12 +146,14 @@ Result replay(Graph* graph, SimStream* stream, bool on_captured_streams) {
   std::vector<std::shared_ptr<Fired>> fired(graph->records.size());
   auto await = [](const std::shared_ptr<Fired>& event) {
     Command command{"an event of a graph", Kind::kWait};
+    command.edge = true;
     command.ready = [event] { return event->value.load(); };
     command.about = [] { return "an event of a graph"; };
     return command;
   };
   auto fire = [](const std::shared_ptr<Fired>& event) {
     Command command{"an event of a graph"};
+    command.edge = true;
     command.run = [event] { event->value = true; };
     return command;
   };

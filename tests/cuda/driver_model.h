@@ -63,6 +63,8 @@ struct Command {
   std::function<bool()> ready;         // of a wait
   std::function<std::string()> about;  // of a wait, for reports
   bool for_signal = false;             // it waits for one, not for an event
+  bool writes_signal = false;          // after all before it; what is behind it need not wait
+  bool edge = false;                   // an end of a graph's edge, which orders but does no work
   bool at_once = false;                // after the one before it: both are of one call
   size_t carried = 0;                  // bytes that a copy engine carries between ranks
   uint64_t ticket = 0;                 // its turn, where all streams share one queue
@@ -88,7 +90,7 @@ class SimStream {
   std::string head();  // for reports
   // Whether its next command is a copy whose engine carries another one.
   bool queues_for_engine();
-  // Carries out the copies that only waits for signals precede; for whoever serves it.
+  // Carries out the copies that only waits for signals hold back; for whoever serves it.
   void run_ahead();
 
   const int device;

@@ -150,6 +150,10 @@ void SimStream::serve() {
 
 void SimStream::run_ahead() {
   // A signal releases: it stays behind all that was issued before it.
+  auto passes = [](const Command& command) {
+    return command.for_signal || command.writes_signal ||
+           (command.edge && (!command.ready || command.ready()));
+  };
   auto may_run = [](const Command& command) {
     return command.kind == Kind::kLocalCopy || command.carried > kSignalBytes;
   };
@@ -157,8 +161,7 @@ void SimStream::run_ahead() {
     Command command;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      auto next = std::find_if_not(queue_.begin(), queue_.end(),
-                                   [](const Command& other) { return other.for_signal; });
+      auto next = std::find_if_not(queue_.begin(), queue_.end(), passes);
       if (next == queue_.end() || !may_run(*next)) return;
       command = std::move(*next);
       queue_.erase(next);

@@ -46,6 +46,13 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments to which an op writes."""
+    given = {**{a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+    into = (a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write)
+    return _tensors([given[name] for name in into if name in given])
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -106,9 +113,8 @@ class Graph:
 
     def record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Carries out an op for its shapes, and has the stream carry it out at every replay."""
-        given = _tensors((args, kwargs))
-        written = func._schema.is_mutable
-        before = [(t, t.clone()) for t in given if written and _storage(t) not in self._own]
+        given, written = _tensors((args, kwargs)), _written(func, args, kwargs)
+        before = [(t, t.clone()) for t in written if _storage(t) not in self._own]
         result = func(*args, **kwargs)
         for tensor, value in before:
             tensor.copy_(value)

@@ -65,8 +65,11 @@ def _run(
     )
 
 
+_BEGIN = time.monotonic()
+
+
 def _say(sanitizer: str, text: str) -> None:
-    print(f"-fsanitize={sanitizer}: {text}", flush=True)
+    print(f"{time.monotonic() - _BEGIN:4.0f} s, -fsanitize={sanitizer}: {text}", flush=True)
 
 
 def _expect(done: subprocess.CompletedProcess[str], holds: bool) -> None:
@@ -111,6 +114,7 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
     Exchanges also with several threads in each rank, also where it waits for its copy engine.
     """
     program = [*prefix, build_ranks(compiler, sanitizer, folder)]
+    _say(sanitizer, "the ranks' program is built")
     seed = random.randrange(1 << 30)
 
     def expect_ok(*arguments: str, **variables: int) -> None:
@@ -162,6 +166,7 @@ def run_library(compiler: list[str], sanitizer: str, prefix: list[str], folder: 
     # Without the sanitizer's runtime it cannot be loaded, but it is built.
     done = _run([sys.executable, "-c", "from symm_cp import native; native.build()"], environment)
     _expect(done, len(list(folder.glob("*/*.so"))) == 1)
+    _say(sanitizer, "the library is built")
     runtimes = [
         _run([*compiler, f"-print-file-name={name}"]).stdout.strip()
         for name in SANITIZERS[sanitizer]
@@ -178,7 +183,6 @@ def run_library(compiler: list[str], sanitizer: str, prefix: list[str], folder: 
 
 def _check(compiler: list[str], sanitizer: str, prefix: list[str]) -> None:
     """Runs everything with one sanitizer."""
-    start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if reason := why_not(compiler, sanitizer, prefix, folder):
@@ -186,7 +190,7 @@ def _check(compiler: list[str], sanitizer: str, prefix: list[str]) -> None:
             return
         run_ranks(compiler, sanitizer, prefix, folder)
         run_library(compiler, sanitizer, prefix, folder)
-    _say(sanitizer, f"nothing found, {time.monotonic() - start:.0f} s")
+    _say(sanitizer, "nothing found")
 
 
 def main() -> None:

@@ -202,7 +202,7 @@ def _looped(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def _simulated(path: str, *arguments: str) -> tuple[str, ...]:
-    return _pytest("--all", "--draw", "0.3", path, "-k", *arguments)
+    return _pytest("--all", path, "-k", *arguments)
 
 
 #: What stands for a step on the simulated driver of the tests: a command, and variables.

@@ -27,6 +27,9 @@ from tests.exhaustive import some
 #: It gathers the same bytes in each call, but for those of a graph, which go through its slots.
 SAME_BYTES = "all-gather-matmul of a symmetric tensor"
 PATIENCE = 20
+#: A replay's lanes run in any order, on threads: rank 0 may begin before all of them have got to
+#: their waits, and an op is right by chance.
+ATTEMPTS = 10
 
 
 class Replayed(Check):
@@ -97,28 +100,37 @@ def all_ops(
                 made.synchronize()
                 assert not check.wrong(results)
             made.synchronize()
-            dist.barrier(group)
-            # What is read too early must not be the same bytes of the call before.
-            for workspace in workspaces_of(own).all():
-                workspace.memory[workspace.header_bytes :].zero_()
-            dist.barrier(group)
-            made.machine.set(wait=fault)
-            key = f"late/{fault}/{number}"
-            found[check.name] = beside_a_late_rank(group, made, check, key, limit)
-            made.machine.set(wait="")
+            for attempt in range(ATTEMPTS if graphs and fault else 1):
+                # What is read too early must not be the same bytes of the call before.
+                dist.barrier(group)
+                for workspace in workspaces_of(own).all():
+                    workspace.memory[workspace.header_bytes :].zero_()
+                dist.barrier(group)
+                made.machine.set(wait=fault)
+                key = f"late/{fault}/{graphs}/{number}/{attempt}"
+                result = beside_a_late_rank(group, made, check, key, limit)
+                found[check.name] = result
+                made.machine.set(wait="")
+                store = own.store()
+                if group.rank() == 1:
+                    store.set(f"{key}/wrong", result[1])
+                if store.get(f"{key}/wrong"):
+                    break
             dist.barrier(group)
     return found
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
-def test_each_op_is_wrong_where_waits_do_not_acquire(
-    ranks: Ranks, world_size: int, graphs: bool
-) -> None:
-    for found in ranks.run(world_size, all_ops, "reorder", PATIENCE, graphs)[1:]:
-        assert {name for name, (ahead, _) in found.items() if not ahead} == set()
-        right = {name for name, (_, wrong) in found.items() if not wrong}
-        assert right == (set() if graphs else {SAME_BYTES})
+def test_each_op_is_wrong_where_waits_do_not_acquire(ranks: Ranks, world_size: int) -> None:
+    # Of three ranks the last one waits, for its halo, only for one that is not late.
+    found = ranks.run(world_size, all_ops, "reorder", PATIENCE, False)[1]
+    assert {name for name, (ahead, _) in found.items() if not ahead} == set()
+    assert {name for name, (_, wrong) in found.items() if not wrong} == {SAME_BYTES}
+
+
+def test_the_graph_of_each_op_is_wrong_where_waits_do_not_acquire(ranks: Ranks) -> None:
+    found = ranks.run(2, all_ops, "reorder", PATIENCE, True)[1]
+    assert {name for name, (_, wrong) in found.items() if not wrong} == set()
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["", "graphs"])

@@ -149,11 +149,11 @@ void SimStream::serve() {
 }
 
 void SimStream::run_ahead() {
-  // A signal releases: it stays behind all that was issued before it.
   auto passes = [](const Command& command) {
     return command.for_signal || command.writes_signal ||
            (command.edge && (!command.ready || command.ready()));
   };
+  // A signal releases: it stays behind all that was issued before it.
   auto may_run = [](const Command& command) {
     return command.kind == Kind::kLocalCopy || command.carried > kSignalBytes;
   };

@@ -26,6 +26,8 @@ from tests.exhaustive import some
 
 #: It gathers the same bytes in each call, but for those of a graph, which go through its slots.
 SAME_BYTES = "all-gather-matmul of a symmetric tensor"
+#: It waits only for neighbours.
+HALO = "exchange of halos, gradients"
 PATIENCE = 20
 #: A replay's lanes run in any order, on threads: rank 0 may begin before all of them have got to
 #: their waits, and an op is right by chance.
@@ -122,10 +124,13 @@ def all_ops(
 
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
 def test_each_op_is_wrong_where_waits_do_not_acquire(ranks: Ranks, world_size: int) -> None:
-    # Of three ranks the last one waits, for its halo, only for one that is not late.
-    found = ranks.run(world_size, all_ops, "reorder", PATIENCE, False)[1]
-    assert {name for name, (ahead, _) in found.items() if not ahead} == set()
-    assert {name for name, (_, wrong) in found.items() if not wrong} == {SAME_BYTES}
+    for rank, found in enumerate(ranks.run(world_size, all_ops, "reorder", PATIENCE, False)):
+        if rank == 0:
+            continue
+        if rank == 2:  # whose neighbour is not late
+            del found[HALO]
+        assert {name for name, (ahead, _) in found.items() if not ahead} == set()
+        assert {name for name, (_, wrong) in found.items() if not wrong} == {SAME_BYTES}
 
 
 def test_the_graph_of_each_op_is_wrong_where_waits_do_not_acquire(ranks: Ranks) -> None:

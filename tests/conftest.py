@@ -37,6 +37,8 @@ _SETUP = Setup(
 def pytest_configure(config: pytest.Config) -> None:
     if not 0 < (part := config.getoption("--draw")) <= 1:
         raise pytest.UsageError(f"--draw: got {part:g}, must be above 0, and at most 1")
+    if config.option.hypothesis_seed is None:  # what hypothesis draws is repeated with it, too
+        config.option.hypothesis_seed = str(session_seed(config))
     # A shell that starts pytest in the background has it, and all that it starts, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -15,7 +15,9 @@
 // tests/model/agreement.pml.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <optional>
@@ -44,11 +46,17 @@ struct Call {
   int64_t in_step = 0;  // see Group::in_step
 };
 
-// FNV-1a.
-constexpr uint64_t digest_of(std::string_view text) {
+// FNV-1a over words of 8 bytes, folded: by bytes it takes longer than an exchange's other steps.
+inline uint64_t digest_of(std::string_view text) {
   uint64_t hash = 14695981039346656037u;
-  for (const char letter : text)
-    hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211u;
+  while (!text.empty()) {
+    uint64_t word = 0;
+    const size_t taken = std::min(sizeof(word), text.size());
+    std::memcpy(&word, text.data(), taken);
+    hash = (hash ^ word) * 1099511628211u;
+    hash ^= hash >> 32;
+    text.remove_prefix(taken);
+  }
   return hash;
 }
 

@@ -58,12 +58,12 @@ Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes, 
   return exchange;
 }
 
-void run(Group& group, Exchange exchange) {
+void run(Group& group, Exchange& exchange) {
   group.check_owned(exchange.call_name);
   const CallLock lock(group, kSync);
   const int64_t number = group.next(kSync);
   try {
-    ExchangeRun(group, kSync, std::move(exchange)).run(group.workspace(kSync), number);
+    ExchangeRun(group, kSync, HeldExchange(exchange)).run(group.workspace(kSync), number);
   } catch (const std::exception& error) {
     group.failed(kSync, number, error);
     throw;
@@ -81,7 +81,8 @@ Started start(Group& group, Exchange exchange, bool background, Done done) {
   const int64_t number = group.next(kAsync);
   try {
     const Loop& loop = loop_of(group, kAsync, exchange);
-    Lane::Program program = program_of(number, ExchangeRun(group, kAsync, std::move(exchange)));
+    Lane::Program program =
+        program_of(number, ExchangeRun(group, kAsync, HeldExchange(std::move(exchange))));
     program.done = std::move(done);
     bool handed_over = false;
     if (program.exchange->complete() && starts_at_once(group, program.slot_bytes)) {
@@ -106,7 +107,7 @@ void run_in_turn(Group& group, Exchange exchange) {
     const CallLock lock(group, kAsync);
     number = group.next(kAsync);
     try {
-      own.emplace(group, kAsync, std::move(exchange));
+      own.emplace(group, kAsync, HeldExchange(std::move(exchange)));
     } catch (const std::exception& error) {
       lane.refuse(number, cause_of(error, group.rank()), nullptr);
       throw;

@@ -113,7 +113,8 @@ inline constexpr int64_t kPartAlignment = 64;
 
 // Carries an exchange out in the calling thread. Calls of several threads take turns. Throws
 // PeerError and ResourceError, after it has reported them to the peers.
-void run(Group& group, Exchange exchange);
+void run(Group& group, Exchange& exchange);
+inline void run(Group& group, Exchange&& exchange) { run(group, exchange); }
 
 // Takes why an exchange failed; empty: it succeeded. Runs in the thread that carried it out,
 // without a lock, perhaps after a wait for the exchange has returned. Must not throw; may start

@@ -70,36 +70,36 @@ const Loop& loop_of(Group& group, int channel, const Exchange& exchange) {
   return group.loop(channel, exchange.kind, kind);
 }
 
-ExchangeRun::ExchangeRun(Group& group, int channel, Exchange exchange)
+ExchangeRun::ExchangeRun(Group& group, int channel, HeldExchange exchange)
     : exchange_(std::move(exchange)),
       group_(group),
       channel_(channel),
-      loop_(&loop_of(group, channel, exchange_)),
+      loop_(&loop_of(group, channel, *exchange_)),
       world_size_(group.world_size()),
       rank_(group.rank()),
-      slot_bytes_(slot_bytes_of(exchange_, *loop_)) {
+      slot_bytes_(slot_bytes_of(*exchange_, *loop_)) {
   if (complete()) measure();
 }
 
 void ExchangeRun::measure() {
-  if (exchange_.handler != nullptr) {
+  if (exchange_->handler != nullptr) {
     room_ = INT64_MAX;
     return;
   }
-  result_bytes_ = all_bytes(exchange_.output);
-  room_ = loop_->slotted ? exchange_.piece_bytes : INT64_MAX;
+  result_bytes_ = all_bytes(exchange_->output);
+  room_ = loop_->slotted ? exchange_->piece_bytes : INT64_MAX;
   if (loop_->slotted && loop_->parted)
-    room_ = exchange_.piece_bytes / world_size_ / kPartAlignment * kPartAlignment;
+    room_ = exchange_->piece_bytes / world_size_ / kPartAlignment * kPartAlignment;
   int64_t most = 0;
-  for (const Extent& extent : exchange_.input) most = std::max(most, extent.bytes);
-  for (const Extent& extent : exchange_.output) most = std::max(most, extent.bytes);
+  for (const Extent& extent : exchange_->input) most = std::max(most, extent.bytes);
+  for (const Extent& extent : exchange_->output) most = std::max(most, extent.bytes);
   pieces_ = most <= room_ ? 1 : (most + room_ - 1) / room_;
-  if (exchange_.boxes != nullptr) {
-    exchange_.boxes->check_room(exchange_.call_name, room_);
-    pieces_ = exchange_.boxes->pieces();
+  if (exchange_->boxes != nullptr) {
+    exchange_->boxes->check_room(exchange_->call_name, room_);
+    pieces_ = exchange_->boxes->pieces();
   }
-  if (pieces_ > kMaxPieces || (pieces_ > 1 && exchange_.piece_bytes != kPieceBytes))
-    throw std::invalid_argument(exchange_.call_name + ": " + std::to_string(most) +
+  if (pieces_ > kMaxPieces || (pieces_ > 1 && exchange_->piece_bytes != kPieceBytes))
+    throw std::invalid_argument(exchange_->call_name + ": " + std::to_string(most) +
                                 " bytes for one rank; there must be at most " +
                                 std::to_string(kMaxPieces * room_) + " in one call");
 }
@@ -109,13 +109,13 @@ char* ExchangeRun::address(Channel& channel, const Call& call, const Area& area,
   const size_t chunk = area.chunk < 0 ? 0 : static_cast<size_t>(area.chunk);
   switch (area.buffer) {
     case Buffer::kPeerSlot: {
-      const int64_t half = piece % 2 * exchange_.piece_bytes;
+      const int64_t half = piece % 2 * exchange_->piece_bytes;
       const int64_t part = area.chunk < 0 ? 0 : area.chunk * room_;
       return static_cast<char*>(channel.slot(area.rank, call.epoch)) + half + part;
     }
     case Buffer::kSymmetric: {
       // All ranks' tensors are laid out alike.
-      const auto& own = exchange_.input;
+      const auto& own = exchange_->input;
       const char* first = static_cast<const char*>(own.front().data);
       const int64_t offset = static_cast<const char*>(own[chunk].data) - first;
       char* theirs = area.rank == rank_ ? static_cast<char*>(own.front().data)
@@ -123,7 +123,7 @@ char* ExchangeRun::address(Channel& channel, const Call& call, const Area& area,
       return theirs + offset + piece * room_;
     }
     default: {
-      const auto& extents = area.buffer == Buffer::kInput ? exchange_.input : exchange_.output;
+      const auto& extents = area.buffer == Buffer::kInput ? exchange_->input : exchange_->output;
       const Extent& extent = extents[chunk];
       const int64_t offset = piece * room_;
       *left = std::min(room_, std::max<int64_t>(0, extent.bytes - offset));
@@ -135,8 +135,8 @@ char* ExchangeRun::address(Channel& channel, const Call& call, const Area& area,
 std::vector<PlaneCopy> ExchangeRun::copies_of(Channel& channel, const Call& call,
                                               const LoopStep& step, int64_t piece,
                                               bool past_caches) {
-  const Boxes& boxes = *exchange_.boxes;
-  const Boxes::Operands& operands = exchange_.operands;
+  const Boxes& boxes = *exchange_->boxes;
+  const Boxes::Operands& operands = exchange_->operands;
   int64_t unused = 0;
   if (step.source.buffer == Buffer::kPeerSlot)
     return boxes.takes(step.to.chunk, piece, operands,
@@ -173,7 +173,7 @@ int64_t ExchangeRun::copy_pass(Channel& channel, const Call& call, size_t first,
   for (size_t at = first; at < last; ++at) {
     const Area& to = loop_->steps[at].to;
     if (to.buffer == Buffer::kPeerSlot)
-      to_slots += std::min(room_, exchange_.input[to.chunk].bytes);
+      to_slots += std::min(room_, exchange_->input[to.chunk].bytes);
   }
   const auto copy = [&](bool past_caches) {
     return copy_boxes(channel, call, first, last, piece, past_caches);
@@ -184,7 +184,7 @@ int64_t ExchangeRun::copy_pass(Channel& channel, const Call& call, size_t first,
 size_t ExchangeRun::end_of_pass(size_t at, size_t last) const {
   const auto copies = [&](size_t i) { return loop_->steps[i].kind == Kind::kCopy; };
   size_t end = at + 1;
-  if (exchange_.boxes == nullptr || !copies(at)) return end;
+  if (exchange_->boxes == nullptr || !copies(at)) return end;
   while (end < last && copies(end)) ++end;
   return end;
 }
@@ -235,8 +235,8 @@ int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& st
 const Extent* ExchangeRun::extent_of(const Area& area) const {
   const size_t chunk = area.chunk < 0 ? 0 : static_cast<size_t>(area.chunk);
   switch (area.buffer) {
-    case Buffer::kInput: return &exchange_.input[chunk];
-    case Buffer::kOutput: return &exchange_.output[chunk];
+    case Buffer::kInput: return &exchange_->input[chunk];
+    case Buffer::kOutput: return &exchange_->output[chunk];
     default: return nullptr;
   }
 }
@@ -253,57 +253,57 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
     sources_.push_back(
         address(channel, call, loop_->sources[step.first_source + i], piece, &unused));
   const auto sum = [&](bool past_caches) {
-    reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_.dtype),
-           exchange_.dtype, exchange_.reduce_op, past_caches);
+    reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_->dtype),
+           exchange_->dtype, exchange_->reduce_op, past_caches);
     return bytes;
   };
   return stored(channel, step.to, bytes, sum);
 }
 
 int64_t ExchangeRun::produce(Channel& channel, const Call& call, int peer) {
-  exchange_.handler->give(peer, static_cast<char*>(channel.slot(rank_, call.epoch)),
-                          channel.slot_stores());
-  return exchange_.input[peer].bytes;
+  exchange_->handler->give(peer, static_cast<char*>(channel.slot(rank_, call.epoch)),
+                           channel.slot_stores());
+  return exchange_->input[peer].bytes;
 }
 
 int64_t ExchangeRun::consume(Channel& channel, const Call& call, int peer) {
   if (peer == rank_)
-    exchange_.handler->keep();
+    exchange_->handler->keep();
   else
-    exchange_.handler->take(peer, static_cast<const char*>(channel.slot(peer, call.epoch)));
-  return exchange_.output[peer].bytes;
+    exchange_->handler->take(peer, static_cast<const char*>(channel.slot(peer, call.epoch)));
+  return exchange_->output[peer].bytes;
 }
 
 bool ExchangeRun::gives_alike() const {
-  const ExchangeKind kind = exchange_.kind;
+  const ExchangeKind kind = exchange_->kind;
   return kind == ExchangeKind::kAllGather || kind == ExchangeKind::kAllReduce;
 }
 
 void ExchangeRun::announce(Channel& channel, Call& call) {
   if (gives_alike()) {
-    call.bytes = exchange_.input.front().bytes;
+    call.bytes = exchange_->input.front().bytes;
   } else {
     int64_t* sizes = channel.sizes_of(rank_, call);
-    for (int peer = 0; peer < world_size_; ++peer) sizes[peer] = exchange_.input[peer].bytes;
+    for (int peer = 0; peer < world_size_; ++peer) sizes[peer] = exchange_->input[peer].bytes;
   }
   call.pieces = static_cast<uint32_t>(pieces_);
-  channel.announce(call, exchange_.in_place ? exchange_.input.front().data : nullptr);
+  channel.announce(call, exchange_->in_place ? exchange_->input.front().data : nullptr);
 }
 
 // A rank that takes anything takes something of each rank, if only nothing.
 void ExchangeRun::compare_sizes(Channel& channel, int peer, const Call& call) {
-  const ExchangeKind kind = exchange_.kind;
+  const ExchangeKind kind = exchange_->kind;
   const bool to_all = kind == ExchangeKind::kAllToAll || kind == ExchangeKind::kJoiningAllToAll ||
                       kind == ExchangeKind::kHandledAllToAll;
   const bool by_source = kind == ExchangeKind::kAllGather || to_all;
-  if (!to_all && all_bytes(exchange_.output) == 0) return;
+  if (!to_all && all_bytes(exchange_->output) == 0) return;
   const bool by_owner = kind == ExchangeKind::kTwoShotAllReduce;
   const size_t own = by_source ? peer : by_owner ? rank_ : 0;
-  const int64_t wanted = exchange_.output[own].bytes;
+  const int64_t wanted = exchange_->output[own].bytes;
   const int64_t given =
       gives_alike() ? channel.bytes_of(peer, call) : channel.sizes_of(peer, call)[rank_];
   if (wanted == given) return;
-  throw PeerError("ranks disagree: " + exchange_.call_name + ": rank " + std::to_string(peer) +
+  throw PeerError("ranks disagree: " + exchange_->call_name + ": rank " + std::to_string(peer) +
                   " gives " + std::to_string(given) + " bytes to rank " + std::to_string(rank_) +
                   ", which takes " + std::to_string(wanted));
 }
@@ -341,7 +341,7 @@ void ExchangeRun::steps(Channel& channel, Call& call, int64_t piece, size_t firs
     end = end_of_pass(at, last);
     const LoopStep& each = loop_->steps[end - 1];
     const auto carry_out = [&] {
-      return exchange_.boxes != nullptr && each.kind == Kind::kCopy
+      return exchange_->boxes != nullptr && each.kind == Kind::kCopy
                  ? copy_pass(channel, call, at, end, piece)
                  : step(channel, call, each, piece);
     };
@@ -377,17 +377,17 @@ void ExchangeRun::publish(Channel& channel, Call& call) {
 }
 
 Call ExchangeRun::begin(Workspace& workspace, int64_t number) {
-  if (const auto complete = std::exchange(exchange_.complete, nullptr)) {
-    complete(exchange_);
+  if (const auto complete = std::exchange(exchange_->complete, nullptr)) {
+    complete(*exchange_);
     measure();
   }
-  Call call = workspace.begin(number, slot_bytes_, exchange_.call_name, exchange_.timeout);
+  Call call = workspace.begin(number, slot_bytes_, exchange_->call_name, exchange_->timeout);
   past_caches_ = workspace.channel()->result_stores().next(result_bytes_);
   // Now the ranks have met. Loops by sockets use the same places as the plain one. Averages of
   // equal numbers of averages are right.
-  if (exchange_.kind == ExchangeKind::kTwoShotAllReduce && !exchange_.in_place &&
+  if (exchange_->kind == ExchangeKind::kTwoShotAllReduce && !exchange_->in_place &&
       group_.sockets() > 1)
-    loop_ = &group_.loop(channel_, exchange_.kind, by_sockets(group_.sockets()));
+    loop_ = &group_.loop(channel_, exchange_->kind, by_sockets(group_.sockets()));
   return call;
 }
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <chrono>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "channel/channel.h"
@@ -16,15 +18,31 @@ class Workspace;
 int64_t slot_bytes_of(const Exchange& exchange, const Loop& loop);
 const Loop& loop_of(Group& group, int channel, const Exchange& exchange);
 
+// An exchange of its own, or one that lives elsewhere as long as it runs.
+class HeldExchange {
+ public:
+  explicit HeldExchange(Exchange&& own) : own_(std::move(own)) {}
+  explicit HeldExchange(Exchange& borrowed) : borrowed_(&borrowed) {}
+
+  Exchange& operator*() { return borrowed_ != nullptr ? *borrowed_ : *own_; }
+  const Exchange& operator*() const { return borrowed_ != nullptr ? *borrowed_ : *own_; }
+  Exchange* operator->() { return &**this; }
+  const Exchange* operator->() const { return &**this; }
+
+ private:
+  std::optional<Exchange> own_;
+  Exchange* borrowed_ = nullptr;
+};
+
 class ExchangeRun {
  public:
   // Throws std::invalid_argument when it takes more than a call can; one that has to be completed
   // does so when it begins.
-  ExchangeRun(Group& group, int channel, Exchange exchange);
+  ExchangeRun(Group& group, int channel, HeldExchange exchange);
 
-  const std::string& call_name() const { return exchange_.call_name; }
+  const std::string& call_name() const { return exchange_->call_name; }
   // Whether its inputs and outputs are known.
-  bool complete() const { return exchange_.complete == nullptr; }
+  bool complete() const { return exchange_->complete == nullptr; }
   int64_t slot_bytes() const { return slot_bytes_; }
   // That this rank knows of; after its first waits, of all ranks.
   int64_t pieces() const { return pieces_; }
@@ -69,7 +87,7 @@ class ExchangeRun {
   const Extent* extent_of(const Area& area) const;
   static Reference reference_of(const Area& area);
 
-  Exchange exchange_;
+  HeldExchange exchange_;
   Group& group_;
   int channel_;
   const Loop* loop_;

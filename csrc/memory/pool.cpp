@@ -54,12 +54,15 @@ at::Tensor new_result(const at::Tensor& like, at::IntArrayRef shape, at::ScalarT
 
 at::Tensor pooled_empty(at::IntArrayRef shape, const at::TensorOptions& options) {
   static BlockAllocator& allocator = *new BlockAllocator;
+  if (!options.device().is_cpu() || options.layout() != c10::kStrided || options.requires_grad() ||
+      options.pinned_memory() || fills_memory())
+    return at::empty(shape, options);
   const auto bytes =
       c10::multiply_integers(shape) * static_cast<int64_t>(options.dtype().itemsize());
-  if (bytes < kPooledBytes || !options.device().is_cpu() || options.layout() != c10::kStrided ||
-      options.requires_grad() || options.pinned_memory() || fills_memory())
-    return at::empty(shape, options);
-  return at::detail::empty_generic(shape, &allocator, c10::DispatchKeySet(c10::DispatchKey::CPU),
+  // Without the dispatcher, which takes longer than the allocation.
+  return at::detail::empty_generic(shape,
+                                   bytes < kPooledBytes ? c10::GetCPUAllocator() : &allocator,
+                                   c10::DispatchKeySet(c10::DispatchKey::CPU),
                                    c10::typeMetaToScalarType(options.dtype()), std::nullopt);
 }
 

@@ -63,8 +63,8 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, bool transposed)
 // --- fused_all_gather_matmul ---------------------------------------------------------------------
 
 struct GatherArguments {
-  at::Tensor x_shard;
-  std::vector<at::Tensor> weights;
+  const at::Tensor& x_shard;
+  at::ArrayRef<c10::IValue> weights;
   int64_t dim;
   Sizes sizes;
   bool return_gathered;
@@ -74,14 +74,14 @@ bool fits(const GatherArguments& given, const Division& division) {
   const at::Tensor& shard = given.x_shard;
   const bool by_columns = division.dim == shard.dim() - 1;
   const int64_t inner = by_columns ? division.length() : shard.sizes().back();
-  return std::all_of(given.weights.begin(), given.weights.end(), [&](const at::Tensor& weight) {
-    return is_matrix(weight, shard.scalar_type(), inner);
+  return std::all_of(given.weights.begin(), given.weights.end(), [&](const c10::IValue& weight) {
+    return is_matrix(weight.toTensor(), shard.scalar_type(), inner);
   });
 }
 
 struct GatherResults {
   std::optional<at::Tensor> gathered;
-  std::vector<at::Tensor> products;
+  c10::List<at::Tensor> products;
 };
 
 std::optional<GatherResults> all_gather_matmul(Group& group, const GatherArguments& given) {
@@ -93,8 +93,9 @@ std::optional<GatherResults> all_gather_matmul(Group& group, const GatherArgumen
   GatherResults results;
   after_exchange(group, kGather, [&] {
     const at::Tensor rows = gathered.rows();
-    for (const at::Tensor& weight : given.weights)
-      results.products.push_back(gathered.product(multiplied(rows, weight)));
+    results.products.reserve(given.weights.size());
+    for (const c10::IValue& weight : given.weights)
+      results.products.push_back(gathered.product(multiplied(rows, weight.toTensor())));
     if (given.return_gathered) results.gathered = gathered.whole();
   });
   return results;
@@ -107,7 +108,7 @@ void all_gather_matmul_kernel(const c10::OperatorHandle& op, Stack* stack) {
   std::optional<GatherResults> results;
   const auto body = [&](const std::shared_ptr<Group>& group) {
     results = all_gather_matmul(
-        *group, {arguments.tensor(0), arguments.tensors(1), arguments.number(2),
+        *group, {arguments.tensor(0), arguments.at(1).toListRef(), arguments.number(2),
                  count > 5 ? arguments.sizes(4, *group) : Sizes(), arguments.flag(count - 1)});
   };
   if (!guarded(kGather, arguments, 3, kSync, body) || !results) return call_python(op, stack);

@@ -23,7 +23,8 @@ struct Call {
   c10::DispatchKeySet keys;
   Stack* stack;
 
-  c10::IValue argument(size_t index) const {
+  // Until `run`.
+  const c10::IValue& argument(size_t index) const {
     return torch::jit::peek(*stack, index, op.schema().arguments().size());
   }
   // Of the arguments for uneven parts, which not every op has: None.
@@ -141,12 +142,14 @@ struct GatherMatmul : torch::autograd::Function<GatherMatmul> {
 void all_gather_matmul_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                                 Stack* stack) {
   const Call call{op, keys, stack};
+  const auto given = call.argument(1).toListRef();
+  bool needed = needs_gradient(name_of(op), call.argument(0).toTensor());
+  for (const c10::IValue& weight : given)
+    needed = needs_gradient(name_of(op), weight.toTensor()) || needed;
+  const bool kept = call.argument(op.schema().arguments().size() - 1).toBool();
+  if (!needed || (given.empty() && !kept)) return call.run();
   const at::Tensor x_shard = call.argument(0).toTensor();
   const std::vector<at::Tensor> weights = call.argument(1).toTensorVector();
-  bool needed = needs_gradient(name_of(op), x_shard);
-  for (const at::Tensor& weight : weights) needed = needs_gradient(name_of(op), weight) || needed;
-  const bool kept = call.argument(op.schema().arguments().size() - 1).toBool();
-  if (!needed || (weights.empty() && !kept)) return call.run();
   variable_list outputs = GatherMatmul::apply(x_shard, at::TensorList(weights), call);
   torch::jit::drop(*stack, 2);
   stack->emplace_back(kept ? c10::IValue(outputs[0]) : c10::IValue());

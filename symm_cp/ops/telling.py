@@ -69,7 +69,7 @@ def telling(
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if traced and torch.compiler.is_compiling():
+        if traced and torch.compiler.is_dynamo_compiling():  # it traces no `except`
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)

@@ -65,7 +65,9 @@ def _delta_rule(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
         _require(query.shape == key.shape and key.dim() == value.dim() == 4, "shapes")
         _require(value.shape[:2] == key.shape[:2] and key.shape[2] > 0, "value")
         _require(value.shape[2] % key.shape[2] == 0, "heads")
-        _require(all(t.shape == value.shape[:3] for t in (g, *strength)), "g and beta")
+        of_features = (*value.shape[:3], key.shape[3])
+        _require(g.shape in (value.shape[:3], of_features), "g")
+        _require(all(t.shape == value.shape[:3] for t in strength), "beta")
     _require(case.option("chunk_size", 2) >= 1, "chunk_size")
     query, key, value, g, *strength = (
         wide(torch.cat(parts, 1)) for parts in zip(*ranks[: rank + 1], strict=True)
@@ -76,7 +78,8 @@ def _delta_rule(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
     out = torch.zeros_like(value)
     for t in range(value.shape[1]):
         k, q = key[:, t, :, :, None], query[:, t, :, :, None]
-        state = state * g[:, t].exp()[..., None, None]
+        decay = g[:, t].exp().unsqueeze(-1)
+        state = state * (decay if g.dim() == 4 else decay.unsqueeze(-1))
         told = value[:, t, :, None]
         for beta in strength:
             told = beta[:, t][..., None, None] * (told - k.mT @ state)

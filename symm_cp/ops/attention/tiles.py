@@ -257,9 +257,12 @@ class Forward:
     def _so_far(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._merged is None:
             query, on_streams = self._query, has_streams(self._query.device)
+            like, kind = self._like, {"dtype": self._dtype, "device": query.device}
             # On CPU rows that see no key are zeroed in the end, if there are any.
-            new = torch.zeros_like if on_streams else torch.empty_like
-            out = new(self._like, dtype=self._dtype, device=query.device)
+            if on_streams:
+                out = torch.zeros_like(like, **kind)
+            else:  # in one call: empty_like of a tensor on another device is 75 in Python
+                out = torch.empty_strided(like.shape, like.stride(), **kind)
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
             if not on_streams and self._sinks is not None:
                 # As a key seen first it costs nothing: the pass over the output is saved.

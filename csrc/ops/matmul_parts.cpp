@@ -45,6 +45,17 @@ std::string name_whole(const char* op, at::ScalarType dtype, at::IntArrayRef sha
   return name_call(op, dtype, with_length(shape, division.dim, division.length()), detail);
 }
 
+// A contiguous tensor may have any stride along a dimension of length 1: kernels then take it for
+// another layout.
+bool has_plain_strides(const at::Tensor& tensor) {
+  int64_t stride = 1;
+  for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {
+    if (tensor.stride(dim) != stride) return false;
+    stride *= tensor.size(dim);
+  }
+  return true;
+}
+
 }  // namespace
 
 bool may_serve() { return serves_small_matmuls() && std::getenv("SYMM_CP_WAY") == nullptr; }
@@ -69,13 +80,15 @@ at::DimVector with_length(at::IntArrayRef shape, int64_t dim, int64_t length) {
 }
 
 at::Tensor as_rows(const at::Tensor& tensor, int64_t dim) {
-  return moved(tensor, dim, 0).flatten(0, -2);
+  const at::Tensor front = moved(tensor, dim, 0);
+  return front.dim() == 2 ? front : front.flatten(0, -2);
 }
 
 at::Tensor aligned(const at::Tensor& tensor) {
   constexpr uintptr_t kAlignment = 64;
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  if (tensor.is_contiguous() && address % kAlignment == 0) return tensor.view(tensor.sizes());
+  if (tensor.is_contiguous() && address % kAlignment == 0)
+    return has_plain_strides(tensor) ? tensor : tensor.view(tensor.sizes());
   return new_output(tensor, tensor.sizes()).copy_(tensor);
 }
 

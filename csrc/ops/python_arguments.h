@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,7 @@ enum class Kind {
   kBool,
   kBools,
   kText,
+  kTexts,
   kNumber,
   kDevice,
   kOther
@@ -46,6 +48,7 @@ inline Kind kind_of_list(const c10::ListType& type) {
     case c10::TypeKind::IntType:
     case c10::TypeKind::SymIntType: return Kind::kInts;
     case c10::TypeKind::BoolType: return Kind::kBools;
+    case c10::TypeKind::StringType: return Kind::kTexts;
     case c10::TypeKind::OptionalType: {
       const auto inner = element->expectRef<c10::OptionalType>().getElementType()->kind();
       if (inner == c10::TypeKind::TensorType) return Kind::kOptionalTensors;
@@ -101,6 +104,16 @@ inline int64_t to_number_or_enum(PyObject* given) {
 }
 inline bool is_flag(PyObject* given) { return PyBool_Check(given); }
 inline bool to_flag(PyObject* given) { return given == Py_True; }
+
+// Sets Python's exception for a surrogate.
+inline bool is_text(PyObject* given) {
+  return PyUnicode_CheckExact(given) && PyUnicode_AsUTF8(given) != nullptr;
+}
+inline std::string to_text(PyObject* given) {
+  Py_ssize_t length = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(given, &length);
+  return std::string(text, length);
+}
 
 // Appends a list or a tuple to the stack; false if one of its elements is of another type.
 template <class Element, class Is, class To>
@@ -178,19 +191,26 @@ inline bool take(const Argument& argument, PyObject* given, std::vector<c10::IVa
       if (!is_flag(given)) return false;
       stack.emplace_back(to_flag(given));
       return true;
-    case Kind::kText: {
-      Py_ssize_t length = 0;
-      const char* const text =
-          PyUnicode_CheckExact(given) ? PyUnicode_AsUTF8AndSize(given, &length) : nullptr;
-      if (text == nullptr) return false;
-      stack.emplace_back(std::string(text, length));
+    case Kind::kText:
+      if (!is_text(given)) return false;
+      stack.emplace_back(to_text(given));
       return true;
-    }
+    case Kind::kTexts: return take_list<std::string>(given, stack, is_text, to_text);
     default: return false;
   }
 }
 
 inline constexpr size_t kMaxArguments = 64;
+
+// Returns the position of the argument with that name, from `begin` on, or the number of all. Names
+// in a caller's source are the same objects; names that it composed are compared letter by letter.
+inline size_t index_of(const std::vector<Argument>& arguments, size_t begin, PyObject* name) {
+  for (size_t at = begin; at < arguments.size(); ++at)
+    if (arguments[at].name == name) return at;
+  for (size_t at = begin; at < arguments.size(); ++at)
+    if (PyUnicode_Compare(arguments[at].name, name) == 0) return at;
+  return arguments.size();  // also of one that was passed twice
+}
 
 inline bool take_arguments(const std::vector<Argument>& arguments, PyObject* const* given,
                            size_t positional, PyObject* names, std::vector<c10::IValue>& stack) {
@@ -199,8 +219,7 @@ inline bool take_arguments(const std::vector<Argument>& arguments, PyObject* con
   std::copy(given, given + positional, by_position);
   const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
   for (Py_ssize_t i = 0; i < named; ++i) {
-    size_t at = positional;  // one that was passed twice is not found
-    while (at < arguments.size() && arguments[at].name != PyTuple_GET_ITEM(names, i)) ++at;
+    const size_t at = index_of(arguments, positional, PyTuple_GET_ITEM(names, i));
     if (at == arguments.size()) return false;
     by_position[at] = given[positional + i];
   }

@@ -271,7 +271,7 @@ at::Tensor finish(at::Tensor total, const at::Tensor& bias, const Weight& weight
     const double limit = largest(weight.dtype);
     total = at::clamp(total.to(at::kFloat), -limit, limit);
   }
-  return total.to(weight.dtype);
+  return total.scalar_type() == weight.dtype ? total : total.to(weight.dtype);
 }
 
 // Writes the product of this rank, as the parts of all ranks.
@@ -279,14 +279,16 @@ void multiply_parts(const at::Tensor& out, const ScatterArguments& given, at::In
                     const Scattered& scattered, int ranks) {
   const Weight weight = given.weight.alone();
   const auto with_rows = [&](const at::Tensor& tensor, int64_t columns) {
-    return scattered.rows_of(tensor.reshape(with_length(shape, shape.size() - 1, columns)));
+    const at::DimVector sizes = with_length(shape, shape.size() - 1, columns);
+    return scattered.rows_of(tensor.sizes() == sizes ? tensor : tensor.reshape(sizes));
   };
   const at::Tensor rows = with_rows(given.a, given.a.size(-1));
   // (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
   const at::Tensor scale =
       given.scale.numel() == 1 ? given.scale.reshape({1, 1}) : with_rows(given.scale, 1);
   if (!scattered.by_columns() || ranks == 1)
-    return multiply_scaled(out.view({-1, weight.columns()}), rows, scale, weight);
+    return multiply_scaled(out.dim() == 2 ? out : out.view({-1, weight.columns()}), rows, scale,
+                           weight);
   // A product of columns for each rank would have torch convert A as often.
   const at::Tensor product = new_output(out, {rows.size(0), weight.columns()});
   multiply_scaled(product, rows, scale, weight);

@@ -176,11 +176,12 @@ def _layout_options(
     if isinstance(keys, torch.Tensor):
         return {"layouts": keys}
     options = {}
-    for prefix, balancer in (("", keys), ("query_", queries)):
-        if balancer is not None:
-            layout = balancer.layout
-            options[f"{prefix}chunk_order"] = list(layout.chunk_order)
-            options[f"{prefix}chunk_lengths"] = list(layout.chunk_lengths)
+    if keys is not None:
+        options["chunk_order"] = list(keys.layout.chunk_order)
+        options["chunk_lengths"] = list(keys.layout.chunk_lengths)
+    if queries is not None:
+        options["query_chunk_order"] = list(queries.layout.chunk_order)
+        options["query_chunk_lengths"] = list(queries.layout.chunk_lengths)
     return options
 
 

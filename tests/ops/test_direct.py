@@ -10,20 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import symm_cp
 from symm_cp.native import building
 from symm_cp.native import library as libraries
 from symm_cp.ops import direct as module
 from symm_cp.ops.direct import direct
+from symm_cp.testing import Ranks
+from tests.faults.strange import ENTRY_POINTS, Op
 
 SCHEMA = (
     "direct_echo(Tensor a, Tensor[] more, Tensor? b=None, int number=7, int? maybe=None, "
     "int[]? numbers=None, ScalarType? dtype=None, float factor=0.5, bool flag=True, "
-    "str text='none', Tensor?[]? some=None, ScalarType?[]? dtypes=None, bool[]? flags=None, *, "
-    "int last=3) -> (Tensor, Tensor?, Tensor[])"
+    "str text='none', Tensor?[]? some=None, ScalarType?[]? dtypes=None, bool[]? flags=None, "
+    "str[]? texts=None, *, int last=3) -> (Tensor, Tensor?, Tensor[])"
 )
 A = torch.ones(2)
 
@@ -82,11 +86,14 @@ USUAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "tuples": ((A, (A,), None, 1, 2, (3,)), {}),
     "a size": ((A, [], None, 1, 2, A.shape), {}),
     "keywords": ((A, []), {"text": "b", "b": A, "last": -(2**63), "dtype": torch.int8}),
+    # As dicts have them whose keys were put together: other objects than those of the source.
+    "composed keywords": ((A, []), {"".join(("te", "xt")): "b", "".join(("la", "st")): 5}),
     "a parameter": ((torch.nn.Parameter(A), []), {}),
     "lists with none": (
         (A, []),
         {"some": [None, A, None], "dtypes": (torch.half, None, 6), "flags": [True, False]},
     ),
+    "lists of texts": ((A, []), {"texts": ["a", ""]}),
 }
 
 
@@ -123,6 +130,8 @@ UNUSUAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "a number too large for a dtype": ((A, []), {"dtypes": [2**63]}),
     "a number in a list of bools": ((A, []), {"flags": [True, 1]}),
     "a tensor for a number": ((A, [A], A, torch.tensor(4)), {}),
+    "a number in a list of texts": ((A, []), {"texts": ["a", 1]}),
+    "a surrogate in a list": ((A, []), {"texts": ["\udc80"]}),
 }
 
 
@@ -141,6 +150,47 @@ def test_unusual_arguments_are_torchs(torchs: Torchs, name: str) -> None:
     assert equal(ours[0], theirs[0])
     assert ours[1] == theirs[1]
     assert torchs.calls == 1
+
+
+def _attention(**options: Any) -> Op:
+    return Op(
+        lambda W: [torch.randn(1, 2, 4, 8) for _ in range(3)],
+        lambda t, g: symm_cp.all_gather_attention(*t, group=g, **options),
+    )
+
+
+def slow_calls(group: dist.ProcessGroup) -> dict[str, str]:
+    """What calls of the public functions leave to torch's callable, by function."""
+    balancer = symm_cp.HeadTail(4 * group.size(), group.size())
+    calls = ENTRY_POINTS | {
+        "balanced": _attention(is_causal=True, load_balancer=balancer),
+        "queries apart": _attention(load_balancer=balancer, query_load_balancer=balancer),
+        "window": _attention(window_left=2, window_right=1, scale=0.5, softcap=3.0),
+        "documents": _attention(cu_seqlens=[0, 3, 4 * group.size()]),
+        "prefix": _attention(is_causal=True, prefix_lengths=2),
+        "sinks": _attention(sinks=torch.ones(2)),
+    }
+    slow: dict[str, str] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins = {}
+
+        def op_of(name: str) -> Torchs:
+            stand_ins[name] = Torchs(getattr(torch.ops.symm_mem, name).default)
+            return stand_ins[name]
+
+        patch.setattr(module, "op_of", op_of)
+        patch.setattr(module, "_calls", {})
+        for function, op in calls.items():
+            op.call(op.tensors(group.size()), group)
+            if left := [name for name, op in stand_ins.items() if op.calls]:
+                slow[function] = ", ".join(left)
+            stand_ins.clear()
+            module._calls.clear()
+    return slow
+
+
+def test_public_functions_make_no_slow_calls(ranks: Ranks) -> None:
+    assert ranks.run(2, slow_calls) == [{}, {}]
 
 
 class Subclass(torch.Tensor):

@@ -82,7 +82,7 @@ class TwoLevelBackend : public Backend {
   // The ranks on this host; the ranks with this rank's place, on all hosts and on other hosts.
   const std::vector<int>& here() const { return spread_.ranks[spread_.host]; }
   std::vector<int> column() const;
-  std::vector<int> elsewhere() const;
+  std::vector<int> counterparts() const;
   // The host and the place of a rank.
   std::pair<int, int> seat(int rank) const;
 

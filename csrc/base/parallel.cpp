@@ -51,13 +51,13 @@ int loop_threads() {
 }
 
 void run_region(void (*body)(void*, int, int), void* argument) {
-  struct Given {
+  struct Call {
     void (*body)(void*, int, int);
     void* argument;
   } given{body, argument};
   has_run = true;
   const auto run = [](void* all) {
-    const auto& [each, its_argument] = *static_cast<const Given*>(all);
+    const auto& [each, its_argument] = *static_cast<const Call*>(all);
     each(its_argument, omp_get_thread_num(), omp_get_num_threads());
   };
   GOMP_parallel(run, &given, 0, 0);

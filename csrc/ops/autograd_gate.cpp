@@ -71,13 +71,13 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
         "combine_from_experts", "fused_dispatch_grouped_matmul", "fused_grouped_matmul_combine",
         "_fused_dispatch_grouped_matmul_backward", "_fused_grouped_matmul_combine_backward",
         "_all_gather_scaled_matmul_split", "_scaled_matmul_reduce_scatter_split"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&in_python_or_below>>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below>>());
 }
 
 // Of ops without gradients that are torch's: on other devices, torch's kernels are.
 TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
   for (const char* name : {"fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&in_python_or_below>>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below>>());
 }
 
 }  // namespace symm_cp::autograd_gate

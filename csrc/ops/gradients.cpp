@@ -155,11 +155,11 @@ struct AllReduceBackward : torch::autograd::Node {
   // used takes part as well.
   variable_list apply(variable_list&& grads) override {
     const at::Tensor grad = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
-    return {grad.is_cpu() ? all_reduce(grad, reduce_op, group) : all_reduce_elsewhere(grad)};
+    return {grad.is_cpu() ? all_reduce(grad, reduce_op, group) : all_reduce_on_device(grad)};
   }
 
   // torch's kernels for other devices take symmetric memory only, which a gradient is not in.
-  at::Tensor all_reduce_elsewhere(const at::Tensor& grad) const;
+  at::Tensor all_reduce_on_device(const at::Tensor& grad) const;
 };
 
 at::Tensor with_gradient(at::Tensor total, const at::Tensor& of, const c10::IValue& reduce_op,
@@ -172,7 +172,7 @@ at::Tensor with_gradient(at::Tensor total, const at::Tensor& of, const c10::IVal
   return total;
 }
 
-at::Tensor AllReduceBackward::all_reduce_elsewhere(const at::Tensor& grad) const {
+at::Tensor AllReduceBackward::all_reduce_on_device(const at::Tensor& grad) const {
   static const auto op = handle_of("_c10d_functional::all_reduce");
   at::Tensor total;
   {
@@ -237,7 +237,7 @@ struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
 at::Tensor all_gather_autograd(const at::Tensor& tensor, std::string group) {
   constexpr const char* name = "_low_contention_all_gather";
   at::Tensor gathered;
-  kernels::telling_of_refusals(name, group, kAsync, tensor.key_set(), [&] {
+  kernels::reporting_refusals(name, group, kAsync, tensor.key_set(), [&] {
     if (needs_gradient(name, tensor)) {
       gathered = AllGather::apply(tensor, group);
       return;
@@ -252,7 +252,7 @@ at::Tensor reduce_scatter_autograd(const at::Tensor& tensor, std::string reduce_
                                    std::string group) {
   constexpr const char* name = "_low_contention_reduce_scatter";
   at::Tensor scattered;
-  kernels::telling_of_refusals(name, group, kAsync, tensor.key_set(), [&] {
+  kernels::reporting_refusals(name, group, kAsync, tensor.key_set(), [&] {
     if (needs_gradient(name, tensor)) {
       scattered = ReduceScatter::apply(tensor, reduce_op, group);
       return;
@@ -372,20 +372,20 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   m.impl("_low_contention_all_gather", all_gather_autograd);
   m.impl("_low_contention_reduce_scatter", reduce_scatter_autograd);
   for (const char* name : {"one_shot_all_reduce", "one_shot_all_reduce_copy"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&one_shot_autograd>>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&one_shot_autograd>>());
   m.impl("all_gather_kv",
-         torch::CppFunction::makeFromBoxedFunction<&telling<&gather_kv_autograd>>());
+         torch::CppFunction::makeFromBoxedFunction<&reporting<&gather_kv_autograd>>());
   for (const char* name : {"_low_contention_all_gather_out", "_low_contention_reduce_scatter_out"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&out_autograd, kAsync>>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&out_autograd, kAsync>>());
   m.impl("exchange_heads",
-         torch::CppFunction::makeFromBoxedFunction<&telling<&exchange_heads_autograd>>());
+         torch::CppFunction::makeFromBoxedFunction<&reporting<&exchange_heads_autograd>>());
 }
 
 // Not for torch's kernels on other devices: they write to parameters, and to what requires grad,
 // where these raise.
 TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
   m.impl("two_shot_all_reduce_",
-         torch::CppFunction::makeFromBoxedFunction<&telling<&two_shot_autograd>>());
+         torch::CppFunction::makeFromBoxedFunction<&reporting<&two_shot_autograd>>());
   for (const char* name :
        {"one_shot_all_reduce_out", "one_shot_all_reduce_copy_out", "two_shot_all_reduce_out",
         "reduce_scatter_out", "all_to_all_vdev", "all_to_all_vdev_2d", "all_to_all_vdev_2d_offset",
@@ -393,7 +393,7 @@ TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
         "multimem_all_reduce_", "multimem_one_shot_all_reduce", "multimem_one_shot_all_reduce_out",
         "multimem_one_shot_reduce_out", "multimem_all_gather_out", "nvshmem_broadcast",
         "nvshmem_all_to_all"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&out_autograd>>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&out_autograd>>());
   for (const char* name :
        {"nvshmem_put", "nvshmem_get", "nvshmem_put_with_signal", "nvshmem_wait_for_signal",
         "nccl_put", "nccl_get", "nccl_put_with_signal", "nccl_wait_for_signal", "nccl_put_signal",

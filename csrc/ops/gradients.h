@@ -29,12 +29,12 @@ using AutogradKernel = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet,
 
 // The kernel; calls that it or torch below it refuses are reported to the peers.
 template <AutogradKernel kernel, int channel = kSync>
-void telling(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+void reporting(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& arguments = op.schema().arguments();
   size_t index = 0;
   while (arguments[index].name() != "group_name") ++index;
   const c10::IValue group = torch::jit::peek(*stack, index, arguments.size());
-  kernels::telling_of_refusals(name_of(op), group, channel, keys, [&] { kernel(op, keys, stack); });
+  kernels::reporting_refusals(name_of(op), group, channel, keys, [&] { kernel(op, keys, stack); });
 }
 
 }  // namespace symm_cp::gradients

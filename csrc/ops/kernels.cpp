@@ -75,22 +75,22 @@ const char* text_of(const std::exception& error) {
 }
 
 // The last error of this thread that was reported to the peers.
-thread_local std::string last_told;
+thread_local std::string last_reported;
 // Whether Ctrl-C has ended the last native kernel of this thread, which was reported.
-thread_local bool told_interruption = false;
+thread_local bool reported_interruption = false;
 
-void note_told(const std::exception_ptr& cause) {
+void note_reported(const std::exception_ptr& cause) {
   try {
     std::rethrow_exception(cause);
   } catch (const std::exception& error) {
-    last_told = text_of(error);
-    if (last_told.empty()) last_told = error.what();
+    last_reported = text_of(error);
+    if (last_reported.empty()) last_reported = error.what();
   }
 }
 
-void tell_peers(Group& group, int channel, const std::exception& error) {
+void report_to_peers(Group& group, int channel, const std::exception& error) {
   if (group.world_size() == 1) return;
-  last_told = text_of(error);
+  last_reported = text_of(error);
   refuse(group, channel,
          std::string(name_error(error)) + " on rank " + std::to_string(group.rank()) + ": " +
              text_of(error));
@@ -381,7 +381,7 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
   const std::shared_ptr<Group> group = look_up(op, arguments.text(group_name));
   const auto together = group->on_one_host();
   if (together == false) return false;
-  told_interruption = false;
+  reported_interruption = false;
   was_interrupted();  // in an earlier call
   try {
     arguments.check_memory(op);
@@ -396,36 +396,37 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
   } catch (const HostsUnknown& error) {
     TORCH_CHECK(false, op, ": ", error.what());
   } catch (const Failed& error) {
-    note_told(error.cause);
+    note_reported(error.cause);
     std::rethrow_exception(error.cause);
   } catch (const c10::Error& error) {
-    tell_peers(*group, channel, error);
+    report_to_peers(*group, channel, error);
     throw;
   } catch (const std::bad_alloc& error) {
-    tell_peers(*group, channel, error);
+    report_to_peers(*group, channel, error);
     throw;
   } catch (const std::exception& error) {  // of the exchange: the peers were told
-    last_told = error.what();
-    told_interruption = was_interrupted();
+    last_reported = error.what();
+    reported_interruption = was_interrupted();
     TORCH_CHECK(false, error.what());
   }
   return true;
 }
 
-void telling_of_refusals(const char* op, const c10::IValue& group_name, int channel,
-                         c10::DispatchKeySet keys, c10::function_ref<void()> dispatch) {
-  last_told.clear();
-  const auto tell = [&](const std::exception& error) {
+void reporting_refusals(const char* op, const c10::IValue& group_name, int channel,
+                        c10::DispatchKeySet keys, c10::function_ref<void()> dispatch) {
+  last_reported.clear();
+  const auto report = [&](const std::exception& error) {
     const bool traced = c10::impl::TorchDispatchModeTLS::any_modes_set();
-    if (traced || !keys.has_backend(c10::BackendComponent::CPUBit) || !last_told.empty()) return;
+    if (traced || !keys.has_backend(c10::BackendComponent::CPUBit) || !last_reported.empty())
+      return;
     try {
       if (const auto unfinished = take_interrupted()) {
-        tell_peers(*unfinished, channel, error);
-        told_interruption = true;
+        report_to_peers(*unfinished, channel, error);
+        reported_interruption = true;
         return;
       }
       const auto group = group_named(group_name.toStringRef());
-      if (group->on_one_host().value_or(true)) tell_peers(*group, channel, error);
+      if (group->on_one_host().value_or(true)) report_to_peers(*group, channel, error);
     } catch (const std::exception&) {  // no group, nobody to tell
     }
   };
@@ -433,11 +434,11 @@ void telling_of_refusals(const char* op, const c10::IValue& group_name, int chan
     dispatch();
   } catch (c10::Error& error) {
     if (std::strstr(text_of(error), op) == nullptr) error.add_context(std::string("in ") + op);
-    tell(error);
+    report(error);
     throw;
   } catch (const std::exception&) {  // of Python, on its way to Python: it is not in this object
     const std::string text = keys.has(c10::DispatchKey::Python) ? unreported_error() : "";
-    if (!text.empty()) tell(std::runtime_error(text));
+    if (!text.empty()) report(std::runtime_error(text));
     throw;
   }
 }
@@ -476,14 +477,14 @@ void symm_cp_on_small_matmul(void (*note)(const char* call_name)) {
 
 // Whether the last refusal of a native kernel in this thread was reported to the peers, with this
 // text or a part of it.
-int symm_cp_was_told(const char* text) {
-  const std::string& told = symm_cp::kernels::last_told;
+int symm_cp_was_reported(const char* text) {
+  const std::string& told = symm_cp::kernels::last_reported;
   return !told.empty() && std::strstr(text, told.c_str()) != nullptr ? 1 : 0;
 }
 
 // Whether the peers know of the Ctrl-C that Python is raising: it ended a native kernel.
-int symm_cp_interruption_was_told() {
-  return std::exchange(symm_cp::kernels::told_interruption, false) ? 1 : 0;
+int symm_cp_interruption_was_reported() {
+  return std::exchange(symm_cp::kernels::reported_interruption, false) ? 1 : 0;
 }
 
 }  // extern "C"

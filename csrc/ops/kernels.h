@@ -232,8 +232,8 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
 // Tells the peers when it is refused before it has come to a kernel that tells them: by torch, as
 // for named tensors, by the rules of a tensor subclass, or in the kernel of autograd. Not of calls
 // of other devices, nor under a dispatch mode, which may be there to trace them.
-void telling_of_refusals(const char* op, const c10::IValue& group_name, int channel,
-                         c10::DispatchKeySet keys, c10::function_ref<void()> dispatch);
+void reporting_refusals(const char* op, const c10::IValue& group_name, int channel,
+                        c10::DispatchKeySet keys, c10::function_ref<void()> dispatch);
 // Calls the kernel in Python, the op of the same name in the namespace `symm_cp`.
 void call_python(const c10::OperatorHandle& op, Stack* stack);
 

@@ -270,11 +270,11 @@ void matmul_all_reduce_autograd(const c10::OperatorHandle& op, c10::DispatchKeyS
 TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   for (const char* name : {"fused_all_gather_matmul", "_all_gather_matmul_split"})
     m.impl(name,
-           torch::CppFunction::makeFromBoxedFunction<&telling<&all_gather_matmul_autograd>>());
+           torch::CppFunction::makeFromBoxedFunction<&reporting<&all_gather_matmul_autograd>>());
   for (const char* name : {"fused_matmul_reduce_scatter", "_matmul_reduce_scatter_split"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&matmul_scatter_autograd>>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&matmul_scatter_autograd>>());
   m.impl("fused_matmul_all_reduce",
-         torch::CppFunction::makeFromBoxedFunction<&telling<&matmul_all_reduce_autograd>>());
+         torch::CppFunction::makeFromBoxedFunction<&reporting<&matmul_all_reduce_autograd>>());
 }
 
 }  // namespace symm_cp::matmul_gradients

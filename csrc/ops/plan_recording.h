@@ -101,7 +101,7 @@ class PlanRecording final : public Recording {
         plan_.results.emplace_back(static_cast<size_t>(caller - given_.begin()));
         continue;
       }
-      Given made = given(result);
+      StepArgument made = given(result);
       for (const View& view : made.tensors)
         if (view.place.value < static_cast<int>(inputs_)) refuse("it returns memory of its caller");
       plan_.results.emplace_back(std::move(made));
@@ -168,7 +168,7 @@ class PlanRecording final : public Recording {
               inner);
     }
     for (const auto& result : plan_.results)
-      if (const auto* made = std::get_if<Given>(&result))
+      if (const auto* made = std::get_if<StepArgument>(&result))
         for (const View& view : made->tensors)
           if (view.place.value >= 0) last[view.place.value] = nullptr;
     for (size_t value = 0; value < last.size(); ++value)
@@ -177,7 +177,7 @@ class PlanRecording final : public Recording {
 
   template <class Function>
   static void for_each_view(const OpStep& step, const Function& function) {
-    for (const Given& argument : step.arguments)
+    for (const StepArgument& argument : step.arguments)
       std::for_each(argument.tensors.begin(), argument.tensors.end(), function);
   }
   template <class Function>
@@ -258,7 +258,7 @@ class PlanRecording final : public Recording {
     return view;
   }
 
-  Given given(const c10::IValue& value) {
+  StepArgument given(const c10::IValue& value) {
     if (value.isTensor()) {
       if (!value.toTensor().defined()) return {c10::IValue(at::Tensor()), {}, false};
       const at::Tensor& tensor = value.toTensor();
@@ -272,7 +272,7 @@ class PlanRecording final : public Recording {
           if (element.isTensor()) refuse("an op takes a list of tensors of which some are missing");
       return {value, {}, false};
     }
-    Given list{{}, {}, true};
+    StepArgument list{{}, {}, true};
     for (const at::Tensor& tensor : value.toTensorVector()) list.tensors.push_back(view_of(tensor));
     return list;
   }

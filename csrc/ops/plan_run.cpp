@@ -110,7 +110,7 @@ class Run {
     }
   }
 
-  c10::IValue result(const Given& given) const { return value_of(given, *frame_, nullptr); }
+  c10::IValue result(const StepArgument& given) const { return value_of(given, *frame_, nullptr); }
 
  private:
   static at::Tensor tensor_of(const View& view, const Frame& frame, const Slot* slot) {
@@ -129,7 +129,7 @@ class Run {
     return at::Tensor(std::move(made));
   }
 
-  static c10::IValue value_of(const Given& given, const Frame& frame, const Slot* slot) {
+  static c10::IValue value_of(const StepArgument& given, const Frame& frame, const Slot* slot) {
     if (given.is_list) {
       std::vector<at::Tensor> tensors;
       for (const View& view : given.tensors) tensors.push_back(tensor_of(view, frame, slot));
@@ -150,7 +150,8 @@ class Run {
   static void carry_out(const OpStep& step, Frame& frame, const Slot* slot) {
     Stack stack;
     stack.reserve(step.arguments.size());
-    for (const Given& argument : step.arguments) stack.push_back(value_of(argument, frame, slot));
+    for (const StepArgument& argument : step.arguments)
+      stack.push_back(value_of(argument, frame, slot));
     step.op.callBoxed(stack);
     size_t index = 0;
     for (const c10::IValue& result : stack) {
@@ -290,7 +291,7 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key, const c10::Oper
   run.run();
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (const auto& result : plan->results) {
-    const auto* made = std::get_if<Given>(&result);
+    const auto* made = std::get_if<StepArgument>(&result);
     stack->push_back(made != nullptr ? run.result(*made)
                                      : c10::IValue(key.tensors()[std::get<size_t>(result)]));
   }

@@ -43,7 +43,7 @@ struct View {
 };
 
 // An argument of an op, or a result of the call: a constant, a tensor, or a list of tensors.
-struct Given {
+struct StepArgument {
   c10::IValue constant;
   std::vector<View> tensors;
   bool is_list = false;
@@ -51,7 +51,7 @@ struct Given {
 
 struct OpStep {
   c10::OperatorHandle op;
-  std::vector<Given> arguments;
+  std::vector<StepArgument> arguments;
   std::vector<int> results;  // the values that its tensors become, or kNoValue
   std::vector<int> last;     // values that nothing uses after it
 };
@@ -94,7 +94,7 @@ using Step = std::variant<LaunchStep, CommandStep, KernelStep, EndStep>;
 struct Plan {
   std::vector<Step> steps;
   // A number stands for a tensor of the caller's, as the key has them.
-  std::vector<std::variant<Given, size_t>> results;
+  std::vector<std::variant<StepArgument, size_t>> results;
   size_t values = 0;
   c10::Device device = c10::kCPU;
   std::weak_ptr<Group> group;

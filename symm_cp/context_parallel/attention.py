@@ -9,11 +9,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import Method, MethodLike, split_by
 from symm_cp.ops.direct import direct
-from symm_cp.ops.telling import entry_point
+from symm_cp.ops.error_reports import entry_point
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -126,13 +126,13 @@ def all_gather_attention(
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
     name, split = split_by(_OP, group, method, argument="group")
-    like, told = query, split.told(name)
+    like, told = query, split.peers(name)
     of_dtensors = not (type(query) is type(key) is type(value) is torch.Tensor) and (
         is_dtensor(query) or is_dtensor(key) or is_dtensor(value)
     )
     if of_dtensors:
-        query, key, value = telling_peers(told, _local_parts, query, key, value, name)
-        sinks, bias = telling_peers(told, _local_options, like, name, sinks, bias, dropout_p)
+        query, key, value = reporting_to_peers(told, _local_parts, query, key, value, name)
+        sinks, bias = reporting_to_peers(told, _local_options, like, name, sinks, bias, dropout_p)
     options: dict[str, Any] = {
         "scale": scale,
         "window_left": window_left,
@@ -149,9 +149,11 @@ def all_gather_attention(
     # Arguments that are left out cost least.
     options = {name: option for name, option in options.items() if option is not None}
     if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
-        options["document_edges"] = telling_peers(told, _document_edges, options.pop("cu_seqlens"))
+        options["document_edges"] = reporting_to_peers(
+            told, _document_edges, options.pop("cu_seqlens")
+        )
     if prefix_lengths is not None and not isinstance(prefix_lengths, torch.Tensor):
-        options["prefix_lengths"] = telling_peers(told, _prefix_option, prefix_lengths)
+        options["prefix_lengths"] = reporting_to_peers(told, _prefix_option, prefix_lengths)
     if dropout_p:
         options["dropout_p"] = dropout_p
     out, lse = direct("fused_all_gather_attention")(

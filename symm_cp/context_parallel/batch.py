@@ -25,7 +25,7 @@ from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.methods import MethodLike, split_by
 from symm_cp.ops.common import attention_runs
-from symm_cp.ops.telling import tells_peers
+from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.schedule.layout import sequential
 
 _OP = "shard_batch"
@@ -260,7 +260,7 @@ def shard_batch(
     return _shard(group, batch, model, seq_dim, load_balancer, shift, average_gradients)
 
 
-@tells_peers
+@reports_to_peers
 def _shard(
     group: dist.ProcessGroup,
     batch: Mapping[str, Any],

@@ -22,7 +22,7 @@ from symm_cp.context_parallel.region import ParallelRegion, active, region_over
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike, split_by
 from symm_cp.ops.common import unfused_all_gather
-from symm_cp.ops.telling import tells_peers
+from symm_cp.ops.error_reports import reports_to_peers
 
 Buffer = TypeVar("Buffer", torch.Tensor, BlockMask)
 
@@ -93,7 +93,7 @@ def context_parallel_shard(
     return _shard(op, group, buffers, seq_dims, load_balancer)
 
 
-@tells_peers
+@reports_to_peers
 def _shard(
     op: str,
     group: dist.ProcessGroup,
@@ -274,7 +274,7 @@ def _enter_models(
         raise ValueError(f"context_parallel: model={names} has no model of transformers in it")
 
 
-@tells_peers
+@reports_to_peers
 def _cut_buffers(
     group: dist.ProcessGroup,
     buffers: Sequence[torch.Tensor],

@@ -8,13 +8,13 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.common import rank_in
 from symm_cp.ops.direct import direct
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.heads.exchange_heads import OP
 from symm_cp.ops.heads.projection import COLLECT, PROJECT
-from symm_cp.ops.telling import entry_point
 from symm_cp.ops.tensor_checks import missing_memory
 from symm_cp.tensors.shards import Split
 
@@ -173,10 +173,12 @@ def ulysses_projection(
     """
     name = group_name(group)
     one = isinstance(weights, torch.Tensor)
-    matrices = telling_peers(name, _listed, PROJECT, "weights", weights)
-    added = [] if biases is None else telling_peers(name, _listed, PROJECT, "biases", biases)
+    matrices = reporting_to_peers(name, _listed, PROJECT, "weights", weights)
+    added = [] if biases is None else reporting_to_peers(name, _listed, PROJECT, "biases", biases)
     by_tensor: Any = [heads] if one and heads is not None else heads
-    options = telling_peers(name, _options, PROJECT, name, len(matrices), load_balancer, by_tensor)
+    options = reporting_to_peers(
+        name, _options, PROJECT, name, len(matrices), load_balancer, by_tensor
+    )
     results = torch.ops.symm_mem.project_to_heads(x, matrices, added, features, name, *options)
     return results[0] if one else tuple(results)
 
@@ -209,8 +211,8 @@ def ulysses_output_projection(
     """
     name = group_name(group)
     by_tensor = None if heads is None else [heads]
-    options = telling_peers(name, _options, COLLECT, name, 1, load_balancer, by_tensor)
-    telling_peers(name, _check_bias, x, weight, bias)
+    options = reporting_to_peers(name, _options, COLLECT, name, 1, load_balancer, by_tensor)
+    reporting_to_peers(name, _check_bias, x, weight, bias)
     out, _ = torch.ops.symm_mem.project_from_heads([x], [weight], name, *options)
     return out if bias is None else out + bias.to(out.dtype)
 
@@ -223,7 +225,7 @@ def _exchange(
     heads: Heads | Sequence[Heads] | None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     name = group_name(group)
-    tensors, options = telling_peers(name, _exchanged, name, x, load_balancer, heads)
+    tensors, options = reporting_to_peers(name, _exchanged, name, x, load_balancer, heads)
     results = direct("exchange_heads")(tensors, to_heads, name, *options)
     return results[0] if isinstance(x, torch.Tensor) else tuple(results)
 

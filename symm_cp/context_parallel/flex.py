@@ -22,7 +22,7 @@ from symm_cp.context_parallel import guards, inspectors
 from symm_cp.context_parallel.attention import is_dtensor
 from symm_cp.context_parallel.block_mask import Cuts, local_score_mod
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential, gathered_rows_on
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion, active
 from symm_cp.cuda.kept import capturing
 from symm_cp.group.memory import resolve
@@ -30,7 +30,7 @@ from symm_cp.ops.attention.flex.captures import captures_tensors
 from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.gather_kv import all_gather_kv
-from symm_cp.ops.telling import names_op
+from symm_cp.ops.error_reports import names_op
 
 FLEX = "flex_attention"
 
@@ -70,7 +70,9 @@ def _attend(torch_attention: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return torch_attention(*args, **kwargs)
     if (watch := guards.current()) is not None:
         watch.called = True
-    return telling_peers(region.told, _attend_within, region, torch_attention, *args, **kwargs)
+    return reporting_to_peers(
+        region.peers, _attend_within, region, torch_attention, *args, **kwargs
+    )
 
 
 @names_op(FLEX)

@@ -31,7 +31,7 @@ from symm_cp.context_parallel import agreement, inspectors
 from symm_cp.context_parallel.inspectors import Inspector, Limit
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.noise_places import Seen
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.verdicts import Known, known_of
 from symm_cp.ops.common import attention_runs
 
@@ -65,7 +65,7 @@ class Watch:
     pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
     judged: set[nn.Module] = field(default_factory=set)
     calls: dict[nn.Module, Inspector] = field(default_factory=dict)  # whose calls are checked
-    told: str | tuple[str, ...] = ""  # see `telling_peers`
+    peers: str | tuple[str, ...] = ""  # see `reporting_to_peers`
     seeded: bool = False  # whether ranks have compared what they draw
     seeds: dict[int, None] = field(default_factory=dict)  # of dropouts, by forward passes
     seen: Seen | None = None
@@ -308,7 +308,7 @@ def untraced(watch: Watch, check: Callable[[bool], None]) -> None:
     """
     callback = _eval_frame.set_eval_frame(None)
     try:
-        telling_peers(watch.told or watch.group, check, callback is not None)
+        reporting_to_peers(watch.peers or watch.group, check, callback is not None)
     finally:
         _eval_frame.set_eval_frame(callback)
 

@@ -23,7 +23,7 @@ from symm_cp.context_parallel.checkpoints import checkpoint_hook
 from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
 from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.layouts import enter_cuts
-from symm_cp.context_parallel.refusals import telling_of_models, telling_peers
+from symm_cp.context_parallel.refusals import reporting_models, reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion, pop, push
 
 # Attention that calls `scaled_dot_product_attention` where no mode sees it, or does not call it.
@@ -59,7 +59,7 @@ def entered(region: ParallelRegion, around: Around = nullcontext) -> Iterator[No
     What a checkpoint recomputes after its end runs within `around()`, and in the region again.
     """
     watch = region.watch()
-    telling_peers(region.told, _check_shards, region)
+    reporting_to_peers(region.peers, _check_shards, region)
     guards.show_random_functions()
     with _running(RegionMode(region, watch, around)):
         yield
@@ -73,7 +73,7 @@ def _running(mode: RegionMode, *, again: bool = False) -> Iterator[None]:
         checkpoint_hook.acquire()
         push(mode.region)
         try:
-            with telling_of_models(mode.region.told):
+            with reporting_models(mode.region.peers):
                 yield
         finally:
             pop()

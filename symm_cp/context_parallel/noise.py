@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from symm_cp.context_parallel.guards import Watch, current
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.noise_places import Seen, Sequences
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.cuda.kept import capturing
 from symm_cp.ops import position_noise
@@ -181,7 +181,7 @@ def dropout_mask(
         if type(drawn) is not torch.Tensor:  # fake: nothing is computed
             return torch.empty(shape, dtype=torch.bool, device=x.device)
         seed = int(drawn)
-        telling_peers(region.told, _check_seed, region, watch, seed, x.device)
+        reporting_to_peers(region.peers, _check_seed, region, watch, seed, x.device)
     return position_noise.dropout_mask(shape, x.device, p, seed, place.of_part(part))
 
 
@@ -215,7 +215,7 @@ def noise(
     if type(drawn) is not torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
     seed = int(drawn)
-    telling_peers(region.told, _check_seed, region, watch, seed, device)
+    reporting_to_peers(region.peers, _check_seed, region, watch, seed, device)
     place = position_noise.without_sequence(shape)
     if not alike:
         place = sequences_of(region, watch).place(shape)

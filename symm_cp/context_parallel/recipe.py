@@ -36,7 +36,7 @@ from symm_cp.group.memory import GroupLike
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
 from symm_cp.ops.attention.methods import MethodLike, split_by
-from symm_cp.ops.telling import refuse, tells_peers
+from symm_cp.ops.error_reports import refuse, reports_to_peers
 
 _OP = "training_step"
 _BITS = 32  # parameters whose gradients one word of a record tells of
@@ -137,7 +137,7 @@ def training_step(
         yield TrainingStep(loss, output, local, reduce_loss.num_items)
 
 
-@tells_peers
+@reports_to_peers
 def _prepared(
     group: dist.ProcessGroup,
     model: nn.Module,
@@ -258,7 +258,7 @@ def _owned(model: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
     return [p for module, p in parameters(model) if not is_averaged(module, p, group)]
 
 
-@tells_peers
+@reports_to_peers
 def _finish(group: dist.ProcessGroup, gradients: _Gradients, averaged: bool) -> None:
     if gradients.expected and not gradients.arrived:
         raise RuntimeError(

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from symm_cp.ops.attention import mesh_calls
-from symm_cp.ops.telling import END_OF_RECOMPUTATION, refuse, tell
+from symm_cp.ops.error_reports import END_OF_RECOMPUTATION, refuse, report
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def telling_peers(
+def reporting_to_peers(
     group: str | tuple[str, ...], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
     """Calls a function; if it raises, tells the group's other ranks, which may wait for this one.
@@ -35,7 +35,7 @@ def telling_peers(
     except END_OF_RECOMPUTATION:  # nothing failed
         raise
     except Exception as error:
-        tell(lambda *_: group, "sync", error, args, kwargs)
+        report(lambda *_: group, "sync", error, args, kwargs)
         raise
 
 
@@ -46,7 +46,7 @@ _OPS = (torch._ops.__file__, torch.autograd.graph.__file__)
 
 
 @contextlib.contextmanager
-def telling_of_models(group: str | tuple[str, ...]) -> Iterator[None]:
+def reporting_models(group: str | tuple[str, ...]) -> Iterator[None]:
     """Tells the peers when a module or a backward pass raises: they wait for its next attention.
 
     Not when the caller's own code raises around them: its peers may be done, and make no call.

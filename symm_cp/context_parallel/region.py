@@ -58,8 +58,8 @@ class ParallelRegion:
     even: bool = field(default=False, repr=False, compare=False)
     # The load balancers whose samples have layouts of their own.
     of_samples: tuple[LoadBalancer, ...] = field(default=(), repr=False, compare=False)
-    # Whom a rank tells that fails within the region: see `telling_peers`.
-    told: str | tuple[str, ...] = field(default=(), repr=False, compare=False)
+    # Whom a rank tells that fails within the region: see `reporting_to_peers`.
+    peers: str | tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         of_samples = tuple(balancer for balancer in self.balancers if balancer.samples)
@@ -68,7 +68,7 @@ class ParallelRegion:
         object.__setattr__(self, "packed", self._packed())
         even = all(len(set(balancer.lengths)) == 1 for balancer in self.balancers)
         object.__setattr__(self, "even", even and self.choose is None)
-        object.__setattr__(self, "told", self.method.told(self.group))
+        object.__setattr__(self, "peers", self.method.peers(self.group))
 
     def _layouts(self) -> torch.Tensor | None:
         if self.choose is not None or self.of_samples:
@@ -190,7 +190,7 @@ class ParallelRegion:
 
     def watch(self) -> guards.Watch:
         """Returns a new record of what runs within this region."""
-        return guards.Watch(self.group, self.world_size, self.balancers, told=self.told)
+        return guards.Watch(self.group, self.world_size, self.balancers, peers=self.peers)
 
 
 def region_over(

@@ -11,19 +11,19 @@ from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.load_balancers import LoadBalancer, permutation_on, positions_on
 from symm_cp.context_parallel.noise import saw_queries
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence, by_sample
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
-from symm_cp.ops.telling import names_op
+from symm_cp.ops.error_reports import names_op
 
 SDPA = "scaled_dot_product_attention"
 
 
 def attend(region: ParallelRegion, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`F.scaled_dot_product_attention` on this rank's parts of the sequence."""
-    return telling_peers(region.told, _attend, region, *args, **kwargs)
+    return reporting_to_peers(region.peers, _attend, region, *args, **kwargs)
 
 
 @names_op(SDPA)

@@ -23,12 +23,12 @@ from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
 from symm_cp.context_parallel.flex import in_tiles
 from symm_cp.context_parallel.guards import constant_when_traced
 from symm_cp.context_parallel.noise import saw_samples
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.cuda.kept import HostReads
 from symm_cp.ops.attention.layouts import decoded, encoded, encoded_in_a_row
 from symm_cp.ops.attention.masks import check_readable
-from symm_cp.ops.telling import names_op
+from symm_cp.ops.error_reports import names_op
 from symm_cp.schedule.layout import SequenceLayout, sequential
 
 VARLEN = "varlen_attn"
@@ -83,7 +83,7 @@ def _arguments(func: Any) -> tuple[str, ...]:
 def _call(
     region: ParallelRegion, func: Any, given: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return telling_peers(region.told, _attend_given, region, func, given)
+    return reporting_to_peers(region.peers, _attend_given, region, func, given)
 
 
 @functools.cache
@@ -174,7 +174,7 @@ def attend(
     tokens = query.shape[0]
     if layouts is None:
         layouts = _layouts(region, tokens)
-    told = region.told
+    told = region.peers
     edges, layouts = torch.ops.symm_cp.packed_sequence(
         documents.cu_seq_q,
         documents.cu_seq_k,
@@ -254,7 +254,7 @@ def _packed_sequence(
     Of the layouts of sequences it is the only one of which the tokens are, or several in a row.
     """
     over = told[0] if len(told) == 1 else tuple(told)
-    return telling_peers(over, _checked, cu_seq_q, cu_seq_k, tokens, layouts, group_name)
+    return reporting_to_peers(over, _checked, cu_seq_q, cu_seq_k, tokens, layouts, group_name)
 
 
 def _checked(

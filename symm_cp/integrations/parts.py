@@ -13,11 +13,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from symm_cp.ops.telling import tells_peers
+from symm_cp.ops.error_reports import reports_to_peers
 
 
 # The backend's calls are made on this channel, and number as this rank's refusal does.
-@partial(tells_peers, channel="async")
+@partial(reports_to_peers, channel="async")
 def lengths_to_gather(
     op: str,
     inputs: Sequence[torch.Tensor],
@@ -51,7 +51,7 @@ def lengths_to_gather(
     return parts
 
 
-@partial(tells_peers, channel="async")
+@partial(reports_to_peers, channel="async")
 def lengths_to_scatter(
     op: str,
     input: torch.Tensor,

@@ -24,8 +24,8 @@ from symm_cp.group.memory import (
 )
 from symm_cp.native import wire
 from symm_cp.ops.direct import direct, op_of
+from symm_cp.ops.error_reports import OPS_ON_CPU, channel_of, reporting
 from symm_cp.ops.op import Kernel
-from symm_cp.ops.telling import OPS_ON_CPU, channel_of, telling
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory
 from symm_cp.runtime import process_group
 from symm_cp.runtime.calls import Collective
@@ -49,10 +49,10 @@ class _Library(torch.library.Library):
         self, op_name: Any, fn: Any, dispatch_key: str = "", *args: Any, **kwargs: Any
     ) -> None:
         if not dispatch_key.startswith(_NOT_CALLS) and dispatch_key not in _DEVICES:
-            fn = self._telling(str(op_name), fn, dispatch_key, bool(kwargs.get("with_keyset")))
+            fn = self._reporting(str(op_name), fn, dispatch_key, bool(kwargs.get("with_keyset")))
         super().impl(op_name, fn, dispatch_key, *args, **kwargs)
 
-    def _telling(self, name: str, kernel: Any, dispatch_key: str, with_keyset: bool) -> Any:
+    def _reporting(self, name: str, kernel: Any, dispatch_key: str, with_keyset: bool) -> Any:
         """Returns a kernel that tells the peers when it, or what it dispatches to, refuses."""
         name, _, overload = name.rpartition("::")[2].partition(".")
         arguments = TensorArguments(torch._C._get_schema(f"{self.ns}::{name}", overload))
@@ -67,7 +67,7 @@ class _Library(torch.library.Library):
         def group_of_call(args: Any, kwargs: Any) -> Any:
             return args[position] if position < len(args) else kwargs["group_name"]
 
-        return telling(kernel, group_of_call, channel_of(name), name)
+        return reporting(kernel, group_of_call, channel_of(name), name)
 
 
 class _Runs(threading.local):
@@ -125,7 +125,9 @@ def device_behind(tensor: torch.Tensor) -> torch.device:
     return tensor.device if fake is None else fake
 
 
-def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail: str = "") -> bytes:
+def call_signature(
+    op: str, *tensors: torch.Tensor, split: Split | None = None, detail: str = ""
+) -> bytes:
     """Names a call for errors, and so that ranks notice when theirs differ.
 
     `tensors` must have one shape on all ranks, but for the dimension that `split`
@@ -137,7 +139,7 @@ def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail:
 def name_of(
     op: str, dtype: torch.dtype, shape: Sequence[int], detail: str, split: Split | None = None
 ) -> bytes:
-    """As `what_is`, for a tensor that is not there."""
+    """As `call_signature`, for a tensor that is not there."""
     return _name_of(op, ((dtype, torch.Size(shape)),), split, detail)
 
 

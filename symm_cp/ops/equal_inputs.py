@@ -27,8 +27,8 @@ from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import GroupLike, reported, resolve
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops.direct import decoding_call, direct
+from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
-from symm_cp.ops.telling import tells_peers
 
 #: How errors say that the comparison can be turned off.
 OFF = "SYMM_CP_COMPARE_INPUTS=0 turns this check off"
@@ -308,7 +308,7 @@ def _same_fake(
     return torch.empty_like(input)
 
 
-_telling: Callable[..., None] = tells_peers(_compare_input)
+_reporting: Callable[..., None] = reports_to_peers(_compare_input)
 
 
 def same_on_all_ranks(
@@ -326,7 +326,7 @@ def same_on_all_ranks(
             return input
         same: torch.Tensor = torch.ops.symm_mem._same_on_all_ranks(input, op, name, remedy, group)
         return same
-    _telling(input, op, name, remedy, group, *further)
+    _reporting(input, op, name, remedy, group, *further)
     return input
 
 

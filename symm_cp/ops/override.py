@@ -23,7 +23,7 @@ from symm_cp.ops.op import Kernel, Op, declared
 _installed: CudaOverride | None = None
 
 # Devices of a group about which it was said that torch's kernels stay.
-_TOLD: StateKey[set[torch.device]] = StateKey("override_told")
+_ANNOUNCED: StateKey[set[torch.device]] = StateKey("override_announced")
 
 
 def _serves(group: Group, device: torch.device) -> bool:
@@ -44,9 +44,9 @@ def _serves(group: Group, device: torch.device) -> bool:
         reason = "" if verdict.passed else verdict.reason
     if not reason:
         return True
-    told = group.state(_TOLD, set)
-    if device not in told:
-        told.add(device)
+    announced = group.state(_ANNOUNCED, set)
+    if device not in announced:
+        announced.add(device)
         native.say(
             f"override_cuda_ops: torch's kernels stay in use for group {group.name!r} on {device}: "
             f"{reason}"

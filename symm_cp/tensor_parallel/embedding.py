@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from symm_cp.ops.direct import decoding_call
-from symm_cp.ops.telling import tells_peers
+from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.features import Features
 from symm_cp.tensor_parallel.linear import local_part, output_placement
@@ -42,7 +42,7 @@ class VocabParallelEmbedding(nn.Embedding):
             found = decoding_call("embedding")(self._parameters, input, begin, length, self.group)
             if found is not None:
                 return found
-        look_up = _look_up_telling_peers if input.device.type == "cpu" else _look_up
+        look_up = _look_up_reporting_to_peers if input.device.type == "cpu" else _look_up
         found, placement = look_up(input, self, self.group)
         if isinstance(placement, Shard):
             output: torch.Tensor = torch.ops.symm_mem._fused_matmuls_reduce_scatter(
@@ -67,17 +67,17 @@ def _look_up(
         weight = F.pad(weight, (0, 0, 0, 1))
     index = tokens - start
     # Tokens that no rank has keep an index out of range, so that torch raises its `IndexError`.
-    elsewhere = (tokens >= 0) & (tokens < features.length) & ((index < 0) | (index >= count))
+    outside = (tokens >= 0) & (tokens < features.length) & ((index < 0) | (index >= count))
     padding = None
     if module.padding_idx is not None and 0 <= module.padding_idx - start < count:
         padding = module.padding_idx - start
-    found = F.embedding(index.masked_fill(elsewhere, 0), weight, padding)
-    found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+    found = F.embedding(index.masked_fill(outside, 0), weight, padding)
+    found = found.masked_fill(outside.unsqueeze(-1), 0)
     ranks = len(features.computed.sizes)
     return found, output_placement(style, module.sequence_dim, found, ranks)
 
 
-_look_up_telling_peers = tells_peers(_look_up)
+_look_up_reporting_to_peers = reports_to_peers(_look_up)
 
 
 def check_embedding(style: str, module: nn.Embedding) -> None:

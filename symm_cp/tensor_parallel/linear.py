@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from symm_cp.ops import autocast
 from symm_cp.ops.direct import decoding_call
+from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
-from symm_cp.ops.telling import tells_peers
 from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.features import Features
 from symm_cp.tensor_parallel.quantised import is_quantised, local_of
@@ -159,7 +159,7 @@ def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> 
     """
     first = linears[0]
     mesh, group = first.weight.device_mesh, first.group
-    check = _check_colwise_telling_peers if x.device.type == "cpu" else _check_colwise
+    check = _check_colwise_reporting_to_peers if x.device.type == "cpu" else _check_colwise
     x = check(x, first, group)
     weights = [linear.features.own(local_of(linear.weight), 0, group) for linear in linears]
     biases = [_own_bias(linear) for linear in linears]
@@ -218,7 +218,7 @@ def _check_colwise(x: torch.Tensor, linear: FusedColwiseLinear, group: str) -> t
 
 # Peers may already wait in an op for a rank that raises in a check before it. Only for CPU: calls
 # on other devices are not counted on the channel that reports such an error.
-_check_colwise_telling_peers = tells_peers(_check_colwise)
+_check_colwise_reporting_to_peers = reports_to_peers(_check_colwise)
 
 
 class FusedRowwiseLinear(nn.Linear):
@@ -250,7 +250,7 @@ class FusedRowwiseLinear(nn.Linear):
             weight, bias = plain
             return replicated.sum_linear(input, weight, bias, group)
         mesh, bias = self.weight.device_mesh, local_of(self.bias)
-        check = _check_rowwise_telling_peers if input.device.type == "cpu" else _check_rowwise
+        check = _check_rowwise_reporting_to_peers if input.device.type == "cpu" else _check_rowwise
         x_part, placement = check(input, self, group)
         weight = self.features.own(local_of(self.weight), 1, group)
         if self.sequence_dim is None:
@@ -278,4 +278,4 @@ def _check_rowwise(
     return own, placement
 
 
-_check_rowwise_telling_peers = tells_peers(_check_rowwise)
+_check_rowwise_reporting_to_peers = reports_to_peers(_check_rowwise)

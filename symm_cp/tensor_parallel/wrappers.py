@@ -111,13 +111,13 @@ class VocabularyEmbedding(nn.Module):
         known = ((input >= 0) & (input < self.num_embeddings)).all()
         torch._assert_async(known, f"index out of range: must be below {self.num_embeddings}")
         begin, end = self.rows.start, self.rows.stop
-        elsewhere = (input < begin) | (input >= end)
+        outside = (input < begin) | (input >= end)
         if begin == end:
             weight = self.weight.to_local()  # takes part, so that its gradient is empty, not None
             found = weight.sum() + weight.new_zeros(*input.shape, self.embedding_dim)
         else:
-            found = super().forward((input - begin).masked_fill(elsewhere, 0))
-        return sum_ranks(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.seat.group)
+            found = super().forward((input - begin).masked_fill(outside, 0))
+        return sum_ranks(found.masked_fill(outside.unsqueeze(-1), 0), self.seat.group)
 
 
 class GatheredOutput(nn.Module):
@@ -177,10 +177,10 @@ class SomeExperts(nn.Module):
     ) -> torch.Tensor:
         """Sums the outputs of the experts of all ranks."""
         tokens, weights = copy(hidden_states, self.seat.group), copy(weights, self.seat.group)
-        elsewhere = (index < self.first) | (index >= self.first + self.num_experts)
+        outside = (index < self.first) | (index >= self.first + self.num_experts)
         # Experts of transformers skip the index `num_experts`.
-        index = (index - self.first).masked_fill(elsewhere, self.num_experts)
-        weights = weights.masked_fill(elsewhere, 0)
+        index = (index - self.first).masked_fill(outside, self.num_experts)
+        weights = weights.masked_fill(outside, 0)
         return sum_ranks(super().forward(tokens, index, weights), self.seat.group)
 
 

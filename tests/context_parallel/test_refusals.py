@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
-from symm_cp.ops import telling
+from symm_cp.ops import error_reports
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.patience import patient
@@ -91,14 +91,14 @@ def recomputed(group: dist.ProcessGroup) -> None:
     """A checkpoint ends its recomputation by an exception, which refuses nothing."""
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
     told: list[BaseException] = []
-    refuse = telling.refuse
-    telling.refuse = lambda group, channel, error: told.append(error)
+    refuse = error_reports.refuse
+    error_reports.refuse = lambda group, channel, error: told.append(error)
     try:
         with symm_cp.context_parallel(mesh_of(group)):
             out = checkpoint(F.scaled_dot_product_attention, q, q, q, use_reentrant=False)
             out.sum().backward()
     finally:
-        telling.refuse = refuse
+        error_reports.refuse = refuse
     assert told == []
 
 

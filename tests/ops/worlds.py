@@ -71,14 +71,14 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=20)
-        self.told: list[Any] = [None] * size
+        self.peers: list[Any] = [None] * size
         self.memory = (ctypes.c_char * (1 << 20))()
         self.here = threading.local()
 
     def exchange(self, rank: int, value: Any) -> tuple[Any, ...]:
-        self.told[rank] = value
+        self.peers[rank] = value
         self.barrier.wait()
-        values = tuple(self.told)
+        values = tuple(self.peers)
         self.barrier.wait()
         return values
 

@@ -175,9 +175,9 @@ class _Embedding(_Part):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Looks up this rank's part of the vocabulary; the others give zeros."""
         own = tokens - self._first
-        elsewhere = (own < 0) | (own >= len(self.weight))
-        vectors = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
-        return self.exchanges.all_reduce(vectors.masked_fill(elsewhere[..., None], 0))
+        outside = (own < 0) | (own >= len(self.weight))
+        vectors = F.embedding(own.masked_fill(outside, 0), self.weight)
+        return self.exchanges.all_reduce(vectors.masked_fill(outside[..., None], 0))
 
 
 #: Styles of modules that each rank has whole.

@@ -18,7 +18,7 @@ from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ParallelConfig
 
 from symm_cp.context_parallel import all_gather_attention
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.integrations.diffusers.spread import Spread, gathered, spread_of, spread_over
 
 _OP = "diffusers' context parallelism"
@@ -60,7 +60,7 @@ def attend(
     """
     spread = spread_of(_parallel_config.context_parallel_config)
     refused = {"is_causal": is_causal, "dropout_p": dropout_p}
-    return telling_peers(
+    return reporting_to_peers(
         spread.group,
         _attend,
         spread,
@@ -80,7 +80,7 @@ def refusing(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
     def attention(*args: Any, _parallel_config: ParallelConfig | None = None, **kwargs: Any) -> Any:
         config = None if _parallel_config is None else _parallel_config.context_parallel_config
         if config is not None:
-            telling_peers(spread_of(config).group, _refuse_backend, name)
+            reporting_to_peers(spread_of(config).group, _refuse_backend, name)
         return backend(*args, **kwargs)
 
     return attention

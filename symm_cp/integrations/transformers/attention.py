@@ -14,7 +14,7 @@ from transformers import masking_utils
 
 from symm_cp.context_parallel import sdpa
 from symm_cp.context_parallel.flex_hook import current_region, handled
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
@@ -46,8 +46,8 @@ def mask_function(
         return masking_utils.sdpa_mask(*arguments, mask_function, attention_mask, **kwargs)
     if not torch.compiler.is_compiling():
         mask_function = with_packing(mask_function, sys._getframe(1), batch_size)
-    return telling_peers(
-        within[0].told, mask_of_region, within[0], mask_function, arguments, attention_mask
+    return reporting_to_peers(
+        within[0].peers, mask_of_region, within[0], mask_function, arguments, attention_mask
     )
 
 
@@ -112,8 +112,8 @@ def attention_function(
             is_causal=is_causal,
             **kwargs,
         )
-    out = telling_peers(
-        region.told,
+    out = reporting_to_peers(
+        region.peers,
         handled,
         _attend,
         region,

@@ -23,7 +23,7 @@ from symm_cp.integrations.transformers.limits import SYMM_CP
 from symm_cp.integrations.transformers.models import attending
 from symm_cp.integrations.transformers.spread import Part, Turn
 from symm_cp.ops import equal_inputs
-from symm_cp.ops.telling import tells_peers
+from symm_cp.ops.error_reports import reports_to_peers
 
 _OP = "SpreadCache"
 _SAME_TOKENS = (
@@ -199,7 +199,7 @@ def _compare_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Non
         _compare(caches[0].group, tensors)
 
 
-@functools.partial(tells_peers, op=_OP)
+@functools.partial(reports_to_peers, op=_OP)
 def _compare(group: str, inputs: dict[str, Any]) -> None:
     items = [(name, each) for name, each in inputs.items() if isinstance(each, torch.Tensor)]
     equal_inputs.compare(group, _OP, items, subject="the inputs of the model", remedy=_SAME_TOKENS)

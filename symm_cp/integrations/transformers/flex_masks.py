@@ -12,7 +12,7 @@ from transformers import AttentionMaskInterface, masking_utils
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.flex_hook import spread_region
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.integrations.transformers.attention import mask_of_region
@@ -59,8 +59,8 @@ def flex_mask_function(
         )
     if not torch.compiler.is_compiling():
         mask_function = with_packing(mask_function, sys._getframe(1), batch_size)
-    mask = telling_peers(
-        region.told, mask_of_region, region, mask_function, arguments, attention_mask
+    mask = reporting_to_peers(
+        region.peers, mask_of_region, region, mask_function, arguments, attention_mask
     )
     return _as_blocks(region, mask, batch_size, (q_length, kv_length), torch.device(device))
 

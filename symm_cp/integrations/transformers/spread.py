@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from symm_cp.context_parallel.flex_hook import current_region
-from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.spread_keys import SpreadKeys
 from symm_cp.ops.attention.spread_cache import spread_cache_attention
 
@@ -88,7 +88,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attends to the keys of all ranks; arguments and results as transformers has them."""
     part.turn.layer = None
-    out = telling_peers(
+    out = reporting_to_peers(
         part.group, _attend, part, module, tensors, mask, options, is_causal, kwargs
     )
     return out.transpose(1, 2).contiguous(), None

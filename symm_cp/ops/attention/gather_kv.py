@@ -17,6 +17,7 @@ from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
     attention_runs,
+    call_signature,
     check_dim,
     check_reduce_op,
     gather_split,
@@ -24,12 +25,11 @@ from symm_cp.ops.common import (
     scatter_split,
     uneven_of,
     uneven_parts,
-    what_is,
     world_size_of,
 )
 from symm_cp.ops.direct import direct
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Gradient, Op, arguments, declare, untouched
-from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.results import copied, new_result
 
 _GATHER = "all_gather_kv"
@@ -65,7 +65,7 @@ def _gather_kernel(
     split = gather_split(_GATHER, "seq_dim", dim, key, sizes, group.rank, group.world_size)
     keys, values = (new_result(t, split.whole_shape(t.shape)) for t in (key, value))
 
-    name = what_is(_GATHER, key, value, split=split, detail=f"seq_dim={dim}")
+    name = call_signature(_GATHER, key, value, split=split, detail=f"seq_dim={dim}")
     runtime.of(key, group).all_gather_into(group, [key, value], [keys, values], split, name)
     return keys, values
 
@@ -100,7 +100,7 @@ def _scatter_kernel(
         for grad, part in zip(grads, parts_of(rank, partial), strict=True):
             part.copy_(split.of(rank, grad))
 
-    name = what_is(_SCATTER, *grads, split=split, detail=f"seq_dim={dim}")
+    name = call_signature(_SCATTER, *grads, split=split, detail=f"seq_dim={dim}")
     shapes = [(count,) for count in counts]
     on = runtime.of(grad_key, group)
     on.produce_and_reduce_scatter(group, produce, total, name, shapes=shapes)

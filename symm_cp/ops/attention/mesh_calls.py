@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import is_reported, reported, resolve
-from symm_cp.ops.telling import END_OF_RECOMPUTATION
+from symm_cp.ops.error_reports import END_OF_RECOMPUTATION
 
 _RANK = re.compile(r"(?<!global )\brank (\d+)\b")
 
@@ -40,7 +40,7 @@ def propagates_failure(
         if calling is not None:
             if not is_reported(error):
                 groups = (calling, *groups)
-            elif mesh and not _is_told(error):
+            elif mesh and not _is_reported(error):
                 _name_global_ranks(calling, error)
         if groups:
             give_up(groups, error)
@@ -52,7 +52,7 @@ def give_up(groups: tuple[str, ...], error: BaseException) -> None:
 
     Does nothing if this error was reported to the ranks of the mesh before.
     """
-    if _is_told(error):
+    if _is_reported(error):
         return
     kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
     for name in groups:
@@ -61,12 +61,12 @@ def give_up(groups: tuple[str, ...], error: BaseException) -> None:
             told = RuntimeError(f"{kind}{error}")
             on_this_host(resolve(name), "cpu").refuse("sync", told)
     with contextlib.suppress(AttributeError):  # a type whose objects take no attributes
-        error._symm_cp_told_mesh = True  # type: ignore[attr-defined]
+        error._symm_cp_reported_to_mesh = True  # type: ignore[attr-defined]
     reported(error)
 
 
-def _is_told(error: BaseException) -> bool:
-    return getattr(error, "_symm_cp_told_mesh", False)
+def _is_reported(error: BaseException) -> bool:
+    return getattr(error, "_symm_cp_reported_to_mesh", False)
 
 
 def _name_global_ranks(name: str, error: BaseException) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.attention.options import ScoreOptions
-from symm_cp.ops.telling import tells_peers
+from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.schedule.layout import SequenceLayout, among, pooled
 
 MethodName: TypeAlias = Literal["allgather", "ulysses", "auto"]
@@ -102,7 +102,7 @@ class Method:
     def __str__(self) -> str:
         return self.name if self.grid is None else "a mix of ulysses and allgather"
 
-    def told(self, group: str) -> str | tuple[str, ...]:
+    def peers(self, group: str) -> str | tuple[str, ...]:
         """Returns the groups whose ranks wait for this one: one group, or two of a mesh."""
         return group if self.grid is None else (self.grid.heads, self.grid.keys)
 
@@ -158,7 +158,7 @@ def split_by(
     return _split_by(op, mesh, method, argument)
 
 
-@partial(tells_peers, group="mesh")
+@partial(reports_to_peers, group="mesh")
 def _split_by(
     op: str, mesh: GroupLike, method: MethodLike | None, argument: str
 ) -> tuple[str, Method]:

@@ -13,7 +13,7 @@ import torch
 
 from symm_cp import runtime
 from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
-from symm_cp.ops.common import group_of, what_is
+from symm_cp.ops.common import call_signature, group_of
 from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
 from symm_cp.schedule.layout import head_tail, sequential
 
@@ -40,7 +40,7 @@ def _gather_kernel(
             whole.narrow(1, span.start, span.length).copy_(part)
 
     digest = zlib.crc32(repr(layout).encode())
-    name = what_is(_GATHER, shard[:, :0], detail=f"{length} positions, layout {digest:08x}")
+    name = call_signature(_GATHER, shard[:, :0], detail=f"{length} positions, layout {digest:08x}")
     shapes = [((shard.shape[0], held),) for held in layout.lengths]
     # On the channel of attention: a peer that refuses its next attention is heard of here, too.
     on = runtime.of(shard, group)

@@ -26,7 +26,7 @@ from symm_cp.ops.attention.masks import HiddenKeys, masks_of
 from symm_cp.ops.attention.methods import ROTATE_METHODS, rotate_method
 from symm_cp.ops.attention.options import Options, ScoreOptions
 from symm_cp.ops.attention.spread import spread_of
-from symm_cp.ops.common import what_is
+from symm_cp.ops.common import call_signature
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import NO_MASK, Mask
 from symm_cp.schedule.tiles import Tile, for_samples, seen_by_peers, tiles
@@ -201,9 +201,9 @@ def _call_name(
     if spec.dropout_seed is not None:
         # The part that is likely to differ comes first: names end after `wire.MAX_CALL_NAME` bytes.
         seed = f"{digest:08x} dropout_seed={spec.dropout_seed}: must be equal"
-        return what_is(op, detail=f"{seed}; {dtype}{_listed(shape)}")
+        return call_signature(op, detail=f"{seed}; {dtype}{_listed(shape)}")
     text = f"{dtype}{_listed(shape)} layout+mask {digest:08x}"
-    return what_is(op, detail=text)
+    return call_signature(op, detail=text)
 
 
 def _listed(shape: list[int | str]) -> str:

@@ -66,7 +66,7 @@ def spread_of_queries(
     method = Method.of(op, options)
     if method.grid is not None:
         return _queries_over(method.grid, op, group, rows, known)
-    return _layout_told(op, group, "queries", rows, known)
+    return _layout_by_counts(op, group, "queries", rows, known)
 
 
 def keys_held(
@@ -83,7 +83,7 @@ def keys_held(
     queries on one rank may still be those of another sequence: then the ranks tell each other.
     """
     if must_count_keys(known, ordered=ordered):
-        return _layout_told(op, group, "keys", rows[1], known)
+        return _layout_by_counts(op, group, "keys", rows[1], known)
     ranks = group.world_size
     found = layout_of_keys(op, known, rows, group.rank, ranks, head_tail, ordered=ordered)
     return sequential(rows[1] * ranks, ranks) if found is None else found
@@ -114,7 +114,7 @@ def _queries_over(
     return _layout_with([lengths.get(rank, 0) for rank in range(group.world_size)], ())
 
 
-def _layout_told(
+def _layout_by_counts(
     op: str, group: Group, noun: str, rows: int, known: Sequence[SequenceLayout]
 ) -> SequenceLayout:
     """Returns the layout of what each rank holds some rows of. Collective."""

@@ -23,8 +23,8 @@ from symm_cp.ops.attention.scoring import Scoring, TileMask
 from symm_cp.ops.attention.tiles import additive, dense_features
 from symm_cp.ops.common import Place, attention_runs, kernel_and_fake, name_of
 from symm_cp.ops.direct import direct
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, NoGradient, Op, arguments, declare
-from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import FLOATING, wide
 from symm_cp.tensors.results import new_result
 

@@ -22,6 +22,7 @@ from symm_cp.ops.common import (
     WITH_SIZES,
     Plans,
     call_op,
+    call_signature,
     check_out,
     check_reduce_op,
     gather_split,
@@ -33,9 +34,9 @@ from symm_cp.ops.common import (
     uneven_parts,
     unfused_all_gather,
     unfused_reduce_scatter,
-    what_is,
     world_size_of,
 )
+from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.ops.op import (
     LEFT_TO_TORCH,
     NATIVE_GRADIENT,
@@ -48,7 +49,6 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
-from symm_cp.ops.telling import tells_peers
 from symm_cp.tensors.shards import Split
 
 _GATHER = "_low_contention_all_gather"
@@ -91,7 +91,7 @@ def _all_gather(
     plan = plans.get(key)
     if plan is None:
         split = _check_gather(shard, sizes, group.rank, group.world_size)
-        name = what_is(_GATHER, shard, split=split)
+        name = call_signature(_GATHER, shard, split=split)
         plan = plans.keep(key, on.prepare_all_gather(group, shard, split, name))
     return plan.start(group, shard, out)
 
@@ -121,7 +121,7 @@ def _reduce_scatter(
     plan = plans.get(key)
     if plan is None:
         split, mean = _check_scatter(tensor, reduce_op, sizes, group.world_size)
-        name = what_is(_SCATTER, tensor, split=split, detail=reduce_op)
+        name = call_signature(_SCATTER, tensor, split=split, detail=reduce_op)
         plan = plans.keep(key, on.prepare_reduce_scatter(group, tensor, split, name, mean=mean))
     return plan.start(group, tensor, out)
 
@@ -274,7 +274,7 @@ declare(
 
 
 # What follows them makes no call: of its errors the peers must not be told.
-@partial(tells_peers, channel="async", op=_GATHER)
+@partial(reports_to_peers, channel="async", op=_GATHER)
 def _start_gather(
     shard: torch.Tensor, group: GroupLike, sizes: Sequence[int] | None
 ) -> torch.Tensor:
@@ -283,7 +283,7 @@ def _start_gather(
     return gathered
 
 
-@partial(tells_peers, channel="async", op=_SCATTER)
+@partial(reports_to_peers, channel="async", op=_SCATTER)
 def _start_scatter(
     tensor: torch.Tensor, reduce_op: str, group: GroupLike, sizes: Sequence[int] | None
 ) -> torch.Tensor:

@@ -24,6 +24,7 @@ from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import group_of, world_size_of
 from symm_cp.ops.direct import direct
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.experts import gradients
 from symm_cp.ops.experts import op as unfused
 from symm_cp.ops.experts.op import Routing
@@ -37,7 +38,6 @@ from symm_cp.ops.experts.products import (
 )
 from symm_cp.ops.experts.table import Table
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
-from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.results import new_result
 
 DISPATCH_MATMUL = "fused_dispatch_grouped_matmul"

@@ -19,6 +19,7 @@ import torch
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.common import group_of, world_size_of
 from symm_cp.ops.direct import direct
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.experts.table import Table, added, gathered_counts, limited, places_of
 from symm_cp.ops.op import (
     ONE_BY_ONE,
@@ -30,7 +31,6 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
-from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import contiguous, new_result
 

@@ -19,8 +19,9 @@ from symm_cp.group import memory
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, GroupLike
 from symm_cp.ops import autocast
-from symm_cp.ops.common import Place, check_reduce_op, in_test_mode, kernel_and_fake, what_is
+from symm_cp.ops.common import Place, call_signature, check_reduce_op, in_test_mode, kernel_and_fake
 from symm_cp.ops.direct import direct
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul.derivatives import ALL_REDUCED_SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
     check_bias,
@@ -36,7 +37,6 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Terms
 from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
-from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 from symm_cp.tuning import Question, choose
@@ -86,7 +86,7 @@ def _reduced(op: str, group: Group, tensor: torch.Tensor, reduce_op: str) -> tor
         group,
         lambda _, partial: partial.copy_(tensor),
         total,
-        what_is(op, total, detail=reduce_op),
+        call_signature(op, total, detail=reduce_op),
         mean=reduce_op == "avg",
     )
     return total
@@ -124,7 +124,7 @@ def produce_and_all_reduce(
         group,
         lambda rank, partial: produce(None if whole else rank, partial),
         out,
-        what_is(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}"),
+        call_signature(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}"),
         split=None if whole else split,
         mean=reduce_op == "avg",
     )

@@ -12,10 +12,10 @@ from symm_cp.group.memory import Group
 from symm_cp.ops.common import (
     SIZES,
     Place,
+    call_signature,
     gather_split,
     kernel_and_fake,
     nbytes_of,
-    what_is,
 )
 from symm_cp.ops.matmul.derivatives import (
     SCATTER_BACKWARD_GRADIENT,
@@ -81,7 +81,7 @@ def _weight_grad_columns(
         for out, grad in zip(outs, grads, strict=True):
             torch.mm(left, grad.flatten(0, -2), out=rows.of(rank, out))
 
-    name = what_is(_WEIGHT_GRAD, x_shard, split=split, detail=f"gather_dim={split.dim}")
+    name = call_signature(_WEIGHT_GRAD, x_shard, split=split, detail=f"gather_dim={split.dim}")
     shapes = split.along(1).shard_shapes(x_columns)
     on = runtime.of(x_shard, group)
     on.all_gather_and_consume(group, [x_columns], consume, name, shapes=shapes)
@@ -123,7 +123,7 @@ def _weight_grad_rows(
         group,
         [shard],
         at_last(multiply, group) if whole else consume,
-        what_is(_WEIGHT_GRAD, x_shard, split=split, detail=detail),
+        call_signature(_WEIGHT_GRAD, x_shard, split=split, detail=detail),
         shapes=front.shard_shapes(shard),
         gathered=gathered,
         split=front,
@@ -196,7 +196,7 @@ def _backward_columns(
         if grad_weight is not None:
             columns.of(rank, grad_weight).copy_(torch.mm(a_rows.mH, grad))
 
-    name = what_is(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}")
+    name = call_signature(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}")
     shapes = split.shard_shapes(grad_shard)
     on = runtime.of(grad_shard, group)
     on.all_gather_and_consume(group, [grad_shard], consume, name, shapes=shapes)
@@ -248,7 +248,7 @@ def _backward_rows(
         group,
         [shard],
         at_last(multiply, group) if whole else consume,
-        what_is(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}"),
+        call_signature(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}"),
         shapes=front.shard_shapes(shard),
         gathered=gathered,
         split=front,

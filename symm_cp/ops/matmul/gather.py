@@ -30,6 +30,7 @@ from symm_cp.ops.common import (
     unfused_all_gather,
     world_size_of,
 )
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul import by_tiles
 from symm_cp.ops.matmul.operands import (
     Operand,
@@ -39,7 +40,6 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, TORCHS, Op, arguments, declare
-from symm_cp.ops.telling import entry_point
 from symm_cp.runtime.calls import Consume
 from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW

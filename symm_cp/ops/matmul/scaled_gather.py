@@ -26,6 +26,7 @@ from symm_cp.ops.common import (
     uneven_parts,
     unfused_all_gather,
 )
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul.gather import GatherPlan, fake_results, gather_rows, gather_shards, planned
 from symm_cp.ops.matmul.operands import (
     Operand,
@@ -45,7 +46,6 @@ from symm_cp.ops.matmul.scaled_mm import (
     multiply_scaled,
 )
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Arguments, Caller, Op, arguments, declare
-from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
 

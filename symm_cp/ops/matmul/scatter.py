@@ -20,6 +20,7 @@ from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
     Place,
+    call_signature,
     caller,
     check_dim,
     check_reduce_op,
@@ -30,8 +31,8 @@ from symm_cp.ops.common import (
     sizes_text,
     uneven_parts,
     unfused_reduce_scatter,
-    what_is,
 )
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul import by_tiles
 from symm_cp.ops.matmul.block_scales import FORMATS
 from symm_cp.ops.matmul.derivatives import SUM_GRADIENT
@@ -58,7 +59,6 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
-from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -298,7 +298,7 @@ def _scaled_matmul_scattered(
     else:
         total = new_result(a, front.shape_of(group.rank, moved), partial_dtype)
         detail = f"N={shape[-1]} scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
-        name = what_is(SCALED_SCATTER, a, detail=detail)
+        name = call_signature(SCALED_SCATTER, a, detail=detail)
         runtime.of(total, group).produce_and_reduce_scatter(
             group, product.multiply, total, name, shapes=front.shapes(moved), mean=mean
         )

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.equal_inputs import same_on_all_ranks
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.recurrent.documents import documents_of
 from symm_cp.ops.recurrent.fragments import fragments_of, halos
 from symm_cp.ops.recurrent.halo import exchange_halo
-from symm_cp.ops.telling import entry_point
 from symm_cp.ops.tensor_checks import with_memory
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.dtypes import FLOATING, one_of, wide

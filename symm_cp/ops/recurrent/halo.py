@@ -14,18 +14,18 @@ from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.common import (
     SIZES,
+    call_signature,
     check_dim,
     check_reduce_op,
     gather_split,
     group_of,
     uneven_of,
     uneven_parts,
-    what_is,
     world_size_of,
 )
 from symm_cp.ops.direct import direct
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare, untouched
-from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import copied, new_result
 from symm_cp.tensors.shards import Split
@@ -104,7 +104,7 @@ def _exchange_kernel(
         at = edge.shape[dim] - rows if side == 0 else 0
         halos[side].narrow(dim, begin, rows).copy_(edge.narrow(dim, at, rows))
 
-    name = what_is(_EXCHANGE, x, split=split, detail=f"{left=} {right=} {dim=}")
+    name = call_signature(_EXCHANGE, x, split=split, detail=f"{left=} {right=} {dim=}")
     own = [x.narrow(dim, length - tail, tail), x.narrow(dim, 0, head)]
     on = runtime.of(x, group)
     on.all_gather_and_consume(group, own, consume, name, shapes=shapes)
@@ -154,7 +154,7 @@ def _add_kernel(
         at = length - rows if side == 0 else 0
         total.narrow(dim, at, rows).add_(shards[side].narrow(dim, begin, rows))
 
-    name = what_is(_ADD, own, split=split, detail=f"{left=} {right=} {dim=}")
+    name = call_signature(_ADD, own, split=split, detail=f"{left=} {right=} {dim=}")
     on = runtime.of(padded, group)
     on.all_gather_and_consume(group, halos, consume, name, shapes=shapes)
     return total if total.dtype == padded.dtype else total.to(padded.dtype)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from symm_cp.group.memory import GroupLike, group_name
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.recurrent.recurrence import recur
-from symm_cp.ops.telling import entry_point
 from symm_cp.schedule.layout import SequenceLayout
 
 

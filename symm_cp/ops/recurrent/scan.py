@@ -16,10 +16,10 @@ import torch
 from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import group_of, what_is, world_size_of
+from symm_cp.ops.common import call_signature, group_of, world_size_of
 from symm_cp.ops.direct import direct
+from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
-from symm_cp.ops.telling import entry_point
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -100,7 +100,7 @@ def _kernel(
         else:
             torch.addcmul(states[piece], factors[piece], results[piece], out=passed)
 
-    name = what_is(_OP, state, detail=f"{matrices=} {reverse=}")
+    name = call_signature(_OP, state, detail=f"{matrices=} {reverse=}")
     shapes = [(size, *rows[1:]) for size in split.sizes]
     runtime.of(state, group).relay(group, step, own, shapes, name, reverse=reverse)
     return result.view(state.shape).to(state.dtype)

@@ -26,7 +26,7 @@ import torch
 
 from symm_cp import runtime
 from symm_cp.ops import autocast
-from symm_cp.ops.common import group_of, what_is, world_size_of
+from symm_cp.ops.common import call_signature, group_of, world_size_of
 from symm_cp.ops.op import LEFT_TO_TORCH, Gradient, NoGradient, Op, arguments, declare
 from symm_cp.ops.recurrent.scan import pieces_of
 from symm_cp.tensors.results import contiguous, new_result
@@ -126,7 +126,7 @@ def _states_kernel(
     detail = f"{rows=} {features=} {width=} {erases=} sweeps={len(counts)}"
     if agreed is not None and agreed.device.type == "cpu":
         detail += f" documents and layout #{zlib.crc32(agreed.numpy().tobytes()):08x}"
-    name = what_is(_STATES, values.new_empty(0), detail=detail)
+    name = call_signature(_STATES, values.new_empty(0), detail=detail)
     shapes = [(size, features, width) for size in split.sizes]
     on = runtime.of(values, group)
     for each in _bounds(counts):
@@ -187,7 +187,7 @@ def _grads_kernel(
             passed.copy_(total)
 
     detail = f"{rows=} {features=} {width=} sweeps={len(counts)}"
-    name = what_is(_GRADS, grad_states.new_empty(0), detail=detail)
+    name = call_signature(_GRADS, grad_states.new_empty(0), detail=detail)
     shapes = [(size, features, width) for size in split.sizes]
     on = runtime.of(grad_states, group)
     for each in reversed(_bounds(counts)):

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def tells_peers(
+def reports_to_peers(
     function: Callable[P, R], group: str = "group", channel: str = "sync", op: str = ""
 ) -> Callable[P, R]:
     """Returns the function, which tells the peers when it raises.
@@ -40,21 +40,21 @@ def tells_peers(
     def group_of_call(args: Any, kwargs: Any) -> Any:
         return signature.bind(*args, **kwargs).arguments[group]
 
-    return telling(function, group_of_call, channel, op, traced=True)
+    return reporting(function, group_of_call, channel, op, traced=True)
 
 
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:
     """Returns a function that users call with `group`, which tells the peers when it raises."""
     name = function.__name__
-    return tells_peers(function, channel=channel_of(name), op=name)
+    return reports_to_peers(function, channel=channel_of(name), op=name)
 
 
 def names_op(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Has the errors of a function name what the user called, if they name no op."""
-    return lambda function: telling(function, None, "", op, traced=True)
+    return lambda function: reporting(function, None, "", op, traced=True)
 
 
-def telling(
+def reporting(
     function: Callable[P, R],
     group_of_call: Callable[[Any, Any], Any] | None,
     channel: str,
@@ -81,13 +81,13 @@ def telling(
             if op:
                 _name_op(op, error)
             if group_of_call is not None:
-                tell(group_of_call, channel, error, args, kwargs)
+                report(group_of_call, channel, error, args, kwargs)
             raise
 
     return call
 
 
-def tell(
+def report(
     group_of_call: Callable[[Any, Any], Any],
     channel: str,
     error: Exception,
@@ -117,18 +117,18 @@ def refuse(group: GroupLike, channel: str, error: BaseException) -> None:
     state = resolve(group)
     if state.world_size == 1 or is_reported(error):
         return
-    if _was_told_natively(error):
+    if _was_reported_natively(error):
         reported(error)
         return
     on_this_host(state, "cpu").refuse(channel, error)
     reported(error)
 
 
-def _was_told_natively(error: BaseException) -> bool:
+def _was_reported_natively(error: BaseException) -> bool:
     """Whether a native kernel has reported the error to the peers."""
     if isinstance(error, KeyboardInterrupt):  # the kernel's own error is gone, and so is its text
-        return bool(native.load().symm_cp_interruption_was_told())
-    return bool(native.load().symm_cp_was_told(str(error).encode()))
+        return bool(native.load().symm_cp_interruption_was_reported())
+    return bool(native.load().symm_cp_was_reported(str(error).encode()))
 
 
 def channel_of(op: str) -> str:

@@ -1,4 +1,4 @@
-"""Exchanges of a sequence for heads: ranks give up positions of some heads for heads of positions.
+"""Exchanges of all heads of some positions for all positions of some heads, and back.
 
 shares          which heads each rank gets
 packing         which heads of which positions each rank sends to each, and where they lie

@@ -7,9 +7,9 @@ plus a mask. Dropout drops its weight or divides it by 1 - p; the log-sum-exp ig
     CPU       csrc/attention/tile.cpp
     others    matmuls, a block of rows at a time
 
-A query sees the keys that both `mask`, additive and broadcastable to (B, H, S, K), and a band allow:
-query i sees key j when low <= j - i <= high (None: no limit). The kernels skip scores outside the
-band. Scores that are NaN spread to their row, and to the gradients.
+`mask`, additive and broadcastable to (B, H, S, K), and a band hide keys: query i sees key j when
+low <= j - i <= high (None: no limit). The kernels skip scores outside the band. Scores that are NaN
+spread to their row, and to the gradients.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
         query, key, value, out, logsumexp, _, *tensors = saved
         wanted = dict(zip(ctx.named, ctx.needs_input_grad[6:], strict=True))
-        # Collective: every rank takes part, also without a gradient of its own.
+        # Collective: every rank takes part, even without a gradient of its own.
         *grads, of_sinks, of_bias = direct("fused_all_gather_attention_backward")(
             torch.zeros_like(out) if grad_out is None else grad_out,
             query,

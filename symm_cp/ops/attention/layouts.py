@@ -49,7 +49,7 @@ def encoded_in_a_row(layout: SequenceLayout, count: int, size: int) -> torch.Ten
 
 
 def in_rank_order(*lengths: torch.Tensor) -> torch.Tensor:
-    """Returns one tensor of the layouts of sequences that ranks hold one run each of, in order.
+    """Returns one tensor of layouts that give each rank one run of positions, in rank order.
 
     `lengths` are each sequence's run lengths, (W,) of int64 on CPU, known only when a graph runs.
     """

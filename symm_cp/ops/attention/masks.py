@@ -1,6 +1,6 @@
 """Masks as callers give them (`MaskOptions`) and as the host reads them: a `Mask` per sample.
 
-Shapes: B samples, S_k positions of the whole sequence of keys, S if queries are of it, too.
+Shapes: B samples; S_k positions of the whole sequence of keys, or S if queries share it.
 
 Tensors become a `Mask` for each sample, so that tiles are exact. Only short gaps between visible
 keys are left to an additive mask (`HiddenKeys`): cutting tiles there would cost more than the
@@ -262,8 +262,8 @@ def _read_documents(op: str, document_ids: torch.Tensor) -> list[Edges]:
 def keys_of(key_mask: torch.Tensor) -> tuple[list[Ranges], HiddenKeys | None]:
     """Returns the ranges of each sample in which keys are visible, from a mask (B or 1, S_k).
 
-    The ranges leave out all hidden keys except in gaps shorter than `SHORT_GAP`, and where there
-    are such gaps the mask itself is returned, too.
+    The ranges leave out all hidden keys except in gaps shorter than `SHORT_GAP`; if there are such
+    gaps, the second result is the mask itself.
     """
     return _mask_read.get(key_mask, lambda: _read_keys(key_mask))
 
@@ -300,7 +300,7 @@ def masks_of(
     batch, device = query.shape[0], query.device
     edges, cu_seqlens = options.document_edges, options.cu_seqlens
     if cu_seqlens is not None and edges is not None:
-        raise ValueError(f"{op}: cu_seqlens and document_edges are both given, must be one")
+        raise ValueError(f"{op}: cu_seqlens and document_edges are both given, pass only one")
     if cu_seqlens is not None:
         edges = _host_edges(op, cu_seqlens, device)
     right = 0 if options.is_causal else options.window_right
@@ -393,8 +393,8 @@ def _prefixes(
         )
     if options.of_documents:
         raise ValueError(
-            f"{op}: prefix_lengths and {options.of_documents[0]} are both given, must be one: a "
-            "prefix starts with the sequence, as only the first document does"
+            f"{op}: prefix_lengths and {options.of_documents[0]} are both given, pass only "
+            "one: a prefix starts with the sequence, as only the first document does"
         )
     if not options.is_causal and options.window_left is None and options.window_right is None:
         raise ValueError(

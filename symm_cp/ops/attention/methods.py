@@ -81,7 +81,7 @@ class Grid:
         return next(k for k, column in enumerate(self.columns) if rank in column)
 
     def of_heads(self, layout: SequenceLayout, rank: int) -> SequenceLayout:
-        """Returns the layout of a column's positions over its ranks, counted within the column."""
+        """Returns the layout of the positions of a rank's column, counted within the column."""
         return _among(layout, self.columns[self.column_of(rank)])
 
     def of_keys(self, layout: SequenceLayout) -> SequenceLayout:
@@ -132,7 +132,7 @@ def _method(op: str, name: str, groups: tuple[str, ...], columns: tuple[int, ...
     if name != "ulysses" or len(groups) != 2 or not ranks or len(ranks) % max(1, columns[0]):
         raise ValueError(
             f"{op}: method={name!r} with method_groups={list(groups)} and method_columns="
-            f"{list(columns)} is no mix of methods"
+            f"{list(columns)} is not a mix of methods"
         )
     each = len(ranks) // columns[0]
     grid = Grid(*groups, tuple(ranks[k : k + each] for k in range(0, len(ranks), each)))
@@ -196,8 +196,7 @@ def _of_mesh(op: str, mesh: DeviceMesh, heads: int, argument: str) -> tuple[str,
     """Returns the result of `split_by` for a mesh whose dimension `heads` exchanges heads."""
     if mesh.mesh_dim_names is None:
         raise ValueError(
-            f"{op}: {argument} has no dimension names: pass mesh_dim_names to "
-            "init_device_mesh"
+            f"{op}: {argument} has no dimension names: pass mesh_dim_names to init_device_mesh"
         )
     ranks = mesh.mesh.transpose(0, heads)  # (heads, keys)
     for dim in range(2):

@@ -123,7 +123,7 @@ def _sent(spec: AttentionSpec, rank: int, shard: list[torch.Tensor]) -> list[tor
 
 
 def grads_in(memory: torch.Tensor, shard: Sequence[torch.Tensor]) -> Tensors:
-    """Returns a shard's gradients, which lie in a row; heads of a position are adjacent."""
+    """Returns views of a shard's consecutive gradients; heads of a position are adjacent."""
     parts = memory.split([tensor.numel() for tensor in shard])
     shapes = [(B, S, G, features) for B, G, S, features in (tensor.shape for tensor in shard)]
     return tuple(

@@ -176,7 +176,7 @@ class AttentionSpec:
         return key.shape[3] if self.value_features is None else self.value_features
 
     def grad_shapes(self, key: torch.Tensor) -> list[tuple[int, ...]]:
-        """Returns the shape of each rank's gradients: of its sent keys and values, in a row."""
+        """Returns each rank's shape of the consecutive gradients of its sent keys and values."""
         B, G, _, E = key.shape
         return [(B * length * G * (E + self.features(key)),) for length in self._sent_lengths()]
 

@@ -50,9 +50,9 @@ def spread_of_queries(
 ) -> SequenceLayout:
     """Returns the layout of queries, even if their positions do not matter.
 
-    In that case ranks exchange their numbers of queries, unless the options give them: on some
-    ranks another sequence may have as many queries as there are keys. `spread` is the result of
-    `spread_of`.
+    In that case ranks exchange their numbers of queries, unless the options give them: on
+    some ranks only, queries of another sequence may equal the keys in number. `spread` is the
+    result of `spread_of`.
     """
     keys, queries = spread
     if options.by_position:
@@ -136,7 +136,7 @@ def _of_tensor(
 ) -> tuple[SequenceLayout, SequenceLayout | None]:
     chunks = ("chunk_order", "chunk_lengths", "query_chunk_order", "query_chunk_lengths")
     if any(getattr(options, name) is not None for name in chunks):
-        raise ValueError(f"{op}: layouts and chunks are both given, must be one")
+        raise ValueError(f"{op}: layouts and chunks are both given, pass only one")
     known = decoded(op, layouts, group.world_size)
     place = (group.rank, group.world_size)
     ordered = bool(options.by_position) or options.key_mask is not None

@@ -342,7 +342,7 @@ class Total:
 class Backward:
     """The gradients of one rank's queries, and of each part of the keys and values.
 
-    `scored` is as in `Forward`; only with it may there be `grad_lse`, and a `bias` with a gradient.
+    `scored` is as in `Forward`; `grad_lse` and a `bias` that needs a gradient require it.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class Backward:
     ) -> None:
         """Adds the tiles of rank `owner`'s keys and values, whose gradients go to `partials`.
 
-        `first` is the first row of all four.
+        `first` is the first row of keys, values and `partials`.
         """
         totals = Total(partials[0]), Total(partials[1])
         for tile in tiles:

@@ -66,7 +66,7 @@ class _Rows:
         return torch.exp(self.score - lse.masked_fill(fully_masked, torch.inf).unsqueeze(-1))
 
     def dropped(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns weights after dropout, or, given gradients after dropout, those before it."""
+        """Returns weights after dropout; maps gradients after dropout to those before it."""
         return tensor if self.factor is None else tensor * self.factor
 
 

@@ -46,7 +46,7 @@ AttendBackward: TypeAlias = Callable[[int, AttentionInputs, ScoreTerms, bool], t
 # The kinds of query, key and value, in `UlyssesCall._pipeline`.
 _INPUTS = "qkk"
 
-# Groups of heads: a group travels while the group before it is attended with. On CPU the thread
+# Groups of heads: a group travels while the group before it attends. On CPU the thread
 # that attends also copies: more than one group would only make the copies smaller.
 _GROUPS_ON_STREAMS = 4
 
@@ -56,7 +56,7 @@ class UlyssesCall:
     """One call on this rank, around an attention of this rank's heads.
 
     `group` exchanges heads, `of_keys` (if any) gathers keys. `whole` is the spec of all heads;
-    `shares` and `specs` are those of the groups of heads, which are attended with in turn.
+    `shares` and `specs` have an entry for each group of heads; the groups attend in turn.
     `queries` and `keys` are the layouts over `group`, `gathered_queries` and `gathered_keys` the
     layouts over `of_keys`, after the exchange.
     """
@@ -216,7 +216,7 @@ class UlyssesCall:
     def _repeated(
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Tensors:
-        """Repeats key heads that unequal numbers of query heads use: kernels take none such."""
+        """Repeats key heads that unequal numbers of query heads use: kernels need equal ones."""
         each = self.shares[index].key_of_each(self.group.rank)
         if each is None:
             return query, key, value

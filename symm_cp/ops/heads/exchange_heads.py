@@ -2,8 +2,7 @@
 
 For attention of ranks that each hold part of a sequence: every rank gets the whole sequence of its
 heads, in sequence order, attends to it as a single process does, and sends the result back. Each
-direction is the gradient of the other. Source: DeepSpeed-Ulysses (Jacobs et al.,
-2023).
+direction is the gradient of the other. Source: DeepSpeed-Ulysses (Jacobs et al., 2023).
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from symm_cp.tensors.results import contiguous
 OP = "exchange_heads"
 
 # `head_ranges` lists for every tensor each rank's first head and its last head + 1; by default each
-# rank has H / W heads. `chunk_order` and `chunk_lengths` are explained in
-# schedule/layout.py; by default rank r holds the r-th of W parts. `rank` is required with any of
-# these, because the shapes of results depend on it.
+# rank has H / W heads. schedule/layout.py explains `chunk_order` and `chunk_lengths`; by default
+# rank r holds the r-th of W parts. `rank` is required with any of these, because the shapes of
+# results depend on it.
 _ARGUMENTS = (
     "(Tensor[] tensors, bool to_heads, str group_name, int[]? head_ranges=None, "
     "int[]? chunk_order=None, SymInt[]? chunk_lengths=None, int? rank=None)"
@@ -127,7 +126,7 @@ def _check_heads(
         if tensor.shape[1] != required:
             raise ValueError(
                 f"{op}: tensors[{index}] has {tensor.shape[1]} heads, must have {required} for "
-                f"heads {[list(each) for each in each]} of the ranks"
+                f"the ranks' heads {[list(each) for each in each]}"
             )
 
 

@@ -74,9 +74,9 @@ def causal_convolution(
             `symm_cp.HeadTail(length, W).layout`; by default parts are in rank order.
 
     Returns (B, channels, S) in the dtype of all tensors: float64, float32, bfloat16 or float16,
-    even under autocast. Twice differentiable. Raises
-    `ValueError` or `TypeError` for arguments that do not fit, before any communication;
-    `RuntimeError` when a peer fails or disagrees. Source: `causal_conv1d_fn` of causal-conv1d.
+    even under autocast. Twice differentiable. Raises `ValueError` or `TypeError` for arguments that
+    do not fit, before any communication; `RuntimeError` when a peer fails or disagrees. Source:
+    `causal_conv1d_fn` of causal-conv1d.
     """
     _check(x, weight, bias)
     name, before = group_name(group), weight.shape[1] - 1

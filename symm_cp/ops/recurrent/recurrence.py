@@ -87,7 +87,7 @@ def recur(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output and the last state of `op`; `named` are its tensors by argument.
 
-    Without "beta" positions do not erase what earlier ones wrote.
+    Without "beta", positions do not erase earlier writes.
     """
     _check(op, named, chunk_size)
     dtype = torch.float32

@@ -7,7 +7,7 @@ which is computed once, not twice: ranks work on different rows at the same time
 states of a row on to the next rank (`Runtime.relay`). With P pieces and W ranks the chain takes
 P + W - 1 steps instead of P.
 
-The chunks of a rank belong to F fragments, and the chain passes the ranks in as many sweeps
+The chunks of a rank belong to F fragments, and the chain passes the ranks in F sweeps
 (fragments.py): `counts` are the fragments' numbers of chunks. A fragment has one more state than
 chunks, so there are N + F states.
 

@@ -45,7 +45,7 @@ def over_indices(modifier: Modifier, *, score: bool = False) -> Modifier:
         modifier = torch.vmap(modifier, in_dims=((0,) if score else ()) + dims)
 
     def mapped(*arguments: torch.Tensor) -> torch.Tensor:
-        # Imported here, which takes a second. It makes `tensor[q_idx]` work under vmap.
+        # Imported here, as the import takes a second. It makes `tensor[q_idx]` work under vmap.
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
         with TransformGetItemToIndex():

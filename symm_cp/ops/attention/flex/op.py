@@ -92,8 +92,8 @@ def flex_all_gather_attention(
     `head_offset` is the number of the call's first query head among the model's heads:
     `mask_mod`, `score_mod` and dropout count heads from it. `block_mask` is for these heads only.
 
-    `options` are `ScoreOptions`, `method` is as in `all_gather_attention`. Sinks are the only
-    option that changes scores and is allowed with a `score_mod`.
+    `options` are `ScoreOptions`, `method` is as in `all_gather_attention`. A `score_mod`
+    excludes all options that change scores, except sinks.
 
     Differentiable, also through lse, in sinks and bias and in tensors that `score_mod` captures:
     these get this rank's part of their gradient, to be summed over ranks as for any replicated
@@ -214,7 +214,7 @@ def flex_spec(
 class FlexAttention:
     """A checked call on this rank. `captures` are the tensors of `score_mod` that need gradients.
 
-    Tensors as in `flex_all_gather_attention`.
+    Tensors are as in `flex_all_gather_attention`.
     """
 
     #: The ranks that gather keys, for the heads that this rank attends with; None: it has all keys.

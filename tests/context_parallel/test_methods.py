@@ -314,8 +314,8 @@ def refuses(group: dist.ProcessGroup) -> None:
     pairs = r"must be \('ulysses', 'allgather'\) or \('allgather', 'ulysses'\)"
     cases: list[tuple[Any, Any, str]] = [
         (mesh, "ring", "unknown method='ring'; choose one of"),
-        (mesh, MIXED, "requires mesh to be a DeviceMesh of 2 dimensions, .* is one of 1 dim"),
-        (group, MIXED, "is one of ProcessGroup"),
+        (mesh, MIXED, "requires mesh to be a DeviceMesh of 2 dimensions, .* got 1 dim"),
+        (group, MIXED, "got ProcessGroup"),
         (
             square,
             "ulysses",
@@ -324,7 +324,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         (square, ("ulysses", "ulysses"), pairs),
         (square, ("ulysses", "auto"), pairs),
         (square, ("ulysses",), pairs),
-        (nameless, MIXED, "mesh has no names of its"),
+        (nameless, MIXED, "mesh has no dimension names"),
         (descending, MIXED, "must ascend along both dimensions"),
     ]
     for given, method, message in cases:

@@ -65,7 +65,7 @@ CASES: list[tuple[Any, Any, Any, dict[str, Any], type[Exception], str]] = [
         *(x(*Q),) * 3,
         {"cu_seqlens": torch.tensor([0, 16]), "document_edges": [0, 16]},
         ValueError,
-        "must be one",
+        "pass only one",
     ),
     (*(x(*Q),) * 3, {"cu_seqlens": torch.tensor([1, 16])}, ValueError, "must ascend from 0"),
     (*(x(*Q),) * 3, {"cu_seqlens": torch.tensor([0.0, 16])}, ValueError, "int32 or int64"),

@@ -10,36 +10,36 @@ In reading order:
     methods     how attention is split over ranks: by keys, by heads, or both over a mesh (choice)
     op          `fused_all_gather_attention` and its backward op: schema, kernels, fakes, gradient
     attend      attention of one rank's queries to the keys of a group, given the spec
-    ulysses     the same by heads: an exchange of heads around it (ops/heads/)
+    ulysses     attention by heads: exchanges of heads before and after `attend` (ops/heads/)
     mesh_calls  how a rank that fails on a mesh of two dimensions stops its row and its column
     pipeline    gathers keys and values, reduce-scatters their gradients
     tiles       attention and its gradients tile by tile, merged by log-sum-exp
     kernels     torch's kernels for one tile
-    scoring     what torch's kernels lack: positions, soft caps, biases, dropout (philox)
+    scoring     scores beyond torch's kernels: positions, soft caps, biases, dropout (philox)
     native_tiles  this project's kernels for one tile, on CPU and by matmuls (tiles_by_matmuls)
-    few_tokens  plans for csrc/ops/attention.cpp, which serves what is small on CPU natively
+    few_tokens  plans for csrc/ops/attention.cpp, which serves small calls on CPU natively
     arrival     on CUDA: one kernel that starts before the peers' keys have arrived
-    flex        the same with any `mask_mod` and `score_mod`: eager, and as an op in graphs
+    flex        attention with any `mask_mod` and `score_mod`: eager, and as an op in graphs
     layouts     layouts of sequences as inputs of graphs
-    sequence    what graphs know of the whole sequence: ops that gather, and that give positions
+    sequence    `_gather_sequence`, which gives graphs a tensor of all positions
     gather_kv   `all_gather_kv`, for attention that needs all keys at once
-    spread_cache  attention of new tokens to a cache of which each rank holds a part
+    spread_cache  attention of new tokens to a cache that is spread over ranks
 
 To add a mask kind:
 
-1. a field of `Mask` and its part in `Mask.regions` (schedule/mask.py), from which follow the tiles
-   that a rank computes and the keys that peers are sent;
-2. a field of `MaskOptions`, its line in `as_mask_mod`, and in `masks_of` how it is checked and read
-   (masks.py), from which follow the ops' schemas and the masks of models (`SequenceMask`);
+1. a field of `Mask` and its part in `Mask.regions` (schedule/mask.py), which determines the tiles
+   that a rank computes and the keys that it sends;
+2. a field of `MaskOptions`, its line in `as_mask_mod`, its check and reading in `masks_of`
+   (masks.py); the ops' schemas and the masks of models (`SequenceMask`) follow from the field;
 3. an argument of `all_gather_attention` (context_parallel/attention.py);
 4. values in `KINDS` of tests/schedule/test_tiles.py, a case in tests/ops/test_attention_masks.py.
 
-Models of transformers use it once integrations/transformers/masks.py knows which of their functions
-mean it; until then these are evaluated tile by tile.
+Models of transformers use the kind once integrations/transformers/masks.py maps their mask
+functions to it; until then attention evaluates these functions tile by tile.
 
-A change of the scores is a field of the spec and of `Scoring`. `op` passes options on without
-knowing them, and `arrival` refuses a spec with fields that it does not know. Only tensors that want
-gradients (sinks, bias) need `op` as well.
+A change of the scores is a field of the spec and of `Scoring`. `op` passes options on unread, and
+`arrival` serves no spec with a field set that it does not read. Only tensors that require gradients
+(sinks, bias) need code in `op` as well.
 """
 
 from __future__ import annotations

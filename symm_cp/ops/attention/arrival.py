@@ -20,14 +20,14 @@ _FEATURES = (64, 128)
 
 
 def serves(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
-    """Tells whether this kernel may run a call on a device with streams, here and now."""
+    """Returns whether this kernel may run a call on this device with streams, now."""
     return fits(group, query, key, spec) and kernels_count(group, query.device)
 
 
 def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:
-    """Names a call in the file of measured choices, identically on all ranks.
+    """Returns the name of a call in the file of measured choices, identical on all ranks.
 
-    Queries count as many as keys: of another sequence ranks may hold unequal parts.
+    The name gives the number of keys for queries, too: ranks may hold unequal numbers of queries.
     """
     B, H, _, E = query.shape
     sizes = f"{B}x{H}x{key.shape[1]}x{key.shape[2]}x{key.shape[2]}x{E}"
@@ -36,9 +36,9 @@ def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str
 
 
 def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
-    """Tells whether the kernel supports a call: 16 bits, equal shards, causal or unmasked.
+    """Returns whether the kernel supports a call: 16 bits, equal shards, causal or unmasked.
 
-    All ranks get the same answer, also a rank without queries.
+    All ranks get the same answer, even a rank without queries.
     """
     known = AttentionSpec(layout=spec.layout, mask=spec.mask, scale=spec.scale, method=spec.method)
     return (
@@ -57,7 +57,7 @@ def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSp
 def _tables(
     device: torch.device, layout: SequenceLayout, rank: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of this rank's queries; of each shard's chunks (begin, length, position)."""
+    """Positions of this rank's queries; (begin, length, position) of each shard's chunks."""
     from symm_cp.cuda.kernels.arrival_attention import chunk_table
 
     shards = [

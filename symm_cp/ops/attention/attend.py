@@ -1,8 +1,8 @@
 """Attention of one rank's queries to the keys of a group, and its gradients, given the spec.
 
 Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this rank's shards; H, G
-and the lengths are counted after an exchange of heads, if there is one.
-Without a group this rank's keys are all.
+and the lengths are those after an exchange of heads, if there is one.
+Without a group, this rank holds all keys.
 """
 
 from __future__ import annotations
@@ -136,10 +136,10 @@ def place_of(group: Group | None) -> tuple[int, int]:
 def _with_grad_lse(
     spec: AttentionSpec, inputs: AttentionInputs
 ) -> tuple[AttentionSpec, AttentionInputs]:
-    """Returns a backward pass for torch's kernels that adds what flows back to the log-sum-exp.
+    """Returns inputs that make torch's kernels add the gradient of the log-sum-exp.
 
-    They take weight * (grad_out . v - grad_out . out) for the gradient of a score. One more
-    feature, 0 in v, 1 in grad_out and -grad_lse in out, adds weight * grad_lse.
+    Their gradient of a score is weight * (grad_out . v - grad_out . out). One more feature, 0 in v,
+    1 in grad_out and -grad_lse in out, adds weight * grad_lse.
     """
     query, key, value, out, lse, grad_out, grad_lse = inputs
     assert grad_lse is not None

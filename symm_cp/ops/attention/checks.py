@@ -61,7 +61,7 @@ def check_windows(op: str, options: Options) -> None:
 
 
 def check_scores(op: str, query: torch.Tensor, options: ScoreOptions) -> None:
-    """Raises unless what changes scores and weights fits the queries, where no layout is needed."""
+    """Raises unless options that change scores and weights fit the queries; needs no layout."""
     softcap, sinks, bias = options.softcap, options.sinks, options.bias
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"{op}: {softcap=} must be positive and finite; None is no soft cap")

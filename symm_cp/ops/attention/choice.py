@@ -29,9 +29,9 @@ def settled(
 ) -> Method:
     """Returns the method that the options of a call name, or for "auto" the faster one.
 
-    That follows from what all ranks know, and is the same on each, in every run. `queries` is how
-    these are spread; by default as the spec says, or else as the keys. Collective at the first call
-    for a group.
+    The choice depends only on values that all ranks share: it is the same on each, in every run.
+    `queries` is the layout of the queries, by default the spec's, or else that of the keys.
+    Collective at the first call for a group.
     """
     method = Method.of(op, options)
     if method.name != "auto":
@@ -58,7 +58,7 @@ def way(
     if not backward and arrival.serves(group, query, key, spec):
         ways.append("arrival")
     work = None
-    # Gradients that go around a ring are for memory that has no room for all of them.
+    # Callers choose a ring of gradients where memory has no room for all of them.
     if together.fits(group, key, spec) and not (backward and spec.method == "alltoall"):
         ways.append("together")
         work = _work_of(query, key, spec, backward=backward)

@@ -1,7 +1,7 @@
 """Attention of few tokens, planned once for each kind of arguments; csrc/ops/attention.cpp runs it.
 
-One exchange gathers keys and values, which takes less time than the steps of a pipeline in Python
-would. Whether a call is so small follows from what all ranks know: the dtype and the shapes of all
+One exchange gathers keys and values, which takes less time than the steps of a pipeline in Python.
+Whether a call is small enough depends only on what all ranks share: the dtype and the shapes of all
 keys and values, and the options.
 """
 
@@ -24,10 +24,10 @@ from symm_cp.schedule.tiles import Tile, most_parts
 
 FORWARD = "fused_all_gather_attention"
 BACKWARD = "fused_all_gather_attention_backward"
-#: Bytes of all keys and values, up to which they travel in one exchange.
+#: The most bytes of all keys and values that travel in one exchange.
 WHOLE_BYTES = 2**21
-# Pairs of a query and a key, up to which one call of torch's kernel with a mask takes less time
-# than calls without the hidden keys. Larger masks would take much memory, too.
+# The most pairs of a query and a key for which one call of torch's kernel with a mask takes less
+# time than calls without the hidden keys. Larger masks would take much memory, too.
 _MASKED_PAIRS = 2**14
 # With fewer keys torch's kernel treats a row with NaN scores as one that sees no key.
 _TORCHS_KEYS = 16
@@ -107,14 +107,14 @@ def _plan(
         most_parts(tiles) > 2 and query.dtype.itemsize == 2,
         additive(_visible(tiles, rows, keys), query.dtype) if form == MASKED else _NONE,
         blind if bool(blind.any()) else _NONE,
-        # What `set_rotate_method` chose may change, and means nothing here: gradients are added in
+        # The rotate method may change between calls, and has no effect here: gradients are added in
         # rank order.
         replace(spec, method=ROTATE_METHODS[0]).call_name(op, key).decode(),
     )
 
 
 def _tiles_of_all(spec: AttentionSpec, rank: int, rows: int) -> list[Tile]:
-    """The tiles of a rank's queries and all keys, which lie one rank's behind the other's."""
+    """The tiles of a rank's queries and all keys, which lie in rank order."""
     layout = spec.layout
     begins = itertools.accumulate(layout.lengths, initial=0)
     moved = [

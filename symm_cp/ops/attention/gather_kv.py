@@ -1,6 +1,6 @@
 """All-gather of keys and values together; its gradient is a reduce-scatter of both.
 
-For attention that needs all keys at once. `fused_all_gather_attention` does not.
+For attention that needs all keys at once, unlike `fused_all_gather_attention`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _gather_kernel(
     rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if key.device.type != "cpu":
-        attention_runs.count += 1  # the native kernel has counted otherwise
+        attention_runs.count += 1  # on CPU the native kernel has counted
     group = group_of(group_name, rank)
     dim = _check(key, value, seq_dim)
     split = gather_split(_GATHER, "seq_dim", dim, key, sizes, group.rank, group.world_size)
@@ -104,7 +104,7 @@ def _scatter_kernel(
     shapes = [(count,) for count in counts]
     on = runtime.of(grad_key, group)
     on.produce_and_reduce_scatter(group, produce, total, name, shapes=shapes)
-    # Tensors of their own: an op's results share no memory.
+    # Copies, because an op's results must share no memory.
     key, value = parts_of(group.rank, total)
     return copied(key), copied(value)
 
@@ -202,7 +202,7 @@ def all_gather_kv(
         key, value: equal numbers of dimensions, lengths along `seq_dim` and dtypes.
         seq_dim: the dimension to gather, negative counts from the end.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
-        sizes: the length of every rank's shard along `seq_dim`; by default all are as this rank's.
+        sizes: the length of every rank's shard along `seq_dim`; by default all equal this rank's.
 
     Returns contiguous tensors, in rank order. Differentiable: gradients are reduce-scattered, added
     in rank order, in float32 for 16-bit types. Raises `ValueError` or `TypeError` for arguments

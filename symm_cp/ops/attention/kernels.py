@@ -5,11 +5,11 @@ Shapes: query (B, H, S, E), key and value (B, G, K, E) for a divisor G of H, fea
 
     CPU    torch's flash kernel: every dtype and mask, any number of features; plain matmuls for few
            keys, where the flash kernel loses NaN (in a third of the time of tiles_by_matmuls.py).
-           Most tiles are left to native_tiles.py, though.
-    CUDA   what torch would choose for the same attention, so that `sdpa_kernel` etc. apply: cuDNN,
-           flash or memory-efficient; plain matmuls for what none of them supports. So, too, on
-           devices of other types. Forward and backward passes are chosen for separately: all of
-           them take and return the same log-sum-exp.
+           native_tiles.py computes most tiles, though.
+    CUDA   torch's choice for the same attention, so that `sdpa_kernel` etc. apply: cuDNN, flash or
+           memory-efficient; plain matmuls where none of them applies. Devices of other types
+           likewise. Forward and backward passes may use different kernels, as all of them take and
+           return the same log-sum-exp.
 
 The schemas of these ops are the same in torch 2.11 to 2.15 (tests/cuda/sdpa_schemas.json).
 """
@@ -43,8 +43,8 @@ _CPU_KEYS = 16
 MASK_ALIGN = 16
 # cuDNN requires tensors to begin at multiples of these bytes.
 _CUDNN_ALIGN = 16
-# The first cuDNN whose gradients of queries are finite on compute capability 9.0 without a causal
-# mask for 64 more than a multiple of 128 keys. torch 2.15 knows it, earlier ones do not.
+# The first cuDNN whose query gradients are finite on compute capability 9.0, without a causal mask,
+# if the number of keys is 64 more than a multiple of 128. torch checks this only from 2.15 on.
 _CUDNN_FINITE = 92600
 
 
@@ -60,14 +60,14 @@ def kind_of(
     """Returns the kernel for a tile: "cpu", "cudnn", "flash", "efficient" or "matmul".
 
     With a mask, `key` and `mask` must be as the efficient kernel takes them, except on CPU. `value`
-    is as `key` unless given.
+    defaults to `key`.
     """
     value = key if value is None else value
     if query.device.type == "cpu":
         return "cpu" if key.shape[2] >= _CPU_KEYS else "matmul"
     shared = query.shape[1] != key.shape[1]
     with torch.set_grad_enabled(backward):
-        if backward:  # torch leaves out what has no backward pass for queries that require one
+        if backward:  # torch then leaves out kernels without a backward pass
             query = query.detach().requires_grad_()
         choice = torch._fused_sdp_choice(query, key, value, mask, 0.0, causal, enable_gqa=shared)
     kind = _KINDS.get(choice, "matmul")
@@ -159,7 +159,7 @@ def backward(
 
 
 class _Saved(NamedTuple):
-    """What the backward pass of a kernel takes."""
+    """The tensors that the backward pass of a kernel takes."""
 
     grad_out: torch.Tensor
     query: torch.Tensor
@@ -172,7 +172,7 @@ class _Saved(NamedTuple):
 def _for_masks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns keys, values and a mask as kernels that take masks need them; without one, as is."""
+    """Returns keys, values and mask as kernels with masks take them; without a mask, unchanged."""
     if mask is None or query.device.type == "cpu":
         return key, value, mask
     times = query.shape[1] // key.shape[1]
@@ -209,7 +209,7 @@ def _merge_by_ops(
 
 
 def factor_of(query: torch.Tensor, scale: float | None) -> float:
-    """Returns what scores are multiplied by."""
+    """Returns the factor of scores."""
     return float(query.shape[-1] ** -0.5) if scale is None else scale
 
 
@@ -236,7 +236,7 @@ def _aligned(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torc
 
 
 def _alike(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns tensors of one shape with the same strides, aligned: copies unless they are."""
+    """Returns tensors of one shape, aligned and with equal strides; copies them otherwise."""
     strides = {
         tuple(stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
         for t in tensors
@@ -288,8 +288,8 @@ def _by_cudnn(
     grad_out, query, key, value, out, lse = saved
     none = torch.empty(0, dtype=torch.int64, device=query.device)
     rows, keys = query.shape[2], key.shape[2]
-    # torch keeps cuDNN's plans by the strides of query, key and value: those of the others, which
-    # are part of a plan, must follow from them.
+    # torch caches cuDNN's plans by the strides of query, key and value. A plan depends on the other
+    # tensors' strides, too, which must therefore follow from these.
     grad_out, query, out = _alike(grad_out, query, out)
     statistics = lse.contiguous().unsqueeze(-1)
     return _cudnn_backward(

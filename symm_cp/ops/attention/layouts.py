@@ -1,12 +1,12 @@
 """Which layout a sequence has, and layouts as one tensor, for graphs that serve every layout.
 
 A graph would hold numbers as constants, and be compiled again for each length, load balancer, or
-set of documents. The tensor is an input of the graph, which the kernels read when they run.
+set of documents. The tensor is an input of the graph instead; kernels read it when they run.
 
 It is 1-D, of int64, on CPU: the number of layouts, and for each the number of its chunks, their
 order and their lengths (see schedule/layout.py). Zeros fill it up to a power of two, so that it
-has one of few sizes. Without any layout sequences of any length are spread head-tail. -B instead of
-the number of layouts: the sequence is B sequences in a row, each spread as the one layout says.
+has one of few sizes. With no layouts, sequences of any length are spread head-tail. A first number
+of -B means B sequences in a row, each spread by the one layout that follows.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def encoded_in_a_row(layout: SequenceLayout, count: int, size: int) -> torch.Ten
 
 
 def in_rank_order(*lengths: torch.Tensor) -> torch.Tensor:
-    """Returns as one tensor the layouts of sequences of which each rank holds one run of positions.
+    """Returns one tensor of layouts that give each rank one run of positions, in rank order.
 
-    `lengths` are how many of each, (W,) of int64 on CPU, known only when a graph runs.
+    `lengths` are each sequence's run lengths, (W,) of int64 on CPU, known only when a graph runs.
     """
     world_size = lengths[0].shape[0]
     order = torch.arange(world_size)
@@ -64,7 +64,7 @@ def in_rank_order(*lengths: torch.Tensor) -> torch.Tensor:
 
 
 def decoded(op: str, layouts: torch.Tensor, world_size: int) -> tuple[SequenceLayout, ...]:
-    """Returns the layouts that a tensor holds; raises `ValueError` unless it holds some."""
+    """Returns the layouts that a tensor encodes; raises `ValueError` for other tensors."""
     if (layouts.dtype, layouts.device.type, layouts.dim()) != (torch.int64, "cpu", 1):
         raise ValueError(
             f"{op}: layouts must be a 1-D tensor of int64 on CPU, is {layouts.dtype} "
@@ -115,7 +115,7 @@ def layout_held(
     world_size: int,
     head_tail: Callable[[int, int], S],
 ) -> S:
-    """Returns the layout of a sequence of which this rank holds `rows` positions.
+    """Returns the layout of a sequence with `rows` positions on this rank.
 
     Without known layouts it is head-tail; `head_tail(length, world_size)` makes it.
     """
@@ -143,8 +143,8 @@ def layout_of_keys(
 ) -> S | None:
     """Returns the layout of keys, or None if it is unknown and makes no difference.
 
-    It makes none for keys of another length than the queries (cross-attention) that are not
-    `ordered`: every query sees all of them. `rows` are this rank's numbers of queries and keys.
+    It makes none if keys and queries differ in length (cross-attention) and keys are not `ordered`:
+    every query sees all keys. `rows` are this rank's numbers of queries and keys.
     """
     queries, keys = rows
     if queries != keys and len(known) < 2 and not ordered:
@@ -159,9 +159,9 @@ def layout_of_keys(
 
 
 def must_count_keys(known: Sequence[Spread], *, ordered: bool) -> bool:
-    """Whether ranks have to count all keys to know if their layout is the only known one.
+    """Whether ranks must count all keys to decide if the keys have the only known layout.
 
-    Where ranks hold unequal parts of the only known sequence, and keys are not `ordered`, a rank
-    may have as many keys as queries though they belong to another sequence.
+    If that layout is uneven and keys are not `ordered`, a rank may have equal numbers of keys and
+    queries although the keys belong to another sequence.
     """
     return len(known) == 1 and not ordered and len(set(known[0].lengths)) > 1

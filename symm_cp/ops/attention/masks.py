@@ -1,6 +1,6 @@
-"""Masks as callers give them, `MaskOptions`, and what the host reads of them: a `Mask` by sample.
+"""Masks as callers give them (`MaskOptions`) and as the host reads them: a `Mask` per sample.
 
-Shapes: B samples, S_k positions of the whole sequence of keys, S of one that has queries, too.
+Shapes: B samples; S_k positions of the whole sequence of keys, or S if queries share it.
 
 Tensors become a `Mask` for each sample, so that tiles are exact. Only short gaps between visible
 keys are left to an additive mask (`HiddenKeys`): cutting tiles there would cost more than the
@@ -30,8 +30,8 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 SymInts: TypeAlias = list[int]
 T = TypeVar("T")
 
-# Fewer hidden keys than this between visible ones are masked: a tile more costs its call, and the
-# merging of all its rows.
+# A gap of fewer hidden keys than this is masked, a longer one splits the tile: another tile costs a
+# call and a merge of all its rows.
 SHORT_GAP = 128
 
 
@@ -50,7 +50,7 @@ class MaskOptions:
     is_causal: bool = False
     #: Boundaries of documents packed into the only sample, of int32 or int64.
     cu_seqlens: torch.Tensor | None = None
-    #: The same as numbers.
+    #: `cu_seqlens` as numbers.
     document_edges: SymInts | None = None
     #: How many positions before and after its own a query sees.
     window_left: int | None = None
@@ -79,7 +79,7 @@ class MaskOptions:
     @property
     def relates_positions(self) -> bool:
         """Whether queries and keys must be of one sequence."""
-        # Not by `by_position`: models ask in each layer.
+        # Not through `by_position`, which builds lists: models call this in each layer.
         return self.is_causal or not (
             self.window_left is None
             and self.window_right is None
@@ -158,7 +158,7 @@ def check_readable(
 class HiddenKeys:
     """Which keys of a sequence are visible: (B or 1, S) of bool, on the host.
 
-    Equal, hashed and shown by its values.
+    Compares, hashes and prints by value.
     """
 
     visible: Bools
@@ -262,8 +262,8 @@ def _read_documents(op: str, document_ids: torch.Tensor) -> list[Edges]:
 def keys_of(key_mask: torch.Tensor) -> tuple[list[Ranges], HiddenKeys | None]:
     """Returns the ranges of each sample in which keys are visible, from a mask (B or 1, S_k).
 
-    The ranges leave out all hidden keys except in gaps shorter than `SHORT_GAP`, and where there
-    are such gaps the mask itself is returned, too.
+    The ranges leave out all hidden keys except in gaps shorter than `SHORT_GAP`; if there are such
+    gaps, the second result is the mask itself.
     """
     return _mask_read.get(key_mask, lambda: _read_keys(key_mask))
 
@@ -291,16 +291,16 @@ def _ranges(visible: Bools) -> Ranges:
 def masks_of(
     op: str, options: MaskOptions, query: torch.Tensor, length: int
 ) -> tuple[Mask | tuple[Mask, ...], HiddenKeys | None]:
-    """Returns the mask of all samples or of each, and the further hidden keys.
+    """Returns one mask for all samples or one for each, and the further hidden keys.
 
-    `length` is the length of the whole sequence of keys. The host reads the tensors. For a tensor
-    on a device it waits, once for each change that torch sees; while a graph is captured on the
-    device of `query`, tensors must be on CPU.
+    `length` is the length of the whole sequence of keys. The host reads the tensors, and waits for
+    device tensors, once for each change that torch sees; while a graph is captured on the device of
+    `query`, tensors must be on CPU.
     """
     batch, device = query.shape[0], query.device
     edges, cu_seqlens = options.document_edges, options.cu_seqlens
     if cu_seqlens is not None and edges is not None:
-        raise ValueError(f"{op}: cu_seqlens and document_edges are both given, must be one")
+        raise ValueError(f"{op}: cu_seqlens and document_edges are both given, pass only one")
     if cu_seqlens is not None:
         edges = _host_edges(op, cu_seqlens, device)
     right = 0 if options.is_causal else options.window_right
@@ -393,8 +393,8 @@ def _prefixes(
         )
     if options.of_documents:
         raise ValueError(
-            f"{op}: prefix_lengths and {options.of_documents[0]} are both given, must be one: a "
-            "prefix begins with the sequence, where only the first document does"
+            f"{op}: prefix_lengths and {options.of_documents[0]} are both given, pass only "
+            "one: a prefix starts with the sequence, as only the first document does"
         )
     if not options.is_causal and options.window_left is None and options.window_right is None:
         raise ValueError(
@@ -418,6 +418,6 @@ def _each(values: Sequence[T], batch: int) -> Sequence[T]:
 
 
 def _united(one: Edges | None, other: Edges) -> Edges | None:
-    """The boundaries of documents that are in both; None if there is one document."""
+    """The union of two lists of document boundaries; None if there is one document."""
     edges = other if one is None else tuple(sorted({*one, *other}))
     return None if len(edges) <= 2 else edges

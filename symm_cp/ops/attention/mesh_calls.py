@@ -1,10 +1,10 @@
 """Calls over a mesh, which consist of calls over its rows and columns: how a failure spreads.
 
-A rank that fails must report it to the peers in its row and in its column: these fail as well and
-report to theirs, until all ranks of the mesh know. Afterwards all ranks are in step and the mesh
-stays usable: every rank takes part in, or refuses, as many calls of a group as its peers there. For
-that a rank refuses the next call of each group but the one whose call failed on it; that call has
-reported to its group itself. The group of all ranks takes no part in this.
+A rank that fails reports the error to the peers in its row and its column; these fail as well and
+report to theirs, until the error has reached all ranks of the mesh. Afterwards all ranks are in
+step and the mesh stays usable: the ranks of a group have run or refused the same number of calls.
+To get there, a rank refuses the next call of each group except the group whose call failed on it:
+that call has reported to its group itself. The group of all ranks takes no part in this.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def give_up(groups: tuple[str, ...], error: BaseException) -> None:
         return
     kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
     for name in groups:
-        with contextlib.suppress(Exception):  # no group, nobody to tell
+        with contextlib.suppress(Exception):  # no group, no ranks to report to
             # The error itself may have been reported already, but to other ranks.
             told = RuntimeError(f"{kind}{error}")
             on_this_host(resolve(name), "cpu").refuse("sync", told)
@@ -70,7 +70,7 @@ def _is_reported(error: BaseException) -> bool:
 
 
 def _name_global_ranks(name: str, error: BaseException) -> None:
-    """Has an error of a call over a row or a column name ranks as users know them."""
+    """Rewrites ranks in an error of a call over a row or a column as global ranks."""
     group = _resolve_process_group(name)  # type: ignore[arg-type]
     members = dist.get_process_group_ranks(group)
 
@@ -81,7 +81,7 @@ def _name_global_ranks(name: str, error: BaseException) -> None:
     text, count = _RANK.subn(globally, str(error))
     if count == 0:
         return
-    # torch describes the groups of a DeviceMesh so.
+    # torch describes the groups of a DeviceMesh as mesh_<dimension>.
     dim = group.group_desc.removeprefix("mesh_") if group.group_desc.startswith("mesh_") else ""
     along = f"along mesh dimension {dim!r}, " if dim else ""
     error.args = (f"{text} ({along}ranks {members})",)

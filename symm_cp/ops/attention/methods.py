@@ -1,13 +1,13 @@
 """The methods by which attention is split over ranks, and their mix over a mesh of two dimensions.
 
 `allgather`
-    Each rank attends with its queries, all heads, to the keys of all ranks, where they lie or as
-    they arrive.
+    Each rank attends with its queries, all heads, to the keys of all ranks, in place or as they
+    arrive.
 `ulysses`
     Ranks exchange parts of the sequence for heads: each attends with some heads to the whole
     sequence, and the results are exchanged back.
 `auto`
-    The one of the two that is faster by the simulator's figures (choice.py).
+    The faster of the two by the simulator's figures (choice.py).
 
 Over a mesh of two dimensions, ranks exchange heads along one, and gather keys along the other.
 """
@@ -39,14 +39,14 @@ _rotate_method = ROTATE_METHODS[0]
 def set_rotate_method(rotate_method: str) -> None:
     """Chooses how parts of the sequence travel: "allgather" (the default), "alltoall" or "ulysses".
 
-    "allgather" and "alltoall" say how many remote shards the ops keep at a time: all or one. On CPU
-    keys and values are read where they lie and none is kept. What differs are the gradients of keys
-    and values: "allgather" stores the gradients by all ranks and adds them in rank order,
-    "alltoall" passes them on in a ring and stores two; those of few tokens are added in rank order
-    in any case. They hold for backward passes that run afterwards. "ulysses" makes that method the
-    one of attention called, contexts entered and styles applied afterwards without a `method`;
-    gradients then travel as with "allgather". Must be set identically on all ranks. Raises
-    `ValueError` for another name. Source: torch's `set_rotate_method`.
+    "allgather" and "alltoall" set how many remote shards the ops keep at a time: all or one. On CPU
+    the ops read keys and values in place and keep none. The two differ in the gradients of keys and
+    values: "allgather" stores the gradients from all ranks and adds them in rank order, "alltoall"
+    passes them on in a ring and stores two; few tokens' gradients are added in rank order in any
+    case. Both apply to backward passes that run afterwards. "ulysses" becomes the method of
+    attention called, contexts entered and styles applied afterwards without a `method`; gradients
+    then travel as with "allgather". Must be set identically on all ranks. Raises `ValueError` for
+    another name. Source: torch's `set_rotate_method`.
     """
     global _rotate_method
     if rotate_method not in ROTATE_METHODS:
@@ -60,7 +60,7 @@ def rotate_method() -> str:
 
 
 def default_method() -> MethodName:
-    """Returns the method of attention that is not given one."""
+    """Returns the method of attention calls without a `method`."""
     return "ulysses" if _rotate_method == "ulysses" else "allgather"
 
 
@@ -81,11 +81,11 @@ class Grid:
         return next(k for k, column in enumerate(self.columns) if rank in column)
 
     def of_heads(self, layout: SequenceLayout, rank: int) -> SequenceLayout:
-        """Returns how the column of a rank spreads what it holds: positions count in that."""
+        """Returns the layout of the positions of a rank's column, counted within the column."""
         return _among(layout, self.columns[self.column_of(rank)])
 
     def of_keys(self, layout: SequenceLayout) -> SequenceLayout:
-        """Returns how the sequence is spread over columns, each in the order of the sequence."""
+        """Returns the layout of the sequence over columns, each in the order of the sequence."""
         return _pooled(layout, self.columns)
 
 
@@ -94,7 +94,7 @@ _among, _pooled = lru_cache(maxsize=512)(among), lru_cache(maxsize=512)(pooled)
 
 @dataclass(frozen=True)
 class Method:
-    """A method with the groups that it needs; `grid` only where two are mixed."""
+    """A method with the groups that it needs; `grid` only for a mix of two methods."""
 
     name: MethodName
     grid: Grid | None = None
@@ -117,7 +117,7 @@ class Method:
 
     @staticmethod
     def of(op: str, options: ScoreOptions) -> Method:
-        """Returns the method that an op was given; raises `ValueError` if there is none."""
+        """Returns the method of an op's options; raises `ValueError` for invalid ones."""
         groups, columns = options.method_groups, options.method_columns
         return _method(op, options.method, *(tuple(t) if t else () for t in (groups, columns)))
 
@@ -132,7 +132,7 @@ def _method(op: str, name: str, groups: tuple[str, ...], columns: tuple[int, ...
     if name != "ulysses" or len(groups) != 2 or not ranks or len(ranks) % max(1, columns[0]):
         raise ValueError(
             f"{op}: method={name!r} with method_groups={list(groups)} and method_columns="
-            f"{list(columns)} is no mix of methods"
+            f"{list(columns)} is not a mix of methods"
         )
     each = len(ranks) // columns[0]
     grid = Grid(*groups, tuple(ranks[k : k + each] for k in range(0, len(ranks), each)))
@@ -173,7 +173,7 @@ def _split_by(
             of = f"{dims} dimension(s)" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
             raise ValueError(
                 f"{op}: {method=} requires {argument} to be a DeviceMesh of 2 dimensions, one for "
-                f"each, is one of {of}"
+                f"each, got {of}"
             )
         return _of_mesh(op, mesh, method.index("ulysses"), argument)
     name: MethodName = default_method() if method is None else method
@@ -193,11 +193,10 @@ def _split_by(
 
 
 def _of_mesh(op: str, mesh: DeviceMesh, heads: int, argument: str) -> tuple[str, Method]:
-    """Returns what `split_by` does for a mesh whose dimension `heads` exchanges heads."""
+    """Returns the result of `split_by` for a mesh whose dimension `heads` exchanges heads."""
     if mesh.mesh_dim_names is None:
         raise ValueError(
-            f"{op}: {argument} has no names of its dimensions: pass mesh_dim_names to "
-            "init_device_mesh"
+            f"{op}: {argument} has no dimension names: pass mesh_dim_names to init_device_mesh"
         )
     ranks = mesh.mesh.transpose(0, heads)  # (heads, keys)
     for dim in range(2):

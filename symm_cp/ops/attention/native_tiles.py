@@ -2,14 +2,14 @@
 
 Shapes: query (B, H, S, E), key (B, G, K, E) and value (B, G, K, V) for a divisor G of H, features
 contiguous. A score is `scale * q.k`; `softcap * tanh(score / softcap)`; plus a bias by distance;
-plus a mask. Its weight is dropped or divided by 1 - p, which the log-sum-exp does not know of.
+plus a mask. Dropout drops its weight or divides it by 1 - p; the log-sum-exp ignores dropout.
 
     CPU       csrc/attention/tile.cpp
     others    matmuls, a block of rows at a time
 
-Which keys a query sees is said by `mask`, additive and broadcastable to (B, H, S, K), and by a
-band: query i sees key j when low <= j - i <= high (None: no limit). What the band hides is not
-computed. Scores that are NaN spread to their row, and to the gradients.
+`mask`, additive and broadcastable to (B, H, S, K), and a band hide keys: query i sees key j when
+low <= j - i <= high (None: no limit). The kernels skip scores outside the band. Scores that are NaN
+spread to their row, and to the gradients.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from symm_cp.tensors import dtypes
 
 @cache
 def has_blocks(dtype: torch.dtype) -> bool:
-    """Whether these beat torch's kernels with a dtype on this processor."""
+    """Whether these kernels beat torch's for a dtype on this processor."""
     return bool(torch.ops.symm_cp.attention_has_blocks(dtype))
 
 
 def _options(scoring: Scoring, tile_mask: TileMask) -> tuple[object, ...]:
-    """The arguments of the native ops behind their tensors."""
+    """The arguments of the native ops after their tensors."""
     return (
         tile_mask.mask,
         tile_mask.low,
@@ -60,8 +60,8 @@ def attend(
     """Merges attention to further keys into `out` and `lse`.
 
     `out` (B, H, S, V) has the dtype of the query or of `lse` (B, H, S), float32 or float64. A row
-    that has seen no key has lse -inf and, on CPU, anything in `out`; one that still sees none then
-    has 0.
+    that has seen no key so far has lse -inf and, on CPU, any values in `out`; if it sees none of
+    these keys either, `out` becomes 0.
     """
     if query.device.type == "cpu":
         options = _options(scoring, tile_mask)
@@ -73,9 +73,9 @@ def attend(
 def inner_products(
     grad_out: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None
 ) -> torch.Tensor:
-    """Returns what the gradients of a row's scores have in common, (B, H, S) in the dtype of lse.
+    """Returns the term that the gradients of a row's scores share, (B, H, S) in lse's dtype.
 
-    `grad_lse` (B, H, S) is what flows back to lse.
+    `grad_lse` (B, H, S) is the gradient of lse.
     """
     if out.device.type == "cpu":
         return torch.ops.symm_cp.attention_inner(grad_out, out, grad_lse)  # type: ignore[no-any-return]
@@ -95,7 +95,7 @@ def add_gradients(
     tile_mask: TileMask,
     grads: Gradients,
 ) -> None:
-    """Adds the gradients by a tile to `grads`, which have lse's dtype.
+    """Adds a tile's gradients to `grads`, which have lse's dtype.
 
     `lse` and `inner` (see `inner_products`) cover all keys, not only the tile's;
     lse is inf in rows that see no key.

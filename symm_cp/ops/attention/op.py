@@ -5,11 +5,11 @@ features of a head, V features of a value. S_q and S_k are the lengths of this r
 shard is the concatenation of the rank's chunks of the sequence (see schedule/layout.py). W is the
 world size.
 
-A rank attends to its own keys first and to each peer's where they lie, merging by log-sum-exp. The
-backward pass gathers keys and values again and sends each owner its gradients. Keys that the mask
-hides are not computed, and not waited for beyond the flag of their shard.
+A rank attends to its own keys first, then to each peer's in place, merging by log-sum-exp. The
+backward pass gathers keys and values again and sends each owner its gradients. A rank skips
+keys that the mask hides, and waits only for the flag of their shard.
 
-Options are passed on as torch gives them; `AttentionSpec.of` alone knows what they mean.
+The op passes options on as torch gives them; only `AttentionSpec.of` interprets them.
 
 Source: ring attention (Liu et al., 2023); FlashAttention (Dao et al., 2022) for the merging.
 """
@@ -53,7 +53,7 @@ def _by_heads(
     *,
     backward: bool = False,
 ) -> ulysses.UlyssesCall | None:
-    """Returns the call of a method that exchanges heads, None of one that does not."""
+    """Returns the call of a method that exchanges heads; None for other methods."""
     parsed = Options(**options)
     if parsed.method == "allgather":
         return None
@@ -177,7 +177,7 @@ def _attention_backward_fake(
 
 
 class _Attention(torch.autograd.Function):
-    """By hand, because `register_autograd` takes no op with tensors among its keyword arguments.
+    """Registered by hand: `register_autograd` takes no op with tensors as keyword arguments.
 
     `named` are the names of these tensors, `options` the other keyword arguments.
     """
@@ -199,8 +199,8 @@ class _Attention(torch.autograd.Function):
             )
         ctx.group_name, ctx.options, ctx.named = group_name, options, named
         ctx.set_materialize_grads(False)  # the log-sum-exp is rarely used
-        # One tensor more than torch's attention saves: when a checkpointed region is recomputed
-        # outside its context and calls that one instead, torch notices the difference.
+        # The marker is one tensor more than torch's attention saves: if a checkpointed region is
+        # recomputed outside its context and calls torch's attention, torch notices the difference.
         marker = query.new_empty(0)
         ctx.save_for_backward(query, key, value, out, logsumexp, marker, *tensors)
         return out, logsumexp
@@ -210,7 +210,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
         query, key, value, out, logsumexp, _, *tensors = saved
         wanted = dict(zip(ctx.named, ctx.needs_input_grad[6:], strict=True))
-        # Collective: every rank takes part, also without a gradient of its own.
+        # Collective: every rank takes part, even without a gradient of its own.
         *grads, of_sinks, of_bias = direct("fused_all_gather_attention_backward")(
             torch.zeros_like(out) if grad_out is None else grad_out,
             query,

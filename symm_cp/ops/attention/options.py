@@ -25,7 +25,7 @@ class ScoreOptions:
     """How scores and weights change, and how the work is split: the options of all attention ops.
 
     `all_gather_attention` describes them. `head_offset` is the number of the call's first query
-    head among all of the model, which dropout depends on. `Method.of` interprets the options of a
+    head among the model's heads; dropout depends on it. `Method.of` interprets the options of a
     method.
     """
 
@@ -43,7 +43,7 @@ class ScoreOptions:
 
     @property
     def scored_by_position(self) -> list[str]:
-        """The options that depend on the positions of queries for every score, not as a mask."""
+        """The options other than masks whose effect on a score depends on the query's position."""
         bias = ["bias"] if self.bias is not None else []
         return [*bias, "dropout_p"] if self.dropout_p > 0 else bias
 
@@ -85,7 +85,7 @@ def _schema_default(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-# The order of the first options in the schemas, which stays; later ones follow.
+# The order of the first options in the schemas, which is fixed; later options follow.
 _FIRST = (
     *("is_causal", "scale", "enable_gqa", "chunk_order", "chunk_lengths", "cu_seqlens"),
     *("document_edges", "window_left", "window_right", "softcap", "sinks", "bias", "dropout_p"),
@@ -94,5 +94,5 @@ _FIRST = (
 )
 #: All options, in a schema.
 OPTIONS = schema_of(*dict.fromkeys((*_FIRST, *(field.name for field in fields(Options)))))
-#: Those of flex attention, whose mask is a function; its first two arguments are no options.
+#: Flex attention's options, in a schema: its mask is a function, scale and enable_gqa positional.
 FLEX_OPTIONS = schema_of(*(field.name for field in fields(ScoreOptions)[2:]))

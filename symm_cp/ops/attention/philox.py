@@ -1,10 +1,10 @@
-"""The random numbers of attention dropout: functions of positions, whoever computes them.
+"""The random numbers of attention dropout: functions of positions, not of the rank.
 
 Philox4x32 with 7 rounds turns a counter of 4 words of 32 bits, under a key of 2 words, into 4
-random words. The key is the seed, its low word first. A counter belongs to 8 keys of one query of
-one head of one sample, all by their place in the whole problem:
+random words. The key is the seed, its low word first. A counter belongs to 8 keys of one query,
+head and sample, all numbered in the whole problem:
 
-    word 0    the number of the 128 keys, times 16, plus the place among 16: k // 128 * 16 + k % 16
+    word 0    number of the block of 128 keys, times 16, plus k % 16: k // 128 * 16 + k % 16
     word 1    position of the query
     word 2    head
     word 3    sample
@@ -39,7 +39,7 @@ def philox(counter: Words, seed: int, rounds: int = ROUNDS) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
     for _ in range(rounds):
-        # The products wrap around in int64, which leaves all their 64 bits right.
+        # The products wrap around in int64, which keeps all their 64 bits correct.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = (second >> 32 & _WORD) ^ c1 ^ k0
         c2 = (first >> 32 & _WORD) ^ c3 ^ k1

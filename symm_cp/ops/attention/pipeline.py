@@ -1,4 +1,4 @@
-"""What the attention ops have in common around their tiles: communication and the form of results.
+"""Code around the tiles that the attention ops share: communication and the form of results.
 
 Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this rank's shards.
 """
@@ -21,7 +21,7 @@ from symm_cp.ops.attention.tiles import (
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 
-#: What a backward pass saved, and a gradient that it is given or returns.
+#: Tensors saved for a backward pass, and a gradient that it takes or returns.
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Grad: TypeAlias = torch.Tensor | None
 
@@ -37,9 +37,9 @@ def consume_keys(
 ) -> None:
     """Calls `consume([key, value], owner)` for the shards of all ranks as they arrive. Collective.
 
-    Those of peers have the rows `spec.sent_rows(owner)`, and this rank's all.
-    `details` are further things that must be identical on all ranks. Without a group this rank's
-    shard is all there is.
+    Peers' shards have the rows `spec.sent_rows(owner)`, this rank's has all rows.
+    `details` are further values that must be identical on all ranks. Without a group, only this
+    rank's shard exists.
     """
     shard = [dense_features(key), dense_features(value)]
     if group is None:
@@ -68,11 +68,11 @@ def reduce_gradients(
 ) -> Tensors:
     """Returns the gradients of this rank's keys and values, summed over ranks. Collective.
 
-    They are in the dtype that sums are taken in; both may be views of one tensor. Details and no
-    group: as in `consume_keys`.
+    They have the dtype of sums; both may be views of one tensor. `group` and `details` are as in
+    `consume_keys`.
 
-    Calls `consume([key, value], owner, partials)` for the shards of all ranks as they arrive, which
-    writes this rank's part of their gradients to `partials`, of the shapes of keys and values.
+    Calls `consume([key, value], owner, partials)` for the shards of all ranks as they arrive;
+    `consume` writes this rank's part of their gradients to `partials`, shaped like keys and values.
     """
     shard = [dense_features(key), dense_features(value)]
     dtype = wide(key.dtype)
@@ -82,7 +82,7 @@ def reduce_gradients(
         return grads
     partials = spec.grad_shapes(key)
     rank, sent = group.rank, _sent(spec, group.rank, shard)
-    # What peers add to: all, or a copy of the rows that they see.
+    # Peers add to `total`: all gradients, or a copy of the rows that peers see.
     total = new_result(key, partials[rank], dtype)
     if sent is shard:
         grads, shared = grads_in(total, shard), []
@@ -115,7 +115,7 @@ def reduce_gradients(
 
 
 def _sent(spec: AttentionSpec, rank: int, shard: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the rows of this rank's keys and values that peers are sent: `shard` if all."""
+    """Returns the rows of this rank's keys and values to send to peers: `shard` if all."""
     rows = spec.sent_rows(rank)
     if rows.stop - rows.start == shard[0].shape[2]:
         return shard
@@ -123,7 +123,7 @@ def _sent(spec: AttentionSpec, rank: int, shard: list[torch.Tensor]) -> list[tor
 
 
 def grads_in(memory: torch.Tensor, shard: Sequence[torch.Tensor]) -> Tensors:
-    """Returns the gradients of a shard that lie one after another; heads of a row are adjacent."""
+    """Returns views of a shard's consecutive gradients; heads of a position are adjacent."""
     parts = memory.split([tensor.numel() for tensor in shard])
     shapes = [(B, S, G, features) for B, G, S, features in (tensor.shape for tensor in shard)]
     return tuple(
@@ -134,7 +134,7 @@ def grads_in(memory: torch.Tensor, shard: Sequence[torch.Tensor]) -> Tensors:
 def heads_in_rows(tensor: torch.Tensor, *, own_memory: bool = False) -> torch.Tensor:
     """Returns (B, H, S, E) with the heads of a row adjacent: the strides of `fake_like`.
 
-    With `own_memory` it shares none, as the results of an op must not.
+    With `own_memory` the result shares no memory, as ops require of their results.
     """
     shared = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
     if tensor.transpose(1, 2).is_contiguous() and not (own_memory and shared):

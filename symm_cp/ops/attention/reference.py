@@ -1,6 +1,6 @@
-"""To read first: the forward pass of `fused_all_gather_attention`, of all ranks in one process.
+"""Read this first: the forward pass of `fused_all_gather_attention`, all ranks in one process.
 
-Tests hold the op against it. It leaves out shared memory and flags (comments say where ranks copy
+Tests compare the op with it. It leaves out shared memory and flags (comments say where ranks copy
 and wait), heads that share keys, changes of scores, and the kernels of tiles.
 
 Shapes: B batch, H heads, S rows of a rank's shard, E features.
@@ -34,11 +34,11 @@ def all_gather_attention(
     for rank in range(layout.world_size):  # at the same time
         out = torch.zeros_like(query[rank])
         lse = query[rank].new_full(query[rank].shape[:3], -torch.inf)
-        keys, values, first = key[rank], value[rank], 0  # those here already
+        keys, values, first = key[rank], value[rank], 0  # this rank's own
         for owner in (rank, *peers(rank, layout.world_size)):
             if owner != rank:
-                # Waits until the owner's flag has reached this call. Then its slot stays as it is
-                # until this rank has raised its own flag in the call after this one.
+                # Waits until the owner's flag has reached this call. The owner then leaves its slot
+                # unchanged until this rank has raised its own flag in the next call.
                 (keys, values), (first, _) = slots[owner], sent[owner]
             for tile in tiles(layout, mask, rank, owner):
                 q = slice(tile.q_begin, tile.q_end)
@@ -64,7 +64,7 @@ def _attend(
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, part: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Adds attention to further keys, in place: each part counts by its share of the weights."""
+    """Adds attention to further keys, in place: each part is scaled by its share of the weights."""
     total = torch.logaddexp(lse, part[1])
     own, other = (_weight(each, total).unsqueeze(-1) for each in (lse, part[1]))
     out.copy_(own * out + other * part[0])

@@ -1,6 +1,6 @@
 """Changes of scores and weights of a tile: scale, soft cap, bias, dropout.
 
-`ScoredTiles` tells this project's kernels (native_tiles.py) what torch's lack.
+`ScoredTiles` makes the arguments that this project's kernels (native_tiles.py) take for them.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class TileMask:
     """Which keys the queries of a tile see, and where both are in the whole sequence.
 
     Query i sees key j when low <= j - i <= high (None: no limit), unless the additive `mask` hides
-    it. `fully_masked` marks rows that see no key, which only torch's kernels must be told.
+    it. `fully_masked` marks rows that see no key; only torch's kernels need it.
     `query_positions` (S,) and `key_positions` (K,) are int64, on the query's device; None means 0,
-    1, 2 and so on. Only bias and dropout look at them.
+    1, 2 and so on. Only bias and dropout use them.
     """
 
     mask: torch.Tensor | None = None
@@ -64,7 +64,7 @@ class TileMask:
 class Gradients(NamedTuple):
     """Sums of gradients, with the shapes of query, key and value.
 
-    `bias` is (B, H, D): samples are added up in the end. None if it is not wanted.
+    `bias` is (B, H, D), summed over samples in the end; None if it is not wanted.
     """
 
     query: torch.Tensor
@@ -111,18 +111,18 @@ class ScoredTiles:
     def of(
         query: torch.Tensor, spec: AttentionSpec, rank: int, bias: torch.Tensor | None
     ) -> ScoredTiles | None:
-        """Returns what a call needs; None if torch's kernels can compute it."""
+        """Returns the arguments for a call; None if torch's kernels can compute it."""
         on_cpu = query.device.type == "cpu"
         if spec.rescores or (on_cpu and spec.value_features is not None):
             return ScoredTiles(query, spec, rank, bias)
         return None
 
     def scoring(self, tile: Tile) -> Scoring:
-        """Returns how scores and weights of a tile are made."""
+        """Returns how a tile's products become weights."""
         return replace(self._scoring, sample_offset=tile.b_begin) if tile.b_begin else self._scoring
 
     def tile_mask(self, tile: Tile, owner: int, mask: torch.Tensor | None) -> TileMask:
-        """Returns what the queries of a tile see of rank `owner`'s keys, under an additive mask."""
+        """Returns the mask of a tile of rank `owner`'s keys, given an additive mask."""
         if not self._by_position:
             return TileMask(mask=mask, low=tile.low, high=tile.high)
         queries = _positions(self._device, self._spec.queries or self._spec.layout, self._rank)

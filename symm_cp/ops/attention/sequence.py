@@ -1,6 +1,6 @@
-"""What graphs know of the whole sequence: `_gather_sequence` makes a tensor of all positions.
+"""`_gather_sequence`: gives graphs one tensor of all positions of a sequence.
 
-It takes the ranks' parts, and reads the layouts (layouts.py) when it runs.
+The op gathers the ranks' parts, and reads the layouts (layouts.py) when it runs.
 
 Shapes: B samples, S positions of the whole sequence.
 """
@@ -42,7 +42,7 @@ def _gather_kernel(
     digest = zlib.crc32(repr(layout).encode())
     name = call_signature(_GATHER, shard[:, :0], detail=f"{length} positions, layout {digest:08x}")
     shapes = [((shard.shape[0], held),) for held in layout.lengths]
-    # On the channel of attention: a peer that refuses its next attention is heard of here, too.
+    # On the channel of attention, so that a peer's refusal of its next attention fails this, too.
     on = runtime.of(shard, group)
     on.all_gather_and_consume(group, [shard.contiguous()], consume, name, shapes=shapes)
     return whole

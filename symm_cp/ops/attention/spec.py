@@ -31,14 +31,14 @@ from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import NO_MASK, Mask
 from symm_cp.schedule.tiles import Tile, for_samples, seen_by_peers, tiles
 
-# Of more masks than this, which differ from sample to sample, peers are sent all keys: finding out
-# which they see would cost more than it saves.
+# With more than this many distinct per-sample masks, send every key: finding the subset that peers
+# see costs more than it saves.
 _MOST_MASKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What a call computes: identical on all ranks, as `call_name` lets them check.
+    """What a call computes: identical on all ranks, which compare it by `call_name`.
 
     Every field but the layout has a default that changes nothing.
     """
@@ -49,17 +49,17 @@ class AttentionSpec:
     mask: Mask | tuple[Mask, ...] = NO_MASK
     #: Further hidden keys, in short gaps between visible ones; None if there are none.
     hidden: HiddenKeys | None = None
-    #: What scores are multiplied by; None is 1 / sqrt(E).
+    #: The factor of scores; None is 1 / sqrt(E).
     scale: float | None = None
     #: How gradients of keys and values travel: see `set_rotate_method`.
     method: str = ROTATE_METHODS[0]
-    #: How the queries are spread, if not as the keys are; None, too, where it does not matter.
+    #: The layout of the queries; None if it equals the keys' or does not matter.
     queries: SequenceLayout | None = None
     #: The features of a value, if not E.
     value_features: int | None = None
     #: Scores become softcap * tanh(score / softcap).
     softcap: float | None = None
-    #: Whether the denominator of the softmax has a learned logit of each head, too.
+    #: Whether the denominator of the softmax includes a learned logit of each head.
     sinks: bool = False
     #: Whether a bias by distance is added to the scores.
     bias: bool = False
@@ -176,14 +176,14 @@ class AttentionSpec:
         return key.shape[3] if self.value_features is None else self.value_features
 
     def grad_shapes(self, key: torch.Tensor) -> list[tuple[int, ...]]:
-        """Returns the shapes of the gradients of what each rank sends, one after another."""
+        """Returns each rank's shape of the consecutive gradients of its sent keys and values."""
         B, G, _, E = key.shape
         return [(B * length * G * (E + self.features(key)),) for length in self._sent_lengths()]
 
     def call_name(self, op: str, key: torch.Tensor, *details: object) -> bytes:
-        """Names a call for errors, and so that ranks notice when their specs differ.
+        """Returns the text that names a call in errors, and that ranks compare.
 
-        `details` are further things (hashable) that must be identical on all ranks.
+        `details` are further hashable values that must be identical on all ranks.
         """
         B, G, _, E = key.shape
         return _call_name(op, str(key.dtype)[6:], (B, G, E), self, details)
@@ -211,5 +211,5 @@ def _listed(shape: list[int | str]) -> str:
 
 
 def value_features_of(query: torch.Tensor, value: torch.Tensor) -> int | None:
-    """Returns the number of features of a value, if queries have another."""
+    """Returns the number of features of a value, None if queries have the same."""
     return None if value.shape[3] == query.shape[3] else value.shape[3]

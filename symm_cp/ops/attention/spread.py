@@ -1,4 +1,4 @@
-"""How the keys and the queries of a call are spread over the ranks, as its options say."""
+"""The layouts of the keys and the queries of a call over the ranks, from its options."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 def spread_of(
     op: str, group: Group, query: torch.Tensor, key: torch.Tensor, options: Options
 ) -> tuple[SequenceLayout, SequenceLayout | None]:
-    """Returns how keys are spread, and how queries are if it matters and is not the same.
+    """Returns the layout of keys, and that of queries if it matters and differs.
 
-    Raises `ValueError` where the shards of this rank do not fit, or where an option depends on the
-    positions of queries that are not known.
+    Raises `ValueError` if the shards of this rank do not fit, or if an option depends on the
+    positions of queries and these are not known.
     """
     rows = (query.shape[2], key.shape[2])
     if options.layouts is not None:
@@ -48,10 +48,11 @@ def spread_of_queries(
     spread: tuple[SequenceLayout, SequenceLayout | None],
     options: Options,
 ) -> SequenceLayout:
-    """Returns how queries are spread, also where their positions do not matter.
+    """Returns the layout of queries, even if their positions do not matter.
 
-    Then the ranks tell each other how many they hold, unless the options say it: queries of another
-    sequence may be as many as the keys on some ranks only. `spread` is the result of `spread_of`.
+    In that case ranks exchange their numbers of queries, unless the options give them: on
+    some ranks only, queries of another sequence may equal the keys in number. `spread` is the
+    result of `spread_of`.
     """
     keys, queries = spread
     if options.by_position:
@@ -77,10 +78,10 @@ def keys_held(
     *,
     ordered: bool,
 ) -> SequenceLayout:
-    """Returns how keys are spread, given the layouts of sequences and this rank's (queries, keys).
+    """Returns the layout of keys, given those of known sequences and this rank's (queries, keys).
 
-    If nothing depends on the order of keys, and queries are spread unequally, as many keys as
-    queries on one rank may still be those of another sequence: then the ranks tell each other.
+    If nothing depends on the order of keys, and queries are spread unequally, equal numbers of keys
+    and queries on one rank may still be of two sequences: then ranks exchange their numbers.
     """
     if must_count_keys(known, ordered=ordered):
         return _layout_by_counts(op, group, "keys", rows[1], known)
@@ -92,11 +93,11 @@ def keys_held(
 def _queries_over(
     grid: Grid, op: str, group: Group, rows: int, known: Sequence[SequenceLayout]
 ) -> SequenceLayout:
-    """Returns how queries are spread over this rank's column, and how many each column has.
+    """Returns the layout of queries: exact in this rank's column, totals for other columns.
 
-    The ranks of a column and then those of a row tell each other, because these two groups hear
-    of a rank that refuses the call. What one rank of another column holds, nobody here needs: its
-    first rank stands for all of them. Collective.
+    The ranks of a column and then those of a row exchange their numbers, because a rank that
+    refuses the call reports it to these two groups. Other columns' totals suffice: the layout
+    assigns each to the column's first rank. Collective.
     """
     name, own = f"{op}: numbers of queries", grid.columns[grid.column_of(group.rank)]
     with propagates_failure(grid.keys, calling=grid.heads, mesh=True):
@@ -117,13 +118,13 @@ def _queries_over(
 def _layout_by_counts(
     op: str, group: Group, noun: str, rows: int, known: Sequence[SequenceLayout]
 ) -> SequenceLayout:
-    """Returns the layout of what each rank holds some rows of. Collective."""
+    """Returns the layout of a sequence with `rows` rows on this rank. Collective."""
     of_all = numbers_of_all(group, f"{op}: numbers of {noun}", [rows])
     return _layout_with([count for (count,) in of_all], known)
 
 
 def _layout_with(lengths: list[int], known: Sequence[SequenceLayout]) -> SequenceLayout:
-    """Returns the first known layout of which ranks hold so many positions, or else in order."""
+    """Returns the first known layout with these lengths, or else one in rank order."""
     for layout in known:
         if list(layout.lengths) == lengths:
             return layout
@@ -135,7 +136,7 @@ def _of_tensor(
 ) -> tuple[SequenceLayout, SequenceLayout | None]:
     chunks = ("chunk_order", "chunk_lengths", "query_chunk_order", "query_chunk_lengths")
     if any(getattr(options, name) is not None for name in chunks):
-        raise ValueError(f"{op}: layouts and chunks are both given, must be one")
+        raise ValueError(f"{op}: layouts and chunks are both given, pass only one")
     known = decoded(op, layouts, group.world_size)
     place = (group.rank, group.world_size)
     ordered = bool(options.by_position) or options.key_mask is not None
@@ -150,7 +151,7 @@ def _of_tensor(
 def _of_queries(
     op: str, group: Group, rows: tuple[int, int], options: Options
 ) -> SequenceLayout | None:
-    """Returns how queries are spread, if the options say it."""
+    """Returns the layout of queries if the options give it."""
     order, lengths = options.query_chunk_order, options.query_chunk_lengths
     if order is not None or lengths is not None:
         return _layout_of(op, group, rows[0], order, lengths, of="query")
@@ -182,7 +183,7 @@ def _layout_of(
     *,
     of: str = "key",
 ) -> SequenceLayout:
-    """Returns how a sequence is spread; raises `ValueError` if this rank's shard has other rows."""
+    """Returns a sequence's layout; raises `ValueError` if this rank's shard has other rows."""
     prefix, noun = ("", "keys") if of == "key" else ("query_", "queries")
     world_size, rank = group.world_size, group.rank
     count = len(chunk_order or chunk_lengths or range(world_size))

@@ -1,8 +1,8 @@
 """Attention of new tokens to a cache of keys and values that is spread over the ranks.
 
 Every rank has the same queries and its own part of the keys, of any length. It attends to these,
-and the results of all ranks are merged by log-sum-exp, in rank order. What travels is a result for
-each query, however long the cache is.
+and merges the results of all ranks by log-sum-exp, in rank order. Only one result for each query
+travels, however long the cache is.
 
 Shapes: query (B, H, S, E), key (B, G, K, E), value (B, G, K, V); K differs from rank to rank.
 """
@@ -38,8 +38,8 @@ def _check_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> N
     )
     if not fits:
         raise ValueError(
-            f"{_OP}: mask has shape {list(mask.shape)}, must be {list(whole)} or have ones in "
-            "place of some: (batch, heads, queries, this rank's keys)"
+            f"{_OP}: mask has shape {list(mask.shape)}, must be {list(whole)} or have ones "
+            "instead of some: (batch, heads, queries, this rank's keys)"
         )
     if mask.dtype != torch.bool and mask.dtype not in FLOATING:
         raise TypeError(f"{_OP}: mask is {mask.dtype}, must be bool or floating")
@@ -118,7 +118,7 @@ def _spread_cache_attention(
         lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
         return query.new_empty(shape), lse
     if query.device.type != "cpu":
-        attention_runs.count += 1  # the native kernel counts otherwise
+        attention_runs.count += 1  # on CPU the native kernel counts
     if key_positions is not None and bool((key_positions.diff() <= 0).any()):
         raise ValueError(f"{_OP}: key_positions must ascend")
     visible = _visible(query, key_positions, first_query, window_left)
@@ -171,7 +171,7 @@ def _attend(
     mask: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attends to this rank's keys: (B, H, S, V + 1), the log-sum-exp behind the features."""
+    """Attends to this rank's keys: (B, H, S, V + 1), the log-sum-exp after the features."""
     dtype, features = wide(query.dtype), value.shape[3]
     packed = new_result(query, (*query.shape[:3], features + 1), dtype)
     packed.zero_()[..., features].fill_(-torch.inf)
@@ -192,7 +192,7 @@ def _merged(
     sinks: torch.Tensor | None,
     name: bytes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges the results of all ranks, and the sinks as one that has no values."""
+    """Merges the results of all ranks, and the sinks as a result without values."""
     features = packed.shape[3] - 1
     out = torch.zeros_like(packed[..., :features], memory_format=torch.contiguous_format)
     lse = torch.full_like(packed[..., 0], -torch.inf, memory_format=torch.contiguous_format)
@@ -249,7 +249,7 @@ def spread_cache_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends to keys and values of which each rank has some, with the same queries on all ranks.
+    """Attends to keys and values that are spread over ranks, with the same queries on all ranks.
 
     Same result as attention to the keys and values of all ranks, for decoding over a cache that is
     spread over ranks::
@@ -262,21 +262,21 @@ def spread_cache_attention(
         key, value: (B, G, K, E) and (B, G, K, V), this rank's; G divides H. K may differ from rank
             to rank, and be 0.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
-        mask: which of this rank's keys are seen (bool), or what is added to their scores; (B, H, S,
-            K), where any dimension may be 1.
-        key_positions: (K,) of int64, ascending: where this rank's keys are in the sequence. Then
-            attention is causal: query i, at position `first_query` + i, sees no key behind it, nor
-            one more than `window_left` positions before it.
-        scale, softcap: as `all_gather_attention`; equal on all ranks, as `first_query`.
+        mask: visible keys of this rank (bool), or numbers to add to their scores; (B, H, S, K),
+            where any dimension may be 1.
+        key_positions: (K,) of int64, ascending: the positions of this rank's keys in the sequence.
+            With them, attention is causal: query i, at position `first_query` + i, sees no later
+            key, nor any more than `window_left` positions before it.
+        scale, softcap: as in `all_gather_attention`; equal on all ranks, like `first_query`.
         sinks: (H,), a logit for each head that takes a part of the weights; equal on all ranks.
 
     Returns the output (B, H, S, V), and its log-sum-exp (B, H, S) in float32 or float64, both
     contiguous, with the same bits on all ranks: results are merged in rank order, in float32 for
-    16-bit types. A query that sees no key gets zeros and -inf. No gradient. One all-gather of a
-    result for each query, on CPU in one native call. Raises `ValueError` or `TypeError` for
+    16-bit types. A query that sees no key gets zeros and -inf. No gradient. Makes one all-gather
+    of a result for each query, on CPU in one native call. Raises `ValueError` or `TypeError` for
     arguments that do not fit, before any communication; `RuntimeError` when a peer fails or
     disagrees.
-    Source: split-key decoding (flash-decoding), its parts on different ranks.
+    Source: split-key decoding (flash-decoding), with the parts on different ranks.
     """
     result: tuple[torch.Tensor, torch.Tensor] = direct(_OP)(
         query, key, value, group_name(group), mask, key_positions, first_query, window_left, scale,

@@ -1,10 +1,10 @@
 """Attention tile by tile: kernels on parts of the keys, merged as they arrive.
 
-Which kernel computes a tile, torch's or this project's, is said by `_own`.
+`_own` chooses torch's or this project's kernel for a tile.
 
 Shapes: B batch, H query heads, G key/value heads (a divisor of H), S rows, E features of a head.
 Partial results are merged in float32 (float64 for float64), so that errors do not grow with the
-number of parts. torch's CPU kernel crashes the process without keys, so it is never called then.
+number of parts. torch's CPU kernel crashes the process if there are no keys; it is not called then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> tor
 def empty_output(
     query: torch.Tensor, features: int, *, device: str | torch.device | None = None
 ) -> torch.Tensor:
-    """Returns an empty (B, H, S, features), with the strides of the queries or in their order."""
+    """Returns an empty (B, H, S, features) with the queries' strides or order of dimensions."""
     B, H, S, E = query.shape
     if features == E:
         return torch.empty_like(query, device=device)
@@ -51,10 +51,10 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def dense_features(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy where the features of a position are not side by side.
+    """Returns the tensor, or a copy if the features of a position are not adjacent.
 
-    Also where positions share elements: what torch allocates like such a tensor has its features
-    apart, and torch's kernel writes wrong values there.
+    Copies, too, if positions share elements: a tensor that torch allocates like such a one has its
+    features apart, and torch's kernel writes wrong values there.
     """
     if tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous():
         return tensor  # the usual strides, known at once
@@ -69,8 +69,8 @@ def dense_features(tensor: torch.Tensor) -> torch.Tensor:
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns a boolean mask as kernels take it: zeros, and -inf where it is False."""
     keys = visible.shape[-1]
-    # For 16-bit dtypes the CPU's kernel takes masks in float32. The others take them in the dtype,
-    # with rows that begin at multiples of some elements.
+    # For 16-bit dtypes the CPU's kernel takes masks in float32. Other kernels take `dtype`, with
+    # rows that begin at multiples of MASK_ALIGN elements.
     on_cpu = visible.device.type == "cpu"
     dtype, padding = (wide(dtype), 0) if on_cpu else (dtype, -keys % kernels.MASK_ALIGN)
     shape = (*visible.shape[:-1], keys + padding)
@@ -130,9 +130,9 @@ def _own(
 ) -> ScoredTiles | None:
     """Arguments of this project's kernels for a tile; None if torch's compute it.
 
-    They compute all tiles if there is `scored` and, on CPU, bands, of which they waste little, and
-    tiles that are not small, at which they are faster. Their backward pass takes a thread for each
-    group of key heads.
+    This project's kernels compute all tiles if there is `scored`; on CPU also bands, where they
+    waste little, and tiles that are not small, where they are faster. Their backward pass takes a
+    thread for each group of key heads.
     """
     if scored is not None or query.device.type != "cpu":
         return scored
@@ -144,12 +144,12 @@ def _own(
     return ScoredTiles(query, spec)
 
 
-# Rows in a tile that needs a mask only because the device's kernels take none beside a causal one.
+# Rows per part of a causal tile with hidden keys: the device's kernels take no mask if causal.
 _MASKED_ROWS = 256
 
 
 def _for_kernels(tile: Tile, query: torch.Tensor, spec: AttentionSpec) -> tuple[Tile, ...]:
-    """The tile as the kernels of the device take it."""
+    """The tile in parts that the kernels of the device take."""
     if query.device.type == "cpu":
         return (tile,)
     if tile.causal and spec.hidden is not None:
@@ -179,9 +179,9 @@ def _keys(tile: Tile, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
 class Forward:
     """The attention of one rank's queries, merged over parts of the keys.
 
-    `parts` is the number of tiles that a row is in, if known. Two are merged in the dtype of the
-    queries: their sum is rounded only once. `sinks` (H,) are one more score in every row, of a
-    value of zero. `scored` is given where torch's kernels do not suffice.
+    `parts` is the largest number of tiles of a row, if known. Up to two are merged in the dtype of
+    the queries: their sum is rounded only once. `sinks` (H,) add a score to every row, for a value
+    of zero. `scored` is given if torch's kernels do not suffice.
     """
 
     def __init__(
@@ -258,14 +258,14 @@ class Forward:
         if self._merged is None:
             query, on_streams = self._query, has_streams(self._query.device)
             like, kind = self._like, {"dtype": self._dtype, "device": query.device}
-            # On CPU rows that see no key are zeroed in the end, if there are any.
+            # On CPU `result` zeroes rows that see no key, if there are any.
             if on_streams:
                 out = torch.zeros_like(like, **kind)
-            else:  # in one call: empty_like of a tensor on another device is 75 in Python
+            else:  # one call; empty_like of a tensor on another device makes 75 in Python
                 out = torch.empty_strided(like.shape, like.stride(), **kind)
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
             if not on_streams and self._sinks is not None:
-                # As a key seen first it costs nothing: the pass over the output is saved.
+                # Starting with the sinks, like a first key, saves a pass over the output.
                 out.zero_()
                 lse.copy_(self._sinks.unsqueeze(-1))
                 self._sinks = None
@@ -299,7 +299,7 @@ def grad_of_sinks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the gradient of the sinks by the rows of `out`, in their dtype."""
+    """Returns the gradient of the sinks by the rows of `out`, in the sinks' dtype."""
     # A sink's weight in a row; 0 where the log-sum-exp is -inf, as the sink then is.
     weight = torch.exp(
         sinks.to(lse.dtype).unsqueeze(-1) - lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -342,7 +342,7 @@ class Total:
 class Backward:
     """The gradients of one rank's queries, and of each part of the keys and values.
 
-    `scored` as in `Forward`; with it `grad_lse` may be given, and a `bias` that wants a gradient.
+    `scored` is as in `Forward`; `grad_lse` and a `bias` that needs a gradient require it.
     """
 
     def __init__(
@@ -359,8 +359,8 @@ class Backward:
     ) -> None:
         self._query, self._out, self._spec, self._scored = query, out, spec, scored
         self._grad_out, self._grad_lse = dense_features(grad_out), grad_lse
-        # Heads of a row adjacent, as the CPU's kernel returns it: other strides cost a fifth more
-        # time there. The others take it as it is.
+        # Makes heads of a row adjacent, as the CPU's kernel returns lse: other strides cost a fifth
+        # more time there. Other kernels take lse unchanged.
         if query.device.type == "cpu":
             lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
         # exp(score - lse) is the weight of a key: inf gives rows that see no key no weights.
@@ -383,7 +383,7 @@ class Backward:
     ) -> None:
         """Adds the tiles of rank `owner`'s keys and values, whose gradients go to `partials`.
 
-        `first` is the first row of all four.
+        `first` is the first row of keys, values and `partials`.
         """
         totals = Total(partials[0]), Total(partials[1])
         for tile in tiles:

@@ -66,7 +66,7 @@ class _Rows:
         return torch.exp(self.score - lse.masked_fill(fully_masked, torch.inf).unsqueeze(-1))
 
     def dropped(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns weights after dropout, or what flows back to those before it."""
+        """Returns weights after dropout; maps gradients after dropout to those before it."""
         return tensor if self.factor is None else tensor * self.factor
 
 
@@ -136,7 +136,7 @@ def add_gradients(
     tile_mask: TileMask,
     grads: Gradients,
 ) -> None:
-    """As `native_tiles.add_gradients`, on any device."""
+    """Like `native_tiles.add_gradients`, on any device."""
     wide, groups = dtypes.wide(query.dtype), key.shape[1]
     if query.shape[:3].numel() == 0 or key.shape[2] == 0:
         return

@@ -1,10 +1,10 @@
-"""Attention on streams in two steps: to this rank's keys, and to those of all peers at once.
+"""Attention on streams in two steps: to this rank's keys, then to all peers' keys at once.
 
-The peers' rows are pulled in the order of the sequence while the first kernel runs. Then one kernel
-attends to them, two where a rank holds two chunks under a causal mask, and its results are merged.
-With a kernel for each shard, each of the W - 1 others is a launch, a pass over the results, and a
-tail in which multiprocessors are idle. The backward pass likewise: one kernel writes the gradients
-of all peers' keys, of which each peer pulls its own.
+A rank pulls the peers' rows, in the order of the sequence, while the first kernel runs. Then one
+kernel (two if a rank holds two chunks under a causal mask) attends to them, and its results are
+merged. A kernel for each shard would cost, for each of the W - 1 peers, a launch, a pass over the
+results, and a tail in which multiprocessors are idle. The backward pass likewise: one kernel writes
+the gradients of all peers' keys, and each peer pulls its own.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from symm_cp.schedule.tiles import Tile, tiles_of_others
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 
-# Keys and values of all ranks that are gathered at once, in bytes. By shards a rank keeps two.
+# The most bytes of all ranks' keys and values to gather at once. Shard by shard, a rank keeps two.
 _MOST_BYTES = 2**30
 
 OWN, OTHERS = range(2)
 
 
 def fits(group: Group, key: torch.Tensor, spec: AttentionSpec) -> bool:
-    """Tells whether a call can be made like this; all ranks get the same answer."""
+    """Returns whether a call can run in two steps; all ranks get the same answer."""
     B, G, _, E = key.shape
     nbytes = spec.layout.length * G * (E + spec.features(key)) * key.element_size()
     return (
@@ -42,7 +42,7 @@ def fits(group: Group, key: torch.Tensor, spec: AttentionSpec) -> bool:
         and isinstance(spec.mask, Mask)
         and spec.hidden is None
         and not spec.rescores
-        # torch's kernel for CPU tensors, on simulated devices, takes no values of other features.
+        # On simulated devices, torch's CPU kernel needs values with as many features as keys.
         and (spec.value_features is None or key.device.type != "cpu")
         and nbytes <= _MOST_BYTES
         and _sends_all(spec.layout, spec.mask, spec.queries)
@@ -59,7 +59,7 @@ def _sends_all(layout: SequenceLayout, mask: Mask, queries: SequenceLayout | Non
 
 
 def tiles_of(spec: AttentionSpec, rank: int, rows: int) -> tuple[tuple[Tile, ...], ...]:
-    """Returns the tiles of a rank's `rows` queries with its own keys, and with those of others."""
+    """Returns the tiles of a rank's `rows` queries with its own keys, and with the peers'."""
     assert isinstance(spec.mask, Mask)
     others = tiles_of_others(spec.layout, spec.mask, rank, spec.queries, rows)
     return spec.tiles(rank, rank, rows), others
@@ -73,7 +73,7 @@ def consume_keys(
     value: torch.Tensor,
     consume: Callable[[list[torch.Tensor], int], None],
 ) -> None:
-    """Calls `consume([key, value], OWN)`, then with `OTHERS` for those of all peers. Collective."""
+    """Calls `consume([key, value], OWN)`, then with `OTHERS` for all peers' shards. Collective."""
     shard = [_rows(key), _rows(value)]
     call = TogetherCall(
         group,
@@ -94,9 +94,9 @@ def reduce_gradients(
     value: torch.Tensor,
     consume: Callable[[list[torch.Tensor], int, Tensors], None],
 ) -> Tensors:
-    """Returns the gradients of this rank's keys and values, as pipeline.py's does. Collective.
+    """Returns the gradients of this rank's keys and values, like pipeline.py's. Collective.
 
-    Calls `consume([key, value], OWN, partials)`, then with `OTHERS` for those of all peers.
+    Calls `consume([key, value], OWN, partials)`, then with `OTHERS` for all peers' shards.
     """
     shard = [_rows(key), _rows(value)]
     own = _heads(shard)

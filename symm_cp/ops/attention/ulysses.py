@@ -5,8 +5,8 @@ Shapes: a shard is (B, N, S_r, E), all heads of this rank's part of the sequence
 the part of the sequence that the ranks of a column hold together, and the ranks of a row gather
 keys.
 
-Masks are functions of positions, so they are as without the exchange; sinks and biases are sliced,
-and dropout counts heads from the first of this rank. The backward pass exchanges the inputs of the
+Masks are functions of positions, so the exchange does not change them; sinks and biases are sliced,
+and dropout counts heads from this rank's first head. The backward pass exchanges the inputs of the
 forward pass again, instead of keeping them twice.
 
 Source: DeepSpeed Ulysses (Jacobs et al., 2023); the mix follows USP (Fang and Zhao, 2024).
@@ -38,15 +38,15 @@ from symm_cp.runtime.round_trips import RoundTrip, run_round_trips
 from symm_cp.schedule.layout import SequenceLayout, sequential
 from symm_cp.tensors.dtypes import wide
 
-#: Computes attention of a group of heads (its number), given query, key and value; its gradients,
-#: given whether the gradients of keys and values are wanted in the dtype for sums.
+#: Computes attention of a group of heads (by its number) from query, key and value; or its
+#: gradients, with a flag for gradients of keys and values in the dtype for sums.
 Attend: TypeAlias = Callable[[int, Tensors, ScoreTerms], tuple[torch.Tensor, torch.Tensor]]
 AttendBackward: TypeAlias = Callable[[int, AttentionInputs, ScoreTerms, bool], tuple[Tensors, Grad]]
 
 # The kinds of query, key and value, in `UlyssesCall._pipeline`.
 _INPUTS = "qkk"
 
-# Groups of heads, of which one travels while the one before it is attended with. On CPU the thread
+# Groups of heads: a group travels while the group before it attends. On CPU the thread
 # that attends also copies: more than one group would only make the copies smaller.
 _GROUPS_ON_STREAMS = 4
 
@@ -55,8 +55,8 @@ _GROUPS_ON_STREAMS = 4
 class UlyssesCall:
     """One call on this rank, around an attention of this rank's heads.
 
-    `group` exchanges heads, `of_keys` (if any) gathers keys. `whole` is the spec of all heads,
-    `shares` and `specs` belong to the groups of heads, which are attended with one after the other.
+    `group` exchanges heads, `of_keys` (if any) gathers keys. `whole` is the spec of all heads;
+    `shares` and `specs` have an entry for each group of heads; the groups attend in turn.
     `queries` and `keys` are the layouts over `group`, `gathered_queries` and `gathered_keys` the
     layouts over `of_keys`, after the exchange.
     """
@@ -72,7 +72,7 @@ class UlyssesCall:
     gathered_keys: SequenceLayout
 
     def heads(self, index: int) -> tuple[int, int]:
-        """This rank's query heads in a group."""
+        """This rank's query heads in a group of heads."""
         return self.shares[index].queries[self.group.rank]
 
     @property
@@ -141,9 +141,9 @@ class UlyssesCall:
         kinds_back: str,
         new_outputs: Callable[[], Tensors],
     ) -> Tensors:
-        """Exchanges tensors, works on what arrives, and exchanges its results to new outputs.
+        """Exchanges tensors, calls `work` on them, and exchanges its results to new outputs.
 
-        All tensors have all heads. Each is of queries or of keys: "q" or "k" in `kinds`.
+        All tensors have all heads. `kinds` says which are of queries ("q") or of keys ("k").
         """
         given = [dense_features(tensor) for tensor in given]
         if len(self.shares) == 1:
@@ -169,7 +169,7 @@ class UlyssesCall:
         kinds_back: str,
         new_outputs: Callable[[], Tensors],
     ) -> Tensors:
-        """As `_pipeline`, with one group of heads."""
+        """Like `_pipeline`, with one group of heads."""
         rank, shares, on = self.group.rank, self.shares[0], runtime.of(given[0], self.group)
         there = head_exchange(rank, True, self._parts(shares, kinds, given))
         heads, mesh = self.group.name, self.of_keys is not None
@@ -179,7 +179,7 @@ class UlyssesCall:
             on.exchange(self.group, there, given, arrived, name)
         with propagates_failure(heads, calling=keys[0] if keys else None, mesh=mesh):
             results = [dense_features(result) for result in work(arrived)]
-        arrived.clear()  # before there is memory for more
+        arrived.clear()  # frees it before the next allocation
         with propagates_failure(*keys, calling=heads, mesh=mesh):
             outputs = new_outputs()
             back = head_exchange(rank, False, self._parts(shares, kinds_back, outputs))
@@ -216,7 +216,7 @@ class UlyssesCall:
     def _repeated(
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Tensors:
-        """Repeats key heads that unequally many query heads look at: kernels take no such."""
+        """Repeats key heads that unequal numbers of query heads use: kernels need equal ones."""
         each = self.shares[index].key_of_each(self.group.rank)
         if each is None:
             return query, key, value
@@ -246,8 +246,8 @@ def call_of(
 ) -> UlyssesCall:
     """Returns the call of all heads on this rank.
 
-    `group` are all ranks over which the sequence is spread, `heads` the numbers of query and key
-    heads, `layouts` how queries and keys are spread. Raises `ValueError` for fewer heads than
+    `group` is the group of all ranks that hold the sequence, `heads` the numbers of query and key
+    heads, `layouts` the layouts of queries and keys. Raises `ValueError` for fewer heads than
     ranks.
     """
     queries, keys = layouts
@@ -277,6 +277,6 @@ def call_of(
 
 
 def _groups(group: Group, device: torch.device, grid: Grid | None) -> int:
-    """Into how many groups heads are divided at most; one where keys are gathered meanwhile."""
+    """The largest number of groups of heads; 1 if keys are gathered meanwhile."""
     on_streams = has_streams(device) and group.world_size > 1
     return _GROUPS_ON_STREAMS if on_streams and grid is None else 1

@@ -1,7 +1,7 @@
-"""Exchanges of a sequence for heads: ranks give up positions of some heads for heads of positions.
+"""Exchanges of all heads of some positions for all positions of some heads, and back.
 
 shares          which heads each rank gets
-packing         which heads of which positions each rank sends to each, and where they lie
+packing         which heads and positions each rank sends to each, and where they lie
 exchange_heads  the op: sends and receives them
 projection      the ops that multiply before, or after, the exchange while it is under way
 """

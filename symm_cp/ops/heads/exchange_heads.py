@@ -2,8 +2,7 @@
 
 For attention of ranks that each hold part of a sequence: every rank gets the whole sequence of its
 heads, in sequence order, attends to it as a single process does, and sends the result back. Each
-direction is the gradient of the other. Source: DeepSpeed-Ulysses (Jacobs et al.,
-2023).
+direction is the gradient of the other. Source: DeepSpeed-Ulysses (Jacobs et al., 2023).
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from symm_cp.tensors.results import contiguous
 
 OP = "exchange_heads"
 
-# `head_ranges` lists for every tensor the first head of each rank and the one behind its last; by
-# default each rank has H / W heads. `chunk_order` and `chunk_lengths` are explained in
-# schedule/layout.py; by default rank r holds the r-th of W parts. `rank` is required with any of
-# these, because the shapes of results depend on it.
+# `head_ranges` lists for every tensor each rank's first head and its last head + 1; by default each
+# rank has H / W heads. schedule/layout.py explains `chunk_order` and `chunk_lengths`; by default
+# rank r holds the r-th of W parts. `rank` is required with any of these, because the shapes of
+# results depend on it.
 _ARGUMENTS = (
     "(Tensor[] tensors, bool to_heads, str group_name, int[]? head_ranges=None, "
     "int[]? chunk_order=None, SymInt[]? chunk_lengths=None, int? rank=None)"
@@ -127,7 +126,7 @@ def _check_heads(
         if tensor.shape[1] != required:
             raise ValueError(
                 f"{op}: tensors[{index}] has {tensor.shape[1]} heads, must have {required} for "
-                f"heads {[list(each) for each in each]} of the ranks"
+                f"the ranks' heads {[list(each) for each in each]}"
             )
 
 
@@ -173,7 +172,7 @@ def exchange_of(
     *,
     op: str = OP,
 ) -> tuple[Group, HeadExchange]:
-    """Returns group and exchange of an op's arguments; raises `ValueError` or `TypeError`."""
+    """Returns the group and exchange for an op's arguments; raises `ValueError` or `TypeError`."""
     group = group_of(group_name, rank)
     options = [None if o is None else tuple(o) for o in (head_ranges, chunk_order, chunk_lengths)]
     kinds = _Kind.of(tensors)
@@ -216,8 +215,8 @@ def _plan(
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], str]:
     """Plans a call for csrc/ops/exchange_heads.cpp; raises `ValueError` or `TypeError`.
 
-    Returns the bytes of the boxes that are sent and received, the sizes of all results and the
-    call's name; no sizes where results are sums, which the native kernel cannot compute.
+    Returns the boxes to send and to receive, as bytes, the sizes of all results and the call's
+    name; no sizes if results are sums, which the native kernel cannot compute.
     """
     group, exchange = exchange_of(tensors, to_heads, group_name, *options)
     if not exchange.copies_only:
@@ -253,7 +252,7 @@ def run_exchange(
 
 @lru_cache(maxsize=512)
 def exchange_name(exchange: HeadExchange, op: str = OP) -> bytes:
-    """Names a call, identically on all ranks; a checksum represents the heads and the layout."""
+    """Returns a call's name, equal on all ranks; a checksum represents heads and layout."""
     checksum = zlib.crc32(repr(exchange.parts).encode())
     shapes = " ".join(f"{str(part.dtype)[6:]}{list(part.shape)}" for part in exchange.parts)
     name = f"{op} {'to heads' if exchange.to_heads else 'to sequence'} #{checksum:08x} {shapes}"

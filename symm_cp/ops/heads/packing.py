@@ -1,4 +1,4 @@
-"""Which heads of which positions each rank sends to each, and where they lie on both sides.
+"""The heads and positions that each rank sends to each, and where they lie on both sides.
 
 Ranks that hold part of a sequence with all heads get the whole sequence with part of the heads, or
 the other way round. B batch, H heads, S positions of the sequence, E features of a head; h and s
@@ -24,7 +24,7 @@ from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Shape, viewing
 
-#: The heads that each rank has, from the first to the one behind the last.
+#: Each rank's heads, as (first, last + 1).
 HeadRanges: TypeAlias = tuple[tuple[int, int], ...]
 Tensors: TypeAlias = Sequence[torch.Tensor]
 
@@ -36,14 +36,14 @@ class _Fragment(NamedTuple):
     at: int
     tensor: int
     sample: int
-    heads: tuple[int, int]  # first and one behind the last, counted from the first in the message
+    heads: tuple[int, int]  # first and last + 1, counted from the first in the message
     features: tuple[int, int]
     span: Span
 
 
 @dataclass(frozen=True)
 class HeadPart:
-    """A tensor that is exchanged: how its positions are spread, and the heads of each rank.
+    """A tensor to exchange: the layout of its positions, and the heads of each rank.
 
     `shape` is the shape of the whole tensor, (B, H, S, E).
     """
@@ -60,7 +60,7 @@ class HeadPart:
         return len(held) == len(set(held))
 
     def heads(self, rank: int) -> int:
-        """How many heads a rank has."""
+        """The number of a rank's heads."""
         begin, end = self.ranges[rank]
         return end - begin
 
@@ -87,7 +87,7 @@ class HeadPart:
     def rows_of(
         self, part: torch.Tensor, whole: torch.Tensor, rank: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Equal rows of a rank's part of the sequence and of the whole sequence."""
+        """Yields matching rows of a rank's part of the sequence and of the whole sequence."""
         for span in self.layout.spans(rank):
             yield part.narrow(2, span.row, span.length), whole.narrow(2, span.start, span.length)
 
@@ -106,7 +106,7 @@ class HeadPart:
 
 @dataclass(frozen=True, eq=False)
 class HeadExchange:
-    """An exchange of several tensors on one rank; `head_exchange` makes equal ones once."""
+    """An exchange of several tensors on one rank; `head_exchange` caches equal ones."""
 
     rank: int
     to_heads: bool
@@ -119,7 +119,7 @@ class HeadExchange:
 
     @property
     def joins(self) -> bool:
-        """See `PackedBoxes`: the heads of all ranks come to lie side by side."""
+        """See `PackedBoxes`: the heads of all ranks end up side by side."""
         return not self.to_heads
 
     @cached_property
@@ -137,7 +137,7 @@ class HeadExchange:
         ]
 
     def offsets(self, source: int, to: int) -> tuple[int, ...]:
-        """Where the tensors begin in a message; last, the bytes of the message."""
+        """Where the tensors begin in a message, then the message's bytes."""
         shapes = self._message(source, to)
         parts = zip(shapes, self.parts, strict=True)
         return part_offsets([math.prod(shape) * part.dtype.itemsize for shape, part in parts])
@@ -151,7 +151,7 @@ class HeadExchange:
     def _copy(
         self, part: HeadPart, sent: torch.Tensor, tensor: torch.Tensor, peer: int, *, given: bool
     ) -> None:
-        """Copies a tensor's part for a peer to `sent`; unless `given`, that from a peer back."""
+        """Copies a tensor's part for a peer to `sent`; unless `given`, `sent` to a peer's part."""
         pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
         if given == self.to_heads:  # a tensor with all heads
             pairs = [(sent, part.heads_of(tensor, peer, arriving=not given))]
@@ -182,7 +182,7 @@ class HeadExchange:
             self._copy(part, sent, output, source, given=False)
 
     def keep(self, tensors: Tensors, outputs: Tensors) -> None:
-        """Copies what stays on this rank, once: the tensor with all heads serves as message."""
+        """Copies this rank's own part, once: the tensor with all heads serves as message."""
         rank = self.rank
         for part, tensor, output in zip(self.parts, tensors, outputs, strict=True):
             if self.to_heads:
@@ -278,5 +278,5 @@ def rows_first(like: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 @lru_cache(maxsize=512)
 def head_exchange(rank: int, to_heads: bool, parts: tuple[HeadPart, ...]) -> HeadExchange:
-    """Returns an exchange, made once."""
+    """Returns an exchange, cached by its arguments."""
     return HeadExchange(rank, to_heads, parts)

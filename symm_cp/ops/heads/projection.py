@@ -1,9 +1,8 @@
 """Projections fused with the exchange of a sequence for heads, and of heads for a sequence.
 
-Before attention, the heads of each rank are multiplied straight into the message for that rank,
-while the messages of the peers are under way. Behind attention, the product of a rank's heads with
-their rows of the output projection is added as soon as they arrive. Each op is the gradient of the
-other.
+Before attention, a rank multiplies each peer's heads straight into the message for that peer, while
+the peers' messages are under way. After attention, it adds the product of a peer's heads with their
+rows of the output projection as soon as they arrive. Each op is the gradient of the other.
 
 B batch, S positions, D features of the model, H heads of E features each; s and h are this rank's
 part of positions and heads.
@@ -265,7 +264,7 @@ def _collect_fake(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    # vmap supports it, unlike `flatten`; -1 rows would be ambiguous for an empty tensor.
+    # vmap supports reshape, unlike `flatten`; -1 rows would be ambiguous for an empty tensor.
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
@@ -304,7 +303,7 @@ def _collect_backward(
     ctx: Any, grad_out: torch.Tensor | None, grad_local: list[torch.Tensor | None]
 ) -> tuple[Any, ...]:
     count = len(ctx.features)
-    saved = ctx.saved_tensors  # once: a checkpoint recomputes them each time
+    saved = ctx.saved_tensors  # read once: a checkpoint recomputes them on each read
     weights, local = saved[:count], saved[count:]
     of_tensors: list[torch.Tensor | None] = [None] * count
     of_weights: list[torch.Tensor | None] = [None] * count
@@ -361,7 +360,7 @@ declare(
             on.group_name,
         ),
     ),
-    # Returns also the factors: all heads of this rank's positions, (B, s, H * E) of each tensor.
+    # Also returns the factors: all heads of this rank's positions, (B, s, H * E) of each tensor.
     Op(
         name=COLLECT,
         schema=f"(Tensor[] tensors, Tensor[] weights, {_OPTIONS}) -> (Tensor, Tensor[])",

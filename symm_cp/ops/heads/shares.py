@@ -1,8 +1,8 @@
 """Which heads each rank gets in exchange for parts of the sequence.
 
-H query heads share G key/value heads, N = H / G of them each. Rank r of W has consecutive query
-heads, as many as the others or one more, and the key heads that these attend to: ranks share key
-heads if there are fewer key heads than ranks.
+H query heads share G key/value heads, N = H / G of them each. Each rank has consecutive query
+heads (numbers differ by at most 1) and the key heads that these attend to: ranks share key heads if
+there are fewer key heads than ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HeadShares:
     def key_of_each(self, rank: int) -> tuple[int, ...] | None:
         """Returns for each query head of a rank which of the rank's key heads it attends to.
 
-        None if each of the rank's key heads has equally many of its query heads, as kernels expect.
+        None if the rank's key heads have equal numbers of its query heads, as kernels expect.
         """
         (first, end), (first_key, end_key) = self.queries[rank], self.keys[rank]
         looked_at = tuple(head // self.group_size - first_key for head in range(first, end))

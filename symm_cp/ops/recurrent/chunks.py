@@ -1,4 +1,4 @@
-"""Positions in chunks, and what decays between the positions of one."""
+"""Positions in chunks, and products with the decay between the positions of a chunk."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 
 def counts_of(lengths: Sequence[int], chunk_size: int) -> list[int]:
-    """Returns how many chunks each fragment has."""
+    """Returns the number of chunks of each fragment."""
     return [(length + chunk_size - 1) // chunk_size for length in lengths]
 
 
 def in_chunks(
     tensor: torch.Tensor, lengths: Sequence[int], chunk_size: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(B, S, H, ...) as (B * H, N, C, ...), with zeros behind the last position of a fragment."""
+    """(B, S, H, ...) as (B * H, N, C, ...), with zeros after the last position of a fragment."""
     rows = tensor.transpose(1, 2).to(dtype)
     within, missing = (0, 0) * (tensor.dim() - 3), [-length % chunk_size for length in lengths]
     if len(lengths) == 1:
@@ -30,7 +30,7 @@ def in_chunks(
 
 
 def out_of_chunks(chunks: torch.Tensor, lengths: Sequence[int], batch: int) -> torch.Tensor:
-    """(B * H, N, C, V) as (B, S, H, V), without what fills the last chunk of a fragment."""
+    """(B * H, N, C, V) as (B, S, H, V), without the padding of a fragment's last chunk."""
     size = chunks.shape[2]
     rows = chunks.reshape(batch, chunks.shape[0] // batch, -1, chunks.shape[3])
     counts = counts_of(lengths, size)
@@ -47,7 +47,7 @@ def pairs(
 ) -> tuple[torch.Tensor, ...]:
     """Returns for each left [.., t, s] = left[.., t] @ right[.., s] * (decay[t] - decay[s]).exp().
 
-    For s > t it is 0. Shapes: left and right (R, N, C, K), decay (R, N, C, 1).
+    The result is 0 for s > t. Shapes: left and right (R, N, C, K), decay (R, N, C, 1).
     """
     size = right.shape[-2]
     # exp of entries above the diagonal could overflow.
@@ -59,11 +59,11 @@ def pairs(
 def pairs_by_feature(
     lefts: Sequence[torch.Tensor], right: torch.Tensor, decay: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """As `pairs`, for a decay of each feature, (R, N, C, K); C is a power of 2.
+    """Like `pairs`, for a decay of each feature, (R, N, C, K); C is a power of 2.
 
-    The decay is no factor of the product of two rows then, but of the rows: one is decayed since
-    some position between both, the other one up to it, so that no exponent is above 0. Blocks of
-    1, 2, 4, ... positions share that position: the last one of their first half.
+    Such a decay multiplies the rows, not their product: the earlier row decays up to a position
+    between both, the later row from there, so that no exponent is above 0. Blocks of 2, 4, 8, ...
+    positions share that position: the last of their first half.
     """
     size, rows = right.shape[-2], torch.stack([*lefts])
     blocks = (rows * right).sum(-1)[..., None, None]

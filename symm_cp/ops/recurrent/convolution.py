@@ -25,7 +25,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{_OP}: {name} is {tensor!r}, must be a tensor")
-        # What torch would refuse after the exchange.
+        # torch would refuse these tensors only after the exchange.
         if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
             with_memory(_OP, name, tensor)
         if tensor.dtype not in FLOATING:
@@ -55,28 +55,28 @@ def causal_convolution(
     sizes: Sequence[int] | None = None,
     layout: SequenceLayout | None = None,
 ) -> torch.Tensor:
-    """Convolves each channel of a sequence of which each rank holds a part, in rank order.
+    """Convolves each channel of a sequence that is spread over ranks in order.
 
     Same result as, for each document of the whole sequence (all of it without `cu_seqlens`)::
 
         F.conv1d(F.pad(document, (taps - 1, 0)), weight.unsqueeze(1), bias, groups=channels)
 
     Args:
-        x: (B, channels, S), S positions of this rank: any number, also 0.
-        weight: (channels, taps); the last tap is of the position itself.
+        x: (B, channels, S), S positions of this rank: any number, even 0.
+        weight: (channels, taps); the last tap is for the position itself.
         bias: (channels,).
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         cu_seqlens: documents + 1 boundaries of packed documents, in positions of the whole
             sequence. The same for all samples; a sequence of ints, or a 1-D tensor of int32 or
             int64.
         sizes: the length of every rank's part; by default all are as long as this rank's.
-        layout: which chunks of the sequence each rank holds, in ascending order, as
+        layout: which chunks of the sequence each rank holds, in ascending order, such as
             `symm_cp.HeadTail(length, W).layout`; by default parts are in rank order.
 
     Returns (B, channels, S) in the dtype of all tensors: float64, float32, bfloat16 or float16,
-    also under autocast. Twice differentiable. Raises
-    `ValueError` or `TypeError` for arguments that do not fit, before any communication;
-    `RuntimeError` when a peer fails or disagrees. Source: `causal_conv1d_fn` of causal-conv1d.
+    even under autocast. Twice differentiable. Raises `ValueError` or `TypeError` for arguments that
+    do not fit, before any communication; `RuntimeError` when a peer fails or disagrees. Source:
+    `causal_conv1d_fn` of causal-conv1d.
     """
     _check(x, weight, bias)
     name, before = group_name(group), weight.shape[1] - 1
@@ -105,7 +105,7 @@ def _convolved(
     bias: torch.Tensor | None,
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The convolution of positions behind `taps - 1` others."""
+    """The convolution of positions that follow `taps - 1` others."""
     taps = weight.shape[1]
     if documents is None and extended.shape[2] < taps:  # no positions, which torch refuses
         documents = torch.zeros(extended.shape[2], device=extended.device)
@@ -118,12 +118,12 @@ def _convolved(
 def _within_documents(
     extended: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, documents: torch.Tensor
 ) -> torch.Tensor:
-    """The convolution of positions behind `taps - 1` others, all of which are of `documents`."""
+    """The same within documents; `documents` has one entry for each position of `extended`."""
     taps, dtype = weight.shape[1], wide(weight.dtype)
     length = extended.shape[2] - taps + 1
     own = documents[taps - 1 :]
     out = extended.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)[:, None]
-    # A tap at a time: no convolution of torch's leaves out the positions of other documents.
+    # Tap by tap: torch's convolutions cannot leave out the positions of other documents.
     for tap in range(taps):
         rows = slice(tap, tap + length)
         out = out + extended[..., rows] * (

@@ -28,7 +28,7 @@ def gated_delta_rule(
     sizes: Sequence[int] | None = None,
     layout: SequenceLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated delta rule over a sequence of which each rank holds a part, in rank order.
+    """Applies the gated delta rule to a sequence that is spread over ranks in order.
 
     Same result as (per sample and head; with `normalise`, q and k of length 1)::
 
@@ -41,22 +41,22 @@ def gated_delta_rule(
             out[t] = scale * q[t] @ S
 
     Args:
-        query, key: (B, S, H, K), S positions of this rank: any number, also 0.
+        query, key: (B, S, H, K), S positions of this rank: any number, even 0.
         value: (B, S, heads, V); each head of keys serves `heads / H` consecutive ones.
         g: (B, S, heads), the logarithm of the decay, at most 0; or (B, S, heads, K), one for each
             feature of a key (Kimi Delta Attention).
         beta: (B, S, heads), how much a position overwrites.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         scale: by default 1 / sqrt(K).
-        chunk_size: how many positions are computed at once; with a decay of each feature rounded
-            up to a power of 2.
+        chunk_size: the number of positions to compute at once; with a decay of each feature,
+            rounded up to a power of 2.
         normalise: divide queries and keys by their lengths.
         cu_seqlens: documents + 1 boundaries of packed documents, in positions of the whole
             sequence: each begins with a state of zeros. The same for all samples; a sequence of
             ints, or a 1-D tensor of int32 or int64.
         sizes: with `cu_seqlens`, the length of every rank's part; by default all are as long as
             this rank's.
-        layout: which chunks of the sequence each rank holds, in ascending order, as
+        layout: which chunks of the sequence each rank holds, in ascending order, such as
             `symm_cp.HeadTail(length, W).layout`; by default parts are in rank order.
 
     Returns the output (B, S, heads, V) in the dtype of `query`, and the state (B, heads, K, V) at

@@ -11,10 +11,10 @@ from symm_cp.ops.recurrent.fragments import Fragments
 
 
 class Seen(NamedTuple):
-    """Which positions of a chunk are of one document, as 0 or 1.
+    """Whether two positions are of one document, as 0 or 1.
 
-    Shapes: `pairs` (N, C, C), of a position and another one; `begin` and `end` (N, C, 1), of a
-    position and the last one before the chunk, or of the chunk; `both` (N, 1), of those two.
+    Shapes: `pairs` (N, C, C), for two positions of a chunk; `begin` and `end` (N, C, 1), for a
+    position and the last one before the chunk, or in it; `both` (N, 1), for those last two.
     """
 
     pairs: torch.Tensor
@@ -30,10 +30,10 @@ def documents_of(
     device: torch.device,
     before: int = 1,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Returns what ranks must agree on, and the documents of the positions of each fragment.
+    """Returns numbers that ranks must agree on, and each fragment's documents by position.
 
-    The documents are numbers, `before` more than there are positions: those of the positions before
-    a fragment come first. Raises `ValueError` or `TypeError` for what does not fit.
+    A fragment's documents are numbers, for `before` positions before it and for its own. Raises
+    `ValueError` or `TypeError` for arguments that do not fit.
     """
     edges = torch.as_tensor(cu_seqlens)
     if edges.dim() != 1 or edges.dtype not in (torch.int32, torch.int64):
@@ -59,16 +59,17 @@ def documents_of(
 
 
 def seen_within(documents: list[torch.Tensor], counts: list[int], size: int) -> Seen:
-    """Returns which of the positions in chunks of `size` are of one document.
+    """Returns which positions in chunks of `size` are of one document.
 
-    `documents`: of the positions of each fragment and the one before them; `counts`: their chunks.
+    `documents` are those of each fragment's positions and of the position before; `counts` are the
+    fragments' numbers of chunks.
     """
     each = [_seen(own, n, size) for own, n in zip(documents, counts, strict=True)]
     return each[0] if len(each) == 1 else Seen(*map(torch.cat, zip(*each, strict=True)))
 
 
 def _seen(documents: torch.Tensor, chunks: int, size: int) -> Seen:
-    after = chunks * size + 1 - len(documents)  # what fills the last chunk is of the last document
+    after = chunks * size + 1 - len(documents)  # padding counts as the last document
     filled = torch.cat([documents, documents[-1:].expand(after)])
     inside, before = filled[1:].view(chunks, size), filled[:-1:size][:chunks, None]
     last = inside[:, -1:]

@@ -1,8 +1,8 @@
-"""The fragments of which a rank's part of a sequence consists, in the order of the sequence.
+"""The fragments that make up a rank's part of a sequence, in the order of the sequence.
 
 A state passes the ranks in *sweeps*: from rank 0 up, from the last rank down, up again, and so on.
 In each sweep a rank has one fragment of its part, or none. Parts in rank order take one sweep, the
-head-tail layout takes two: nothing is exchanged but the states, and the rows that convolutions see.
+head-tail layout takes two: ranks exchange only the states, and the rows that convolutions see.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from symm_cp.schedule.layout import SequenceLayout
 
 
 class Run(NamedTuple):
-    """`length` positions from `start` on, which a rank has in a sweep."""
+    """The `length` positions from `start` on that a rank has in a sweep."""
 
     rank: int
     sweep: int
@@ -29,8 +29,8 @@ class Run(NamedTuple):
 class Fragments(NamedTuple):
     """A rank's fragments, one for each sweep.
 
-    `runs`: the fragments of all ranks that are not empty, in the order of the sequence, if a layout
-    is given. `agreed`: numbers that must be equal on all ranks.
+    `runs`: if a layout is given, the non-empty fragments of all ranks, in the order of the
+    sequence. `agreed`: numbers that must be equal on all ranks.
     """
 
     starts: list[int]
@@ -49,8 +49,8 @@ def fragments_of(
 ) -> Fragments:
     """Returns the fragments of this rank's `length` positions.
 
-    Without `layout` parts are in rank order, of `sizes` positions, by default of equally many.
-    Raises `ValueError` or `NotImplementedError` for what does not fit.
+    Without `layout`, parts are in rank order, of `sizes` positions, by default equally long. Raises
+    `ValueError` or `NotImplementedError` for arguments that do not fit.
     """
     ranks, rank = world_size_of(group_name), rank_in(group_name)
     if layout is None:
@@ -85,7 +85,7 @@ def fragments_of(
 
 
 def runs_of(order: list[int], lengths: list[int], ranks: int) -> list[Run]:
-    """Chunks in the order of the sequence, each in the first sweep that passes its rank then."""
+    """Chunks in the order of the sequence, each in the first sweep that still passes its rank."""
     owners = [0] * len(order)
     for place, chunk in enumerate(order):
         owners[chunk] = place * ranks // len(order)
@@ -102,7 +102,7 @@ def runs_of(order: list[int], lengths: list[int], ranks: int) -> list[Run]:
 def halos(x: torch.Tensor, fragments: Fragments, rows: int, group_name: str) -> torch.Tensor:
     """Returns the `rows` before each fragment, (B, channels, sweeps, rows), zeros before the first.
 
-    Of x (B, channels, S). The last rows of all fragments travel, to all ranks.
+    x is (B, channels, S). The last rows of all fragments travel to all ranks.
     """
     ranks, rank = world_size_of(group_name), rank_in(group_name)
     ends = []
@@ -110,7 +110,7 @@ def halos(x: torch.Tensor, fragments: Fragments, rows: int, group_name: str) -> 
         end = part[..., max(0, part.shape[2] - rows) :]
         ends.append(torch.nn.functional.pad(end, (rows - end.shape[2], 0)))
     own = torch.stack(ends).unsqueeze(0)  # (1, sweeps, B, channels, rows)
-    # The ranks are the sequence here, so that each sees all others.
+    # The halo's sequence is that of the ranks, so that each rank sees all others.
     around = exchange_halo(own, ranks - 1, ranks - 1, 0, group=group_name)
     everything = around.narrow(0, ranks - 1 - rank, ranks)
     flat = everything.permute(2, 3, 0, 1, 4).flatten(2)
@@ -122,7 +122,7 @@ def halos(x: torch.Tensor, fragments: Fragments, rows: int, group_name: str) -> 
 
 
 def _columns(fragments: Fragments, rank: int, rows: int, zero: int) -> list[int]:
-    """Which of the last rows of all fragments, by rank, sweep and row, precede each of a rank's.
+    """For each fragment of a rank, which last rows, by rank, sweep and row, precede it.
 
     `zero`: the column of zeros, for positions before the first.
     """

@@ -1,6 +1,6 @@
 """The rows of the neighbours' parts next to this rank's, as convolutions over a sequence need them.
 
-The gradient sends the gradients of these rows back to the ranks that hold them.
+The backward pass sends the gradients of these rows back to the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _place_in_halo(
 ) -> tuple[int, int, int]:
     """Where the rows of `owner` lie in the halos of `rank`: which halo, from which row, how many.
 
-    In halo 0, on the left, lie the last rows of lower ranks, in halo 1 the first of higher ones.
+    Halo 0, on the left, holds the last rows of lower ranks, halo 1 the first rows of higher ranks.
     """
     begin, end = split.start(rank), split.start(rank) + split.sizes[rank]
     first, last = split.start(owner), split.start(owner) + split.sizes[owner]
@@ -91,7 +91,7 @@ def _exchange_kernel(
         halo.zero_()
     if group.world_size == 1 or left + right == 0:
         return padded
-    # Higher ranks need the last rows of a part, lower ones the first.
+    # Higher ranks need a part's last rows, lower ranks its first rows.
     edges = [(min(left, size), min(right, size)) for size in split.sizes]
     shapes = [tuple(tuple(split._replaced(x.shape, n)) for n in rows) for rows in edges]
     tail, head = edges[group.rank]
@@ -142,7 +142,7 @@ def _add_kernel(
     own = padded.narrow(dim, left, length)
     if ranks == 1 or left + right == 0:
         return copied(own)
-    # In float32 for the 16-bit types, and in the fixed order in which a runtime visits the peers.
+    # Sums in float32 for 16-bit types, in the fixed order in which a runtime visits the peers.
     total = new_result(own, own.shape, wide(own.dtype)).copy_(own)
     halos = [padded.narrow(dim, 0, left), padded.narrow(dim, left + length, right)]
     shapes = [tuple(tuple(halo.shape) for halo in halos)] * ranks
@@ -256,11 +256,11 @@ def exchange_halo(
 
     Args:
         x: any shape and dtype (complex, too), of any strides.
-        left, right: how many rows before and after the part; also more than a neighbour has. Equal
-            on all ranks.
+        left, right: the numbers of rows before and after the part; may exceed a neighbour's part.
+            Equal on all ranks.
         dim: the dimension of the sequence, negative counts from the end.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
-        sizes: the length of every rank's part along `dim`; by default all are as this rank's.
+        sizes: the length of every rank's part along `dim`; by default all equal this rank's.
 
     Returns a contiguous tensor with `left + x.shape[dim] + right` rows along `dim`: zeros before
     the first and after the last position of the sequence. Twice differentiable: the gradients of

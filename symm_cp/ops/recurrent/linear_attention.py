@@ -26,7 +26,7 @@ def gated_linear_attention(
     sizes: Sequence[int] | None = None,
     layout: SequenceLayout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Linear attention with a decay over a sequence of which each rank holds a part, in rank order.
+    """Applies linear attention with a decay to a sequence that is spread over ranks in order.
 
     Same result as (per sample and head)::
 
@@ -38,9 +38,9 @@ def gated_linear_attention(
             S = S + torch.outer(k[t], v[t])
             out[t] = scale * q[t] @ S
 
-    The scan of Mamba 2 is this of `C`, `B`, `x * dt` and `A * dt`, with `scale=1.0`.
+    The scan of Mamba 2 is a call with `C`, `B`, `x * dt` and `A * dt`, and `scale=1.0`.
 
-    Arguments, results and errors are those of `gated_delta_rule`, which also erases. Source:
+    Arguments, results and errors are as in `gated_delta_rule`, which also erases. Source:
     `mamba_chunk_scan_combined` of mamba_ssm, `chunk_simple_gla` and `chunk_gla` of
     flash-linear-attention.
     """

@@ -3,8 +3,8 @@
 Shapes: B samples, S positions of this rank, H heads of values (a multiple of the heads of keys),
 K and V features; R = B * H rows that are independent of each other, N chunks of C positions.
 
-Everything but the states around the chunks is computed from this rank's part alone, before and
-after them (`states`).
+Only the states around the chunks (`states`) need other ranks; all else is computed from this rank's
+part, before and after them.
 
 Sources: Yang et al., "Gated Delta Networks" (2024), for the form in chunks; Kimi Team, "Kimi
 Linear" (2025), for a decay of each feature; Dao and Gu, "Transformers are SSMs" (2024), for the
@@ -85,9 +85,9 @@ def recur(
     layout: SequenceLayout | None,
     normalise: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the last state of `op`, of tensors by the names of its arguments.
+    """Returns the output and the last state of `op`; `named` are its tensors by argument.
 
-    Without "beta" positions do not erase what earlier ones wrote.
+    Without "beta", positions do not erase earlier writes.
     """
     _check(op, named, chunk_size)
     dtype = torch.float32
@@ -135,7 +135,7 @@ def _chunked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output (R, N, C, V) and the last states.
 
-    `decay` is summed within each chunk: (R, N, C, 1), or (R, N, C, K). `seen`: of packed documents.
+    `decay` is summed within each chunk: (R, N, C, 1) or (R, N, C, K). `seen` is for documents.
     """
     decayed = pairs if decay.shape[-1] == 1 else pairs_by_feature
     since_begin, to_end = decay.exp(), (decay[..., -1:, :] - decay).exp()

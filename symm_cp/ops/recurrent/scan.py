@@ -1,8 +1,8 @@
 """Scans over ranks of the states of recurrent layers, which decay, or are multiplied by a matrix.
 
 A rank's part of a sequence takes a state h to T h + S, where T is its transition (a decay of each
-element, or a matrix) and S the state that it ends with when it begins with zeros. The state that a
-rank begins with follows from the ranks before it. They form a chain, and pass states on in pieces
+element, or a matrix) and S its last state if it begins with zeros. The state that a rank begins
+with follows from the ranks before it. Ranks form a chain and pass states on in pieces
 (`Runtime.relay`): no rank computes more than one product T h, and none receives other ranks' T.
 """
 
@@ -25,7 +25,7 @@ from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 
 _OP = "scan_states"
-# Bytes of a piece of the chain. Signals of smaller pieces cost more than the overlap saves.
+# The least bytes of a piece of the chain: signals of smaller pieces cost more than overlap saves.
 _PIECE_BYTES = 1 << 16
 _MOST_PIECES = 16
 
@@ -63,7 +63,7 @@ def _check(state: torch.Tensor, transition: torch.Tensor, matrices: bool) -> Non
 
 
 def pieces_of(rows: int, most: int = _MOST_PIECES) -> Split:
-    """Divides independent rows into the pieces of a relay, at most `most` of them."""
+    """Divides independent rows into the pieces of a relay, at most `most`."""
     return Split.nearly_equal(rows, max(1, min(rows, _MOST_PIECES, most)))
 
 
@@ -72,7 +72,7 @@ def _kernel(
 ) -> torch.Tensor:
     group = group_of(group_name)
     _check(state, transition, matrices)
-    # Rounded once, and not by every rank that a state passes.
+    # Rounds once, not on every rank that a state passes.
     dtype = wide(state.dtype)
     if matrices:
         rows: tuple[int, ...] = (math.prod(state.shape[:-2]), *state.shape[-2:])
@@ -109,7 +109,7 @@ def _kernel(
 def _fake(
     state: torch.Tensor, transition: torch.Tensor, matrices: bool, reverse: bool, group_name: str
 ) -> torch.Tensor:
-    world_size_of(group_name)  # there is such a group
+    world_size_of(group_name)  # raises unless the group exists
     _check(state, transition, matrices)
     return torch.empty_like(state, memory_format=torch.contiguous_format)
 
@@ -122,8 +122,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     transition, begun = ctx.saved_tensors
     matrices, reverse, name = ctx.rest
-    # A rank begins with T h + S of the rank before. So the gradients of all h are scanned from the
-    # other end, with the transposed T, and each rank gets the gradient of its T h + S.
+    # A rank begins with T h + S of the rank before. So a scan from the other end, with the
+    # transposed T, gives each rank the gradient of its T h + S.
     back = transition.mH if matrices else transition.conj()
     total = direct("scan_states")(grad, back, matrices, not reverse, name)
     if not ctx.needs_input_grad[1]:
@@ -176,17 +176,17 @@ def scan_states(
     Args:
         state: floating, of at least 16 bits, or complex; with `transition` (..., K, V). Equal
             shapes on all ranks.
-        decay: factors of the elements of the state: as many dimensions, each of the state's length
-            or 1 (linear attention with decay, Mamba 2).
+        decay: factors of the elements of the state: the same number of dimensions, each of the
+            state's length or 1 (linear attention with decay, Mamba 2).
         transition: matrices (..., K, K) that act on the state from the left (delta rules). Exactly
             one of the two.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         reverse: scan from the last rank to the first.
 
-    Returns a contiguous tensor as `state`: zeros on the first rank. Computed in float32 for 16-bit
-    types, in one order, so results have the same bits in every run. Twice differentiable: the
-    gradient is the scan from the other end. Raises `ValueError` or `TypeError` for arguments that
-    do not fit, before any communication; `RuntimeError` when a peer fails or disagrees.
+    Returns a contiguous tensor like `state`: zeros on the first rank. Computes in float32 for
+    16-bit types, in one order, so results have the same bits in every run. Twice differentiable:
+    the gradient is the scan from the other end. Raises `ValueError` or `TypeError` for arguments
+    that do not fit, before any communication; `RuntimeError` when a peer fails or disagrees.
     """
     factor = transition if decay is None else decay
     if factor is None or (decay is not None and transition is not None):

@@ -1,15 +1,15 @@
-"""The states around the chunks of a recurrence, which ranks pass on while they are computed.
+"""The states around the chunks of a recurrence, which ranks compute and pass on in a pipeline.
 
 Shapes: R rows that are independent of each other, N chunks of C positions of this rank, K and V
 features. A chunk takes the state S_i to S_{i+1} = d_i S_i + k_i^T (u_i - w_i S_i); a recurrence
-without `erased` w to d_i S_i + k_i^T u_i. The states form a chain over all chunks of all ranks,
-which is computed once and not twice: ranks work on different rows at the same time, and pass the
+without `erased` (w) to d_i S_i + k_i^T u_i. The states form a chain over all chunks of all ranks,
+which is computed once, not twice: ranks work on different rows at the same time, and pass the
 states of a row on to the next rank (`Runtime.relay`). With P pieces and W ranks the chain takes
 P + W - 1 steps instead of P.
 
-The chunks of a rank belong to F fragments, and the chain passes the ranks in as many sweeps
-(fragments.py): `counts` are the fragments' numbers of chunks. A fragment has one state more than it
-has chunks, so there are N + F states.
+The chunks of a rank belong to F fragments, and the chain passes the ranks in F sweeps
+(fragments.py): `counts` are the fragments' numbers of chunks. A fragment has one more state than
+chunks, so there are N + F states.
 
 A decay d_i is one number for a row and chunk, or one for each feature of its keys.
 """
@@ -36,7 +36,7 @@ _GRADS = "_delta_rule_grads"
 
 
 def before_chunks(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Returns the states before the chunks (R, N, K, V) of the states around them."""
+    """Returns the states before the chunks, (R, N, K, V), from the states around them."""
     if len(counts) == 1:
         return states[:, :-1]
     parts = states.split([count + 1 for count in counts], 1)
@@ -62,7 +62,7 @@ def _check_rows(
 
 
 def _bounds(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns the number, the first chunk and the one behind the last of each fragment."""
+    """Returns each fragment's number, its first chunk, and the chunk after its last."""
     ends = list(itertools.accumulate(counts))
     return [(i, end - n, end) for i, (n, end) in enumerate(zip(counts, ends, strict=True))]
 
@@ -83,7 +83,7 @@ def _states_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the chunks' writes, (R, N, C, V), and the states around them, (R, N + F, K, V).
 
-    `agreed`: what must be equal on all ranks, of integers; compared where the host can read it.
+    `agreed`: integers that must be equal on all ranks; compared if the host can read them.
     """
     group = group_of(group_name)
     _check_rows(_STATES, keys, erased, decay, counts)
@@ -157,7 +157,7 @@ def _grads_kernel(
     erasing = None if erased is None else contiguous(erased).transpose(-1, -2)
     decay = _for_states(decay)
 
-    begun: dict[int, torch.Tensor] = {}  # of the sweep after, on the rank with which it began
+    begun: dict[int, torch.Tensor] = {}  # totals of the next sweep, on the rank where it began
 
     def step(
         fragment: tuple[int, int, int],

@@ -20,7 +20,7 @@ class Rebinding(Protocol):
     """Lets a backward pass replace captured tensors of a `score_mod` by its own."""
 
     def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
-        """Returns the function to differentiate, and what to take gradients of."""
+        """Returns the function to differentiate, and the tensors to differentiate by."""
 
 
 class Captures:
@@ -74,10 +74,10 @@ class Captures:
             pending += fresh
 
     def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
-        """Returns the function to differentiate, and what to take gradients of.
+        """Returns the function to differentiate, and the tensors to differentiate by.
 
-        `tensors` are the captured ones as autograd saved them. Those computed from other tensors
-        are replaced by leaves, so that autograd stops there.
+        `tensors` are the captured tensors as autograd saved them. Leaves replace the tensors that
+        were computed from others, so that autograd stops there.
         """
         leaves = [
             old if old.is_leaf else new.detach().requires_grad_()
@@ -95,7 +95,7 @@ def _node(tensor: torch.Tensor) -> Any:
 
 
 def captures_tensors(function: Any) -> bool:
-    """Tells whether a function holds tensors or modules: in closures, defaults or partials."""
+    """Returns whether a function holds tensors or modules: in closures, defaults or partials."""
     seen: set[int] = set()
     pending = [function]
     while pending:
@@ -109,7 +109,7 @@ def captures_tensors(function: Any) -> bool:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Returns what a function or a container holds."""
+    """Returns the objects that a function or a container holds."""
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]

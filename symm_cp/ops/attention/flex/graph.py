@@ -1,6 +1,6 @@
-"""Flex attention as an op in a graph: what Dynamo, AOTAutograd and Inductor see of it.
+"""Flex attention as an op in graphs, for Dynamo, AOTAutograd and Inductor.
 
-The op is given `mask_mod` and `score_mod` as a key (see modifiers.py) and what they capture::
+The op takes `mask_mod` and `score_mod` as a key (see modifiers.py) and their captures::
 
     flex_all_gather_attention(query, key, value, blocks, sizes, score_tensors, score_numbers,
                               mask_tensors, mask_numbers, modifiers, group_name, layouts, scale,
@@ -8,8 +8,8 @@ The op is given `mask_mod` and `score_mod` as a key (see modifiers.py) and what 
                               dropout_seed, head_offset, method, method_groups, method_columns)
 
 `blocks` are kv_num_blocks, kv_indices and, if it has full blocks, full_kv_* of a `BlockMask`,
-`sizes` its sequence lengths and block sizes; both are empty without one, if there is no mask or
-only a function. `layouts` say how the sequences are spread (see layouts.py).
+`sizes` its sequence lengths and block sizes; both are empty without a `BlockMask` (no mask, or only
+a function). `layouts` say how the sequences are spread (see layouts.py).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Arguments(NamedTuple):
         options: dict[str, Any],
         wanted: Sequence[bool] | None = None,
     ) -> FlexAttention:
-        """Returns the checked call; `wanted` are the score tensors that a backward pass wants."""
+        """Returns the checked call; `wanted` marks score tensors to compute gradients of."""
         score, mask = kept_modifiers(_FORWARD, self.modifiers)
         group = group_of(self.group_name)
         local = (query.shape[2], key.shape[2])
@@ -155,7 +155,7 @@ class _WantedCaptures:
         self._score, self._arguments, self._wanted = score, arguments, wanted
 
     def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
-        """Returns the function to differentiate, and what to take gradients of."""
+        """Returns the function to differentiate, and the tensors to differentiate by."""
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
         remaining = iter(leaves)
         captured = [
@@ -176,7 +176,7 @@ def _transforms() -> torch._C._ForceDispatchKeyGuard:
 def _kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    attention_runs.count += 1  # also when it is refused
+    attention_runs.count += 1  # even if the call is refused
     with _transforms():
         with propagates_failure(*options.get("method_groups") or ()):
             attention = _Arguments(*rest).attention(query, key, value, options)
@@ -201,7 +201,7 @@ def _backward_kernel(
     *of_score, of_sinks, of_bias = wanted
     captured = itertools.compress(arguments.score_tensors, of_score)
     terms = options.get("sinks"), options.get("bias")
-    # Collective: every rank takes part, also without a gradient of its own.
+    # Collective: every rank takes part, even without a gradient of its own.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     with _transforms(), torch.no_grad():
         with propagates_failure(*options.get("method_groups") or ()):
@@ -307,7 +307,7 @@ def _autograd(
 
 
 def _example(on: Caller) -> tuple[Any, ...]:
-    """The arguments behind query, key and value: no mask, no blocks."""
+    """The arguments after query, key and value: no mask, no blocks."""
     lists: list[Any] = [[] for _ in range(6)]
     layouts = encoded((sequential(4 * on.world_size, on.world_size),))
     return *lists, keep_modifiers(None, [], None, []), on.group_name, layouts, None, False, True
@@ -328,7 +328,7 @@ declare(
         example=lambda on: arguments(*(on.rand(1, 2, 4, 8) for _ in range(3)), *_example(on)),
         cpu_only=True,
     ),
-    # `wanted`: which gradients of the score tensors, then whether those of sinks and of bias.
+    # `wanted`: whether to compute the gradients of each score tensor, of sinks and of bias.
     Op(
         name=_BACKWARD,
         schema=(

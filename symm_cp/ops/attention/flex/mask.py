@@ -3,8 +3,8 @@
 Shapes: B batch, H query heads, Q rows of queries and K of keys in a tile. A mask is (B or 1,
 H or 1, Q, K): size 1 where it does not depend on that index.
 
-A `BlockMask` comes first: a query sees all keys of a full block, those of a partial block for which
-`mask_mod` is true, and no others. torch's kernels interpret it in the same way.
+A `BlockMask` has precedence: a query sees all keys of a full block, the keys of a partial block for
+which `mask_mod` is true, and no others. torch's kernels interpret it in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 # The largest tile: its mask fits into the processor's cache, and a causal mask wastes few rows.
 _ROWS, _KEYS = 256, 2048
-#: How many elements are evaluated at once.
+#: The most elements to evaluate at once.
 AREA = _ROWS * _KEYS
 # Granularity of runs of keys: shorter ones are not worth a kernel call of their own.
 _CELL = 128
@@ -45,7 +45,7 @@ def over_indices(modifier: Modifier, *, score: bool = False) -> Modifier:
         modifier = torch.vmap(modifier, in_dims=((0,) if score else ()) + dims)
 
     def mapped(*arguments: torch.Tensor) -> torch.Tensor:
-        # Here, because its import takes a second. It makes `tensor[q_idx]` work under vmap.
+        # Imported here, as the import takes a second. It makes `tensor[q_idx]` work under vmap.
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
         with TransformGetItemToIndex():
@@ -109,8 +109,8 @@ def whole_mask(
     """Returns the blocks and the `mask_mod` of the whole sequence that a `block_mask` stands for.
 
     `local` and `whole` are the numbers of queries and keys of this rank and of all ranks. A mask
-    made for this rank's part is used without its blocks if `by_position` tells that its `mask_mod`
-    depends on positions alone. Raises `ValueError` for masks of other lengths.
+    made for this rank's part is used without its blocks if its `mask_mod` depends on positions
+    alone (`by_position`). Raises `ValueError` for masks of other lengths.
     """
     if block_mask is None:
         return None, None
@@ -183,7 +183,7 @@ def _strips(spans: tuple[Span, ...], limit: int) -> list[tuple[int, int]]:
 def _runs(some: torch.Tensor, every: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """Yields runs of keys that no query sees, some see, or all see, as (begin, end, state).
 
-    `some` and `every` tell for each key whether any query or all queries see it.
+    `some` and `every` say for each key whether any query or all queries see it.
     """
     keys = len(some)
     some = F.pad(some, (0, -keys % _CELL)).view(-1, _CELL).any(1)
@@ -215,9 +215,9 @@ def _joined(
 
 
 class MaskTiles:
-    """The tiles of one rank's queries and each rank's keys that a mask leaves.
+    """The tiles of one rank's queries and each rank's keys that are not empty under a mask.
 
-    Which tiles are empty and which are full is decided once; masks are evaluated on each use.
+    Decides once which tiles are empty and which are full; evaluates masks on each use.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class MaskTiles:
         head_offset: int = 0,
         block_heads: tuple[int, int] | None = None,
     ) -> None:
-        """`block_heads`: the range of the block mask's heads that these are, by default all."""
+        """`block_heads`: the range of these heads in the block mask, by default all."""
         self._mask_mod = noop_mask if mask_mod is None else mask_mod
         self.queries, self._heads, self._keys, self._rank = queries, heads, keys, rank
         self.head_offset = head_offset

@@ -1,8 +1,8 @@
 """`mask_mod` and `score_mod` as graphs, kept under keys for the op in graphs.
 
 A graph has tensors, numbers and strings but no functions. So Dynamo traces each function to a graph
-of its own, with what it captures as further inputs. It is kept here under a key computed from its
-code; the op is given the key and what the functions capture. Since equal code has equal keys,
+of its own, with its captures as further inputs. This module keeps that graph under a key computed
+from its code; the op takes the key and the functions' captures. Since equal code has equal keys,
 caches of compiled graphs on disk stay valid in other processes.
 """
 
@@ -22,7 +22,7 @@ from symm_cp.ops.attention.flex.mask import Modifier
 
 @dataclass(frozen=True)
 class TracedModifier:
-    """A modifier as a graph; `are_tensors` tells which of its captures are tensors."""
+    """A modifier as a graph; `are_tensors` says which of its captures are tensors."""
 
     graph: GraphModule
     are_tensors: tuple[bool, ...]
@@ -74,7 +74,7 @@ def _traced(graph: GraphModule | None, captured: Sequence[Any]) -> TracedModifie
 
 
 def _without_metadata(graph_module: GraphModule) -> GraphModule:
-    """Returns a copy without what the compiler noted on its nodes."""
+    """Returns a copy without the compiler's metadata on its nodes."""
     copy = Graph()
     copy.output(copy.graph_copy(graph_module.graph, {}))
     for node in copy.nodes:

@@ -1,11 +1,11 @@
-"""Flex attention whose sequence is spread over ranks: pipelined all-gather and consume.
+"""Flex attention over a sequence that is spread over ranks: pipelined all-gather and consume.
 
 Shapes: B batch, H query heads, G key/value heads (H, or with `enable_gqa` a divisor of it), E
 features of a head, S_q and S_k the lengths of this rank's shards, whose rows are the chunks of the
 sequence that a layout gives the rank (see schedule/layout.py). W is the world size.
 
-A rank attends to its own keys first and to each peer's where they lie, as in attention/op.py. The
-mask is evaluated with positions in the whole sequence, one tile at a time, and only for tiles that
+A rank attends to its own keys first, then to each peer's in place, as in attention/op.py. It
+evaluates the mask with positions in the whole sequence, one tile at a time, and only for tiles that
 the `BlockMask` leaves undecided.
 
 Source: `torch.nn.attention.flex_attention` for the interface.
@@ -83,21 +83,21 @@ def flex_all_gather_attention(
         flex_attention(full_query, full_key, full_value, score_mod, block_mask, scale, enable_gqa,
                        return_lse=True)
 
-    with `block_mask` and all indices those of the whole sequence. query: (B, H, S_q, E); key:
+    where `block_mask` and all indices are of the whole sequence. query: (B, H, S_q, E); key:
     (B, G, S_k, E); value: (B, G, S_k, V); returns out: (B, H, S_q, V), and lse: (B, H, S_q) of
     float32 (float64 for float64). Rows that see no key are zero with lse -inf. `layout` gives the
     positions of this rank's queries, `kv_layout` (default: the same) those of its keys. `mask_mod`
     defaults to that of `block_mask`, whose blocks decide where `mask_mod` is evaluated.
 
-    `head_offset` is the number of the first of these query heads among all of the model:
+    `head_offset` is the number of the call's first query head among the model's heads:
     `mask_mod`, `score_mod` and dropout count heads from it. `block_mask` is for these heads only.
 
-    `options` are `ScoreOptions`, `method` is as in `all_gather_attention`. Of what changes scores
-    only sinks go together with a `score_mod`.
+    `options` are `ScoreOptions`, `method` is as in `all_gather_attention`. A `score_mod`
+    excludes all options that change scores, except sinks.
 
     Differentiable, also through lse, in sinks and bias and in tensors that `score_mod` captures:
-    these get this rank's part of their gradient, to be summed over ranks like that of any
-    replicated parameter. Masks take memory for one tile at a time. Raises `ValueError`, `TypeError`
+    these get this rank's part of their gradient, to be summed over ranks as for any replicated
+    parameter. Masks take memory for one tile at a time. Raises `ValueError`, `TypeError`
     and `NotImplementedError` before any communication.
     """
     check_transforms(_OP, query, key, value)
@@ -143,7 +143,7 @@ def _with_memory(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _is_identity(score_mod: Modifier | None) -> bool:
-    # What torch's flex_attention substitutes for None.
+    # torch's flex_attention substitutes `_identity` for None.
     return getattr(score_mod, "__module__", "").startswith("torch.") and (
         getattr(score_mod, "__name__", "") == "_identity"
     )
@@ -212,9 +212,9 @@ def flex_spec(
 
 @dataclass(frozen=True, eq=False)
 class FlexAttention:
-    """A checked call on this rank. `captures` are the tensors of `score_mod` that want gradients.
+    """A checked call on this rank. `captures` are the tensors of `score_mod` that need gradients.
 
-    Tensors as in `flex_all_gather_attention`.
+    Tensors are as in `flex_all_gather_attention`.
     """
 
     #: The ranks that gather keys, for the heads that this rank attends with; None: it has all keys.
@@ -223,7 +223,7 @@ class FlexAttention:
     masks: MaskTiles
     score_mod: Modifier | None = None
     captures: Rebinding | None = None
-    #: Instead of all that: an exchange of heads, and the attention of each group of them.
+    #: Replaces the above: an exchange of heads, and the attention of each group of heads.
     by_heads: tuple[UlyssesCall, tuple[FlexAttention, ...]] | None = None
 
     @staticmethod
@@ -244,7 +244,7 @@ class FlexAttention:
         """
         query, key, value = tensors
         spec = flex_spec(query, value, layouts, score_mod, options)
-        # Of fake tensors only the results' shapes matter; a choice would ask the peers.
+        # Fake tensors need only the results' shapes; a choice would communicate.
         method = ALLGATHER
         if not isinstance(query, FakeTensor):
             method = choice.settled(_OP, group, query, key, spec, options)
@@ -366,7 +366,7 @@ class FlexAttention:
         """
         query, key, value, out, lse, grad_out, grad_lse = inputs
         query = dense_features(query)
-        spec = replace(self.spec, method=rotate_method())  # the one that holds now
+        spec = replace(self.spec, method=rotate_method())  # the current method
         kernels: Backward | None = None
         scored = ScoredTiles.of(query, spec, place_of(self.group)[0], terms.bias)
         if self.score_mod is None and (grad_lse is None or scored is not None):
@@ -404,7 +404,7 @@ class FlexAttention:
         return (of_query, *of_keys), None
 
     def _indices(self, owner: int) -> Indices:
-        """Gives the positions of the queries and of a rank's keys in a tile."""
+        """Returns a function for the positions of a tile's queries and of rank `owner`'s keys."""
         kv_idx = self.masks.kv_idx(owner)
         return lambda tile: (self.masks.q_idx(tile), kv_idx[tile.k_begin : tile.k_end])
 
@@ -432,7 +432,7 @@ class _FlexFunction(torch.autograd.Function):
     @once_differentiable(_OP)
     def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
         sinks, bias, *tensors = saved
-        # Collective: every rank takes part, also without a gradient of its own.
+        # Collective: every rank takes part, even without a gradient of its own.
         grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
         grad_out = with_memory(_OP, "grad_out", grad_out)
         if grad_lse is not None:

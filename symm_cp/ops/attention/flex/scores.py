@@ -6,8 +6,8 @@ a tile, E features of a head. With S = score_mod(scale * q k^T), -inf where a ke
     out = softmax(S) v,  lse = logsumexp(S),  P = exp(S - lse)
     dv = P^T dout,  dS = P * (dout v^T - rowsum(dout * out) + dlse)
 
-and autograd differentiates `score_mod`, by the scores and by the tensors that it captures. All in
-float32 (float64 for float64), for a bounded number of scores at a time.
+and autograd differentiates `score_mod`, by the scores and by the tensors that it captures. All is
+computed in float32 (float64 for float64), for a bounded number of scores at a time.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class ScoreGradients:
     def _through(
         self, modified: torch.Tensor, raw: torch.Tensor, grad: torch.Tensor
     ) -> torch.Tensor | None:
-        """Returns the gradient of the scores, and adds to those of the captured tensors."""
+        """Returns the scores' gradient, and adds to the captured tensors' gradients."""
         if not modified.requires_grad:
             return None
         with _reproducible():

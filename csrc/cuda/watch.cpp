@@ -274,7 +274,8 @@ std::optional<std::string> StreamWaits::judge_given_up(Clock::time_point now) {
   // Either one queue serves all streams, with the writes behind the waits, or the driver hangs.
   for (size_t i = 0; i < pairs_.size(); ++i)
     if (!reached(pairs_[i].seen, pairs_[i].needed))
-      return describe(i) + ": this rank aborted the call, but its streams do not end" + silence(now);
+      return describe(i) + ": this rank aborted the call, but its streams do not end" +
+             silence(now);
   return std::nullopt;
 }
 

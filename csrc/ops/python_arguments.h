@@ -1,5 +1,5 @@
-// Arguments of an op that are objects of Python: they are put on its stack by their positions,
-// without a search among overloads. Other types than the usual ones are left to the caller.
+// Puts an op's arguments, which are Python objects, on its stack by position, without a search
+// among overloads. Leaves types other than the usual ones to the caller.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -85,7 +85,7 @@ inline bool is_number(PyObject* given) { return PyLong_CheckExact(given); }
 // Sets Python's exception for a number that is too large.
 inline int64_t to_number(PyObject* given) { return PyLong_AsLongLong(given); }
 
-// A number, or what torch numbers: a dtype, a layout, a memory format.
+// Whether an object is a number, or an enum of torch's: a dtype, a layout, a memory format.
 inline bool is_number_or_enum(PyObject* given) {
   return is_number(given) || THPDtype_Check(given) || THPLayout_Check(given) ||
          THPMemoryFormat_Check(given);
@@ -102,7 +102,7 @@ inline int64_t to_number_or_enum(PyObject* given) {
 inline bool is_flag(PyObject* given) { return PyBool_Check(given); }
 inline bool to_flag(PyObject* given) { return given == Py_True; }
 
-// Appends a list or a tuple to the stack; false if one of its elements is of another type.
+// Appends a list or a tuple to the stack; returns false if an element has another type.
 template <class Element, class Is, class To>
 bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   if (!PyList_Check(given) && !PyTuple_Check(given)) return false;
@@ -118,7 +118,7 @@ bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   return true;
 }
 
-// The same of a list whose elements may be None.
+// The same for a list whose elements may be None.
 template <class Element, class Is, class To>
 bool take_optionals(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   using Optional = std::optional<Element>;
@@ -127,7 +127,7 @@ bool take_optionals(PyObject* given, std::vector<c10::IValue>& stack, Is is, To 
       [&](PyObject* item) { return item == Py_None ? Optional() : Optional(to(item)); });
 }
 
-// Appends an argument to the stack; false if it is for torch's callable.
+// Appends an argument to the stack; returns false if torch's callable must handle it.
 inline bool take(const Argument& argument, PyObject* given, std::vector<c10::IValue>& stack) {
   if (given == nullptr) {
     if (!argument.given_by_default) return false;
@@ -199,7 +199,7 @@ inline bool take_arguments(const std::vector<Argument>& arguments, PyObject* con
   std::copy(given, given + positional, by_position);
   const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
   for (Py_ssize_t i = 0; i < named; ++i) {
-    size_t at = positional;  // one that was passed twice is not found
+    size_t at = positional;  // a name that was also passed by position is not found
     while (at < arguments.size() && arguments[at].name != PyTuple_GET_ITEM(names, i)) ++at;
     if (at == arguments.size()) return false;
     by_position[at] = given[positional + i];

@@ -296,8 +296,8 @@ size_t StreamWaits::earliest(size_t pair) const {
   return pair;
 }
 
-// Explains a wait between two ranks of which only one reads an input in place: they raise different
-// flags.
+// Explains a wait between two ranks if only one reads its input in place: the two then raise
+// different flags.
 std::string StreamWaits::disagreement(size_t pair, uint32_t needed) const {
   const size_t ranks = about_.world_size, flag = pair / ranks, peer = pair % ranks;
   const bool in_place = flag == kReadyInPlaceFlag;

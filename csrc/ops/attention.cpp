@@ -368,7 +368,7 @@ void check_saved(const char* name, const at::Tensor& tensor, const at::Tensor& q
                     tensor.sizes(), ", must be the shape of query, ", query.sizes());
 }
 
-// This rank's queries' gradients, and their part of all keys' and values' gradients, (2, B, G,
+// The gradients of this rank's queries, and of all keys and values by these queries, (2, B, G,
 // keys, E).
 struct OfAll {
   at::Tensor query, keys_and_values;

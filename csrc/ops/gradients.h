@@ -27,7 +27,7 @@ void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* 
 
 using AutogradKernel = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*);
 
-// Runs `kernel`; reports calls that it, or torch below it, refuses to the peers.
+// Runs `kernel`; reports to the peers the calls that it, or torch below it, refuses.
 template <AutogradKernel kernel, int channel = kSync>
 void reporting(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& arguments = op.schema().arguments();

@@ -115,7 +115,7 @@ struct CombineBackward {
   }
 
   // Multiplies `products`, and `grad_rows` unless null, by the factors of their rows. Returns
-  // (rows, 1): for each row, the sum of `products` before that, times the given rows.
+  // (rows, 1): the dot products of `products`, before the factors, and the given rows.
   at::Tensor weigh(const Tensors& products, const at::Tensor* grad_rows) const {
     const auto wide = products.front().scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor pairs = factors_for(given.factors, wide).view({routing.pairs(), 1});

@@ -1,5 +1,6 @@
-// Gradients of the fused matmuls. symm_cp/ops/matmul/derivatives.py describes them, and has their
-// own gradients. Every backward pass consists of ops that can be differentiated again.
+// Gradients of the fused matmuls. The gradients of these gradients are in
+// symm_cp/ops/matmul/derivatives.py, which describes each. Every backward pass consists of ops that
+// can be differentiated again.
 #include <ATen/ops/matmul.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>

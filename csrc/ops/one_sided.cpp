@@ -204,7 +204,7 @@ void nccl_put_signal(const c10::OperatorHandle& op, Stack* stack) {
 void nccl_wait_signal(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto handle = torch::jit::peek(*stack, 0, 2).toCustomClass<SymmetricMemory>();
   const auto mapping = mapping_of_handle(*handle);
-  if (mapping == nullptr) {  // torch's, where it has a kernel
+  if (mapping == nullptr) {  // torch's handle: torch's kernel, if it has one
     const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER,
                                     c10::DispatchKey::BackendSelect);
     return op.redispatchBoxed(keys & after, stack);

@@ -96,7 +96,7 @@ at::Tensor dispatch_rows(Group& group, const at::Tensor& tokens, const at::Tenso
 void check_dispatch(const char* op, const at::Tensor& tokens, int64_t rows, int64_t top_k,
                     const Routing& routing);
 
-// Sends the experts' results back to their tokens, which weight and add them.
+// Sends the experts' results back to their tokens, and adds them up there with their weights.
 void check_combine(const char* op, const at::Tensor& rows, const at::Tensor& weights,
                    const Routing& routing, int64_t top_k);
 at::Tensor combine_rows(Group& group, const at::Tensor& rows, const at::Tensor& weights,

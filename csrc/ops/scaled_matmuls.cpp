@@ -295,7 +295,7 @@ void multiply_parts(const at::Tensor& out, const ScatterArguments& given, at::In
   });
 }
 
-// Undefined where the kernel in Python is needed.
+// Returns an undefined tensor if the kernel in Python is needed.
 at::Tensor scaled_matmul_reduce_scatter(Group& group, const ScatterArguments& given) {
   if (!may_serve() || !fits(given)) return {};
   const at::DimVector shape = shape_of_output(given);

@@ -80,7 +80,7 @@ struct LaunchStep {
   std::string call_name;
   bool joined;                  // the caller's stream waits for its end
   std::shared_ptr<void> owner;  // Python's workspace
-  // Gives up the workspace after an error; `tensors`: those that its streams may still use.
+  // Gives up the workspace after an error; its streams may still use `tensors`.
   std::function<void(const std::vector<at::Tensor>&, const std::string& error)> fail;
 };
 struct CommandStep {
@@ -118,7 +118,7 @@ class Recording {
                   const std::vector<at::Tensor>& results) = 0;
   virtual void python(int kernel, PythonStep step, const std::vector<at::Tensor>& arguments,
                       const std::vector<at::Tensor>& results) = 0;
-  // Adds a condition of the plan, called before each run. A plan without conditions always may run.
+  // Adds a condition of the plan, called before each run. A plan without conditions may always run.
   virtual void ask(std::function<bool()> may_run) = 0;
   virtual void refuse(const std::string& reason) = 0;
 };

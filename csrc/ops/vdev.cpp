@@ -23,7 +23,7 @@ using torch::jit::Stack;
 
 // The words that a rank sends to its peers before the lengths and beginnings of its chunks.
 enum Word : int64_t { kSequence, kOffset, kRoom, kWords };
-// Replace the number of a rendezvous.
+// Values instead of the number of a rendezvous.
 constexpr int64_t kNoRows = -1, kNoRendezvous = -2;
 
 struct Shuffle {

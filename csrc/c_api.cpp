@@ -1,5 +1,6 @@
-// What native.py calls through ctypes. Functions only translate: each returns 0 (or a value) on
-// success and -1 on failure, whose text symm_cp_error() gives in the same thread.
+// The functions that native.py calls through ctypes. They only translate: each returns 0 (or a
+// value) on success and -1 on failure; symm_cp_error() in the same thread returns the failure's
+// text.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -41,7 +42,7 @@ int64_t guarded(F body) {
 
 Group& of(void* group) { return **static_cast<std::shared_ptr<Group>*>(group); }
 
-// A failure of a native step ends the call that is under way on the channel `sync`.
+// Runs a native step of the call under way on the channel `sync`. A failure ends that call.
 template <class F>
 int64_t guarded_in_call(void* handle, F body) {
   Group& group = of(handle);
@@ -71,8 +72,9 @@ const char* symm_cp_wire() {
   return text.c_str();
 }
 
-// A group of which this process is rank `rank`. Not collective. `timeout_ms`: 0 for the
-// process group's time-out. `offset`: bytes by which slots are moved, for tests. Null on failure.
+// Opens a group in which this process is rank `rank`. Not collective. `timeout_ms`: 0 for the
+// process group's time-out. `offset`: moves the slots by this many bytes, for tests. Null on
+// failure.
 void* symm_cp_group_open(const char* name, int rank, int world_size, int64_t timeout_ms,
                          int64_t offset) {
   void* result = nullptr;
@@ -84,7 +86,7 @@ void* symm_cp_group_open(const char* name, int rank, int world_size, int64_t tim
   return result;
 }
 
-// Transfers that were not waited for keep their share of the group.
+// Transfers not yet waited for keep their own reference to the group.
 void symm_cp_group_close(void* group) { delete static_cast<std::shared_ptr<Group>*>(group); }
 
 // Lets C++ find the group by its name.
@@ -92,12 +94,13 @@ void symm_cp_group_known(void* group) { known_as(*static_cast<std::shared_ptr<Gr
 
 void symm_cp_release_groups() { release_groups(); }
 
-// How long later calls wait for their peers. For tests.
+// Sets how long later calls wait for their peers. For tests.
 void symm_cp_set_timeout(void* group, int64_t timeout_ms) {
   of(group).set_timeout(std::chrono::milliseconds(timeout_ms));
 }
 
-// Begins a call on the channel `sync`; returns its number, counted from the first on this memory.
+// Begins a call on the channel `sync`; returns its epoch: calls are counted from the first one on
+// this memory.
 int64_t symm_cp_begin(void* group, int64_t slot_bytes, const char* call_name) {
   return guarded([&]() -> int64_t {
     of(group).check_owned(call_name);
@@ -113,7 +116,7 @@ int64_t symm_cp_begin(void* group, int64_t slot_bytes, const char* call_name) {
   });
 }
 
-// Ends the call that is under way, unless a native step has failed in it.
+// Ends the call under way as failed, unless a failed native step has ended it already.
 void symm_cp_fail(void* group, const char* cause) {
   const Call* call = of(group).current();
   if (call == nullptr) return;
@@ -126,7 +129,7 @@ void symm_cp_refuse(void* group, int channel, const char* reason) {
   of(group).refuse(channel, reason);
 }
 
-// Makes slots of at least `slot_bytes` on a channel. Collective when they have to be made.
+// Makes slots of at least `slot_bytes` on a channel. Collective unless such slots exist.
 int64_t symm_cp_reserve(void* group, int channel, int64_t slot_bytes) {
   return guarded([&]() -> int64_t {
     Group& all = of(group);
@@ -158,7 +161,7 @@ int64_t symm_cp_slot_bytes(void* group, int channel) {
   return of(group).workspace(channel).slot_bytes();
 }
 
-// The bytes of a channel's memory on this rank; 0 without memory.
+// Returns the bytes of a channel's memory on this rank; 0 without memory.
 int64_t symm_cp_workspace_bytes(void* group, int channel) {
   return of(group).workspace(channel).bytes();
 }
@@ -169,7 +172,7 @@ void symm_cp_skip(void* group, int channel, int64_t calls) {
   of(group).workspace(channel).skip(calls);
 }
 
-// Releases the memory of a channel; the slots of the next memory are moved by `offset` bytes.
+// Releases a channel's memory; moves the slots of its next memory by `offset` bytes.
 void symm_cp_move(void* group, int channel, int64_t offset) {
   of(group).set_offset(offset);
   of(group).workspace(channel).drop();
@@ -183,7 +186,7 @@ int64_t symm_cp_run(void* group, const Command* commands, int count, const Refer
   });
 }
 
-// Gives a group the steps of an exchange; `published` of them hand this rank's data to the peers.
+// Sets a group's steps of an exchange; `published` of them hand this rank's data to the peers.
 void symm_cp_set_loop(void* group, int channel, int kind, int loop_kind, const LoopStep* steps,
                       int count, const Area* sources, int source_count, int published, int parted,
                       int slotted) {
@@ -196,7 +199,7 @@ void symm_cp_set_loop(void* group, int channel, int kind, int loop_kind, const L
                      std::move(loop));
 }
 
-// Runs an exchange in the calling thread, or in the background and waits for it.
+// Runs an exchange in the calling thread (channel `sync`), or in the background and waits for it.
 int64_t symm_cp_exchange(void* group, int channel, int kind, int in_place, const char* call_name,
                          void* const* input, const int64_t* input_bytes, int inputs,
                          void* const* output, const int64_t* output_bytes, int outputs, int dtype,
@@ -218,8 +221,8 @@ int64_t symm_cp_exchange(void* group, int channel, int kind, int in_place, const
   });
 }
 
-// An all-to-all of boxes in the calling thread, see exchange_of; `operands` are the addresses of
-// the tensors.
+// Runs an all-to-all of boxes in the calling thread, see exchange_of; `operands` are the tensors'
+// addresses.
 int64_t symm_cp_exchange_boxes(void* group, const char* call_name, const Box* given, int64_t gives,
                                const Box* taken, int64_t takes, int joining, void* const* operands,
                                int count) {
@@ -236,10 +239,10 @@ int64_t symm_cp_exchange_boxes(void* group, const char* call_name, const Box* gi
   });
 }
 
-// Says whether all ranks of the group share this host's memory.
+// Sets whether all ranks of the group share this host's memory.
 void symm_cp_set_on_one_host(void* group, int all) { of(group).set_on_one_host(all != 0); }
 
-// The lock of the calls on the channel `sync`; -1 when a handler of a signal raised meanwhile.
+// Takes the lock of the calls on the channel `sync`; -1 when a signal handler raised meanwhile.
 int64_t symm_cp_lock(void* group) {
   return guarded([&]() -> int64_t {
     of(group).lock_calls();
@@ -249,7 +252,8 @@ int64_t symm_cp_lock(void* group) {
 
 void symm_cp_unlock(void* group) { of(group).unlock_calls(); }
 
-// Called with the name of a group of which C++ needs more than it knows: see on_unknown_group.
+// Sets the function that C++ calls with a group's name when it lacks facts about the group: see
+// on_unknown_group.
 void symm_cp_on_unknown_group(int (*find)(const char* name, int ask)) { on_unknown_group(find); }
 void symm_cp_explain(const char* why) { explain(why); }
 void symm_cp_explain_interruption(void* group, void* exception) {
@@ -257,7 +261,7 @@ void symm_cp_explain_interruption(void* group, void* exception) {
   explain_interruption(known == nullptr ? nullptr : *known, exception);
 }
 
-// Address of a peer's shard in the call that is under way, or null on failure.
+// Returns the address of a peer's shard in the call under way, or null on failure.
 void* symm_cp_shard(void* group, int peer) {
   void* result = nullptr;
   guarded_in_call(group, [&](Channel& channel, Call& call) -> int64_t {
@@ -267,7 +271,7 @@ void* symm_cp_shard(void* group, int peer) {
   return result;
 }
 
-// Address of this rank's slot in the call that is under way, or null.
+// Returns the address of this rank's slot in the call under way, or null.
 void* symm_cp_slot(void* group) {
   void* result = nullptr;
   guarded_in_call(group, [&](Channel& channel, Call& call) -> int64_t {
@@ -277,7 +281,7 @@ void* symm_cp_slot(void* group) {
   return result;
 }
 
-// How many bytes of freed results the process keeps; less than 0 for the default.
+// Sets how many bytes of freed results the process keeps; negative: the default.
 void symm_cp_keep_results(int64_t bytes) { Blocks::instance().set_limit(bytes); }
 
 // Unmaps the memory of freed results; returns its size.
@@ -296,7 +300,7 @@ int64_t symm_cp_reduce(void* out, const void* const* sources, int count, int64_t
   });
 }
 
-// See team.h; `threads` is a number of its enumeration.
+// See team.h; `threads` is a value of its enumeration.
 void symm_cp_set_threads(int threads, int background) {
   set_threads(static_cast<Threads>(threads));
   set_background_threads(background);
@@ -304,7 +308,7 @@ void symm_cp_set_threads(int threads, int background) {
 
 void symm_cp_set_divided_from(int threads, int64_t bytes) { set_divided_from(threads, bytes); }
 
-// How often a copy or a reduction was divided among threads. For tests.
+// Returns how often threads divided a copy or a reduction. For tests.
 int64_t symm_cp_divisions() { return Team::divisions(); }
 
 int symm_cp_reducible(int dtype, int op) {
@@ -316,8 +320,8 @@ void symm_cp_copy(void* to, const void* from, int64_t bytes, int streaming) {
   copy_bytes(to, from, bytes, streaming != 0);
 }
 
-// `heads` contiguous matrices of `rows` rows of `row` bytes, from one in which they lie side by
-// side.
+// Copies `heads` matrices of `rows` rows of `row` bytes, which lie side by side in `from`, to
+// contiguous matrices.
 void symm_cp_pack_heads(void* to, const void* from, int64_t heads, int64_t rows, int64_t row) {
   const Team team(own_cores());
   ResultStores::of_thread().run(heads * rows * row, [&](bool past_caches) {
@@ -331,14 +335,14 @@ void symm_cp_pack_heads(void* to, const void* from, int64_t heads, int64_t rows,
   });
 }
 
-// A result, stored in the way that is faster.
+// Copies a result, with the faster kind of stores.
 void symm_cp_copy_result(void* to, const void* from, int64_t bytes) {
   const Team team(own_cores());
   copy_result(to, from, bytes);
 }
 
-// See slot_stores.h: of stores that take `usual[i]` seconds a byte, or `past[i]` past the caches,
-// which go past them. For tests.
+// See slot_stores.h: sets `past_caches[i]` to whether store i bypasses the caches, when it takes
+// `usual[i]` seconds a byte through the caches and `past[i]` past them. For tests.
 void symm_cp_slot_stores(const double* usual, const double* past, int64_t count,
                          uint8_t* past_caches) {
   SlotStores stores;
@@ -348,22 +352,22 @@ void symm_cp_slot_stores(const double* usual, const double* past, int64_t count,
   }
 }
 
-// Whether the driver's library loads and has what streams need: 1, or 2 when it can also copy
-// in batches; -1 on failure.
+// Loads the driver's library with the functions that streams need: returns 1, or 2 when it can also
+// copy in batches; -1 on failure.
 int64_t symm_cp_driver(const char* path) {
   return guarded([&]() -> int64_t { return driver::load(path).batches() ? 2 : 1; });
 }
 
-// The version of the driver, as 12050 for CUDA 12.5; -1 on failure.
+// Returns the driver's version, such as 12050 for CUDA 12.5; -1 on failure.
 int64_t symm_cp_driver_version(const char* path) {
   return guarded([&]() -> int64_t { return driver::load(path).version(); });
 }
 
-// The first version at which streams signal (Signals.STREAM).
+// Returns the first driver version on which streams can signal (Signals.STREAM).
 int symm_cp_stream_signals_version() { return driver::kStreamSignalsVersion; }
 
-// `bases[r]` is where the workspace of rank r is mapped; `processes[r]` a pidfd of rank r, which is
-// closed with the streams, or -1. Null on failure.
+// `bases[r]` is the address at which rank r's workspace is mapped; `processes[r]` a pidfd of rank
+// r, which closes with the streams, or -1. Null on failure.
 void* symm_cp_streams_open(const char* driver, char* const* bases, int world_size, int rank,
                            const WorkspaceLayout* layout, int reset_flags, int events,
                            const char* group, int64_t timeout_ms, const int* processes) {
@@ -403,7 +407,8 @@ int64_t symm_cp_streams_give_up(void* streams) {
   });
 }
 
-// 1 if the streams have come past the point where they were given up, else 0; -1 on failure.
+// Returns 1 once the streams have passed the point of symm_cp_streams_give_up, else 0; -1 on
+// failure.
 int64_t symm_cp_streams_ended(void* streams) {
   return guarded([&]() -> int64_t { return static_cast<Streams*>(streams)->ended() ? 1 : 0; });
 }
@@ -415,7 +420,7 @@ int64_t symm_cp_streams_next_epoch(void* streams) {
 void symm_cp_streams_set_epoch(void* streams, int64_t epoch) {
   static_cast<Streams*>(streams)->set_epoch(epoch);
 }
-// 1 if the caller's stream of the last call was another one than this.
+// Returns 1 if the last call's caller stream was not `stream`.
 int symm_cp_streams_moved(void* streams, void* stream) {
   const auto last = static_cast<Streams*>(streams)->last_stream();
   return last && *last != stream ? 1 : 0;
@@ -425,7 +430,7 @@ void symm_cp_streams_set_single_copies(void* streams, int single) {
   static_cast<Streams*>(streams)->set_single_copies(single != 0);
 }
 
-// The context of the calling thread, for another thread to take on; null on failure.
+// Returns the calling thread's context, for another thread to make current; null on failure.
 void* symm_cp_context(const char* driver) {
   driver::Context context = nullptr;
   guarded([&]() -> int64_t { return driver::load(driver).context_get(&context); });
@@ -440,7 +445,7 @@ int64_t symm_cp_set_context(const char* driver, void* context) {
   });
 }
 
-// A new stream of the driver's, which waits for no other one and stays; null on failure.
+// Opens a driver stream that waits for no other stream and is never destroyed; null on failure.
 void* symm_cp_stream_open(const char* driver) {
   driver::Stream stream = nullptr;
   guarded([&]() -> int64_t {
@@ -451,7 +456,7 @@ void* symm_cp_stream_open(const char* driver) {
   return stream;
 }
 
-// Whether all work on a stream has ended: 1 or 0, or -1 when it failed. Never waits.
+// Returns 1 when all work on a stream has ended, 0 when not, -1 when it failed. Never waits.
 int64_t symm_cp_stream_ended(const char* driver, void* stream) {
   return guarded([&]() -> int64_t {
     const driver::Api& api = driver::load(driver);
@@ -462,8 +467,8 @@ int64_t symm_cp_stream_ended(const char* driver, void* stream) {
   });
 }
 
-// The number of the capture that a stream is in, from 1; 0: it is in none, or the driver has no
-// numbers. -1 on failure.
+// Returns the number of the stream's capture, from 1; 0 when it is not capturing or the driver does
+// not number captures; -1 on failure.
 int64_t symm_cp_capture_id(const char* driver, void* stream) {
   return guarded([&]() -> int64_t {
     const driver::Api& api = driver::load(driver);
@@ -499,10 +504,10 @@ void symm_cp_probe_begin(uint64_t seed, int64_t delay_us, int64_t fatal) {
 
 int64_t symm_cp_probe_end() { return Probe::instance().end(); }
 
-// Before a step that Python carries out.
+// Python calls this before each step that it carries out.
 void symm_cp_probe_step() { Probe::instance().step(); }
 
-// From now on pauses around waits at random, up to so long; 0: no more.
+// From now on threads pause at random around waits, for up to `longest_us`; 0 ends that.
 void symm_cp_set_pauses(uint64_t seed, int64_t longest_us) { set_pauses(seed, longest_us); }
 
 // 1 when `address` lies in symmetric memory that was rendezvoused with the group.

@@ -14,7 +14,7 @@ namespace symm_cp {
 
 namespace {
 
-// Writes the decisions on `count` numbers of one row, a byte for each.
+// Writes the decisions for `count` elements of one row, one byte each.
 void draw_row(const Dropout& dropout, uint32_t sample, uint32_t part, uint32_t position,
               int64_t count, bool* to) {
   std::array<uint16_t, kPhiloxKeys / 16> bits;
@@ -25,8 +25,8 @@ void draw_row(const Dropout& dropout, uint32_t sample, uint32_t part, uint32_t p
   }
 }
 
-// positions (P, rows), where P divides `samples`: (samples, rows, features) of bool, true where the
-// number of a sample, position and feature is kept.
+// Takes positions (P, rows), where P divides `samples`. Returns (samples, rows, features) of bool,
+// true if the element of a sample, position and feature is kept.
 at::Tensor dropout_mask(const at::Tensor& positions, int64_t samples, int64_t features, double p,
                         int64_t seed, int64_t part) {
   TORCH_CHECK_VALUE(
@@ -40,7 +40,7 @@ at::Tensor dropout_mask(const at::Tensor& positions, int64_t samples, int64_t fe
   const int64_t repeats = samples / positions.size(0);
   const int64_t* at_position = positions.const_data_ptr<int64_t>();
   bool* to = mask.mutable_data_ptr<bool>();
-  const Dropout dropout{static_cast<uint64_t>(seed), static_cast<uint32_t>(std::lround(p * 65536))};
+  const Dropout dropout{static_cast<uint64_t>(seed), static_cast<uint32_t>(std::nearbyint(p * 65536))};
   const int64_t grain = std::max<int64_t>(1, 32768 / features);
   parallel_for(0, samples * rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -1,5 +1,5 @@
-// The products of attention's blocks by torch's kernels for small blocks: in bfloat16 by tiles
-// (AMX), in float32 by vectors. The right operand of one in bfloat16 is packed: pairs of its rows,
+// The products of attention's blocks with torch's kernels for small blocks: bfloat16 with tiles
+// (AMX), float32 with vectors. In bfloat16 the right operand is packed: its rows are paired,
 // element by element. Sums of products are float32.
 #pragma once
 
@@ -24,7 +24,7 @@ inline const uint16_t* bits_of(const BFloat16* data) {
 }
 inline uint16_t* bits_of(BFloat16* data) { return reinterpret_cast<uint16_t*>(data); }
 
-// Tiles have 32 elements of a row.
+// The elements of a row in a tile.
 inline constexpr int64_t kTileElements = 32;
 
 inline int64_t padded(int64_t count) {
@@ -61,10 +61,10 @@ inline bool multiplies_blocks() {
   return can;
 }
 
-// Columns of floats that begin a cache line: blocks that begin there are read fastest.
+// The floats of a cache line: blocks that begin with a line are read fastest.
 inline constexpr int64_t kLineFloats = 16;
 
-// The forward pass of float32 by such products: small blocks take little more than large ones.
+// The forward pass in float32 with such products: small blocks take little more than large ones.
 class BlockedForward {
  public:
   using Number = float;
@@ -72,8 +72,8 @@ class BlockedForward {
   static constexpr int64_t kAlign = 1;
   static constexpr int64_t kStart = kLineFloats;
   static constexpr int64_t kBandRows = 32;
-  // Keys that a task under a narrow band transposes at a time, which its cache then has: several
-  // times as many as a block of rows sees.
+  // Under a narrow band a task transposes this many keys at a time, which then lie in its cache:
+  // several times the keys that a block of rows sees.
   static constexpr int64_t kSpan = 2048;
 
   // All keys, transposed; none under a narrow band.
@@ -127,7 +127,7 @@ class BlockedForward {
   }
 
  private:
-  // Transposed keys: at least `columns` from `first` on.
+  // Returns transposed keys: at least `columns` from `first` on.
   const float* keys_from(int64_t first, int64_t columns) {
     const TileInputs<float>& in = shared_.in;
     const int64_t group = b_ * in.sizes.groups + g_;
@@ -148,7 +148,7 @@ class BlockedForward {
   int64_t b_ = 0, g_ = 0, rows_ = 0;
 };
 
-// The backward pass of float32; sums over rows as in `PackedBackward`.
+// The backward pass in float32; sums over rows as in `PackedBackward`.
 class BlockedBackward {
  public:
   using Number = float;
@@ -181,8 +181,8 @@ class BlockedBackward {
     load(0);
   }
 
-  // Holds keys from `begin` to `end`, and at most `capacity` in all; is done with those before.
-  // Neither decreases from call to call.
+  // Holds keys from `begin` to `end`, and at most `capacity` keys in all; finishes the keys before.
+  // Neither `begin` nor `end` decreases from call to call.
   void roll_keys(int64_t begin, int64_t end, int64_t capacity) {
     if (end <= key_ + columns_) return;
     const int64_t done = std::min(begin - key_, columns_), kept = columns_ - done;
@@ -228,7 +228,7 @@ class BlockedBackward {
   void leave_keys() { flush(columns_); }
 
  private:
-  // Keys and values from a column on, whose gradients are 0 so far.
+  // Loads keys and values from a column on, and sets their gradients to 0.
   void load(int64_t first) {
     const int64_t count = columns_ - first, key = key_ + first;
     const int64_t features = in_.sizes.features, value_features = in_.sizes.value_features;
@@ -242,7 +242,7 @@ class BlockedBackward {
       std::fill_n(grad_values_.get() + i * key_stride_ + first, count, 0.0f);
   }
 
-  // Adds the gradients of the first columns.
+  // Adds the gradients of the first columns to the results.
   void flush(int64_t columns) {
     add_transposed(grad_keys_.get(), key_stride_, in_.sizes.features, columns,
                    grads_.key.at(b_, g_, key_), grads_.key.row);
@@ -250,7 +250,7 @@ class BlockedBackward {
                    grads_.value.at(b_, g_, key_), grads_.value.row);
   }
 
-  // Moves columns to the front.
+  // Moves `count` columns to the front.
   void move_columns(float* buffer, int64_t rows, int64_t first, int64_t count) const {
     for (int64_t i = 0; i < rows; ++i) {
       float* row = buffer + i * key_stride_;
@@ -338,8 +338,8 @@ class PackedForward {
   int64_t group_ = 0, rows_ = 0;
 };
 
-// Gradients of keys and values are summed transposed, so that weights and what flows back to
-// products are right operands, of which pairs of rows are easily had.
+// Sums gradients of keys and values transposed, so that weights and gradients of products are right
+// operands, whose rows are easily paired.
 class PackedBackward {
  public:
   using Number = float;

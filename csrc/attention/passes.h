@@ -13,8 +13,8 @@ namespace symm_cp {
 
 // Rows and columns of a block.
 constexpr int64_t kRows = 128, kColumns = 512;
-// Keys whose gradients a backward pass under a narrow band sums up together: all that a block of
-// rows sees and some more, if they move on with the rows.
+// Under a narrow band a backward pass sums up the gradients of this many keys together: kBandKeys
+// or, if keys move on with the rows, all keys that a block of rows sees and kMoreKeys more.
 constexpr int64_t kBandKeys = 4096, kMoreKeys = 256;
 
 inline DType number_of(const at::Tensor& tensor) {
@@ -31,7 +31,7 @@ Strided<T> strided(const at::Tensor& tensor) {
             tensor.stride(2)};
 }
 
-// A tensor by sample, head and row of which only rows are known.
+// A tensor by sample, head and row, of any dtype.
 struct AnyRows {
   char* data;
   int64_t sample, head, row;  // bytes
@@ -46,8 +46,8 @@ struct AnyRows {
   char* at(int64_t b, int64_t h, int64_t i) const { return data + b * sample + h * head + i * row; }
 };
 
-// Calls `run(begin, end)` for parts of the tasks. Always in a parallel region if there are several
-// threads, within which GEMMs use one: their results then do not depend on the number of threads.
+// Calls `run(begin, end)` for parts of the tasks. With several threads, always in a parallel
+// region, in which GEMMs use one thread: so their results do not depend on the number of threads.
 template <class Task>
 void for_tasks(int64_t tasks, const Task& run) {
   const int64_t least = at::get_num_threads() > 1 ? 2 : 1;
@@ -56,15 +56,16 @@ void for_tasks(int64_t tasks, const Task& run) {
   });
 }
 
-// Blocks of about the same size, so that none has a single row when there are more rows: the last
-// bit of torch's products of a single row, or a single feature, depends on the number of threads.
+// Returns the size of about equal blocks, so that no block has a single row when there are more:
+// the last bit of torch's products of a single row, or a single feature, depends on the number of
+// threads.
 inline int64_t balanced(int64_t length, int64_t most) {
   const int64_t blocks = std::max<int64_t>((length + most - 1) / most, 1);
   return std::max<int64_t>((length + blocks - 1) / blocks, 1);
 }
 
-// The band of a tile: how many keys a row sees at most, and whether that is few and not all. Then
-// smaller blocks of rows waste less.
+// The band of a tile: the most keys that a row sees, and whether these are few and not all. In a
+// narrow band smaller blocks of rows waste less.
 struct Band {
   int64_t width;
   bool narrow;
@@ -151,7 +152,7 @@ class Forward {
       A* sums = sums_.get() + i * sizes_.value_features;
       A& lse = *lse_.at(b, h, first + i);
       A factor = 1 / state.sum, share = 0;
-      if (state.sum == 0) {  // a row that sees no key: its sums are 0, or NaN by a value that is
+      if (state.sum == 0) {  // a row that sees no key: its sums are 0, or NaN from a NaN value
         if (lse != kNothing) continue;
         std::fill_n(sums, sizes_.value_features, A{0});
         factor = 0;
@@ -204,7 +205,7 @@ void attend(const Inputs& inputs, const TileTerms<typename Products::Number>& te
 
 // --- backward ----------------------------------------------------------------------------------
 
-// Adds the gradients of one group of keys of one sample; its heads of queries are no other task's.
+// Adds the gradients of one group of keys of one sample; no other task has its heads of queries.
 template <class Products, class T>
 class Backward {
  public:
@@ -255,7 +256,7 @@ class Backward {
  private:
   static constexpr bool kInPlace = std::is_same_v<A, Weight>;
 
-  // Under a narrow band a block of rows sees few keys of many, so it is entered once for all.
+  // Under a narrow band a block of rows sees few of the keys held, so it is entered once for all.
   int64_t most_keys() const {
     if (!band_.narrow) return kColumns;
     if (!Products::kRolls) return kBandKeys;
@@ -263,7 +264,7 @@ class Backward {
     return round_up(seen, Products::kStart) + kMoreKeys;
   }
 
-  // The keys that the rows see move on with them, so that all that is at work stays in the cache.
+  // The held keys move on with the rows, so that all data in use stays in the cache.
   void run_band() {
     const int64_t heads = sizes_.heads / sizes_.groups;
     const Columns rows = terms_.rows_of(0, sizes_.keys - 1, sizes_.rows);

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kLanes = kVectorBytes / 4;
 
-// A bit for each lane with a number of at least `threshold`; numbers have 16 bits.
+// Sets a bit for each lane whose number is at least `threshold`; numbers have 16 bits.
 inline uint32_t lanes_from(Vector<uint32_t> numbers, uint32_t threshold) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   return _mm512_cmpge_epu32_mask(as<long long>(numbers),

@@ -1,5 +1,6 @@
-// Random bits by position: Philox4x32 with 7 rounds (Salmon et al., 2011). Which counter belongs to
-// a weight of attention is said in symm_cp/ops/attention/philox.py, which computes the same bits.
+// Random bits by position: Philox4x32 with 7 rounds (Salmon et al., 2011).
+// symm_cp/ops/attention/philox.py, which computes the same bits, describes the counter of each
+// attention weight.
 #pragma once
 
 #include <array>
@@ -57,12 +58,13 @@ inline void philox(std::array<Vector<uint32_t>, 4>& words, uint64_t seed, int ro
   }
 }
 
-// Which weights dropout keeps, of one query of one head of one sample.
+// Decides which weights dropout keeps.
 struct Dropout {
   uint64_t seed;
-  uint32_t threshold;  // of 65536: numbers from it on keep a weight
+  uint32_t threshold;  // of 65536: a number of at least this keeps its weight
 
-  // Writes a bit for each of the 128 keys from `number` * 128 on; 1 keeps the weight.
+  // Writes a bit for each of the 128 keys from `number` * 128 on, for one query of one head of one
+  // sample; 1 keeps the weight.
   void keep(uint32_t sample, uint32_t head, uint32_t query, int64_t number, uint16_t* bits) const;
 };
 

@@ -1,5 +1,5 @@
-// The products of attention's blocks by torch's GEMMs: in the inputs' own dtype, and in bfloat16 on
-// processors that multiply tiles of it (AMX). Both classes have the same functions.
+// The products of attention's blocks with torch's GEMMs, in the inputs' own dtype. packed.h has
+// classes with the same functions for processors that multiply small blocks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,7 +42,7 @@ struct TileSizes {
   int64_t group_of(int64_t head) const { return head / (heads / groups); }
 };
 
-// Row-major (rows, columns) in memory of somebody else's.
+// Returns a row-major (rows, columns) view of memory that it does not own.
 template <class A>
 at::Tensor matrix(const A* data, int64_t rows, int64_t columns, int64_t stride) {
   constexpr at::ScalarType kType = std::is_same_v<A, double> ? at::kDouble : at::kFloat;
@@ -51,7 +51,7 @@ at::Tensor matrix(const A* data, int64_t rows, int64_t columns, int64_t stride) 
 
 // c = a b, plus c when `adds`.
 inline void multiply(const at::Tensor& a, const at::Tensor& b, bool adds, at::Tensor c) {
-  // torch exports no GEMM of these types; this is the least around it.
+  // torch exports no GEMM of these types; these functions add the least around it.
   if (adds)
     at::cpu::addmm_out(c, c, a, b, 1, 1);
   else
@@ -73,7 +73,7 @@ struct TileGradients {
   Strided<A> query, key, value;
 };
 
-// The forward pass of numbers as they are: weights take the place of scores.
+// The forward pass in the inputs' own dtype: weights overwrite scores.
 template <class A>
 class PlainForward {
  public:
@@ -148,8 +148,8 @@ class PlainBackward {
     grad_query_ = matrix(grads_.query.at(b_, h, first), count, sizes.features, grads_.query.row);
   }
 
-  // Products of queries and keys, and of what flows back and values; columns are counted from those
-  // of the keys entered.
+  // Products of queries and keys, and of output gradients and values; columns are counted from the
+  // first key entered.
   void products(int64_t first, int64_t columns, A* scores, A* through, int64_t stride) {
     const TileSizes& sizes = in_.sizes;
     multiply(query_, keys(in_.key, sizes.features, first, columns).t(), false,

@@ -10,14 +10,14 @@ namespace symm_cp {
 
 namespace {
 
-// The bits of 16 columns from `column` on. Reads up to 3 bytes behind the last of them.
+// Returns the bits of 16 columns from `column` on. Reads up to 3 bytes behind their last bit.
 inline uint32_t bits_at(const uint8_t* bits, int64_t column) {
   uint32_t word;
   std::memcpy(&word, bits + column / 8, sizeof(word));
   return word >> (column % 8);
 }
 
-// Calls `step(column, count)` for each vector of columns; the last may be a part of one.
+// Calls `step(column, count)` for each vector of columns; the last may be partial.
 template <class A, class Step>
 inline __attribute__((always_inline)) void for_columns(int64_t begin, int64_t end,
                                                        const Step& step) {
@@ -47,7 +47,7 @@ inline __attribute__((always_inline)) void store_columns(To* to, Vector<A> vecto
   store_part(to, vector, count);
 }
 
-// Soft cap, bias and mask on scaled products; `slope` becomes the derivative of the soft cap.
+// Applies soft cap, bias and mask to scaled products; `slope` becomes the soft cap's derivative.
 template <class A, class Count>
 inline __attribute__((always_inline)) Vector<A> finish_scores(Vector<A> score,
                                                               const RowTerms<A>& terms,
@@ -77,7 +77,7 @@ void clear_unseen(Weight* row, int64_t begin, int64_t end, int64_t columns) {
   std::fill(row + end, row + columns, Weight{});
 }
 
-// Transposes are made of squares of 16 x 16 numbers of 32 bits, and parts of some at the ends.
+// Transposes work by squares of 16 x 16 numbers of 32 bits, and by parts of squares at the ends.
 constexpr int64_t kBlock = 16;
 
 template <class Run>
@@ -133,7 +133,8 @@ A weigh_row(A* scores, Weight* weights, const RowTerms<A>& terms, RowState<A>& s
   const bool scales_only = terms.scales_only();
   Vector<A> top = broadcast(kNothing);
   for_columns<A>(begin, end, [&](int64_t column, auto count) {
-    // Columns beyond the end repeat nothing: -inf times a scale that is not positive would count.
+    // Columns beyond the end are set to -inf after scaling: -inf times a scale that is not positive
+    // would count.
     Vector<A> score = load_columns<A>(scores + column, count) * terms.scale;
     if (!scales_only) {
       score = finish_scores<A>(score, terms, column, count, nullptr);
@@ -192,7 +193,7 @@ template <class A>
 A product_of_rows(const void* left, const void* right, DType dtype, int64_t count) {
   const auto add = [&](auto type) {
     using T = decltype(type);
-    constexpr int64_t kSums = 16;  // beside each other, as a sum in order takes no vectors
+    constexpr int64_t kSums = 16;  // parallel sums, as a sum in order cannot use vectors
     const T *a = static_cast<const T*>(left), *b = static_cast<const T*>(right);
     const auto product = [&](int64_t i) {
       return static_cast<A>(Conversion<T>::load(a[i])) * static_cast<A>(Conversion<T>::load(b[i]));
@@ -274,7 +275,7 @@ void transpose(const uint32_t* in, int64_t in_stride, int64_t rows, int64_t colu
     uint32_t* to = out + column * out_stride + row;
 #if defined(__AVX512F__)
     if (height == kBlock && width == kBlock) {
-      // Rows are often read from memory, and the processor foresees them badly in this order.
+      // Rows often come from memory, and the processor predicts this order of reads badly.
       constexpr int64_t kAhead = 4 * kBlock;
       for (int64_t r = 0; r < kBlock; ++r) __builtin_prefetch(from + (r + kAhead) * in_stride);
       const Square square = transposed(load_square(from, in_stride));

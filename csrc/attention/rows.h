@@ -1,5 +1,5 @@
-// What attention does to a row of scores between its products: from scores to weights, and from
-// what flows back to weights to what flows back to scores.
+// The work of attention on a row of scores between its products: from scores to weights, and from
+// gradients of weights to gradients of scores.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace symm_cp {
 
-// The terms added to the scores of a row, by columns of a block of keys, and the columns it sees.
+// The terms of a row's scores, by columns of a block of keys, and the columns that the row sees.
 template <class A>
 struct RowTerms {
   A scale;
@@ -17,7 +17,7 @@ struct RowTerms {
   const A* mask;        // null: none
   int64_t mask_step;    // 1, or 0 for the same number in all columns
   const A* bias;        // null: none
-  const uint8_t* kept;  // a bit for each column, which dropout keeps; null: no dropout
+  const uint8_t* kept;  // a bit for each column, 1: dropout keeps it; null: no dropout
   A kept_factor;        // of weights that are kept
   int64_t begin, end;   // the columns that the row sees
   int64_t columns;      // of the block
@@ -41,8 +41,8 @@ A weigh_row(A* scores, Weight* weights, const RowTerms<A>& terms, RowState<A>& s
 
 // Computes the weights after dropout and the gradients of the products, from the products of
 // queries and keys (`scores`) and of output gradients and values (`through`). `inner` is the row's
-// sum of output times output gradient, less the gradient of lse. Weight is A or BFloat16; in place
-// or not. The gradient of the bias is added to `grad_bias`, unless that is null.
+// sum of output times output gradient, less the gradient of lse. Weight is A or BFloat16; outputs
+// may overwrite inputs. The gradient of the bias is added to `grad_bias`, unless that is null.
 template <class A, class Weight>
 void gradient_row(const A* scores, const A* through, Weight* weights, Weight* grads, A* grad_bias,
                   const RowTerms<A>& terms, A lse, A inner);
@@ -60,12 +60,12 @@ void store_row(const A* from, A factor, A share, void* to, DType dtype, int64_t 
 template <class A>
 void scale_row(A* row, A factor, int64_t count);
 
-// Rows of 16-bit numbers to pairs of rows: out[r / 2][c][r % 2] = in[r][c]. A missing last row is
-// 0, and so are rows up to `padded`, an even number.
+// Pairs rows of 16-bit numbers: out[r / 2][c][r % 2] = in[r][c]. A missing last row is 0, and so
+// are rows up to `padded`, an even number.
 void interleave_rows(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns,
                      uint16_t* out, int64_t out_stride, int64_t padded);
 
-// Rows, with zeros up to `out_stride`.
+// Copies rows, with zeros up to `out_stride`.
 void copy_rows(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint16_t* out,
                int64_t out_stride);
 
@@ -73,7 +73,7 @@ void copy_rows(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t colu
 void transpose(const uint32_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint32_t* out,
                int64_t out_stride);
 
-// The same of 16-bit numbers, with zeros for the rows up to `padded`.
+// The same for 16-bit numbers, with zeros for the rows up to `padded`.
 void transpose(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint16_t* out,
                int64_t out_stride, int64_t padded);
 
@@ -81,8 +81,8 @@ void transpose(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t colu
 void add_transposed(const float* in, int64_t in_stride, int64_t rows, int64_t columns, float* out,
                     int64_t out_stride);
 
-// Pairs of columns to pairs of rows: out[c / 2][r][c % 2] = in[r][c]. Columns from `columns` to
-// `padded`, an even number, are 0.
+// Transposes pairs of columns: out[c / 2][r][c % 2] = in[r][c]. Columns from `columns` to `padded`,
+// an even number, are 0.
 void transpose_pairs(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns,
                      uint16_t* out, int64_t out_stride, int64_t padded);
 

@@ -1,4 +1,4 @@
-// What attention adds to the scores of one tile, by rows and blocks of columns: which keys a row
+// The terms of attention's scores in one tile, by rows and blocks of columns: which keys a row
 // sees, masks, biases by distance, dropout. See symm_cp/ops/attention/native_tiles.py.
 #pragma once
 
@@ -16,12 +16,12 @@ struct Columns {
   int64_t begin, end;
 };
 
-// Columns of keys at consecutive positions of the sequence, the first of which is `position`.
+// Columns of keys at consecutive positions of the sequence, from `position` on.
 struct Run {
   int64_t begin, end, position;
 };
 
-// A tensor by sample, head and row; strides are in elements, and 0 where it repeats.
+// A tensor by sample, head and row; strides are in elements, 0 in repeated dimensions.
 template <class T>
 struct Strided {
   T* data = nullptr;
@@ -56,7 +56,7 @@ struct TileTerms {
   }
 };
 
-// What rows add in one block of columns at a time. Holds the buffers for a row.
+// The terms of rows in one block of columns at a time. Holds the buffers for a row.
 template <class A>
 class BlockTerms {
  public:
@@ -66,7 +66,8 @@ class BlockTerms {
       bias_.resize(static_cast<size_t>(most_columns));
   }
 
-  // Columns `first` to `first + seen` are keys; those up to `first + columns` are seen by no row.
+  // Columns `first` to `first + seen` are keys; no row sees the columns from there to `first +
+  // columns`.
   void enter(int64_t first, int64_t seen, int64_t columns) {
     first_ = first;
     seen_ = seen;
@@ -113,7 +114,7 @@ class BlockTerms {
   }
 
  private:
-  // By column; where columns are not consecutive keys, copied together.
+  // Returns the bias by column, copied together if the columns are not consecutive keys.
   const A* bias_of(int64_t h, int64_t position) {
     const A* head = tile_.bias + h * tile_.distances + tile_.bias_zero - position;
     if (runs_.size() == 1) return head + runs_[0].position - runs_[0].begin;
@@ -125,7 +126,7 @@ class BlockTerms {
   void keep(int64_t sample, int64_t head, int64_t query, int64_t first_column,
             int64_t last_column) {
     std::fill(kept_.begin(), kept_.end(), uint8_t{0});
-    uint8_t group[kPhiloxKeys / 8 + 8] = {};  // read a little behind the end
+    uint8_t group[kPhiloxKeys / 8 + 8] = {};  // is read a little behind its end
     for (const Run& run : runs_) {
       int64_t column = std::max(run.begin, first_column);
       const int64_t end = std::min(run.end, last_column);
@@ -142,7 +143,8 @@ class BlockTerms {
     }
   }
 
-  // Copies `count` bits of `from`, from bit `begin` on, to bit `to` on, where all bits are 0.
+  // Copies `count` bits of `from`, from bit `begin` on, to kept_, from bit `to` on, where all bits
+  // are 0.
   void add_bits(const uint8_t* from, int64_t begin, int64_t to, int64_t count) {
     for (int64_t done = 0; done < count; done += 32) {
       uint64_t bits, old;

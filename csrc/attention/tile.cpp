@@ -1,4 +1,4 @@
-// The ops that attend to one tile, with what torch's kernels lack: explained in
+// The ops that attend to one tile, with options that torch's kernels lack: explained in
 // symm_cp/ops/attention/native_tiles.py.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -44,7 +44,7 @@ TileSizes check_sizes(const at::Tensor& query, const at::Tensor& key, const at::
   return sizes;
 }
 
-// Consecutive positions, as few runs as there are.
+// Returns the fewest runs of consecutive positions.
 std::vector<Run> runs_of(const std::optional<at::Tensor>& positions, int64_t keys) {
   if (!positions) return {{0, keys, 0}};
   const int64_t* at = positions->const_data_ptr<int64_t>();
@@ -58,7 +58,7 @@ std::vector<Run> runs_of(const std::optional<at::Tensor>& positions, int64_t key
   return runs;
 }
 
-// Positions are not negative, and every distance is within the bias.
+// Raises unless all positions are at least 0 and every distance is within the bias.
 template <class A>
 void check_distances(const TileTerms<A>& terms, const TileSizes& sizes) {
   if ((terms.bias == nullptr && !terms.drops) || sizes.rows == 0 || sizes.keys == 0) return;
@@ -127,7 +127,7 @@ TileTerms<A> terms_of(const TileOptions& options, const TileSizes& sizes,
   terms.runs = runs_of(options.key_positions, sizes.keys);
   terms.drops = p > 0;
   terms.kept_factor = p < 1 ? static_cast<A>(1 / (1 - p)) : 0;
-  // To the nearest, halves to even, as Python rounds.
+  // Rounds to the nearest, halves to even, like Python.
   terms.dropout = {static_cast<uint64_t>(options.dropout_seed),
                    static_cast<uint32_t>(std::nearbyint(p * 65536))};
   terms.sample_offset = options.sample_offset, terms.head_offset = options.head_offset;
@@ -135,7 +135,7 @@ TileTerms<A> terms_of(const TileOptions& options, const TileSizes& sizes,
   return terms;
 }
 
-// With rows that GEMMs can read; converted to `dtype`.
+// Converts a tensor to `dtype`, with rows that GEMMs can read.
 at::Tensor readable(const at::Tensor& tensor, at::ScalarType dtype) {
   const at::Tensor converted = tensor.to(dtype);
   const bool dense = (converted.size(3) <= 1 || converted.stride(3) == 1) &&
@@ -317,8 +317,8 @@ TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
                 {mask, low, high, scale, softcap, bias, bias_zero, query_positions, key_positions,
                  dropout_p, dropout_seed, sample_offset, head_offset});
           }));
-  // Whether these are faster than torch's: where the processor multiplies small blocks of the
-  // dtype, or of float32 and torch does not multiply the dtype's so.
+  // Whether these ops are faster than torch's: if the processor multiplies small blocks of the
+  // dtype, or of float32 while torch does not multiply small blocks of the dtype.
   m.def("attention_has_blocks(ScalarType dtype) -> bool", [](at::ScalarType dtype) {
     const bool has_float32 = is_blocked({1, 1, 1, 1, 1, 1, 1});
     switch (dtype) {

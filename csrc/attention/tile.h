@@ -1,4 +1,4 @@
-// Attention to one tile, with what torch's kernels lack: explained in
+// Attention to one tile, with options that torch's kernels lack: explained in
 // symm_cp/ops/attention/native_tiles.py.
 #pragma once
 
@@ -29,13 +29,13 @@ void attention_tile(const at::Tensor& query, const at::Tensor& key, const at::Te
 at::Tensor attention_inner(const at::Tensor& grad_out, const at::Tensor& out,
                            const std::optional<at::Tensor>& grad_lse);
 
-// The gradients that are added to, in the order of the schema.
+// The gradients to add to, in the order of the schema.
 struct GradientTensors {
   at::Tensor query, key, value;
   std::optional<at::Tensor> bias = std::nullopt;
 };
 
-// Adds the gradients by a tile. `lse` is inf in rows that see no key.
+// Adds the gradients of a tile. `lse` is inf in rows that see no key.
 void attention_tile_backward(const at::Tensor& grad_out, const at::Tensor& query,
                              const at::Tensor& key, const at::Tensor& value, const at::Tensor& lse,
                              const at::Tensor& inner, const GradientTensors& grads,

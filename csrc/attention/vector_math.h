@@ -1,5 +1,5 @@
-// Arithmetic on vectors of numbers beyond the processor's own: exponentials, hyperbolic tangents,
-// parts of vectors in memory. NaN stays NaN.
+// Vector arithmetic that processors lack: exponentials, hyperbolic tangents, parts of vectors in
+// memory. NaN stays NaN.
 #pragma once
 
 #include <cmath>
@@ -31,7 +31,7 @@ inline void store(A* to, Vector<A> vector) {
   store_bytes(reinterpret_cast<char*>(to), as<uint8_t>(vector));
 }
 
-// The first `count` elements; the others are `fill`.
+// Loads the first `count` elements; the others are `fill`.
 template <class A>
 inline Vector<A> load_part(const A* from, int64_t count, A fill) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -56,7 +56,7 @@ inline void store_part(A* to, Vector<A> vector, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = vector[i];
 }
 
-// As bfloat16, of which NaN must have been one before (see reduce.cpp).
+// Stores as bfloat16; a NaN must already fit into bfloat16 (see reduce.cpp).
 inline void store_part(BFloat16* to, Vector<float> vector, int64_t count) {
   using Half = uint16_t __attribute__((vector_size(kVectorBytes / 2)));
   const auto bits = as<uint32_t>(vector);
@@ -73,13 +73,14 @@ inline void store(BFloat16* to, Vector<float> vector) {
 #endif
 }
 
-// e to the power of x, to the last bit or two; results below the smallest normal number are 0.
+// Returns e to the power of x, to the last bit or two; results below the smallest normal number are
+// 0.
 inline Vector<float> exponential(Vector<float> x) {
   constexpr float kLeast = -87.33654f, kMost = 88.72283f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-  // Half the instructions of the code below, which takes a third of a block's time. Of NaN and a
-  // number these minima and maxima are the second operand, NaN.
+  // Half the instructions of the code below, which takes a third of a block's time. With a NaN
+  // operand these minima and maxima return the second operand, here NaN.
   const __m512 most = _mm512_min_ps(_mm512_set1_ps(kMost + 1), x);
   const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(kLeast), most);
   const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(kLeast), _CMP_NLT_UQ);
@@ -106,7 +107,7 @@ inline Vector<float> exponential(Vector<float> x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  // 2^n in two factors, as 2^128 is no number.
+  // 2^n in two factors, as 2^128 is not a float.
   const auto whole = as<int32_t>(shifted) - as<int32_t>(broadcast(kRound));
   const auto half = whole >> 1;
   const Vector<float> first = as<float>((half + 127) << 23);
@@ -132,7 +133,7 @@ inline Vector<float> quotient(Vector<float> a, Vector<float> b) {
 #endif
 }
 
-// By a quotient of polynomials, to a few units of the last place.
+// A quotient of polynomials, exact to a few units of the last place.
 inline Vector<float> hyperbolic_tangent(Vector<float> x) {
   constexpr float kMost = 7.90531111f;  // beyond it the result is 1
   const Vector<float> least = broadcast(-kMost), most = broadcast(kMost);
@@ -156,7 +157,7 @@ inline Vector<double> hyperbolic_tangent(Vector<double> x) {
   return x;
 }
 
-// No element is NaN.
+// No element may be NaN.
 template <class A>
 inline A largest_of(Vector<A> vector) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -177,7 +178,7 @@ inline A sum_of(Vector<A> vector) {
   return vector[0];
 }
 
-// All bits of the lanes whose bit is set.
+// Returns lanes with all bits set for each set bit of `bits`.
 template <class A>
 inline auto lanes_of(uint32_t bits) {
   using Bits = std::conditional_t<sizeof(A) == 4, uint32_t, uint64_t>;

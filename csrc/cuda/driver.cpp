@@ -14,7 +14,7 @@ void find(void* library, const char* name, F& function) {
   function = reinterpret_cast<F>(dlsym(library, name));
 }
 
-// Of a library that stands in for the driver.
+// Finds a function that only a library substituted for the driver has.
 template <class F>
 void find_hosted(void* library, const char* name, F& function) {
   find(library, name, function);

@@ -15,14 +15,14 @@ using Event = void*;
 using Context = void*;
 using Address = uint64_t;
 
-// A failure that the driver reported, or a driver that is not there.
+// A failure that the driver reported, or a missing driver.
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// From this driver on streams may wait for values in memory of cuMemCreate, which symmetric memory
-// is: on older ones such waits fail or never end. NCCL asks as much for its copy-engine
-// collectives.
+// From this driver version on, streams may wait for values in cuMemCreate memory, such as symmetric
+// memory; on older drivers such waits fail or never end. NCCL requires the same version for its
+// copy-engine collectives.
 constexpr int kStreamSignalsVersion = 12050;
 
 enum MemOpKind : int { kWaitValue32 = 1, kWriteValue32 = 2 };
@@ -38,7 +38,7 @@ struct MemOp {
   uint64_t padding;
 };
 static_assert(sizeof(MemOp) == 48);
-constexpr size_t kMostMemOps = 255;  // of a batch
+constexpr size_t kMostMemOps = 255;  // per batch
 
 struct Location {  // CUmemLocation
   int type;
@@ -100,19 +100,19 @@ struct Api {
   // May be missing. The second form has been there since CUDA 11.3.
   Result (*capture_info)(Stream, int* status, uint64_t* id, void* graph, void* dependencies,
                          size_t* dependency_count);
-  // One of them, or none: batches came with CUDA 12.8, and lost an argument in 13.0.
+  // At most one of these two is set: batches came with CUDA 12.8, and lost an argument in 13.0.
   Result (*copy_batch)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,
                        Stream);
   Result (*copy_batch_12)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,
                           size_t*, Stream);
 
-  // Of drivers that only stand in for one, in tests: the caller's stream, what has a stream call a
-  // function, and what returns when a stream is through with a call.
+  // Only in drivers that tests substitute: returns the caller's stream; has a stream call a
+  // function; returns when a stream has finished a call.
   Stream (*hosted_stream)(int device);
   void (*hosted_launch)(Stream, void (*function)(void*), void* argument);
   void (*hosted_end)(Stream);
 
-  // 12050 for CUDA 12.5. Throws Error.
+  // Returns 12050 for CUDA 12.5. Throws Error.
   int version() const;
   bool batches() const { return copy_batch != nullptr || copy_batch_12 != nullptr; }
   // Throws Error naming `what` unless `result` is success.

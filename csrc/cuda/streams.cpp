@@ -9,12 +9,12 @@ namespace {
 
 constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
-// What a rank's own kernel raises, or polls, by number: no peer is watched for it.
+// The flag that a rank's own kernel raises or polls: no peer is watched for it.
 constexpr int kArrivedFlag = 6;
 static_assert(std::string_view(kFlagNames[kArrivedFlag]) == "arrived");
 
-// Makes a context current in this thread for a while: threads of autograd may have none, or that
-// of another device, and the null stream is that of the current context.
+// Makes a context current in this thread for a scope: autograd's threads may have none, or another
+// device's, and the null stream belongs to the current context.
 class InContext {
  public:
   InContext(const driver::Api& api, driver::Context context) : api_(api) {
@@ -70,7 +70,7 @@ Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank,
 }
 
 Streams::~Streams() {
-  // At exit the driver may be unloaded: it then returns errors, and nothing is left to free.
+  // At exit the driver may be unloaded: then it returns errors, and there is nothing left to free.
   driver::Context before = nullptr;
   api_.context_get(&before);
   api_.context_set(context_);
@@ -108,7 +108,7 @@ void Streams::give_up() {
   if (given_up_) return;
   given_up_ = true;
   InContext scope(api_, context_);
-  // The last events are for that. Where they cannot be recorded, nobody will know that it ended.
+  // The last kLanes events mark this point. If recording one fails, `ended` never returns true.
   for (size_t lane = 0; lane < last_lanes_.size(); ++lane)
     endless_ |= api_.event_record(events_[events_.size() - kLanes + lane], last_lanes_[lane]) != 0;
   if (waits_ != nullptr) waits_->give_up();
@@ -137,7 +137,7 @@ void Streams::add_signal(const StreamCommand& command, driver::Stream lane, uint
       sent_epochs_[word] = epoch;
     }
   }
-  // Publishes all that came before it in the stream. So it must not share a batch with data.
+  // A signal publishes all earlier work of the stream, so it must not share a batch with data.
   gather(Gathered::kSignals, lane);
   to_.push_back(flag(command.peer, rank_, command.flag));
   from_.push_back(sent(word));
@@ -169,7 +169,7 @@ void Streams::add_copy(const StreamCommand& command, void* const* operands, driv
   bool dense = command.rows == 1 ||
                (command.to_pitch == command.bytes && command.from_pitch == command.bytes);
   if (gathered_ != Gathered::kCopies || command.alone != 0) flush(lane);
-  // A rank's own shard may lie where it is gathered.
+  // A rank's own shard may already be at its place in the output.
   if (command.bytes * command.rows == 0 || to == from) return;
   if (!dense) {
     driver::Copy2D copy{};
@@ -185,8 +185,8 @@ void Streams::add_copy(const StreamCommand& command, void* const* operands, driv
   }
   const auto bytes = static_cast<size_t>(command.bytes * command.rows);
   if (command.remote == 0) {
-    // Kernels copy within a device at the speed of its memory, copy engines at a fraction of it: a
-    // batch that asks for the engines (flush_copies) would slow it down.
+    // Within a device, kernels copy at memory speed and copy engines at a fraction of it: a batch,
+    // which asks for the engines (flush_copies), would slow the copy down.
     api_.expect(api_.copy(to, from, bytes, lane), "cuMemcpyAsync");
     return;
   }
@@ -239,7 +239,7 @@ void Streams::run(const StreamCommand* commands, int count, void* const* operand
                   driver::Stream const* lanes, uint32_t epoch, bool capturing,
                   const char* call_name) {
   InContext scope(api_, context_);
-  forget();  // what a call left that failed
+  forget();  // the rest of a failed call
   capturing_ = capturing;
   last_lanes_.assign(lanes, lanes + kLanes);
   int32_t lane = count > 0 ? commands[0].lane : 0;

@@ -1,14 +1,14 @@
-// A workspace of a group on a device with streams, and how the lanes of a schedule are put on them:
-// copies between devices go to copy engines, signals are such copies of 4 bytes, and waits are
-// operations of the stream, so none takes a multiprocessor.
+// Puts the lanes of a schedule on streams, for one workspace of a group. Copies between devices go
+// to copy engines, signals are such copies of 4 bytes, and waits are stream operations, so none
+// takes a multiprocessor.
 //
-// A signal copies a word of this rank (wire.h, sent_offset) to the peer's flag, behind the data: on
-// the same stream, or on that of lane "signal" behind an event, since a copy engine may keep a
-// signal waiting behind a large copy, and no kernel should wait with it. In a call a lane that
-// signals first sets its word to the epoch, on its own stream. That is free of races because all
-// uses of a word are in the order of one stream: the word is its lane's alone; the calls of a
-// workspace are issued one after the other, and streams of a lane that follow one another wait for
-// each other (Launch.run); and a flag has one writer lane, so it grows.
+// A signal copies a word of this rank (wire.h, sent_offset) to the peer's flag, after the data: on
+// the same stream, or behind an event on the stream of lane "signal", since a copy engine may queue
+// a signal behind a large copy, and no kernel should wait with it. In each call a lane first sets
+// its word to the epoch, on its own stream, and then signals. There are no races, because one
+// stream orders all uses of a word: only its lane uses the word; the calls of a workspace are
+// issued one after the other, and when a lane changes streams the new stream waits for the old one
+// (Launch.run); and a flag has one writer lane, so it only grows.
 #pragma once
 
 #include <array>
@@ -25,12 +25,12 @@ namespace symm_cp {
 
 class Streams {
  public:
-  // `bases[r]` is where the workspace of rank r is mapped here. With `reset_flags` a signal is 1
-  // and the waiter resets it to 0, so that the same commands serve every call (CUDA graphs);
-  // otherwise it is the epoch, and only grows. The device's context must be current in the calling
-  // thread; the other methods make it current by themselves. The memory's word of kConstantOne
-  // must hold 1 before the first call. With a `timeout`, waits that cannot end abort the process
-  // (watch.h); `processes` are pidfds of the ranks. Waits in graphs are not watched.
+  // `bases[r]` is the address of rank r's workspace in this process. With `reset_flags` a signal is
+  // 1 and the waiter resets it to 0, so that the same commands serve every call (CUDA graphs);
+  // otherwise a signal is the epoch, and only grows. The device's context must be current in the
+  // calling thread; the other methods make it current by themselves. The word kConstantOne must
+  // hold 1 before the first call. With a `timeout`, waits that cannot end abort the process
+  // (watch.h); `processes` are the ranks' pidfds. Waits in graphs are not watched.
   Streams(const std::string& driver, std::vector<char*> bases, int rank, WorkspaceLayout layout,
           bool reset_flags, int events, std::string group, std::chrono::milliseconds timeout,
           std::vector<Descriptor> processes);
@@ -38,17 +38,17 @@ class Streams {
   Streams(const Streams&) = delete;
   Streams& operator=(const Streams&) = delete;
 
-  // Puts commands of op `what` on the streams `lanes`, in order. Nothing here waits for the device.
-  // While the streams are `capturing`, copies are single ones: batches cannot be captured. Throws
-  // driver::Error.
+  // Puts the commands of call `call_name` on the streams `lanes`, in order. Does not wait for the
+  // device. While the streams are `capturing`, copies are issued one by one: batches cannot be
+  // captured. Throws driver::Error.
   void run(const StreamCommand* commands, int count, void* const* operands,
            driver::Stream const* lanes, uint32_t epoch, bool capturing, const char* call_name);
-  // Announces a wait of a stream that is not issued by `run`.
+  // Announces a stream's wait that `run` does not issue.
   void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
-  // Tells the peers that this rank completes no further call; its streams come to their ends as
-  // watch.h says. Throws driver::Error when the peers cannot be told.
+  // Reports to the peers that this rank completes no further call; its streams end as watch.h says.
+  // Throws driver::Error when the report fails.
   void give_up();
-  // Whether the streams of the last call have come past the point of `give_up`.
+  // Whether the last call's streams have passed the point of `give_up`.
   bool ended();
   // Begins a call; the ranks begin theirs in the same order.
   uint32_t next_epoch() { return static_cast<uint32_t>(++epoch_); }
@@ -61,7 +61,7 @@ class Streams {
     return last_lanes_.empty() ? std::nullopt : std::optional(last_lanes_.front());
   }
   const driver::Api& api() const { return api_; }
-  // From now on, or no longer, copies are issued one after the other.
+  // Sets whether copies are issued one by one.
   void set_single_copies(bool single) { single_copies_ = single; }
 
  private:
@@ -91,9 +91,9 @@ class Streams {
   std::vector<driver::Stream> last_lanes_;  // of the last call; empty before the first
   int64_t epoch_ = 0;                       // of the last call
   bool given_up_ = false;
-  bool endless_ = false;                        // it cannot be known when the streams have ended
-  std::shared_ptr<StreamWaits> waits_;          // null when nobody looks at them
-  std::array<uint32_t, kLanes> sent_epochs_{};  // that the lanes' words were set to
+  bool endless_ = false;                        // no event tells when the streams end
+  std::shared_ptr<StreamWaits> waits_;          // null when waits are not watched
+  std::array<uint32_t, kLanes> sent_epochs_{};  // the values of the lanes' words
   bool capturing_ = false;
   // The operations gathered for the next call of the driver.
   Gathered gathered_ = Gathered::kNothing;

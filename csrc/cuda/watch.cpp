@@ -17,13 +17,13 @@ constexpr size_t kLine = kFlagBytes / sizeof(uint32_t);
 constexpr size_t kWaits = 4096;
 constexpr size_t kNames = 512;
 constexpr auto kExitGrace = std::chrono::seconds(1);  // for a copy of a few lines
-// A peer that has died may have raised all its flags before. Only a reading tells, and the driver
-// may take that long for it, while it loads kernels.
+// How long to wait for a reading after a peer died: only a reading shows whether the peer had
+// raised all its flags, and the driver may take this long for it while it loads kernels.
 constexpr auto kReadingGrace = milliseconds(10000);
 
 // The values of a rank's mark at its peers.
 constexpr uint32_t kGaveUp = 1;
-constexpr uint32_t kDrained = 2;  // what it signals from now on is worth nothing
+constexpr uint32_t kDrained = 2;  // its later signals are worthless
 
 std::string text(int64_t value) { return std::to_string(value); }
 
@@ -61,7 +61,7 @@ StreamWaits::StreamWaits(const driver::Api& api, WatchedFlags about)
       pairs_(size_t{kDeviceFlags} * about_.world_size),
       names_(kNames) {
   waits_.reserve(kWaits);
-  // The flags as read, and a value to write for each flag and each mark.
+  // Room for the flags as read, and for a value to write to each flag and each mark.
   host_ = take_host_flags(api_, pairs_.size() * (kLine + 1) + kDrained + 1);
 }
 
@@ -97,7 +97,7 @@ void StreamWaits::close() {
 }
 
 bool StreamWaits::written() {
-  // Only who has given up writes, and does not take it back.
+  // Only a rank that has given up writes, and giving up is final.
   return !given_up_ || api_.stream_query(host_.writing) != driver::kNotReady;
 }
 
@@ -121,7 +121,8 @@ void StreamWaits::read() {
   std::vector<Write> writes;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    // A late signal may take an awaited value back, before the stream has come to that wait.
+    // While draining, read on: a late signal may overwrite an awaited value before the stream
+    // reaches that wait.
     if (closed_ || (!waiting() && unsure_.empty() && !draining_)) return;
     reading_ = begun;
     for (size_t i = 0; draining_ && i < pairs_.size(); ++i)
@@ -168,8 +169,8 @@ void StreamWaits::deliver(Clock::time_point begun) {
   }
   for (int peer = 0; peer < about_.world_size; ++peer)
     if (mark_of(peer) != 0 && !peers_[peer].marked) peers_[peer].marked = Clock::now();
-  // A copy of many flags is not of one moment: the mark may have been read before the flag. So a
-  // wait that ended under a mark is looked at again.
+  // Many flags are not copied at one moment: the mark may have been read before the flag. So a wait
+  // that ended under a mark is checked again.
   const auto mark = [this](size_t pair) { return mark_of(pair % about_.world_size); };
   unsure_.insert(unsure_.end(), ended.begin(), ended.end());
   for (size_t pair : unsure_)
@@ -250,7 +251,7 @@ std::optional<std::string> StreamWaits::find_failure(Clock::time_point now) {
     if (!pair.since) pair.since = now;
     const size_t rank = i % about_.world_size;
     const std::string who = ": rank " + text(static_cast<int64_t>(rank));
-    // A rank that was lost when a reading began has raised all the flags that it ever will.
+    // A rank lost before a reading began has raised all the flags that it ever will.
     const auto lost = [&](const std::optional<Clock::time_point>& then) {
       return then && (read_ >= *then || now - *then > grace);
     };
@@ -270,21 +271,23 @@ std::optional<std::string> StreamWaits::judge_given_up(Clock::time_point now) {
     alone = alone && (peer == about_.rank || peers_[peer].died || mark_of(peer) != 0);
   if (!draining_ && (alone || now - *given_up_ > about_.timeout)) draining_ = now;
   if (!draining_ || now - *draining_ <= about_.timeout) return std::nullopt;
-  // One queue for all streams, in which the writes are behind the waits, or a driver that hangs.
+  // Either one queue serves all streams, with the writes behind the waits, or the driver hangs.
   for (size_t i = 0; i < pairs_.size(); ++i)
     if (!reached(pairs_[i].seen, pairs_[i].needed))
-      return describe(i) + ": it gave up the call, and its streams cannot be ended" + silence(now);
+      return describe(i) + ": this rank aborted the call, but its streams do not end" +
+             silence(now);
   return std::nullopt;
 }
 
-// For how long the driver has not answered, where that is unusual.
+// Returns how long the driver has not answered, if that is unusual.
 std::string StreamWaits::silence(Clock::time_point now) const {
   if (!reading_ || now - *reading_ < std::min(about_.timeout / 2, milliseconds(2000))) return "";
   const auto time = std::chrono::duration_cast<milliseconds>(now - *reading_);
   return " (the driver did not answer for " + text(time.count()) + " ms)";
 }
 
-// The pair of the first wait that has not ended, else `pair`: later waits are for later signals.
+// Returns the pair of the first wait that has not ended, else `pair`: later waits are for later
+// signals.
 size_t StreamWaits::earliest(size_t pair) const {
   for (size_t i = 0; i < waits_.size(); ++i) {
     const Wait& wait = waits_[(next_ + kWaits - waits_.size() + i) % kWaits];
@@ -293,7 +296,8 @@ size_t StreamWaits::earliest(size_t pair) const {
   return pair;
 }
 
-// Ranks of which only some read an input in place raise different flags.
+// Explains a wait between two ranks if only one reads its input in place: the two then raise
+// different flags.
 std::string StreamWaits::disagreement(size_t pair, uint32_t needed) const {
   const size_t ranks = about_.world_size, flag = pair / ranks, peer = pair % ranks;
   const bool in_place = flag == kReadyInPlaceFlag;

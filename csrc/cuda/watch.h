@@ -1,22 +1,21 @@
-// The waits of the streams of one workspace, and whether they can end. Stream waits have no
-// time-out, and an error cannot be returned to a thread that synchronizes with the stream, so two
-// threads of their own look after them (watcher.h): a reader copies the flags to the host, and a
-// judge decides by what the reader delivered last. The driver may hold up any thread that calls it
-// (while a module is loaded, say, the context is locked), so only the reader calls it, and no mutex
-// is held meanwhile: neither the judge nor the threads that issue ops ever wait for the driver
-// here.
+// Aborts the process when a stream of a workspace waits for a signal that cannot arrive. Stream
+// waits have no time-out, and a thread that synchronizes with the stream cannot be given an error,
+// so two extra threads watch the waits (watcher.h): a reader copies the flags to the host, and a
+// judge decides from the reader's last copy. The driver may block any thread that calls it (it
+// locks the context while it loads a module, say), so only the reader calls it, holding no mutex:
+// neither the judge nor the threads that issue ops ever wait for the driver here.
 //
-// After an error in the middle of a call the workspace is given up: peers are told by a mark, and
-// abort when they wait for this rank. This rank lives on, and its streams must end, or whoever
-// synchronizes with them hangs. Flags that come naturally end its waits. The others are ended by
-// writing the awaited values to this rank's own flags. What the streams do then is computed from
-// data that never came, and they signal it to the peers as if it were good. So that is done only
-// once nobody can take it for good:
+// After an error in the middle of a call this rank gives up the workspace: it writes a mark to the
+// peers, which abort when they wait for this rank. This rank lives on, and its streams must end, or
+// threads that synchronize with them hang. Some waits end because their flags still arrive. To end
+// the others, the reader writes the awaited values to this rank's own flags. The streams then
+// compute from data that never came, and signal the results to the peers like good ones. So the
+// reader writes the values only once no peer can mistake the results for good:
 //
-//   each peer has died, or has given up the workspace as well (its results are lost anyway); or
-//   the time-out has passed since, after which nobody waits for this rank any more.
+//   each peer has died, or has given up the workspace too (its results are lost anyway); or the
+//   time-out has passed since giving up, after which no peer waits for this rank any more.
 //
-// A peer that comes even later finds the mark raised to kDrained first. Its judge aborts when a
+// For even later peers the reader raises the mark to kDrained first. A peer's judge aborts when a
 // wait for this rank ends under that mark.
 #pragma once
 
@@ -33,22 +32,22 @@
 
 namespace symm_cp {
 
-// Where this rank's flags are, and when waits for them fail.
+// This rank's flags, and when waits for them fail.
 struct WatchedFlags {
   std::string group;
   int rank;
   int world_size;
   driver::Address flags;
   std::chrono::milliseconds timeout;
-  std::vector<Descriptor> processes;  // pidfds of the ranks; invalid where there is none
-  // The peers' flags that say that this rank gave up, as far as they are mapped here, and a word of
-  // this rank's memory that is copied there.
+  std::vector<Descriptor> processes;  // the ranks' pidfds; invalid if unknown
+  // The flags of the peers mapped here that report that this rank gave up, and the word of this
+  // rank's memory that is copied to them.
   std::vector<driver::Address> marks;
   driver::Address mark;
 };
 
-// Memory of the host that flags are copied to and from, and streams for that. Never freed, since
-// the driver would wait for the device, but used again.
+// Host memory that flags are copied to and from, and streams for these copies. It is reused and
+// never freed, since freeing it would wait for the device.
 struct HostFlags {
   driver::Context context = nullptr;
   driver::Stream reading = nullptr;
@@ -59,7 +58,7 @@ struct HostFlags {
 
 class StreamWaits {
  public:
-  // The calling thread has the context of the device. Throws driver::Error.
+  // The device's context must be current in the calling thread. Throws driver::Error.
   StreamWaits(const driver::Api& api, WatchedFlags about);
   ~StreamWaits();
   StreamWaits(const StreamWaits&) = delete;
@@ -69,19 +68,19 @@ class StreamWaits {
   // `needed`.
   void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
   // Stops watching. Returns when flags are no longer read nor written, or after two seconds. The
-  // calling thread has the context.
+  // context must be current.
   void close();
-  // Whether all that was written to flags has arrived. The calling thread has the context.
+  // Whether all writes to flags have arrived. The context must be current.
   bool written();
-  // Tells the peers that this rank completes no further call; from then on waits do not abort, but
-  // are ended as said above. Throws driver::Error when a peer cannot be told. The calling thread
-  // has the context.
+  // Reports to the peers that this rank completes no further call; from then on waits end as said
+  // above instead of aborting. Throws driver::Error when a report fails. The context must be
+  // current.
   void give_up();
 
-  // Returns why the process must be aborted, if it must. Calls no driver.
+  // Returns why the process must abort, if it must. Does not call the driver.
   std::optional<std::string> judge();
-  // Reads the flags when something waits, and ends the waits of a given-up workspace when that was
-  // decided. The calling thread has the context; the driver may hold it up.
+  // Reads the flags when a stream waits, and ends the waits of a given-up workspace once the judge
+  // has decided so. The context must be current; the driver may block the calling thread.
   void read();
   std::chrono::milliseconds interval() const;
   driver::Context context() const { return host_.context; }
@@ -91,7 +90,7 @@ class StreamWaits {
   struct Pair {  // a flag of a peer
     uint32_t needed = 0;
     uint32_t seen = 0;
-    std::optional<Clock::time_point> since;  // unsatisfied, and unchanged
+    std::optional<Clock::time_point> since;  // when it was found unsatisfied; reset by a change
   };
   struct Wait {
     size_t pair;
@@ -99,8 +98,8 @@ class StreamWaits {
     uint32_t epoch;
   };
   struct Peer {
-    std::optional<Clock::time_point> died;    // when the judge noticed,
-    std::optional<Clock::time_point> marked;  // and when the mark was delivered
+    std::optional<Clock::time_point> died;    // when the judge noticed
+    std::optional<Clock::time_point> marked;  // when the reader delivered the mark
   };
   struct Write {  // of a value to an own flag
     size_t pair;
@@ -128,12 +127,12 @@ class StreamWaits {
   const driver::Api& api_;
   WatchedFlags about_;
   HostFlags host_;
-  std::mutex mutex_;  // for what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable idle_;
   bool closed_ = false;
   std::optional<Clock::time_point> closing_;
   std::optional<Clock::time_point> reading_;  // under way, since
-  bool lost_ = false;                         // a reading that nobody waits for any more
+  bool lost_ = false;                         // the reading under way is abandoned
   Clock::time_point read_;                    // when the last delivered reading began
   std::optional<Clock::time_point> given_up_;
   std::optional<Clock::time_point> draining_;
@@ -141,8 +140,8 @@ class StreamWaits {
   std::vector<Pair> pairs_;
   std::vector<size_t> unsure_;      // waits that ended under a mark: it may be kDrained by now
   std::optional<size_t> deceived_;  // a wait that ended under kDrained
-  std::vector<Wait> waits_;         // a ring of the last ones;
-  size_t next_ = 0;                 // where the next one goes
+  std::vector<Wait> waits_;         // a ring of the last waits
+  size_t next_ = 0;                 // the ring's next place
   std::vector<std::string> names_;  // of the last calls
 };
 

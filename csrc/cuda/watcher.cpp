@@ -71,7 +71,7 @@ void Rounds::serve() {
 }
 
 Watcher& Watcher::instance() {
-  // Never destroyed: threads may outlive static destructors where nobody stops them.
+  // Never destroyed: threads that nobody stops may outlive static destructors.
   static Watcher* watch = new Watcher;
   return *watch;
 }
@@ -88,7 +88,7 @@ void Watcher::add(const driver::Api& api, const std::shared_ptr<StreamWaits>& wa
     const auto begin = [&api, context = waits->context()] {
       api.context_set(context);
       int mode = driver::kRelaxed;
-      api.capture_mode(&mode);  // does not disturb graphs that other threads capture
+      api.capture_mode(&mode);  // leaves other threads' captures of graphs alone
     };
     reader = new Rounds(begin, [](StreamWaits& those) { those.read(); });
   }

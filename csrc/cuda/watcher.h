@@ -1,5 +1,5 @@
-// The threads that look after the waits of streams (watch.h): a judge for the process, which never
-// waits, and a reader for each context, which the driver may hold up.
+// The threads that watch the waits of streams (watch.h): one judge per process, which never waits,
+// and one reader per context, which the driver may block.
 #pragma once
 
 #include <sys/types.h>
@@ -17,12 +17,13 @@
 
 namespace symm_cp {
 
-// A thread that visits the waits of streams, again and again, until nobody else holds them.
+// A thread that visits the waits of streams repeatedly, until nobody else holds them.
 class Rounds {
  public:
   Rounds(std::function<void()> begin, std::function<void(StreamWaits&)> visit);
   void add(const std::shared_ptr<StreamWaits>& waits);
-  // Ends the thread. One that does not end within a second is left behind, with this object.
+  // Ends the thread. A thread that does not end within a second is left running, and keeps this
+  // object.
   void stop();
 
  private:
@@ -41,16 +42,15 @@ class Rounds {
 class Watcher {
  public:
   static Watcher& instance();
-  // Watches them until nobody else holds them.
+  // Watches waits until nobody else holds them.
   void add(const driver::Api& api, const std::shared_ptr<StreamWaits>& waits);
-  // Ends the threads: the driver may be unloaded after it. Waits at most a second for each.
+  // Ends the threads, so that the driver may be unloaded. Waits at most a second for each.
   void stop();
 
  private:
   std::mutex mutex_;
-  pid_t process_ = 0;  // the process whose threads they are; a fork has none
-  // Never destroyed: a thread may be held up in the driver, or belong to the parent of this
-  // process.
+  pid_t process_ = 0;  // the process that owns the threads; a fork has none
+  // Never destroyed: a thread may be blocked in the driver, or belong to this process's parent.
   Rounds* judge_ = nullptr;
   std::map<driver::Context, Rounds*> readers_;
 };

@@ -1,7 +1,7 @@
 // `fused_all_gather_attention` of few tokens, and its gradients: one exchange gathers keys and
 // values, kernels attend to all of them, and in the backward pass another exchange adds up the
-// gradients. Python, which pipelines larger shards, takes longer than these copies. Planned by
-// symm_cp/ops/attention/few_tokens.py once for each kind of arguments.
+// gradients. For so few tokens Python, which pipelines larger shards, takes longer than these
+// copies. symm_cp/ops/attention/few_tokens.py plans the calls, once for each kind of arguments.
 //
 // Shapes: query (B, H, S_q, E), key and value (B, G, S_k, E), this rank's shards.
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -28,7 +28,7 @@ constexpr const char* kAttention = "fused_all_gather_attention";
 
 constexpr const char* kBackward = "fused_all_gather_attention_backward";
 
-// Where the arguments of an op lie. Behind the group's name are its options.
+// The positions of an op's arguments. Its options come after the group's name.
 struct Places {
   size_t query, group_name, is_causal;
 
@@ -55,7 +55,7 @@ bool may_be_served(const at::Tensor& query, const at::Tensor& key, const at::Ten
   return serves_few_tokens() && std::getenv("SYMM_CP_ATTENTION") == nullptr;
 }
 
-// Returns false where an option is a tensor: a plan cannot know its values.
+// Returns false if the option is a tensor: a plan cannot depend on its values.
 bool append_option(CallKey& key, const Arguments& arguments, size_t index) {
   const c10::IValue& option = arguments.at(index);
   key.push_back(option.isNone());
@@ -83,7 +83,7 @@ bool append_option(CallKey& key, const Arguments& arguments, size_t index) {
   return true;
 }
 
-// What Python plans.
+// Python's plan of a call.
 struct Plan {
   enum Form : int64_t { kInPython, kAll, kMasked, kTiles };
 
@@ -93,10 +93,10 @@ struct Plan {
   };
 
   Form form = kInPython;
-  std::vector<int64_t> lengths;  // the keys of each rank
-  std::vector<Tile> tiles;       // in rows of all keys, one rank's behind the other's
+  std::vector<int64_t> lengths;  // number of keys of each rank
+  std::vector<Tile> tiles;       // in positions among all keys, in rank order
   bool wide = false;             // tiles are merged in float32
-  at::Tensor mask;               // (S_q, keys), added to scores; of kMasked
+  at::Tensor mask;               // (S_q, keys), added to scores; for kMasked
   at::Tensor blind;              // (S_q) of bool: rows that see no key; undefined if there are none
 };
 
@@ -113,7 +113,7 @@ std::shared_ptr<const Plan> plan_of(const char* name, Stack arguments, std::stri
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(of_op.c_str(), "plan");
   try {
     op.callBoxed(arguments);
-  } catch (const std::exception&) {  // an error of Python, of which the peers were told there
+  } catch (const std::exception&) {  // Python's error, which Python has reported
     throw Failed(std::current_exception());
   }
   const auto results = torch::jit::last(arguments, 7);
@@ -132,7 +132,7 @@ std::shared_ptr<const Plan> plan_of(const char* name, Stack arguments, std::stri
   return made;
 }
 
-// With the features of a position side by side: see `dense_features` of ops/attention/tiles.py.
+// Makes the features of a position contiguous: see `dense_features` of ops/attention/tiles.py.
 at::Tensor with_dense_features(const at::Tensor& tensor) {
   const int64_t features = tensor.size(3);
   bool dense = features == 1 || tensor.stride(3) == 1;
@@ -155,7 +155,7 @@ struct Call {
   std::shared_ptr<CheckedCall> gather;
 
   const Plan& plan() const { return *static_cast<const Plan*>(gather->plan.get()); }
-  // Of keys and values of so many positions.
+  // The shape of keys and values of `positions` positions.
   at::DimVector shape(int64_t positions) const {
     return {2, key.size(0), key.size(1), positions, key.size(3)};
   }
@@ -166,7 +166,7 @@ struct Call {
   }
 };
 
-// A shard is a run of bytes for each head of each sample, of keys and of values.
+// A shard is one run of bytes per head of each sample, for keys and for values.
 void prepare_gather(CheckedCall& call, const at::Tensor& key, const std::vector<int64_t>& lengths,
                     int rank) {
   const int64_t heads = 2 * key.size(0) * key.size(1);
@@ -182,7 +182,7 @@ void prepare_gather(CheckedCall& call, const at::Tensor& key, const std::vector<
   }
 }
 
-// Nothing where the kernel in Python is needed.
+// Returns nullopt if the kernel in Python is needed.
 std::optional<Call> planned(const char* op, Group& group, const Arguments& arguments,
                             const Places& at) {
   Call call{op,
@@ -210,12 +210,12 @@ std::optional<Call> planned(const char* op, Group& group, const Arguments& argum
   return call;
 }
 
-// One behind the other.
+// Returns the keys followed by the values.
 at::Tensor packed(const Call& call) {
   const at::Tensor shard = new_output(call.key, call.shape(call.key.size(2)));
   const size_t bytes = call.key.nbytes();
   if (bytes > 0 && call.key.is_contiguous() && call.value.is_contiguous()) {
-    // Copies by torch take two microseconds each.
+    // torch's copies take two microseconds each.
     auto* const begin = static_cast<char*>(shard.mutable_data_ptr());
     std::memcpy(begin, call.key.const_data_ptr(), bytes);
     std::memcpy(begin + bytes, call.value.const_data_ptr(), bytes);
@@ -240,12 +240,12 @@ at::ScalarType wide(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The mask of torch's kernel.
+// The mask for torch's kernel.
 std::optional<at::Tensor> mask_of(const Plan& plan) {
   return plan.form == Plan::kMasked ? std::optional(plan.mask) : std::nullopt;
 }
 
-// Calls `body(rows, keys, options)` for each tile; the first two take its part of tensors.
+// Calls `body(rows, keys, options)` for each tile; `rows` and `keys` narrow tensors to it.
 template <class Body>
 void for_tiles(const Call& call, const Body& body) {
   TileOptions options = call.options();
@@ -273,7 +273,7 @@ Results nothing(const at::Tensor& query) {
   return {at::empty_like(query), at::full(query.sizes().slice(0, 3), -INFINITY, options)};
 }
 
-// By torch's kernel, in one go.
+// Attends to all keys at once, with torch's kernel.
 Results attend_at_once(const Call& call, const at::Tensor& query, const KeysAndValues& all) {
   auto [part, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
       query, all.keys, all.values, /*dropout_p=*/0.0, /*is_causal=*/false, mask_of(call.plan()),
@@ -301,7 +301,7 @@ Results attend_by_tiles(const Call& call, const at::Tensor& query, const KeysAnd
   return {plan.wide ? at::empty_like(query).copy_(out) : out, lse};
 }
 
-// Undefined where the kernel in Python is needed.
+// Returns undefined tensors if the kernel in Python is needed.
 Results attend(Group& group, const Arguments& arguments) {
   const auto call = planned(kAttention, group, arguments, kForwardPlaces);
   if (!call) return {};
@@ -339,36 +339,37 @@ struct Gradients {
   at::Tensor query, key, value;
 };
 
-// What a backward pass is given beside queries, keys and values.
+// The backward pass's arguments besides queries, keys and values.
 struct Saved {
   at::Tensor grad_out, out, lse;
   std::optional<at::Tensor> grad_lse;
 };
 
-// Returns memory for (B, H, S, E) with the heads of a position side by side.
+// Returns memory for (B, H, S, E) in which the heads of a position are contiguous.
 at::Tensor rows_first(const at::Tensor& like, at::ScalarType dtype) {
   const auto sizes = like.sizes();
   return pooled_empty({sizes[0], sizes[2], sizes[1], sizes[3]}, like.options().dtype(dtype))
       .transpose(1, 2);
 }
 
-// The strides of `heads_in_rows` of ops/attention/pipeline.py.
+// Gives a gradient the strides of `heads_in_rows` of ops/attention/pipeline.py.
 at::Tensor as_result(const at::Tensor& grad, at::ScalarType dtype) {
   const bool whole = grad.storage().nbytes() == grad.nbytes();
   if (grad.scalar_type() == dtype && whole && grad.transpose(1, 2).is_contiguous()) return grad;
   return rows_first(grad, dtype).copy_(grad);
 }
 
-// Raises TypeError or ValueError unless a tensor is like the query.
+// Raises TypeError or ValueError unless a tensor has the query's dtype and shape.
 void check_saved(const char* name, const at::Tensor& tensor, const at::Tensor& query) {
   TORCH_CHECK_TYPE(is_plain(tensor, query.scalar_type()), kBackward, ": ", name, " is ",
                    name_dtype(tensor.scalar_type()), " on ", tensor.device(), ", must be a dense ",
                    name_dtype(query.scalar_type()), " tensor of 4 dimensions on cpu");
   TORCH_CHECK_VALUE(tensor.sizes() == query.sizes(), kBackward, ": ", name, " has shape ",
-                    tensor.sizes(), ", must have that of query, ", query.sizes());
+                    tensor.sizes(), ", must be the shape of query, ", query.sizes());
 }
 
-// The gradients of all keys and values by this rank's queries, (2, B, G, keys, E), and of these.
+// The gradients of this rank's queries, and of all keys and values by these queries, (2, B, G,
+// keys, E).
 struct OfAll {
   at::Tensor query, keys_and_values;
 };
@@ -380,7 +381,7 @@ OfAll gradients_of_all(const Call& call, const Saved& saved, const KeysAndValues
   const at::Tensor of_keys =
       at::zeros(call.shape(total(plan.lengths)), call.key.options().dtype(wide(call.key)));
   if (query.numel() == 0) return {at::empty_like(query), of_keys};
-  // As torch's kernel returns it; inf gives rows that see no key no weights.
+  // With the strides that torch's kernel returns. inf gives zero weights to rows that see no key.
   at::Tensor lse = saved.lse.to(wide(query)).transpose(1, 2).contiguous().transpose(1, 2);
   if (plan.blind.defined()) lse = lse.masked_fill(plan.blind, INFINITY);
   if (plan.form != Plan::kTiles && !saved.grad_lse) {
@@ -402,7 +403,7 @@ OfAll gradients_of_all(const Call& call, const Saved& saved, const KeysAndValues
   return {of_query, of_keys};
 }
 
-// A part for each rank, one behind the other.
+// Plans consecutive parts, one for each rank.
 void prepare_scatter(CheckedCall& scatter, const Call& call) {
   const auto dtype = wide(call.key);
   const auto& lengths = call.plan().lengths;
@@ -419,7 +420,7 @@ void prepare_scatter(CheckedCall& scatter, const Call& call) {
   scatter.add_output(0, lengths[call.group.rank()] * each);
 }
 
-// Adds the gradients of this rank's keys and values by the queries of all ranks.
+// Adds up the gradients of this rank's keys and values from all ranks' queries.
 at::Tensor reduce_scatter(const Call& call, const at::Tensor& of_all) {
   if (call.group.world_size() == 1) return of_all;
   CallKey key = call.call_key;
@@ -441,7 +442,7 @@ at::Tensor reduce_scatter(const Call& call, const at::Tensor& of_all) {
   return own;
 }
 
-// Undefined where the kernel in Python is needed.
+// Returns undefined tensors if the kernel in Python is needed.
 Gradients attend_backward(Group& group, const Arguments& arguments) {
   const auto call = planned(kBackward, group, arguments, kBackwardPlaces);
   if (!call) return {};
@@ -452,7 +453,7 @@ Gradients attend_backward(Group& group, const Arguments& arguments) {
                     arguments.at(kGradLse).toOptional<at::Tensor>()};
   const KeysAndValues all = gather(*call);
   OfAll of_all;
-  // Peers wait for the gradients, and are told of an error.
+  // Peers wait for the gradients, so an error here is reported to them.
   recorded(group, Kind::kConsume, kBackward, [&] { of_all = gradients_of_all(*call, saved, all); });
   const at::Tensor own = reduce_scatter(*call, of_all.keys_and_values);
   Gradients grads;
@@ -473,7 +474,7 @@ void backward_kernel(const c10::OperatorHandle& op, Stack* stack) {
   if (!guarded(kBackward, arguments, kBackwardPlaces.group_name, kSync, body) ||
       !grads.query.defined())
     return call_python(op, stack);
-  // Of sinks and bias.
+  // The gradients of sinks and bias.
   const at::Tensor none = grads.query.new_empty({0}), none_either = grads.query.new_empty({0});
   arguments.end(std::move(grads.query), std::move(grads.key), std::move(grads.value), none,
                 none_either);

@@ -1,5 +1,5 @@
-// Hands calls of ops that record no gradient on to their kernels without Python; those that do are
-// recorded by the kernels that symm_cp/ops/registration.py registers.
+// Redispatches calls that record no gradient to their kernels, without Python. The kernels that
+// symm_cp/ops/registration.py registers record the other calls.
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
@@ -23,8 +23,9 @@ bool any_tensor(const c10::IValue& value, const Test& test) {
                      [&](const c10::IValue& each) { return any_tensor(each, test); });
 }
 
-// Whether a transform of torch.func is under way in this thread. The object is there from the first
-// one on, and the header that tells does not compile outside of torch.
+// Whether a torch.func transform is active in this thread. The accessor's object exists from the
+// first transform on, and the header that answers does not compile outside of torch: so this tries
+// a check that throws.
 bool transforms_active() {
   const auto& transforms = at::functorch::functorchTLSAccessor();
   if (transforms == nullptr) return false;
@@ -36,7 +37,7 @@ bool transforms_active() {
   }
 }
 
-// Whether Python's kernel is needed: it records gradients, and refuses what has no derivative.
+// Whether Python's kernel is needed: it records gradients, and refuses calls without a derivative.
 bool may_differentiate(const c10::OperatorHandle& op, const Stack& stack) {
   if (transforms_active()) return true;
   const bool records = at::GradMode::is_enabled();
@@ -74,7 +75,7 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below>>());
 }
 
-// Of ops without gradients that are torch's: on other devices, torch's kernels are.
+// torch's ops without gradients, on CPU only: on other devices torch's kernels serve them.
 TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
   for (const char* name : {"fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below>>());

@@ -1,6 +1,6 @@
 // The ops that all-reduce or reduce-scatter in the calling thread, from the dispatcher to memory.
-// Boxed, because the C++ signatures of torch's own registrations differ between its builds. Their
-// gradients are in gradients.cpp.
+// Registered boxed, because the C++ signatures of torch's own registrations differ between its
+// builds. The gradients are in gradients.cpp.
 #include <ATen/MemoryOverlap.h>
 #include <torch/library.h>
 
@@ -19,7 +19,7 @@ constexpr const char* kTwoShot = "two_shot_all_reduce_";
 constexpr const char* kTwoShotOut = "two_shot_all_reduce_out";
 constexpr const char* kReduceScatter = "reduce_scatter_out";
 
-// `output` is contiguous and of the input's shape and dtype. It may be the input, for `in_parts`.
+// `output` is contiguous, with the input's shape and dtype. With `in_parts` it may be the input.
 void all_reduce(const char* op, Group& group, const at::Tensor& given, std::string_view reduce_by,
                 const at::Tensor& output, bool in_parts = false) {
   const at::ScalarType dtype = given.scalar_type();
@@ -27,7 +27,8 @@ void all_reduce(const char* op, Group& group, const at::Tensor& given, std::stri
   at::Tensor input = given.contiguous();
   bool in_place = input.is_same(given) && is_symmetric(group, input);
   const bool onto_itself = input.const_data_ptr() == output.const_data_ptr();
-  // Peers read a symmetric input while this rank writes its output: only in parts can it be both.
+  // Peers read a symmetric input while this rank writes its output: they can be the same memory
+  // only in parts.
   if (overlap(input, output) && (in_place ? !in_parts : !onto_itself)) {
     input = input.clone();
     in_place = false;
@@ -78,8 +79,8 @@ void two_shot_out(const c10::OperatorHandle& op, Stack* stack) {
   all_reduce_out(kTwoShotOut, op, stack);
 }
 
-// torch's ops copy the input to the buffer, where the peers read it. Here the group has memory for
-// that, and the buffer is only checked.
+// torch's ops copy the input to the buffer, where the peers read it. Here the group has its own
+// memory for that, and the buffer is only checked.
 void check_buffer(const at::Tensor& buffer, const at::Tensor& input) {
   kernels::check_dense(kOneShotCopy, "symm_buffer", buffer);
   TORCH_CHECK_VALUE(buffer.scalar_type() == input.scalar_type() && buffer.numel() >= input.numel(),
@@ -181,7 +182,7 @@ at::DimVector scattered_sizes(const at::Tensor& input, bool split_last_dim, int 
   return sizes;
 }
 
-// Brings the columns that each rank gets together: parts have to be contiguous.
+// Makes the columns of each rank's part contiguous.
 at::Tensor columns_together(const at::Tensor& input, int ranks) {
   return input.unflatten(-1, {ranks, input.size(-1) / ranks}).movedim(-2, 0).contiguous();
 }

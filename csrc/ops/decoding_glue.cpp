@@ -1,8 +1,8 @@
-// What a split model does in each token that it generates, without gradients, in one call each:
-// linears and embeddings (symm_cp/tensor_parallel/) and the comparison of inputs
-// (symm_cp/ops/equal_inputs.py). Between them megabytes of weights pass through the caches, and
-// what Python looks up for such a call then takes as long as a matmul with one row. Each returns
-// None for what it does not know, such as subclasses and modes. Part of the library that needs
+// The steps of a split model for each generated token, without gradients, as one call each: linears
+// and embeddings (symm_cp/tensor_parallel/) and the comparison of inputs
+// (symm_cp/ops/equal_inputs.py). Between these calls megabytes of weights pass through the caches,
+// so Python's look-ups for a call take as long as a matmul with one row. Each function returns None
+// for a case that it does not handle, such as subclasses and modes. Part of the library that needs
 // Python's headers (backend/glue.cpp).
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
@@ -24,8 +24,8 @@
 
 namespace {
 
-// Whether an object is a tensor in ordinary CPU memory that no subclass or transform interprets; a
-// parameter is one.
+// Whether an object is a tensor in ordinary CPU memory, such as a parameter, that no subclass or
+// transform interprets.
 bool is_plain(PyObject* object) {
   using c10::DispatchKey;
   static const c10::DispatchKeySet usual{DispatchKey::CPU, DispatchKey::AutogradCPU,
@@ -34,7 +34,8 @@ bool is_plain(PyObject* object) {
          (THPVariable_Unpack(object).key_set().raw_repr() & ~usual.raw_repr()) == 0;
 }
 
-// This rank's part of a parameter, a DTensor or not; undefined if it is no plain tensor.
+// Returns this rank's part of a parameter, a DTensor or not; undefined unless the part is a plain
+// tensor.
 at::Tensor own(PyObject* parameter) {
   if (is_plain(parameter)) return THPVariable_Unpack(parameter);
   static PyObject* const name = PyUnicode_InternFromString("_local_tensor");
@@ -67,7 +68,7 @@ at::Tensor first_result(const c10::OperatorHandle& op, torch::jit::Stack stack) 
 
 // --- linears -------------------------------------------------------------------------------------
 
-// As `linear` of symm_cp/tensor_parallel/replicated.py.
+// Like `linear` of symm_cp/tensor_parallel/replicated.py.
 at::Tensor linear_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   const auto added = bias.defined() ? std::optional(bias) : std::nullopt;
   if (x.dim() != 3 || x.stride(0) == x.size(1) * x.stride(1)) return at::linear(x, weight, added);
@@ -112,7 +113,8 @@ PyObject* linear(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 // --- embeddings ----------------------------------------------------------------------------------
 
-// The rows of `weight`, whose first one is that of token `start`; zeros for tokens of other ranks.
+// Returns the tokens' rows of `weight`, whose first row belongs to token `start`; zeros for tokens
+// of other ranks.
 at::Tensor rows_of(const at::Tensor& tokens, const at::Tensor& weight, int64_t start) {
   const at::Tensor found = at::empty({tokens.numel(), weight.size(1)}, weight.options());
   const auto* const token = tokens.const_data_ptr<int64_t>();
@@ -129,7 +131,7 @@ at::Tensor rows_of(const at::Tensor& tokens, const at::Tensor& weight, int64_t s
   return found;
 }
 
-// More tokens are looked up by torch, in several threads.
+// torch looks up more tokens than this, in several threads.
 constexpr int64_t kMostTokens = 64;
 
 bool are_known(const at::Tensor& tokens, int64_t length) {
@@ -185,7 +187,7 @@ class Hash {
       add(word);
     }
   }
-  // Below 2 ** 56, in two pieces: sums over any number of ranks do not overflow.
+  // 56 bits in two pieces: their sums over any number of ranks do not overflow.
   std::pair<int64_t, int64_t> pieces() const {
     return {number_ >> 36, (number_ >> 8) & ((uint64_t{1} << 28) - 1)};
   }
@@ -194,7 +196,7 @@ class Hash {
   uint64_t number_ = 0;
 };
 
-// Whole numbers, and few of them.
+// Whether a tensor holds integers, and few of them.
 bool is_countable(const at::Tensor& tensor) {
   constexpr int64_t kMostBytes = 4096;
   return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) && tensor.is_contiguous() &&
@@ -202,8 +204,8 @@ bool is_countable(const at::Tensor& tensor) {
 }
 
 // Arguments: the input, text that must be equal as well, the name of the group and its size.
-// Returns whether they are equal on all ranks: as `_sums_agree` does, which a rank may call
-// meanwhile. Their hashes differ, so that all ranks then compare all they have.
+// Returns whether input and text are equal on all ranks, like `_sums_agree`. A peer may run
+// `_sums_agree` in the same call: its hash differs, so that all ranks then compare everything.
 PyObject* agree(PyObject*, PyObject* const* given, Py_ssize_t) {
   HANDLE_TH_ERRORS
   if (!no_modes() || !is_plain(given[0])) Py_RETURN_NONE;
@@ -239,7 +241,7 @@ PyMethodDef kFunctions[] = {
 
 }  // namespace
 
-// Returns one of the functions above, a new reference.
+// Returns a new reference to one of the functions above.
 extern "C" __attribute__((visibility("default"))) PyObject* symm_cp_decoding(int number) {
   return PyCFunction_New(&kFunctions[number], nullptr);
 }

@@ -1,5 +1,5 @@
-// `exchange_heads`: planned by symm_cp/ops/heads/exchange_heads.py once for each kind of arguments,
-// and carried out here: Python took longer than the copies of a small exchange.
+// `exchange_heads`: symm_cp/ops/heads/exchange_heads.py plans it, once for each kind of arguments,
+// and this file runs it: Python took longer than the copies of a small exchange.
 #include <torch/library.h>
 
 #include <cstring>
@@ -20,7 +20,7 @@ constexpr const char* kExchangeHeads = "exchange_heads";
 // The arguments of the op.
 enum : size_t { kTensors, kToHeads, kGroupName, kHeadRanges, kChunkOrder, kChunkLengths, kRank };
 
-// (B, H, S, E) with the features of a head side by side; what has other strides is copied.
+// Makes the features of a head contiguous in (B, H, S, E): copies tensors with other strides.
 std::vector<at::Tensor> with_dense_features(std::vector<at::Tensor> tensors) {
   for (at::Tensor& tensor : tensors)
     if (tensor.dim() == 4 && tensor.stride(3) != 1 && tensor.size(3) != 1)
@@ -53,14 +53,14 @@ std::vector<Box> boxes_in(const at::Tensor& bytes) {
   return boxes;
 }
 
-// Leaves the call without boxes where heads have to be added, which Python does.
+// Leaves the call without boxes if heads must be added up, which Python does.
 void plan(CheckedCall& call, Stack arguments, int ranks) {
   const bool to_heads = arguments[kToHeads].toBool();
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("symm_cp::exchange_heads", "plan");
   try {
     op.callBoxed(arguments);
-  } catch (const std::exception&) {  // an error of Python, of which the peers were told there
+  } catch (const std::exception&) {  // Python's error, which Python has reported
     throw Failed(std::current_exception());
   }
   const auto results = torch::jit::last(arguments, 4);
@@ -71,7 +71,7 @@ void plan(CheckedCall& call, Stack arguments, int ranks) {
   call.exchange = exchange_of(results[3].toStringRef(), std::move(boxes), !to_heads);
 }
 
-// Returns memory for what arrives, with the heads of a position side by side unless `to_heads`.
+// Returns memory for the outputs, with the heads of a position contiguous unless `to_heads`.
 std::vector<at::Tensor> new_outputs(const at::Tensor& like, const std::vector<int64_t>& shapes,
                                     bool to_heads) {
   std::vector<at::Tensor> outputs;
@@ -84,7 +84,7 @@ std::vector<at::Tensor> new_outputs(const at::Tensor& like, const std::vector<in
   return outputs;
 }
 
-// Returns nothing where the kernel in Python is needed.
+// Returns no tensors if the kernel in Python is needed.
 std::vector<at::Tensor> exchange_heads(Group& group, const Arguments& arguments) {
   const auto tensors = with_dense_features(arguments.tensors(kTensors));
   const bool to_heads = arguments.flag(kToHeads);

@@ -1,10 +1,10 @@
-// Tokens to their experts, which the ranks divide among them, and results back: the kernels of
-// symm_cp/ops/experts/op.py.
+// The kernels of symm_cp/ops/experts/op.py: send tokens to their experts, which are divided among
+// the ranks, and the results back.
 //
-// First all ranks learn how many tokens each has for each expert, from which every one knows what
-// it sends and where what it gets belongs. Then rows go straight from their place in one rank's
-// tensor to that in another's, over the slots of the ranks. Results of experts are added up where
-// they lie in the slots.
+// First all ranks exchange how many tokens each has for each expert. From that every rank computes
+// which rows it sends, and where the rows that it gets belong. Then rows go directly from their
+// place in one rank's tensor to their place in another's, through the slots. Results of experts are
+// added up where they lie in the slots.
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
@@ -54,7 +54,7 @@ void gather_counts(Group& group, int64_t* counts, int64_t experts, const std::st
   run(group, std::move(exchange));
 }
 
-// The first tokens of an expert stay, in the order of ranks.
+// Keeps the first `capacity` tokens of each expert, in rank order.
 void limit(int64_t* counts, int64_t ranks, int64_t experts, int64_t capacity) {
   for (int64_t e = 0; e < experts; ++e)
     for (int64_t r = 0, left = capacity; r < ranks; ++r) {
@@ -209,13 +209,13 @@ class CopiedRows : public Combination {
   TokenRows input_;
 };
 
-// For more rows than slots take: all results are collected, then added up.
+// For more rows than fit into slots: collects all results, then adds them up.
 void combine_in_pieces(const char* op, Group& group, const at::Tensor& rows, const Routing& routing,
                        const at::Tensor& factors, int64_t top_k, at::Tensor& out) {
   const TokenRows input(rows);
   at::DimVector shape(rows.sizes());
   shape[0] = routing.sent();
-  at::Tensor returned = new_output(rows, shape);  // but those of this rank's experts
+  at::Tensor returned = new_output(rows, shape);  // except this rank's experts' results
   auto* back = static_cast<char*>(returned.mutable_data_ptr());
   Exchange exchange{};
   exchange.kind = ExchangeKind::kAllToAll;

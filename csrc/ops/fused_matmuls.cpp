@@ -1,10 +1,10 @@
 // Fused all-gather-matmul, matmul-reduce-scatter and their gradients: gather, then one matmul, or
-// one matmul, then scatter. The kernels in Python have matrices that take much memory, and say what
-// is wrong with arguments.
+// one matmul, then scatter. Python's kernels serve matrices that take much memory, and raise the
+// errors for wrong arguments.
 //
-// Shapes are those of matmul_parts.h. Which kernel runs is decided by what is the same on all
-// ranks: the dtype and the whole shape of what travels, not by the other dimension of a product,
-// which may differ from rank to rank.
+// For the shapes see matmul_parts.h. The dtype and the whole shape of the exchanged tensor, which
+// are the same on all ranks, decide which kernel runs. The other dimension of a product does not:
+// it may differ from rank to rank.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
@@ -27,9 +27,10 @@ constexpr const char* kScatterSum = "_fused_matmuls_reduce_scatter";
 constexpr const char* kWeightGrad = "_fused_all_gather_weight_grad";
 constexpr const char* kScatterBackward = "_fused_matmul_reduce_scatter_backward";
 
-// The largest whole that travels in one go. By shards, which are multiplied where they lie, needs
-// no memory for the whole, and is faster at no size (two ranks: 1.1 to 1.3 times as long at 0.5
-// MiB; from 8 MiB on as long, but 1.08 times in bfloat16 on a processor with AMX).
+// The largest whole that is exchanged at once. Larger ones go by shards, which are multiplied where
+// they lie: that needs no memory for the whole, but is faster at no size (two ranks: 1.1 to 1.3
+// times as long at 0.5 MiB; as long from 8 MiB on, but 1.08 times in bfloat16 on a processor with
+// AMX).
 constexpr int64_t kWholeBytes = int64_t{64} << 20;
 
 bool is_served(at::ScalarType dtype, int64_t whole_elements) {
@@ -38,7 +39,7 @@ bool is_served(at::ScalarType dtype, int64_t whole_elements) {
   return bytes > 0 && bytes <= kWholeBytes && may_serve();
 }
 
-// Nothing where the kernel in Python is needed.
+// Returns nullopt if the kernel in Python is needed.
 std::optional<Division> division_of_shard(const at::Tensor& shard, int64_t dim, const Sizes& given,
                                           const Group& group) {
   auto division = divided_shard(shard, dim, given, group);
@@ -140,7 +141,7 @@ void add_up_to(const at::Tensor& sum, const Terms& terms, const Scattered& scatt
   });
 }
 
-// Undefined where the kernel in Python is needed.
+// Returns an undefined tensor if the kernel in Python is needed.
 at::Tensor matmul_reduce_scatter(Group& group, const ScatterArguments& given) {
   const at::DimVector shape = given.terms.shape();
   if (shape.empty() || (given.reduce_op != "avg" && given.reduce_op != "sum")) return {};

@@ -12,7 +12,7 @@ using torch::jit::Stack;
 
 constexpr const char* kGatherKv = "all_gather_kv";
 
-// Returns the dimension that is gathered, counted from the front.
+// Returns the gathered dimension, counted from the front.
 int64_t check_kv(const at::Tensor& key, const at::Tensor& value, int64_t seq_dim) {
   TORCH_CHECK_VALUE(-key.dim() <= seq_dim && seq_dim < key.dim(), kGatherKv, ": seq_dim=", seq_dim,
                     " is out of range for a ", key.dim(), "-D tensor");
@@ -46,7 +46,7 @@ std::string name_gather(const at::Tensor& key, const at::Tensor& value, int64_t 
   return name_call(kGatherKv, key.scalar_type(), whole(key), detail.str());
 }
 
-// A shard is a run of bytes for each index of the dimensions before the gathered one.
+// A shard is one run of bytes per index of the dimensions before the gathered one.
 void prepare_gather_kv(CheckedCall& call, const at::Tensor& shard, int64_t dim,
                        const std::vector<int64_t>& sizes, int rank) {
   int64_t rows = 1, inner = static_cast<int64_t>(shard.element_size());
@@ -94,7 +94,7 @@ at::Tensor gather_one(Group& group, const at::Tensor& key, const at::Tensor& val
 void gather_kv(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor keys, values;
-  count_attention_run();  // also when it is refused
+  count_attention_run();  // also counts refused calls
   const auto body = [&](const std::shared_ptr<Group>& group) {
     const at::Tensor &key = arguments.tensor(0), &value = arguments.tensor(1);
     const Sizes sizes = arguments.sizes(4, *group);

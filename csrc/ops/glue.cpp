@@ -1,9 +1,9 @@
-// Calls an op from Python in half the time that torch's own callable takes: arguments of the usual
-// types are put on the stack by their positions, without a search among overloads. Part of the
-// library that needs Python's headers (backend/glue.cpp).
+// Calls an op from Python in half the time of torch's own callable: puts arguments of the usual
+// types on the stack by position, without a search among overloads. Part of the library that needs
+// Python's headers (backend/glue.cpp).
 //
-// Whatever is not usual is left to torch's callable: subclasses of tensors, modes, other types of
-// arguments, wrong ones.
+// torch's callable handles everything else: tensor subclasses, modes, other types of arguments,
+// wrong arguments.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -18,7 +18,7 @@ namespace {
 
 using namespace symm_cp::python_arguments;
 
-// An object of Python, in which `op` and `arguments` live until the process ends.
+// A Python object; its `op` and `arguments` live until the process ends.
 struct OpCall {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* torchs;  // torch's own callable
@@ -60,7 +60,7 @@ PyObject* call(PyObject* object, PyObject* const* given, size_t count, PyObject*
     std::vector<c10::IValue> stack;
     if (take_arguments(*self.arguments, given, PyVectorcall_NARGS(count), names, stack))
       return run(*self.op, stack);
-    PyErr_Clear();  // of a number that is too large: torch says so
+    PyErr_Clear();  // for a too large number, which torch reports
   }
   return PyObject_Vectorcall(self.torchs, given, count, names);
 }
@@ -80,8 +80,8 @@ PyTypeObject* call_type() {
 
 }  // namespace
 
-// Returns a callable that does what `torchs`, torch's callable for the op, does; a new reference,
-// or null with an exception set. It lives as long as the process.
+// Returns a callable equivalent to `torchs`, torch's callable for the op: a new reference, or null
+// with an exception set. It lives as long as the process.
 extern "C" __attribute__((visibility("default"))) PyObject* symm_cp_op_call(const char* name,
                                                                             PyObject* torchs) {
   HANDLE_TH_ERRORS

@@ -1,4 +1,4 @@
-// Gradients of the collectives, here because a gradient registered from Python costs each call 6
+// Gradients of the collectives, in C++ because a gradient registered from Python costs each call 6
 // microseconds, as much as a small collective.
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/TensorOperators.h>
@@ -62,8 +62,8 @@ at::Tensor reduce_scatter(const at::Tensor& tensor, const std::string& reduce_op
   return op.call(tensor, reduce_op, group);
 }
 
-// The ops that run our kernels on other devices than CPUs: torch's own may refuse a tensor that is
-// not in symmetric memory, as a gradient is not.
+// Calls the op that runs our kernel on devices other than CPUs: torch's own op may refuse a tensor
+// outside symmetric memory, such as a gradient.
 at::Tensor call_ours(const char* name, Stack stack) {
   stack.emplace_back();  // sizes: equal parts
   stack.emplace_back();
@@ -81,7 +81,8 @@ at::Tensor reduce_scatter_gradient(const at::Tensor& grad, const std::string& gr
   return call_ours("symm_mem::_low_contention_reduce_scatter_split", {grad, "sum", group});
 }
 
-// These two are torch's, whose C++ signatures differ between its builds: called boxed.
+// Calls one of torch's two ops below, boxed, since their C++ signatures differ between torch's
+// builds.
 at::Tensor call_all_reduce(const c10::OperatorHandle& op, const at::Tensor& tensor,
                            const c10::IValue& reduce_op, const c10::IValue& group) {
   Stack stack{tensor, reduce_op, group};
@@ -136,7 +137,7 @@ struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
   }
 };
 
-// Nodes of autograd's graph have their count of owners inside, since torch 2.13.
+// Since torch 2.13 nodes of autograd's graph contain their own reference count.
 template <class Node>
 auto make_node() {
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
@@ -146,19 +147,19 @@ auto make_node() {
   }
 }
 
-// A node of its own: torch's `Function` costs a microsecond more.
+// A node instead of torch's `Function`, which costs a microsecond more.
 struct AllReduceBackward : torch::autograd::Node {
   c10::IValue reduce_op, group;
 
   std::string name() const override { return "OneShotAllReduceBackward"; }
   // Every rank's output depends on every rank's input in the same way. A rank whose output was not
-  // used takes part as well.
+  // used takes part, too.
   variable_list apply(variable_list&& grads) override {
     const at::Tensor grad = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
     return {grad.is_cpu() ? all_reduce(grad, reduce_op, group) : all_reduce_on_device(grad)};
   }
 
-  // torch's kernels for other devices take symmetric memory only, which a gradient is not in.
+  // torch's kernels for other devices take only symmetric memory; gradients lie outside it.
   at::Tensor all_reduce_on_device(const at::Tensor& grad) const;
 };
 
@@ -224,7 +225,7 @@ struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
     ctx->saved_data["group"] = group;
     ctx->saved_data["reduce_op"] = reduce_op;
     ctx->mark_dirty({tensor});
-    at::AutoDispatchBelowAutograd below;  // not below what counts the modification
+    at::AutoDispatchBelowAutograd below;  // above ADInplaceOrView, which counts the modification
     all_reduce_in_place(tensor, reduce_op, group);
     return tensor;
   }
@@ -263,7 +264,7 @@ at::Tensor reduce_scatter_autograd(const at::Tensor& tensor, std::string reduce_
   return scattered;
 }
 
-// Of an op whose last arguments are the tensor that is reduced, the reduction and the group.
+// For ops whose last three arguments are the reduced tensor, the reduction and the group.
 void one_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 3);
   const at::Tensor& tensor = arguments[0].toTensor();
@@ -295,7 +296,7 @@ void exchange_heads_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet 
   bool needed = false;
   for (const at::Tensor& tensor : tensors)
     needed = needs_gradient("exchange_heads", tensor) || needed;
-  at::AutoDispatchBelowADInplaceOrView no_views;  // of results, which may be modified in place
+  at::AutoDispatchBelowADInplaceOrView no_views;  // results may be modified in place
   if (!needed) return redispatch(op, keys, stack);
   const auto node = make_node<ExchangeHeadsBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(tensors));
@@ -318,8 +319,8 @@ void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
   stack->emplace_back(result);
 }
 
-// Ops that write to an argument for the result have no gradient, as torch's; nor have those on
-// symmetric memory that torch has on GPUs only.
+// Ops that write their result to an argument have no gradient, like torch's; nor do the ops on
+// symmetric memory that torch has only on GPUs.
 void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
@@ -331,8 +332,8 @@ void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
         !needs_gradient(name, tensor), name, ": has no gradient, and ", arguments[i].name(),
         " requires grad: use an op that has one and returns its result, or torch.no_grad()");
     if (!tensor.is_neg() && !tensor.is_conj()) continue;
-    // torch would return an input with such a bit, as some of its schemas say, and copy the result
-    // back to an output at once, before a transfer is complete.
+    // torch would return an input with such a bit, as some of its schemas say, and would copy the
+    // result back to an output at once, before a transfer has completed.
     const bool input = arguments[i].name() != "out" && arguments[i].name() != "output";
     if (input) torch::jit::peek(*stack, i, arguments.size()) = tensor.resolve_conj().resolve_neg();
     const bool in_background = strncmp(name, "_low_contention", strlen("_low_contention")) == 0;
@@ -343,9 +344,9 @@ void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   redispatch(op, keys, stack);
 }
 
-// Lets autograd notice that tensors that it has saved were overwritten: what an op returns or, if
-// it returns nothing, what its schema marks (of other ops it marks too much). On other devices
-// torch's ops stay as they are.
+// Lets autograd notice that an op overwrote tensors that it has saved: the tensor that the op
+// returns or, if it returns none, the tensors that its schema marks (schemas of other ops mark too
+// many). On other devices torch's ops stay as they are.
 void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const bool returns = !op.schema().returns().empty();
   const auto& arguments = op.schema().arguments();
@@ -381,8 +382,8 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
          torch::CppFunction::makeFromBoxedFunction<&reporting<&exchange_heads_autograd>>());
 }
 
-// Not for torch's kernels on other devices: they write to parameters, and to what requires grad,
-// where these raise.
+// For CPU only: torch's kernels on other devices write to parameters, and to tensors that require
+// grad, for which these raise.
 TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
   m.impl("two_shot_all_reduce_",
          torch::CppFunction::makeFromBoxedFunction<&reporting<&two_shot_autograd>>());

@@ -18,16 +18,16 @@ inline const char* name_of(const c10::OperatorHandle& op) {
   return op.schema().name().c_str() + strlen("symm_mem::");
 }
 
-// Raises where a transform of torch would lose the derivative by a tensor, with the same message as
-// symm_cp/ops/transforms.py.
+// Whether the op needs the derivative by a tensor. Raises, with the message of
+// symm_cp/ops/transforms.py, if a transform of torch would lose it.
 bool needs_gradient(const char* op, const at::Tensor& tensor);
 
-// Hands a call on to the kernels below autograd.
+// Redispatches a call to the kernels below autograd.
 void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
 
 using AutogradKernel = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*);
 
-// The kernel; calls that it or torch below it refuses are reported to the peers.
+// Runs `kernel`; reports to the peers the calls that it, or torch below it, refuses.
 template <AutogradKernel kernel, int channel = kSync>
 void reporting(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& arguments = op.schema().arguments();

@@ -1,5 +1,5 @@
-// Gradients of dispatch_matmul and matmul_combine, each in one call: the kernels of the backward
-// passes in symm_cp/ops/experts/gradients.py, which says what each computes.
+// Gradients of dispatch_matmul and matmul_combine, one call each: the kernels of the backward
+// passes in symm_cp/ops/experts/gradients.py, which describes them.
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
@@ -43,7 +43,7 @@ at::Tensor weight_grad(const Routing& routing, const at::Tensor& rows, const at:
 // --- of dispatch_matmul --------------------------------------------------------------------------
 
 struct DispatchGradients {
-  at::Tensor tokens;  // empty where it is not needed
+  at::Tensor tokens;  // empty if not needed
   Tensors weights;
 };
 
@@ -90,7 +90,7 @@ void dispatch_backward_kernel(const c10::OperatorHandle& op, Stack* stack) {
 
 struct CombineGradients {
   Tensors rows, weights;
-  at::Tensor factors;  // empty where there are none
+  at::Tensor factors;  // empty if there are none
 };
 
 struct CombineBackward {
@@ -99,12 +99,12 @@ struct CombineBackward {
   const Routing& routing;
   const CombineArguments& given;
 
-  // Of this rank's tokens, (T, columns): to the rows of the experts of all ranks.
+  // Sends a tensor of this rank's tokens, (T, columns), to the rows of all ranks' experts.
   at::Tensor dispatched(const at::Tensor& tensor, int64_t top_k) const {
     return dispatch_rows(group, tensor, given.table, routing.rows(), top_k, given.experts, op);
   }
 
-  // The gradients of rows, before they are multiplied by their factors.
+  // The gradients of rows, before the multiplication by their factors.
   Tensors products(const at::Tensor& grad_rows) const {
     Tensors results;
     for (const at::Tensor& weight : given.weights) {
@@ -114,8 +114,8 @@ struct CombineBackward {
     return results;
   }
 
-  // Multiplies `products`, and `grad_rows` if gradients of weights are needed, by the factors of
-  // their rows. Returns (rows, 1): the sums of the products times what was multiplied before.
+  // Multiplies `products`, and `grad_rows` unless null, by the factors of their rows. Returns
+  // (rows, 1): the dot products of `products`, before the factors, and the given rows.
   at::Tensor weigh(const Tensors& products, const at::Tensor* grad_rows) const {
     const auto wide = products.front().scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor pairs = factors_for(given.factors, wide).view({routing.pairs(), 1});
@@ -168,7 +168,7 @@ CombineGradients combine_backward(Group& group, const at::Tensor& grad,
   recorded(group, Kind::kConsume, op, [&] { results.rows = call.products(grad_rows); });
   at::Tensor dots;
   if (given.factors.defined()) dots = call.weigh(results.rows, of_weights ? &grad_rows : nullptr);
-  // Peers wait for the dots in the end only, and are told of an error until then.
+  // Peers wait only for the dots, at the end; until then errors are reported to them.
   const auto finish = [&] {
     for (size_t i = 0; of_weights && i < given.rows.size(); ++i)
       results.weights.push_back(weight_grad(routing, given.rows[i], grad_rows, given.weights[i]));

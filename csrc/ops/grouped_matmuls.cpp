@@ -1,10 +1,10 @@
-// Tokens to their experts and times their weights, and the way back: the kernels of
-// symm_cp/ops/experts/fused.py.
+// The kernels of symm_cp/ops/experts/fused.py: send tokens to their experts and multiply them by
+// the experts' weights, and the reverse.
 //
-// All rows of an expert are multiplied at once. To multiply a rank's own tokens while those of
-// others are on their way hides nothing where nobody copies meanwhile, and a matmul in two parts
-// packs its weights twice: two of 512 rows take 2 to 5% longer than one (float32 and bfloat16, 1024
-// by 2048, AMD Zen 4). On the way back products are written where the peers read them.
+// All rows of an expert are multiplied at once. Multiplying a rank's own tokens while the others'
+// are on their way would hide nothing, as nothing copies meanwhile, and a matmul in two parts packs
+// its weights twice: two of 512 rows take 2 to 5% longer than one (float32 and bfloat16, 1024 by
+// 2048, AMD Zen 4). For the way back, products are written where the peers read them.
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
@@ -49,7 +49,7 @@ namespace {
 constexpr const char* kDispatchMatmul = "fused_dispatch_grouped_matmul";
 constexpr const char* kMatmulCombine = "fused_grouped_matmul_combine";
 
-// Raises ValueError or TypeError unless `weight` is of this rank's experts, for rows of `like`.
+// Raises ValueError or TypeError unless `weight` fits this rank's experts and rows like `like`.
 void check_weight(const char* op, const std::string& name, const at::Tensor& weight,
                   const at::Tensor& like, int64_t local) {
   TORCH_CHECK_TYPE(weight.scalar_type() == like.scalar_type(), op, ": ", name, " is ",
@@ -111,7 +111,7 @@ void dispatch_matmul_kernel(const c10::OperatorHandle& op, Stack* stack) {
 
 // --- fused_grouped_matmul_combine --------------------------------------------------------------
 
-// Products of rows and weights, added up to `to`.
+// Writes the sum of the products of rows and weights, and of the addend, to `to`.
 void multiply_all(const Routing& routing, const CombineArguments& given, const at::Tensor& to) {
   for (size_t i = 0; i < given.rows.size(); ++i)
     multiply(routing, given.rows[i], given.weights[i], to, /*add=*/i > 0);
@@ -128,7 +128,7 @@ class CombinedMatmul : public Combination {
 
  protected:
   void write(int, char* slot, SlotStores&) override {
-    if (products_.defined()) return;  // those for all peers are there
+    if (products_.defined()) return;  // computed for all peers at once
     products_ = at::from_blob(slot, {routing_.rows(), columns_}, given_.rows.front().options());
     multiply_all(routing_, given_, products_);
   }
@@ -147,7 +147,7 @@ class CombinedMatmul : public Combination {
 void check_products(const char* op, const CombineArguments& given, int64_t local) {
   TORCH_CHECK_VALUE(!given.rows.empty() && given.rows.size() == given.weights.size(), op, ": got ",
                     given.rows.size(), " rows and ", given.weights.size(),
-                    " weights, needs as many of both, at least one");
+                    " weights, counts must match and be at least 1");
   const at::Tensor &first = given.rows.front(), &weight = given.weights.front();
   for (size_t i = 0; i < given.rows.size(); ++i) {
     const at::Tensor& rows = given.rows[i];

@@ -1,5 +1,5 @@
-// Matmuls of the rows of experts with the experts' weights: what the ops of grouped_matmuls.cpp and
-// their gradients (grouped_gradients.cpp) share.
+// Matmuls of the experts' rows with their weights. Shared by the ops of grouped_matmuls.cpp and
+// their gradients (grouped_gradients.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ void for_each_expert(const Routing& routing, const Body& body) {
   }
 }
 
-// to = the rows of each of this rank's experts @ its weight, or += that.
+// For each of this rank's experts: to = its rows @ its weight, or += with `add`.
 void multiply(const Routing& routing, const at::Tensor& rows, const at::Tensor& weight,
               const at::Tensor& to, bool add);
 
@@ -39,7 +39,7 @@ struct CombineArguments {
   Tensors rows, weights;
   at::Tensor factors, table;
   int64_t top_k, experts;
-  at::Tensor addend = {};  // added to the products; undefined: nothing
+  at::Tensor addend = {};  // added to the products if defined
 };
 
 // Raises ValueError or TypeError unless the products of rows and weights can be added up.

@@ -23,13 +23,13 @@ namespace {
 
 constexpr size_t kMaxCalls = 512;
 
-// Sizes as text that fits into the name of a call.
+// The most characters of sizes in a call's name; a checksum replaces longer texts.
 constexpr size_t kLongSizes = 48;
 
-// False while tests have CPU tensors served by something else than this library's exchanges.
+// False while tests serve CPU tensors without this library's exchanges.
 std::atomic<bool> serving{true};
 
-// False while a way is forced: Python has them all.
+// False while a strategy is forced: Python has all of them.
 std::atomic<bool> small_matmuls{true};
 std::atomic<bool> few_tokens{true};
 // How often this thread has attended to the keys of all ranks, or gathered them.
@@ -58,7 +58,7 @@ at::ScalarType real(at::ScalarType dtype) {
   return c10::isComplexType(dtype) ? c10::toRealValueType(dtype) : dtype;
 }
 
-// The name of the exception that Python raises for an error.
+// Returns the name of the exception that Python raises for an error.
 const char* name_error(const std::exception& error) {
   if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return "MemoryError";
   if (dynamic_cast<const c10::ValueError*>(&error) != nullptr) return "ValueError";
@@ -76,7 +76,7 @@ const char* text_of(const std::exception& error) {
 
 // The last error of this thread that was reported to the peers.
 thread_local std::string last_reported;
-// Whether Ctrl-C has ended the last native kernel of this thread, which was reported.
+// Whether Ctrl-C ended the last native kernel of this thread; that was reported to the peers.
 thread_local bool reported_interruption = false;
 
 void note_reported(const std::exception_ptr& cause) {
@@ -337,14 +337,14 @@ std::shared_ptr<Mapping> mapping_of(const Group& group, int64_t sequence) {
 bool is_transposed(const at::Tensor& weight) {
   if (!weight.mT().is_contiguous()) return false;
   if (!weight.is_contiguous()) return true;
-  // One row or column is both: its strides tell.
+  // A single row or column is contiguous both ways: its strides decide.
   const auto strides = std::pair(weight.stride(-2), weight.stride(-1));
   return strides == std::pair(int64_t{1}, weight.size(-2)) &&
          strides != std::pair(weight.size(-1), int64_t{1});
 }
 
 bool is_symmetric(const Group& group, const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return false;  // it has no address
+  if (tensor.numel() == 0) return false;  // an empty tensor has no address
   return mapping_of(group, tensor.const_data_ptr()) != nullptr;
 }
 
@@ -404,7 +404,7 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
   } catch (const std::bad_alloc& error) {
     report_to_peers(*group, channel, error);
     throw;
-  } catch (const std::exception& error) {  // of the exchange: the peers were told
+  } catch (const std::exception& error) {  // from the exchange, which has reported it
     last_reported = error.what();
     reported_interruption = was_interrupted();
     TORCH_CHECK(false, error.what());
@@ -427,7 +427,7 @@ void reporting_refusals(const char* op, const c10::IValue& group_name, int chann
       }
       const auto group = group_named(group_name.toStringRef());
       if (group->on_one_host().value_or(true)) report_to_peers(*group, channel, error);
-    } catch (const std::exception&) {  // no group, nobody to tell
+    } catch (const std::exception&) {  // no group: no peers to report to
     }
   };
   try {
@@ -436,7 +436,7 @@ void reporting_refusals(const char* op, const c10::IValue& group_name, int chann
     if (std::strstr(text_of(error), op) == nullptr) error.add_context(std::string("in ") + op);
     report(error);
     throw;
-  } catch (const std::exception&) {  // of Python, on its way to Python: it is not in this object
+  } catch (const std::exception&) {  // Python's error, which this object does not hold
     const std::string text = keys.has(c10::DispatchKey::Python) ? unreported_error() : "";
     if (!text.empty()) report(std::runtime_error(text));
     throw;
@@ -444,7 +444,7 @@ void reporting_refusals(const char* op, const c10::IValue& group_name, int chann
 }
 
 void call_python(const c10::OperatorHandle& op, Stack* stack) {
-  // Tests have streams serve CPU tensors.
+  // In tests, streams may serve CPU tensors.
   if (!serving.load(std::memory_order_relaxed) && stream_plans::run(op, stack)) return;
   const std::string name = op.schema().name();
   const std::string in_python = "symm_cp" + name.substr(name.find(':'));
@@ -459,30 +459,30 @@ void call_python(const c10::OperatorHandle& op, Stack* stack) {
 
 extern "C" {
 
-// With 0 kernels for CPU tensors are those in Python, for tests.
+// With 0, the kernels in Python serve CPU tensors, for tests.
 void symm_cp_serve_cpu(int on) { symm_cp::kernels::serving = on != 0; }
 
-// Whether products of small matrices, and attention of few tokens, are computed by native kernels,
-// or like all others in Python.
+// Sets whether native kernels, or Python's like all others, compute products of small matrices and
+// attention of few tokens.
 void symm_cp_serve_few_rows(int on) { symm_cp::kernels::small_matmuls = on != 0; }
 void symm_cp_serve_few_tokens(int on) { symm_cp::kernels::few_tokens = on != 0; }
 
-// How often the calling thread has attended to the keys of all ranks, or gathered them.
+// Returns how often the calling thread has attended to the keys of all ranks, or gathered them.
 int64_t symm_cp_attention_runs() { return symm_cp::kernels::attention_runs; }
 
-// Called with the name of each product that they compute; null: nothing is called.
+// Sets the function called with the name of each product that native kernels compute; null: none.
 void symm_cp_on_small_matmul(void (*note)(const char* call_name)) {
   symm_cp::kernels::on_small_matmul = note;
 }
 
-// Whether the last refusal of a native kernel in this thread was reported to the peers, with this
-// text or a part of it.
+// Whether the last refusal of a native kernel in this thread was reported to the peers, with `text`
+// or a part of it.
 int symm_cp_was_reported(const char* text) {
   const std::string& told = symm_cp::kernels::last_reported;
   return !told.empty() && std::strstr(text, told.c_str()) != nullptr ? 1 : 0;
 }
 
-// Whether the peers know of the Ctrl-C that Python is raising: it ended a native kernel.
+// Whether the Ctrl-C that Python is raising was reported to the peers: it ended a native kernel.
 int symm_cp_interruption_was_reported() {
   return std::exchange(symm_cp::kernels::reported_interruption, false) ? 1 : 0;
 }

@@ -26,10 +26,10 @@ namespace symm_cp::kernels {
 
 using torch::jit::Stack;
 
-// The lengths of all ranks' parts of a dimension, where the caller gives them.
+// The lengths of all ranks' parts of a dimension, if the caller gives them.
 using Sizes = std::optional<std::vector<int64_t>>;
 
-// What tells the calls of this process apart: op, world size, dtype, sizes and so on.
+// Distinguishes the calls of this process: op, world size, dtype, sizes and so on.
 using CallKey = c10::SmallVector<int64_t, 16>;
 
 // A call whose arguments were checked. All calls with its key differ in addresses only.
@@ -38,16 +38,16 @@ struct CheckedCall {
   // Where the extents of the exchange begin in the tensors.
   std::vector<int64_t> input_offsets;
   std::vector<int64_t> output_offsets;
-  std::vector<int64_t> output_shape;  // of several outputs one after the other
-  std::shared_ptr<const void> plan;   // what else Python planned; see attention.cpp
+  std::vector<int64_t> output_shape;  // several outputs: their shapes in a row
+  std::shared_ptr<const void> plan;   // Python's own plan; see attention.cpp
   bool in_place_possible = true;      // an input in symmetric memory is read where it lies
   bool background = false;            // large enough to wake the copy engine for it
 
   // `row` and `pitch`: see Extent.
   void add_input(int64_t offset, int64_t bytes);
   void add_output(int64_t offset, int64_t bytes, int64_t row = 0, int64_t pitch = 0);
-  // An all-reduce, by parts of which each rank reduces one where that is faster or `in_parts` says
-  // so; parts at the end may be shorter.
+  // Plans an all-reduce. Each rank reduces one part if that is faster or `in_parts` is set; the
+  // last parts may be shorter.
   void set_all_reduce(int64_t bytes, int ranks, bool in_parts = false);
   void bind(const void* input, void* output);
 };
@@ -57,8 +57,8 @@ class CheckedCalls {
  public:
   static CheckedCalls& of_this_thread();
 
-  // Returns the call with that key, after `check(call)` has filled it if there was none. Until
-  // `release` another call with the key, as a signal handler may make, gets one of its own.
+  // Returns the call with that key, after `check(call)` has filled it if there was none. While a
+  // caller holds it, another call with the key, such as a signal handler's, gets a new one.
   template <class Check>
   std::shared_ptr<CheckedCall> take(const CallKey& key, Check check) {
     const auto known = calls_.find(key);
@@ -78,7 +78,7 @@ class CheckedCalls {
   std::unordered_map<CallKey, std::shared_ptr<CheckedCall>, Hash> calls_;
 };
 
-// The arguments of an op, which its kernel replaces by the result.
+// The arguments of an op on the stack, which its kernel replaces by the result.
 class Arguments {
  public:
   Arguments(const c10::OperatorHandle& op, Stack* stack)
@@ -87,7 +87,7 @@ class Arguments {
   size_t count() const { return count_; }
   const c10::IValue& at(size_t index) const { return torch::jit::peek(*stack_, index, count_); }
   const at::Tensor& tensor(size_t index) const { return at(index).toTensor(); }
-  // Undefined where it is None.
+  // Returns an undefined tensor for None.
   at::Tensor optional_tensor(size_t index) const {
     return at(index).isNone() ? at::Tensor() : at(index).toTensor();
   }
@@ -100,8 +100,8 @@ class Arguments {
   }
   // Returns nullopt for None.
   std::optional<std::vector<int64_t>> numbers(size_t index) const;
-  // The arguments for uneven parts, from `index` on: all lengths, then the rank. Raises ValueError
-  // unless that is the rank of this process.
+  // Reads the arguments for uneven parts, from `index` on: all lengths, then the rank. Raises
+  // ValueError unless it is this process's rank.
   Sizes sizes(size_t index, const Group& group) const;
   Stack all() const { return torch::jit::last(*stack_, count_).vec(); }
   // Checks all tensors.
@@ -131,23 +131,23 @@ inline at::Tensor new_output(const at::Tensor& like, at::IntArrayRef sizes) {
 // Appends a tensor's dtype and sizes to a key.
 void add_tensor(CallKey& key, const at::Tensor& tensor);
 
-// Names a call for errors, and so that ranks notice when theirs differ: "op float32[2, 4] detail".
+// Returns the text that names a call in errors, and that ranks compare: "op float32[2, 4] detail".
 std::string name_call(const char* op, at::ScalarType dtype, at::IntArrayRef sizes,
                       const std::string& detail);
 // "torch.float32"
 std::string name_dtype(at::ScalarType dtype);
 
-// Raises TypeError for a tensor that is None, ValueError for one whose storage is too small for it,
-// as after `untyped_storage().resize_(0)`.
+// Raises TypeError if the tensor is None, ValueError if its storage is too small, as after
+// `untyped_storage().resize_(0)`.
 void check_memory(const char* op, const std::string& name, const at::Tensor& tensor);
 
-// Raise ValueError or TypeError.
+// These raise ValueError or TypeError.
 void check_dense(const char* op, const char* name, const at::Tensor& tensor);
 void check_out(const char* op, const char* name, const at::Tensor& out, at::IntArrayRef sizes,
                at::ScalarType dtype);
 void check_has_dims(const char* op, const char* name, const at::Tensor& tensor);
 void check_rank(const char* op, const char* name, int64_t rank, int ranks);
-// Of torch's ops that only add.
+// For torch's ops that only sum.
 void check_sum(const char* op, const char* name, const std::string& reduce_op);
 ReduceOp check_reduce_op(const char* op, const char* name, at::ScalarType dtype,
                          std::string_view reduce_op);
@@ -159,43 +159,43 @@ std::vector<int64_t> check_gather(const char* op, const char* argument, int64_t 
 std::vector<int64_t> check_scatter(const char* op, const at::Tensor& whole, const Sizes& sizes,
                                    int ranks);
 int64_t total(const std::vector<int64_t>& sizes);
-// "sizes=3+2", or a checksum where that would be long; nothing for equal parts.
+// Returns "sizes=3+2", or a checksum if that is long; "" for equal parts.
 std::string name_sizes(const std::vector<int64_t>& sizes);
 
-// Sets how an exchange reduces elements: complex ones as pairs of real ones.
+// Sets how an exchange reduces elements; complex elements are pairs of real ones.
 void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op);
 
-// Whether a gradient should be laid out by columns, as the weight is: see
+// Whether the weight, and so its gradient, is laid out by columns: see
 // symm_cp/ops/matmul/derivatives.py.
 bool is_transposed(const at::Tensor& weight);
 
-// The memory that a group's ranks gave with the tensor at an address, or at a rendezvous of that
-// number; null where there is none.
+// Returns the memory of the group's rendezvous of the tensor at an address, or of its rendezvous
+// number `sequence`; null if there is none.
 std::shared_ptr<Mapping> mapping_of(const Group& group, const void* address);
 std::shared_ptr<Mapping> mapping_of(const Group& group, int64_t sequence);
 // Whether a tensor lies in symmetric memory that was rendezvoused with the group.
 bool is_symmetric(const Group& group, const at::Tensor& tensor);
-// Raises ValueError for a tensor that is not in symmetric memory, where torch's ops on GPUs take no
-// other. Whether it was rendezvoused is left to the caller.
+// Raises ValueError for a tensor outside symmetric memory, which torch's ops reject on GPUs. Does
+// not check whether it was rendezvoused.
 void check_symmetric(const char* op, const char* name, const at::Tensor& tensor);
-// Whether products of small matrices, and attention of few tokens, are computed by native kernels:
-// not while a way is forced, which Python has all of.
+// Whether native kernels compute products of small matrices, and attention of few tokens. While a
+// strategy is forced, Python computes them: it has all strategies.
 bool serves_small_matmuls();
 bool serves_few_tokens();
-// Tells Python's `tuning.listening` of a call that they compute, by its name.
+// Reports the name of a call that native kernels compute to Python's `tuning.listening`.
 void note_small_matmul(const std::string& call_name);
-// Counts that this thread attends to the keys of all ranks: see symm_cp/ops/common.py.
+// Counts one attention of this thread to the keys of all ranks: see symm_cp/ops/common.py.
 void count_attention_run();
 // Whether two contiguous tensors share bytes.
 bool overlap(const at::Tensor& one, const at::Tensor& other);
 
-// An op failed after it had begun, and has reported that to the peers.
+// An op failed after it had begun; the peers need no further report.
 struct Failed : std::exception {
   explicit Failed(std::exception_ptr error) : cause(std::move(error)) {}
   std::exception_ptr cause;
 };
 
-// Runs a kernel of a call, and records it as the steps of the exchange are.
+// Runs a kernel of a call, and records it like a step of the exchange.
 template <class Kernel>
 void recorded(Group& group, Kind kind, const char* op, const Kernel& kernel) {
   Recorder& recorder = Recorder::instance();
@@ -209,7 +209,8 @@ void recorded(Group& group, Kind kind, const char* op, const Kernel& kernel) {
   recorder.add(shown, start, Recorder::now(), epoch, op);
 }
 
-// Multiplies after the exchange, in which all ranks have taken part: an error is told to nobody.
+// Multiplies after the exchange: all ranks have completed it, so an error is not reported to the
+// peers.
 template <class Multiply>
 void after_exchange(Group& group, const char* op, const Multiply& multiply) {
   try {
@@ -219,19 +220,19 @@ void after_exchange(Group& group, const char* op, const Multiply& multiply) {
   }
 }
 
-// The error as Python names it, and its text: "ValueError: ...".
+// Returns the error's name in Python and its text: "ValueError: ...".
 std::string describe(const std::exception& error);
 
-// Carries out `body(group)`, an op's kernel, unless the memory of a tensor is missing. Argument
-// `group_name` names the group. Tells the peers when it refuses its arguments, since they may be
-// making the same call on `channel`. Returns false, and calls nothing, where the kernel in Python
-// is needed: for groups that span hosts, and where tests run CPU tensors on a simulated device.
+// Runs `body(group)`, an op's kernel, unless a tensor has no memory. Argument number `group_name`
+// is the group's name. Reports refused arguments to the peers, which may be making the same call on
+// `channel`. Returns false, and calls nothing, if the kernel in Python is needed: for groups that
+// span hosts, and for tests that run CPU tensors on a simulated device.
 bool guarded(const char* op, const Arguments& arguments, size_t group_name, int channel,
              c10::function_ref<void(const std::shared_ptr<Group>&)> body);
-// Carries out `dispatch`, which hands a call of `op` on to the kernels of other dispatch keys.
-// Tells the peers when it is refused before it has come to a kernel that tells them: by torch, as
-// for named tensors, by the rules of a tensor subclass, or in the kernel of autograd. Not of calls
-// of other devices, nor under a dispatch mode, which may be there to trace them.
+// Runs `dispatch`, which redispatches a call of `op` to the kernels of other dispatch keys. Reports
+// a refusal to the peers if it comes before a kernel that reports it: from torch, as for named
+// tensors, from the rules of a tensor subclass, or from the autograd kernel. Reports nothing for
+// other devices, nor under a dispatch mode, which may be tracing.
 void reporting_refusals(const char* op, const c10::IValue& group_name, int channel,
                         c10::DispatchKeySet keys, c10::function_ref<void()> dispatch);
 // Calls the kernel in Python, the op of the same name in the namespace `symm_cp`.

@@ -19,13 +19,13 @@ constexpr const char* kScatter = "_low_contention_reduce_scatter";
 constexpr const char* kGatherOut = "_low_contention_all_gather_out";
 constexpr const char* kScatterOut = "_low_contention_reduce_scatter_out";
 
-// Below this many bytes waking the engine costs more than the transfer, which then waits for
-// `wait_tensor`, or for the next transfer that wakes the engine. No peer may depend on it: it is
-// not in place, where others wait until this rank has read.
+// Up to this many bytes, waking the engine costs more than the transfer. Such a transfer starts at
+// `wait_tensor`, or with the next transfer that wakes the engine. No peer may depend on it, so it
+// is not in place: in place, peers wait until this rank has read.
 constexpr int64_t kWakeBytes = int64_t{64} << 10;
 
-// Holds the tensors of the transfer until it has been waited for. Of the output it holds the
-// storage, not the tensor: the work is registered under the tensor.
+// Holds the transfer's input until a wait, and the output's storage: not the output tensor, under
+// which the work is registered.
 class Transfer : public c10d::Work {
  public:
   Transfer(std::shared_ptr<Group> group, int64_t number, std::shared_ptr<ProfilerEvent> event,
@@ -69,7 +69,7 @@ std::vector<int64_t> with_length(const at::Tensor& tensor, int64_t length) {
   return shape;
 }
 
-// The input leaves its memory in one piece: the caller may overwrite it.
+// Makes pieces so large that the input is one piece, so that the caller may overwrite it.
 void set_piece(CheckedCall& call, int64_t bytes) {
   call.exchange.piece_bytes = bytes <= kPieceBytes ? kPieceBytes : std::max(2 * kPieceBytes, bytes);
 }
@@ -94,7 +94,7 @@ void prepare_gather(CheckedCall& call, const at::Tensor& shard, const Sizes& giv
   }
   set_piece(call, whole_parts(largest));
   call.background = largest > kWakeBytes;
-  // An empty tensor has no address: ranks could not agree on whether theirs are symmetric.
+  // An empty tensor has no address: ranks could not agree on whether their tensors are symmetric.
   call.in_place_possible = call.background && *std::min_element(sizes.begin(), sizes.end()) > 0;
 }
 
@@ -121,14 +121,14 @@ void prepare_scatter(CheckedCall& call, const at::Tensor& whole, const std::stri
   call.in_place_possible = call.background;
 }
 
-// Whether rows follow one another, or would if there were several: of parts that are cut out of
-// wider tensors those with one row are contiguous, which only some ranks may have.
+// Whether rows adjoin, or would if there were several. is_contiguous may differ between the ranks'
+// parts of wider tensors: it holds for a part with one row, which only some ranks may have.
 bool rows_adjoin(const at::Tensor& tensor) {
   return tensor.stride(0) * static_cast<int64_t>(tensor.element_size()) == row_bytes(tensor);
 }
 
-// A plain input may be overwritten once this has returned. `output`: to be written to; none for a
-// new tensor, which is returned.
+// The caller may overwrite a plain input after this returns. Writes to `output`, or to a new tensor
+// if that is undefined, and returns it.
 at::Tensor start_transfer(const char* op, const std::shared_ptr<Group>& group, CheckedCall& call,
                           const at::Tensor& given, at::Tensor output = {}) {
   at::Tensor input = given.contiguous();
@@ -203,7 +203,7 @@ void background_reduce_scatter(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end(std::move(output));
 }
 
-// Arguments: tensor, group name, out. The shard may lie at its place in `out`.
+// Arguments: tensor, group name, out. The shard may be its own part of `out`.
 void background_all_gather_out(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor output = arguments.tensor(2);

@@ -1,10 +1,10 @@
-// `fused_matmul_all_reduce`, and the sum of several such products: each rank adds up its own, then
-// they are all-reduced in place. By shards, as the kernels in Python do it for other devices, is
-// faster at no size on CPU, where nobody copies while a rank multiplies, and takes up to 1.3 times
-// as long from 0.25 MiB on. Products in the slot may be slower, too, as the peers have its memory
-// in their caches (1024 x 256 float32, two ranks: 1.2 times as long). The scaled form is in
-// scaled_matmuls.cpp, the gradient in gradients.cpp. Python has what is left: groups that span
-// hosts, ways that are forced, wrong arguments.
+// `fused_matmul_all_reduce`, and the sum of several such products: each rank adds up its own
+// products, then the sums are all-reduced in place. Working by shards, as Python's kernels do for
+// other devices, is faster at no size on CPU, where nothing copies while a rank multiplies, and
+// takes up to 1.3 times as long from 0.25 MiB on. Writing products to the slot may be slower, too,
+// as its memory is in the peers' caches (1024 x 256 float32, two ranks: 1.2 times as long). The
+// scaled form is in scaled_matmuls.cpp, the gradient in gradients.cpp. Python serves groups that
+// span hosts, forced strategies and wrong arguments.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
@@ -29,8 +29,8 @@ at::Tensor matrix(const at::Tensor& tensor) {
   return tensor.dim() == 2 ? tensor : tensor.flatten(0, -2);
 }
 
-// Undefined where the kernel in Python is needed. That does not depend on K, which may differ from
-// rank to rank.
+// Returns an undefined tensor if the kernel in Python is needed; this does not depend on K, which
+// may differ from rank to rank.
 at::Tensor add_up_and_all_reduce(Group& group, const char* op, Terms terms,
                                  const std::string& reduce_op) {
   const at::DimVector shape = terms.shape();
@@ -39,7 +39,7 @@ at::Tensor add_up_and_all_reduce(Group& group, const char* op, Terms terms,
   if (!mean && reduce_op != "sum") return {};
   const at::AutoDispatchBelowADInplaceOrView below;
   const at::Tensor output = new_output(terms.like(), shape), bias = terms.bias;
-  // Added once: by one rank to what it contributes, or to the average.
+  // The bias is added once: by rank 0 to its contribution, or by all ranks to the average.
   if (mean || group.rank() != 0) terms.bias = at::Tensor();
   recorded(group, Kind::kProduce, op, [&] {
     for (at::Tensor& left : terms.lefts) left = matrix(left);

@@ -1,6 +1,6 @@
-// Gradients of the fused matmuls; those of their gradients are in
-// symm_cp/ops/matmul/derivatives.py, which says what each is. Every backward pass is built of ops
-// that can be differentiated again.
+// Gradients of the fused matmuls. The gradients of these gradients are in
+// symm_cp/ops/matmul/derivatives.py, which describes each. Every backward pass consists of ops that
+// can be differentiated again.
 #include <ATen/ops/matmul.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -23,24 +23,24 @@ struct Call {
   c10::DispatchKeySet keys;
   Stack* stack;
 
-  // Until `run`.
+  // Valid until `run`.
   const c10::IValue& argument(size_t index) const {
     return torch::jit::peek(*stack, index, op.schema().arguments().size());
   }
-  // Of the arguments for uneven parts, which not every op has: None.
+  // Returns None for an argument that the op lacks, such as those for uneven parts.
   c10::IValue optional_argument(const char* name) const {
     const auto index = op.schema().argumentIndexWithName(name);
     return index ? argument(*index) : c10::IValue();
   }
-  // Results replace the arguments on the stack, and are no views to autograd: they may be modified
-  // in place.
+  // Results replace the arguments on the stack. Autograd does not see them as views, so they may be
+  // modified in place.
   void run() const {
     const at::AutoDispatchBelowADInplaceOrView no_views;
     redispatch(op, keys, stack);
   }
 };
 
-// Keeps how a call divides its dimension, of tensors with so many of them.
+// Saves how a call divides dimension `dim` of tensors with `dims` dimensions.
 void keep_division(AutogradContext* ctx, const Call& call, int64_t dim, int64_t dims) {
   ctx->saved_data["dim"] = dim < 0 ? dim + dims : dim;
   ctx->saved_data["group"] = call.optional_argument("group_name");
@@ -50,11 +50,11 @@ void keep_division(AutogradContext* ctx, const Call& call, int64_t dim, int64_t 
 
 // --- fused_all_gather_matmul ---------------------------------------------------------------------
 
-// The results are the gathered tensor, if it was asked for, and the products.
+// The results are the gathered tensor, if requested, and the products.
 struct GatherMatmul : torch::autograd::Function<GatherMatmul> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& x_shard,
                                at::TensorList weights, const Call& call) {
-    // Before the call, whose results take the place of its arguments.
+    // Read before the call, whose results replace its arguments.
     const int64_t dim = call.argument(2).toInt();
     keep_division(ctx, call, dim, x_shard.dim());
     ctx->saved_data["of_shard"] = x_shard.requires_grad();
@@ -68,7 +68,7 @@ struct GatherMatmul : torch::autograd::Function<GatherMatmul> {
     variable_list outputs;
     if (results[0].isTensor()) outputs.push_back(results[0].toTensor());
     for (const at::Tensor& product : results[1].toTensorVector()) outputs.push_back(product);
-    // The gathered one is x_shard, but for this length.
+    // The gathered tensor's shape is x_shard's, except for this length.
     const bool by_columns = ctx->saved_data["dim"].toInt() == x_shard.dim() - 1;
     ctx->saved_data["length"] =
         by_columns && !weights.empty() ? weights[0].sym_size(0) : outputs[0].sym_size(dim);
@@ -95,7 +95,7 @@ struct GatherMatmul : torch::autograd::Function<GatherMatmul> {
     if (ctx->saved_data["of_shard"].toBool())
       results[0] = of_shard(ctx, x_shard, used, rights, gathered ? grads[0] : at::Tensor());
     if (!ctx->saved_data["of_weights"].toBool()) return results;
-    // With no gradient, too: the peers may wait for this shard.
+    // Called even without any gradient: the peers may wait for this shard.
     const std::vector<at::Tensor> computed = of_weights(ctx, x_shard, used, transposed);
     for (size_t i = 0, next = 0; i < weights; ++i)
       if (grads[gathered + i].defined()) results[1 + i] = computed[next++];
@@ -107,7 +107,7 @@ struct GatherMatmul : torch::autograd::Function<GatherMatmul> {
                              const c10::List<at::Tensor>& lefts,
                              const c10::List<at::Tensor>& rights, at::Tensor addend) {
     static const auto op = handle_of("symm_mem::_fused_matmuls_reduce_scatter");
-    if (lefts.empty() && !addend.defined()) {  // the peers may have gradients all the same
+    if (lefts.empty() && !addend.defined()) {  // the peers may still have gradients
       c10::SymDimVector shape(x_shard.sym_sizes());
       shape[ctx->saved_data["dim"].toInt()] = ctx->saved_data["length"].toSymInt();
       addend = x_shard.new_zeros_symint(shape);
@@ -188,7 +188,7 @@ struct MatmulScatter : torch::autograd::Function<MatmulScatter> {
                 ctx->saved_data["sizes"],
                 ctx->saved_data["rank"]};
     op.callBoxed(stack);
-    // One that is not needed is an empty tensor.
+    // A gradient that is not needed is an empty tensor.
     return {of_a ? stack[0].toTensor() : at::Tensor(),
             of_weight ? stack[1].toTensor() : at::Tensor(), at::Tensor()};
   }
@@ -207,8 +207,8 @@ void matmul_scatter_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet 
 
 // --- fused_matmul_all_reduce ---------------------------------------------------------------------
 
-// The gradient of the sum is all-reduced, as torch's functional all-reduce has it; the bias is
-// added after the sum.
+// All-reduces the gradient of the sum, like torch's functional all-reduce; the bias is added after
+// the sum.
 struct MatmulAllReduce : torch::autograd::Function<MatmulAllReduce> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& a, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, const c10::IValue& reduce_op,

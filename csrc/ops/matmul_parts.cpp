@@ -172,7 +172,7 @@ at::Tensor Gathered::as_given(const at::Tensor& tensor) const {
   return by_columns_ ? tensor : moved(tensor, 0, division_.dim);
 }
 
-// A shard is a run of bytes for each row, or one for all rows.
+// A shard is one run of bytes per row, or one run for all rows.
 void Gathered::prepare(CheckedCall& call, int rank) const {
   const auto size = static_cast<int64_t>(shard_.element_size());
   const int64_t rows = by_columns_ ? c10::multiply_integers(shape_.begin(), shape_.end() - 1) : 1;

@@ -1,8 +1,8 @@
-// Operations of one rank on symmetric memory: puts, gets and signals of NVSHMEM's and NCCL's forms,
-// words that kernels wait for, and the matmul that waits for them. torch has them on GPUs only.
+// One-sided operations on symmetric memory: puts, gets and signals in NVSHMEM's and NCCL's forms,
+// words that kernels wait for, and the matmul that waits for them. torch has them only on GPUs.
 //
-// torch enqueues them on a stream. Here they are complete when they return; waiting ops do so
-// in the calling thread, until the time-out of the group.
+// torch enqueues them on a stream. Here they are complete when they return; ops that wait block the
+// calling thread, up to the group's time-out.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
@@ -20,7 +20,7 @@
 
 namespace symm_cp {
 
-// Null for a handle of other memory than this package's; see symmetric_memory.cpp.
+// Returns null for a handle of memory that is not this package's; see symmetric_memory.cpp.
 std::shared_ptr<Mapping> mapping_of_handle(c10d::symmetric_memory::SymmetricMemory& handle);
 
 namespace {
@@ -29,7 +29,7 @@ using namespace kernels;
 using c10d::symmetric_memory::SymmetricMemory;
 using torch::jit::Stack;
 
-// Runs a kernel, whose errors become Python's.
+// Runs a kernel and converts its errors to Python's.
 template <class Body>
 void checked(const char* op, const Arguments& arguments, const Body& body) {
   arguments.check_memory(op);
@@ -44,7 +44,7 @@ void checked(const char* op, const Arguments& arguments, const Body& body) {
   }
 }
 
-// Where a tensor lies in the memory of all ranks, or in their signal pads.
+// The place of a tensor in the memory of all ranks, or in their signal pads.
 struct Place {
   std::shared_ptr<Mapping> mapping;
   size_t offset;
@@ -104,7 +104,7 @@ const char* name_of(const c10::OperatorHandle& op) {
   return op.schema().name().c_str() + strlen("symm_mem::");
 }
 
-// This rank's values, to the same place of the peer.
+// Copies this rank's values to the same place of the peer.
 void put(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   checked(name_of(op), arguments, [&] {
@@ -179,7 +179,7 @@ void nccl_wait_for_signal(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end();
 }
 
-// A signal of this form is counted, and a wait takes one.
+// Signals of this form are counted, and a wait consumes one.
 void nccl_put_signal(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   checked(name_of(op), arguments, [&] {
@@ -204,7 +204,7 @@ void nccl_put_signal(const c10::OperatorHandle& op, Stack* stack) {
 void nccl_wait_signal(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto handle = torch::jit::peek(*stack, 0, 2).toCustomClass<SymmetricMemory>();
   const auto mapping = mapping_of_handle(*handle);
-  if (mapping == nullptr) {  // torch's, where it has a kernel
+  if (mapping == nullptr) {  // torch's handle: torch's kernel, if it has one
     const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER,
                                     c10::DispatchKey::BackendSelect);
     return op.redispatchBoxed(keys & after, stack);
@@ -230,7 +230,7 @@ AtomicWord* words_of(const char* op, const at::Tensor& tensor) {
   return static_cast<AtomicWord*>(tensor.mutable_data_ptr());
 }
 
-// Writes words one after the other; what was written before is seen by whoever sees them.
+// Writes words in order; a reader that sees one also sees everything written before it.
 void write_words(const char* op, const at::Tensor& input, int64_t offset, int64_t value,
                  int64_t count) {
   AtomicWord* words = words_of(op, input);
@@ -260,7 +260,8 @@ void memset32(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end(input);
 }
 
-// Nobody tells who will write the word, so there is nobody whose death could be noticed.
+// Waits for a nonzero word. Its writer is unknown, so if the writer died only the time-out ends the
+// wait.
 void await_word(const AtomicWord& word, int64_t chunk) {
   const WithoutGil without_gil;
   WaitBudget budget(default_timeout());
@@ -327,7 +328,7 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
   m.impl("_async_input_mm", torch::CppFunction::makeFromBoxedFunction<&async_input_mm>());
 }
 
-// It takes no tensor, by whose device a kernel could be chosen: the handle tells whose it is.
+// It takes no tensor whose device could select a kernel, so the kernel is selected by the handle.
 TORCH_LIBRARY_IMPL(symm_mem, BackendSelect, m) {
   m.impl("nccl_wait_signal", torch::CppFunction::makeFromBoxedFunction<&nccl_wait_signal>());
 }

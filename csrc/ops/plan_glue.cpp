@@ -1,4 +1,4 @@
-// How Python records a call (stream_plans.h): symm_cp/cuda/plans.py calls these functions while it
+// Records a call for Python (stream_plans.h): symm_cp/cuda/plans.py calls these functions while it
 // makes the call. Part of the library that needs Python's headers (backend/glue.cpp).
 #include <ATen/ops/scalar_tensor.h>
 #include <pybind11/pybind11.h>
@@ -23,7 +23,7 @@ using symm_cp::stream_plans::Recording;
 
 Recording& recording_of(void* handle) { return *static_cast<Recording*>(handle); }
 
-// An object of Python that C++ owns, from any thread.
+// Returns a reference to a Python object that any thread may release.
 std::shared_ptr<PyObject> owned(PyObject* object) {
   Py_INCREF(object);
   return {object, [](PyObject* kept) {
@@ -47,7 +47,7 @@ pybind11::object list_of(const std::vector<at::Tensor>& tensors) {
   return list;
 }
 
-// The tensors among an object, in lists and tuples as well.
+// Appends the tensors in an object, including those in lists and tuples.
 void add_tensors(PyObject* object, std::vector<at::Tensor>& tensors) {
   if (THPVariable_Check(object)) {
     tensors.push_back(THPVariable_Unpack(object));
@@ -79,7 +79,7 @@ const KnownOp& known_op(const std::string& name, const std::string& overload) {
   return known->emplace(std::pair{name, overload}, std::move(made)).first->second;
 }
 
-// The arguments of an op as its stack; false if one is of a type that is not known here.
+// Puts the arguments of an op on a stack; returns false if the type of one is not handled here.
 bool arguments_of(const KnownOp& op, PyObject* args, PyObject* kwargs,
                   std::vector<c10::IValue>& stack) {
   const auto positional = static_cast<size_t>(PyTuple_GET_SIZE(args));
@@ -146,7 +146,8 @@ SYMM_CP_EXPORT void symm_cp_plan_refuse(void* handle, const char* reason) {
   recording_of(handle).refuse(reason);
 }
 
-// Has a plan ask a function without arguments whether it may run.
+// Lets a plan call `refuses`, without arguments, before each run: it may run unless that returns
+// true.
 SYMM_CP_EXPORT void symm_cp_plan_ask(void* handle, PyObject* refuses) {
   recording_of(handle).ask([refuses = owned(refuses)] {
     const pybind11::gil_scoped_acquire gil;
@@ -158,7 +159,7 @@ SYMM_CP_EXPORT void symm_cp_plan_ask(void* handle, PyObject* refuses) {
   });
 }
 
-// An op that was carried out with these arguments.
+// Records an op that ran with these arguments.
 SYMM_CP_EXPORT PyObject* symm_cp_plan_ran(void* handle, int kernel, const char* name,
                                           const char* overload, PyObject* args, PyObject* kwargs,
                                           PyObject* result) {
@@ -174,7 +175,7 @@ SYMM_CP_EXPORT PyObject* symm_cp_plan_ran(void* handle, int kernel, const char* 
   END_HANDLE_TH_ERRORS
 }
 
-// A function of Python that was called with a list of tensors.
+// Records a call of a Python function with a list of tensors.
 SYMM_CP_EXPORT PyObject* symm_cp_plan_called(void* handle, int kernel, PyObject* function,
                                              PyObject* given, PyObject* result) {
   HANDLE_TH_ERRORS

@@ -1,4 +1,4 @@
-// What tells calls of ops on streams apart: calls with the same key do the same (stream_plans.h).
+// The keys of calls of ops on streams: calls with the same key do the same work (stream_plans.h).
 #pragma once
 
 #include <ATen/Context.h>
@@ -17,7 +17,7 @@ namespace symm_cp::stream_plans {
 
 using torch::jit::Stack;
 
-// The tensors among the arguments of an op, and what tells its calls apart.
+// The tensors among the arguments of an op, and the bytes that distinguish its calls.
 class Key {
  public:
   Key(const c10::OperatorHandle& op, const Stack& stack) {
@@ -76,7 +76,7 @@ class Key {
     if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage() ||
         tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor() ||
         tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_nested() ||
-        // The host may read them: layouts, masks, routings.
+        // The host may read integers: layouts, masks, routings.
         c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
       usable_ = false;
       return;
@@ -90,7 +90,7 @@ class Key {
     add(address % 64);
     add(tensor.storage_offset() * static_cast<int64_t>(tensor.element_size()) % 64);
     add(tensor.storage().nbytes() > 0);
-    // Tensors that share memory: how they lie to each other.
+    // For tensors that share memory: their distance.
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (tensors_[i].storage().unsafeGetStorageImpl() != tensor.storage().unsafeGetStorageImpl())
         continue;

@@ -1,4 +1,4 @@
-// The recording of a call on streams, from which its plan is made (stream_plans.h).
+// Records a call on streams and makes its plan (stream_plans.h).
 #pragma once
 
 #include <algorithm>
@@ -80,7 +80,7 @@ class PlanRecording final : public Recording {
     if (refusal_.empty()) refusal_ = reason;
   }
 
-  // The plan of the call that ended with these results; null where it was refused.
+  // Returns the plan of the call, which ended with these results; null if it was refused.
   std::shared_ptr<const Plan> end(const std::vector<c10::IValue>& results,
                                   std::weak_ptr<Group> group) {
     what_ = "the result";
@@ -107,7 +107,7 @@ class PlanRecording final : public Recording {
       plan_.results.emplace_back(std::move(made));
     }
     plan_.values = values_.size();
-    // Streams of a simulated device use values when a call that is not joined has returned.
+    // After a call that is not joined has returned, streams of a simulated device still use values.
     if (joined) find_last_uses();
     plan_.group = std::move(group);
     return refusal_.empty() ? std::make_shared<const Plan>(std::move(plan_)) : nullptr;
@@ -115,23 +115,23 @@ class PlanRecording final : public Recording {
   const std::string& refusal() const { return refusal_; }
 
  private:
-  // The workspace of the launch that is under way, and this rank's slot in it.
+  // The workspace of the launch under way, and this rank's slot in it.
   struct Around {
     at::Tensor memory;
     const char* slot = nullptr;
     int64_t bytes = 0;
   };
 
-  // Memory that the call uses. It is not kept: the call takes no more than others do.
+  // Memory that the call uses. Not kept alive: a recorded call takes no more memory than others.
   struct Value {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // its address is not used again meanwhile
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // keeps its address from being reused
     const c10::StorageImpl* identity;
     const char* address;  // of the first tensor in it
     const char* begin;
     size_t bytes;
   };
 
-  // In its scope the launch of a kernel counts: streams may carry it out later.
+  // In its scope the kernel's launch replaces the current one: streams may run the kernel later.
   class Within {
    public:
     Within(PlanRecording& recording, int kernel)
@@ -147,7 +147,8 @@ class PlanRecording final : public Recording {
     Around before_;
   };
 
-  // Memory is to be given back as early as when Python makes the call.
+  // Finds where each value is used last: memory must be freed as early as when Python makes the
+  // call.
   void find_last_uses() {
     std::vector<std::vector<int>*> last(values_.size(), nullptr);
     const auto use = [&](int value, std::vector<int>& here) {
@@ -200,7 +201,8 @@ class PlanRecording final : public Recording {
            name.find("bernoulli") != std::string::npos;
   }
 
-  // Returns the number of a value if the tensor's memory is not one yet.
+  // Adds the tensor's memory as a value unless it is one already. Returns a new value's number,
+  // else kNoValue.
   int add_value(const at::Tensor& tensor) {
     if (!tensor.defined() || value_of(tensor) != kNoValue) return kNoValue;
     const c10::Storage& storage = tensor.storage();
@@ -226,7 +228,7 @@ class PlanRecording final : public Recording {
     return {kSlot, offset};
   }
 
-  // The place of an operand; of null, none.
+  // Returns the place of an operand; an empty place for null.
   Place place_of(const void* operand) {
     const auto* address = static_cast<const char*>(operand);
     if (address == nullptr) return {};
@@ -262,14 +264,14 @@ class PlanRecording final : public Recording {
     if (value.isTensor()) {
       if (!value.toTensor().defined()) return {c10::IValue(at::Tensor()), {}, false};
       const at::Tensor& tensor = value.toTensor();
-      // A number that Python has passed for a tensor.
+      // A number that Python passed as a tensor.
       if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return {value, {}, false};
       return {{}, {view_of(tensor)}, false};
     }
     if (!value.isTensorList()) {
       if (value.isList())
         for (const c10::IValue& element : value.toListRef())
-          if (element.isTensor()) refuse("an op takes a list of tensors of which some are missing");
+          if (element.isTensor()) refuse("an op takes a list with missing tensors");
       return {value, {}, false};
     }
     StepArgument list{{}, {}, true};
@@ -277,7 +279,7 @@ class PlanRecording final : public Recording {
     return list;
   }
 
-  const std::vector<at::Tensor>& given_;  // by the caller
+  const std::vector<at::Tensor>& given_;  // the caller's tensors
   Plan plan_;
   std::vector<Value> values_;
   size_t inputs_ = 0;

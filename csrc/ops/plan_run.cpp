@@ -18,23 +18,23 @@ namespace symm_cp::stream_plans {
 
 namespace {
 
-// Where a call's slot lies.
+// The place of a call's slot.
 struct Slot {
   at::Tensor memory;
   int64_t begin = 0;  // in bytes
 };
 
-// The values of a call. Streams of a simulated device use it when the call has returned.
+// The values of a call. Streams of a simulated device still use it after the call has returned.
 struct Frame {
   std::vector<at::Tensor> values;
   std::exception_ptr error;
 };
 
-// The current stream of a CUDA device, by functions that torch's library for CUDA has for code that
-// was not compiled with it; null where there are none.
+// Functions for the current stream of a CUDA device, which torch's CUDA library exports for code
+// compiled without it; null if it has none.
 struct CudaStreams {
   int32_t (*current)(int32_t device, void** stream) = nullptr;
-  // Makes a stream the current one, up to the undoing of the guard.
+  // Makes a stream the current one, until `undo` of the guard.
   int32_t (*use)(void* stream, int32_t device, void** guard) = nullptr;
   int32_t (*undo)(void* guard) = nullptr;
 
@@ -210,7 +210,7 @@ class Run {
         on_lane.emplace(lanes_[*step.lane], plan_->device);
       return carry_out_all(step, *frame_, &slot_);
     }
-    // A simulated stream carries it out later, in another thread.
+    // A simulated stream runs the kernel later, in another thread.
     auto* const later = new std::function<void()>(
         [plan = plan_, &step, frame = frame_, slot = slot_, state = at::ThreadLocalState()] {
           if (*step.lane == 0 && frame->error != nullptr) return;
@@ -248,7 +248,7 @@ class Run {
   std::shared_ptr<Group> group_;
   std::shared_ptr<Frame> frame_;
   std::optional<CallLock> lock_;
-  const LaunchStep* launch_ = nullptr;  // that is under way
+  const LaunchStep* launch_ = nullptr;  // the launch under way
   uint32_t epoch_ = 0;
   Slot slot_;
   void* lanes_[kLanes] = {};

@@ -8,8 +8,8 @@
 
 namespace symm_cp::stream_plans {
 
-// Carries out a call of an op, whose arguments are on the stack, by a plan; its results take their
-// place. Returns false, and does nothing, where the plan does not serve now.
+// Runs a call of an op through a plan; the results replace the arguments on the stack. Returns
+// false, and does nothing, if the plan cannot run now.
 bool carry_out(std::shared_ptr<const Plan> plan, const Key& key, const c10::OperatorHandle& op,
                Stack* stack);
 

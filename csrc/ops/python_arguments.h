@@ -1,5 +1,5 @@
-// Arguments of an op that are objects of Python: they are put on its stack by their positions,
-// without a search among overloads. Other types than the usual ones are left to the caller.
+// Puts an op's arguments, which are Python objects, on its stack by position, without a search
+// among overloads. Leaves types other than the usual ones to the caller.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -88,7 +88,7 @@ inline bool is_number(PyObject* given) { return PyLong_CheckExact(given); }
 // Sets Python's exception for a number that is too large.
 inline int64_t to_number(PyObject* given) { return PyLong_AsLongLong(given); }
 
-// A number, or what torch numbers: a dtype, a layout, a memory format.
+// Whether an object is a number, or an enum of torch's: a dtype, a layout, a memory format.
 inline bool is_number_or_enum(PyObject* given) {
   return is_number(given) || THPDtype_Check(given) || THPLayout_Check(given) ||
          THPMemoryFormat_Check(given);
@@ -105,6 +105,7 @@ inline int64_t to_number_or_enum(PyObject* given) {
 inline bool is_flag(PyObject* given) { return PyBool_Check(given); }
 inline bool to_flag(PyObject* given) { return given == Py_True; }
 
+<<<<<<< HEAD
 // Sets Python's exception for a surrogate.
 inline bool is_text(PyObject* given) {
   return PyUnicode_CheckExact(given) && PyUnicode_AsUTF8(given) != nullptr;
@@ -116,6 +117,9 @@ inline std::string to_text(PyObject* given) {
 }
 
 // Appends a list or a tuple to the stack; false if one of its elements is of another type.
+=======
+// Appends a list or a tuple to the stack; returns false if an element has another type.
+>>>>>>> c43da23678f2f326d8c3bf0c2a226c5d2b6f0f7f
 template <class Element, class Is, class To>
 bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   if (!PyList_Check(given) && !PyTuple_Check(given)) return false;
@@ -131,7 +135,7 @@ bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   return true;
 }
 
-// The same of a list whose elements may be None.
+// The same for a list whose elements may be None.
 template <class Element, class Is, class To>
 bool take_optionals(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   using Optional = std::optional<Element>;
@@ -140,7 +144,7 @@ bool take_optionals(PyObject* given, std::vector<c10::IValue>& stack, Is is, To 
       [&](PyObject* item) { return item == Py_None ? Optional() : Optional(to(item)); });
 }
 
-// Appends an argument to the stack; false if it is for torch's callable.
+// Appends an argument to the stack; returns false if torch's callable must handle it.
 inline bool take(const Argument& argument, PyObject* given, std::vector<c10::IValue>& stack) {
   if (given == nullptr) {
     if (!argument.given_by_default) return false;
@@ -219,7 +223,12 @@ inline bool take_arguments(const std::vector<Argument>& arguments, PyObject* con
   std::copy(given, given + positional, by_position);
   const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
   for (Py_ssize_t i = 0; i < named; ++i) {
+<<<<<<< HEAD
     const size_t at = index_of(arguments, positional, PyTuple_GET_ITEM(names, i));
+=======
+    size_t at = positional;  // a name that was also passed by position is not found
+    while (at < arguments.size() && arguments[at].name != PyTuple_GET_ITEM(names, i)) ++at;
+>>>>>>> c43da23678f2f326d8c3bf0c2a226c5d2b6f0f7f
     if (at == arguments.size()) return false;
     by_position[at] = given[positional + i];
   }

@@ -1,11 +1,10 @@
 // Fused all-gather-matmul, matmul-reduce-scatter and matmul-all-reduce of float8 matrices with
 // scales: gather, then one matmul, or one matmul, then the reduction. On CPU that is never slower
-// than by shards, which would hide a gather of a byte for each number, and have torch's kernel
-// rearrange or convert the whole weight once for each shard. The kernels in Python have what is
-// left: ways that are forced, groups that span hosts, empty matrices; and they say what is wrong
-// with arguments.
+// than working by shards, which would hide a gather of one byte per number, and have torch's kernel
+// rearrange or convert the whole weight once per shard. Python's kernels serve forced strategies,
+// groups that span hosts and empty matrices, and raise the errors for wrong arguments.
 //
-// Shapes are those of matmul_parts.h. A scale is one number, or one for each row or column.
+// For the shapes see matmul_parts.h. A scale is one number, or one for each row or column.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/clamp.h>
@@ -40,22 +39,22 @@ bool is_float8(at::ScalarType dtype) {
 double largest(at::ScalarType float8) {
   if (float8 == at::kFloat8_e4m3fn) return std::numeric_limits<c10::Float8_e4m3fn>::max();
   if (float8 == at::kFloat8_e4m3fnuz) return std::numeric_limits<c10::Float8_e4m3fnuz>::max();
-  return std::numeric_limits<c10::Float8_e5m2>::max();  // and of e5m2fnuz
+  return std::numeric_limits<c10::Float8_e5m2>::max();  // e5m2fnuz has the same
 }
 
 bool is_float8(const at::Tensor& tensor) {
   return is_float8(tensor.scalar_type()) && is_plain(tensor, tensor.scalar_type());
 }
 
-// What a product is rounded to: by default what `a` is. Nothing where `_scaled_mm` has no such
-// products.
+// Returns the dtype that a product is rounded to, by default the dtype of `a`; nullopt if
+// `_scaled_mm` has no such products.
 std::optional<at::ScalarType> result_dtype(const c10::IValue& given, const at::Tensor& a) {
   const auto dtype = given.isNone() ? a.scalar_type() : static_cast<at::ScalarType>(given.toInt());
   const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
   return known || is_float8(dtype) ? std::optional(dtype) : std::nullopt;
 }
 
-// A matrix, and what else `_scaled_mm` takes for it.
+// A matrix and its other arguments of `_scaled_mm`.
 struct Weight {
   at::Tensor matrix, scale;
   at::Tensor bias, result_scale;  // undefined: none
@@ -65,7 +64,7 @@ struct Weight {
   int64_t columns() const { return matrix.size(1); }
   // Sums of float8 numbers would lose nearly all digits.
   at::ScalarType partial_dtype() const { return is_float8(dtype) ? at::kFloat : dtype; }
-  // What ranks add up has neither a bias nor the scale of the result.
+  // The weight without bias and result scale, for the products that ranks add up.
   Weight alone() const { return {matrix, scale, {}, {}, dtype, fast}; }
   bool fits(int64_t inner) const {
     if (matrix.dim() != 2 || !is_float8(matrix) || matrix.size(0) != inner) return false;
@@ -82,21 +81,22 @@ std::optional<at::Tensor> optional(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
-// Scales as `_scaled_mm` takes them where another operand has more than one.
+// Gives scales the shape that `_scaled_mm` requires when the other operand has several.
 at::Tensor spread(const at::Tensor& scale, at::IntArrayRef shape) {
   return scale.numel() == 1 ? scale.reshape({1, 1}).expand(shape).contiguous() : aligned(scale);
 }
 
-// As `scaled_mm_out` of ops/matmul/scaled_mm.py: to `out`, a matrix, in its dtype.
+// Like `scaled_mm_out` of ops/matmul/scaled_mm.py: writes to the matrix `out`, in its dtype.
 void multiply_scaled(at::Tensor out, const at::Tensor& rows, const at::Tensor& scale,
                      const Weight& weight) {
   if (out.numel() == 0) return;
-  // Also one number: where the processor multiplies float8, torch takes hundreds of times as long
-  // by one scale as by many (2.13 on an Intel processor with AMX; elsewhere both take the same).
+  // Spreads even a single scale: on processors that multiply float8, torch takes hundreds of times
+  // as long with one scale as with many (2.13 on an Intel processor with AMX; elsewhere both take
+  // the same).
   const at::Tensor scale_a = kTorchScalesRows ? spread(scale, {rows.size(0), 1}) : scale;
   const at::Tensor scale_b =
       kTorchScalesRows ? spread(weight.scale, {1, weight.columns()}) : weight.scale;
-  // torch 2.11 takes the elements of a bias for neighbours.
+  // torch 2.11 assumes that a bias is contiguous.
   const at::Tensor bias = weight.bias.defined() ? weight.bias.contiguous() : weight.bias;
   at::_scaled_mm_out(out, aligned(rows), weight.matrix, scale_a, scale_b, optional(bias),
                      optional(weight.result_scale), out.scalar_type(), weight.fast);
@@ -112,7 +112,7 @@ struct GatherArguments {
   Sizes sizes;
 };
 
-// Nothing where the lists are not of one length, or a dtype is not known.
+// Returns nullopt if the lists differ in length, or a dtype is not supported.
 std::optional<std::vector<Weight>> weights_of(const Arguments& arguments) {
   const auto matrices = arguments.tensors(1), scales = arguments.tensors(3);
   const auto biases = arguments.at(6).toListRef(), result_scales = arguments.at(7).toListRef();
@@ -135,15 +135,15 @@ std::optional<std::vector<Weight>> weights_of(const Arguments& arguments) {
   return weights;
 }
 
-// The scale of A, as `RowScales` of ops/matmul/scaled_mm.py understands it: one number, scales of
-// all ranks' rows, or (`travels`) of this rank's, which are gathered.
+// The scale of A, as in `RowScales` of ops/matmul/scaled_mm.py: one number, the scales of all
+// ranks' rows, or (`travels`) the scales of this rank's rows, which are gathered.
 struct RowScale {
   at::Tensor scale;
   bool travels;
   Detail detail;
 };
 
-// Nothing for a shape that fits none of them.
+// Returns nullopt for any other shape.
 std::optional<RowScale> row_scale(const at::Tensor& x_shard, const at::Tensor& scale,
                                   const Division& division, int rank) {
   if (!is_plain(scale, at::kFloat)) return {};
@@ -159,7 +159,7 @@ std::optional<RowScale> row_scale(const at::Tensor& x_shard, const at::Tensor& s
     return RowScale{scale, false, equal ? shape : Detail{"scale tensor", {}}};
   if (scale.sizes() != full) return {};
   if (equal) return RowScale{scale, false, shape};
-  // A rank that has all rows cannot tell which of the two it was given.
+  // Gathered like a sharded scale: a rank that has all rows cannot tell the two apart.
   return RowScale{scale.narrow(division.dim, division.begin_of(rank), division.sizes[rank]), true,
                   Detail{"scale sharded", {}}};
 }
@@ -169,7 +169,7 @@ struct GatherResults {
   std::vector<at::Tensor> products;
 };
 
-// Nothing where the kernel in Python is needed.
+// Returns nullopt if the kernel in Python is needed.
 std::optional<GatherResults> all_gather_scaled_matmul(Group& group, const GatherArguments& given) {
   const at::Tensor& shard = given.x_shard;
   const auto division = divided_shard(shard, given.dim, given.sizes, group);
@@ -227,7 +227,7 @@ void all_gather_scaled_matmul_kernel(const c10::OperatorHandle& op, Stack* stack
 
 struct ScatterArguments {
   at::Tensor a, scale;
-  Weight weight;  // its dtype is that of the result
+  Weight weight;  // its dtype is the result's
   std::string reduce_op;
   int64_t dim, dim_of_a;
   std::optional<std::vector<int64_t>> output_shape;
@@ -252,7 +252,7 @@ bool fits(const ScatterArguments& given) {
   return given.reduce_op == "sum" || given.reduce_op == "avg";
 }
 
-// The shape of the product; empty where the output's does not hold it.
+// Returns the output's shape; empty if it does not fit the product.
 at::DimVector shape_of_output(const ScatterArguments& given) {
   const at::DimVector product = given.product_shape();
   if (!given.output_shape) return product;
@@ -263,7 +263,7 @@ at::DimVector shape_of_output(const ScatterArguments& given) {
   return at::DimVector(shape);
 }
 
-// Adds the bias to the sum, once rather than once a rank; rounds as `_scaled_mm` does.
+// Adds the bias once, to the sum, instead of once per rank; rounds like `_scaled_mm`.
 at::Tensor finish(at::Tensor total, const at::Tensor& bias, const Weight& weight) {
   if (bias.defined()) total = total.add(bias);
   if (is_float8(weight.dtype)) {
@@ -274,7 +274,7 @@ at::Tensor finish(at::Tensor total, const at::Tensor& bias, const Weight& weight
   return total.scalar_type() == weight.dtype ? total : total.to(weight.dtype);
 }
 
-// Writes the product of this rank, as the parts of all ranks.
+// Writes this rank's product, as the parts of all ranks.
 void multiply_parts(const at::Tensor& out, const ScatterArguments& given, at::IntArrayRef shape,
                     const Scattered& scattered, int ranks) {
   const Weight weight = given.weight.alone();
@@ -289,7 +289,7 @@ void multiply_parts(const at::Tensor& out, const ScatterArguments& given, at::In
   if (!scattered.by_columns() || ranks == 1)
     return multiply_scaled(out.dim() == 2 ? out : out.view({-1, weight.columns()}), rows, scale,
                            weight);
-  // A product of columns for each rank would have torch convert A as often.
+  // One product per rank's columns would have torch convert A once per rank.
   const at::Tensor product = new_output(out, {rows.size(0), weight.columns()});
   multiply_scaled(product, rows, scale, weight);
   scattered.for_columns(out, [&](const at::Tensor& part, int64_t begin, int64_t length) {
@@ -297,7 +297,7 @@ void multiply_parts(const at::Tensor& out, const ScatterArguments& given, at::In
   });
 }
 
-// Undefined where the kernel in Python is needed.
+// Returns an undefined tensor if the kernel in Python is needed.
 at::Tensor scaled_matmul_reduce_scatter(Group& group, const ScatterArguments& given) {
   if (!may_serve() || !fits(given)) return {};
   const at::DimVector shape = shape_of_output(given);
@@ -328,8 +328,8 @@ at::Tensor scaled_matmul_reduce_scatter(Group& group, const ScatterArguments& gi
   return output;
 }
 
-// Arguments: A, B, A_scale, B_scale, reduce_op, scatter_dim of the output, and of A, group name,
-// output_shape, bias, result_scale, out_dtype, use_fast_accum, [sizes, rank].
+// Arguments: A, B, A_scale, B_scale, reduce_op, the output's scatter_dim, A's scatter_dim, group
+// name, output_shape, bias, result_scale, out_dtype, use_fast_accum, [sizes, rank].
 void scaled_matmul_reduce_scatter_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor output;
@@ -354,8 +354,8 @@ void scaled_matmul_reduce_scatter_kernel(const c10::OperatorHandle& op, Stack* s
 
 // --- fused_scaled_matmul_all_reduce --------------------------------------------------------------
 
-// Undefined where the kernel in Python is needed. That does not depend on K, which may differ from
-// rank to rank and be 0.
+// Returns an undefined tensor if the kernel in Python is needed; this does not depend on K, which
+// may differ from rank to rank and be 0.
 at::Tensor scaled_matmul_all_reduce(Group& group, const at::Tensor& a, const at::Tensor& scale,
                                     const Weight& weight, const std::string& reduce_op) {
   if (!may_serve() || !fits(a, scale, weight)) return {};

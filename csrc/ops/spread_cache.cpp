@@ -1,8 +1,9 @@
-// `spread_cache_attention`: attention of new tokens to keys of which each rank has some. Each rank
-// attends to its own, one exchange gathers the results, and every rank merges them in rank order.
-// The kernel in Python raises for wrong arguments; see symm_cp/ops/attention/spread_cache.py.
+// `spread_cache_attention`: attention of new tokens to keys that are spread over the ranks. Each
+// rank attends to its own keys, one exchange gathers the results, and every rank merges them in
+// rank order. The kernel in Python raises for wrong arguments; see
+// symm_cp/ops/attention/spread_cache.py.
 //
-// Shapes: query (B, H, S, E), key (B, G, K, E), value (B, G, K, V), K of this rank.
+// Shapes: query (B, H, S, E), key (B, G, K, E), value (B, G, K, V), with this rank's K.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <torch/library.h>
@@ -24,7 +25,7 @@ using torch::jit::Stack;
 
 constexpr const char* kOp = "spread_cache_attention";
 
-// Where the arguments of the op lie.
+// The positions of the op's arguments.
 enum : size_t {
   kQuery,
   kKey,
@@ -39,17 +40,17 @@ enum : size_t {
   kSinks
 };
 
-// The most bytes of results that one exchange carries: this bounds the memory for those of all
-// ranks, and a rank attends to the next queries while its peers are behind.
+// The most bytes of a rank's results in one exchange: bounds the memory for all ranks' results, and
+// lets a rank attend to its next queries while its peers are behind.
 constexpr int64_t kChunkBytes = int64_t{2} << 20;
-// With more rows for each key head the project's own kernel is faster than torch's. With fewer keys
-// torch's treats a row of NaN scores as one that sees no key.
+// With more than kTorchsRows rows per key head this library's own kernel is faster than torch's.
+// With fewer than kTorchsKeys keys torch's treats a row of NaN scores as a row that sees no key.
 constexpr int64_t kTorchsRows = 64;
 constexpr int64_t kTorchsKeys = 16;
 
 struct Inputs {
   at::Tensor query, key, value;
-  at::Tensor mask, positions, sinks;  // undefined where they are None
+  at::Tensor mask, positions, sinks;  // undefined for None
   std::optional<int64_t> first_query, window;
   std::optional<double> scale, softcap;
 
@@ -92,7 +93,7 @@ bool is_floating(at::ScalarType dtype) {
          dtype == at::kDouble;
 }
 
-// Contiguous; raises ValueError unless they ascend.
+// Returns contiguous positions; raises ValueError unless they ascend.
 at::Tensor check_positions(const at::Tensor& positions) {
   const at::Tensor dense = positions.contiguous();
   const int64_t* const begin = dense.const_data_ptr<int64_t>();
@@ -121,7 +122,7 @@ bool options_fit(const Inputs& in) {
                                  in.sinks.size(0) == in.heads());
 }
 
-// All arguments that are right: whether a call is served must follow from what all ranks know.
+// True for all valid arguments: the decision must follow from facts that all ranks know.
 bool is_served(const Inputs& in) {
   const at::ScalarType dtype = in.query.scalar_type();
   if (!is_floating(dtype)) return false;
@@ -135,7 +136,7 @@ bool is_served(const Inputs& in) {
   return options_fit(in);
 }
 
-// With the features of a position side by side, and positions apart.
+// Makes the features of a position contiguous, and positions disjoint.
 at::Tensor with_dense_features(const at::Tensor& tensor) {
   const int64_t features = tensor.size(3);
   bool dense = features == 1 || tensor.stride(3) == 1;
@@ -147,26 +148,26 @@ at::Tensor with_dense_features(const at::Tensor& tensor) {
 // --- this rank's keys ----------------------------------------------------------------------------
 
 // Attention of some queries: out (B, H, rows, V) and lse (B, H, rows), contiguous, in float32 or
-// float64. Begins with nothing seen.
+// float64. Starts as the attention to no key.
 struct Partial {
   at::Tensor out, lse;
 };
 
-// Keys `begin` to `end`, and how far from the diagonal they are seen: see TileOptions.
+// Keys `begin` to `end`, and at which distances from the diagonal they are seen: see TileOptions.
 struct Segment {
   int64_t begin, end;
   std::optional<int64_t> low, high;
 };
 
-// What queries at positions first to last see, in segments: a full one, and at its edges runs of
-// consecutive positions.
+// Returns the keys that `rows` queries from `row` on see, in segments: a full segment, and at its
+// edges runs of consecutive positions.
 std::vector<Segment> segments_of(const Inputs& in, int64_t row, int64_t rows) {
   if (!in.positions.defined()) return {{0, in.keys(), {}, {}}};
   const int64_t* const at = in.positions.const_data_ptr<int64_t>();
   const int64_t* const end = at + in.keys();
   const int64_t first = *in.first_query + row, last = first + rows - 1;
   const auto before = [&](int64_t position) { return std::lower_bound(at, end, position) - at; };
-  // Of the window: what some query sees, what all see.
+  // The keys that some query sees, and the keys that all queries see.
   const int64_t some_begin = in.window ? before(first - *in.window) : 0;
   const int64_t some_end = before(last + 1);
   const int64_t all_begin = in.window ? before(last - *in.window) : 0;
@@ -176,7 +177,7 @@ std::vector<Segment> segments_of(const Inputs& in, int64_t row, int64_t rows) {
     while (begin < stop) {
       int64_t next = begin + 1;
       while (next < stop && at[next] == at[next - 1] + 1) ++next;
-      const int64_t offset = first - at[begin];  // of the key that the first query is at
+      const int64_t offset = first - at[begin];  // of the key at the first query's position
       segments.push_back({begin, next, std::nullopt, offset});
       if (in.window) segments.back().low = offset - *in.window;
       begin = next;
@@ -192,7 +193,7 @@ std::vector<Segment> segments_of(const Inputs& in, int64_t row, int64_t rows) {
   return segments;
 }
 
-// An additive mask.
+// Returns an additive mask.
 at::Tensor additive(const at::Tensor& mask, const Inputs& in) {
   if (mask.scalar_type() != at::kBool) return mask.to(in.wide());
   return at::zeros(mask.sizes(), in.wide_options()).masked_fill_(mask.logical_not(), -INFINITY);
@@ -203,7 +204,7 @@ bool shares_mask(const at::Tensor& mask, int64_t rows) {
   return !mask.defined() || (mask.size(1) == 1 && (rows == 1 || mask.size(2) == 1));
 }
 
-// By torch's kernel, with the heads that share keys as rows of one head.
+// Attends with torch's kernel, with the heads that share keys as rows of one head.
 void attend_few_rows(const Inputs& in, const at::Tensor& query, const at::Tensor& key,
                      const at::Tensor& value, const at::Tensor& mask, const Partial& to) {
   const int64_t groups = key.size(1), rows = in.heads() / groups * query.size(2);
@@ -212,7 +213,7 @@ void attend_few_rows(const Inputs& in, const at::Tensor& query, const at::Tensor
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
       folded, key, value, /*dropout_p=*/0.0, /*is_causal=*/false, given, in.scale);
   at::Tensor part = out.to(in.wide()), part_lse = lse.to(in.wide());
-  if (mask.defined()) {  // the kernel returns no log-sum-exp of rows that see no key
+  if (mask.defined()) {  // the kernel returns no log-sum-exp for rows that see no key
     const at::Tensor blind = mask.eq(-INFINITY).all(-1);
     part = part.masked_fill(blind.unsqueeze(-1), 0.0);
     part_lse = part_lse.masked_fill(blind, -INFINITY);
@@ -221,7 +222,7 @@ void attend_few_rows(const Inputs& in, const at::Tensor& query, const at::Tensor
   to.lse.view({in.samples(), groups, rows}).copy_(part_lse);
 }
 
-// Queries from `row` on, and this rank's keys.
+// Attends with the queries from `row` on to this rank's keys.
 void attend(const Inputs& in, int64_t row, int64_t rows, const Partial& to) {
   if (to.out.numel() == 0) return;
   const at::Tensor query = with_dense_features(in.query.narrow(2, row, rows));
@@ -254,7 +255,7 @@ void attend(const Inputs& in, int64_t row, int64_t rows, const Partial& to) {
 
 // --- all ranks -----------------------------------------------------------------------------------
 
-// A rank's results lie one behind the other: outputs, then log-sum-exps.
+// A rank's results are consecutive: outputs, then log-sum-exps.
 struct Parts {
   const Inputs& in;
   int64_t rows;
@@ -288,7 +289,7 @@ void prepare(CheckedCall& call, const Parts& parts, int ranks) {
   for (int rank = 0; rank < ranks; ++rank) call.add_output(rank * bytes, bytes);
 }
 
-// `first_query` changes from token to token: the ranks compare it, but it makes no call of its own.
+// The call is not cached: `first_query`, which the ranks compare, changes from token to token.
 void gather(Group& group, const Parts& parts, const at::Tensor& own, const at::Tensor& all) {
   const auto call = std::make_shared<CheckedCall>();
   prepare(*call, parts, group.world_size());
@@ -308,7 +309,7 @@ void merge(const Partial& to, const at::Tensor& out, const at::Tensor& lse, cons
              parts.count());
 }
 
-// Queries from `row` on; `to` is their part of the result.
+// Attends with the queries from `row` on; `to` is their part of the result.
 void attend_over_ranks(Group& group, const Inputs& in, int64_t row, int64_t rows,
                        const Partial& to) {
   const Parts parts{in, rows};
@@ -317,7 +318,7 @@ void attend_over_ranks(Group& group, const Inputs& in, int64_t row, int64_t rows
   const Partial partial = parts.of(own, 0);
   partial.out.zero_();
   partial.lse.fill_(-INFINITY);
-  // Peers wait for the result, and are told of an error.
+  // Peers wait for the result, so an error here is reported to them.
   recorded(group, Kind::kProduce, kOp, [&] { attend(in, row, rows, partial); });
   at::Tensor all = own;
   if (ranks > 1) {

@@ -21,11 +21,11 @@ namespace {
 
 using kernels::call_python;
 
-// Plans and refusals that are kept; with more, all are dropped. A call that comes but once is never
-// recorded, so this is reached by programs with ever new shapes only.
+// The most keys of plans and refusals that are kept; one more key drops all. A call made only once
+// is never recorded, so only programs with ever new shapes reach this.
 constexpr size_t kMostKeys = 1024;
 
-// What is known of the calls with a key.
+// The state of the calls with a key.
 struct Known {
   int calls = 0;
   bool refused = false;
@@ -35,13 +35,13 @@ struct Known {
 struct State {
   std::mutex mutex;
   std::unordered_map<std::string, Known> known;
-  // In which call with a key it is recorded; below 0: never.
+  // The index, from 0, of the first call with a key that is recorded; below 0: none is.
   std::atomic<int> record_at{1};
   std::atomic<int64_t> runs{0};
-  std::atomic<int64_t> drops{0};  // how often all were dropped
+  std::atomic<int64_t> drops{0};  // how often all plans were dropped
   std::string last_refusal;
 
-  // Never destroyed: plans own objects of Python's.
+  // Never destroyed: plans own Python objects.
   static State& get() {
     static auto* const state = new State;
     return *state;
@@ -56,7 +56,7 @@ bool is_set(const char* name) {
 // The recording that the next kernel in Python of this thread fills.
 thread_local Recording* wanted = nullptr;
 
-// A kernel in Python of an op: see symm_cp/ops/registration.py.
+// Returns an op's kernel in Python: see symm_cp/ops/registration.py.
 std::optional<c10::OperatorHandle> overload_of(const c10::OperatorHandle& op,
                                                const char* overload) {
   const std::string name = op.schema().name();
@@ -84,7 +84,7 @@ void record(const Key& key, const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().returns().size();
   auto plan = recording.end(torch::jit::last(*stack, count).vec(), group_named(key.group()));
   std::lock_guard<std::mutex> lock(state.mutex);
-  // The call itself has made a workspace, or another thread has changed a setting.
+  // Plans were dropped meanwhile: the call made a workspace, or another thread changed a setting.
   if (state.drops != drops) return;
   if (plan == nullptr) state.last_refusal = recording.refusal();
   Known& known = state.known[key.bytes()];
@@ -103,7 +103,7 @@ bool run(const c10::OperatorHandle& op, Stack* stack) {
   std::shared_ptr<const Plan> plan;
   bool recorded = false;
   std::unordered_map<std::string, Known>
-      dropped;  // outside of the lock: Python's may be waited for
+      dropped;  // outlives the lock below: destruction may wait for Python's lock
   {
     std::lock_guard<std::mutex> lock(state.mutex);
     if (state.known.size() >= kMostKeys && state.known.count(key.bytes()) == 0)
@@ -139,11 +139,11 @@ void kernel_or_torchs(const c10::OperatorHandle& op, Stack* stack) {
 
 extern "C" {
 
-// The recording that Python's kernel fills, in the thread that calls it; null where it is not
+// Returns the recording that Python's kernel fills in the calling thread; null if the call is not
 // recorded.
 void* symm_cp_plan_recording() { return symm_cp::stream_plans::wanted; }
 
-// Drops all plans: something has changed on which they depend.
+// Drops all plans, after a change of something that they depend on.
 void symm_cp_plans_drop() {
   auto& state = symm_cp::stream_plans::State::get();
   std::unordered_map<std::string, symm_cp::stream_plans::Known> dropped;
@@ -152,16 +152,17 @@ void symm_cp_plans_drop() {
   dropped.swap(state.known);
 }
 
-// Has calls recorded that come for the number-th time after the first; below 0: none, nor run.
+// Sets that a key's call is recorded from the number-th after the first on; below 0: plans are
+// neither recorded nor run.
 void symm_cp_plans_record_at(int number) {
   symm_cp::stream_plans::State::get().record_at = number;
   symm_cp_plans_drop();
 }
 
-// How many calls were carried out by plans since the last time.
+// Returns how many calls plans have run since this function's last call.
 int64_t symm_cp_plans_run() { return symm_cp::stream_plans::State::get().runs.exchange(0); }
 
-// Why the last call that could not be recorded was not.
+// Returns why the last call that could not be recorded was refused.
 const char* symm_cp_plans_refusal() {
   thread_local std::string text;
   auto& state = symm_cp::stream_plans::State::get();
@@ -170,14 +171,14 @@ const char* symm_cp_plans_refusal() {
   return text.c_str();
 }
 
-// Has a plan, or Python's kernel, serve an op on devices with this dispatch key, up to the undoing.
-// `or_torchs`: Python's is the one that calls torch's for groups that ours do not serve. Null on
-// failure.
+// Lets plans, or Python's kernel, serve an op on devices with this dispatch key, until
+// symm_cp_plan_op_undo. `or_torchs`: Python's kernel calls torch's for groups that ours do not
+// serve. Null on failure.
 void* symm_cp_plan_op(const char* name, const char* key, int or_torchs) {
   using namespace symm_cp::stream_plans;
   struct : c10::WarningHandler {
     void process(const c10::Warning&) override {}
-  } silent;  // of a kernel that is there already
+  } silent;  // about a kernel that exists already
   const c10::WarningUtils::WarningHandlerGuard ignoring(&silent);
   try {
     auto made = std::make_unique<torch::Library>(torch::Library::IMPL, "symm_mem",

@@ -1,6 +1,6 @@
-// Calls on streams without Python. What a call does follows from its arguments' shapes, dtypes and
-// layouts, and from settings: so a call is recorded when Python makes it, with the commands of its
-// launches and the ops of its kernels, and later calls with the same key carry the record out.
+// Calls on streams without Python. Settings and the arguments' shapes, dtypes and layouts determine
+// a call's work. So a call that Python makes is recorded, with the commands of its launches and the
+// ops of its kernels, and later calls with the same key replay the record.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,11 +25,11 @@ namespace stream_plans {
 
 using torch::jit::Stack;
 
-// Memory that a call uses: of an argument, of the result of an op, or of its slot.
+// A value is memory that a call uses: of an argument, of an op's result, or of the call's slot.
 constexpr int kSlot = -1;
 constexpr int kNoValue = -2;
 
-// Bytes behind the first element of a value.
+// An address: `offset` bytes behind a value's first element.
 struct Place {
   int value = kNoValue;
   int64_t offset = 0;
@@ -56,31 +56,31 @@ struct OpStep {
   std::vector<int> last;     // values that nothing uses after it
 };
 
-// What only Python can launch, such as a kernel of Triton.
+// A kernel that only Python can launch, such as a Triton kernel.
 struct PythonStep {
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> function;
   std::vector<View> arguments;
   std::vector<int> results, last;
 };
 
-// What a stream is given between commands: by a step of a schedule that of its lane, else the
-// caller's.
+// Work launched between commands: on its lane's stream if a step of a schedule launches it, else on
+// the caller's stream.
 struct KernelStep {
   std::vector<std::variant<OpStep, PythonStep>> steps;
   std::optional<int> lane;
 };
 
-// A schedule that is handed out, up to EndStep.
+// Launches a schedule; its steps follow, up to EndStep.
 struct LaunchStep {
   Streams* streams;
   at::Tensor memory;  // of the workspace
   WorkspaceLayout layout;
-  void* lanes[kLanes];  // the first one is the caller's stream, of each call its own
+  void* lanes[kLanes];  // the first is the caller's stream, which each call sets
   std::vector<Place> operands;
   std::string call_name;
   bool joined;                  // the caller's stream waits for its end
   std::shared_ptr<void> owner;  // Python's workspace
-  // Gives the workspace up, after an error; tensors that its streams may use.
+  // Gives up the workspace after an error; its streams may still use `tensors`.
   std::function<void(const std::vector<at::Tensor>&, const std::string& error)> fail;
 };
 struct CommandStep {
@@ -93,17 +93,17 @@ using Step = std::variant<LaunchStep, CommandStep, KernelStep, EndStep>;
 
 struct Plan {
   std::vector<Step> steps;
-  // A number stands for a tensor of the caller's, as the key has them.
+  // A number stands for one of the caller's tensors, by its place in the key.
   std::vector<std::variant<StepArgument, size_t>> results;
   size_t values = 0;
   c10::Device device = c10::kCPU;
   std::weak_ptr<Group> group;
-  std::vector<std::function<bool()>> may_run;  // asked before each run
+  std::vector<std::function<bool()>> may_run;  // called before each run
 };
 
-// A call that is being recorded. Its methods are called in the order of what they record, with
-// Python's lock; virtual, since the library that needs Python's headers calls them. What cannot be
-// recorded is refused, and the call stays in Python.
+// A call that is being recorded. Callers hold Python's lock and call the methods in the order of
+// the recorded work. The methods are virtual because the library that needs Python's headers calls
+// them. A call with anything that cannot be recorded is refused and stays in Python.
 class Recording {
  public:
   virtual ~Recording() = default;
@@ -113,22 +113,22 @@ class Recording {
   // Begins a kernel on a lane; returns its number, for the ops in it.
   virtual int kernel(int lane) = 0;
   virtual void end_launch() = 0;
-  // An op that was carried out, in a kernel or (-1) outside of them.
+  // Records an op that ran in a kernel, or outside of kernels (-1).
   virtual void op(int kernel, const c10::OperatorHandle& op, const Stack& arguments,
                   const std::vector<at::Tensor>& results) = 0;
   virtual void python(int kernel, PythonStep step, const std::vector<at::Tensor>& arguments,
                       const std::vector<at::Tensor>& results) = 0;
-  // When a plan may run: asked before each run. None: always.
+  // Adds a condition of the plan, called before each run. A plan without conditions may always run.
   virtual void ask(std::function<bool()> may_run) = 0;
   virtual void refuse(const std::string& reason) = 0;
 };
 
-// Carries out a call of an op by its plan, or has Python make it and records it. Returns false, and
-// does nothing, where neither is possible: then Python's kernel has to.
+// Runs a call of an op through its plan, or lets Python make it and records it. Returns false, and
+// does nothing, if neither is possible: then the caller runs Python's kernel.
 bool run(const c10::OperatorHandle& op, Stack* stack);
-// The kernel of ops for devices with streams: a plan, or Python.
+// The kernel of ops for devices with streams: runs a plan, or Python.
 void kernel(const c10::OperatorHandle& op, Stack* stack);
-// The same for ops of which torch has kernels, which serve groups that ours do not.
+// Like `kernel`, for ops that torch has kernels for: these serve the groups that ours do not.
 void kernel_or_torchs(const c10::OperatorHandle& op, Stack* stack);
 
 }  // namespace stream_plans

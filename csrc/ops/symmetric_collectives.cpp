@@ -1,6 +1,6 @@
-// torch's collectives for tensors in symmetric memory that have no form for others: reductions of
-// tiles and blocks to one rank each, and NVSHMEM's and multicast's broadcast, all-gather and
-// all-to-all. torch has them on GPUs only.
+// torch's collectives that exist only for tensors in symmetric memory: reductions of tiles and
+// blocks to one rank each, and NVSHMEM's and multicast's broadcast, all-gather and all-to-all.
+// torch has them only on GPUs.
 #include <ATen/ops/cat.h>
 #include <torch/library.h>
 
@@ -28,7 +28,7 @@ Exchange exchange_of(ExchangeKind kind, std::string name) {
 
 // --- sums for one rank each ----------------------------------------------------------------------
 
-// Blocks, their roots, and the tensors that take the sums of those whose root is this rank.
+// Blocks, their roots, and the tensors for the sums of the blocks whose root is this rank.
 struct Reduction {
   std::vector<at::Tensor> blocks;
   std::vector<int64_t> roots;
@@ -44,7 +44,7 @@ void reduce_to_roots(const char* op, Group& group, const std::string& detail,
   Exchange exchange = exchange_of(ExchangeKind::kReduceScatter,
                                   name_call(op, first.scalar_type(), first.sizes(), detail));
   set_reduction(exchange, first.scalar_type(), ReduceOp::kSum);
-  std::vector<at::Tensor> packed;  // what each rank gets
+  std::vector<at::Tensor> packed;  // each rank's blocks
   for (int rank = 0; rank < group.world_size(); ++rank) {
     std::vector<at::Tensor> theirs;
     for (size_t i = 0; i < blocks.size(); ++i)
@@ -77,7 +77,7 @@ void check_like(const char* op, const char* name, const at::Tensor& tensor, cons
                 const at::Tensor& other) {
   TORCH_CHECK_VALUE(tensor.sizes() == other.sizes() && tensor.scalar_type() == other.scalar_type(),
                     op, ": ", name, " is ", name_dtype(tensor.scalar_type()), " ", tensor.sizes(),
-                    ", must be as ", other_name, ": ", name_dtype(other.scalar_type()), " ",
+                    ", must match ", other_name, ": ", name_dtype(other.scalar_type()), " ",
                     other.sizes());
 }
 
@@ -112,7 +112,7 @@ void multi_root_tile_reduce(const c10::OperatorHandle& op, Stack* stack) {
         const at::Tensor& out = arguments.tensor(1);
         TORCH_CHECK_VALUE(!tiles.empty() && tiles.size() == roots.size(), kTiles, ": ",
                           tiles.size(), " in_tiles and ", roots.size(),
-                          " roots were given, must be as many, at least one");
+                          " roots were given, counts must match and be at least 1");
         std::string detail = "roots";
         std::set<int64_t> seen;
         for (size_t i = 0; i < tiles.size(); ++i) {
@@ -120,7 +120,7 @@ void multi_root_tile_reduce(const c10::OperatorHandle& op, Stack* stack) {
           check_like(kTiles, "in_tiles", tiles[i], "in_tiles[0]", tiles[0]);
           check_rank(kTiles, "roots", roots[i], group->world_size());
           TORCH_CHECK_VALUE(seen.insert(roots[i]).second, kTiles, ": rank ", roots[i],
-                            " is the root of two tiles, may be of one");
+                            " is the root of two tiles, must be of at most one");
           detail += " " + std::to_string(roots[i]);
         }
         check_sum(kTiles, "reduce_op", arguments.text(4));
@@ -172,9 +172,9 @@ Reduction blocks_of(const at::Tensor& input, int64_t dim, std::optional<std::vec
   }
   TORCH_CHECK_VALUE(!ends->empty() && ends->size() == roots->size(), kBlocks, ": ", ends->size(),
                     " offsets and ", roots->size(),
-                    " dst_ranks were given, must be as many, at least one");
+                    " dst_ranks were given, counts must match and be at least 1");
   Reduction reduction{{}, *roots, {}};
-  std::vector<size_t> owned(ranks, 0);  // blocks of each rank so far
+  std::vector<size_t> owned(ranks, 0);  // number of blocks of each rank so far
   std::vector<int64_t> lengths;         // of the first, second, ... block of every rank
   int64_t begin = 0;
   for (size_t i = 0; i < ends->size(); ++i) {
@@ -188,12 +188,13 @@ Reduction blocks_of(const at::Tensor& input, int64_t dim, std::optional<std::vec
     if (nth == lengths.size()) lengths.push_back(end - begin);
     TORCH_CHECK_VALUE(lengths[nth] == end - begin, kBlocks, ": block ", i, ", the ", nth,
                       "-th of rank ", root, ", has length ", end - begin,
-                      ", must have that of other ranks' ", nth, "-th: ", lengths[nth]);
+                      ", must be as long as other ranks' ", nth, "-th: ", lengths[nth]);
     begin = end;
   }
   for (int rank = 0; rank < ranks; ++rank)
     TORCH_CHECK_VALUE(owned[rank] == lengths.size(), kBlocks, ": dst_ranks give rank ", rank, " ",
-                      owned[rank], " of ", ends->size(), " blocks, must give all ranks as many");
+                      owned[rank], " of ", ends->size(),
+                      " blocks, must give all ranks the same number");
   return reduction;
 }
 
@@ -300,7 +301,7 @@ void exchange_equal_parts(const c10::OperatorHandle& op, Stack* stack) {
         TORCH_CHECK_VALUE(input.numel() == out.numel() && input.scalar_type() == out.scalar_type(),
                           kAllToAll, ": out is ", name_dtype(out.scalar_type()), " of ",
                           out.numel(),
-                          " elements, must be as input: ", name_dtype(input.scalar_type()), " of ",
+                          " elements, must match input: ", name_dtype(input.scalar_type()), " of ",
                           input.numel());
         TORCH_CHECK_VALUE(input.numel() % ranks == 0, kAllToAll, ": input has ", input.numel(),
                           " elements, which is not divisible by world size ", ranks);

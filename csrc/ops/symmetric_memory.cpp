@@ -1,6 +1,6 @@
 // Backend of torch's symmetric memory for CPU tensors: registers itself when this library loads.
 //
-// Few files see torch's headers, which keeps the build short.
+// Few files include torch's headers, which keeps the build short.
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
@@ -25,13 +25,13 @@ namespace {
 namespace symm = c10d::symmetric_memory;
 using std::chrono::milliseconds;
 
-// The peers of a group. They are tied to the process group object, not to its name: names are used
-// again after a group was destroyed.
+// The peers of a group, tied to the process group object instead of its name: names are reused
+// after a group is destroyed.
 struct GroupPeers {
   std::shared_ptr<Peers> peers;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group{
       c10::intrusive_ptr<c10d::ProcessGroup>()};
-  c10::intrusive_ptr<c10d::Store> store;  // of a group known by set_group_info only
+  c10::intrusive_ptr<c10d::Store> store;  // only for a group known by set_group_info
 };
 
 // The number of rendezvous of tensors that this rank has begun in a process group, failed ones
@@ -52,9 +52,9 @@ struct Registry {
   std::mutex mutex;
   std::map<const char*, std::shared_ptr<Block>> blocks;  // by start address
   std::map<std::string, std::shared_ptr<GroupPeers>> groups;
-  std::map<std::string, std::shared_ptr<GroupPeers>> unmet;  // whose mesh was begun
+  std::map<std::string, std::shared_ptr<GroupPeers>> unmet;  // groups whose mesh was begun
   std::map<std::string, Count> rendezvous;
-  std::set<std::string> in_progress;  // parties that a thread of this process makes now
+  std::set<std::string> in_progress;  // groups whose rendezvous a thread makes now
 
   std::shared_ptr<Block> find(const void* address) {
     const char* at = static_cast<const char*>(address);
@@ -83,7 +83,7 @@ c10::intrusive_ptr<c10d::Backend> cpu_backend(c10d::ProcessGroup& group) {
   try {
     return group.getBackend(c10::DeviceType::CPU);
   } catch (const std::exception&) {
-    return {};  // of CUDA alone
+    return {};  // a group for CUDA alone
   }
 }
 
@@ -146,8 +146,8 @@ std::shared_ptr<Peers> connected_peers_of(
   return process_group ? peers_of_its_backend(*process_group, name) : nullptr;
 }
 
-// The peers of a group that this rank has begun to look for, or will now. For the thread that has
-// put the group's name into `in_progress`.
+// Returns the peers of a group that this rank has begun to look for, or begins to now. Only for the
+// thread that has put the group's name into `in_progress`.
 std::shared_ptr<GroupPeers> unmet_peers_of(
     const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
   Registry& all = registry();
@@ -187,8 +187,8 @@ std::shared_ptr<GroupPeers> make_group_peers(
   return group_peers;
 }
 
-// Collective on the first call for a group. The registry's lock is not held meanwhile, so that
-// two threads can rendezvous in two groups; of two in one group the second waits.
+// Collective on the first call for a group. The registry's lock is not held meanwhile, so that two
+// threads can rendezvous in two groups; in the same group the second one waits.
 std::shared_ptr<GroupPeers> group_peers_of(const std::string& name, const Rendezvous& rendezvous) {
   release_groups();
   const auto process_group = try_resolve(name);
@@ -447,7 +447,7 @@ void refuse_peers(const std::string& name, const std::string& key, const std::st
   StoreBootstrap bootstrap = bootstrap_of(name, process_group, kNotePatience);
   try {
     Peers::refuse_before(bootstrap, rank, key, reason);
-  } catch (const std::exception&) {  // the store is what failed; the caller raises the reason
+  } catch (const std::exception&) {  // the store failed; the caller raises the reason
   }
   // Connected peers may have met, and no longer look in the store.
   const auto known = connected_peers_of(name, process_group);
@@ -487,15 +487,15 @@ void release_groups() {
 
 extern "C" {
 
-// Looks at the links of a group to its peers while something else is awaited; null when the group
-// has none that tell.
+// Opens a probe of a group's links to its peers, for use during waits; null if its links cannot be
+// probed.
 void* symm_cp_probe_links(const char* group) {
   const auto process_group = symm_cp::try_resolve(group);
   if (!process_group) return nullptr;
   return symm_cp::LinkProbe::of(symm_cp::cpu_backend(*process_group), group).release();
 }
 
-// The rank because of which nothing may come from `rank` any more, or -1.
+// Returns the rank because of which no more data may come from `rank`, or -1.
 int symm_cp_link_lost(void* links, int rank) {
   return static_cast<symm_cp::LinkProbe*>(links)->lost(rank).value_or(-1);
 }
@@ -508,7 +508,8 @@ int symm_cp_met_on_this_host(const char* group) {
   return process_group && symm_cp::peers_of_its_backend(*process_group, group) != nullptr;
 }
 
-// The time-out of a group's collectives on the CPU: torch's default where its backend has none.
+// Returns the time-out of a group's collectives on the CPU: torch's default if its backend has
+// none.
 int64_t symm_cp_group_timeout_ms(const char* group) {
   const auto process_group = symm_cp::try_resolve(group);
   return process_group ? symm_cp::own_timeout_of(*process_group).count()
@@ -519,7 +520,7 @@ int64_t symm_cp_group_timeout_ms(const char* group) {
 
 extern "C" {
 
-// How many rendezvous of tensors this rank has begun in a group: the same on all ranks.
+// Returns how many rendezvous of tensors this rank has begun in a group: the same on all ranks.
 int64_t symm_cp_rendezvous_begun(const char* group) {
   using symm_cp::registry;
   const auto process_group = symm_cp::try_resolve(group);

@@ -1,9 +1,9 @@
-// All-to-alls whose sizes lie in tensors: torch.ops.symm_mem.all_to_all_vdev and its forms in two
-// dimensions, which send tokens to experts and back.
+// All-to-alls with sizes in tensors: torch.ops.symm_mem.all_to_all_vdev and its two-dimensional
+// forms, which send tokens to experts and back.
 //
-// The ranks first gather all sizes, from which each knows where everything goes. Then each reads
-// its rows where they lie in the peers' memory, once, and meets the peers again: from then on they
-// may write to their input.
+// The ranks first gather all sizes, from which each computes the place of every chunk. Then each
+// reads its rows directly from the peers' memory, once, and meets the peers again: from then on
+// they may write to their input.
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
@@ -21,9 +21,9 @@ namespace {
 using namespace kernels;
 using torch::jit::Stack;
 
-// What a rank tells the others, before the lengths and the beginnings of its chunks.
+// The words that a rank sends to its peers before the lengths and beginnings of its chunks.
 enum Word : int64_t { kSequence, kOffset, kRoom, kWords };
-// Instead of the number of a rendezvous.
+// Values instead of the number of a rendezvous.
 constexpr int64_t kNoRows = -1, kNoRendezvous = -2;
 
 struct Shuffle {
@@ -31,8 +31,8 @@ struct Shuffle {
   at::Tensor input, out, chunks, out_chunks;
   int64_t ranks, experts;  // of one rank
   bool by_rank;            // chunks of the input are in the order of ranks, then of experts
-  bool placed;             // the beginnings of chunks are given
-  int64_t align;           // of each expert's first row in the output; 0: rows follow one another
+  bool placed;             // the caller gives the beginnings of chunks
+  int64_t align;           // of each expert's first row in the output; 0: no gaps
 
   int64_t count() const { return ranks * experts; }
   int64_t row() const { return out.stride(0) * static_cast<int64_t>(out.element_size()); }
@@ -51,7 +51,7 @@ class Table {
   const int64_t* of(int64_t rank) const { return numbers_.data() + rank * width_; }
   int64_t word(int64_t rank, Word word) const { return of(rank)[word]; }
 
-  // Where chunk `at` of a rank's output is among the chunks of the rank that it comes from.
+  // The sender of chunk `at` of a rank's output, and the chunk's place among the sender's chunks.
   struct Source {
     int64_t rank, chunk;
   };
@@ -65,7 +65,7 @@ class Table {
     return of(source.rank)[kWords + shuffle_.count() + source.chunk];
   }
 
-  // Where the chunks of a rank's output begin; returns the rows that it takes.
+  // Computes where the chunks of a rank's output begin; returns the number of rows that it needs.
   int64_t place(int64_t rank, std::vector<int64_t>& begins) const {
     const int64_t minor = shuffle_.by_rank ? shuffle_.ranks : shuffle_.experts;
     const int64_t align = shuffle_.align;
@@ -73,7 +73,7 @@ class Table {
     int64_t row = 0, end = 0;
     for (int64_t at = 0; at < shuffle_.count(); ++at) {
       if (align > 0 && at > 0 && at % minor == 0) {
-        // An expert without tokens has rows, too: grouped matmuls do not take empty groups.
+        // An expert without tokens gets rows, too: grouped matmuls do not take empty groups.
         const int64_t first = begins[at - minor];
         row = first + std::max(align, (row - first + align - 1) / align * align);
       }
@@ -135,7 +135,7 @@ void check(const Shuffle& shuffle, const char* chunks_name) {
   }
 }
 
-// Fills this rank's numbers in.
+// Fills in this rank's numbers.
 void describe(const Shuffle& shuffle, const Group& group, Table& table) {
   int64_t* own = table.of(group.rank());
   const int64_t count = shuffle.count();
@@ -156,7 +156,7 @@ void describe(const Shuffle& shuffle, const Group& group, Table& table) {
   own[kOffset] = *symmetric_offset(data);
 }
 
-// Exchanges this rank's numbers for those of all ranks; without a table nothing but that they met.
+// Gathers the numbers of all ranks; without a table, only waits until all ranks are here.
 void meet(Group& group, const std::string& name, Table* table) {
   Exchange exchange{};
   exchange.kind = ExchangeKind::kAllGather;
@@ -172,7 +172,7 @@ void meet(Group& group, const std::string& name, Table* table) {
   run(group, std::move(exchange));
 }
 
-// An error that all ranks raise alike: nobody needs to be told.
+// Raises an error that all ranks raise, so that it need not be reported to the peers.
 template <class... Texts>
 [[noreturn]] void fail_everywhere(const char* op, const Texts&... texts) {
   try {
@@ -192,7 +192,7 @@ void check_room(const Shuffle& shuffle, const Table& table) {
   }
 }
 
-// Where the peers' inputs lie. Collective where they have not met for these tensors.
+// Returns the memory of the ranks' inputs. Collective if the inputs have no rendezvous yet.
 std::shared_ptr<Mapping> input_of_all(const Shuffle& shuffle, Group& group, const Table& table) {
   int64_t sequence = kNoRows, giver = -1;
   for (int64_t rank = 0; rank < shuffle.ranks; ++rank) {
@@ -210,14 +210,14 @@ std::shared_ptr<Mapping> input_of_all(const Shuffle& shuffle, Group& group, cons
     auto mapping = mapping_of(group, sequence);
     TORCH_CHECK_VALUE(
         mapping != nullptr, shuffle.op,
-        ": input is empty, and the tensor of the rendezvous of the others' inputs was "
-        "freed: keep it");
+        ": input is empty, and this rank has freed its tensor of the rendezvous of the peers' "
+        "inputs: keep it");
     return mapping;
   }
   for (int64_t rank = 0; rank < shuffle.ranks; ++rank)
     if (table.word(rank, kSequence) == kNoRows)
       fail_everywhere(shuffle.op, "input of rank ", rank,
-                      " is empty and those of others are of no rendezvous yet: call "
+                      " is empty and the other inputs have no rendezvous yet: call "
                       "symm_mem.rendezvous() on all ranks before");
   c10d::symmetric_memory::rendezvous(shuffle.input, group.name());
   return mapping_of(group, shuffle.input.const_data_ptr());
@@ -233,7 +233,8 @@ void take_rows(const Shuffle& shuffle, const Group& group, const Table& table,
   auto* out = static_cast<char*>(shuffle.out.mutable_data_ptr());
   const Team team(mapping->cores());
   ResultStores::of_thread().run(rows * row, [&](bool past_caches) {
-    // Each rank begins with its own rows, then the next rank's: no two read from one.
+    // Each rank begins with its own rows, then reads the next rank's: no two read from the same
+    // rank.
     for (int64_t step = 0; step < shuffle.ranks; ++step) {
       const int64_t from = (group.rank() + step) % shuffle.ranks;
       for (int64_t at = 0; at < count; ++at) {
@@ -269,7 +270,7 @@ void run_shuffle(const Shuffle& shuffle, Group& group) {
   meet(group, name + " (end)", nullptr);
 }
 
-// `experts` is 0 where the splits say how many there are.
+// `experts`: 0 to derive it from the number of splits.
 bool call_shuffle(const char* op, const Arguments& arguments, int64_t experts, bool by_rank,
                   bool placed, const char* chunks_name, c10::function_ref<int64_t()> alignment) {
   return guarded(op, arguments, 4, kSync, [&](const std::shared_ptr<Group>& group) {

@@ -33,7 +33,7 @@ class Event:
     op: str = ""
 
 
-#: Lines of a printed timeline; a few calls of an op on 8 ranks.
+#: The most lines of a printed timeline: a few calls of an op on 8 ranks.
 _MAX_LINES = 200
 
 
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def total(self) -> float:
-        """The time from the begin of the first step to the end of the last one."""
+        """The time from the beginning of the first step to the end of the last one."""
         return max((event.end for event in self.events), default=0.0) - self.begin
 
     def busy(self, rank: int, kind: type[Compute] | type[Copy]) -> float:
@@ -161,7 +161,7 @@ class _Simulation:
                 delay = 0.0 if step.to == lane.rank else self.signal
                 self._raise(lane, call, step, lane.time + delay, ready)
             elif isinstance(step, Compute):
-                # A kernel that raises flags writes one part after the other, that of no flag last.
+                # A kernel that raises flags writes its parts in turn, the part without a flag last.
                 share = (lane.time - start) / (1 + len(step.raises))
                 for number, (flag, _) in enumerate(step.raises, 1):
                     raised = Signal(lane.rank, flag)
@@ -180,7 +180,7 @@ class _Simulation:
         ready.extend(self.waiting.pop(key, ()))
 
     def _end(self, lane: _SimulatedLane, step: Step, came: Sequence[float]) -> float:
-        """When a step ends whose flags were raised at these times."""
+        """Returns when a step ends, given the times at which its flags were raised."""
         if isinstance(step, Wait):
             return max(lane.time, *came)
         # A kernel that polls spends equal shares on its initial reads and behind each flag.

@@ -1,7 +1,7 @@
 """Patterns: each has a name, a channel, and the variants that may run.
 
 W stands for the world size. A rank visits its peers in the order rank+1, rank+2, ... (mod W), so
-that all ranks never read from the same peer at once.
+that the ranks never all read from the same peer at once.
 
 Forms
     ``direct``  one lane; kernels and copies read peers' memory where it lies (CPU). The lane is

@@ -9,12 +9,12 @@ A workspace takes
 flags, then slots, as in memory.py. A group has one for each channel and device:
 
     "sync"   ops in the caller's stream. Two slots; flags grow from call to call.
-    "async"  low-contention collectives, which outlive the call. Likewise.
+    "async"  low-contention collectives, which outlive the call. Slots and flags likewise.
 
 It has others for calls that are captured into graphs, where epochs cannot change from replay to
 replay: one for each graph, and one for all graphs of torch.compile. They have one slot, and flags
 that the waiter resets. Each of their calls is complete in itself, so graphs may be replayed any
-number of times, at the same time (but for those of torch.compile) and in any order, as long as all
+number of times, at the same time (except graphs of torch.compile) and in any order, as long as all
 ranks replay dependent graphs in the same order.
 """
 
@@ -71,7 +71,7 @@ class Signals(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The features that a group may use on a device: the ones that work on all of its ranks."""
+    """The features that a group may use on a device, as they work on all of its ranks."""
 
     signals: Signals = Signals.STREAM
     #: Whether copies may be issued in batches; otherwise one after the other.
@@ -191,7 +191,7 @@ class Device(ABC):
         raise NotImplementedError(f"{self}: calls cannot be captured")
 
     def borrow_stream(self) -> int:
-        """Returns the driver's handle of a stream that nobody else uses; see `return_stream`."""
+        """Returns the driver's handle of a stream without other users; see `return_stream`."""
         if self._idle_streams:
             return self._idle_streams.pop()
         return self._open_stream()
@@ -242,7 +242,7 @@ class Device(ABC):
         raise NotImplementedError(f"{self}: has no graphs of torch.compile")
 
     def keep(self, make: Callable[[], T]) -> T:
-        """Returns what a function makes for later calls: ordinary tensors, in no graph's memory.
+        """Returns the result of `make` for later calls: ordinary tensors, in no graph's memory.
 
         While torch warms a graph up, nothing that this thread allocates may survive the call.
         """

@@ -155,7 +155,7 @@ _enabled: list[Group] = []
 def enable(group: GroupLike, *, device: torch.device | str | None = None) -> None:
     """Makes the ops of a group on CUDA use NVSHMEM. Call it on all ranks of the group.
 
-    `device` is this rank's GPU, which must be the one of `init()`. Raises `RuntimeError` before
+    `device` is this rank's GPU, which must be the GPU of `init()`. Raises `RuntimeError` before
     `init()`, and `ValueError` for another GPU.
     """
     if _heap is None:

@@ -150,7 +150,7 @@ def _hidden() -> Iterator[None]:
 
 
 def in_python(function: Callable[[list[torch.Tensor]], R], given: list[torch.Tensor]) -> R:
-    """Calls a function of tensors that does what no op of torch does, such as Triton's kernels.
+    """Calls a function of tensors that works without ops of torch, such as Triton's kernels.
 
     It returns None, or tensors.
     """

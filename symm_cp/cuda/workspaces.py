@@ -5,7 +5,7 @@ at the same time, on different streams. `reserve` makes these, since none can be
 capture, and they stay as long as the group.
 
 The graphs of `torch.compile(mode="reduce-overhead")` share workspaces: they share torch's memory,
-too, so that they are replayed one after the other. The calls before their captures make these.
+too, so that they are replayed one after the other. Calls before their captures make these.
 """
 
 from __future__ import annotations

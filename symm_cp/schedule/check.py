@@ -3,7 +3,7 @@
 The method is vector clocks (Lamport 1978, Mattern 1989): every lane counts its steps and
 stores the latest known count of each other lane. A ``Signal`` publishes the clock of its
 lane; a ``Wait`` joins the clock of the *earliest* signal that satisfies it, the weakest guarantee
-that any timing gives. Two accesses to one region, of which at least one writes, must be ordered by
+that any timing gives. Two accesses to one region, at least one a write, must be ordered by
 the clocks; if they are not, they collide in some timing.
 
 One abstract run decides all timings, because the system is confluent: every flag has one writer

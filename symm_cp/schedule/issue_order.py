@@ -11,7 +11,7 @@ runs only when every step handed out before it has completed*.
 
 Why that covers every machine
     Whatever a driver does, a step depends on its flag and on some of the steps that its rank has
-    handed out before: those of its lane, those in front of it in a hardware queue, and those that
+    handed out before: steps of its lane, steps in front of it in a hardware queue, and steps that
     blocked the host. In the replay it depends on all of them, so the replay has each dependency of
     the machine. Flags only grow and no step branches on data, so a step that completes
     with more dependencies completes with fewer: if every step completes in the replay, then, by

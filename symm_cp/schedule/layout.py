@@ -1,8 +1,9 @@
 """Layouts of a sequence: which chunks each rank holds, and in which order.
 
 A sequence is cut into chunks, numbered in sequence order. `chunk_order` lists the chunks of rank 0,
-then those of rank 1, and so on, the same number for each rank; `chunk_lengths[c]` is the length of
-chunk c. Chunks may be empty, so a sequence of any length can be spread over any number of ranks.
+then the chunks of rank 1, and so on, the same number for each rank; `chunk_lengths[c]` is the
+length of chunk c. Chunks may be empty, so a sequence of any length can be spread over any number of
+ranks.
 """
 
 from __future__ import annotations

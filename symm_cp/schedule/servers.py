@@ -1,4 +1,4 @@
-"""Servers with several sockets: what ranks of many threads can expect of them.
+"""Servers with several sockets: predicted times of ops on ranks with many threads.
 
 Figures are the vendors', per socket, and for links in one direction. Xeon 6980P: 128 cores, 12
 channels of MRDIMM 8800 (845 GB/s), 6 UPI 2.0 links of 24 GT/s (288 GB/s), AMX with 1,024 operations

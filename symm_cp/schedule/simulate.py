@@ -1,9 +1,10 @@
 """How long schedules take: when each step of each lane begins and ends, given the cost of a step.
 
 Event-driven, and exact for the semantics of steps: a lane runs one step after the other, a ``Wait``
-ends when the flag has been raised, and only what ``cost`` names takes time. As in ``check``, one
-run is enough, since no step branches on data. It does not model that steps slow each other down
-(copies that share a link, kernels that share a memory): ``cost`` is per step.
+ends when the flag has been raised, and other steps take the time that ``cost`` gives. As in
+``check``, one run is enough, since no step branches on data. The simulation does not model that
+steps slow each other down (copies that share a link, kernels that share a memory): ``cost`` is per
+step.
 """
 
 from __future__ import annotations

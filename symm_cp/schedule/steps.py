@@ -71,8 +71,8 @@ class Copy:
 class Signal:
     """Raise the flag ``flag`` at rank ``to`` to the epoch of this call, and a piece of it.
 
-    Whoever sees the new value also sees every write of this lane before it (release). A signal to
-    one's own rank orders two lanes of the rank.
+    A lane that sees the new value also sees every write of this lane before it (release). A signal
+    to one's own rank orders two lanes of the rank.
     """
 
     to: int

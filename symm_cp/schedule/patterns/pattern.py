@@ -50,7 +50,7 @@ Pieces
     on the two pieces before it only. Ranks may differ in how many pieces they have data for: each
     announces its number, and all go on to the largest.
 
-    In a chained form each piece has a chunk of the slot to itself, which nobody writes twice in a
+    In a chained form each piece has a chunk of the slot to itself, which no rank writes twice in a
     call. So a rank waits only for the pieces that it needs; the promise holds for the call.
 
 Flags between ranks

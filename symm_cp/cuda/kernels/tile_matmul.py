@@ -8,8 +8,8 @@ by copy engine, so neither needs a multiprocessor that this kernel keeps.
 
 `counted_matmul` computes the partial sums for all ranks, in the order in which the peers pull them.
 Its programs count the tiles of each peer's part that they have stored; the program that completes
-a part raises its word to the epoch, for which a stream waits before it signals the peer. The counter
-is back at 0 then. This kernel waits for nothing.
+a part raises its word to the epoch, for which a stream waits before it signals the peer. The
+counter is back at 0 then. This kernel waits for nothing.
 
 Words hold the number of the call and only grow, so nothing is reset between calls. Threads copy
 to shared memory (cp.async), and an acquire orders such copies; TMA would need a proxy fence as

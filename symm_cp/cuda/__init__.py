@@ -1,7 +1,7 @@
-"""Devices with streams: who works on CPU tensors alone need read nothing in this wing.
+"""Devices with streams; work on CPU tensors alone needs nothing in this folder.
 
-Each kind of device is a file that registers itself and is imported here (`gpu.py`: CUDA), but for
-`symm_cp.cuda.nvshmem`, which is imported when asked for. `streams.py` is the runtime of all kinds.
+Each kind of device is a file that registers itself and is imported here (`gpu.py`: CUDA), except
+`symm_cp.cuda.nvshmem`, which is imported on request. `streams.py` is the runtime of all kinds.
 """
 
 from __future__ import annotations

@@ -22,20 +22,20 @@ from symm_cp.tensors.shards import Extent, Split
 
 
 class _Transfer(Work):
-    """What `wait_tensor` waits for: the current stream then follows the transfer."""
+    """The work that `wait_tensor` waits for: the current stream then follows the transfer."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
         self._device, self._ended = device, device.copies_ended("async")
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        with self._device.guard():  # whoever waits may be on another device, or a new thread
+        with self._device.guard():  # the waiting thread may be new, or on another device
             self._ended.wait()
         return True
 
 
 def _started(device: Device, used: list[torch.Tensor]) -> None:
-    """Has `wait_tensor` of the last of the tensors that a transfer uses wait for its end."""
+    """Makes `wait_tensor` of the last tensor that a transfer uses wait for the transfer's end."""
     device.used_by_copies("async", *used)
     _register_work(used[-1], _Transfer(device))
 

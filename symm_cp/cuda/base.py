@@ -9,12 +9,12 @@ A workspace takes
 flags, then slots, as in memory.py. A group has one for each channel and device:
 
     "sync"   ops in the caller's stream. Two slots; flags grow from call to call.
-    "async"  low-contention collectives, which outlive the call. Likewise.
+    "async"  low-contention collectives, which outlive the call. Slots and flags likewise.
 
-and others for calls that are captured into graphs, where epochs cannot change from replay to
+It has others for calls that are captured into graphs, where epochs cannot change from replay to
 replay: one for each graph, and one for all graphs of torch.compile. They have one slot, and flags
 that the waiter resets. Each of their calls is complete in itself, so graphs may be replayed any
-number of times, at the same time (but for those of torch.compile) and in any order, as long as all
+number of times, at the same time (except graphs of torch.compile) and in any order, as long as all
 ranks replay dependent graphs in the same order.
 """
 
@@ -51,7 +51,7 @@ TRIAL = "self-test"
 
 _POLL = 1e-4  # seconds between looks at a stream; more delays the first call, less costs a core
 
-#: Lanes of schedules: the caller's stream, the one that drives the copy engines, and the one that
+#: Lanes of schedules: the caller's stream, a stream that drives the copy engines, and a stream that
 #: signals beside the caller's.
 LANES = ("compute", "copy", "signal")
 
@@ -71,14 +71,14 @@ class Signals(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The features that a group may use on a device: the ones that work on all of its ranks."""
+    """The features that a group may use on a device, as they work on all of its ranks."""
 
     signals: Signals = Signals.STREAM
     #: Whether copies may be issued in batches; otherwise one after the other.
     batches: bool = True
     #: Whether calls may be captured into graphs.
     graphs: bool = True
-    #: What does not work, and why; empty where everything does.
+    #: The features that do not work, and why; empty if all work.
     reason: str = ""
     #: How long it took to find out, in seconds.
     seconds: float = 0.0
@@ -124,7 +124,7 @@ class Device(ABC):
     def streams(self, channel: str) -> tuple[int, int, int]:
         """The driver's handles of the streams of `LANES`: the caller's current one first.
 
-        Each `user_of_streams` has its own for the other lanes: background transfers delay nothing.
+        Each `user_of_streams` has its own other streams, so background transfers delay nothing.
         """
 
     @abstractmethod
@@ -170,11 +170,11 @@ class Device(ABC):
         return False
 
     def user_of_streams(self, channel: str) -> tuple[str, int]:
-        """For whom other lanes' streams are: those of a capture serve no other thread meanwhile."""
+        """The key of other lanes' streams: streams of a capture serve no other thread meanwhile."""
         return channel, threading.get_ident() if self.capturing() else 0
 
     def capture_id(self) -> int:
-        """Returns a number of the capture that the current stream is in."""
+        """Returns the number of the capture that the current stream is in."""
         stream = self.streams("sync")[0]
         number: int = native.load().symm_cp_capture_id(self.driver.encode(), stream)
         if number < 0:
@@ -182,7 +182,7 @@ class Device(ABC):
         return number
 
     def failed(self) -> bool:
-        """Whether an error has left the device unusable: torch then ends a process that frees."""
+        """Whether an error has left the device unusable: torch ends a process that then frees."""
         stream = self.streams("sync")[1]
         return bool(native.load().symm_cp_stream_ended(self.driver.encode(), stream) < 0)
 
@@ -191,7 +191,7 @@ class Device(ABC):
         raise NotImplementedError(f"{self}: calls cannot be captured")
 
     def borrow_stream(self) -> int:
-        """Returns the driver's handle of a stream that nobody else uses; see `return_stream`."""
+        """Returns the driver's handle of a stream without other users; see `return_stream`."""
         if self._idle_streams:
             return self._idle_streams.pop()
         return self._open_stream()
@@ -218,7 +218,7 @@ class Device(ABC):
         return state == 1
 
     def settle(self, seconds: float) -> None:
-        """Returns when the work on the current stream has ended; `RuntimeError` after that time."""
+        """Returns when the current stream's work has ended; `RuntimeError` after `seconds`."""
         stream = self.streams("sync")[0]
         deadline = time.monotonic() + seconds
         while not self.ended(stream):
@@ -242,7 +242,7 @@ class Device(ABC):
         raise NotImplementedError(f"{self}: has no graphs of torch.compile")
 
     def keep(self, make: Callable[[], T]) -> T:
-        """Returns what a function makes for later calls: ordinary tensors, in no graph's memory.
+        """Returns the result of `make` for later calls: ordinary tensors, in no graph's memory.
 
         While torch warms a graph up, nothing that this thread allocates may survive the call.
         """
@@ -261,7 +261,7 @@ class Device(ABC):
     def in_this_context(self, function: Callable[[], T]) -> Callable[[], T]:
         """Returns a function that other threads may call: it runs in this thread's context.
 
-        A new thread has no context, also where torch takes this device for its current one.
+        A new thread has no context, even if torch takes this device for its current one.
         """
         library, driver = native.load(), self.driver.encode()
         context = library.symm_cp_context(driver)
@@ -352,14 +352,14 @@ class DeviceWorkspace(Calls, ABC):
             if channel != TRIAL:
                 self.load_kernels()
         if graph and self.signals is not Signals.TORCH:
-            # Nobody has read this rank's slot before the first call.
+            # No peer has read this rank's slot before the first call.
             self.flags("done").fill_(1)
         device.settle(wait_limit(group).total_seconds())
-        # All ranks have cleared their flags: from now on peers may signal. Through the store, as no
+        # After this, all ranks have cleared their flags and peers may signal. Uses the store, as no
         # kernel of this device may be known to reach a peer yet.
         share(group, f"cleared/{device.torch_type}/{channel}/{int(graph)}", "")
         if self.signals is Signals.TORCH and (graph or channel == "async"):
-            # Nobody has read this rank's slots before their first calls.
+            # No peer has read this rank's slots before their first calls.
             for peer, slot in product(range(self.world_size), range(self.slots)):
                 if peer != self.rank:
                     self.signal("done", [peer], slot)
@@ -372,7 +372,7 @@ class DeviceWorkspace(Calls, ABC):
         """
 
     def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
-        """Signals ranks that follow each other (mod W), by a kernel: an epoch, or 1 in a graph."""
+        """Signals consecutive ranks (mod W) by a kernel: with the epoch, or 1 in a graph."""
         offset = wire.flag_offset(wire.DEVICE_FLAGS.index(flag), self.rank, self.world_size)
         value = 1 if self.slots == 1 else epoch
         self.device.signal(self.bases, offset, peers[0], len(peers), value)
@@ -393,7 +393,7 @@ class DeviceWorkspace(Calls, ABC):
         self.device.wait(self.flags(flag), peers[0], len(peers), needed, reset=reset)
 
     def load_kernels(self) -> None:
-        """Launches the kernels that signal once: their first launch may wait for all streams."""
+        """Launches the signal kernels once: their first launch may wait for all streams."""
         reset, number = self.slots == 1, wire.DEVICE_FLAGS.index("arrived")
         offset = wire.flag_offset(number, self.rank, self.world_size)
         self.device.signal(self.bases, offset, self.rank, 1, 1)
@@ -455,7 +455,7 @@ class DeviceWorkspace(Calls, ABC):
         return number
 
     def moved_to(self, stream: int) -> bool:
-        """Whether the caller's stream of the last call, if there was one, was another one."""
+        """Whether the last call, if any, had another caller's stream."""
         return bool(native.load().symm_cp_streams_moved(self.handle, stream))
 
     def set_single_copies(self, *, single: bool) -> None:
@@ -465,7 +465,7 @@ class DeviceWorkspace(Calls, ABC):
     def give_up(self) -> None:
         """After an error in the middle of a call: notifies the peers, and serves no other call.
 
-        Raises `RuntimeError` when that fails: only their time-outs end their waits then.
+        Raises `RuntimeError` if it cannot notify them: then only their time-outs end their waits.
         """
         if self.slots == 1:  # a graph's: nothing runs before it is replayed
             return
@@ -474,7 +474,7 @@ class DeviceWorkspace(Calls, ABC):
             raise RuntimeError(f"symm_cp: the peers cannot be notified: {native.error()}")
 
     def ended(self) -> bool:
-        """Whether streams no longer use the workspace, as far as it was given up."""
+        """Whether streams no longer use the workspace; true if it was not given up."""
         return not self.given_up or native.load().symm_cp_streams_ended(self.handle) == 1
 
     def serves(self, slot_bytes: int) -> bool:

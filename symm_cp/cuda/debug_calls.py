@@ -15,10 +15,10 @@ from symm_cp.group.memory import Group, StateKey, reported
 
 
 class _Compared:
-    """The calls that a group's ranks have compared: all ranks number them alike.
+    """The calls that a group's ranks have compared, numbered identically on all ranks.
 
-    Of each number either all ranks were there, or one gave up waiting for a rank, which then passes
-    over that number. Which it was is decided once, by the first rank that says so.
+    For each number, either all ranks came, or one stopped waiting for a rank, which then skips that
+    number. The first rank that records the outcome decides it for all.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class _Compared:
         def key(number: int, what: object) -> str:
             return f"{begin}/{number}/{what}"
 
-        while store.check([key(self.number, "end")]):  # without this rank
+        while store.check([key(self.number, "end")]):  # ended without this rank
             self.number += 1
         number = self.number
         self.number += 1
@@ -55,7 +55,7 @@ class _Compared:
                 )
             ) from missing
         calls = [store.get(key(number, rank)).decode() for rank in range(group.world_size)]
-        # Every rank has come to this call: nobody needs the keys of those before.
+        # Every rank has come to this call: no rank needs the keys of earlier calls.
         for before in range(self.met, number):
             store.delete_key(key(before, group.rank))
             if group.rank == 0:
@@ -73,7 +73,7 @@ _COMPARED: StateKey[_Compared] = StateKey("compared calls")
 def agree(group: Group, call_name: bytes) -> None:
     """Raises `RuntimeError` on every rank unless all ranks make this call now; only in debug mode.
 
-    Also when a rank makes no call within the time-out.
+    Also raises when a rank makes no call within the time-out.
     """
     if env.debug() and group.world_size > 1:
         group.state(_COMPARED, _Compared).agree(group, call_name, wait_limit(group))

@@ -1,17 +1,17 @@
-"""Tensors that peers read where they lie. The ranks agree beforehand which these are, and where.
+"""Tensors that peers read where they lie. The ranks agree beforehand which tensors, and where.
 
-A call cannot ask: a stream's flags carry no more than a number, and an exchange through
-the store would cost more than the copy that it saves. Nor can ranks agree at the first call with a
-tensor: a tensor that is new to one rank may be known to another, which alternates between two
-buffers less often, and an exchange that only some ranks enter never ends. So the user says it once
-for each tensor, on all ranks: `read_in_place`. There the ranks exchange whether each of them has
-such a tensor, of how many bytes, and at which offset of its allocation: torch's memory pools give
-ranks other offsets (pytorch #190977).
+Ranks cannot agree in each call: a stream's flags carry no more than a number, and an exchange
+through the store would cost more than the copy that it saves. Nor can ranks agree at the first call
+with a tensor: a tensor that is new to one rank may be known to another, which alternates between
+two buffers less often, and an exchange that only some ranks enter never ends. So the user calls
+`read_in_place` once for each tensor, on all ranks. There the ranks exchange whether each of them
+has such a tensor, of how many bytes, and at which offset of its allocation: torch's memory pools
+give ranks different offsets (pytorch #190977).
 
-Afterwards a call looks its input up, by the identity of its storage and the bytes of it. Ranks that
-look up different things are programs that differ: where one reads in place and another one goes
-through its slot, they await different flags ("ready in place" and "ready"), so that both time out
-with an error; where they pass different tensors, debug mode raises an error (streams.py).
+Afterwards a call looks its input up, by the identity of its storage and its bytes. If ranks find
+different things, their programs differ: where one rank reads in place and another goes through its
+slot, they await different flags ("ready in place" and "ready"), so that both time out with an
+error; where they pass different tensors, debug mode raises an error (streams.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class InPlace:
 
     #: The group's tensors are numbered in the order of `read_in_place`.
     number: int
-    #: Where each rank's is mapped here.
+    #: Where each rank's tensor is mapped here.
     addresses: tuple[int, ...]
     # The address of a storage object is not used again while there is a weak reference to it.
     storage: StorageWeakRef
@@ -79,7 +79,7 @@ def read_in_place(tensor: torch.Tensor, group: GroupLike) -> None:
     contiguous, and has the same number of bytes on all ranks; it need not be a whole allocation.
     From then on pass it to an op of the group on all ranks or on none, in any shape. This lasts as
     long as its memory. Collective; on CPU it is torch's rendezvous. Raises `ValueError` on every
-    rank when one of them passes something else, and `NotImplementedError` where the group's ranks
+    rank when one of them passes another tensor, and `NotImplementedError` where the group's ranks
     cannot map each other's memory.
     """
     whole_group = resolve(group)
@@ -115,7 +115,7 @@ class _Facts:
     contiguous: bool
 
     def reason(self, first: _Facts) -> str:
-        """Why it cannot be read in place; empty if it can. `first`: of the tensor of rank 0."""
+        """Why it cannot be read in place; empty if it can. `first`: the facts of rank 0."""
         if not self.symmetric:
             return "was not allocated as symmetric memory"
         if not self.contiguous:

@@ -28,10 +28,10 @@ def capturing(device: torch.device) -> bool:
 class Kept(Generic[P, T]):
     """A function of a device and hashable arguments that makes tensors; caches its latest results.
 
-    On a device with streams each stream has its own: a tensor of another stream may not be complete
-    yet, and when it is dropped the allocator reuses its memory without waiting for this stream.
-    While a graph is captured nothing is cached: the memory belongs to the graph, has no contents
-    before the graph is replayed, and must stay as long as the graph does.
+    On a device with streams each stream has its own results: a tensor of another stream may not be
+    complete yet, and when it is dropped the allocator reuses its memory without waiting for this
+    stream. While a graph is captured nothing is cached: the memory belongs to the graph, has no
+    contents before the graph is replayed, and must stay as long as the graph does.
     """
 
     def __init__(self, make: Callable[Concatenate[torch.device, P], T], maxsize: int) -> None:
@@ -72,8 +72,8 @@ def kept(maxsize: int) -> Callable[[Callable[Concatenate[torch.device, P], T]], 
 class HostReads(Generic[T]):
     """Caches results that the host computed from tensors on devices, while these do not change.
 
-    Reading them makes the host wait for all kernels before. A change is one that torch counts: not
-    by a replayed graph, nor by a kernel that torch does not know.
+    Reading them makes the host wait for all kernels before. Only changes that torch counts are
+    noticed: not changes by a replayed graph, nor by a kernel that torch does not know.
     """
 
     def __init__(self) -> None:

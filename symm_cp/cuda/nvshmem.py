@@ -1,4 +1,4 @@
-"""NVSHMEM: one-sided transfers between GPUs, also of different hosts, through nvshmem4py.
+"""NVSHMEM: one-sided transfers between GPUs, even of different hosts, through nvshmem4py.
 
 `init()` starts NVSHMEM on all ranks and allocates one piece of the symmetric heap, from which the
 workspaces of groups are cut: allocating on that heap is collective over all ranks, making a group's
@@ -63,8 +63,8 @@ class Heap:
             begin = offset + size
         if self.memory.numel() - begin < wanted:
             raise RuntimeError(
-                f"symm_cp.nvshmem: a workspace needs {wanted} bytes and {self.memory.numel()} were "
-                f"taken at the start, {begin} of which are in use: give init() more heap_bytes"
+                f"symm_cp.nvshmem: a workspace needs {wanted} bytes, but of the heap's "
+                f"{self.memory.numel()} bytes {begin} are in use: pass init() more heap_bytes"
             )
         self.taken.append((begin, wanted))
         return begin
@@ -110,7 +110,7 @@ def init(heap_bytes: int = 1 << 30, *, device: torch.device | str | None = None)
 
 
 def _unique_id(core: Any, world: Group) -> Any:
-    """Returns what rank 0 draws for this start of NVSHMEM. Collective."""
+    """Returns the id that rank 0 draws for this start of NVSHMEM. Collective."""
 
     def draw() -> str:
         return pickle.dumps(core.get_unique_id()).hex() if world.rank == 0 else ""
@@ -155,7 +155,7 @@ _enabled: list[Group] = []
 def enable(group: GroupLike, *, device: torch.device | str | None = None) -> None:
     """Makes the ops of a group on CUDA use NVSHMEM. Call it on all ranks of the group.
 
-    `device` is this rank's GPU, which must be the one of `init()`. Raises `RuntimeError` before
+    `device` is this rank's GPU, which must be the GPU of `init()`. Raises `RuntimeError` before
     `init()`, and `ValueError` for another GPU.
     """
     if _heap is None:
@@ -194,7 +194,7 @@ class NvshmemDevice(CudaDevice):
         return Verdict(graphs=False)
 
     def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
-        """Never: what users allocate does not lie on NVSHMEM's heap."""
+        """Never: users' tensors do not lie on NVSHMEM's heap."""
         return False
 
     def capturing(self) -> bool:

@@ -1,11 +1,11 @@
 """Records calls on streams, so that later calls like them run without Python.
 
-What a call puts on streams follows from the shapes, dtypes and layouts of its arguments and from
-settings. So the second call of a kind is recorded while Python makes it: commands and operands of
+Settings and the shapes, dtypes and layouts of its arguments determine the work that a call puts on
+streams. So the second call of a kind is recorded while Python makes it: commands and operands of
 its launches, and the ops that its kernels call (`TorchDispatchMode` sees these). From then on
-csrc/ops/stream_plans.cpp carries the record out. Whoever changes something on which such a call
-depends calls `native.drop_plans`. Not recorded, and left to Python: calls in captures, in place, in
-debug mode, with signals by kernels, and those that draw random numbers.
+csrc/ops/stream_plans.cpp carries the record out. Code that changes something on which such a call
+depends must call `native.drop_plans`. Not recorded, and left to Python: calls in captures, in
+place, in debug mode, with signals by kernels, and calls that draw random numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OUTSIDE = -1  # of all kernels
 
 
 class _Here(threading.local):
-    """What this thread records now."""
+    """The current recording of this thread."""
 
     recording: Recording | None = None
     kernel: int = _OUTSIDE
@@ -48,7 +48,7 @@ def current() -> Recording | None:
 
 
 class Recording(TorchDispatchMode):
-    """The recording of a call; inside of its `with` block the call is made."""
+    """The recording of a call, which is made inside its `with` block."""
 
     def __init__(self, handle: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Recording(TorchDispatchMode):
         self._glue.symm_cp_plan_end_launch(self._handle)
 
     def call(self, function: Callable[[list[torch.Tensor]], R], given: list[torch.Tensor]) -> R:
-        """Calls a function that is called again by the plan."""
+        """Calls a function that the plan will call again."""
         with _hidden():
             result = function(given)
         self._glue.symm_cp_plan_called(self._handle, _here.kernel, function, given, result)
@@ -150,7 +150,7 @@ def _hidden() -> Iterator[None]:
 
 
 def in_python(function: Callable[[list[torch.Tensor]], R], given: list[torch.Tensor]) -> R:
-    """Calls a function of tensors that does what no op of torch does, such as Triton's kernels.
+    """Calls a function of tensors that works without ops of torch, such as Triton's kernels.
 
     It returns None, or tensors.
     """
@@ -176,7 +176,7 @@ class Served:
         self._handle: int | None = handle
 
     def undo(self) -> None:
-        """Has what was there before serve it again; a second call does nothing."""
+        """Restores the plan or kernel that served the op before; a second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             native.load().symm_cp_plan_op_undo(handle)
@@ -185,7 +185,7 @@ class Served:
 def serve(op: str, dispatch_key: str, *, or_torchs: bool = False) -> Served:
     """Has a plan serve an op on devices with a dispatch key, and Python where there is none.
 
-    `or_torchs`: Python's kernel is the one that calls torch's for groups that ours do not serve.
+    `or_torchs`: take the Python kernel that calls torch's for groups that ours do not serve.
     """
     made = native.load().symm_cp_plan_op(op.encode(), dispatch_key.encode(), int(or_torchs))
     if not made:

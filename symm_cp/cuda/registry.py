@@ -17,7 +17,7 @@ kinds: dict[str, type[Device]] = {}
 
 _devices: dict[torch.device, Device] = {}
 
-#: What serves all of a group's tensors on devices of its type, as NVSHMEM does on CUDA.
+#: The device that serves all of a group's tensors on its type, as NVSHMEM does on CUDA.
 _CHOSEN: StateKey[Device] = StateKey("device")
 
 
@@ -77,8 +77,8 @@ def spans_hosts(group: Group, device: torch.device) -> bool:
 def kernels_count(group: Group, device: torch.device) -> bool:
     """Whether kernels and streams can wait for each other in a call of a group, here and now.
 
-    Where ranks signal by kernels, these might find no multiprocessor free while one polls on all of
-    them; and the number of a call cannot change in a graph. Collective at the first call.
+    False where ranks signal by kernels, which might find no free multiprocessor while one polls on
+    all; and in a graph, where the number of a call cannot change. Collective at the first call.
     """
     if not has_streams(device):
         return False
@@ -101,7 +101,7 @@ checks.append(_why_not_together)
 
 
 def choose(group: Group, device: Device | None) -> None:
-    """Sets what serves a group's tensors on devices of its type; None: the device of each."""
+    """Sets the device that serves a group's tensors on its type; None: each tensor's own."""
     native.drop_plans()
     if device is None:
         group.drop(_CHOSEN)

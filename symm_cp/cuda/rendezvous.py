@@ -1,17 +1,17 @@
 """Rendezvous in torch's symmetric memory that depend on nothing but the group.
 
 torch's rendezvous on CUDA depends on what each rank did before, in other groups: until 2.14 all
-exchanges of a process share one counter, which is part of their keys, so that ranks with other
+exchanges of a process share one counter, which is part of their keys, so that ranks with different
 histories wait for each other without end (pytorch #196082); later versions compare how many
 allocations each rank has made, and raise "Symmetric window mismatch". Pipeline stages and uneven
-sub-groups have other histories. So each rendezvous here has a process group of its own, of the same
+sub-groups have different histories. So each rendezvous here has its own process group, of the same
 ranks: torch makes these comparisons only for groups that were registered by `set_group_info`. Its
 store numbers the exchanges itself, waits for peers no longer than the group does, and notices when
-one exits. With a process group for each, no rank finds in torch's cache what its peers do not.
+one exits. With a process group for each, torch's cache has the same entries on all ranks.
 
 Torch takes ranks for ranks of one GPU when their GPUs have one ordinal, as all have where each rank
-sees one (Slurm, Ray, Kubernetes), and sets up multicast, which nothing here uses and which is known
-to hang or to fail on some hosts. Neither happens here; the GPUs are told apart by their UUIDs.
+sees one GPU (Slurm, Ray, Kubernetes). It also sets up multicast, which nothing here uses and which
+is known to hang or to fail on some hosts. This module prevents both; it tells GPUs apart by UUID.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from symm_cp.group.stores import TimedStore
 _NUMBERED = re.compile(r"(?P<begin>.*SymmetricMemory/)(?P<number>\d+)(?P<end>.*)")
 
 # The backends of symmetric memory that meet through the store of the process group. NCCL's meets
-# over a communicator; this package's counts the rendezvous of each group.
+# over a communicator; this package's backend counts the rendezvous of each group.
 _BY_STORE = ("CUDA",)
 
 
@@ -70,14 +70,14 @@ _CHECKED: StateKey[bool] = StateKey("GPUs that were told apart")
 
 
 def gpu_of(device: torch.device) -> str:
-    """Returns what identifies a GPU among all."""
+    """Returns the UUID of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def check_gpus(group: Group, device: torch.device) -> None:
-    """Raises `RuntimeError` on every rank where ranks share a GPU. Collective at its first call.
+    """Raises `RuntimeError` on every rank if ranks share a GPU. Collective at its first call.
 
-    They may where the environment has `SHARE_GPUS`, on all ranks.
+    They may if the environment sets `SHARE_GPUS` on all ranks.
     """
     if group.find(_CHECKED):
         return
@@ -216,7 +216,7 @@ def map_peers(tensor: torch.Tensor, group: Group) -> Mapped:
 
 
 def _offset(tensor: torch.Tensor, handle: _SymmetricMemory | None, rank: int) -> int:
-    """Returns how many bytes behind the begin of its allocation a tensor lies."""
+    """Returns the offset of a tensor in its allocation, in bytes."""
     if handle is None:
         raise RuntimeError("the tensor does not lie in symmetric memory")
     bases = handle.buffer_ptrs
@@ -225,5 +225,5 @@ def _offset(tensor: torch.Tensor, handle: _SymmetricMemory | None, rank: int) ->
         raise RuntimeError(f"the memory of ranks {missing} is not mapped on rank {rank}")
     offset = tensor.data_ptr() - bases[rank]
     if not 0 <= offset <= handle.buffer_size - tensor.nbytes:
-        raise RuntimeError(f"the tensor lies {offset} bytes behind the begin of its allocation")
+        raise RuntimeError(f"the tensor at byte {offset} of its allocation reaches outside of it")
     return offset

@@ -3,8 +3,8 @@
 All ranks take each step together and then share the outcome through the store; so a rank on which
 a step fails leaves no other one waiting, and all come to the same verdict. The steps are copies,
 signals, waits and graphs, issued by the native code that real calls use, on streams of the
-self-test. The host waits for each of them with a limit. Ways to signal are
-tried in turn, the best first, each in a workspace of its own, until one works.
+self-test. The host waits for each of them with a limit. The self-test tries ways to signal in turn,
+the best first, each in a workspace of its own, until one works.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DELAY = 0.003
 
 _VERDICTS: StateKey[dict[torch.device, Verdict]] = StateKey("verdicts on devices")
 
-# Of tests that have found something that does not work: peers or streams may still use them.
+# Trials of tests in which something did not work: peers or streams may still use them.
 _abandoned: list[Trial] = []
 
 #: A step of the self-test; returns why it failed, or an empty text.
@@ -52,9 +52,9 @@ _NAMES = {
 
 
 def verdict(group: Group, device: Device) -> Verdict:
-    """Returns what a group's ranks may use on a device. Collective at the first call.
+    """Returns the features that a group may use on a device. Collective at the first call.
 
-    Raises `RuntimeError` when that is while a graph is captured, when a rank is lost, or when a
+    Raises `RuntimeError` when the first call is in a graph capture, when a rank is lost, or when a
     signal leaves streams stuck, so that the process cannot go on.
     """
     verdicts = group.state(_VERDICTS, dict)
@@ -167,7 +167,7 @@ class SelfTest:
         return ways, not any(test for test, _ in wanted)
 
     def _works(self, what: str, trial: Trial, step: Step) -> bool:
-        """Takes a step on all ranks; whether it worked on all. Notes why it did not.
+        """Takes a step on all ranks; returns whether it worked on all, and notes why it did not.
 
         Raises `RuntimeError` when it leaves a stream stuck.
         """
@@ -175,10 +175,10 @@ class SelfTest:
         failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome]
         if not failed:
             return True
-        # What ends late often does so because of what another rank reports.
+        # A step often ends late because of a failure that another rank reports.
         rank, outcome = min(failed, key=lambda other: other[1].endswith(_late()))
         self.reasons.append(f"{what} failed on rank {rank}: {outcome}")
-        # Only now that every rank has ended its step: these writes also end the waits of peers.
+        # Release only now that every rank has ended its step: it also ends the waits of peers.
         stuck = "held up" if self.held_up else self._bounded(partial(_released, trial), 2 * LIMIT)
         stuck_ranks = [rank for rank, text in enumerate(self._share(stuck, 4 * LIMIT)) if text]
         if stuck_ranks:
@@ -275,7 +275,7 @@ def _fill(trial: Trial) -> str:
 
 
 def _pull(trial: Trial, *, single: bool) -> str:
-    # Batches go to another place: what single copies brought must not pass for theirs.
+    # Batches go to another place: bytes from single copies must not pass for theirs.
     place = 0 if single else 1
     trial.space.set_single_copies(single=single)
     trial.issue([*trial.pull(place), *trial.join()], 0)

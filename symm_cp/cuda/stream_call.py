@@ -1,4 +1,4 @@
-"""What all pipelines on streams have in common: a call, its workspace, and its memory."""
+"""The common parts of all pipelines on streams: a call, its workspace, and its memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StreamCall:
     ) -> tuple[int, ...] | None:
         """Where the peers' shards are, if they are read there (`read_in_place`).
 
-        Where a rank's shard is empty, and so has no address, none is read in place.
+        If a rank's shard is empty, and so has no address, no shard is read in place.
         """
         agree(self.group, self.name)
         found, route = None, b" through a slot"
@@ -74,7 +74,7 @@ class StreamCall:
         return None if found is None else found.addresses
 
     def by_epoch(self) -> None:
-        """Says that a kernel of the call compares its number, which is another in each call."""
+        """Declares that a kernel compares the call's number, which changes from call to call."""
         assert not self.mode.capturing, "numbers cannot change in a graph"
         if (plan := plans.current()) is not None:
             plan.refuse("a kernel compares the number of the call")
@@ -97,9 +97,9 @@ class StreamCall:
     ) -> None:
         """Hands out a launch; `used` is all memory of this rank that its streams may touch.
 
-        A call without an error needs nothing more: the caller's stream waits for
-        the other one, or in the background `_start` sees to it. After an error that stream may run
-        on for long, while the caller frees the memory that it uses.
+        Without an error the memory needs nothing more: the caller's stream waits for the other
+        streams, or in the background `_start` keeps it allocated. After an error those streams may
+        run on for long, while the caller frees the memory that they use.
         """
         capturing = self.mode.capturing
         try:
@@ -113,11 +113,11 @@ class StreamCall:
 
 
 def staging_for(shards: Shards, places: int) -> torch.Tensor:
-    """Returns memory for so many shards."""
+    """Returns memory for `places` shards."""
     return scratch(shards.own[0], max(1, places * shards.nbytes))
 
 
 def viewing_slot(space: DeviceWorkspace, epoch: int) -> ViewAt:
-    """Returns what gives tensors over parts of this rank's slot in a call."""
+    """Returns a function that makes tensors over parts of this rank's slot in a call."""
     base, view_at = space.layout.slot_offset(epoch), viewing(space.memory)
     return lambda offset, shape, dtype: view_at(base + offset, shape, dtype)

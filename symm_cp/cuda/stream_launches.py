@@ -162,7 +162,7 @@ def exchange_and_consume_launch(
 ) -> tuple[Launch, tuple[int, ...]]:
     """Exchange and consume; `sizes[source][to]` are bytes. Operand: memory for the received parts.
 
-    Returns also where each rank's part begins there; the last number is what all of them take.
+    Returns also where each rank's part begins there; the last number is the size of all parts.
     """
     arriving = [0 if source == rank else to_each[rank] for source, to_each in enumerate(sizes)]
     binding = Binding(
@@ -179,7 +179,7 @@ def exchange_and_consume_launch(
 def all_reduce_launch(
     rank: int, chunks: tuple[int, ...], variant: AllReduceVariant, mode: CallMode
 ) -> Launch:
-    """Produce and all-reduce. Operands: what this rank adds up (`scratch_rows`), the result."""
+    """Produce and all-reduce. Operands: this rank's terms to add (`scratch_rows`), the result."""
     ranks = len(chunks)
     added = sum(chunks) if variant is AllReduceVariant.ONE_SHOT else chunks[rank]
     binding = Binding(

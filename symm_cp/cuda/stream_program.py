@@ -2,7 +2,7 @@
 
 The steps of all lanes are handed out in the order that the pattern gives (`Variant.issue_order`),
 which `check_issue_order` has proven to make progress even when all streams share one hardware
-queue. Captured graphs do not keep that order: there further events do (`schedule/graphs.py`).
+queue. Captured graphs do not keep that order, so they get further events (`schedule/graphs.py`).
 Flags to oneself become events. Nothing here waits for the device.
 """
 
@@ -59,7 +59,7 @@ class _KernelCall:
 
 @dataclass(frozen=True)
 class _ExchangeCall:
-    """Signals, or waits, by a kernel: for ranks that follow each other, of one flag."""
+    """Signals, or waits, of one flag, for consecutive ranks, by a kernel."""
 
     steps: tuple[Signal | Wait, ...]
     lane: str
@@ -69,7 +69,7 @@ class _ExchangeCall:
         return tuple(_peer(step) for step in self.steps)
 
     def takes(self, step: Signal | Wait, lane: str, world_size: int) -> bool:
-        """Whether one launch may do this step, too, which is issued directly behind."""
+        """Whether this launch may also do `step`, which is issued directly behind it."""
         last = self.steps[-1]
         following = (_peer(last) + 1) % world_size
         return lane == self.lane and _towards(last, following) == step
@@ -133,7 +133,7 @@ class Launch:
         capturing: bool,
         call_name: bytes,
     ) -> None:
-        """Hands the schedule out. Raises `RuntimeError` when the driver refuses something."""
+        """Hands the schedule out. Raises `RuntimeError` when a call of the driver fails."""
         device = workspace.device
         compute, copy, signal = device.streams(workspace.channel)
         lanes = _Lanes(compute, copy, signal)
@@ -198,7 +198,7 @@ def _step_of(command: wire.StreamCommand, rank: int) -> Step | None:
 
 
 def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]]:
-    """A batch in parts that are steps of their own, or none: each with its lane.
+    """The parts of a batch, each with its step (None: no step of a schedule) and its lane.
 
     Copies of a lane that follow each other stay together, as the driver gets them.
     """
@@ -208,8 +208,8 @@ def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]
             yield _step_of(part[0], rank), LANES[lane], _batch(part)
 
 
-# Calls follow one another, also when the caller has changed streams. Outside of captures this is
-# part of each launch, as handles do not tell streams apart: a destroyed stream's may be used again.
+# Calls follow one another, even when the caller has changed streams. Outside of captures this is
+# part of each launch, as handles do not tell streams apart: a new stream may have an old handle.
 # While a graph is captured, no event may be awaited that was not recorded in the same capture.
 _FOLLOW = _batch([wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)])
 
@@ -240,8 +240,8 @@ class StreamLowering:
         self.order = graph_order(tuple(order), rank) if captured else plain
         self.by_kernels = signals is not Signals.STREAM
         self.joined = joined
-        # In the background, steps of the caller's streams are ordered by the peers' signals, unless
-        # waiters reset these: then a wait could take the signal that another one is for.
+        # In the background, the peers' signals order steps of the caller's streams, unless waiters
+        # reset the signals: then a wait could take another wait's signal.
         self.follows = joined or captured or signals is Signals.TORCH
         self.captured = captured
         # Own flags that a kernel polls, or raises, are numbers in memory; all others are events.
@@ -253,11 +253,11 @@ class StreamLowering:
         }
         self.items: list[_KernelCall | _ExchangeCall | _Batch] = []
         self.commands: list[wire.StreamCommand] = []
-        # Signals to peers, by their places, that others wait for in a graph.
+        # The places of signals to peers for which other lanes wait in a graph.
         self.awaited = {place for held in self.order.steps for place in held.behind}
         if not joined:
             self.awaited |= set(self.order.end_behind)
-        # Copies handed out since something else was, with their regions: a batch has no order.
+        # Copies handed out since the last other step, with their regions: a batch has no order.
         self.copied: list[Copy] = []
         self.events: dict[str | int, int] = {}
 
@@ -305,8 +305,8 @@ class StreamLowering:
         if step.to == self.rank:
             self._add(wire.StreamKind.RECORD, lane, event=self._event(step.flag))
             return
-        # The word that streams copy to flags is its lane's, whose streams follow one another only
-        # where calls are joined (csrc/cuda/streams.h).
+        # Each lane has a word that its streams copy to flags. They follow one another only where
+        # calls are joined (csrc/cuda/streams.h).
         assert self.joined or lane == "copy", step
         if self.by_kernels:
             self._exchange(step, lane)
@@ -391,7 +391,7 @@ def lower(
     """Lowers a registered variant.
 
     Unless streams signal themselves, signals and waits between ranks become kernels. The caller's
-    stream waits for the end of a variant of channel "sync", of others only for its own steps. With
+    stream waits for the end of a variant of channel "sync", else only for its own steps. With
     one slot the calls are captured into graphs.
     """
     order = variant.issue_order(rank, world_size, slots)

@@ -1,11 +1,11 @@
 """Pipelines on devices with streams: copy engines pull peers' shards ahead of their consumers.
 
 The caller's stream computes; a second stream moves bytes and exchanges signals, without a
-multiprocessor; a third one signals peers what kernels have written for them. A call begins where
-the caller's stream is, and that stream waits for its end, so memory that it allocates needs no
-further care. Background collectives run in the channel "async", on a stream of their own: the
-caller's stream copies its input away, and goes on (leave a symmetric input alone until the transfer
-was waited for).
+multiprocessor; a third stream signals peers when kernels have written data for them. A call begins
+where the caller's stream is, and that stream waits for its end, so memory that it allocates needs
+no further care. Background collectives run in the channel "async", on a stream of their own: the
+caller's stream copies its input away, and goes on (do not touch a symmetric input until the
+transfer has been waited for).
 
 While a graph is captured, calls take another workspace (base.py) and read nothing in place.
 """
@@ -60,7 +60,7 @@ from symm_cp.tensors.alignment import padded, part_offsets, scratch, scratch_row
 from symm_cp.tensors.pooled import PooledSums, pooled_rows, row_bytes_of
 from symm_cp.tensors.shards import Shards, Split, viewing
 
-# Number of ranks from which on shards without `gathered` are pulled into two places in turn instead
+# With this many ranks or more, shards without `gathered` are pulled into two places in turn instead
 # of one place for each rank. With 3 ranks that would save one place, and cost waits.
 _BOUNDED_FROM = 4
 
@@ -222,7 +222,7 @@ class StreamRuntime(BackgroundRuntime):
             here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
 
     def consume_and_reduce_scatter_together(self, call: TogetherAndScatterCall) -> None:
-        """See `Runtime`. Peers pull their parts of what one kernel wrote to the slot."""
+        """See `Runtime`. Peers pull their parts of the slot, which one kernel writes."""
         group, shard, out = call.group, call.shard, call.out
         agree(group, call.name)
         rank, here = group.rank, StreamCall(group, out.device, call.name)

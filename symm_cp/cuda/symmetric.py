@@ -41,7 +41,7 @@ class SymmetricWorkspace(DeviceWorkspace):
             (nbytes,), [1], torch.uint8, self.device.torch_device, group.name
         )
         self._mapped = map_peers(memory, group)
-        # torch's kernels look the name of its process group up whenever they signal.
+        # torch's kernels look up the name of its process group whenever they signal.
         weakref.finalize(self, self._mapped.forget).atexit = False
         return memory, self._mapped.addresses
 
@@ -84,10 +84,10 @@ class SymmetricWorkspace(DeviceWorkspace):
     def _pad(self, flag: str, epoch: int) -> int:
         """The channel of torch's signal pads that a flag takes in a call.
 
-        Each slot has its own for "done": in the background two calls raise it before the first is
-        awaited. All other flags are awaited in the call that raises them. Each workspace has its
-        own, too: from torch 2.15 on all workspaces of a group share their signal pads. The
-        self-test's come first, leave no signal, and use the channels of "sync".
+        Each slot has its own channel for "done": in the background two calls raise it before the
+        first is awaited. All other flags are awaited in the call that raises them. Each workspace
+        has its own, too: from torch 2.15 on all workspaces of a group share their signal pads. The
+        self-test's workspaces come first, leave no signal, and use the channels of "sync".
         """
         second = flag == "done" and epoch % self.slots == 1
         return self._channel(len(_PADS) if second else _PADS.index(flag))

@@ -1,7 +1,7 @@
 """A workspace on trial: small, on streams of its own, with contents that are verified.
 
 Nothing here waits for the device without a limit. Where a stream waits for a number that does not
-come, it is written to this rank's own flags, from another stream.
+come, another stream writes it to this rank's own flags.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMPUTE, _COPY, _SIGNAL = (LANES.index(lane) for lane in ("compute", "copy", "s
 
 
 def contents(rank: int, turn: int) -> torch.Tensor:
-    """What rank `rank` puts into its slot in call `turn`, on the host."""
+    """The bytes that rank `rank` puts into its slot in call `turn`, on the host."""
     return ((torch.arange(SLOT_BYTES) * (2 * turn + 3) + 17 * rank + 101 * turn) % 251).to(
         torch.uint8
     )
@@ -47,7 +47,7 @@ class Trial:
         self.rank, self.world_size = group.rank, group.world_size
         self.peers = peers(group.rank, group.world_size)
         self.given_up = False
-        # All memory is there before anything waits: allocating may wait for all streams.
+        # Allocate all memory before anything waits: allocating may wait for all streams.
         self.input = torch.empty(ROUNDS * SLOT_BYTES, dtype=torch.uint8, device=device.torch_device)
         places = ROUNDS * self.world_size * SLOT_BYTES
         self.staging = torch.zeros(places, dtype=torch.uint8, device=device.torch_device)
@@ -109,7 +109,7 @@ class Trial:
         ]
 
     def warm_up(self) -> None:
-        """Signals this rank itself. Loading a kernel may wait until no other one runs."""
+        """Signals this rank itself. Loading a kernel may wait until no other kernel runs."""
         own = [self.rank]
         if self.signals is Signals.KERNEL:
             self._on(_COPY, self.space.load_kernels)
@@ -181,7 +181,7 @@ class Trial:
 
     def _check_given_up(self) -> None:
         if self.given_up:
-            raise RuntimeError("symm_cp: the self-test has given this step up")
+            raise RuntimeError("symm_cp: the self-test has abandoned this step")
 
     # Results.
 
@@ -256,7 +256,7 @@ class Trial:
         return False
 
     def clear(self, limit: float) -> bool:
-        """Clears this rank's flags, when no rank signals any more; whether that ended in time."""
+        """Clears this rank's flags, when no rank signals; returns whether that ended in time."""
         self.header.zero_()
         self.device.launch_on(self.aside, self._write_own_flags)
         return self._ends([self.aside], limit)

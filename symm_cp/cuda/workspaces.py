@@ -1,11 +1,11 @@
 """The workspaces of groups on devices: made when a call needs one, and replaced by larger ones.
 
 Calls that are captured into a graph take workspaces of that graph alone: two graphs may be replayed
-at the same time, on different streams. These are made by `reserve`, since none can be made during a
-capture, and stay as long as the group.
+at the same time, on different streams. `reserve` makes these, since none can be made during a
+capture, and they stay as long as the group.
 
 The graphs of `torch.compile(mode="reduce-overhead")` share workspaces: they share torch's memory,
-too, so that they are replayed one after the other. The calls before their captures make these.
+too, so that they are replayed one after the other. Calls before their captures make these.
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ def _free_retired() -> None:
 
 
 def hold(workspace: DeviceWorkspace, *tensors: torch.Tensor) -> None:
-    """Keeps tensors that a failed call was given until the streams of its workspace have ended."""
+    """Keeps a failed call's tensors until the streams of its workspace have ended."""
     workspace.held += tensors
     _holding.add(workspace)
 
 
 @atexit.register
 def _keep_all() -> None:
-    # The kernel frees everything: streams may wait for peers that have gone, and the device may
-    # have failed.
+    # The operating system frees everything: streams may wait for peers that have gone, and the
+    # device may have failed.
     for workspace in _all:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(workspace))
 
@@ -121,7 +121,7 @@ def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> De
     """Returns the group's workspace of a channel, with slots of at least `slot_bytes`.
 
     Collective when it has to be made or to grow; every rank must ask for the same size. Raises
-    `RuntimeError` when that would be in the middle of a capture, or when the group's self-test
+    `RuntimeError` when that would happen during a capture, or when the group's self-test
     found that calls cannot be captured.
     """
     capturing, verdict = device.capturing(), device.verdict(group)
@@ -243,11 +243,11 @@ def reserve(
 ) -> None:
     """Sizes workspaces for ops whose shard takes up to `nbytes` bytes, so that none grows later.
 
-    `device` is the one that holds the ops' tensors. On CUDA it also makes workspaces for ops that
-    are captured into graphs, which cannot be made during a capture. Each graph takes one for
-    itself, so that graphs may be replayed at the same time: this makes room for `graphs` more.
-    Ranks capture their graphs in the same order. Collective: call it with the same numbers on every
-    rank of the group. Raises `ValueError` for negative ones.
+    `device` holds the ops' tensors. On CUDA, `reserve` also makes workspaces for ops that are
+    captured into graphs, which cannot be made during a capture. Each graph takes one for itself, so
+    that graphs may be replayed at the same time: this makes room for `graphs` more. Ranks capture
+    their graphs in the same order. Collective: call it with the same numbers on every rank of the
+    group. Raises `ValueError` for negative numbers.
     """
     if nbytes < 0:
         raise ValueError(f"reserve: {nbytes=} must not be negative")

@@ -1,13 +1,13 @@
 """Predicts how long attention over a sequence on several ranks takes, by each method.
 
 `allgather`: the schedule of the pipeline, in which each kernel attends to the keys of one rank. On
-streams also `together`, in which one attends to those of all peers.
+streams also `together`, in which one kernel attends to the keys of all peers.
 `ulysses`: an exchange of queries, keys and values, one kernel for the whole sequence and the heads
 of a rank, and an exchange of the results. Backward, queries, keys, values, results and their
 gradients are exchanged, and three gradients come back.
 
-Kernels take the time of their operations, five matmuls instead of two in the backward pass; masks
-count exactly, by tiles. The slowest rank counts.
+A kernel takes the time of its operations, five matmuls instead of two in the backward pass; masks
+count exactly, by tiles. The slowest rank sets the time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from symm_cp.schedule.tiles import Tile, tiles, tiles_of_others
 _WIDE = 4  # bytes of float32, in which partial results are merged and gradients are summed
 _BACKWARD = 2.5  # times the operations of the forward pass
 #: Seconds that the host takes to issue a pass on streams, by `backward`: for a call, and for each
-#: rank (benchmarks/host_time.py). Those of torch's launches on a real driver come on top.
+#: rank (benchmarks/host_time.py). torch's launches on a real driver come on top.
 _HOST = {
     False: {"pipeline": (180e-6, 18e-6), "together": (190e-6, 1e-6)},
     True: {"pipeline": (400e-6, 80e-6), "together": (460e-6, 20e-6)},
 }
-#: The keys of a machine's fixed costs of a call.
+#: The key of each method in `Machine.calls`, the fixed costs of a call.
 CALLS = {"allgather": "all_gather_attention", "ulysses": "ulysses_attention"}
 
 
@@ -44,7 +44,7 @@ CALLS = {"allgather": "all_gather_attention", "ulysses": "ulysses_attention"}
 class AttentionWork:
     """A call of attention on all ranks: its sizes, how the sequences are spread, and its masks.
 
-    `masks` has that of all samples, or one for each. `item` is the bytes of a number of `dtype`.
+    `masks` holds one mask for all samples, or one for each. `item`: bytes of a `dtype` element.
     """
 
     batch: int
@@ -61,18 +61,18 @@ class AttentionWork:
 
     @property
     def key(self) -> str:
-        """Names the work where choices are listed."""
+        """The name of the work in lists of choices."""
         sizes = f"{self.batch}x{self.heads}x{self.kv_heads}x{self.queries.length}"
         name = "attention backward" if self.backward else "attention"
         return f"{name} {self.dtype} {sizes}x{self.keys.length}x{self.features}"
 
     def seconds(self, machine: Machine, *, device: str = "cpu", hosts: int = 1) -> dict[str, float]:
-        """Returns the predicted seconds of each method that there are enough heads for."""
+        """Returns the predicted seconds of each method for which there are enough heads."""
         found = {"allgather": self._by_keys(machine, device)}
         if self.heads >= self._ranks:
             found["ulysses"] = self._by_heads(machine)
         if hosts > 1:
-            # Between hosts a ring passes shards on while kernels run; heads are awaited.
+            # Between hosts a ring passes shards on while kernels run; kernels wait for heads.
             network = machine.network * machine.link_reached
             passed, exchanged = self._between_hosts(hosts)
             found["allgather"] = max(found["allgather"], passed / network)
@@ -84,9 +84,9 @@ class AttentionWork:
         }
 
     def seconds_on_streams(self, machine: Machine, *, on_device: bool = False) -> dict[str, float]:
-        """Returns the predicted seconds of a pass by keys, a "pipeline" or "together".
+        """Returns the predicted seconds of a pass by keys, as "pipeline" and "together".
 
-        Those of the device, or where they are more, of the host, unless asked for the former.
+        The time of the device or the host, whichever is longer; `on_device`: of the device only.
         """
         pattern = CONSUME_AND_REDUCE_SCATTER if self.backward else ALL_GATHER_AND_CONSUME
         found = {
@@ -144,7 +144,7 @@ class AttentionWork:
         return float(self.batch * passed), float(self.batch * exchanged)
 
     def _kernels(self, machine: Machine, rank: int, owner: int | None, *, merged: bool) -> float:
-        """Seconds of a rank's tiles of the keys of another (None: of all others), with all heads.
+        """Seconds of a rank's tiles against the keys of `owner` (None: of all others), all heads.
 
         `merged`: each tile's result is merged.
         """
@@ -172,7 +172,7 @@ class AttentionWork:
 
     def _by_heads(self, machine: Machine) -> float:
         heads = even_lengths(self.heads, self._ranks)
-        shared = -(-self.heads // self.kv_heads)  # query heads that look at one key head
+        shared = -(-self.heads // self.kv_heads)  # query heads that share one key head
         ends = [sum(heads[: rank + 1]) for rank in range(self._ranks)]
         kv_heads = [
             -(-end // shared) - (end - each) // shared
@@ -201,7 +201,7 @@ class AttentionWork:
         parts: Sequence[tuple[SequenceLayout, Sequence[int]]],
         direction: int,
     ) -> float:
-        """Seconds of an exchange of parts: their layouts and each rank's numbers of a position."""
+        """Seconds of an exchange; a part is a layout and each rank's elements of a position."""
 
         def nbytes(source: int, to: int) -> float:
             rows, heads = (source, to)[::direction]

@@ -1,10 +1,10 @@
 """Proof, by happens-before, that schedules have no races and no deadlocks.
 
 The method is vector clocks (Lamport 1978, Mattern 1989): every lane counts its steps and
-carries the latest count that it knows of each other lane. A ``Signal`` publishes the clock of its
+stores the latest known count of each other lane. A ``Signal`` publishes the clock of its
 lane; a ``Wait`` joins the clock of the *earliest* signal that satisfies it, the weakest guarantee
-that any timing gives. Two accesses to one region, of which at least one writes, must be ordered by
-the clocks; if they are not, there is a timing in which they meet.
+that any timing gives. Two accesses to one region, at least one a write, must be ordered by
+the clocks; if they are not, they collide in some timing.
 
 One abstract run decides all timings, because the system is confluent: every flag has one writer
 lane and only grows, waits are ``>=``, and no step branches on data. So a step that can run stays
@@ -13,17 +13,18 @@ state; a lane that is stuck in one timing is stuck in all (README.md has the arg
 
 A kernel that polls (``Compute.awaits``) may keep all multiprocessors of its rank until the peers'
 shards have come. A copy within the rank may need one, and signals follow copies: in the same
-call both must be ordered before the kernel begins, or ranks could wait for each other. (In earlier
-and later calls they are: a runtime starts each call where the caller's stream is.)
+call both must be ordered before the kernel begins, or ranks could wait for each other. (Steps of
+earlier and later calls are: a runtime starts each call where the caller's stream is.)
 
 A kernel that raises flags (``Compute.raises``) writes its regions in any order, and at the same
-time. So a flag says nothing about the regions of others: each region is written, and its flag
-raised, in a lane of its own, which begins with the kernel and which the kernel's lane then awaits.
+time. So a flag says nothing about the regions of other flags. The run writes each region, and
+raises its flag, in a lane of its own, which begins with the kernel and which the kernel's lane
+then awaits.
 
 Assumptions of the run beyond the steps themselves
     * Between two calls, before the first and after the last, each rank's caller writes its
-      symmetric tensor: it may do so as soon as the call has returned. The write is placed in the
-      lane that the schedule names (``Schedule.caller``), or, if it is not there, in the first:
+      symmetric tensor: it may do so as soon as the call has returned. The run places the
+      write in lane ``Schedule.caller``, or in the first lane if the schedule has no such lane:
       the caller of a background op leaves the tensor alone until it has waited for the op.
     * Pieces of a chunk do not overlap within a call either; between calls they count as
       overlapping, too.
@@ -57,7 +58,7 @@ from symm_cp.schedule.steps import (
     epoch_text,
 )
 
-#: The step index of the caller's own write to its symmetric tensor, which is no step.
+#: The index, in place of a step's, of the caller's own write to its symmetric tensor.
 CALLER = -1
 
 
@@ -115,7 +116,7 @@ class UninitialisedRead:
     site: Site
 
     def __str__(self) -> str:
-        return f"uninitialised read: no step of this call has written what [{self.site}]"
+        return f"uninitialised read: [{self.site}], which no step of this call has written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class CheckReport:
     problems: tuple[Problem, ...]
     calls: int
     world_size: int
-    slots: int = 0  # 0: they do not matter
+    slots: int = 0  # 0: the number of slots does not matter
 
     @property
     def ok(self) -> bool:
@@ -175,8 +176,8 @@ class CheckReport:
         size = f"{self.calls} call{'s'[: self.calls > 1]} on {self.world_size} ranks"
         if self.ok and self.calls < self.slots + 2:
             return (
-                f"{size}: no problem within them; whether slots can be used again takes slots + 2 "
-                f"= {self.slots + 2} calls in a row"
+                f"{size}: no problem within these calls; proof that slots can be reused takes "
+                f"slots + 2 = {self.slots + 2} calls in a row"
             )
         if self.ok:
             return f"{size}: no problem"
@@ -187,7 +188,7 @@ def check(calls: Sequence[Sequence[Schedule]]) -> CheckReport:
     """Prove ``calls`` free of races and deadlocks, or report the problems.
 
     ``calls[c][r]`` is the schedule of rank r in call c. All calls share one workspace. A run of
-    ``slots + 2`` calls shows every hazard of reusing a slot; the report of fewer says so.
+    ``slots + 2`` calls shows every hazard of reusing a slot; a report on fewer calls says so.
 
     Raises ``ValueError`` if the schedules do not fit together (ranks, world sizes, slots).
     """
@@ -220,7 +221,7 @@ class _Event(NamedTuple):
     call: int
     at: int  # step index, or CALLER
     step: Step | None  # None: the caller writes its symmetric tensor
-    polls: int = 0  # the beginning of a kernel that polls: how many parts follow
+    polls: int = 0  # at the beginning of a kernel that polls: how many parts follow
 
 
 #: A lane, a call, a chunk and a piece of it, and whether it is written.
@@ -245,7 +246,7 @@ class _Lane:
 
 
 class _Access(NamedTuple):
-    time: int  # of the accessing lane's own count
+    time: int  # the accessing lane's own count
     lane: _Lane
     event: _Event
     region: Region
@@ -429,7 +430,7 @@ def _lanes(calls: Sequence[Sequence[Schedule]], world_size: int) -> list[_Lane]:
 def _events(
     call: int, lane: str, steps: tuple[Step, ...], rank: int
 ) -> Iterator[tuple[str, _Event]]:
-    """The events of a lane, and of those in which its kernels write parts; each with its lane."""
+    """The events of a lane, and of the lanes in which its kernels write parts, with their lanes."""
     for index, step in enumerate(steps):
         if isinstance(step, Compute) and step.raises:
             for part_lane, part in _written_parts(lane, step, rank):
@@ -461,7 +462,7 @@ def _needs_multiprocessor(step: Step | None, rank: int) -> bool:
 
 
 def parts(step: Step, rank: int) -> Iterator[Step]:
-    """A step in one lane: a kernel awaits the flags that it polls, and raises its own behind it."""
+    """The parts of a step in one lane: a kernel, the flags it raises, the flags it polls."""
     if not isinstance(step, Compute) or not (step.awaits or step.raises):
         yield step
         return

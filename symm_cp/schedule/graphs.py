@@ -2,12 +2,12 @@
 
 A captured graph keeps the order within each lane and the edges that events make, and nothing else
 of the order in which its steps were handed out: a driver may start independent steps in any order,
-also in one queue for all lanes. If it starts a wait for a peer first, a rank may never come to a
+even in one queue for all lanes. If it starts a wait for a peer first, a rank may never reach a
 signal that the peer waits for.
 
 `graph_order` adds the edges that are missing: each wait for a peer comes after all signals to peers
 that were handed out before it. `check_graph` takes the worst case of all orders that the edges
-allow: *a signal goes out only when every wait of its rank has ended that does not come after it*.
+allow: *a signal goes out only when every wait of its rank that does not come after it has ended*.
 Whatever a driver does, a signal depends on some of these waits and on nothing else that could wait
 for a peer; so if all signals go out in that replay, they do on every driver (`issue_order.py`).
 """
@@ -25,13 +25,13 @@ from symm_cp.schedule.steps import Epoch, Signal, Step, Wait, awaited
 
 _CALLER = "compute"  # the lane that is the caller's stream, for all channels
 _NEVER: Epoch = (0, 0)
-#: The last place of each lane that something comes after.
+#: By lane, the place of the last step that comes before the step with this clock.
 _Clock: TypeAlias = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """A step of a graph: its lane waits first for the signals at these places of the order."""
+    """A step of a graph; its lane first waits for the signals at places ``behind`` of the order."""
 
     lane: str
     step: Step
@@ -40,7 +40,7 @@ class Ordered:
 
 @dataclass(frozen=True, slots=True)
 class GraphOrder:
-    """An issue order with a graph's edges; at its end the caller's lane waits for signals, too."""
+    """An issue order with a graph's edges; at its end the caller's lane awaits ``end_behind``."""
 
     steps: tuple[Ordered, ...]
     end_behind: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class _Clocks:
         self.lanes: dict[str, _Clock] = {}
 
     def join(self, lane: str, other: _Clock) -> None:
-        """The lane waits for what has this clock."""
+        """Makes the lane wait for the step with this clock."""
         clock = self.lanes.setdefault(lane, {})
         for name, place in other.items():
             clock[name] = max(place, clock.get(name, -1))
@@ -75,7 +75,7 @@ class _Clocks:
         return self.lanes.get(lane, {}).get(other, -1)
 
     def take(self, lane: str, place: int) -> _Clock:
-        """The lane takes its next step; returns the clock of that."""
+        """Advances the lane to its next step and returns that step's clock."""
         self.join(lane, {lane: place})
         return dict(self.lanes[lane])
 
@@ -83,8 +83,9 @@ class _Clocks:
 def graph_order(order: IssueOrder, rank: int) -> GraphOrder:
     """Adds the edges by which each wait for a peer comes after all earlier signals to peers.
 
-    At its end the caller's lane comes after those signals of other lanes that wait for no peer for
-    which it has not waited by then: so does all that is captured next, and nothing is held up.
+    At its end the caller's lane also comes after signals of other lanes, if they depend only on
+    waits for peers that it comes after anyway. So later captured steps come after these signals,
+    too, and the edges delay nothing.
     """
     clocks, steps = _Clocks(), []
     own: dict[str, _Clock] = {}  # of signals to oneself, by flag
@@ -122,11 +123,11 @@ def graph_order(order: IssueOrder, rank: int) -> GraphOrder:
 
 @dataclass
 class _Rank:
-    """The steps of one rank; sets of steps are the bits of numbers."""
+    """The steps of one rank; a set of steps is a number with a bit for each."""
 
     items: list[Item] = field(default_factory=list)
-    before: list[int] = field(default_factory=list)  # by step: it and all that it comes after
-    lanes: dict[tuple[str, str], int] = field(default_factory=dict)  # likewise
+    before: list[int] = field(default_factory=list)  # by step: it and all steps before it
+    lanes: dict[tuple[str, str], int] = field(default_factory=dict)  # by lane: all before its next
     signals: list[int] = field(default_factory=list)  # to peers
     waits: list[int] = field(default_factory=list)  # for peers
 
@@ -175,7 +176,9 @@ def check_graph(calls: Sequence[GraphCall]) -> CheckReport:
     """
     sizes = {len(call.orders) for call in calls}
     if len(sizes) != 1 or 0 in sizes:
-        raise ValueError(f"calls of {sorted(sizes)} ranks: there must be calls, all of one size")
+        raise ValueError(
+            f"calls must be one or more, all on the same number of ranks; got {sorted(sizes)}"
+        )
     (world_size,) = sizes
     ranks = [_Rank() for _ in range(world_size)]
     epochs: dict[Channel, int] = {}

@@ -11,15 +11,15 @@ runs only when every step handed out before it has completed*.
 
 Why that covers every machine
     Whatever a driver does, a step depends on its flag and on some of the steps that its rank has
-    handed out before: those of its lane, those in front of it in a hardware queue, and those that
-    blocked the host. In the replay it depends on all of them, so each dependency of the machine is
-    one of the replay, too. Flags only grow and no step branches on data, so a step that completes
+    handed out before: steps of its lane, steps in front of it in a hardware queue, and steps that
+    blocked the host. In the replay it depends on all of them, so the replay has each dependency of
+    the machine. Flags only grow and no step branches on data, so a step that completes
     with more dependencies completes with fewer: if every step completes in the replay, then, by
     induction over the order in which the replay completes them, every step completes on the
     machine. For the same reason it does not matter which queue the replay advances first.
 
     A wait for an own flag that is handed out before the signal never ends in one queue, so the
-    replay rejects that, too. (A stream cannot wait for an event that has not been recorded.)
+    replay rejects that order, too. (A stream cannot wait for an event that has not been recorded.)
 
 Assumptions of the proof
     * All ranks make their calls in the same order, both channels taken together.
@@ -68,12 +68,14 @@ class Item(NamedTuple):
 def check_issue_order(calls: Sequence[Call]) -> CheckReport:
     """Proves that all ranks complete ``calls``, handed out in this order, or reports who is stuck.
 
-    The calls of each channel are numbered by themselves, as each has a workspace of its own.
+    Each channel numbers its calls separately, as it has a workspace of its own.
     Raises ``ValueError`` if there is no call, or if calls differ in their number of ranks.
     """
     sizes = {len(call.orders) for call in calls}
     if len(sizes) != 1 or 0 in sizes:
-        raise ValueError(f"calls of {sorted(sizes)} ranks: there must be calls, all of one size")
+        raise ValueError(
+            f"calls must be one or more, all on the same number of ranks; got {sorted(sizes)}"
+        )
     (world_size,) = sizes
     queues = [deque(_queue(calls, rank)) for rank in range(world_size)]
     raised: dict[Flag, Epoch] = {}

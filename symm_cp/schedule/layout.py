@@ -1,8 +1,9 @@
 """Layouts of a sequence: which chunks each rank holds, and in which order.
 
 A sequence is cut into chunks, numbered in sequence order. `chunk_order` lists the chunks of rank 0,
-then those of rank 1, and so on, the same number for each rank; `chunk_lengths[c]` is the length of
-chunk c. Chunks may be empty, so a sequence of any length can be spread over any number of ranks.
+then the chunks of rank 1, and so on, the same number for each rank; `chunk_lengths[c]` is the
+length of chunk c. Chunks may be empty, so a sequence of any length can be spread over any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def head_tail(length: int, world_size: int) -> SequenceLayout:
 
 
 def among(layout: SequenceLayout, ranks: Sequence[int]) -> SequenceLayout:
-    """How what some ranks hold is spread over them: positions count in what they hold."""
+    """The layout of some ranks' chunks over these ranks; positions count in these chunks only."""
     chunks = sorted(chunk for rank in ranks for chunk in layout.chunks(rank))
     order = [chunks.index(chunk) for rank in ranks for chunk in layout.chunks(rank)]
     return SequenceLayout(
@@ -145,7 +146,7 @@ def among(layout: SequenceLayout, ranks: Sequence[int]) -> SequenceLayout:
 
 
 def pooled(layout: SequenceLayout, members: Sequence[Sequence[int]]) -> SequenceLayout:
-    """How a sequence is spread over teams of equally many ranks, each in the sequence's order."""
+    """The layout of a sequence over teams of equal size; each holds its part in sequence order."""
     order = (
         chunk
         for ranks in members
@@ -155,7 +156,7 @@ def pooled(layout: SequenceLayout, members: Sequence[Sequence[int]]) -> Sequence
 
 
 def in_a_row(layouts: Sequence[SequenceLayout]) -> SequenceLayout:
-    """How sequences are spread that follow one another as one sequence.
+    """The layout of sequences that follow one another as one sequence.
 
     A rank holds its part of the first, then of the second, and so on. All are spread over the
     same ranks.
@@ -173,7 +174,7 @@ def in_a_row(layouts: Sequence[SequenceLayout]) -> SequenceLayout:
 def held_layout(op: str, held: Sequence[int], local_length: int) -> int:
     """Returns which of several sequences a shard of `local_length` positions belongs to.
 
-    `held` are how many positions this rank has of each, all different.
+    `held` lists how many positions of each sequence this rank has, all different.
     """
     for index, length in enumerate(held):
         if length == local_length:

@@ -11,8 +11,8 @@ GPUs on one NVLink. Between hosts: one 400 Gbit/s adapter per GPU, as in DGX sys
 peak that is reached is an assumption: 0.65 for attention (FlashAttention-3, Shah et al. 2024,
 reports up to 0.75), 0.8 for links.
 
-Products on GPUs are computed in *tiles*, one on a multiprocessor at a time, so a shard that has
-fewer tiles than the GPU has multiprocessors takes as long as one that has as many (wave
+GPUs compute products in *tiles*, one on a multiprocessor at a time, so a shard with fewer tiles
+than the GPU has multiprocessors takes as long as a shard with a tile for each (wave
 quantization, as NVIDIA's guide to matrix multiplication calls it). The tiles and the share of 0.65
 were fitted to ten shapes that others have measured on 8 H100 (`tests/test_tuning.py`).
 """
@@ -61,8 +61,8 @@ class Curve:
         )
 
 
-#: Tiles of products: rows, columns, and their speed compared with the first one's. Libraries take
-#: smaller ones where large ones would leave multiprocessors idle.
+#: Tiles of products: rows, columns, and speed relative to the first tile. Libraries take smaller
+#: tiles where large tiles would leave multiprocessors idle.
 _TILES = ((128, 256, 1.0), (128, 128, 0.8), (64, 128, 0.5))
 
 #: The kinds of curves, over operations or bytes. Curves of kernels are named with the dtype, as in
@@ -74,7 +74,7 @@ CURVES = ("matmul", "weight", "attention", "copy", "transfer", "reduce", "fresh"
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of host. Where there is a curve, it is used instead of the figures."""
+    """A kind of host. A curve, where there is one, replaces the figures."""
 
     name: str
     flops: float

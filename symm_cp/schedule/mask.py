@@ -31,14 +31,14 @@ class Keys(NamedTuple):
     right: int | None
 
     def seen_by(self, first: int, last: int) -> tuple[int, int]:
-        """Returns the first key that one of the queries `first` to `last` sees, and their end."""
+        """Returns the first and the end of the keys that the queries `first` to `last` see."""
         begin = self.first if self.left is None else max(self.first, first - self.left)
         end = self.end if self.right is None else min(self.end, last + self.right + 1)
         return begin, end
 
 
 class Region(NamedTuple):
-    """Queries [first, end) and the keys that they see, ascending and apart, all in this range."""
+    """Queries [first, end) and the keys that they see: ascending, disjoint, in the same range."""
 
     first: int
     end: int
@@ -49,9 +49,9 @@ class Region(NamedTuple):
 class Mask:
     """Query i sees key j of its document when -left <= j - i <= right (None: no limit).
 
-    It also sees the keys before `prefix` of its document, whatever the limits are. `documents` are
-    boundaries, from 0 to the length of the sequence. Only keys in one of the ranges `keys` (first,
-    end; ascending and apart) are seen by any query.
+    It also sees its document's keys before position `prefix`, whatever the limits are. `documents`
+    are boundaries, from 0 to the length of the sequence. Queries see only keys in the ranges `keys`
+    (first, end; ascending and disjoint).
     """
 
     left: int | None = None
@@ -65,7 +65,7 @@ class Mask:
 
     @property
     def relates_positions(self) -> bool:
-        """Whether what a query sees depends on its position."""
+        """Whether the keys that a query sees depend on its position."""
         return (self.left, self.right, self.documents) != (None, None, None)
 
     @property
@@ -106,9 +106,9 @@ class Mask:
         return overlapping(self.regions, span.start, span.start + span.length)
 
     def seen_by(self, spans: Sequence[Span]) -> list[tuple[int, int]]:
-        """Returns ranges of keys that queries of some spans see, ascending and apart.
+        """Returns ascending, disjoint ranges of the keys that queries of the spans see.
 
-        They may be too wide.
+        The ranges may be too wide.
         """
         found: list[tuple[int, int]] = []
         for span in spans:
@@ -137,13 +137,13 @@ CAUSAL = Mask(right=0)
 
 
 def overlapping(ranges: Sequence[R], first: int, end: int) -> Sequence[R]:
-    """Returns the ranges (first, end, ...) that overlap [first, end); they ascend, apart."""
+    """Returns the ranges (first, end, ...) that overlap [first, end); they ascend, disjoint."""
     begin = bisect_right(ranges, first, key=_end)
     return ranges[begin : bisect_left(ranges, end, lo=begin, key=_first)]
 
 
 def within(span: Span, first: int, end: int) -> Span:
-    """Returns the part of a span at positions [first, end), whose length is negative if none is."""
+    """Returns the part of a span at positions [first, end); of length <= 0 if there is none."""
     begin = max(first, span.start)
     length = min(end, span.start + span.length) - begin
     return Span(begin, length, span.row + begin - span.start)

@@ -1,4 +1,4 @@
-"""Servers with several sockets: what ranks of many threads can expect of them.
+"""Servers with several sockets: predicted times of ops on ranks with many threads.
 
 Figures are the vendors', per socket, and for links in one direction. Xeon 6980P: 128 cores, 12
 channels of MRDIMM 8800 (845 GB/s), 6 UPI 2.0 links of 24 GT/s (288 GB/s), AMX with 1,024 operations
@@ -6,14 +6,14 @@ in bfloat16 a cycle at 2 GHz. EPYC 9755: 128 cores, 12 channels of DDR5-6000 (57
 links of 32 Gbit/s and 16 lanes (256 GB/s), AVX-512 with 128 operations a cycle at 2.7 GHz.
 Graviton4: 96 cores, 12 channels of DDR5-5600 (538 GB/s), one socket here, as its link is not
 published; four BFMMLA of 32 operations a cycle at 2.8 GHz. Grace: 72 cores, LPDDR5X (500 GB/s),
-NVLink-C2C (450 GB/s), the same core at 3.1 GHz. What one core can copy is an assumption: 12 GB/s
-read and as many written. So is the share of a peak that is reached: 0.7.
+NVLink-C2C (450 GB/s), the same core at 3.1 GHz. Two figures are assumptions: one core copies
+12 GB/s (12 read, 12 written), and 0.7 of each peak is reached.
 
-The model: a rank's threads share what their cores and their part of the socket's memory can move;
-bytes from another socket also share the link. Slots stay in the caches, so they cost time of cores
-and links only. Inputs and outputs are in memory, also small ones, which are faster than predicted.
-Ranks that have more threads than cores count as having one
-thread for each core, which is how many the library uses (csrc/base/team.h).
+The model: a rank's threads share the bandwidth of their cores and of their part of the socket's
+memory; bytes from another socket also share the link. Slots stay in the caches, so they cost time
+of cores and links only. Inputs and outputs are in memory, even small ones, which are faster than
+predicted. Ranks with more threads than cores count as having one thread per core, as many as the
+library uses (csrc/base/team.h).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Step
 
 #: Bytes of a piece of an all-reduce, as in csrc/exchange/exchange.h.
 PIECE_BYTES = 512 << 10
-#: Ranks of a socket from which on sockets sum first, as in csrc/base/sockets.cpp.
+#: Sockets with at least this many ranks sum on each first, as in csrc/base/sockets.cpp.
 LEAST_ON_SOCKET = 3
 
 
@@ -83,12 +83,12 @@ class Spread:
 
     @property
     def each(self) -> int:
-        """The ranks of a socket."""
+        """The number of ranks on a socket."""
         return self.ranks // self.sockets
 
     @cached_property
     def busy(self) -> float:
-        """The cores that a rank computes on."""
+        """The number of cores that a rank computes on."""
         return min(self.threads, self.server.cores / self.each)
 
     @property
@@ -138,7 +138,7 @@ def all_reduce(spread: Spread, nbytes: float, *, by_socket: bool | None = None) 
 
     def cost(rank: int, step: Step) -> float:
         if isinstance(step, Copy):
-            # What a rank publishes, or takes, without a chunk is all of its tensor.
+            # A copy without a chunk publishes, or takes, all of a rank's tensor.
             size = chunk if step.src.chunk is not None else chunk * spread.ranks
             return spread.moved(rank, [(step.src, size)], step.dst, size)
         if isinstance(step, Compute):
@@ -154,8 +154,8 @@ def all_gather(spread: Spread, nbytes: float, *, by_socket: bool = False) -> flo
     """Returns the seconds of an all-gather of `nbytes` a rank.
 
     `by_socket`: ranks on two sockets fetch equal parts of the other socket's bytes to slots, where
-    those of their own socket read them: each byte crosses the link once, and is moved once more.
-    The library does not, as it rarely pays; see benchmarks/README.md.
+    ranks of their own socket read them: each byte crosses the link once, and is moved once more.
+    The library does not do this, as it rarely pays; see benchmarks/README.md.
     """
     far = nbytes * (spread.ranks - spread.each)
     own, other = Region(0, "slot"), Region(spread.ranks - 1, "slot")
@@ -208,7 +208,7 @@ def decode(spread: Spread, parameters: float, layers: int, hidden: int, *, item:
     """Returns the seconds of a token of a model under tensor parallelism.
 
     Each rank reads its part of the weights; each layer has two all-reduces of `hidden` elements,
-    in one shot: each rank reads what all others have written, and nobody waits for more.
+    in one shot: each rank reads the elements of all others, and waits for nothing else.
     """
     reading = parameters * item / spread.ranks / spread.rate
     if spread.ranks == 1:

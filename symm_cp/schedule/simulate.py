@@ -1,9 +1,10 @@
 """How long schedules take: when each step of each lane begins and ends, given the cost of a step.
 
 Event-driven, and exact for the semantics of steps: a lane runs one step after the other, a ``Wait``
-ends when the flag has been raised, and only what ``cost`` names takes time. As in ``check``, one
-run is enough, since no step branches on data. It does not model that steps slow each other down
-(copies that share a link, kernels that share a memory): ``cost`` is per step.
+ends when the flag has been raised, and other steps take the time that ``cost`` gives. As in
+``check``, one run is enough, since no step branches on data. The simulation does not model that
+steps slow each other down (copies that share a link, kernels that share a memory): ``cost`` is per
+step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Event:
     op: str = ""
 
 
-#: Lines of a printed timeline; a few calls of an op on 8 ranks.
+#: The most lines of a printed timeline: a few calls of an op on 8 ranks.
 _MAX_LINES = 200
 
 
@@ -67,7 +68,7 @@ class Timeline:
 
     @property
     def total(self) -> float:
-        """The time from the begin of the first step to the end of the last one."""
+        """The time from the beginning of the first step to the end of the last one."""
         return max((event.end for event in self.events), default=0.0) - self.begin
 
     def busy(self, rank: int, kind: type[Compute] | type[Copy]) -> float:
@@ -161,7 +162,7 @@ class _Simulation:
                 delay = 0.0 if step.to == lane.rank else self.signal
                 self._raise(lane, call, step, lane.time + delay, ready)
             elif isinstance(step, Compute):
-                # A kernel that raises flags writes one part after the other, that of no flag last.
+                # A kernel that raises flags writes its parts in turn, the part without a flag last.
                 share = (lane.time - start) / (1 + len(step.raises))
                 for number, (flag, _) in enumerate(step.raises, 1):
                     raised = Signal(lane.rank, flag)
@@ -180,7 +181,7 @@ class _Simulation:
         ready.extend(self.waiting.pop(key, ()))
 
     def _end(self, lane: _SimulatedLane, step: Step, came: Sequence[float]) -> float:
-        """When a step ends whose flags were raised at these times."""
+        """Returns when a step ends, given the times at which its flags were raised."""
         if isinstance(step, Wait):
             return max(lane.time, *came)
         # A kernel that polls spends equal shares on its initial reads and behind each flag.

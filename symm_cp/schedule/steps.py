@@ -2,7 +2,7 @@
 
 A schedule is plain data. A pattern (``patterns/``) provides it, ``check`` proves it free of races
 and deadlocks, and a runtime binds its regions to memory and executes it. There are no tensors,
-sizes or pointers here: uneven shards are the runtime's business, and a step on empty memory is
+sizes or pointers here: the runtime handles uneven shards, and a step on empty memory is
 still a step, because the signals around it must happen.
 
 Calls
@@ -71,8 +71,8 @@ class Copy:
 class Signal:
     """Raise the flag ``flag`` at rank ``to`` to the epoch of this call, and a piece of it.
 
-    Whoever sees the new value also sees every write of this lane before it (release). A signal to
-    one's own rank orders two lanes of the rank.
+    A lane that sees the new value also sees every write of this lane before it (release). A signal
+    to one's own rank orders two lanes of the rank.
     """
 
     to: int
@@ -111,8 +111,8 @@ class Compute:
 
     A region in both ``reads`` and ``writes`` is updated in place. ``awaits`` pairs flags to oneself
     with further regions: the running kernel polls the flag, and reads the region only after that.
-    ``raises`` pairs flags to oneself with regions that the kernel also writes: it raises the flag
-    when it has written the region, in no order among them. A kernel does one or the other.
+    ``raises`` pairs flags to oneself with regions that the kernel also writes: it raises each
+    flag when it has written the region, in any order. A kernel has one or the other.
     """
 
     kernel: str
@@ -157,11 +157,11 @@ class Schedule:
 
     ``lanes`` may be any mapping; a schedule keeps an immutable copy, so it is hashable. Lanes are
     named ``"compute"`` (the calling thread, or the current stream), ``"copy"`` (a copy engine) and
-    ``"signal"`` (on streams: signals beside the kernels of the current one). A lane continues from
+    ``"signal"`` (on streams: signals while the current stream's kernels run). A lane continues from
     call to call in program order; lanes of a call do not start or end together, only flags order
     them. ``slots`` is the number of slots of the workspace. The caller may write its symmetric
-    tensor after the steps of lane ``caller``: the calling thread's, or in the background the one
-    whose end the caller waits for first.
+    tensor after the steps of lane ``caller``: the calling thread's lane, or in the background the
+    lane whose end the caller waits for first.
 
     Raises ``ValueError`` if a step names a rank outside ``range(world_size)``.
     """
@@ -176,7 +176,7 @@ class Schedule:
     def __post_init__(self) -> None:
         check_place(self.name, self.rank, self.world_size, self.slots)
         lanes = Lanes(tuple((name, tuple(steps)) for name, steps in self.lanes.items()))
-        # The dataclass is frozen, and this is still its construction.
+        # A frozen dataclass can set its own field only like this.
         object.__setattr__(self, "lanes", lanes)
         for lane, steps in lanes.items():
             for index, step in enumerate(steps):
@@ -212,7 +212,7 @@ def awaited(call: int, step: Wait) -> Epoch:
 
 
 def epoch_text(epoch: Epoch) -> str:
-    """An epoch as a reader sees it: the call, and its piece if it is not the first."""
+    """An epoch as text: the call, and its piece unless it is the first."""
     call, piece = epoch
     return f"{call}, piece {piece}" if piece else str(call)
 

@@ -1,7 +1,7 @@
 """The part of attention that a mask leaves to compute, as tiles of query rows and key rows.
 
 A tile is one call of an attention kernel: some rows of this rank's queries against some rows of
-one rank's keys, for some samples of a batch. What a mask excludes is in no tile, and most tiles
+one rank's keys, for some samples of a batch. Tiles omit keys that a mask excludes, and most tiles
 need no mask: they are full, or causal from their first row and key. Documents, ranges of keys and
 causal masks are cut exactly; only sliding windows need tiles with a band.
 """
@@ -107,7 +107,7 @@ def in_bands(tile: Tile, rows: int = _BAND_ROWS) -> tuple[Tile, ...]:
 
 
 def _of_keys(tile: Tile, first: int, end: int) -> Tile:
-    """The tile of the keys [first, end) of a tile, without limits that exclude none of them."""
+    """Cuts a tile to its keys [first, end), and drops limits that exclude none of them."""
     rows, keys = tile.q_end - tile.q_begin, end - first
     low = None if tile.low is None else tile.low - first
     high = None if tile.high is None else tile.high - first
@@ -131,8 +131,8 @@ def tiles(
 ) -> tuple[Tile, ...]:
     """The tiles of a rank's queries against the keys of rank `owner`, for one sample.
 
-    Queries are spread as the keys are, unless `queries` says how. If their positions do not matter,
-    there may be any number of them: `rows`.
+    Queries are spread like the keys unless `queries` is given. If the mask ignores positions, there
+    may be any number of query rows: `rows`.
     """
     queries = layout if queries is None else queries
     spans = queries.spans(rank)
@@ -165,9 +165,10 @@ def tiles_of_others(
     queries: SequenceLayout | None = None,
     rows: int | None = None,
 ) -> tuple[Tile, ...]:
-    """As `tiles`, of the keys of all other ranks, which lie in the order of `held_by_others`.
+    """Like `tiles`, for the keys of all other ranks, in the order of `held_by_others`.
 
-    What a query sees is then in few tiles: one, with a causal mask and a chunk for each rank.
+    The keys that a query sees are then in few tiles: in one, with a causal mask and a chunk for
+    each rank.
     """
     queries = layout if queries is None else queries
     spans = queries.spans(rank)
@@ -219,7 +220,7 @@ def _row_of(held: tuple[Span, Keys]) -> int:
 
 
 def for_samples(masks: Sequence[Mask], tiles_of: Callable[[Mask], Sequence[Tile]]) -> list[Tile]:
-    """The tiles of a batch with a mask for each sample; neighbours with equal masks share them."""
+    """The tiles of a batch with a mask for each sample; neighbours with equal masks share tiles."""
     found: list[Tile] = []
     begin = 0
     for mask, group in itertools.groupby(masks):
@@ -242,7 +243,7 @@ def pairs(layout: SequenceLayout, mask: Mask, rank: int) -> int:
 def seen_by_peers(
     layout: SequenceLayout, masks: tuple[Mask, ...], queries: SequenceLayout | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """For each rank, the first row of its keys that queries of others may see, and the last's end.
+    """For each rank, the first row and the end of its keys that queries of other ranks may see.
 
     `masks` are the masks of the samples. The limits may be too wide.
     """
@@ -278,7 +279,7 @@ def _sample(tile: Tile) -> int:
 
 
 def _ascends(spans: tuple[Span, ...]) -> bool:
-    # Rows in sequence order: then causal by row is causal by position, even with gaps.
+    # If rows ascend by position, causal by row is causal by position, even with gaps.
     return all(a.start < b.start for a, b in itertools.pairwise(spans))
 
 
@@ -291,7 +292,7 @@ def _cut(q: Span, k: Span, keys: Keys) -> Iterator[Tile]:
     if low is None or low <= -(q.length - 1):  # the left limit excludes no key
         yield from _below(whole)
         return
-    # Rows that see a key: before them keys end too late, behind them too early.
+    # Rows that see a key: earlier rows see only keys before this span, later rows only behind it.
     first = 0 if high is None else max(0, -high)
     end = min(q.length, k.length - low)
     if first < end:
@@ -299,7 +300,7 @@ def _cut(q: Span, k: Span, keys: Keys) -> Iterator[Tile]:
 
 
 def _of_rows(tile: Tile, first: int, end: int) -> Tile:
-    """The tile of the rows [first, end) of a tile, with all of its keys."""
+    """Cuts a tile to its rows [first, end), with all of its keys."""
     low, high = (side if side is None else side + first for side in (tile.low, tile.high))
     rows = {"q_begin": tile.q_begin + first, "q_end": tile.q_begin + end}
     return replace(tile, **rows, low=low, high=high)
@@ -335,7 +336,7 @@ def _below(tile: Tile) -> Iterator[Tile]:
 
 
 def _banded(tile: Tile) -> Iterator[Tile]:
-    """Splits a tile of few rows into the keys that all rows see and those before and behind."""
+    """Splits a tile of few rows into the keys that all rows see and the keys before and behind."""
     rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
     middle = 0 if tile.low is None else min(keys, max(0, tile.low + rows - 1))
     until = keys if tile.high is None else min(keys, max(0, tile.high + 1))

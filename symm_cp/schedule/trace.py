@@ -1,6 +1,6 @@
 """Timelines as files: for Perfetto or chrome://tracing, and as a Gantt chart.
 
-Both take timelines by name, simulated (`simulate`) or measured (a recording): one type for both.
+Both take timelines by name; simulated (`simulate`) and measured (recorded) ones have one type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS: dict[type, tuple[str, str]] = {
 
 def _write(path: Path, content: str | bytes) -> None:
     if sys.platform == "linux":
-        from symm_cp.trusted import write_output  # has calls of Linux
+        from symm_cp.trusted import write_output  # needs Linux
 
         write_output(path, content)
     else:

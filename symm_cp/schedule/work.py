@@ -15,8 +15,8 @@ from symm_cp.schedule.steps import Compute, Copy, Schedule, Step
 class Work:
     """An op with equal work on all ranks: the variant that it runs, and the size of each step.
 
-    `kernel` returns the seconds of the kernel for one shard. `shard`, `partial` and
-    `fresh` are bytes: read by each peer of a rank, of a partial sum, of newly allocated results.
+    `kernel` returns the seconds of the kernel for one shard. In bytes: `shard`, which each peer of
+    a rank reads; `partial`, a partial sum; `fresh`, newly allocated results.
     `op` is the key of the machine's fixed cost per call.
     """
 
@@ -54,7 +54,7 @@ class Work:
         return cost
 
     def predict(self, machine: Machine, ranks: int, calls: int = 1) -> Timeline:
-        """Returns when each step runs in that many calls, one after the other."""
+        """Returns when each step runs in `calls` calls, one after the other."""
         return simulate(
             [self.schedules(ranks)] * calls,
             self.cost(machine, ranks),

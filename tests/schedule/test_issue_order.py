@@ -204,7 +204,7 @@ def test_a_wait_for_an_own_flag_before_its_signal_is_noticed(place: Place, world
 
 def test_calls_that_do_not_fit_together_are_refused() -> None:
     variant = PRODUCE_AND_REDUCE_SCATTER.staged()
-    with pytest.raises(ValueError, match=r"there must be calls, all of one size"):
+    with pytest.raises(ValueError, match=r"all on the same number of ranks"):
         check_issue_order([])
     with pytest.raises(ValueError, match=r"calls of \[2, 3\] ranks"):
         check_issue_order([Call.of(variant, 2), Call.of(variant, 3)])

@@ -165,8 +165,8 @@ def _attend_shard(
     return acc, top, total
 
 
-# A launch that compiles delays the peers. So what changes from call to call is not specialised for
-# values of 1 and multiples of 16, nor what would gain nothing; addresses and strides are.
+# A launch that compiles delays the peers. So arguments that change from call to call, or would gain
+# nothing, are not specialised for values of 1 and multiples of 16; addresses and strides are.
 @triton.jit(do_not_specialize=["epoch", "batch_heads", "heads", "groups", "rows", "shards"])
 def arrival_attention_kernel(
     query,
@@ -281,9 +281,9 @@ def arrival_attention(
     """Returns the attention of `query` over all shards, and its log-sum-exp in float32.
 
     `query` is (B, H, S, E), `key` and `value` (B, G, S_k, E) for a divisor G of H; 16-bit, E of 64
-    or 128, features contiguous; `scale` is positive. `query_positions` (S,) and `chunks` are int32:
-    for each shard, the own one first, and each of its chunks (begin in the shard, length, position
-    of its first key).
+    or 128, features contiguous; `scale` is positive. `query_positions` (S,) and `chunks` are int32.
+    `chunks` lists for each shard, this rank's first, its chunks (begin in the shard, length,
+    position of its first key).
     """
     B, H, S, E = query.shape
     G, shards = key.shape[1], chunks.shape[0]

@@ -12,7 +12,7 @@ import triton.language as tl
 _ROWS = 16
 
 
-# Tiles begin at any row: only what makes loads and stores of features wider is specialised.
+# Tiles begin at any row: only arguments that widen loads and stores of features are specialised.
 @triton.jit(do_not_specialize=["lse", "part_lse", "heads", "rows"])
 def _merge(
     out,

@@ -1,19 +1,19 @@
-"""Matmuls by tiles: one persistent kernel that waits for shards, or says which parts are done.
+"""Matmuls by tiles: one persistent kernel that waits for shards, or signals finished parts.
 
 `arrival_matmul` multiplies shards that are still in transit. Its programs take the tiles of the own
-shard first, then those of the peers' in the order in which they are pulled, and poll a shard's word
+shard first, then tiles of the peers' shards in the order of their pulls, and poll a shard's word
 before they read the shard. A program waits for that word alone, never for another program, so it
-does not matter how many of them run at a time; and the word is written by the copy stream, behind a
-pull by copy engine, so neither needs a multiprocessor that this kernel keeps.
+does not matter how many of them run at a time; and the copy stream writes the word, behind a pull
+by copy engine, so neither needs a multiprocessor that this kernel keeps.
 
 `counted_matmul` computes the partial sums for all ranks, in the order in which the peers pull them.
-Its programs count the tiles of each peer's part that they have stored; the one that completes a
-part raises its word to the epoch, for which a stream waits before it signals the peer. The counter
-is back at 0 then. This kernel waits for nothing.
+Its programs count the tiles of each peer's part that they have stored; the program that completes
+a part raises its word to the epoch, for which a stream waits before it signals the peer. The
+counter is back at 0 then. This kernel waits for nothing.
 
-Words hold the number of the call and only grow, so nothing is reset between calls. Copies to shared
-memory are those of threads (cp.async), which an acquire orders; with TMA it would take a proxy
-fence as well.
+Words hold the number of the call and only grow, so nothing is reset between calls. Threads copy
+to shared memory (cp.async), and an acquire orders such copies; TMA would need a proxy fence as
+well.
 
 Source: Flux (Chang et al., 2024); for the order of tiles, Triton's tutorial on matmuls.
 """
@@ -56,7 +56,7 @@ def tiling_of(dtype: torch.dtype, capability: int) -> Tiling:
 class Words:
     """Where a kernel and a stream of one rank signal each other: word i * `step` of `words`.
 
-    It belongs to the i-th peer, and is raised to `epoch`. Behind it lies a counter of the kernel's.
+    Word i belongs to the i-th peer, and is raised to `epoch`. Behind it lies the kernel's counter.
     """
 
     words: torch.Tensor
@@ -106,7 +106,7 @@ def _store_tile(
     tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)
 
 
-# A launch that compiles delays the peers: what changes from call to call is not specialised.
+# A launch that compiles delays the peers: arguments that change between calls are not specialised.
 @triton.jit(do_not_specialize=["epoch", "rank", "ranks", "rows", "first_place"])
 def arrival_matmul_kernel(
     own,
@@ -250,8 +250,8 @@ def counted_matmul(
     """Writes the peers' parts of a product to `partials`, which is (W, M, N), and its own to `own`.
 
     `a` is (W * M, K), `weight` (K, N) of any strides, `own` (M, N); rows are contiguous, no size
-    but K is 0. Raises the i-th peer's word when that peer's part is complete. Words are of int32,
-    each behind it a counter that must be 0 before the first call.
+    but K is 0. Raises the i-th peer's word when that peer's part is complete. Words are int32;
+    behind each lies a counter that must be 0 before the first call.
     """
     (M, N), K = own.shape, a.shape[1]
     tiling, programs = _fitting(a, (a.shape[0], N), tiling, programs)

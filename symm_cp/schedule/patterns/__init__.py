@@ -58,7 +58,7 @@ PATTERNS: tuple[Pattern, ...] = (
 
 
 def variants(channel: Channel, form: FormName, slots: int = 2) -> tuple[Variant, ...]:
-    """The variants that may follow one another on a workspace with that many slots."""
+    """The variants that may follow one another on a workspace with ``slots`` slots."""
     return tuple(
         variant
         for pattern in PATTERNS

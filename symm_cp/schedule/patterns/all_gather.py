@@ -1,7 +1,7 @@
 """All-gather: every rank's shard is copied to chunk 0, ..., W-1 of ``"output"``.
 
 ALL_GATHER runs in the calling thread, BACKGROUND_ALL_GATHER in lane ``"copy"``. In direct form that
-leaves the input alone after the signals: the caller may have it back. In staged form lane
+lane does not read the input after the signals, so the caller may reuse it. In staged form lane
 ``"compute"`` copies the input away before the caller goes on.
 
 Options
@@ -16,8 +16,8 @@ from symm_cp.schedule.patterns.pattern import Draft, Form, Options, exchange, su
 from symm_cp.schedule.steps import Copy
 
 # Rank 0 of 3, direct, in pieces (lane "compute", or "copy" in the background). The own shard is
-# copied from the slot: the caller may have carried out the steps up to the signals itself, and have
-# its input back.
+# copied from the slot: the caller may have carried out the steps up to the signals itself, and
+# reuse its input.
 #
 #   copy  copy>slot | signal 1, 2 | copy own | wait 1 | copy 1 | wait 2 | copy 2
 
@@ -37,7 +37,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, Copy(shard, draft.own("output", peer)))
         draft.add(lane, *draft.release(peer, in_place=in_place))
     if in_place:
-        # Awaits the end of all reading here.
+        # Awaits the end of all peers' reads here.
         draft.add(lane, *draft.waits("done"))
 
 

@@ -7,7 +7,7 @@ Options
     ``in_place``  the shards are symmetric tensors, which peers read where they lie
     ``keep``      all shards are also copied to the private buffer ``"gathered"``
     ``bounded``   staged only: ``"gathered"`` has room for two shards, used in turn; excludes keep
-    ``together``  staged only: the peers' shards are consumed by one kernel, when all have arrived;
+    ``together``  staged only: one kernel consumes the peers' shards, when all have arrived;
                   excludes the others. ``Compute("consume", rank, ...)`` is followed by
                   ``Compute("consume others", rank, reads=(all of them), ...)``
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
-# Rank 0 of 3, direct. Peers' slots are read by the kernels.
+# Rank 0 of 3, direct. The kernels read peers' slots.
 #
 #   compute  copy>slot | signal 1, 2 | consume 0 | wait 1 | consume 1 | wait 2 | consume 2
 
@@ -44,7 +44,7 @@ def _direct(draft: Draft, options: Options) -> None:
         consume(draft.shard(peer, options))
         draft.compute(*draft.release(peer, in_place=in_place))
     if in_place:
-        # Awaits the end of all reading here: the caller may overwrite the tensor after this.
+        # Awaits the end of all peers' reads here: the caller may overwrite the tensor after this.
         draft.compute(*draft.waits("done"))
 
 
@@ -82,7 +82,7 @@ def _staged(draft: Draft, options: Options) -> None:
     def consume(shard: Region, index: int) -> None:
         reads = {shard: None}
         if keep and index == last:
-            # The last kernel finds all shards there.
+            # By the last kernel, "gathered" holds all shards.
             reads |= {draft.own("gathered", owner): None for owner in range(draft.world_size)}
         draft.compute(Compute("consume", index, tuple(reads), (draft.own("output"),)))
 

@@ -7,8 +7,8 @@ chunk p of the private buffer ``"gathered"`` only after it has seen the own flag
 Options
     ``keep``  the own shard is also copied to chunk ``rank`` of ``"gathered"``
 
-A kernel of several programs may read shard p although the program has seen no flag but p's. That is
-enough: the flags are raised by one lane, each behind its pull.
+In a kernel of several programs, a program may read shard p having seen no flag but p's. That is
+enough: one lane raises the flags, each behind its pull.
 
 Staged only, and only with two slots: the kernel compares epochs, which a graph cannot change.
 """
@@ -19,8 +19,8 @@ from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, sub
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
 # Rank 0 of 3, staged. The whole copy lane is handed out before the kernel: later steps might run
-# only once the kernel has ended. The kernel starts only when the peers have what
-# they wait for: it may fill all multiprocessors, and copies within a device may need one.
+# only once the kernel has ended. The kernel starts only when the peers have been signalled: it may
+# fill all multiprocessors, and copies within a device may need one.
 #
 #   copy     copy>slot | signal 1, 2 | wait 1 | pull 1 | wait 2 | pull 2 |
 #   compute                          | consume (0 ........ 1 ........ 2) |

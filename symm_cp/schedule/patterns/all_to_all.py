@@ -1,7 +1,7 @@
 """All-to-all: chunk d of every rank's ``"input"`` comes to rank d, as chunk r of its ``"output"``.
 
 ALL_TO_ALL and JOINING_ALL_TO_ALL run in the calling thread, BACKGROUND_ALL_TO_ALL in lane
-``"copy"``, where the input is left alone after the signals.
+``"copy"``, which does not read the input after the signals.
 
 Direct only, in pieces. Source: torch's ``all_to_all_single``.
 """

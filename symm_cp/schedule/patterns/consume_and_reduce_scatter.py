@@ -26,8 +26,8 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 def _publish_shard(draft: Draft, lane: str, late: list[bool]) -> None:
     """Publishes the own shard to the peers that wait for it.
 
-    ``late[turn]``: by that turn, a rank has received the partial sum of the peer that it visits,
-    and that peer wrote its shard before, so the shard needs no signal of its own.
+    ``late[turn]``: by that turn, a rank has received a partial sum from the peer that it visits.
+    That peer wrote its shard before, so the shard needs no signal of its own.
     """
     draft.add(lane, *draft.claim_slot())
     draft.add(lane, Copy(draft.own("input"), draft.own("slot", draft.world_size)))
@@ -43,7 +43,7 @@ def _publish_shard(draft: Draft, lane: str, late: list[bool]) -> None:
 #            wait 1, 2 | reduce
 #
 # With ring: after "c 1 | signal 1", "wait 2 | add 2": in turn t, the rank t+1 behind computed for
-# this one. From turn 2 on, "c" waits until the partial sum of two turns ago has been taken.
+# this rank. From turn 2 on, "c" waits until the partial sum of two turns ago has been taken.
 
 
 def _direct(draft: Draft, options: Options) -> None:
@@ -145,7 +145,7 @@ def _together(draft: Draft) -> None:
         gathered = tuple(draft.own("gathered", peer) for peer in others)
         sums = tuple(draft.own("slot", peer) for peer in others)
         draft.compute(Compute("consume others", rank, gathered, sums))
-        # Publishes the peers' partial sums, then awaits those for this rank.
+        # Publishes the peers' partial sums, then awaits the sums for this rank.
         draft.signal_beside("made", "partial", *others)
         draft.copy(*draft.waits("partial"))
         for source in others:
@@ -164,8 +164,8 @@ def _together(draft: Draft) -> None:
 #   copy     publish | pull 1 |     | pull 2 |     | get 3 | pull 3 |       get 2 |       get 1
 #   compute                   | c 0 |        | c 1 |                | c 2 | add 3 | c 3 | add 2, 1
 #
-# Turn t makes a sum for the rank t+1 ahead and gets the one from t+1 behind, which is ready after
-# turn t there: so "get" is handed out after this rank's kernel and signal of that turn.
+# Turn t makes a sum for the rank t+1 ahead and gets a sum from the rank t+1 behind, which is ready
+# after turn t there: so "get" is handed out after this rank's kernel and signal of that turn.
 
 
 def _staged_ring(draft: Draft) -> None:
@@ -195,7 +195,7 @@ def _staged_ring(draft: Draft) -> None:
         draft.signal_beside(f"consumed{turn}", "partial", others[turn])
 
     def source(turn: int) -> int:
-        # In this turn the rank as far behind computed for this one.
+        # In this turn the rank turn + 1 behind computed for this rank.
         return (rank - turn - 1) % world_size
 
     def collect(turn: int) -> None:

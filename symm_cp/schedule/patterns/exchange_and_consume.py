@@ -4,7 +4,7 @@
 rank, ...)`` runs while the parts travel, and ``Compute("take", p, (part from p,), ...)`` for each
 peer as its part arrives; both may write any part of ``"output"``.
 
-An all-to-all with work at its ends and meanwhile. A pipeline over groups of heads is one call a
+An all-to-all with work at both ends and in between. A pipeline over groups of heads is one call a
 step: group i+1 is given, group i is consumed, and the results of group i-1 travel back in the same
 messages (``runtime/round_trips.py``). Source: torch's ``_pipelined_produce_and_all2all``,
 DeepSpeed-Ulysses.

@@ -1,7 +1,7 @@
 """Patterns: each has a name, a channel, and the variants that may run.
 
 W stands for the world size. A rank visits its peers in the order rank+1, rank+2, ... (mod W), so
-that at no time all ranks read from the same one.
+that the ranks never all read from the same peer at once.
 
 Forms
     ``direct``  one lane; kernels and copies read peers' memory where it lies (CPU). The lane is
@@ -9,18 +9,19 @@ Forms
     ``staged``  up to three lanes: ``"copy"`` (a stream of its own, served by copy engines)
                 exchanges signals and pulls peers' memory ahead of its use; ``"compute"`` (the
                 caller's stream) runs kernels on memory of its own rank, and in the background
-                copies the input away; ``"signal"`` (a stream of its own) signals peers what kernels
-                have written for them. The runtime starts the copy lane of a call when the caller's
-                stream has reached the call, so the input is complete and private memory may be used
-                again. Lane ``"signal"`` begins with a wait for an own flag of lane ``"compute"``.
+                copies the input away; ``"signal"`` (a stream of its own) signals peers when kernels
+                have written their data. The runtime starts the copy lane of a call when the
+                caller's stream has reached the call, so the input is complete and private memory
+                may be used again. Lane ``"signal"`` begins with a wait for an own flag of lane
+                ``"compute"``.
 
 Why signals have a lane
     On GPUs a signal is a copy of 4 bytes, and a copy engine carries out one copy after the other. A
-    signal may therefore wait for a large pull of the copy lane. In lane ``"compute"`` the next
-    kernel would wait with it. So that lane only raises an own flag behind the kernel, an event,
-    and lane ``"signal"`` waits for it and signals the peer. It waits for nothing else, and no lane
-    waits for it within the call. (At the end of a call the caller's stream waits for all lanes; by
-    then the pulls of the call have ended.)
+    signal may therefore wait for a large pull of the copy lane. In lane ``"compute"`` it would
+    delay the next kernel. So that lane only raises an own flag (an event) behind the kernel, and
+    lane ``"signal"`` waits for the flag and signals the peer. Lane ``"signal"`` waits for nothing
+    else, and no lane waits for it within the call. (At the end of a call the caller's stream waits
+    for all lanes; by then the pulls of the call have ended.)
 
 Issue order
     A builder lists the steps of all lanes in the order in which the host hands them out, and the
@@ -49,7 +50,7 @@ Pieces
     on the two pieces before it only. Ranks may differ in how many pieces they have data for: each
     announces its number, and all go on to the largest.
 
-    In a chained form each piece has a chunk of the slot to itself, which nobody writes twice in a
+    In a chained form each piece has a chunk of the slot to itself, which no rank writes twice in a
     call. So a rank waits only for the pieces that it needs; the promise holds for the call.
 
 Flags between ranks
@@ -59,13 +60,12 @@ Flags between ranks
                    call. Writer: copy; in direct form the only lane.
     ``"ready in place"``  the same, where a staged variant reads in place. If only some ranks do
                    that, their waits time out, and no rank reads wrong data. (In
-                   direct form they compare records.)
+                   direct form the ranks compare records.)
     ``"partial"``  the partial sum for the peer has been written. Signalled to each peer once per
                    call by the patterns that produce partial sums. Writer: signal; in direct
                    form the only lane.
-    ``"reduced"``  all-reduces in two shots only: this rank's chunk has been reduced, and what that
-                   needed of the peer's memory has been read. Writer: signal; in direct form the
-                   only lane.
+    ``"reduced"``  all-reduces in two shots only: this rank's chunk has been reduced, so its reads
+                   of the peer's memory have ended. Writer: signal; in direct form the only lane.
     ``"relayed"``  all-reduces in two shots on several sockets only: the chunks that this rank sums
                    or fetches for its socket are in its slot.
     ``"taken"``    ring only: the peer's partial sum has been read, so the peer may overwrite it
@@ -74,27 +74,27 @@ Flags between ranks
                    caller may overwrite the symmetric tensor once the call has returned, so the call
                    ends by waiting for it. *One slot*: the next call overwrites the data that this
                    one reads, so the next writer waits for it with ``lag=1``. *Background, staged*:
-                   by all, see below. Writer: copy; in direct form the only lane.
+                   all variants signal it, see below. Writer: copy; in direct form the only lane.
 
-    In staged form with one slot, each is signalled exactly as often as it is awaited, so a runtime
-    may have the waiter reset the flag instead of comparing epochs: a graph has no epoch, as
+    In staged form with one slot, each flag is signalled exactly as often as it is awaited, so a
+    runtime may have the waiter reset the flag instead of comparing epochs: a graph has no epoch, as
     each replay runs the same commands. In place there are always two slots.
 
 The background in staged form
-    The caller's stream must not wait for peers of a call that it has not waited for itself. So the
-    slot is written by the compute lane, which waits for no signal of the calls under way: only,
-    with ``lag`` the number of slots, for ``"done"`` of the call that used the slot before. (The
-    ready-signal of the call between would say the same, but it comes when the peer reaches that
-    call.) The copy lane signals and pulls. All variants of the channel signal ``"done"``, so that
-    it may be awaited whatever the earlier call was.
+    The caller's stream must not wait for peers in a call whose result it has not waited for. So the
+    compute lane, which writes the slot, waits for no signal of calls in flight, only for ``"done"``
+    of the call that used the slot before (``lag`` is the number of slots). (The ready-signal of the
+    call between would say the same, but it comes when the peer reaches that call.) The copy lane
+    signals and pulls. All variants of the channel signal ``"done"``, so that it may be awaited
+    whatever the earlier call was.
 
 Flags to oneself (staged form; a runtime may turn them into events)
     ``"begun"``                         the caller's writes to its symmetric tensor are complete
                                         (writer: compute)
-    ``"made<i>"``, ``"made"``           the i-th kernel's part of the slot, or that of all kernels,
-                                        has been written (compute)
+    ``"made<i>"``, ``"made"``           the i-th kernel's part of the slot, or the part of all
+                                        kernels, has been written (compute)
     ``"published"``                     the contents of the slot have been written (compute);
-                                        in the background, the input is needed no more
+                                        in the background, the input is no longer needed
     ``"pulled<i>"``, ``"collected<i>"`` the i-th shard, or partial sum, has arrived (copy)
     ``"pulled"``                        all shards have arrived (copy)
     ``"collected"``                     all partial sums for this rank have arrived (copy)
@@ -137,9 +137,9 @@ class Draft:
 
     def __init__(self, rank: int, world_size: int, slots: int) -> None:
         self.rank, self.world_size, self.slots = rank, world_size, slots
-        #: Of a loop; None elsewhere.
+        #: The current piece of a loop; None elsewhere.
         self.piece: int | None = None
-        #: Of a chained form, which lists the steps of all of them.
+        #: The number of pieces of a chained form, which lists the steps of all of them.
         self.pieces = 1
         self.peers = peers(rank, world_size)
         self.order: list[tuple[str, Step]] = []
@@ -157,7 +157,7 @@ class Draft:
         self.add("copy", *steps)
 
     def signal_beside(self, event: str, flag: str, *to: int) -> None:
-        """Signals peers from lane ``"signal"`` that lane ``"compute"``, which goes on, is here.
+        """Signals peers from lane ``"signal"`` when lane ``"compute"``, which goes on, gets here.
 
         ``event`` is the own flag that lane ``"signal"`` waits for; other lanes may, too.
         """
@@ -169,7 +169,7 @@ class Draft:
         return self.of(self.rank, buffer, chunk)
 
     def of(self, rank: int, buffer: str, chunk: int | None = None) -> Region:
-        """Memory of a rank; in a loop only the present piece, for which the slot has halves."""
+        """Memory of a rank; in a loop, the current piece (in the slot, its half)."""
         if self.piece is None:
             return Region(rank, buffer, chunk)
         return Region(rank, buffer, chunk, self.piece % 2 if buffer == "slot" else self.piece)
@@ -205,9 +205,9 @@ class Draft:
         return [Wait(peer, "done", lag=1) for peer in self.peers] if self.slots == 1 else []
 
     def publish(self, source: Region, chunks: Iterable[int | None] = (None,)) -> list[Step]:
-        """Copies chunks of the buffer of ``source`` (by default all of it) to the slot.
+        """Copies chunks of the buffer of ``source`` (default: all) to the slot and signals.
 
-        Unless peers read it in place. Signals that it is there.
+        Does not copy if peers read ``source`` in place.
         """
         if source.buffer == "symmetric":
             return self.signals("ready")
@@ -221,21 +221,21 @@ class Draft:
         kernel: Compute,
         chunks: Iterable[int | None] = (None,),
     ) -> None:
-        """Publishes ``source``, awaits the same of all peers, runs the kernel that reads it all."""
+        """Publishes ``source``, awaits all peers' sources, runs the kernel that reads them all."""
         self.add(lane, *self.publish(source, chunks), *self.waits("ready"), kernel)
         if source.buffer == "symmetric":
             # The caller may overwrite its tensor once all peers have read it.
             self.add(lane, *self.signals("done"), *self.waits("done"))
 
     def partials_in_slots(self) -> tuple[Region, ...]:
-        """The partial sums for this rank, in rank order: the own in the output, others in slots."""
+        """The partial sums for this rank, in rank order: its own in the output, others in slots."""
         return tuple(
             self.own("output") if source == self.rank else Region(source, "slot", self.rank)
             for source in range(self.world_size)
         )
 
     def begin_staged(self, source: Region) -> None:
-        """Publishes from the copy lane; in place after the caller's stream has written."""
+        """Publishes from the copy lane; in place, once the caller's stream has written it."""
         if source.buffer == "symmetric":
             self.compute(Signal(self.rank, "begun"))
             self.copy(Wait(self.rank, "begun"))
@@ -245,14 +245,14 @@ class Draft:
         """Copies the input away in the caller's lane, then signals from the copy lane."""
         free = [Wait(peer, "done", lag=self.slots) for peer in self.peers]
         if free and self.slots == 1:
-            # Behind the signal "done" of the last call, which no other edge of a graph would order.
+            # Orders the copies behind the last call's "done"; no other edge of a graph does.
             self.copy(*free, Signal(self.rank, "free"))
             free = [Wait(self.rank, "free")]
         self.compute(*free, *copies, Signal(self.rank, "published"))
         self.copy(Wait(self.rank, "published"), *self.signals("ready"))
 
     def release(self, peer: int, *, in_place: bool = False) -> list[Step]:
-        """Says that the peer's memory has been read, where somebody waits for that."""
+        """Signals that the peer's memory has been read, if the peer waits for that."""
         return [self.signal(peer, "done")] if in_place or self.slots == 1 else []
 
 
@@ -264,10 +264,9 @@ Builder: TypeAlias = Callable[[Draft, Options], None]
 class Form:
     """How a pattern runs on one kind of machine: its builder and the options that may be combined.
 
-    With ``one_slot`` its variants also run on one slot, but for those that read in place or have an
-    option of ``two_slots``. With ``looped``
-    the builder lists the steps of one piece, and is called for each piece of a call; with `chained`
-    it lists the steps of all pieces.
+    With ``one_slot`` its variants also run on one slot, except variants that read in place or have
+    an option of ``two_slots``. With ``looped`` the builder lists the steps of one piece, and is
+    called for each piece of a call; with `chained` it lists the steps of all pieces.
     """
 
     build: Builder
@@ -284,7 +283,7 @@ LaneBuilder: TypeAlias = Callable[[Draft, Options, str], None]
 
 @dataclass(frozen=True)
 class OnLane:
-    """A builder of steps for whichever lane, for one of them."""
+    """A builder for any lane, bound to one lane."""
 
     build: LaneBuilder
     lane: str
@@ -295,7 +294,7 @@ class OnLane:
 
 
 def loop(build: LaneBuilder, lane: str, combinations: tuple[Options, ...]) -> Form:
-    """The direct form of an exchange on a lane, by the steps of a piece."""
+    """The direct form of an exchange on a lane; ``build`` lists the steps of a piece."""
     return Form(OnLane(build, lane), combinations, looped=True)
 
 
@@ -319,7 +318,7 @@ class Variant:
     chained: bool = False
 
     def schedule(self, rank: int, world_size: int, slots: int = 2, pieces: int = 1) -> Schedule:
-        """The schedule of a rank, for a call of that many pieces.
+        """The schedule of a rank, for a call of ``pieces`` pieces.
 
         Raises ``ValueError`` if rank, world size, number of slots or of pieces are out of range.
         """

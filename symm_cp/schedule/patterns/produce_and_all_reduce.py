@@ -1,13 +1,13 @@
 """Produce and all-reduce: all ranks' contributions are summed, in rank order, in each ``"output"``.
 
-In two shots: each rank sums one chunk, where all ranks' contributions to it lie, and all collect
-the others' chunks. ``Compute("produce", p, (), ...)`` runs for each peer's chunk, and for the own
-one last: producing it hides the transfer of the others. What it reads is the caller's business, and
-private. All ranks get the bits of the rank that has summed a chunk.
+In two shots: each rank sums all ranks' contributions to one chunk, then all collect the others'
+chunks. ``Compute("produce", p, (), ...)`` runs for each peer's chunk, and for the own chunk last:
+producing it hides the transfer of the others. It reads private memory of the caller's choice. All
+ranks get the bits of the rank that has summed a chunk.
 
 Options
     ``whole``     ``Compute("produce", rank, (), ...)`` runs once, for all chunks
-    ``one_shot``  so it does here; then every rank sums everything itself: it waits once, and reads
+    ``one_shot``  like ``whole``; then every rank sums all chunks itself: it waits once, and reads
                   more than in two shots if there are more than two ranks
 
 Source: torch's ``_pipelined_produce_and_all2all``, and its ``two_shot_all_reduce_``.
@@ -125,7 +125,7 @@ def _exchange_sums(draft: Draft, parts: tuple[Region, ...]) -> None:
         draft.copy(draft.wait(peer, "reduced"))
         draft.copy(Copy(Region(peer, "slot", peer), draft.own("output", peer)))
     draft.copy(Wait(rank, "summed"), Copy(summed, draft.own("output", rank)))
-    # The peers take this rank's signals of the next call for the end of its reading in this one.
+    # Peers take this rank's signals of the next call as the end of its reads in this call.
     draft.copy(Signal(rank, "ended"))
     draft.compute(Wait(rank, "ended"))
 

@@ -1,8 +1,8 @@
 """Produce and reduce-scatter: each peer's chunk is published as soon as it has been produced.
 
 ``Compute("produce", p, (), ...)`` runs for each peer p, and for the own rank last: the own chunk
-needs no transfer, so producing it hides the transfer of the others. What it reads is the caller's
-business, and private. ``Compute("reduce", rank, ...)`` adds the partial sums of all ranks in rank
+needs no transfer, so producing it hides the transfer of the others. It reads private memory of the
+caller's choice. ``Compute("reduce", rank, ...)`` adds the partial sums of all ranks in rank
 order, so that the result does not depend on timing.
 
 Options
@@ -43,8 +43,8 @@ def _direct(draft: Draft, options: Options) -> None:
 #   copy                           | wait 2 | pull 2 | wait 1 | pull 1 |
 
 
-# Rank 0 of 3, together. One kernel, whose parts are done one after the other. It waits for nothing,
-# so lane "signal" may wait for it in whatever queue they share: it is handed out before.
+# Rank 0 of 3, together. One kernel does its parts one after the other. It waits for nothing and is
+# handed out first, so lane "signal" may wait for it in any queue that they share.
 #
 #   compute  produce (1 ........ 2 ........ 0) |                   reduce
 #   signal   wait 1    | signal 1 | signal 2 |

@@ -2,8 +2,8 @@
 
 ``Compute("reduce", rank, ...)`` reads chunk ``rank`` of every rank's contribution: ``"input"``, of
 W chunks. REDUCE_SCATTER runs in the calling thread, BACKGROUND_REDUCE_SCATTER in lane ``"copy"``
-while the caller goes on. In direct form it leaves the input alone after its signals; in staged form
-lane ``"compute"`` copies the input away first.
+while the caller goes on. In direct form that lane does not read the input after its signals; in
+staged form lane ``"compute"`` copies the input away first.
 
 Options
     ``in_place``  the inputs are symmetric tensors, which peers read where they lie
@@ -15,7 +15,7 @@ from symm_cp.schedule.patterns.pattern import Draft, Form, Options, exchange, su
 from symm_cp.schedule.steps import Compute, Copy, Region
 
 # Rank 0 of 3, direct, in pieces (lane "compute", or "copy" in the background: there the own chunk
-# is read from the slot, too, as the caller may have its input back).
+# is read from the slot, too, as the caller may reuse its input).
 #
 #   copy chunks>slot | signal 1, 2 | wait 1, 2 | reduce
 

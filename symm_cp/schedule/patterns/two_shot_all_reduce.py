@@ -6,13 +6,13 @@ BACKGROUND_TWO_SHOT_ALL_REDUCE in lane ``"copy"``.
 
 Options
     ``in_place``  the inputs are symmetric tensors, which are also the outputs; no third exchange
-                  ("done") is needed: a rank's chunk of them is overwritten after its owner has said
-                  that it has reduced it
+                  ("done") is needed: a rank overwrites a chunk only after the chunk's owner has
+                  signalled that it has reduced it
     ``two_sockets``, ``four_sockets``
                   each socket has the same number of consecutive ranks, at least two. They sum
                   among themselves first, so that each byte crosses the link between two sockets
                   once for each socket, not once for each rank. Partial sums lie in slots, rounded
-                  to the dtype. World sizes that cannot be divided so run the plain steps.
+                  to the dtype. Other world sizes run the plain steps.
 
 Direct only, in pieces. Source: torch's ``two_shot_all_reduce_``; between sockets, the hierarchical
 all-reduce of Horovod and NCCL.
@@ -32,7 +32,7 @@ SOCKETS = {"two_sockets": 2, "four_sockets": 4}
 
 
 def socket_of(rank: int, world_size: int, sockets: int) -> range | None:
-    """The ranks on the socket of ``rank``; None if a socket would have one, or other numbers."""
+    """The ranks on the socket of ``rank``; None if a socket would have one rank, or they differ."""
     each = world_size // sockets
     if each < 2 or world_size % sockets:
         return None
@@ -62,7 +62,7 @@ def _by_socket(draft: Draft, lane: str, near: range) -> None:
         taken = range(owner % each, draft.world_size, each)
         return [Copy(draft.of(owner, "slot", c), draft.own("output", c)) for c in taken]
 
-    # To its twins each rank signals "partial" before anything that they read.
+    # Twins get no "ready": each rank signals "partial" to them before they read anything.
     first = tuple(peer for peer in draft.peers if peer not in twins)
     copies = (Copy(draft.own("input", chunk), draft.own("slot", chunk)) for chunk in sorted(first))
     draft.add(lane, *copies, *(draft.signal(peer, "ready") for peer in first))
@@ -73,7 +73,7 @@ def _by_socket(draft: Draft, lane: str, near: range) -> None:
     draft.add(lane, sum_of(rank, twins, "slot"))
     draft.add(lane, *(draft.signal(peer, "reduced") for peer in others))
     for peer in others:
-        # Awaits the peer's sum, and the end of its reading of that chunk here.
+        # Awaits the peer's sum, and the end of its reads of that chunk here.
         draft.add(lane, draft.wait(peer, "reduced"))
         draft.add(lane, Copy(draft.of(peer, "slot", peer), draft.own("slot", peer)))
     draft.add(lane, *(draft.signal(peer, "relayed") for peer in on_socket), *take(rank))
@@ -104,7 +104,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
     # In place, too: only this rank reads chunk ``rank`` of its tensor.
     draft.add(lane, Copy(slot, draft.own(taken, rank)))
     for peer in draft.peers:
-        # Awaits the peer's reduced chunk, and the end of its reading of that chunk here.
+        # Awaits the peer's reduced chunk, and the end of its reads of that chunk here.
         draft.add(lane, draft.wait(peer, "reduced"))
         draft.add(lane, Copy(draft.of(peer, "slot", peer), draft.own(taken, peer)))
 

@@ -14,7 +14,7 @@ struct Plan {
   Plan(std::vector<Command> commands, std::vector<Reference> refer, std::string name)
       : whole(std::move(commands)), references(std::move(refer)), call_name(std::move(name)) {
     const auto signals = [](const Command& command) { return command.kind == Kind::kSignal; };
-    // Without signals (one rank) all of it comes first.
+    // Without signals (one rank) all steps come first.
     auto first = std::find_if(whole.begin(), whole.end(), signals);
     first = std::find_if_not(first, whole.end(), signals);
     publish.assign(whole.begin(), first);

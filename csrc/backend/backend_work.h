@@ -1,4 +1,4 @@
-// Asynchronous collectives as torch sees them: works, and futures that nobody has to wait for.
+// Asynchronous collectives as torch sees them: works, and futures that need no waiter.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -32,7 +32,7 @@ constexpr Type coalesced_scatter_type(long) {
 }
 inline constexpr c10d::OpType kCoalescedScatter = coalesced_scatter_type<c10d::OpType>(0);
 
-// What one call of a collective does, and the tensors that it needs until it has ended.
+// The exchanges of one call of a collective, and the tensors that it needs until it has ended.
 struct Collective {
   const char* op = "";
   std::vector<Exchange> exchanges;

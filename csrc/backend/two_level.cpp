@@ -225,7 +225,7 @@ void TwoLevelBackend::shutdown() {
   links_.transport()->shutdown();
 }
 
-// --- What the transport does by itself -----------------------------------------------------------
+// --- Calls of the transport alone ----------------------------------------------------------------
 
 namespace {
 

@@ -40,7 +40,7 @@ struct Stages {
   std::string call_name;
   std::vector<Exchange> first;          // within the host,
   std::vector<Parcel> sends, receives;  // then between hosts,
-  std::function<void()> then;           // then with what was received,
+  std::function<void()> then;           // then with the received data,
   std::vector<Exchange> last;           // then within the host
   std::vector<at::Tensor> scratch;
 };

@@ -1,5 +1,5 @@
-// The steps of each collective over two levels: what the ranks of a host do first, what travels
-// between hosts, and what the ranks of a host do last.
+// The steps of each collective over two levels: first within each host, then between hosts, last
+// within each host.
 #include <algorithm>
 
 #include "backend/backend_call.h"

@@ -156,7 +156,7 @@ bool Channel::agree_on_call(Call& call, bool movable) {
     const std::string who = "rank " + std::to_string(*ahead_of_mine);
     throw PeerError("ranks disagree: " + call.call_name + ": " + who +
                         " has failed this call before, since rank " + std::to_string(rank) +
-                        " made one that " + who + " did not make",
+                        " made a call that " + who + " did not make",
                     "ranks disagree: " + call.call_name + " has failed on " + who + " before");
   }
   return false;

@@ -315,7 +315,7 @@ void Group::give_up_at(int index, int64_t number, const std::string& cause, cons
 
 void Group::end(int index, int64_t number, const std::string& cause, const CallSite* other) {
   if (index == kAsync)
-    lane_.refuse(number, cause, other);  // behind what is in flight
+    lane_.refuse(number, cause, other);  // behind calls in flight
   else
     workspaces_[index].fail(number, cause, other);
 }

@@ -164,7 +164,7 @@ class Group {
   Call* current() { return current_ ? &*current_ : nullptr; }
   void set_current(Call call) { current_ = std::move(call); }
   void end_current() { current_.reset(); }
-  // Throws PeerError in a process that was forked from the one that made this object.
+  // Throws PeerError in a fork of the process that made this object.
   void check_owned(const std::string& call_name) const;
   bool owned() const { return forks_ == fork_count(); }
   // For lane.cpp: this thread makes no calls of its own.

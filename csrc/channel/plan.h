@@ -22,7 +22,7 @@ struct Plan {
   }
 
   std::vector<Command> publish;  // up to the first signals: hands this rank's data to the peers
-  std::vector<Command> rest;     // what follows
+  std::vector<Command> rest;     // the later steps
   std::vector<Command> whole;    // both
   std::vector<Reference> references;
   std::string call_name;  // of the call, in errors and for the peers

@@ -1,6 +1,6 @@
-// The contract between the native part and Python, mirrored by symm_cp/wire.py: what crosses the C
-// functions, and how a workspace is laid out. native.py compares both sides (symm_cp_wire) when it
-// loads the library.
+// The contract between the native part and Python, mirrored by symm_cp/native/wire.py: the types
+// that cross the C functions, and the layout of a workspace. symm_cp/native/library.py compares
+// both sides (symm_cp_wire) when it loads the library.
 #pragma once
 
 #include <atomic>
@@ -69,7 +69,7 @@ struct StreamCommand {
   int32_t event;     // record, wait for an event
   int32_t alone;     // copy: depends on the copy before it and must not share its batch
   int32_t remote;    // copy: reads or writes the memory of a peer
-  Reference to;      // copy; never kShard: the caller knows the peers' addresses
+  Reference to;      // copy; never kShard: the caller has the peers' addresses
   Reference source;  // copy
   int64_t bytes;     // per row
   int64_t rows;
@@ -95,9 +95,9 @@ SYMM_CP_WIRE_ENUM(DType, kUint8, kInt8, kInt16, kInt32, kInt64, kFloat16, kFloat
 // How native reductions combine elements, numbered as c10d numbers its operators.
 SYMM_CP_WIRE_ENUM(ReduceOp, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor);
 
-// What ranks do with each other's data, see exchange.h. kTwoShotAllReduce is an all-reduce whose
-// inputs and outputs are lists of the parts that the ranks reduce. In a kJoiningAllToAll a rank
-// takes from all at once; in a kHandledAllToAll the caller writes and reads the slots.
+// The collectives of exchange.h. kTwoShotAllReduce is an all-reduce whose inputs and outputs are
+// lists of the parts that the ranks reduce. In a kJoiningAllToAll a rank takes from all at once; in
+// a kHandledAllToAll the caller writes and reads the slots.
 SYMM_CP_WIRE_ENUM(ExchangeKind, kAllGather, kAllReduce, kTwoShotAllReduce, kReduceScatter,
                   kAllToAll, kJoiningAllToAll, kHandledAllToAll);
 
@@ -202,8 +202,9 @@ inline bool reached(uint32_t seen, uint32_t ticket) {
 // because the ranks replace the workspace first.
 enum class Place : uint32_t { kSlot = 0, kInPlace = 1, kReplaced = 2 };
 
-// What a rank writes about its call before it signals that its shard is ready. Peers compare it, so
-// ranks that disagree on the op, dtype, shape or place raise instead of mixing their bytes.
+// The entry that a rank writes for its call before it signals that its shard is ready. Peers
+// compare it, so ranks that disagree on the op, dtype, shape or place raise instead of mixing their
+// bytes.
 struct Record {
   Word epoch;
   Word failed;  // the call failed after this was written

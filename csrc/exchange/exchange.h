@@ -1,7 +1,7 @@
 // Collectives without Python: each rank gives bytes, and takes bytes or sums of them.
 //
 // Plain inputs go through the slot of the call in pieces: the slot has two halves, piece p uses
-// half p % 2, and a rank may be one piece ahead of its peers. The steps of a piece are those of a
+// half p % 2, and a rank may be one piece ahead of its peers. The steps of a piece come from a
 // registered pattern (symm_cp/schedule/patterns), which Python lowers once for each group; sizes
 // and addresses come with the call.
 #pragma once

@@ -122,8 +122,8 @@ std::optional<PadPlace> find_pad(const void* address);
 
 // Returns the peers of a group. Collective at the first call for a group; see Peers.
 std::shared_ptr<Peers> peers_of(const std::string& group, const Rendezvous& rendezvous);
-// Refuses to take part in a rendezvous of a group whose peers this rank may not know yet. `other`:
-// see Workspace::fail. Not collective.
+// Refuses to take part in a rendezvous of a group whose peers this rank may not have met yet.
+// `other`: see Workspace::fail. Not collective.
 void refuse_peers(const std::string& group, const std::string& key, const std::string& reason,
                   const CallSite* other = nullptr);
 // Throws when a peer has refused in that way to meet for this call, or for a later call.

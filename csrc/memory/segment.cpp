@@ -158,8 +158,7 @@ void prefault(void* address, size_t size) {
   if (mincore(reinterpret_cast<void*>(middle), page, &resident) != 0 || (resident & 1) != 0) return;
   const auto populate = [&](int64_t from, int64_t to) {
     const auto part = reinterpret_cast<void*>(begin + static_cast<uintptr_t>(from));
-    madvise(part, static_cast<size_t>(to - from),
-            MADV_POPULATE_WRITE);  // else pages fault
+    madvise(part, static_cast<size_t>(to - from), MADV_POPULATE_WRITE);  // else they fault
   };
   divide_bytes(reinterpret_cast<void*>(begin), static_cast<int64_t>(end - begin), 1, populate);
 }

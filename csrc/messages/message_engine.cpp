@@ -450,7 +450,7 @@ void MessageEngine::handle_rejection(int peer, const Frame& frame) {
     return;
   }
   if (frame.bytes > kEagerBytes) return;  // it has been withdrawn
-  // The sender has gone on: the error reaches it with its next wait or call.
+  // The send has ended: the error reaches the sender with its next wait or call.
   const std::string complaint = "an earlier send to " + rank_text(peer) + " (tag " +
                                 std::to_string(frame.tag) + ") on " + rank_text(rank_) + ": " + why;
   for (auto by_tag = posted_.begin(); by_tag != posted_.end(); ++by_tag) {

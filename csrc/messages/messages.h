@@ -26,8 +26,8 @@ struct Transmission;
 inline constexpr int kAnySource = -1;
 inline constexpr int64_t kEagerBytes = int64_t{64} << 10;
 
-// The bytes of a message. `name` says what they are, as in "float32[2, 3]", and is shown in errors
-// (up to 87 characters). `owner` is kept until the transmission has ended: it may hold the memory.
+// The bytes of a message. `name` describes them, as in "float32[2, 3]", and is shown in errors (up
+// to 87 characters). `owner` is kept until the transmission has ended: it may hold the memory.
 struct MessageBytes {
   void* data;  // only read by a send
   int64_t bytes;

@@ -24,11 +24,11 @@ namespace symm_cp {
 // ends an eager or a longer message. kWithdraw and kReject carry the reason.
 enum class FrameKind : uint32_t { kEager, kOffer, kAccept, kPiece, kReject, kWithdraw, kTaken };
 
-// What precedes the bytes of a frame. A multiple of a cache line.
+// The header of a frame's bytes. A multiple of a cache line.
 struct Frame {
   FrameKind kind = FrameKind::kEager;
   uint32_t length = 0;  // of the bytes that follow
-  uint64_t id = 0;      // of the message, among those of its sender to its receiver
+  uint64_t id = 0;      // of the message, among its sender's messages to its receiver
   uint64_t tag = 0;
   int64_t bytes = 0;     // of the whole message
   uint64_t address = 0;  // of kOffer: where the message lies in the sender's process

@@ -63,7 +63,7 @@ void Peers::meet(Bootstrap& bootstrap, const Rendezvous& rendezvous) {
     const std::string cause = cause_of(error, rank_);
     try {
       refuse_before(bootstrap, rank_, rendezvous.key, cause);
-    } catch (const std::exception&) {  // the store is what failed
+    } catch (const std::exception&) {  // the store failed
     }
     refuse(rendezvous.key, cause, other_of(error));
     throw;

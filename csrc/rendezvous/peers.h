@@ -30,7 +30,7 @@ class Bootstrap {
   virtual bool lost(int /*rank*/) { return false; }
 };
 
-// What one rank sends to all others in a rendezvous.
+// The data that one rank sends to all others in a rendezvous.
 struct Payload {
   std::vector<int64_t> words;
   std::vector<int> fds;  // borrowed

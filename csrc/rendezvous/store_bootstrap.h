@@ -61,7 +61,7 @@ class StoreBootstrap : public Bootstrap {
           return std::move(*value);
         }
       } catch (const Interrupted&) {
-        throw;  // what follows must not wait for this store either
+        throw;  // later requests must not wait for this store either
       } catch (...) {
         answers_ = true;  // with an error
         throw;

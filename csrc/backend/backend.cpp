@@ -22,7 +22,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long the end of a process group waits for works that nobody has waited for.
+// How long `shutdown` waits for works in flight.
 constexpr std::chrono::seconds kShutdownGrace{10};
 
 // The peers of the backends of this process by the names of their groups.
@@ -184,8 +184,8 @@ void Backend::prepare(const char* op) {
 
 void Backend::refuse_call(const Manner& manner, const std::string& reason) {
   if (size_ == 1) return;
-  // Peers in a synchronous call end at its first exchange; asynchronous calls have numbered them
-  // all.
+  // A peer's synchronous call ends at its first exchange; its asynchronous call has numbered all
+  // its exchanges already.
   for (int i = 0; i < (manner.async ? manner.exchanges : 1); ++i)
     refuse(group(manner.op), kAsync, reason);
 }
@@ -228,7 +228,7 @@ c10::intrusive_ptr<c10d::Work> Backend::start_all(Group& group, const Manner& ma
                    [ending, i](const std::string& failure) { ending->exchange_ended(failure, i); })
                  .number;
     } catch (const std::exception& error) {
-      // This exchange has reported its failure; the peers have numbered the later ones, too.
+      // This exchange has reported its failure; the peers have numbered the later exchanges, too.
       for (size_t rest = i + 1; rest < exchanges.size(); ++rest)
         refuse(group, kAsync, cause_of(error, rank_));
       throw;
@@ -242,10 +242,11 @@ c10::intrusive_ptr<c10d::Work> Backend::start_all(Group& group, const Manner& ma
 
 extern "C" {
 
-// A backend of torch's, of which the caller owns a reference; null on failure, whose text is
-// written to `error`. The objects are borrowed. For the glue, which knows Python's objects.
-// Of a group on several hosts: the group of the ranks on this host, which lives as long as its
-// object in Python does, a backend of all ranks, and the ranks by host; else null.
+// Returns a new reference to a torch backend; on failure returns null and writes the text to
+// `error`. The arguments are borrowed. Called by the glue, which handles Python's objects.
+// For a group on several hosts: `local` is the group of the ranks on this host, which
+// `local_object` keeps alive, `transport` a backend of all ranks, `ranks` the ranks by host. Else
+// all are null.
 void* symm_cp_backend_open(void* store, const char* name, int rank, int size, int64_t timeout_ms,
                            void* local, std::shared_ptr<void> local_object, void* transport,
                            const int32_t* ranks, int hosts, std::string* error) {

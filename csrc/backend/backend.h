@@ -1,7 +1,7 @@
 // A backend of torch.distributed for CPU tensors of the ranks of one host: "symm_cp".
 //
-// Synchronous calls run in the calling thread and return no work; asynchronous ones are left to the
-// copy engine of the group. Each call is one or several exchanges (exchange.h) and the tensors that
+// Synchronous calls run in the calling thread and return no work; the group's copy engine carries
+// out asynchronous calls. Each call is one or several exchanges (exchange.h) and the tensors that
 // it reads and writes.
 #pragma once
 
@@ -26,7 +26,7 @@ class Messages;
 class Backend : public c10d::Backend {
  public:
   // Collective: finds the other ranks, so that a rank that dies is noticed from then on. `name`
-  // names the process group. Throws c10::DistBackendError when a rank does not come in time.
+  // names the process group. Throws c10::DistBackendError when a rank does not arrive in time.
   Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
           std::chrono::milliseconds timeout);
   ~Backend() override;
@@ -44,7 +44,7 @@ class Backend : public c10d::Backend {
                                           const int& size) override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_number_.load(); }
-  // Ends the calls that wait, with an error; later ones throw. Does not wait.
+  // Ends waiting calls with an error; later calls throw. Does not wait.
   void abort() override;
   // Returns when the works in flight have ended.
   void shutdown() override;
@@ -100,7 +100,7 @@ class Backend : public c10d::Backend {
   const std::shared_ptr<Peers>& peers() const { return peers_; }
 
  protected:
-  // torch says "unset" for the time-out of the group.
+  // torch passes "unset" (not positive) where the group's time-out applies.
   static std::chrono::milliseconds of_call(std::chrono::milliseconds timeout) {
     return timeout.count() > 0 ? timeout : kGroupTimeout;
   }
@@ -111,17 +111,17 @@ class Backend : public c10d::Backend {
     bool async;
     std::chrono::milliseconds timeout;
     int64_t root = -1;  // -1: there is none
-    int exchanges = 1;  // that the call makes
+    int exchanges = 1;  // how many the call makes
   };
 
   // For backends that find the other ranks by themselves; `find` is ignored.
   Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
           std::chrono::milliseconds timeout, std::nullptr_t find);
 
-  // Throws where no call can be made.
+  // Throws if the group can make no calls.
   virtual void prepare(const char* op);
   virtual c10::intrusive_ptr<c10d::Work> carry_out(const Manner& manner, Collective collective);
-  // Tells the peers, which may be making this call, that this rank does not.
+  // Reports to the peers, which may be making this call, that this rank refuses it.
   virtual void refuse_call(const Manner& manner, const std::string& reason);
 
   std::string name_;
@@ -140,8 +140,8 @@ class Backend : public c10d::Backend {
     return made;
   }
 
-  // `describe` fills a collective, or throws if the tensors do not fit; that is reported to the
-  // peers.
+  // `describe` fills a collective, or throws if the tensors do not fit; the error is reported to
+  // the peers.
   template <class Describe>
   c10::intrusive_ptr<c10d::Work> call(const Manner& manner, Describe describe);
   c10::intrusive_ptr<c10d::Work> sparse_allreduce(const std::vector<at::Tensor>& tensors,
@@ -156,7 +156,7 @@ class Backend : public c10d::Backend {
   Messages& messages(const char* op);
   // How long a call waits for its peers.
   std::chrono::milliseconds wait_limit() const;
-  // The group of this process group, which is made at the first call.
+  // The group of this process group, made at the first call.
   Group& group(const char* op);
   void find_peers();
 
@@ -185,7 +185,7 @@ class Backend : public c10d::Backend {
   std::atomic<Group*> known_group_{nullptr};
 };
 
-// The peers that the backend of a process group has found; null for another backend.
+// The peers that the backend of a process group has found; null for other backends.
 std::shared_ptr<Peers> peers_of_backend(const std::string& name);
 
 }  // namespace symm_cp

@@ -13,12 +13,12 @@
 
 namespace symm_cp {
 
-// What works in the background must be woken for: a transfer that would keep the waiter busy for
-// long, or of which peers may have more pieces than this rank.
+// A larger asynchronous transfer wakes the engine at once: it would keep the waiting thread busy
+// for long. So does a transfer of which peers may have more pieces than this rank.
 inline constexpr int64_t kWaiterBytes = int64_t{64} << 10;
 
 inline bool wants_engine(const Exchange& exchange) {
-  // The peers may give each other more than this rank knows of, in several pieces.
+  // The peers may exchange more with each other than with this rank, in several pieces.
   if (exchange.kind == ExchangeKind::kAllToAll || exchange.complete) return true;
   int64_t bytes = 0, largest = 0;
   for (const auto* extents : {&exchange.input, &exchange.output}) {
@@ -31,7 +31,7 @@ inline bool wants_engine(const Exchange& exchange) {
   return bytes > kWaiterBytes || largest * parts > kPieceBytes;
 }
 
-// The exchange of a group of one rank.
+// Carries out an exchange of a group of one rank.
 void run_alone(const Exchange& exchange);
 
 // Runs `body`; its errors become torch's: ValueError for wrong arguments, DistBackendError (a

@@ -25,13 +25,14 @@ bool same_sizes(const Tensors& tensors) {
   });
 }
 
-// Ranks that agree on a list of tensors for each of them agree on whether they are of one shape.
+// Adds a list of one tensor for each rank to a name. Ranks with the same list agree on whether all
+// shapes are equal.
 CallName& describe(CallName& name, const Tensors& tensors) {
   if (same_sizes(tensors)) return name.describe(tensors.front());
   return name << " uneven " << tensors.front().scalar_type();
 }
 
-// Makes a list of its own, for an exchange of its own, of each tensor.
+// Returns a list for each tensor, as each has its own exchange.
 std::vector<Tensors> each_alone(const Tensors& tensors) {
   std::vector<Tensors> lists;
   lists.reserve(tensors.size());
@@ -46,12 +47,12 @@ Exchange exchange_of(ExchangeKind kind, const CallName& name) {
   return exchange;
 }
 
-// What torch's profiler shows of a call with a list for each device.
+// The tensors that torch's profiler shows for a call with a list for each device.
 at::TensorList first_of(const std::vector<Tensors>& lists) {
   return lists.empty() ? at::TensorList() : at::TensorList(lists.front());
 }
 
-// The bytes of the parts along dimension 0: as `splits` says, or equal.
+// The bytes of each rank's part along dimension 0: by `splits`, or equal if that is empty.
 std::vector<int64_t> split_sizes(const char* op, const char* argument, const at::Tensor& tensor,
                                  const std::vector<int64_t>& splits, int world_size) {
   const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
@@ -82,7 +83,7 @@ void run_alone(const Exchange& exchange) {
   const Extent& input = exchange.input.front();
   const Extent& output = exchange.output.front();
   TORCH_CHECK_VALUE(output.bytes == 0 || input.bytes == output.bytes, exchange.call_name,
-                    ": gives ", input.bytes, " bytes and takes ", output.bytes);
+                    ": input has ", input.bytes, " bytes, output has ", output.bytes);
   const auto* from = static_cast<const char*>(input.data);
   auto* to = static_cast<char*>(output.data);
   if (output.bytes == 0 || to == from) return;
@@ -109,7 +110,7 @@ WorkPtr Backend::call(const Manner& manner, Describe describe) {
     collective.op = manner.op;
     try {
       describe(collective);
-    } catch (c10::Error& error) {  // torch's do not name the op
+    } catch (c10::Error& error) {  // torch's errors do not name the op
       const std::string text = error.what_without_backtrace();
       if (text.find(manner.op) == std::string::npos)
         error.add_context(std::string("in ") + manner.op);
@@ -164,7 +165,7 @@ void Backend::add_all_reduce(Collective& collective, const char* op, CallName na
                            : bytes_read(collective, summand(op, tensor, reduce_op));
   const Extent read =
       takes && copies ? bytes_read(collective, summand(op, tensor, reduce_op)) : all;
-  // With a root the other ranks take nothing, so that there is nothing to gather.
+  // With a root, the other ranks take nothing: there is nothing to gather.
   const bool in_parts = !root && two_shot(size_, all.bytes);
   Exchange exchange = exchange_of(
       in_parts ? ExchangeKind::kTwoShotAllReduce : ExchangeKind::kAllReduce, name.describe(tensor));
@@ -192,7 +193,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
   });
 }
 
-// Its exchanges are gathers; so on several hosts, which is what the type is for.
+// A sparse all-reduce consists of gathers; the OpType makes TwoLevelBackend gather, too.
 WorkPtr Backend::sparse_allreduce(const Tensors& tensors, const c10d::AllreduceOptions& opts) {
   constexpr const char* kOp = "all_reduce";
   return call(manner(kOp, OpType::_ALLREDUCE_SPARSE, opts, 2), [&](Collective& collective) {
@@ -316,8 +317,8 @@ WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inpu
   const Manner each = manner(kOp, OpType::ALLGATHER_COALESCED, opts, inputs.size());
   return call(each, [&](Collective& collective) {
     collective.begin_event(inputs);
-    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kOp, ": ", outputs.size(), " outputs and ",
-                      inputs.size(), " inputs");
+    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kOp, ": got ", outputs.size(),
+                      " outputs and ", inputs.size(), " inputs; counts must match");
     const bool aside = must_write_aside({each_alone(inputs), each_alone(outputs)});
     for (size_t i = 0; i < inputs.size(); ++i)
       add_all_gather(collective, kOp, outputs[i], inputs[i], aside);
@@ -462,8 +463,8 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
   const Manner each = manner(kOp, kCoalescedScatter, opts, inputs.size());
   return call(each, [&](Collective& collective) {
     collective.begin_event(inputs);
-    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kOp, ": ", outputs.size(), " outputs and ",
-                      inputs.size(), " inputs");
+    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kOp, ": got ", outputs.size(),
+                      " outputs and ", inputs.size(), " inputs; counts must match");
     const bool aside = must_write_aside({each_alone(inputs), each_alone(outputs)});
     for (size_t i = 0; i < inputs.size(); ++i)
       add_reduce_scatter(collective, kOp, outputs[i], inputs[i], opts.reduceOp, aside);
@@ -472,7 +473,7 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
 
 // --- all to all ----------------------------------------------------------------------------------
 
-// Sizes that only two ranks know of are compared by their exchange.
+// The exchange itself compares the sizes, which only the two ranks of a pair have.
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                std::vector<int64_t>& output_splits,
                                std::vector<int64_t>& input_splits,
@@ -540,13 +541,14 @@ WorkPtr Backend::meet(const Manner& manner) {
   });
 }
 
-// In gloo's words, which programs and users look for. Names the first rank that is late, or all.
+// Errors have gloo's wording, which programs and users search for. They name the first late rank,
+// or with `wait_all_ranks` every late rank.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   constexpr const char* kOp = "monitored_barrier";
   const std::string self = "Rank " + std::to_string(rank_);
   const Manner manner{kOp, OpType::BARRIER, false, of_call(opts.timeout)};
   const std::string limit = std::to_string(opts.timeout.count()) + " ms";
-  if (opts.timeout.count() == 0 && size_ > 1) {  // elsewhere that stands for the group's time-out
+  if (opts.timeout.count() == 0 && size_ > 1) {  // elsewhere 0 means the group's time-out
     const std::string text = self + " timed out in monitoredBarrier after " + limit;
     translated([&] { refuse_call(manner, text); });
     C10_THROW_ERROR(DistBackendError, text);

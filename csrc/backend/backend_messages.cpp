@@ -81,8 +81,8 @@ void MessageWork::connect() {
   });
 }
 
-// The thread that carries messages out may have to wait for Python's lock where it holds its own,
-// so nobody waits for that with Python's lock.
+// The thread that carries out messages may wait for Python's lock while it holds its own. So these
+// functions release Python's lock before they take that one.
 
 bool MessageWork::isCompleted() {
   const WithoutGil without_gil;

@@ -16,7 +16,7 @@ namespace symm_cp {
 
 namespace {
 
-// A rank's data begins at a multiple of this, as elements of any dtype must.
+// Each rank's data begins at a multiple of this many bytes, the alignment of any dtype's elements.
 constexpr int64_t kAlignment = 16;
 
 // Coordinates and values of all ranks. A rank gives its coordinates, then its values.
@@ -43,7 +43,8 @@ class Terms {
   void gather(Exchange& exchange) {
     std::vector<int64_t> sizes;
     for (const int64_t count : counts_) {
-      if (count < 0) throw PeerError(exchange.call_name + ": the ranks could not tell their sizes");
+      if (count < 0)
+        throw PeerError(exchange.call_name + ": the ranks could not exchange their sizes");
       sizes.push_back(bytes_of(count));
     }
     given_ = at::zeros({bytes_of(own_count_)}, at::kByte);

@@ -1,4 +1,4 @@
-// All-reduces of sparse tensors, as gradients of embeddings are.
+// All-reduces of sparse tensors, such as gradients of embeddings.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -61,7 +61,7 @@ struct Span {
 void add_spans(std::vector<Span>& spans, const std::vector<at::Tensor>& tensors, size_t exchange,
                bool written) {
   for (const at::Tensor& tensor : tensors) {
-    // Unless dense, it is refused, or copied first.
+    // Other tensors are refused, or copied first.
     if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.numel() == 0) continue;
     int64_t last = 0;
     for (int64_t dim = 0; dim < tensor.dim(); ++dim)
@@ -203,7 +203,7 @@ bool must_write_aside(const Lists& lists) {
   for (size_t i = 0; i < spans.size(); ++i)
     for (size_t j = i + 1; j < spans.size() && spans[j].begin < spans[i].end; ++j) {
       const Span &one = spans[i], &other = spans[j];
-      // What an exchange reads and writes itself is for `separate`.
+      // `separate` handles overlaps within one exchange.
       if (one.written && other.written) return true;
       if ((one.written || other.written) && one.exchange != other.exchange) return true;
     }

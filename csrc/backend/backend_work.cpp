@@ -59,7 +59,7 @@ void Ending::exchange_ended(const std::string& failure, size_t index) {
     future = future_;
   }
   end_.notify_all();
-  // Its callbacks may wait for other collectives, which this thread carries out.
+  // The future's callbacks may wait for other collectives, which this thread carries out.
   if (future)
     run_in_helper_thread(
         [future, outputs = outputs_, failure = failure_] { settle(*future, outputs, failure); });
@@ -141,7 +141,7 @@ void CollectiveWork::wake() {
 
 bool CollectiveWork::isCompleted() {
   if (ending_->ended()) return true;
-  // Who asks again and again waits, but leaves the transfer to the engine.
+  // A thread that polls is waiting, too, but leaves the transfer to the engine.
   wake();
   return false;
 }
@@ -174,7 +174,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
         return false;  // Python raises the exception of the handler when this call has returned
       } catch (const PeerError&) {
         if (was_interrupted()) return false;  // it carried the exchange out itself
-        while (!ending_->await(std::chrono::milliseconds(50)));  // which knows the error
+        while (!ending_->await(std::chrono::milliseconds(50)));  // it has the error
       }
     } else {
       wake();

@@ -1,4 +1,4 @@
-// Asynchronous collectives as torch sees them: works, and futures that nobody has to wait for.
+// Asynchronous collectives as torch sees them: works, and futures that need no waiter.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -32,40 +32,39 @@ constexpr Type coalesced_scatter_type(long) {
 }
 inline constexpr c10d::OpType kCoalescedScatter = coalesced_scatter_type<c10d::OpType>(0);
 
-// What one call of a collective does, and the tensors that it needs until it has ended.
+// The exchanges of one call of a collective, and the tensors that it needs until it has ended.
 struct Collective {
   const char* op = "";
   std::vector<Exchange> exchanges;
-  std::vector<at::Tensor> kept;  // their memory is read or written
-  std::vector<std::pair<at::Tensor, at::Tensor>>
-      results;                           // at the end: to the first from the other
-  std::vector<at::Tensor> outputs;       // of the call, in torch's order
+  std::vector<at::Tensor> kept;                            // their memory is read or written
+  std::vector<std::pair<at::Tensor, at::Tensor>> results;  // at the end: copies second to first
+  std::vector<at::Tensor> outputs;                         // the call's, in torch's order
   std::function<void()> conclude;        // at the end: processes the received data
   std::shared_ptr<ProfilerEvent> event;  // null unless a profiler observes
 
   bool delivers() const { return !results.empty() || conclude; }
-  // Makes the results that do not lie in the caller's tensors yet.
+  // Writes the results that are not in the caller's tensors yet.
   void deliver();
-  // Begins the event "symm_cp:" and `op` in torch's profiler, if anyone observes. It ends with this
-  // object, or with the `Ending` that is made of it.
+  // Begins the event "symm_cp:<op>" in torch's profiler, if an observer is active. The event ends
+  // with this object, or with the `Ending` made from it.
   void begin_event(at::TensorList inputs);
 };
 
-// The end of a collective in the background. Whichever thread carries out its last exchange ends
-// it; knows no group, because the thread of a group must not be its last owner.
+// The end of a collective in the background: the thread that carries out its last exchange ends it.
+// Holds no reference to the group, because a group's thread must not be its last owner.
 class Ending {
  public:
-  // `exchanges`: how many it waits for.
+  // `exchanges`: the number of exchanges to wait for.
   explicit Ending(Collective collective, size_t exchanges = 0);
 
-  // Takes why an exchange failed; empty: it succeeded. Two threads may call this at once. The
-  // failure of the smallest index counts: failures of later exchanges may follow from it.
+  // Notes that an exchange ended; an empty `failure` means success. Two threads may call this at
+  // once. The failure with the smallest index counts, as it may have caused the later ones.
   void exchange_ended(const std::string& failure, size_t index = 0);
   // If it has ended, this and `await` end the profiler's event.
   bool ended() const;
-  // Returns when it has ended, which is soon once the last exchange has. False after `limit`.
+  // Waits until it has ended, soon after its last exchange. Returns false after `limit`.
   bool await(std::chrono::milliseconds limit);
-  // Why it failed; empty when it did not. Only after it has ended.
+  // Why it failed; empty on success. Call this only after it has ended.
   std::string failure() const;
   // Whether there is something to do at the end: results to deliver, an event to end.
   bool has_work() const { return has_work_; }
@@ -89,12 +88,12 @@ class Ending {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// What all works of the backend have.
+// The common part of all works of the backend.
 class BackendWork : public c10d::Work {
  public:
   BackendWork(c10d::OpType type, std::shared_ptr<Ending> ending, uint64_t sequence_number)
       : Work(-1, type), ending_(std::move(ending)), sequence_number_(sequence_number) {}
-  // Ends the profiler's event where only the future was waited for.
+  // Ends the profiler's event if the caller waited for the future only.
   ~BackendWork() override { ending_->ended(); }
 
   std::vector<at::Tensor> result() override { return ending_->outputs(); }
@@ -123,7 +122,7 @@ class MessageWork : public BackendWork {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  // Has the delivery end `ending_`, which until then has nothing to do.
+  // Links `ending_` to the end of the delivery; until then `ending_` has nothing to do.
   void connect();
 
   Delivery delivery_;
@@ -134,7 +133,8 @@ class MessageWork : public BackendWork {
 
 class CollectiveWork : public BackendWork {
  public:
-  // `last`: the number of the last exchange on the group's lane. Without a group others end it.
+  // `last`: the number of the last exchange on the group's lane. Without a group, other threads end
+  // it.
   CollectiveWork(c10d::OpType type, std::shared_ptr<Group> group, std::shared_ptr<Ending> ending,
                  int64_t last, uint64_t sequence_number);
   ~CollectiveWork() override;
@@ -146,7 +146,7 @@ class CollectiveWork : public BackendWork {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  // Has the engine end it.
+  // Wakes the engine, which ends it.
   void wake();
   void throw_if_failed() const;
 

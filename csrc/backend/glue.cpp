@@ -1,8 +1,8 @@
-// Gives Python a backend of csrc/backend.h as an object of torch's. A library of its own, because
-// it needs Python's headers; built when a backend is first asked for.
+// Wraps a backend (csrc/backend/backend.h) in a torch object for Python. A separate library,
+// because it needs Python's headers; built when a backend is first requested.
 //
-// pybind11 itself, not torch's header for it: of that only the declaration of the holder is needed,
-// and it takes a quarter longer to compile.
+// Includes pybind11 itself, not torch's header for it: only that header's declaration of the holder
+// is needed, and the header takes a quarter longer to compile.
 #include <pybind11/pybind11.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -17,19 +17,19 @@ PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 
 namespace {
 
-// symm_cp_backend_open of csrc/backend.cpp.
+// symm_cp_backend_open of csrc/backend/backend.cpp.
 using Open = void* (*)(void* store, const char* name, int rank, int size, int64_t timeout_ms,
                        void* local, std::shared_ptr<void> local_object, void* transport,
                        const int32_t* ranks, int hosts, std::string* error);
 
-// Of a group on several hosts.
+// For a group on several hosts.
 struct Hosts {
   pybind11::handle local, transport;
   const int32_t* ranks;
   int count;
 };
 
-// Keeps an object of Python alive.
+// Keeps a Python object alive.
 std::shared_ptr<void> reference_to(pybind11::handle object) {
   return {object.inc_ref().ptr(), [](void* kept) {
             if (Py_IsInitialized() == 0) return;

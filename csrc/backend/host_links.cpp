@@ -17,9 +17,9 @@ using LinkWork = c10::intrusive_ptr<c10d::Work>;
 constexpr int kHeadTag = HostLinks::kFirstTag;
 constexpr int kBodyTag = HostLinks::kFirstTag + 1;
 
-// The first message of a parcel: its size, and all bytes of a small one.
+// The first message of a parcel: its size and, if it is small, all its bytes.
 struct Head {
-  int64_t bytes;  // of the parcel; -1: the sender has failed, and says why in `text`
+  int64_t bytes;  // of the parcel; -1: the sender has failed, `text` holds the reason
   char text[504];
   char data[3584];
 
@@ -108,7 +108,7 @@ class Round {
     }
   }
 
-  // What follows the head is received in any case: its sender waits until it is.
+  // Receives the bytes after the head in any case: their sender waits for that.
   void open(const Incoming& incoming) {
     const Head& head = *incoming.head;
     const int peer = incoming.parcel.rank;
@@ -117,7 +117,7 @@ class Round {
       fail(head.text);
       return;
     }
-    // An own failure comes before the parcel's size is known.
+    // After a failure of its own, this rank may not have the parcel's size.
     const bool fits = wanted.bytes == head.bytes;
     if (own_failure_.empty() && (!fits || call_name_ != head.text))
       fail("ranks disagree: rank " + std::to_string(peer) + " calls " + head.text + " and sends " +

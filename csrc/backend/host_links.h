@@ -20,18 +20,19 @@ struct Parcel {
 
 class HostLinks {
  public:
-  // `transport`: of all ranks of the group. User's messages on it have tags below `kFirstTag`.
+  // `transport`: a backend of all ranks of the group. Users' messages on it have tags below
+  // `kFirstTag`.
   HostLinks(c10::intrusive_ptr<c10d::Backend> transport, c10::intrusive_ptr<c10d::Store> store,
             int rank)
       : transport_(std::move(transport)), notes_(std::move(store), rank), rank_(rank) {}
 
   static constexpr int kFirstTag = 1 << 30;
 
-  // Sends and receives all parcels at once. Each travels behind the name of the call, so that ranks
-  // that make different calls hear of it; a rank that has failed (`failure`) sends the reason
-  // instead. Returns when all have ended, so that the ranks stay in step whatever happens. Throws
-  // PeerError: the own failure, else the first of a peer or a link. A link breaks when the rank
-  // behind it ends after a call that failed; then the error says what that rank noted.
+  // Sends and receives all parcels at once. The call's name precedes each parcel, so that ranks
+  // detect different calls; a rank that has failed (`failure`) sends the reason instead. Returns
+  // when all transfers have ended, so that the ranks stay in step whatever happens. Throws
+  // PeerError: this rank's failure, else the first of a peer or a link. A link breaks when the
+  // peer's process ends after a failed call; then the error quotes that rank's note.
   void exchange(const std::string& call_name, const std::string& failure,
                 const std::vector<Parcel>& sends, const std::vector<Parcel>& receives,
                 std::chrono::milliseconds timeout);

@@ -20,7 +20,7 @@ namespace symm_cp {
 
 class LinkProbe {
  public:
-  // Null for backends that do not report it; then only the time-out applies.
+  // Null for backends that do not report broken connections; then only the time-out applies.
   static std::unique_ptr<LinkProbe> of(c10::intrusive_ptr<c10d::Backend> backend,
                                        const std::string& group) {
     if (!backend) return nullptr;
@@ -29,9 +29,9 @@ class LinkProbe {
     return std::unique_ptr<LinkProbe>(new LinkProbe(std::move(backend), std::move(peers)));
   }
 
-  // The rank because of which nothing may come from `rank` any more: itself, when the link to it is
-  // broken, or a dead one of which it has missed a message (Board::missed). The first call for a
-  // rank of another backend only starts its probe.
+  // The rank whose loss may keep `rank` from sending: `rank` itself if its link is broken, or a
+  // dead rank whose message `rank` has missed (Board::missed). With another backend, the first call
+  // for a rank only starts its probe.
   std::optional<int> lost(int rank) {
     if (peers_ != nullptr) {
       if (peers_->dead(rank)) return rank;
@@ -48,8 +48,8 @@ class LinkProbe {
   // thread waits until it is aborted.
   struct Probe {
     Probe(c10d::Backend& backend, int rank) {
-      // Without torch's dispatcher: under the caller's modes or transforms it may be no plain
-      // tensor, and gloo refuses that, which is no sign of a broken link.
+      // Bypasses torch's dispatcher: under the caller's modes or transforms the tensor may not be
+      // plain, and gloo's refusal of it would look like a broken link.
       std::vector<at::Tensor> nothing{at::detail::empty_cpu({1}, at::kByte)};
       try {
         work = backend.recv(nothing, rank, kTag);

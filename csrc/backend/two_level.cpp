@@ -20,17 +20,18 @@ namespace {
 using c10d::OpType;
 using std::chrono::milliseconds;
 
-// How long the end of a process group waits for calls that nobody has waited for.
+// How long the end of a process group waits for calls in flight.
 constexpr std::chrono::seconds kLastCallsGrace{10};
 
-// Begins errors that name ranks of the whole group, which the ranks of a host pass on.
+// Prefix of errors whose rank numbers are those of the whole group; a host's ranks pass them on
+// unchanged.
 constexpr std::string_view kAcross = "across hosts: ";
 
 std::string across(std::string text) {
   return text.starts_with(kAcross) ? text : std::string(kAcross) + text;
 }
 
-// The ranks in an error of the group of this host's ranks are counted there.
+// Replaces the rank numbers in an error of this host's group by those of the whole group.
 std::string across(std::string text, const std::vector<int>& here) {
   static const std::regex number("\\brank (\\d{1,6})\\b");
   if (text.starts_with(kAcross)) return text;
@@ -75,7 +76,7 @@ TwoLevelBackend::TwoLevelBackend(c10::intrusive_ptr<c10d::Store> store, std::str
 
 TwoLevelBackend::~TwoLevelBackend() {
   if (forks_ != fork_count()) {
-    thread_.detach();  // it is not in this process
+    thread_.detach();  // the thread is not in this process
     return;
   }
   const WithoutGil without_gil;
@@ -117,7 +118,7 @@ void TwoLevelBackend::run_stages(Stages stages, std::string failure, millisecond
   };
   const auto run_all = [&](std::vector<Exchange>& exchanges) {
     for (Exchange& exchange : exchanges) {
-      exchange.timeout = timeout * 3 / 2;  // a rank that loses a link tells those on this host
+      exchange.timeout = timeout * 3 / 2;  // a rank that loses a link reports it on its host
       if (failure.empty())
         attempt([&] { run_here(std::move(exchange)); }, true);
       else
@@ -171,7 +172,7 @@ void TwoLevelBackend::refuse_call(const Manner& manner, const std::string& reaso
   enqueue([=, this] {
     try {
       run_stages(refused(routing, call_name), reason, timeout);
-    } catch (const std::exception&) {  // the caller has it already
+    } catch (const std::exception&) {  // the caller has the error already
     }
   });
 }
@@ -224,7 +225,7 @@ void TwoLevelBackend::shutdown() {
   links_.transport()->shutdown();
 }
 
-// --- What the transport does by itself -----------------------------------------------------------
+// --- Calls of the transport alone ----------------------------------------------------------------
 
 namespace {
 

@@ -1,12 +1,12 @@
 // The backend of a group whose ranks are on several hosts: shared memory within a host, links
-// between them.
+// between hosts.
 //
-// Ranks with the same number on their hosts are a column. A sum is first taken within each host,
-// where each rank sums a part; then in each column; then the parts are gathered within each host.
+// Ranks with the same number on their hosts are a column. A reduction first sums within each host,
+// where each rank sums a part; then in each column; then it gathers the parts within each host.
 // Other collectives send each byte between two hosts once, and share it within the host. All links
 // are busy at once.
 //
-// 16-bit sums are rounded twice: within a host, and between them.
+// 16-bit sums are rounded twice: within a host, and between hosts.
 #pragma once
 
 #include <condition_variable>
@@ -25,7 +25,7 @@
 
 namespace symm_cp {
 
-// Where the ranks of a group are; every host holds the same number.
+// Where the ranks of a group are; every host has the same number of ranks.
 struct Spread {
   // `by_host`: the ranks of the first host, of the second, and so on.
   Spread(int rank, int size, const int32_t* by_host, int hosts);
@@ -40,7 +40,7 @@ struct Stages {
   std::string call_name;
   std::vector<Exchange> first;          // within the host,
   std::vector<Parcel> sends, receives;  // then between hosts,
-  std::function<void()> then;           // then with what was received,
+  std::function<void()> then;           // then with the received data,
   std::vector<Exchange> last;           // then within the host
   std::vector<at::Tensor> scratch;
 };
@@ -79,7 +79,8 @@ class TwoLevelBackend : public Backend {
  private:
   int hosts() const { return static_cast<int>(spread_.ranks.size()); }
   int places() const { return static_cast<int>(spread_.ranks.front().size()); }
-  // The ranks on this host; the ranks with this rank's place, on all hosts and on other hosts.
+  // The ranks on this host; the ranks with this rank's place on other hosts; all ranks on other
+  // hosts.
   const std::vector<int>& here() const { return spread_.ranks[spread_.host]; }
   std::vector<int> column() const;
   std::vector<int> counterparts() const;
@@ -100,13 +101,13 @@ class TwoLevelBackend : public Backend {
   std::function<void()> split_sum(Stages& stages, const Exchange& exchange, Extent mine,
                                   std::chrono::milliseconds timeout);
 
-  // Carries the stages out, or with a failure tells everyone of it. Throws.
+  // Carries the stages out or, given a failure, reports it to all ranks. Throws.
   void run_stages(Stages stages, std::string failure, std::chrono::milliseconds timeout);
   void run_here(Exchange exchange);
   void refuse_here(const std::string& reason);
   Group& local_group();
 
-  // Calls are carried out one after the other, by a thread of their own.
+  // A separate thread carries out the calls one after the other.
   void enqueue(std::function<void()> call);
   void carry_out_all();
 

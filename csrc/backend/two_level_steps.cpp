@@ -1,5 +1,5 @@
-// The steps of each collective over two levels: what the ranks of a host do first, what travels
-// between hosts, and what the ranks of a host do last.
+// The steps of each collective over two levels: first within each host, then between hosts, last
+// within each host.
 #include <algorithm>
 
 #include "backend/backend_call.h"
@@ -13,10 +13,11 @@ namespace {
 using c10d::OpType;
 using std::chrono::milliseconds;
 
-// From this size on, the sum of a column is split: each of its ranks sums a part.
+// With three hosts or more, a column splits the sum of a part larger than this: each of its ranks
+// sums a piece.
 constexpr int64_t kSplitBytes = int64_t{64} << 10;
 
-// The kinds of collectives: several of torch's have one kind.
+// Kinds of collectives; several of torch's types map to one kind.
 enum class Action {
   kAllReduce,
   kReduce,
@@ -54,7 +55,7 @@ Exchange like(const Exchange& exchange, ExchangeKind kind) {
   return made;
 }
 
-// Parts that lie one behind the other, as one.
+// Joins adjacent parts into one.
 Extent joined(const std::vector<Extent>& parts) {
   Extent all = parts.front();
   for (size_t i = 1; i < parts.size(); ++i) all.bytes += parts[i].bytes;
@@ -288,14 +289,14 @@ Stages TwoLevelBackend::stages(const Routing& routing, const Exchange& exchange,
   return made;
 }
 
-// The same ranks meet as in the exchange that was not made, and hear why.
+// Steps in which the same ranks meet as in the refused exchange, and get the reason.
 Stages TwoLevelBackend::refused(const Routing& routing, const std::string& call_name) const {
   Stages made;
   made.call_name = call_name;
   const Action action = action_of(routing.type);
   const bool rooted = routing.root >= 0 && routing.root < size_;
   if (action == Action::kBroadcast) made.last.resize(1);
-  if (routing.root >= 0 && !rooted) return made;  // who the others meet is not known
+  if (routing.root >= 0 && !rooted) return made;  // the ranks that others meet are unknown
   const auto [home, place] = rooted ? seat(routing.root) : std::pair{-1, -1};
   const bool is_home = home == spread_.host;
   const bool is_root = routing.root == rank_;

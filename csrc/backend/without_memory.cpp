@@ -1,7 +1,7 @@
 // Collectives of tensors without dense memory. torch has no kernels for their dispatch keys: it
-// refuses the call before the backend hears of it, and the peers wait until their time-out. With
-// these kernels the backend symm_cp gets the call, refuses it, and tells the peers. Groups of other
-// backends raise torch's error.
+// refuses the call before the backend gets it, and the peers wait until their time-out. With these
+// kernels the backend symm_cp gets the call, refuses it, and reports that to the peers. Groups of
+// other backends raise torch's error.
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 

@@ -42,7 +42,7 @@ class SystemError : public ResourceError {
       : ResourceError(what + ": " + std::strerror(errno)) {}
 };
 
-// A failure on a rank as it is reported to the peers.
+// The text in which a rank's failure is reported to its peers.
 inline std::string cause_of(const std::exception& error, int rank) {
   const auto* known = dynamic_cast<const PeerError*>(&error);
   if (known != nullptr && dynamic_cast<const Interrupted*>(&error) == nullptr)

@@ -1,4 +1,4 @@
-// Threads of the library's own that share the work of one thread, such as a copy engine's.
+// The library's own threads that share the work of one thread, such as a copy engine.
 #pragma once
 
 #include <condition_variable>
@@ -13,7 +13,7 @@ namespace symm_cp {
 // For one thread at a time. Its threads sleep between two runs.
 class HelperPool : public Pool {
  public:
-  // `threads` include the one that calls `run`.
+  // `threads` includes the thread that calls `run`.
   explicit HelperPool(int threads);
   ~HelperPool() override;
   HelperPool(const HelperPool&) = delete;

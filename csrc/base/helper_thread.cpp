@@ -56,8 +56,8 @@ class Helpers {
   size_t idle_ = 0;
 };
 
-// Never destroyed: threads may end after static destructors have run. A process that was forked has
-// none of the threads.
+// Never destroyed: threads may end after static destructors have run. A forked process has none of
+// the threads.
 Helpers& helpers() {
   static std::mutex mutex;
   static Helpers* instance = nullptr;

@@ -6,8 +6,8 @@
 
 #include "base/team.h"
 
-// The entry that g++ calls for `#pragma omp parallel`, which all OpenMP runtimes have: g++'s, and
-// for programs of g++ those of clang and Intel. Null where torch was built without OpenMP.
+// The function that g++ calls for `#pragma omp parallel`. All OpenMP runtimes have it: g++'s own,
+// and clang's and Intel's for programs compiled by g++. Null if torch was built without OpenMP.
 extern "C" {
 void GOMP_parallel(void (*body)(void*), void* argument, unsigned threads, unsigned flags)
     __attribute__((weak));
@@ -19,7 +19,7 @@ namespace symm_cp {
 
 namespace {
 
-// The threads of a runtime do not exist in a forked process, and g++'s waits for them there.
+// A forked process has none of a runtime's threads, and g++'s runtime waits for them there.
 std::atomic<bool> has_run{false}, is_forked{false};
 
 void after_fork_in_child() {

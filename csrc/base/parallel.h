@@ -1,9 +1,9 @@
-// Loops by torch's intra-op threads.
+// Loops on torch's intra-op threads.
 //
-// Instead of at::parallel_for, which is a loop in the calling thread wherever it was not compiled
-// with -fopenmp. Compiled so, and linked, this library would bring the compiler's OpenMP runtime
-// with it, next to torch's, with threads of its own; clang's is another one than g++'s. What starts
-// a parallel region is found in the runtime that torch has loaded instead.
+// Replaces at::parallel_for, which loops in the calling thread unless compiled with -fopenmp. With
+// that option this library would link the compiler's OpenMP runtime next to torch's, with threads
+// of its own (clang's runtime is not g++'s). Instead, the function that starts a parallel region
+// comes from the runtime that torch has loaded.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -15,13 +15,13 @@
 
 namespace symm_cp {
 
-// How many threads a loop of the calling thread has at this moment.
+// The number of threads that a loop of the calling thread has at this moment.
 int loop_threads();
 // Calls body(argument, thread, threads) in each thread of a parallel region.
 void run_region(void (*body)(void* argument, int thread, int threads), void* argument);
 
-// As at::parallel_for: calls body(first, last) for parts of the range of `grain` at least, the n-th
-// part in the n-th thread. Throws what one of the parts has thrown.
+// Like at::parallel_for: calls body(first, last) for parts of the range of at least `grain` each,
+// the n-th part in the n-th thread. Rethrows the exception of one of the parts.
 template <class Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   if (begin >= end) return;

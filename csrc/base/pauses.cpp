@@ -10,7 +10,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A thread that sleeps wakes up about this much later than it asked for.
+// A sleeping thread wakes about this much late; shorter pauses yield in a loop instead.
 constexpr std::chrono::microseconds kSpinBelow{60};
 
 std::atomic<uint64_t> seed_of_next{0};
@@ -36,7 +36,7 @@ void set_pauses(uint64_t seed, int64_t longest_us) {
   longest_pause_us.store(longest_us);
 }
 
-// One time in four, and mostly a small part of the longest pause: what others do meanwhile takes
+// Pauses one time in four, mostly for a small part of the longest pause: other threads' steps take
 // microseconds or milliseconds.
 void draw_pause() {
   const uint64_t drawn = generator()();

@@ -10,11 +10,11 @@ namespace symm_cp {
 
 extern std::atomic<int64_t> longest_pause_us;  // 0: no pauses
 
-// Draws from `seed` from now on, in each thread another sequence.
+// Seeds the pauses; each thread draws a sequence of its own.
 void set_pauses(uint64_t seed, int64_t longest_us);
 void draw_pause();
 
-// Tests alone set pauses; else this is one load.
+// Only tests set pauses; otherwise this is one load.
 inline void pause_at_random() {
   if (longest_pause_us.load(std::memory_order_relaxed) != 0) draw_pause();
 }

@@ -43,7 +43,7 @@ struct ProfilerEvent::Record {
   at::RecordFunction function;                                 // refers to the name and the inputs
   std::vector<std::unique_ptr<at::ObserverContext>> contexts;  // one for each observer
   const ProfilerStateBase* profiler = ProfilerStateBase::get();
-  // Keeps the profiler's state, so that no other one has its address.
+  // Keeps the profiler's state, so that no other state gets its address.
   std::shared_ptr<c10::ThreadLocalDebugInfo> alive = c10::ThreadLocalDebugInfo::current();
 };
 

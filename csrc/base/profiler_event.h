@@ -10,8 +10,8 @@ namespace symm_cp {
 
 class ProfilerEvent {
  public:
-  // Begins the event "symm_cp:" and `op` of the profiler that observes this thread; returns null if
-  // no one observes.
+  // Begins the event "symm_cp:<op>" in the profiler that observes this thread; returns null without
+  // an observer.
   static std::shared_ptr<ProfilerEvent> begin(const char* op, at::TensorList inputs);
 
   ProfilerEvent(const ProfilerEvent&) = delete;
@@ -19,8 +19,8 @@ class ProfilerEvent {
   // Ends the event, too.
   ~ProfilerEvent();
 
-  // Ends the event if the profiler observes this thread: one that was stopped has freed its record
-  // of the event, and only a thread that it observes is sure that it was not. So the thread that
+  // Ends the event if the profiler observes this thread. On other threads the profiler may have
+  // been stopped, and a stopped profiler has freed its record of the event. So the thread that
   // waits for the call ends the event, not the thread that carries the call out.
   void end();
 

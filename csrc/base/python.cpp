@@ -44,7 +44,7 @@ int raise_again(void* pending) {
   return -1;
 }
 
-// Has Python raise the exception soon. Call it with Python's lock.
+// Makes Python raise the exception soon. The caller holds Python's lock.
 void raise_soon(Raised* raised) {
   if (Py_AddPendingCall(raise_again, raised) != 0) raise_again(raised);  // the queue is full
 }
@@ -109,7 +109,7 @@ std::string unreported_error() {
     void* const shown = reported == nullptr ? PyObject_Str(raised.value) : nullptr;
     const char* const utf8 = shown != nullptr ? PyUnicode_AsUTF8(shown) : nullptr;
     if (utf8 != nullptr) text = utf8;
-    PyErr_Clear();  // of looking
+    PyErr_Clear();  // an error of the look-up
     Py_DecRef(shown);
     Py_DecRef(reported);
   }

@@ -1,8 +1,8 @@
 // Waiting in a Python process: releases the GIL for other threads, and handles Ctrl-C.
 //
 // torch calls a handle's barrier, put_signal, wait_signal and rendezvous with Python's lock held:
-// on CUDA they only enqueue. Here they block, and two threads that wait in two groups, in another
-// order on another rank, would wait for each other.
+// on CUDA they only enqueue. Here they block: two threads that wait in two groups would deadlock
+// with a rank whose threads wait in the other order.
 #pragma once
 
 #include <string>
@@ -44,11 +44,11 @@ void raise_later(void* exception);
 // Whether torch's `_symmetric_memory._test_mode()` asks for the unfused definitions of the ops.
 bool in_test_mode();
 
-// Whether that has thrown in this thread since it was last asked.
+// Whether `throw_if_interrupted` has thrown in this thread since the last call of this function.
 bool was_interrupted();
 
-// Returns the text of the exception of Python that is on its way through C++; empty if there is
-// none, or if it is marked as already reported to the peers (symm_cp/group/memory.py).
+// Returns the text of the Python exception that is passing through C++; empty if there is none, or
+// if it is marked as already reported to the peers (symm_cp/group/memory.py).
 std::string unreported_error();
 
 // Counts how often this process was forked from one that had loaded this library.

@@ -27,7 +27,7 @@ int own_socket(int rank, int world_size) {
     const int sockets = std::atoi(wanted);
     return sockets < 1 ? -1 : kAsIf + static_cast<int>(int64_t{rank} * sockets / world_size);
   }
-  // Each CPU's socket is a file: not read where there are too few ranks for two sockets.
+  // Each CPU's socket is in a file; with too few ranks for two sockets, skip reading these.
   if (static_cast<size_t>(world_size) < 2 * kLeastOnSocket) return -1;
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return -1;
@@ -51,7 +51,7 @@ int sockets_of(const std::vector<int>& by_rank) {
     for (size_t rank = 0; rank < ranks; ++rank) {
       const int own = by_rank[rank];
       divided = divided && own >= 0 && own == by_rank[rank / each * each];
-      // Sockets of the ranks before are others.
+      // Earlier ranks must be on other sockets.
       for (size_t before = 0; before < rank / each * each; ++before)
         divided = divided && by_rank[before] != own;
     }

@@ -22,14 +22,14 @@ class NoPool : public Pool {
 Pool* callers = nullptr;
 std::atomic<Threads> chosen{Threads::kWhereCoresSuffice};
 std::atomic<int> background{1};
-// By number of threads; 0: not measured. More threads than these share work as if not measured.
+// Indexed by number of threads; 0: not measured. More threads share work as if not measured.
 constexpr int kMostMeasured = 512;
 std::array<std::atomic<int64_t>, kMostMeasured + 1> divided_from{};
 std::atomic<int64_t> divided{0};
 thread_local Team* current = nullptr;
 thread_local bool has_left = false;
 
-// The calling thread's; none where the system has more cores than a mask.
+// The calling thread's cores; none if the system has more cores than a mask.
 CoreMask cores_of_thread() {
   CoreMask mask{};
   if (sched_getaffinity(0, sizeof(mask), reinterpret_cast<cpu_set_t*>(mask.data())) != 0)
@@ -51,7 +51,7 @@ class OwnCores : public Cores {
   std::atomic<int> known_{0};  // a number of threads; negative: too many
 };
 
-// Within a part the calling thread works alone, as the others do.
+// Within a part, the calling thread works alone, like the other threads.
 class Pause {
  public:
   Pause() : paused_(current) { current = nullptr; }
@@ -133,7 +133,7 @@ int Team::threads() {
   threads_ = 1;
   if (choice == Threads::kOne) return threads_;
   const int all = pool_.threads();
-  // Asked with one thread as well: the other ranks then know that there is only one.
+  // Called with one thread as well, to report to the other ranks that there is only one.
   const bool suffice = cores_ == nullptr || cores_->suffice(all);
   if (suffice || choice == Threads::kAll) threads_ = all;
   return threads_;

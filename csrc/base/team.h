@@ -1,9 +1,9 @@
 // Copies and reductions by several threads of a rank.
 //
 // The functions that copy and reduce (exchange/copy.h, exchange/reduce.h) divide large work among
-// the threads that the calling thread's Team has, and do it alone where there is no Team: in the
-// threads that this library starts itself, and wherever a caller has opened none. What is divided
-// never changes results, nor what ranks tell each other, so that ranks may decide differently.
+// the threads of the calling thread's Team. Without a Team they work alone: in the threads that
+// this library starts itself, and where no caller has opened one. The division changes neither
+// results nor what ranks send each other, so ranks may divide differently.
 #pragma once
 
 #include <algorithm>
@@ -17,31 +17,31 @@ namespace symm_cp {
 class Pool {
  public:
   virtual ~Pool() = default;
-  // How many the calling thread has at this moment: 1 within a part.
+  // The number of threads that the calling thread has at this moment: 1 within a part.
   virtual int threads() = 0;
   // Calls body(argument, part) for each part, part p always in the same thread, and returns when
   // all have returned. There are at most `threads()` parts. `body` must not throw.
   virtual void run(int parts, void (*body)(void* argument, int part), void* argument) = 0;
 };
 
-// The pool of the threads that call ops. Torch's threads are set when the library is loaded
-// (base/parallel.cpp); without any pool, all work alone.
+// The pool of the threads that call ops. Loading the library sets torch's threads
+// (base/parallel.cpp); without a pool, each thread works alone.
 void set_pool(Pool* pool);
 Pool& caller_pool();
 
-// Who copies and reduces: one thread, all threads where the cores suffice, or all.
+// Which threads copy and reduce: one, all if there are enough cores, or all.
 enum class Threads { kOne, kWhereCoresSuffice, kAll };
 void set_threads(Threads threads);
-// How many threads a copy engine has of its own; see lane.cpp.
+// The number of a copy engine's own threads; see lane.cpp.
 void set_background_threads(int threads);
 int background_threads();
-// From how many bytes on this many threads share work, as measured (symm-cp calibrate); 0 bytes: as
-// if it had not been measured. With 0 threads it sets that of any number of threads.
+// Sets the number of bytes from which on this many threads share work, as measured (symm-cp
+// calibrate); 0 bytes: not measured. With 0 threads, sets it for every number of threads.
 void set_divided_from(int threads, int64_t bytes);
 
-// The cores that threads may run on. In a loop of short parts every thread that has to wait for a
-// core holds up all others for a time slice, some milliseconds: threads are worth it only where
-// each has a core of its own.
+// The cores that threads may run on. In a loop of short parts, a thread that has to wait for a core
+// holds up all others for a time slice, some milliseconds: threads pay only if each has a core of
+// its own.
 class Cores {
  public:
   virtual ~Cores() = default;
@@ -50,10 +50,11 @@ class Cores {
   virtual bool suffice(int threads) = 0;
 };
 
-// Of this process, for calls without other ranks.
+// The cores of this process, for calls without other ranks.
 Cores& own_cores();
 
-// The bits of cores, by their numbers: those on which the threads of a pool may run.
+// One bit for each core, by its number. `cores_of` returns the cores on which a pool's threads may
+// run.
 constexpr int kMostCores = 2048;
 using CoreMask = std::array<uint32_t, kMostCores / 32>;
 CoreMask cores_of(Pool& pool, int threads);
@@ -62,21 +63,21 @@ int count_cores(const CoreMask& mask);
 // In its scope the calling thread divides large work.
 class Team {
  public:
-  // With the pool of the threads that call ops, if the cores suffice for it: those of the ranks
-  // that may be at work at the same time. In threads that have left that pool it changes nothing.
+  // Uses the pool of the threads that call ops, if the cores suffice for it and for the ranks that
+  // may work at the same time. Has no effect in threads that have left that pool.
   explicit Team(Cores& cores);
-  // With all threads of another pool, whatever the cores.
+  // Uses all threads of another pool, whatever the cores.
   explicit Team(Pool& pool);
   ~Team();
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  // The number of parts into which the calling thread divides work on `bytes`: 1 where it takes one
-  // thread no longer than it takes several to meet.
+  // The number of parts into which the calling thread divides work on `bytes`: 1 if one thread
+  // needs no longer for it than several need to meet.
   static int parts_of(int64_t bytes) {
     return bytes < least_bytes_.load(std::memory_order_relaxed) ? 1 : parts_of_large(bytes);
   }
-  // Calls body(part) for each.
+  // Calls body(part) for each part.
   template <class Body>
   static void run(int parts, const Body& body) {
     run_parts(
@@ -87,16 +88,16 @@ class Team {
   // How often work was divided in this process, for tests.
   static int64_t divisions();
   // From now on the calling thread, which the library has started, does not use the pool of the
-  // threads that call ops: OpenMP would start as many threads again for it.
+  // threads that call ops: OpenMP would start a second set of threads for it.
   static void leave_callers_pool();
 
  private:
   friend void set_divided_from(int threads, int64_t bytes);
 
-  // Not yet measured: work is divided from here on, into parts of at least half of it. With more
-  // threads than parts some have none.
+  // If not measured, work of at least this many bytes is divided, into parts of at least half that.
+  // With more threads than parts, some threads have none.
   static constexpr int64_t kLeastBytes = int64_t{128} << 10;
-  // The least from which any number of threads shares work.
+  // The smallest number of bytes from which on any number of threads shares work.
   static inline std::atomic<int64_t> least_bytes_{kLeastBytes};
 
   static int parts_of_large(int64_t bytes);
@@ -109,12 +110,12 @@ class Team {
   Team* outer_;
 };
 
-// The unit in which the system gives out memory, which its first writer has on its own node.
+// The unit in which the system allocates memory, on the memory node of its first writer.
 constexpr int64_t kPage = 4096;
 
-// Calls body(begin, end) for parts of the bytes that begin at `to`: all of a page is written by one
-// thread, since the first to touch a page decides on which memory node it lies. Parts are multiples
-// of `unit` bytes, a power of two up to 64.
+// Calls body(begin, end) for parts of the bytes that begin at `to`: one thread writes all of a
+// page, since the first thread to touch a page decides its memory node. Parts are multiples of
+// `unit` bytes, a power of two up to 64.
 template <class Body>
 void divide_bytes(const void* to, int64_t bytes, int64_t unit, const Body& body) {
   const int parts = Team::parts_of(bytes);
@@ -128,12 +129,12 @@ void divide_bytes(const void* to, int64_t bytes, int64_t unit, const Body& body)
   Team::run(parts, [&](int part) { body(cut(part), cut(part + 1)); });
 }
 
-// Calls body(begin, end) for parts of the rows; `bytes` are those of all rows.
+// Calls body(begin, end) for parts of the rows; `bytes`: of all rows together.
 template <class Body>
 void divide_rows(int64_t rows, int64_t bytes, const Body& body) {
   const int wanted = Team::parts_of(bytes);
   const int parts = static_cast<int>(std::min<int64_t>(wanted, rows));
-  // Few rows, if they are long, are better divided each.
+  // Few long rows are better divided one by one.
   if (parts < 2 || (parts < wanted && Team::parts_of(bytes / rows) > 1))
     return body(int64_t{0}, rows);
   Team::run(parts, [&](int part) { body(rows * part / parts, rows * (part + 1) / parts); });

@@ -23,14 +23,14 @@ struct CallSite {
   int64_t ordinal = 0;  // of the calls of all channels
 };
 
-// The next call of a rank on which a call failed, and the calls that failed on it in a row before,
+// The next call of a rank after a failure, and the calls that failed on the rank in a row before,
 // the latest first. Digests of names identify calls; 0: the call was refused before it had a name.
 struct Standing {
   static constexpr size_t kFailed = 8;
   uint64_t digest = 0;
   bool movable = false;  // whether the call may take another number
-  // For a call that has taken another number: the farthest index in `failed` of a peer that was
-  // behind. Peers that are behind for the same reason come back at most that far. -1: none.
+  // For a call that has taken another number: the farthest index in `failed` at which a peer was
+  // behind. Peers behind for the same reason are at most that far back. -1: none.
   int64_t reach = -1;
   std::array<uint64_t, kFailed> failed{};
 };
@@ -43,8 +43,8 @@ class Board {
   // The number of the last call that began or failed; an engine may lag behind `made`.
   int64_t entered(int channel) const { return entered_[channel].load(); }
   void set_entered(int channel, int64_t number) { entered_[channel].store(number); }
-  // The call for which the memory of a channel was made; 0 without memory. Negative: it is being
-  // made for that call.
+  // The number of the call for which a channel's memory was made; 0 without memory; negative while
+  // the memory is being made.
   int64_t generation(int channel) const { return generation_[channel].load(); }
   void set_generation(int channel, int64_t number) { generation_[channel].store(number); }
   // Sets it unless it was set already.
@@ -52,8 +52,8 @@ class Board {
     int64_t none = 0;
     generation_[channel].compare_exchange_strong(none, number);
   }
-  // Whether all calls were made by one thread: then a call in which it is blocked is the only one
-  // that can go on.
+  // Whether one thread made all calls: then the call in which it is blocked is the only call that
+  // can go on.
   bool single_threaded() const { return threads_.load() == 1; }
   void set_threads(uint32_t count) { threads_.store(count); }
 
@@ -86,8 +86,8 @@ class Board {
   }
   void clear_blocked() { set_blocked(0, 0, 0, ""); }
 
-  // Where the rank stands before its call of that number; nothing when it came there without a
-  // failure, or not yet. Kept for a few numbers: ranks that agree are at most one apart.
+  // The rank's standing before its call of that number; nullopt if no call failed before, or if the
+  // rank has not reached it. Kept for a few numbers: ranks that agree are at most one apart.
   std::optional<Standing> standing(int channel, int64_t number) const {
     const Entry& entry = standings_[channel][static_cast<size_t>(number) % kStandings];
     if (entry.number.load() != number) return std::nullopt;
@@ -108,7 +108,7 @@ class Board {
   int socket() const { return socket_.load(); }
   void set_socket(int socket) { socket_.store(socket); }
 
-  // A lost rank of which a failed message informed this one; it may make no more calls then.
+  // A lost rank that a failed message has reported to this rank, which may then make no more calls.
   std::optional<int> missed() const {
     const uint32_t found = missed_.load();
     return found == 0 ? std::nullopt : std::optional<int>(static_cast<int>(found) - 1);

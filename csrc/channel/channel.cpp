@@ -78,7 +78,7 @@ void Channel::forget_failures_before(const Call& call) {
 void Channel::wait_for_failed_call(Call& call) {
   for (int peer = 0; peer < mapping_->world_size(); ++peer) {
     if (peer == mapping_->rank()) continue;
-    // Whichever flag tells: a peer that failed the call, too, has raised them all.
+    // Any flag will do: a peer that failed the call, too, has raised all flags.
     wait_for(
         flag_word(mapping_->rank(), peer, 0), peer, call,
         [&](uint32_t) { return entered(peer, failed_epoch_); },
@@ -91,8 +91,8 @@ void Channel::wait_for_failed_call(Call& call) {
   failed_epoch_ = 0;
 }
 
-// Where each rank stands that comes to this call after a failure; nothing of a rank that comes
-// without one. All ranks find the same.
+// The standing of each rank that comes to this call after a failure; nullopt for ranks without one.
+// All ranks get the same result.
 std::vector<std::optional<Standing>> Channel::standings(Call& call) {
   const int rank = mapping_->rank(), size = mapping_->world_size();
   std::vector<std::optional<Standing>> found(static_cast<size_t>(size));
@@ -103,7 +103,7 @@ std::vector<std::optional<Standing>> Channel::standings(Call& call) {
   for (int peer = 0; peer < size; ++peer) {
     const Board& board = mapping_->peers()->board(peer);
     while (true) {
-      // In this order: a rank says where it stands before it enters the call.
+      // In this order: a rank publishes its standing before it enters the call.
       const bool is_in_call = peer != rank && entered(peer, call.epoch);
       found[peer] = board.standing(index_, call.number);
       if (found[peer] || is_in_call) break;
@@ -127,7 +127,8 @@ bool Channel::agree_on_call(Call& call, bool movable) {
   const int64_t reach = std::exchange(reach_, -1);
   for (const auto& standing : all)
     if (!standing || !standing->movable) return true;
-  // How far back a rank has failed what another one calls now; -1: it has not, or calls the same.
+  // How far back among one rank's failures the other's next call is; -1: it is not there, or the
+  // next calls are the same.
   const auto distance = [&](const Standing& ahead, const Standing& behind) -> int64_t {
     const auto found = std::find(ahead.failed.begin(), ahead.failed.end(), behind.digest);
     if (ahead.digest == behind.digest || found == ahead.failed.end()) return -1;
@@ -147,7 +148,7 @@ bool Channel::agree_on_call(Call& call, bool movable) {
     count += is_behind ? 1 : 0;
   }
   if (reach >= 0) reach_ = reach;
-  // They agree, or nothing tells which of them are right.
+  // The ranks agree, or nothing shows which of them are right.
   const bool undecided = count == 0 || count == size;
   if (undecided || ahead_of_mine) reach_ = -1;
   if (undecided) return true;
@@ -155,7 +156,7 @@ bool Channel::agree_on_call(Call& call, bool movable) {
     const std::string who = "rank " + std::to_string(*ahead_of_mine);
     throw PeerError("ranks disagree: " + call.call_name + ": " + who +
                         " has failed this call before, since rank " + std::to_string(rank) +
-                        " made one that " + who + " did not make",
+                        " made a call that " + who + " did not make",
                     "ranks disagree: " + call.call_name + " has failed on " + who + " before");
   }
   return false;
@@ -173,7 +174,7 @@ void Channel::fail(uint32_t epoch, const std::string& cause, const CallSite* oth
   own.epoch.store(epoch);
   Record& written = record(rank, epoch);
   if (written.epoch.load() == epoch) written.failed.store(1);
-  if (failed_epoch_ != epoch) {  // not told again of the same
+  if (failed_epoch_ != epoch) {  // the same failure is noted once
     std::rotate(failed_.begin(), failed_.end() - 1, failed_.end());
     failed_.front() = epoch == begun_epoch_ ? digest_ : 0;
     std::rotate(failed_in_step_.begin(), failed_in_step_.end() - 1, failed_in_step_.end());
@@ -205,8 +206,8 @@ void Channel::check_wait(int peer, Call& call, const std::string& awaited, bool 
   mapping_->throw_if_peer_lost(peer, expired, call.budget, context);
   for (int other = 0; other < mapping_->world_size(); ++other) {
     if (other == rank) continue;
-    // A rank that is in another call raises other flags than the one awaited. And the call cannot
-    // end without a rank that has not come to it.
+    // A rank in another call raises other flags than the awaited flag, and this call cannot end
+    // without a rank that has not come to it.
     if (entered(other, call.epoch))
       verify(other, call);
     else if (other != peer)
@@ -280,8 +281,8 @@ void Channel::verify(int peer, const Call& call) {
   const Record& theirs = record(peer, call.epoch);
   if (theirs.epoch.load(std::memory_order_acquire) != call.epoch || theirs.failed.load() != 0)
     throw_failure(peer, call);
-  // Until this rank has announced the call, where its own data will lie is not decided: it may
-  // still wait for peers that have to enter a failed call, while the others go on to larger memory.
+  // Until this rank has announced the call, the place of its data is undecided: it may still wait
+  // for peers that must enter a failed call, while the others go on to larger memory.
   const bool announced = record(mapping_->rank(), call.epoch).epoch.load() == call.epoch;
   if (theirs.digest == call.digest && (!announced || theirs.place == call.place)) return;
   const auto place = [&](Place of) {

@@ -10,8 +10,8 @@
 // A rank may have missed a call that its peers made and aborted: from then on its calls have the
 // numbers of other calls of the peers. So ranks on which a call failed compare their next calls and
 // the calls that failed before. A rank whose next call has already failed on a peer is behind, and
-// fails that call, too; the others take the next number. Calls that failed before a call of the
-// other channel that worked prove nothing: ranks were in step since. Model:
+// fails that call, too; the other ranks' calls take the next number. Failures before a successful
+// call of the other channel do not count: the ranks were in step since. Model:
 // tests/model/agreement.pml.
 #pragma once
 
@@ -40,13 +40,14 @@ struct Call {
   std::string call_name;  // shown in errors, and compared by the peers
   Place place = Place::kSlot;
   WaitBudget budget;
-  uint32_t pieces = 1;  // that this rank has to give or take
+  uint32_t pieces = 1;  // number that this rank gives or takes
   uint64_t digest = 0;  // of the name, see digest_of
-  int64_t bytes = 0;    // that it gives to every rank
+  int64_t bytes = 0;    // given to every rank
   int64_t in_step = 0;  // see Group::in_step
 };
 
-// FNV-1a over words of 8 bytes, folded: by bytes it takes longer than an exchange's other steps.
+// FNV-1a over words of 8 bytes, folded: byte by byte it would take longer than an exchange's other
+// steps.
 inline uint64_t digest_of(std::string_view text) {
   uint64_t hash = 14695981039346656037u;
   while (!text.empty()) {
@@ -66,9 +67,9 @@ class Channel {
  public:
   Channel(Group& group, int index, std::shared_ptr<Mapping> mapping, WorkspaceLayout layout);
 
-  // Begins a call; after a failed one, waits until all peers have entered that one, and agrees with
-  // them on which call is next. False when this rank's must take the next number. `movable`:
-  // whether it could.
+  // Begins a call. After a failed call, waits until all peers have entered that call, and agrees
+  // with them on the next call. Returns false if this rank's call must take the next number.
+  // `movable`: whether it can.
   bool begin(Call& call, bool movable);
   // Whether `begin` has to wait for the peers to enter a failed call.
   bool has_failed_call() const { return failed_epoch_ != 0; }
@@ -83,7 +84,7 @@ class Channel {
   // Throws if the peer has failed this call.
   void throw_if_failed(int peer, const Call& call);
 
-  // The steps of which exchange_run.cpp and plans are made:
+  // The steps that exchange_run.cpp and plans consist of:
 
   // Writes this call's record; `shard` is null unless the shard is read in place.
   void announce(Call& call, const void* shard);
@@ -91,27 +92,27 @@ class Channel {
   void signal(int peer, int flag, const Call& call, uint32_t piece = 0) {
     raise(peer, flag, ticket(call.epoch, piece));
   }
-  // Returns once `peer` has raised its flag here for this piece, `lag` calls ago - or throws,
-  // naming the step.
+  // Returns once `peer` has raised its flag here for this piece of the call `lag` calls ago; or
+  // throws, naming the step.
   void wait(int peer, int flag, int lag, Call& call, uint32_t piece = 0);
   // Throws unless all peers are in this call, and none has failed it: data read in place or in
-  // slots was whole unless its owner left the call meanwhile.
+  // slots was intact unless its owner left the call meanwhile.
   void verify_all(const Call& call);
-  // The pieces that a peer has in this call; only after a flag of the call was waited for.
+  // The number of a peer's pieces in this call; valid only after a wait for a flag of the call.
   uint32_t pieces_of(int peer, const Call& call) const { return record(peer, call.epoch).pieces; }
   // The bytes that a peer gives to every rank; see `pieces_of`.
   int64_t bytes_of(int peer, const Call& call) const { return record(peer, call.epoch).bytes; }
-  // The bytes that a rank gives to each rank in this call, which it writes before it announces.
+  // The bytes that a rank gives to each rank in this call, which the rank writes before `announce`.
   int64_t* sizes_of(int rank, const Call& call) const;
 
-  // Address of the shard of `peer` in this call; only after its ready flag was waited for.
+  // Address of the shard of `peer` in this call; valid only after a wait for its ready flag.
   void* shard_of(int peer, const Call& call);
   void* slot(int rank, uint32_t epoch) const;
   SlotStores& slot_stores() { return slot_stores_; }
   ResultStores& result_stores() { return result_stores_; }
   const Mapping& mapping() const { return *mapping_; }
   const WorkspaceLayout& layout() const { return layout_; }
-  // Tells the peers that this rank signals nothing here any more; waiting peers throw.
+  // Reports to the peers that this rank signals nothing here any more; waiting peers throw.
   void close() { mapping_->close(); }
 
  private:

@@ -11,18 +11,19 @@ namespace symm_cp {
 
 namespace {
 
-// How long the boards may show different memory: a rank begins a call a moment before it says that
-// it makes new memory for it.
+// How long the boards may show different memory: a rank begins a call a moment before it publishes
+// that it makes new memory for the call.
 constexpr std::chrono::seconds kSettleTime{1};
-// How long two ranks may be blocked in first calls, each of another channel. They may come from two
-// threads, of which another one has come first on each rank, and the second has no call yet. A
-// smaller number refuses correct programs on a busy machine, a larger one reports mistakes later.
+// How long two ranks may be blocked in first calls on different channels. The calls may come from
+// two threads, of which a different one came first on each rank, and the second has made no call
+// yet. A smaller value rejects correct programs on a busy machine; a larger one reports mistakes
+// later.
 constexpr std::chrono::seconds kSecondThreadTime{10};
 
 int64_t pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 std::string text(int64_t value) { return std::to_string(value); }
 
-// Whether something has been so for that long; `since` holds since when, between two questions.
+// Whether `is_so` has held for `time`; `since` keeps its start between calls.
 bool has_lasted(Clock::time_point& since, std::chrono::seconds time, bool is_so) {
   if (!is_so) {
     since = {};
@@ -112,7 +113,7 @@ void Workspace::agree_with_peers(Call& call) {
   }
 }
 
-// A peer may have failed the call in the old memory, when this rank had left that already.
+// A peer may have failed the call in the old memory after this rank had left that memory.
 void Workspace::check_peer(const CallSite& site, const Call& call, int peer) {
   if (channel_ != nullptr) channel_->throw_if_failed(peer, call);
   try {
@@ -123,7 +124,7 @@ void Workspace::check_peer(const CallSite& site, const Call& call, int peer) {
   }
 }
 
-// Says on the board, for as long as it lives, that this rank makes the workspace of a call.
+// Shows on the board, for its lifetime, that this rank is making the workspace of a call.
 class Workspace::Opening {
  public:
   Opening(Workspace& workspace, int64_t number)
@@ -288,7 +289,7 @@ std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {
   auto found = peers_of(name_, rendezvous);
   std::lock_guard<std::mutex> lock(mutex_);
   Board& shared = found->board(rank_);
-  // Another thread may be in a call of the other channel: what it notes meanwhile is later.
+  // Another thread may be in a call of the other channel: its entries meanwhile are later.
   board_.store(&shared);
   for (int index = 0; index < kChannels; ++index) {
     shared.set_made(index, std::max(shared.made(index), own_board_.made(index)));
@@ -308,13 +309,13 @@ void Group::refuse(int index, const std::string& reason) {
 }
 
 void Group::give_up_at(int index, int64_t number, const std::string& cause, const CallSite* other) {
-  // All that the peer has started there, in order.
+  // Ends all calls that the peer has started there, in order.
   while (owned() && board().made(index) < number) end(index, next(index, false), cause, other);
 }
 
 void Group::end(int index, int64_t number, const std::string& cause, const CallSite* other) {
   if (index == kAsync)
-    lane_.refuse(number, cause, other);  // behind what is in flight
+    lane_.refuse(number, cause, other);  // behind calls in flight
   else
     workspaces_[index].fail(number, cause, other);
 }
@@ -377,8 +378,8 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
 }
 
 // A dead rank may have done its part in this call before it died, so its death alone is no reason
-// to abort it. But a rank that has not come to the call, and knows that a message of the dead rank
-// was lost, need not come any more: a short send ends before it leaves the sender's memory.
+// to abort it. But a rank that has not come to the call, and has missed a message of the dead rank,
+// may never come: a short send ends before it leaves the sender's memory.
 void Group::throw_if_missed(const CallSite& call, int peer) const {
   const auto peers = known_peers();
   const Board& theirs = peers->board(peer);
@@ -388,9 +389,9 @@ void Group::throw_if_missed(const CallSite& call, int peer) const {
   throw PeerError(call.call_name + ": " + cause, cause);
 }
 
-// Two ranks are blocked in different calls, and neither has made the other's. The one whose call
-// comes first by the number of all its calls fails: the other rank has refused or failed its own
-// call of that number, and gone on. Both pass over what the other one has made.
+// Two ranks are blocked in different calls, and neither has made the other's. The rank whose call
+// has the smaller ordinal fails: the other rank has refused or failed its own call of that ordinal,
+// and gone on. Each rank skips the calls that the other has made.
 void Group::compare(const CallSite& call, int peer, const CallSite& theirs) {
   const int64_t mine = ordinal_of(call.channel, call.number);
   const std::string me = "rank " + text(rank_), who = "rank " + text(peer);
@@ -416,7 +417,7 @@ void Group::check_generation(const CallSite& call, int peer) {
   const Board& theirs = known_peers()->board(peer);
   Clock::time_point& since = mismatch_since_[call.channel];
   const int64_t mine = board().generation(call.channel), its = theirs.generation(call.channel);
-  // A peer that still makes the workspace which this rank has may be slow, on a busy machine.
+  // A peer that is still making this rank's workspace may just be slow, on a busy machine.
   const bool apart = theirs.entered(call.channel) == call.number && its != mine && its != -mine;
   if (!has_lasted(since, kSettleTime, apart)) return;
   throw OutOfStep(call.call_name + ": rank " + text(peer) + " and rank " + text(rank_) +

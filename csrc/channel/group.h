@@ -25,14 +25,14 @@ class Workspace {
   Workspace(Group& group, int index) : group_(group), index_(index) {}
   ~Workspace();
 
-  // Begins the call of that number, whose slots take `slot_bytes`. Collective, and waits for the
-  // peers, when memory has to be made, or after a call that failed.
+  // Begins call `number`, whose slots take `slot_bytes`. When memory has to be made, or after a
+  // failed call, this is collective and waits for the peers.
   Call begin(int64_t number, int64_t slot_bytes, const std::string& call_name,
              std::chrono::milliseconds timeout = kGroupTimeout);
   // Whether `begin` would return at once.
   bool begins_at_once(int64_t slot_bytes) const;
-  // Ends a call that failed on this rank or that it refuses to make. `other` is a call of another
-  // channel that was given up with it. Never waits.
+  // Ends a call that failed on this rank or that it refuses to make. `other`: a call of another
+  // channel that is aborted with it. Never waits.
   void fail(int64_t number, const std::string& cause, const CallSite* other = nullptr);
   // Makes slots of at least `slot_bytes` at the next call that needs new memory.
   void reserve(int64_t slot_bytes) { reserved_ = std::max(reserved_, slot_bytes); }
@@ -100,13 +100,14 @@ class Group {
   // The number of a new call on a channel. For the threads that call ops, in the order of the
   // calls.
   int64_t next(int index, bool by_user = true);
-  // Gives the call that runs as `number` the next one, and so on for all calls behind it.
+  // Gives the call that runs as `number` the next number, and so on for all later calls.
   void move(int index, int64_t number);
-  // As which number a call runs that got `number` from `next`. Asked in the order of the calls.
+  // The number under which a call runs that got `number` from `next`. Use it in the order of the
+  // calls.
   int64_t moved(int index, int64_t number);
-  // For a call in the background: the number of a call on the channel `sync` that worked before it,
-  // the last where none has failed since. Calls with a smaller one were made before the ranks were
-  // in step there. 0 for other calls.
+  // For a call in the background: the number of a call on the channel `sync` that succeeded before
+  // it; the last such call, if none has failed since. Calls with a smaller value were made before
+  // the ranks were in step there. 0 for other calls.
   int64_t in_step(int index, int64_t number) const {
     return index == kAsync ? in_step_[static_cast<size_t>(number) % kOrdinals].load() : 0;
   }
@@ -119,10 +120,10 @@ class Group {
   // The steps of an exchange, which Python has lowered for this group.
   const Loop& loop(int index, ExchangeKind kind, LoopKind loop_kind) const;
   void set_loop(int index, ExchangeKind kind, LoopKind loop_kind, Loop loop);
-  // On how many sockets the ranks are, the same on all; 1 unless each has as many ranks, which
-  // follow one another. For calls that have begun: known with the peers.
+  // The number of sockets that the ranks are on, identical on all ranks; 1 unless the sockets hold
+  // equal numbers of consecutive ranks. Valid in calls that have begun, once the peers are known.
   int sockets() const { return sockets_; }
-  // Whether all ranks share this host's memory; nothing before that was asked (groups.h).
+  // Whether all ranks share this host's memory; nullopt until checked (groups.h).
   std::optional<bool> on_one_host() const {
     const Hosts known = hosts_;
     return known == Hosts::kUnknown ? std::nullopt : std::optional(known == Hosts::kOne);
@@ -134,22 +135,23 @@ class Group {
   // Collective at the first call.
   std::shared_ptr<Peers> peers(const Rendezvous& rendezvous);
 
-  // Refuses to make a call: its peers, which may be making it, hear why at once. Never waits.
+  // Refuses a call, and reports the reason at once to the peers, which may be making it. Never
+  // waits.
   void refuse(int index, const std::string& reason);
-  // Ends a call that threw: tells the peers.
+  // Ends a call that threw, and reports that to the peers.
   void failed(int index, int64_t number, const std::exception& error);
-  // Gives up all calls up to that number that this rank has not made. `other` is the last call of
-  // another channel that is given up with them.
+  // Aborts all calls up to that number that this rank has not made. `other`: the last call of
+  // another channel that is aborted with them.
   void give_up_at(int index, int64_t number, const std::string& cause,
                   const CallSite* other = nullptr);
   // Throws `GaveUp` when this rank and the peer are each blocked in a call that the other one can
-  // never make, and `OutOfStep` when the peer has left this rank's call behind.
+  // never make, and `OutOfStep` when the peer has gone past this rank's call.
   // `on_memory`: the call waits in the memory of its channel, not for new memory.
   void check_agreement(const CallSite& call, int peer, bool on_memory);
   // Throws when this object is being destroyed, or was aborted.
   void throw_if_closing() const;
   std::string closed_text() const;
-  // Fails the calls that wait, within a moment, and later ones that have to wait.
+  // Fails waiting calls within a moment, and later calls that have to wait.
   void abort() { closing_ = true; }
 
   // Marks the calling thread as blocked in a call, until `unblock`.
@@ -162,7 +164,7 @@ class Group {
   Call* current() { return current_ ? &*current_ : nullptr; }
   void set_current(Call call) { current_ = std::move(call); }
   void end_current() { current_.reset(); }
-  // Throws PeerError in a process that was forked from the one that made this object.
+  // Throws PeerError in a fork of the process that made this object.
   void check_owned(const std::string& call_name) const;
   bool owned() const { return forks_ == fork_count(); }
   // For lane.cpp: this thread makes no calls of its own.
@@ -226,8 +228,8 @@ class CallLock {
   std::recursive_timed_mutex& mutex_;
 };
 
-// In its scope, the thread's first call to get a number does so after `ask`, which may throw: what
-// comes before that refuses a call without waiting for anybody.
+// In its scope, the thread's first call gets its number after `ask`, which may throw: code before
+// that can refuse a call without waiting for peers.
 class BeforeNumber {
  public:
   explicit BeforeNumber(std::function<void()> ask);

@@ -1,7 +1,8 @@
 // Waiting for a 32-bit word in shared memory: spin briefly, yield, then sleep in the kernel.
 //
-// Memory order: `publish` makes every earlier write of the caller visible to whoever sees the new
-// value through `wait_until` (release / acquire, through sequentially consistent operations).
+// Memory order: `publish` makes every earlier write of the caller visible to every process that
+// sees the new value through `wait_until` (release / acquire, through sequentially consistent
+// operations).
 #pragma once
 
 #include <linux/futex.h>
@@ -23,15 +24,15 @@ namespace symm_cp {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a call may wait for its peers, all its waits together. What the rank computes in between
-// does not count: a long kernel must not use up the time that a peer has.
+// How long a call may wait for its peers, in all its waits together. Computation in between does
+// not count: a long kernel must not use up a peer's time.
 struct WaitBudget {
   explicit WaitBudget(std::chrono::milliseconds all) : limit(all), left(all) {}
   std::chrono::milliseconds limit;
   Clock::duration left;
 };
 
-// Charges a budget for the time that this object lives.
+// Charges a budget for the lifetime of this object.
 class Waiting {
  public:
   explicit Waiting(WaitBudget& budget) : budget_(budget), begin_(Clock::now()) {}
@@ -67,9 +68,9 @@ inline void futex_sleep(Word* word, uint32_t seen, std::chrono::nanoseconds limi
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, seen, &ts, nullptr, 0);
 }
 
-// Wakes whoever sleeps on `word` after it changed. `sleepers` counts the processes that sleep on
-// any word of the same owner; reading it after a sequentially consistent store saves the system
-// call in the common case, and cannot miss a sleeper, which counts itself before it looks again.
+// Wakes the sleepers on `word` after it changed. `sleepers` counts the processes that sleep on any
+// word of the same owner; reading it after a sequentially consistent store saves the system call in
+// the common case, and cannot miss a sleeper, which counts itself before it looks again.
 inline void wake_sleepers(Word* word, Word* sleepers) {
   pause_at_random();
   if (sleepers->load(std::memory_order_seq_cst) != 0) futex_wake(word);
@@ -81,16 +82,16 @@ inline void publish(Word* word, Word* sleepers, uint32_t value) {
   wake_sleepers(word, sleepers);
 }
 
-// How long to spin before sleeping. More ranks than processors must not spin: the rank that is
-// waited for needs the processor.
+// How long to spin before sleeping. With more ranks than processors, none may spin: the awaited
+// rank needs the processor.
 inline int spin_rounds(int world_size) {
   cpu_set_t allowed;
   const bool known = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
   return known && world_size <= CPU_COUNT(&allowed) ? 1000 : 40;
 }
 
-// How long to give the processor away, again and again, before sleeping: to wake up takes longer
-// than what most waits last, and whoever is waited for may be a process on this processor.
+// How long to yield the processor, again and again, before sleeping: waking up takes longer than
+// most waits last, and the awaited process may be on this processor.
 inline constexpr std::chrono::microseconds kYieldTime{100};
 
 // How often a sleeping rank checks for peers that died or failed, and for Ctrl-C.
@@ -98,7 +99,7 @@ inline constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50)
 
 // Returns once `ready(value of word)` holds. While asleep, `on_slice(expired)` runs about every
 // `kSlice`, and with expired = true once the budget is used up: it throws when the wait cannot end.
-// A peer that raised the word and then died or failed has raised it: the word decides.
+// The word decides: if a peer raised it and then died or failed, the wait succeeds.
 template <class Ready, class OnSlice>
 void wait_until(Word* word, Word* sleepers, int spins, WaitBudget& budget, Ready ready,
                 OnSlice on_slice) {

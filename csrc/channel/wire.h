@@ -1,6 +1,6 @@
-// The contract between the native part and Python, mirrored by symm_cp/wire.py: what crosses the C
-// functions, and how a workspace is laid out. native.py compares both sides (symm_cp_wire) when it
-// loads the library.
+// The contract between the native part and Python, mirrored by symm_cp/native/wire.py: the types
+// that cross the C functions, and the layout of a workspace. symm_cp/native/library.py compares
+// both sides (symm_cp_wire) when it loads the library.
 #pragma once
 
 #include <atomic>
@@ -31,8 +31,8 @@ struct Reference {
 };
 
 // The steps of native programs. kPublish writes the record of this rank's call; kVerify is the last
-// step of a call and throws if a peer has failed it meanwhile. kProduce has the caller write what
-// this rank gives; only loops have it. kConsume is for recordings: a kernel on what was gathered.
+// step of a call and throws if a peer has failed it meanwhile. kProduce makes the caller write this
+// rank's data; only loops have it. kConsume is for recordings: a kernel on gathered data.
 SYMM_CP_WIRE_ENUM(Kind, kCopy, kSignal, kWait, kReduce, kPublish, kVerify, kProduce, kConsume);
 
 // `bytes` is per row; rows are `pitch` bytes apart.
@@ -67,9 +67,9 @@ struct StreamCommand {
   int32_t flag;      // signal, wait, arrived: index in kFlagNames
   int32_t lag;       // wait: for the signal of that many calls ago
   int32_t event;     // record, wait for an event
-  int32_t alone;     // copy: it depends on the one before and must not share a batch with it
-  int32_t remote;    // copy: it reads or writes the memory of a peer
-  Reference to;      // copy; never kShard: the caller knows the peers' addresses
+  int32_t alone;     // copy: depends on the copy before it and must not share its batch
+  int32_t remote;    // copy: reads or writes the memory of a peer
+  Reference to;      // copy; never kShard: the caller has the peers' addresses
   Reference source;  // copy
   int64_t bytes;     // per row
   int64_t rows;
@@ -95,19 +95,19 @@ SYMM_CP_WIRE_ENUM(DType, kUint8, kInt8, kInt16, kInt32, kInt64, kFloat16, kFloat
 // How native reductions combine elements, numbered as c10d numbers its operators.
 SYMM_CP_WIRE_ENUM(ReduceOp, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor);
 
-// What ranks do with each other's data, see exchange.h. kTwoShotAllReduce is an all-reduce whose
-// inputs and outputs are given by the parts that the ranks reduce. In a kJoiningAllToAll a rank
-// takes from all at once; in a kHandledAllToAll the caller writes and reads the slots.
+// The collectives of exchange.h. kTwoShotAllReduce is an all-reduce whose inputs and outputs are
+// lists of the parts that the ranks reduce. In a kJoiningAllToAll a rank takes from all at once; in
+// a kHandledAllToAll the caller writes and reads the slots.
 SYMM_CP_WIRE_ENUM(ExchangeKind, kAllGather, kAllReduce, kTwoShotAllReduce, kReduceScatter,
                   kAllToAll, kJoiningAllToAll, kHandledAllToAll);
 
-// The loops of a kind of exchange; not every kind has each. The others than kPlain differ in where
-// the input lies, or in how many sockets the ranks are on.
+// The loops of a kind of exchange; not every kind has each. Loops other than kPlain differ in where
+// the input lies, or in the number of sockets.
 SYMM_CP_WIRE_ENUM(LoopKind, kPlain, kInPlace, kTwoSockets, kFourSockets);
 inline constexpr int kLoopKinds = 4;
 
-// The buffers of a loop: this rank's input and output, a rank's slot, and a rank's input where that
-// lies in symmetric memory.
+// The buffers of a loop: this rank's input and output, a rank's slot, and a rank's input in
+// symmetric memory.
 SYMM_CP_WIRE_ENUM(Buffer, kInput, kOutput, kPeerSlot, kSymmetric);
 
 // Part `chunk` of a buffer, or all of it (-1).
@@ -131,10 +131,10 @@ struct LoopStep {
 // Elements of a tensor that travel in one piece of an exchange with strides: `planes` times `rows`
 // runs of `row` bytes. They lie in the slot without gaps.
 struct Box {
-  int32_t peer;     // gives or takes them
+  int32_t peer;     // gives or takes the elements
   int32_t piece;    // in which they travel
   int64_t operand;  // number of the tensor
-  int64_t offset;   // where they begin there, in bytes
+  int64_t offset;   // where they begin in the tensor, in bytes
   int64_t in_slot;  // and in the peers' part of the slot
   int64_t planes;
   int64_t plane_pitch;
@@ -147,10 +147,9 @@ struct Box {
 enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };
 inline constexpr const char* kChannelNames[] = {"sync", "async"};
 
-// Flags of a workspace. The first kFlags are raised by a rank at a peer; the others exist on
-// devices only: "arrived", for a rank's own polling kernel; "gave up", of a rank that has aborted
-// the call; "sent", the words that streams copy to peers' flags, see sent_offset; and "ready in
-// place".
+// Flags of a workspace. A rank raises the first kFlags at a peer; the others exist on devices only:
+// "arrived", for a rank's own polling kernel; "gave up", of a rank that has aborted the call;
+// "sent", the words that streams copy to peers' flags, see sent_offset; and "ready in place".
 inline constexpr const char* kFlagNames[] = {"ready", "partial",       "reduced", "taken",
                                              "done",  "relayed",       "arrived", "gave up",
                                              "sent",  "ready in place"};
@@ -163,30 +162,30 @@ inline constexpr int kSentFlag = 8;
 inline constexpr int kReadyInPlaceFlag = 9;
 inline constexpr int64_t kFlagBytes = 64;  // a cache line for each flag and writer
 
-// Where the flag that `writer` raises lies behind the first flag of its owner.
+// Offset of the flag that `writer` raises from the first flag of its owner.
 constexpr int64_t flag_offset(int flag, int writer, int world_size) {
   return (int64_t{flag} * world_size + writer) * kFlagBytes;
 }
 
 // Streams raise a peer's flag by copying a word of this rank to it, as they cannot write there
-// themselves (CUDA 13.1 and later). There is a word for each lane, which the lane sets to the epoch
-// of its call before it signals; behind them stand a word that always holds 1, for graphs, and
-// the mark of a rank that has aborted.
+// themselves (CUDA 13.1 and later). Each lane has a word, which it sets to the epoch of its call
+// before it signals; a word that always holds 1, for graphs, and the mark of an aborted rank
+// follow.
 inline constexpr int kLanes = 3;
 inline constexpr int kConstantOne = kLanes;
 inline constexpr int kMark = kLanes + 1;
 
-// Where the word of a lane, or the constant, lies behind the first flag.
+// Offset of the word of a lane, or of the constant, from the first flag.
 constexpr int64_t sent_offset(int word, int rank, int world_size) {
   return flag_offset(kSentFlag, rank, world_size) + word * int64_t{sizeof(Word)};
 }
 
-// The last call that a workspace takes. A wait compares 32-bit numbers by their difference: a flag
-// that few ops raise would, 2^31 calls later, look as if it had been raised
-// (tests/model/protocol.pml, WRAP). The call after it announces that the workspace is replaced.
+// The last call that a workspace takes; the next call announces that the workspace is replaced. A
+// wait compares 32-bit numbers by their difference, so that 2^31 calls later a flag that few ops
+// raise would look raised (tests/model/protocol.pml, WRAP).
 inline constexpr int64_t kLastEpoch = (int64_t{1} << 31) - 2;
 
-// On CPU a flag is raised to a call and a piece of it: pieces are numbered from 0 in each call.
+// On CPU the value of a flag is a call and a piece of it; pieces are numbered from 0 in each call.
 inline constexpr int kPieceBits = 14;
 inline constexpr int64_t kMaxPieces = int64_t{1} << kPieceBits;
 inline constexpr int64_t kLastCpuEpoch = (int64_t{1} << (31 - kPieceBits)) - 2;
@@ -203,13 +202,14 @@ inline bool reached(uint32_t seen, uint32_t ticket) {
 // because the ranks replace the workspace first.
 enum class Place : uint32_t { kSlot = 0, kInPlace = 1, kReplaced = 2 };
 
-// What a rank writes about its call before it signals that its shard is ready. Peers compare it, so
-// ranks that disagree on the op, dtype, shape or place raise instead of mixing their bytes.
+// The entry that a rank writes for its call before it signals that its shard is ready. Peers
+// compare it, so ranks that disagree on the op, dtype, shape or place raise instead of mixing their
+// bytes.
 struct Record {
   Word epoch;
   Word failed;  // the call failed after this was written
   Place place;
-  uint32_t pieces;   // that this rank has to give or take
+  uint32_t pieces;   // number that this rank gives or takes
   int64_t sequence;  // in place: which rendezvous made the memory,
   int64_t offset;    // and where in it the shard begins
   // Peers compare the digest, so that they need this cache line only; the name is for errors.
@@ -232,10 +232,10 @@ struct Failure {
 inline constexpr int64_t kFailures = 8;
 
 // After the failures: for each slot, the number of bytes that this rank gives to each rank, in an
-// exchange that gives different numbers.
+// exchange where these numbers differ.
 constexpr int64_t sizes_bytes(int world_size) { return (8 * world_size + 63) / 64 * 64; }
 
-// Parts of a workspace begin on pages; its slots are taken by the calls in turn.
+// Parts of a workspace begin on pages; the calls take its slots in turn.
 inline constexpr int64_t kPageBytes = 4096;
 inline constexpr int64_t kSlots = 2;
 

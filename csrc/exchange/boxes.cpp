@@ -12,15 +12,15 @@ Planes in_tensor(const Box& box, const Boxes::Operands& operands) {
   return {operands[box.operand] + box.offset, box.plane_pitch, box.pitch};
 }
 
-// Planes side by side, as the heads of a position are in most tensors: then the memory of a slot is
-// passed in order by both ranks, and planes do not share few places of the cache.
+// Planes side by side, like the heads of a position in most tensors: both ranks then pass through a
+// slot's memory in order, and planes do not compete for a few places of the cache.
 Planes in_slot(const Box& box, const char* slot) {
   return {const_cast<char*>(slot) + box.in_slot, box.row, box.planes * box.row};
 }
 
 int64_t bytes_of(const Box& box) { return box.planes * box.rows * box.row; }
 
-// `ends(box)` is where a box goes and where it comes from.
+// `ends(box)` returns a box's destination and source.
 template <class Ends>
 std::vector<PlaneCopy> copies_of(std::pair<const Box*, const Box*> boxes, bool streaming,
                                  Ends ends) {

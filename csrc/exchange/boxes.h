@@ -1,4 +1,4 @@
-// What travels in an exchange with strides: boxes of tensors, straight to where they belong.
+// The data of an exchange with strides: boxes of tensors, copied straight to their destinations.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ class Boxes {
  private:
   struct Side {
     Side(std::vector<Box> all, int world_size);
-    // The boxes of a piece follow one another: the first, and the one behind the last.
+    // The range of a piece's boxes, which follow one another: the first box, and one past the last.
     std::pair<const Box*, const Box*> of(int peer, int64_t piece) const;
 
     std::vector<Box> boxes;

@@ -26,8 +26,8 @@ inline __attribute__((always_inline)) void copy_block(char* to, const char* from
   }
 }
 
-// Returns how much it has copied. Two pages at a time: the processor fetches ahead within a page
-// only, so that it fetches twice as far ahead.
+// Returns the number of copied bytes. Copies two pages at a time: the processor prefetches only
+// within a page, so it then prefetches twice as far.
 int64_t stream_pages(char* to, const char* from, int64_t bytes) {
   int64_t at = 0;
   for (; at + 2 * kPage <= bytes; at += 2 * kPage) {
@@ -39,10 +39,10 @@ int64_t stream_pages(char* to, const char* from, int64_t bytes) {
   return at;
 }
 
-// From this on a row is worth a call.
+// From this many bytes on, a row is worth a call of `copy_bytes`.
 constexpr int64_t kLongRow = 4096;
 
-// Of a multiple of a vector.
+// Copies a row whose size is a multiple of a vector.
 template <bool kStreaming>
 inline __attribute__((always_inline)) void copy_row(char* to, const char* from, int64_t bytes) {
   int64_t at = 0;
@@ -67,7 +67,7 @@ CopyRow row_copy_of(const PlaneCopy& copy) {
   return copy.streaming && aligned ? copy_row<true> : copy_row<false>;
 }
 
-// Planes that are side by side on both sides are one.
+// Merges planes that are side by side in source and destination into one.
 PlaneCopy merged(const PlaneCopy& copy) {
   const auto& [to, from, planes, rows, row, streaming] = copy;
   if (to.plane != row || from.plane != row) return copy;
@@ -80,8 +80,8 @@ PlaneCopy merged(const PlaneCopy& copy) {
 // times. Runs of all rows took longer from 1 MiB on.
 constexpr int64_t kRun = 1024;
 
-// A few rows of each plane in turn: where planes are side by side on one of the sides, its memory
-// is passed about in order.
+// Copies a few rows of each plane in turn: if the planes are side by side in source or destination,
+// its memory is traversed roughly in order.
 template <class Copy>
 void copy_by_rows(const PlaneCopy& all, Copy copy) {
   const auto& [to, from, planes, rows, row, streaming] = all;
@@ -100,7 +100,7 @@ PlaneCopy rows_of(PlaneCopy copy, int64_t first, int64_t last) {
   return copy;
 }
 
-// Whether they read, or write, parts of the same rows; then they are put in the order of the parts.
+// Whether the copies read, or write, parts of the same rows; sorts them by part.
 bool share_rows(std::vector<PlaneCopy>& copies, Planes PlaneCopy::* side) {
   const PlaneCopy& one = copies.front();
   for (const PlaneCopy& copy : copies)
@@ -136,8 +136,8 @@ void copy_planes(PlaneCopy copy) {
   });
 }
 
-// Parts of a row that are copied one part after the other, each from many rows, are read twice from
-// memory, or nearly: the processor fetches ahead what lies behind a part.
+// If each copy took its part of all rows before the next copy, memory would be read nearly twice:
+// the processor prefetches past a part's end.
 void copy_all_planes(std::vector<PlaneCopy> copies) {
   const bool one_pass = copies.size() > 1 && (share_rows(copies, &PlaneCopy::from) ||
                                               share_rows(copies, &PlaneCopy::to));
@@ -166,8 +166,8 @@ void copy_all_planes(std::vector<PlaneCopy> copies) {
 
 namespace {
 
-// Not memcpy: it uses string instructions for large blocks, which page faults slow down, and page
-// by page it takes longer.
+// Avoids memcpy, which uses string instructions for large blocks: page faults slow these down, and
+// memcpy page by page takes longer.
 void copy_part(char* out, const char* in, int64_t bytes, bool streaming) {
   int64_t at = 0;
   const bool large = bytes >= 2 * kBlock;

@@ -36,7 +36,7 @@ struct PlaneCopy {
 
 void copy_planes(PlaneCopy copy);
 
-// Carries several out, in one pass where they read or write parts of the same rows.
+// Carries out several copies, in one pass if they read or write parts of the same rows.
 void copy_all_planes(std::vector<PlaneCopy> copies);
 
 }  // namespace symm_cp

@@ -1,7 +1,7 @@
 // Collectives without Python: each rank gives bytes, and takes bytes or sums of them.
 //
 // Plain inputs go through the slot of the call in pieces: the slot has two halves, piece p uses
-// half p % 2, and a rank may be one piece ahead of its peers. The steps of a piece are those of a
+// half p % 2, and a rank may be one piece ahead of its peers. The steps of a piece come from a
 // registered pattern (symm_cp/schedule/patterns), which Python lowers once for each group; sizes
 // and addresses come with the call.
 #pragma once
@@ -24,14 +24,14 @@ class SlotStores;
 // Stands for the time-out of the group.
 inline constexpr std::chrono::milliseconds kGroupTimeout{0};
 
-// Bytes in memory; none where `bytes` is 0. They are contiguous, or (of kAllGather and kAllToAll
+// Bytes in memory; none where `bytes` is 0. They are contiguous, or (for kAllGather and kAllToAll
 // only) in rows of `row` bytes that begin `pitch` bytes apart.
 struct Extent {
   void* data = nullptr;
   int64_t bytes = 0;  // of all rows
   int64_t row = 0;    // 0: contiguous
   int64_t pitch = 0;
-  const int64_t* numbers = nullptr;  // of the rows, where they are not 0, 1, 2 and so on
+  const int64_t* numbers = nullptr;  // of the rows; null: 0, 1, 2 and so on
 };
 
 // The steps of one piece.
@@ -51,34 +51,34 @@ struct Loop {
 // The bytes of a piece, of all parts together: both halves of all ranks' slots fit into the caches.
 inline constexpr int64_t kPieceBytes = int64_t{512} << 10;
 
-// What a caller does in a kHandledAllToAll, in this order. Exceptions end the call on all ranks.
+// The caller's steps in a kHandledAllToAll, in this order. Exceptions end the call on all ranks.
 class SlotHandler {
  public:
   virtual ~SlotHandler() = default;
-  // Writes what this rank gives to a peer, before the peer hears that it is there. Each peer reads
-  // the part that belongs to it by what both know; no byte is written twice.
+  // Writes this rank's data for a peer, before it is signalled to the peer. Each peer reads its
+  // part at the place that both ranks compute; no byte is written twice.
   virtual void give(int peer, char* slot, SlotStores& stores) = 0;
-  // Works while the peers write. What it does with this rank's slot, peers must not read.
+  // Works while the peers write. It may use only parts of this rank's slot that peers do not read.
   virtual void keep() = 0;
-  // Reads what a peer gives to this rank, or notes where it is: it stays there until the last one
-  // was taken.
+  // Reads a peer's data for this rank, or notes its address: the data stays there until the last
+  // peer's data was taken.
   virtual void take(int peer, const char* slot) = 0;
 };
 
 struct Exchange {
   ExchangeKind kind;
   std::string call_name;  // shown in errors, and compared by the peers
-  // Of kAllGather, kAllReduce: one; of the others: one for each rank. A rank that gives nothing has
-  // empty ones (broadcast: kAllGather with one input that is not empty).
+  // kAllGather and kAllReduce have one input, other kinds one for each rank. The inputs of a rank
+  // that gives nothing are empty (broadcast: kAllGather with one input that is not empty).
   std::vector<Extent> input;
-  // Of kAllReduce, kReduceScatter: one; of the others: one for each rank. Empty where a rank takes
-  // nothing (gather: kAllGather with outputs on one rank). May be the same memory as the input,
-  // where a piece lies at the same address in both.
+  // kAllReduce and kReduceScatter have one output, other kinds one for each rank. The outputs of a
+  // rank that takes nothing are empty (gather: kAllGather with outputs on one rank). May be the
+  // same memory as the input, if a piece lies at the same address in both.
   std::vector<Extent> output;
   DType dtype = DType::kUint8;
   ReduceOp reduce_op = ReduceOp::kSum;
   // The input lies in symmetric memory that was rendezvoused with the group, on all ranks: peers
-  // read it where it is. Not for kAllToAll.
+  // read it there. Not for kAllToAll.
   bool in_place = false;
   // For kHandledAllToAll, which has one piece. Inputs and outputs have sizes only.
   SlotHandler* handler = nullptr;
@@ -86,20 +86,21 @@ struct Exchange {
   // have sizes only.
   std::shared_ptr<const Boxes> boxes;
   std::vector<char*> operands;
-  // Of all parts together; the same on all ranks. With another size than the usual one there is one
-  // piece: a caller that wants all its data to have left its input when `start` returns gives what
-  // the largest part of any rank takes, rounded up to kPartAlignment, times the number of parts.
+  // The bytes of a piece, of all parts together; identical on all ranks. With a size other than
+  // kPieceBytes there is one piece: if all data must have left the input when `start` returns, set
+  // this to the bytes of the largest part of any rank, rounded up to kPartAlignment, times the
+  // number of parts.
   int64_t piece_bytes = kPieceBytes;
   // How long this rank waits for its peers.
   std::chrono::milliseconds timeout = kGroupTimeout;
-  // If an earlier exchange gives the sizes of this one: sets inputs and outputs when the exchanges
-  // before it have ended, in the thread that carries it out. Its exceptions end the call on all
+  // Set if an earlier exchange gives this exchange's sizes: sets inputs and outputs after the
+  // exchanges before it, in the thread that carries it out. Its exceptions end the call on all
   // ranks.
   std::function<void(Exchange&)> complete;
 };
 
-// Whether an all-reduce is a kTwoShotAllReduce: then a rank reads less, the less the more ranks
-// there are, but waits twice. Where they meet was measured with 3 and 4 ranks on 2 cores.
+// Whether an all-reduce is a kTwoShotAllReduce: then a rank reads less (with more ranks, less
+// still), but waits twice. The break-even point was measured with 3 and 4 ranks on 2 cores.
 constexpr bool two_shot(int ranks, int64_t bytes) {
   return ranks > 2 && bytes * (ranks - 1) >= (int64_t{192} << 10);
 }
@@ -116,17 +117,16 @@ inline constexpr int64_t kPartAlignment = 64;
 void run(Group& group, Exchange& exchange);
 inline void run(Group& group, Exchange&& exchange) { run(group, exchange); }
 
-// Takes why an exchange failed; empty: it succeeded. Runs in the thread that carried it out,
-// without a lock, perhaps after a wait for the exchange has returned. Must not throw; may start
-// other exchanges but not wait for one.
+// Called when an exchange ends, with its failure; empty on success. Runs in the thread that carried
+// it out, without a lock, perhaps after a wait for the exchange has returned. Must not throw; may
+// start other exchanges but not wait for one.
 using Done = std::function<void(const std::string& failure)>;
 
-// Leaves an exchange to the copy engine of the group, behind those started before; never waits for
-// a peer. Returns its number, for `group->lane().wait(number)` and `finished(number)`; the memory
-// that it names must live until then. What of the input fits into the first piece may be
-// overwritten once this has returned only if `published` says so. With `background` false the
-// engine is woken only for what peers need of this rank later: else the exchange goes on when a
-// thread waits for it.
+// Queues an exchange on the group's copy engine, behind exchanges started before; never waits for a
+// peer. Returns its number, for `group->lane().wait(number)` and `finished(number)`; its memory
+// must live until then. If `published`, the caller may overwrite the input's first piece after this
+// returns. With `background` false, the engine is woken only for steps that peers need from this
+// rank later; without such steps, the exchange goes on when a thread waits for it.
 struct Started {
   int64_t number;
   bool published;
@@ -135,12 +135,12 @@ Started start(Group& group, Exchange exchange, bool background, Done done = {});
 // Whether `start` would begin the exchange before it returns. Under a CallLock of kAsync.
 bool starts_at_once(Group& group, const Exchange& exchange);
 
-// Carries an exchange out in the calling thread as `run` does, but in one order with those started:
-// it is the same call to the peers whether a rank starts it or runs it.
+// Carries an exchange out in the calling thread like `run`, but in one order with started
+// exchanges: to the peers it is the same call whether a rank starts it or runs it.
 void run_in_turn(Group& group, Exchange exchange);
 
-// Tells the peers that this rank refuses the call which they may be making now (`channel`: kSync
-// for `run`, kAsync for `start`). Never waits.
+// Reports to the peers that this rank refuses the call that they may be making now (`channel`:
+// kSync for `run`, kAsync for `start`). Never waits.
 void refuse(Group& group, int channel, const std::string& reason);
 
 }  // namespace symm_cp

@@ -61,7 +61,7 @@ LoopKind by_sockets(int sockets) {
 
 int64_t slot_bytes_of(const Exchange& exchange, const Loop& loop) {
   if (!loop.slotted) return 0;
-  // Only calls with the usual size have a second piece. Smaller slots would soon be replaced.
+  // Only calls with the usual piece size have a second piece. Smaller slots would soon be replaced.
   return std::max(2 * kPieceBytes, exchange.piece_bytes);
 }
 
@@ -114,7 +114,7 @@ char* ExchangeRun::address(Channel& channel, const Call& call, const Area& area,
       return static_cast<char*>(channel.slot(area.rank, call.epoch)) + half + part;
     }
     case Buffer::kSymmetric: {
-      // All ranks' tensors are laid out alike.
+      // All ranks' tensors have the same layout.
       const auto& own = exchange_->input;
       const char* first = static_cast<const char*>(own.front().data);
       const int64_t offset = static_cast<const char*>(own[chunk].data) - first;
@@ -147,7 +147,7 @@ std::vector<PlaneCopy> ExchangeRun::copies_of(Channel& channel, const Call& call
   return boxes.keeps(rank_, piece, operands, past_caches);
 }
 
-// The first boxes of all steps together, then the second ones, and so on.
+// Copies the first boxes of all steps together, then the second boxes, and so on.
 int64_t ExchangeRun::copy_boxes(Channel& channel, const Call& call, size_t first, size_t last,
                                 int64_t piece, bool past_caches) {
   std::vector<std::vector<PlaneCopy>> by_step;
@@ -209,7 +209,7 @@ int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& st
   char* to = address(channel, call, step.to, piece, &bytes);
   int64_t given = bytes;
   const char* from = address(channel, call, step.source, piece, &given);
-  // Between slots a part of the output is copied.
+  // A copy between slots copies a part of the output.
   if (step.to.buffer == Buffer::kPeerSlot && step.source.buffer == Buffer::kPeerSlot)
     address(channel, call, {Buffer::kOutput, rank_, step.to.chunk}, piece, &given);
   bytes = std::min(bytes, given);
@@ -290,7 +290,7 @@ void ExchangeRun::announce(Channel& channel, Call& call) {
   channel.announce(call, exchange_->in_place ? exchange_->input.front().data : nullptr);
 }
 
-// A rank that takes anything takes something of each rank, if only nothing.
+// A rank that takes anything has an output for each rank, which may be empty.
 void ExchangeRun::compare_sizes(Channel& channel, int peer, const Call& call) {
   const ExchangeKind kind = exchange_->kind;
   const bool to_all = kind == ExchangeKind::kAllToAll || kind == ExchangeKind::kJoiningAllToAll ||
@@ -383,8 +383,8 @@ Call ExchangeRun::begin(Workspace& workspace, int64_t number) {
   }
   Call call = workspace.begin(number, slot_bytes_, exchange_->call_name, exchange_->timeout);
   past_caches_ = workspace.channel()->result_stores().next(result_bytes_);
-  // Now the ranks have met. Loops by sockets use the same places as the plain one. Averages of
-  // equal numbers of averages are right.
+  // Now the ranks have met. Loops by sockets use the same places as the plain loop. Averages of
+  // averages are right, since each socket has the same number of ranks.
   if (exchange_->kind == ExchangeKind::kTwoShotAllReduce && !exchange_->in_place &&
       group_.sockets() > 1)
     loop_ = &group_.loop(channel_, exchange_->kind, by_sockets(group_.sockets()));

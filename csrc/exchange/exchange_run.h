@@ -18,7 +18,7 @@ class Workspace;
 int64_t slot_bytes_of(const Exchange& exchange, const Loop& loop);
 const Loop& loop_of(Group& group, int channel, const Exchange& exchange);
 
-// An exchange of its own, or one that lives elsewhere as long as it runs.
+// Owns an exchange, or refers to an exchange that outlives the run.
 class HeldExchange {
  public:
   explicit HeldExchange(Exchange&& own) : own_(std::move(own)) {}
@@ -36,25 +36,25 @@ class HeldExchange {
 
 class ExchangeRun {
  public:
-  // Throws std::invalid_argument when it takes more than a call can; one that has to be completed
-  // does so when it begins.
+  // Throws std::invalid_argument if the exchange has more bytes than a call can take; an exchange
+  // that has to be completed throws when it begins.
   ExchangeRun(Group& group, int channel, HeldExchange exchange);
 
   const std::string& call_name() const { return exchange_->call_name; }
   // Whether its inputs and outputs are known.
   bool complete() const { return exchange_->complete == nullptr; }
   int64_t slot_bytes() const { return slot_bytes_; }
-  // That this rank knows of; after its first waits, of all ranks.
+  // This rank's number of pieces; after its first waits, the largest of all ranks.
   int64_t pieces() const { return pieces_; }
   // Carries out the call of that number, all of it.
   void run(Workspace& workspace, int64_t number);
-  // The same in parts. `publish` hands the first piece to the peers and waits for nobody.
+  // The same in parts. `publish` hands the first piece to the peers and does not wait.
   Call begin(Workspace& workspace, int64_t number);
   void publish(Channel& channel, Call& call);
   void finish(Channel& channel, Call& call);
 
  private:
-  // What follows from the sizes of inputs and outputs.
+  // Sets all that depends on the sizes of inputs and outputs.
   void measure();
   bool gives_alike() const;
   void announce(Channel& channel, Call& call);
@@ -63,7 +63,7 @@ class ExchangeRun {
   // Returns the bytes that were moved.
   int64_t step(Channel& channel, Call& call, const LoopStep& step, int64_t piece);
   int64_t copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
-  // Copies of boxes that follow one another are one pass: steps from `first` to before `last`.
+  // Consecutive copies of boxes form one pass: the steps from `first` to before `last`.
   size_t end_of_pass(size_t at, size_t last) const;
   int64_t copy_pass(Channel& channel, const Call& call, size_t first, size_t last, int64_t piece);
   int64_t copy_boxes(Channel& channel, const Call& call, size_t first, size_t last, int64_t piece,
@@ -77,13 +77,13 @@ class ExchangeRun {
   template <class Store>
   int64_t stored_result(const Store& store);
   int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
-  // Has the handler give to a peer.
+  // Makes the handler give data to a peer.
   int64_t produce(Channel& channel, const Call& call, int peer);
-  // Has the handler work, or take what a peer gives.
+  // Makes the handler work, or take a peer's data.
   int64_t consume(Channel& channel, const Call& call, int peer);
   // Where a piece of an area begins; sets `left` to its bytes, if this rank gives or takes them.
   char* address(Channel& channel, const Call& call, const Area& area, int64_t piece, int64_t* left);
-  // What this rank gives or takes there; null for other memory.
+  // This rank's input or output there; null for other memory.
   const Extent* extent_of(const Area& area) const;
   static Reference reference_of(const Area& area);
 

@@ -26,7 +26,7 @@ inline BFloat16 narrow(float value) {
   return {static_cast<uint16_t>(is_nan ? 0x7fc0 : rounded)};
 }
 
-// How elements of a type are read as, and written from, the type in which they are added.
+// Conversion of elements to and from the type in which they are added.
 template <class T>
 struct Conversion {
   using Sum = T;

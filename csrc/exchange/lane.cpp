@@ -11,7 +11,7 @@
 namespace symm_cp {
 
 namespace {
-constexpr size_t kMaxFailures = 4096;  // calls that failed and that nobody has waited for
+constexpr size_t kMaxFailures = 4096;  // failed calls that no thread has waited for
 }
 
 void Lane::close() {

@@ -24,7 +24,7 @@ class Workspace;
 // their numbers. A thread that waits for one runs the queue up to it, unless the engine
 // already does, so a small transfer needs no hand-over between threads. An idle engine
 // sleeps; the thread starts with the first program that asks for it, and ends with the lane. A
-// program that fails ends alone: those behind it go on.
+// failure ends only its own program: later programs go on.
 class Lane {
  public:
   explicit Lane(Group& group) : group_(group) {}
@@ -54,7 +54,7 @@ class Lane {
   // failed. Any thread, any order.
   void wait(int64_t number);
   bool finished(int64_t number);
-  // Has the engine run the queued programs, whether or not somebody waits.
+  // Makes the engine run the queued programs, whether or not a thread waits.
   void wake();
   // True when nothing is queued or running.
   bool idle();

@@ -42,7 +42,7 @@ struct Truth {
   static Bytes pack(const Held& held) { return held.part[0]; }
 };
 
-// The even elements are one vector and the odd ones another: shifts and masks part them.
+// The even elements form one vector and the odd elements another: shifts and masks separate them.
 struct BFloat16Pairs {
   using Element = BFloat16;
   using Held = Numbers<float, 2>;
@@ -140,7 +140,7 @@ struct Average : Sum {
     return v / static_cast<std::remove_cvref_t<decltype(v[0])>>(count);
   }
 };
-// Of a power of two: the same bits at the cost of a multiplication.
+// An average over a power of two: the same bits at the cost of a multiplication.
 struct ExactAverage : Sum {
   template <class V>
   static V finish(V v, int count) {
@@ -216,7 +216,7 @@ inline __attribute__((always_inline)) void reduce_vectors(const Operands& given,
   }
 }
 
-// Less than a vector: through one on the stack.
+// Reduces less than a vector, through a vector on the stack.
 template <class Format, class Op>
 void reduce_part(const Operands& given, int64_t at, int64_t bytes) {
   const auto loaded = [&](int s) {
@@ -235,8 +235,8 @@ void reduce_part(const Operands& given, int64_t at, int64_t bytes) {
   std::memcpy(given.out + at, &result, static_cast<size_t>(bytes));
 }
 
-// Worth 10 to 15% where a peer's core holds the data and a vector takes many instructions, so that
-// the processor itself has too few loads under way. Nothing behind the sources is touched.
+// Saves 10 to 15% if a peer's core holds the data and a vector takes many instructions, so that the
+// processor itself has too few loads in flight. Touches nothing behind the sources.
 inline void fetch_ahead(const Operands& given, int64_t at, int64_t block) {
   const int64_t ahead = std::min(at + 2048, given.bytes - block);
   for (int s = 0; s < given.count; ++s)
@@ -302,7 +302,7 @@ Pass pass_of_floats(ReduceOp op) {
   return op == ReduceOp::kAvg ? average<Format> : pass_of_numbers<Format>(op);
 }
 
-// Sums and products of signed numbers are those of unsigned ones, which wrap.
+// Signed sums and products are computed on unsigned numbers, which wrap.
 template <class T>
 Pass pass_of_integers(ReduceOp op) {
   switch (op) {

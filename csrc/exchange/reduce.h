@@ -17,15 +17,16 @@ bool reducible(DType dtype, ReduceOp op);
 // Reduces `count` sources, 1 or more, of `elements` each. Addresses may have any alignment. `out`
 // may be one of the sources; else it overlaps none. Each element is read once from every source and
 // written once. Large reductions are divided among the threads that the calling thread has
-// (base/team.h), which changes no bit of them. Throws std::invalid_argument unless `reducible`.
+// (base/team.h), which changes no bit of the results. Throws std::invalid_argument unless
+// `reducible`.
 //
 // float16 and bfloat16 are widened to float32, and rounded once, to nearest even; other types are
 // reduced in the type itself. Averages are sums divided by `count`. Integers wrap. Minima and
-// maxima are NaN where a source is, as torch.minimum's, and the lowest rank's zero where zeros of
+// maxima are NaN if a source is NaN, as in torch.minimum, and the lowest rank's zero if zeros of
 // both signs meet. The sum of bools is their `or`, and the product their `and`, as in gloo.
 //
-// `streaming` writes `out` past the caches, for results that they cannot hold; other threads may
-// read it once this has returned and they were told, as without.
+// `streaming` writes `out` past the caches, for results that they cannot hold; as without it, other
+// threads may read `out` once this has returned and they were signalled.
 void reduce(void* out, const void* const* sources, int count, int64_t elements, DType dtype,
             ReduceOp op, bool streaming);
 

@@ -30,7 +30,7 @@ void add(const RowSums& given, int64_t first, int64_t last) {
     }
 }
 
-// Dots are added in so many parts, which the compiler keeps in registers.
+// The number of parts in which dots are added; the compiler keeps the parts in registers.
 constexpr int64_t kParts = 32;
 
 template <class T>

@@ -22,10 +22,10 @@ struct RowSums {
 // in float32, and rounded once.
 void add_rows(const RowSums& given, int64_t first, int64_t last);
 
-// Rows of `width` elements each, one behind the other, which are multiplied by their factors.
+// Contiguous rows of `width` elements each, which are multiplied by their factors.
 struct WeighedRows {
   void* rows;
-  const char* others;  // rows of as many elements, `pitch` bytes apart; null: none
+  const char* others;  // rows of `width` elements, `pitch` bytes apart; null: none
   int64_t pitch;
   const void* factors;  // one for each row, of the type in which rows are added
   void* dots;           // one for each row, of the same type; null without `others`

@@ -34,7 +34,7 @@ inline Vector<T> as(V vector) {
   return reinterpret_cast<Vector<T>>(vector);
 }
 
-// At any address.
+// Loads from any address.
 inline Bytes load_bytes(const char* from) {
   typedef uint8_t Anywhere __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
   return *reinterpret_cast<const Anywhere*>(from);
@@ -45,8 +45,8 @@ inline void store_bytes(char* to, Bytes bytes) {
   *reinterpret_cast<Anywhere*>(to) = bytes;
 }
 
-// Past the caches, at a multiple of kVectorBytes; a store like any other where the processor has
-// none for it. `finish_streams` comes before whatever tells others that the memory is written.
+// Stores past the caches, at a multiple of kVectorBytes; an ordinary store if the processor has no
+// such instruction. Call `finish_streams` before any signal that the memory is written.
 inline void stream_bytes(char* to, Bytes bytes) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(bytes));

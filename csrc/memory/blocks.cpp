@@ -62,8 +62,8 @@ Block Blocks::take(size_t bytes) {
   return block;
 }
 
-// The block of this size that was freed last, which caches may still hold; else the smallest that
-// is at most a quarter larger.
+// Finds the block of this size that was freed last, which caches may still hold; else the smallest
+// block that is at most a quarter larger.
 Block Blocks::find_kept(size_t size) {
   auto best = kept_.rend();
   for (auto block = kept_.rbegin(); block != kept_.rend(); ++block) {
@@ -102,7 +102,7 @@ size_t Blocks::give(void* address) {
   return size;
 }
 
-// Takes the blocks that were freed first off the list, until at most `limit` bytes are kept.
+// Removes from the list the blocks that were freed first, until at most `limit` bytes are kept.
 std::vector<Block> Blocks::shrink(size_t limit) {
   auto end = kept_.begin();
   for (; kept_bytes_ > limit; ++end) kept_bytes_ -= end->size;
@@ -140,7 +140,7 @@ BlockUsage Blocks::usage() {
 }
 
 char* Blocks::map(size_t size) {
-  // One unit more, to begin at a multiple of it.
+  // Maps one unit more, to begin at a multiple of a unit.
   void* const mapped =
       mmap(nullptr, size + kBlockUnit, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;

@@ -3,9 +3,9 @@
 // later results.
 //
 // Blocks are private anonymous memory at multiples of 2 MiB, of huge pages where the system has
-// them, and their pages are there when they are handed out. Sizes are multiples of 2 MiB or of an
-// eighth of the power of two below. No more than `limit` bytes are kept: the block that was freed
-// first is unmapped first. Blocks in use are not limited.
+// them, and their pages are populated when the blocks are handed out. Sizes are multiples of 2 MiB
+// or of an eighth of the power of two below. No more than `limit` bytes are kept: the block that
+// was freed first is unmapped first. Blocks in use are not limited.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 
 namespace symm_cp {
 
-// Of this process, in bytes.
+// The blocks of this process, in bytes.
 struct BlockUsage {
   int64_t in_use, kept, limit;
 };
@@ -45,8 +45,8 @@ class Blocks {
   // Unmaps the free blocks; returns their bytes.
   size_t empty();
 
-  // How much may be kept; less than 0 for the default: 1 GiB or 1/32 of the memory of the machine
-  // or container, whichever is less.
+  // Sets the bytes that may be kept; less than 0 for the default: 1 GiB or 1/32 of the memory of
+  // the machine or container, whichever is less.
   void set_limit(int64_t bytes);
 
   BlockUsage usage();

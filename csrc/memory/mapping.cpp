@@ -93,7 +93,7 @@ void Mapping::throw_if_peer_lost(int peer, bool expired, const WaitBudget& budge
     return PeerError(context + ": " + who + " " + why,
                      who + " " + why + " (noticed by rank " + text(rank()) + ")");
   };
-  // A process that ends normally closes its memory first: that it died says more.
+  // A process that ends normally closes its memory first: "died" says more, so it is checked first.
   if (peers_->dead(peer)) throw lost("died");
   if (control(peer).closed.load() == 1) throw lost("has left the group");
   if (expired) throw PeerError(context + ": timed out after " + text(budget.limit.count()) + " ms");
@@ -178,7 +178,7 @@ int64_t* Mapping::number_of(int owner) const {
   return reinterpret_cast<int64_t*>(end) - 1;
 }
 
-// The last words of the pad before that number.
+// The counters are the last words of the pad before `number_of`.
 Word* Mapping::counter(int owner, int source) const {
   if (pad_bytes_ < 2 * sizeof(int64_t) + world_size() * sizeof(Word))
     throw std::out_of_range("a signal pad of " + text(static_cast<int64_t>(pad_bytes_)) +

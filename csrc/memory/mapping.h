@@ -28,9 +28,9 @@ class Mapping {
  public:
   // Collective over `peers`: exchanges `block` (this rank's allocation) and a fresh control
   // segment with a pad of `pad_bytes`. Throws PeerError on every rank, naming the ranks and both
-  // values, when they disagree on sizes or on the purpose of the rendezvous; and when one of them
-  // cannot allocate or map the memory, which then throws its own error. `sequence` names the
-  // mapping to peers.
+  // values, when they disagree on sizes or on the purpose of the rendezvous; and when a rank cannot
+  // allocate or map the memory; that rank throws its own error. `sequence` names the mapping to
+  // peers.
   Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t block_bytes, size_t pad_bytes,
           int64_t sequence, const Rendezvous& rendezvous);
 
@@ -41,7 +41,7 @@ class Mapping {
   const std::vector<void*>& pads() const { return pads_; }
   size_t block_bytes() const { return block_bytes_; }
   size_t pad_bytes() const { return pad_bytes_; }
-  // Which rendezvous of tensors made this mapping: the same number on every rank.
+  // The number of the rendezvous of tensors that made this mapping, identical on every rank.
   int64_t sequence() const { return sequence_; }
   ControlPage& control(int rank) const {
     return *reinterpret_cast<ControlPage*>(static_cast<char*>(pads_[rank]) - ControlPage::kBytes);
@@ -50,7 +50,7 @@ class Mapping {
   // The cores of the ranks, for a Team.
   Cores& cores() const { return cores_; }
 
-  // Tells the peers that this rank signals nothing here any more.
+  // Reports to the peers that this rank signals nothing here any more.
   void close();
   // Throws when `peer` cannot signal any more, because it died or has closed the memory, or when
   // the wait has expired. `call_name` names the waiting call.
@@ -64,14 +64,14 @@ class Mapping {
   void wait_signal(int source, int channel, int64_t timeout_ms);
   void barrier(int channel, int64_t timeout_ms);
 
-  // One-sided signals, up to the time-out of the group. Of one kind are numbers of 64 bits in the
-  // memory of a rank, such as the one at the end of its pad: the writes of a rank before it puts a
-  // number are seen by whoever sees the number. `source` may be -1: any rank.
+  // One-sided signals, up to the time-out of the group. The first kind are 64-bit numbers in a
+  // rank's memory, such as the number at the end of its pad: a rank that sees the number sees all
+  // writes that the putting rank made before. `source` may be -1: any rank.
   void put_number(int owner, int64_t* number, int64_t value);
   void await_number(int64_t* number, int source, const char* op,
                     const std::function<bool(int64_t)>& ready);
   int64_t* number_of(int owner) const;
-  // The others are counted, for each source: a wait takes one.
+  // The second kind are counted for each source: a wait takes one.
   void count_signal(int destination);
   void take_signal(int source, const char* op);
 
@@ -92,20 +92,20 @@ class Mapping {
   std::vector<Segment> remote_;  // keeps peers' memory mapped
   std::vector<void*> data_;
   std::vector<void*> pads_;
-  mutable RankCores cores_;  // of a mapping that stays as it is: only records are written
+  mutable RankCores cores_;  // the mapping stays as it is: only records are written
 };
 
-// What symmetric_memory.cpp knows of torch's groups and tensors:
+// Defined in symmetric_memory.cpp, which has torch's groups and tensors:
 
 // Finds the mapping of this process's allocation that holds `address`, for a group or its peers;
 // null when the address is not symmetric memory, or not rendezvoused with that group.
 std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& group);
 std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers);
 
-// How far an address lies from the beginning of its allocation; none outside of symmetric memory.
+// The offset of an address in its allocation; nullopt outside of symmetric memory.
 std::optional<size_t> symmetric_offset(const void* address);
-// Finds the mapping of one-sided operations, which name no group: that of the group of all ranks,
-// or the only one; null where there is none. `address` is in symmetric memory.
+// Finds the mapping for one-sided operations, which name no group: the mapping of the group of all
+// ranks, or the only mapping; null if there is none. `address` is in symmetric memory.
 std::shared_ptr<Mapping> find_mapping(const void* address);
 
 // Finds the mapping that the `sequence`-th rendezvous of these peers made; null when it was freed.
@@ -117,16 +117,16 @@ struct PadPlace {
   size_t offset;
 };
 
-// The signal pad, of whichever rank, that an address is in.
+// The signal pad, of any rank, that contains an address.
 std::optional<PadPlace> find_pad(const void* address);
 
 // Returns the peers of a group. Collective at the first call for a group; see Peers.
 std::shared_ptr<Peers> peers_of(const std::string& group, const Rendezvous& rendezvous);
-// Refuses to take part in a rendezvous of a group whose peers this rank may not know yet. `other`:
-// see Workspace::fail. Not collective.
+// Refuses to take part in a rendezvous of a group whose peers this rank may not have met yet.
+// `other`: see Workspace::fail. Not collective.
 void refuse_peers(const std::string& group, const std::string& key, const std::string& reason,
                   const CallSite* other = nullptr);
-// Throws when a peer has refused so to meet for this call, or a later one.
+// Throws when a peer has refused in that way to meet for this call, or for a later call.
 void check_refused_peers(const std::string& group, const Rendezvous& rendezvous, int peer);
 // How long ops of a group wait for a peer unless the user chose otherwise.
 std::chrono::milliseconds timeout_of(const std::string& group);
@@ -134,7 +134,7 @@ std::chrono::milliseconds timeout_of(const std::string& group);
 // How long to wait where no group is named.
 std::chrono::milliseconds default_timeout();
 
-// Forgets the groups that were destroyed; their sockets close when their last mapping goes.
+// Forgets the groups that were destroyed; their sockets close when their last mapping is freed.
 void release_groups();
 
 }  // namespace symm_cp

@@ -25,7 +25,7 @@ void give_block(void* address) {
   report_block(address, -size);
 }
 
-// Storages keep their allocator, which they ask again when they are resized, to any size.
+// A storage keeps its allocator, and calls it again when it is resized, to any size.
 class BlockAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -59,7 +59,7 @@ at::Tensor pooled_empty(at::IntArrayRef shape, const at::TensorOptions& options)
     return at::empty(shape, options);
   const auto bytes =
       c10::multiply_integers(shape) * static_cast<int64_t>(options.dtype().itemsize());
-  // Without the dispatcher, which takes longer than the allocation.
+  // Bypasses the dispatcher, which takes longer than the allocation.
   return at::detail::empty_generic(shape,
                                    bytes < kPooledBytes ? c10::GetCPUAllocator() : &allocator,
                                    c10::DispatchKeySet(c10::DispatchKey::CPU),
@@ -72,7 +72,7 @@ TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
         torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, new_result));
 }
 
-// A result is no function of `like`.
+// The result has no autograd link to `like`.
 TORCH_LIBRARY_IMPL(symm_cp, Autograd, m) {
   m.impl("new_result", torch::CppFunction::makeFallthrough());
 }

@@ -18,7 +18,7 @@ void RankCores::tell(int threads) {
   own_->threads.store(static_cast<uint32_t>(threads), std::memory_order_release);
 }
 
-// The ranks that may run on this one's cores must have a core for each of their threads together.
+// The ranks that may run on this rank's cores must together have a core for each of their threads.
 bool RankCores::suffice(int threads) {
   tell(threads);
   if (threads == 1) return true;

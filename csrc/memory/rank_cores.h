@@ -1,4 +1,4 @@
-// Which cores the threads of the ranks of a group run on, as the ranks tell each other.
+// The cores that the threads of a group's ranks run on, as published by the ranks.
 #pragma once
 
 #include <vector>
@@ -10,12 +10,12 @@ namespace symm_cp {
 
 // In the control page of a rank.
 struct CoreRecord {
-  Word threads;  // 0: not yet told
+  Word threads;  // 0: not yet published
   Word mask[kMostCores / 32];
 };
 
-// A rank tells its cores when it would divide work for the first time, and when the number of its
-// threads has changed. Until all have, they work alone.
+// A rank publishes its cores before it first divides work, and when its number of threads has
+// changed. Until all ranks have published theirs, each works with one thread.
 class RankCores : public Cores {
  public:
   void add(CoreRecord* record, bool is_own);

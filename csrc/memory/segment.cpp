@@ -48,7 +48,7 @@ size_t available_memory() {
 
 size_t round_to_huge_pages(size_t size) { return (size + kHugePage - 1) / kHugePage * kHugePage; }
 
-// Somebody has reserved huge pages for some program: this one asks before it takes any.
+// The system's huge pages may be reserved for another program: takes them only on request.
 bool asks_for_reserved_pages() {
   const char* chosen = std::getenv("SYMM_CP_HUGE_PAGES");
   return chosen != nullptr && std::strcmp(chosen, "1") == 0;
@@ -117,7 +117,7 @@ Segment Segment::create(size_t size, const std::string& label) {
     return segment;
   segment.fd_ = Descriptor(memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   const std::string what = "shared memory of " + std::to_string(segment.size_) + " bytes";
-  // Small segments are not worth the reading of files.
+  // Small segments are not worth reading files for.
   if (segment.size_ >= kHugePage && segment.size_ > available_memory()) {
     errno = ENOMEM;
     throw SystemError("cannot take " + what);
@@ -152,7 +152,7 @@ void prefault(void* address, size_t size) {
   const auto begin = (reinterpret_cast<uintptr_t>(address) + page - 1) / page * page;
   const auto end = (reinterpret_cast<uintptr_t>(address) + size) / page * page;
   if (size < kPrefault || end <= begin) return;
-  // One page in the middle tells: an allocator hands out large blocks that are fresh throughout.
+  // Checks one page in the middle: an allocator hands out large blocks that are fresh throughout.
   unsigned char resident = 1;
   const auto middle = (begin + (end - begin) / 2) / page * page;
   if (mincore(reinterpret_cast<void*>(middle), page, &resident) != 0 || (resident & 1) != 0) return;

@@ -26,10 +26,10 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// Has a message carry descriptors; `control` has room for them.
+// Attaches descriptors to a message; `control` must have room for them.
 void attach_descriptors(msghdr& header, void* control, const std::vector<int>& fds);
 
-// The label of memory that is shown in /proc/PID/maps as this process's, for `symm-cp doctor`.
+// The label that marks memory as this process's in /proc/PID/maps, for `symm-cp doctor`.
 std::string owned_label(const std::string& owner);
 
 // A mapping of a whole memfd, unmapped on destruction.
@@ -38,8 +38,8 @@ class Segment {
   Segment() = default;
   // Creates `size` bytes (rounded up to pages) of zeros, sealed against shrinking and growing.
   // The pages are taken now, so that running out of memory is an error here, with the size, and
-  // not a SIGBUS at some later write. With SYMM_CP_HUGE_PAGES=1 they are those that the system has
-  // reserved (hugetlb), if as many are free.
+  // not a SIGBUS at some later write. With SYMM_CP_HUGE_PAGES=1 they are reserved huge pages of the
+  // system (hugetlb), if enough are free.
   static Segment create(size_t size, const std::string& label);
   // Maps a descriptor received from a peer; refuses one that is not sealed or not `size` long.
   static Segment map(Descriptor fd, size_t size);
@@ -64,7 +64,7 @@ class Segment {
 size_t round_to_pages(size_t size);
 
 // Takes the pages of a large fresh result in one system call, at half the cost of the page faults
-// in the copy or matmul that fills it. Does nothing where pages are there already.
+// in the copy or matmul that fills it. Does nothing if the pages exist already.
 void prefault(void* address, size_t size);
 
 }  // namespace symm_cp

@@ -1,14 +1,14 @@
 // How to store to slots and large results: past the caches where the usual way takes longer.
 //
 // Peers have read a slot before it is written again, so their caches hold its lines, and a store
-// waits until they have given these up. On an AMD EPYC that took four times as long at some times
-// as at others: where the ranks' cores shared no cache, by all signs. Past the caches a store does
-// not wait, but peers then read memory. As it depends on the cores that the ranks run on at the
-// moment, it is measured all the time.
+// waits until they release them. On an AMD EPYC that took four times as long at some times as at
+// others, apparently when the ranks' cores shared no cache. Past the caches a store does not wait,
+// but peers then read memory. Which way is faster depends on the ranks' current cores, so it is
+// measured all the time.
 //
-// A large result may not fit into the caches. Past them it pushes out nothing that others need, and
-// no line is read before it is written. How large that is depends on how much of a cache this rank
-// has, which a virtual machine does not know: measured, too.
+// A large result may not fit into the caches. Stored past them, it evicts nothing that others need,
+// and no line is read before it is written. The size limit depends on this rank's share of a cache,
+// which a virtual machine does not show: it is measured, too.
 #pragma once
 
 #include <algorithm>
@@ -18,13 +18,14 @@
 
 namespace symm_cp {
 
-// `kWorth`: the usual way's time as a percentage of the other one's from which on that one is
-// taken, as reading takes longer after it. `kRun`: how many stores in a row try the way that is not
-// taken: 2 where the first one finds the memory as the other way has left it.
+// `kWorth`: stores go past the caches if the usual way takes more than this percentage of their
+// time, as reading takes longer after them. `kRun`: how many stores in a row try the way not taken:
+// 2 if the first store still finds the memory as the other way left it.
 template <int kWorth, uint64_t kRun>
 class MeasuredStores {
  public:
-  // Whether the next store goes past the caches; then `add` says the seconds that it took per byte.
+  // Whether the next store goes past the caches; then pass the seconds that it took per byte to
+  // `add`.
   bool next() {
     ++count_;
     if (count_ <= 2 * kSamples) return (count_ - 1) / kRun % 2 == 1;
@@ -38,7 +39,7 @@ class MeasuredStores {
   static constexpr uint64_t kTrial = 64;
   static constexpr uint64_t kSamples = 2;
 
-  // The better of the last samples: others may have been interrupted.
+  // The better of the last two samples: a sample may have been interrupted.
   class Way {
    public:
     double pace() const { return std::min(last_, before_); }
@@ -70,17 +71,17 @@ class SlotStores : public MeasuredStores<160, 1> {
   }
 
  private:
-  // Smaller ones are too short to be measured.
+  // Smaller stores are too short to be measured.
   static constexpr int64_t kLeast = int64_t{64} << 10;
 };
 
 class ResultStores {
  public:
-  // Smaller results fit into the caches. Each power of two from here on is measured apart.
+  // Smaller results fit into the caches. Each power of two from here on is measured separately.
   static constexpr int64_t kLarge = int64_t{4} << 20;
 
-  // Whether the next result of that size goes past the caches; then `add` says how long all its
-  // stores took, unless some failed.
+  // Whether the next result of that size goes past the caches; then pass the time of all its stores
+  // to `add`, unless some failed.
   bool next(int64_t bytes) { return bytes >= kLarge && of(bytes).next(); }
   void add(int64_t bytes, bool past_caches, std::chrono::duration<double> time) {
     if (bytes >= kLarge) of(bytes).add(past_caches, time.count() / static_cast<double>(bytes));
@@ -93,7 +94,7 @@ class ResultStores {
     store(past_caches);
     add(bytes, past_caches, std::chrono::steady_clock::now() - begin);
   }
-  // Those of the calling thread.
+  // The calling thread's instance.
   static ResultStores& of_thread() {
     static thread_local ResultStores stores;
     return stores;

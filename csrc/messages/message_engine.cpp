@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kPieceBytes = int64_t{32} << 10;
 constexpr int64_t kReadBytes = int64_t{4} << 20;        // of a peer's memory, at a time
 constexpr std::chrono::microseconds kMoment{10};        // from an offer to the wait for it
-constexpr int64_t kMaxQueuedBytes = int64_t{16} << 20;  // copies of what the ring has no room for
+constexpr int64_t kMaxQueuedBytes = int64_t{16} << 20;  // copies for which the ring has no room
 constexpr int kBatch = 16;                              // frames taken from a ring at a time
 constexpr size_t kMaxReason = 1024;
 
@@ -41,7 +41,7 @@ std::string MessageEngine::describe(const Transmission& transmission) const {
 
 // --- starting and ending -------------------------------------------------------------------------
 
-// Makes the ring to a peer, and has the engine hand it over.
+// Makes the ring to a peer, for the engine to hand over.
 void MessageEngine::reach(int peer) {
   MessageLink& link = *links_[peer];
   if (link.out.there()) return;
@@ -145,7 +145,7 @@ void MessageEngine::report_loss(int peer) const {
 
 bool MessageEngine::give_up(Transmission& transmission, const std::string& reason) {
   if (transmission.ended.load()) return false;
-  // Kept until the end of this function.
+  // Keeps the transmission until this function ends.
   TransmissionPtr self;
   if (transmission.sends) {
     withdraw_send(transmission, reason);
@@ -200,7 +200,8 @@ void MessageEngine::fail_receives(int peer, const std::string& reason, bool any_
   }
 }
 
-// All that is in flight between this rank and a peer, but for receives that have no message yet.
+// Fails all transmissions in flight between this rank and a peer, except receives that have no
+// message yet.
 void MessageEngine::fail_link(MessageLink& link, const std::string& reason) {
   for (auto& [id, receive] : std::exchange(link.accepted, {}))
     finish(*receive, describe(*receive) + ": " + reason);
@@ -223,7 +224,7 @@ void MessageEngine::fail_all(const std::string& reason) {
   unexpected_.clear();
 }
 
-// Messages that a peer has sent before its end can still be received.
+// Messages that a peer sent before its end can still be received.
 void MessageEngine::lose(int peer, const std::string& reason, bool in_order) {
   MessageLink& link = *links_[peer];
   while (take_frames(peer)) {
@@ -315,8 +316,8 @@ void MessageEngine::handle_message(int peer, const Frame& frame) {
   unexpected_[frame.tag].push_back(std::move(arrival));
 }
 
-// Brings a message and its receive together. `bytes`: of an eager message; null when they are in
-// the ring still.
+// Matches a message with its receive. `bytes`: of an eager message; null while they are still in
+// the ring.
 void MessageEngine::deliver(const TransmissionPtr& transmission, int peer, const Frame& frame,
                             const char* bytes) {
   Transmission& receive = *transmission;
@@ -367,7 +368,7 @@ void MessageEngine::handle_taken(MessageLink& link, const Frame& frame) {
   finish(*send);
 }
 
-// Whether a thread of the sender waits, which then takes part in the copying. One that has just
+// Whether a thread of the sender waits, and so takes part in the copying. A thread that has just
 // offered its message comes to its wait a moment later.
 bool MessageEngine::attended(const MessageLink& link) const {
   if (reads_ == Reads::kAlways || link.bell == nullptr) return false;
@@ -380,7 +381,7 @@ bool MessageEngine::attended(const MessageLink& link) const {
   return true;
 }
 
-// One message after the other, and not all of a large one at once: there may be other frames.
+// Reads one message after the other, and a large message in parts: there may be other frames.
 bool MessageEngine::read_on(int peer) {
   MessageLink& link = *links_[peer];
   if (link.reading.empty()) {  // given up meanwhile
@@ -401,7 +402,7 @@ bool MessageEngine::read_on(int peer) {
   const iovec from{reinterpret_cast<void*>(receive.address + receive.moved), bytes};
   const ssize_t read = process_vm_readv(link.process, &to, 1, &from, 1, 0);
   if (read <= 0) {
-    // It is not allowed, or the peer is gone: then the link will say so.
+    // Reading is not allowed, or the peer is gone, which the link then reports.
     link.process = 0;
     while (!link.reading.empty()) end_reading(peer, false);
     return true;
@@ -412,7 +413,7 @@ bool MessageEngine::read_on(int peer) {
   return true;
 }
 
-// Unless it is `complete` the first message that is read comes in pieces, or is withdrawn.
+// Ends reading the first message. Unless `complete`, it comes in pieces instead, or is withdrawn.
 void MessageEngine::end_reading(int peer, bool complete) {
   MessageLink& link = *links_[peer];
   const TransmissionPtr receive = std::move(link.reading.front());
@@ -422,7 +423,7 @@ void MessageEngine::end_reading(int peer, bool complete) {
   answer(peer, receive, complete ? FrameKind::kTaken : FrameKind::kAccept);
 }
 
-// Answers the offer of a message, which has been taken, or comes in pieces now.
+// Answers the offer of a message: it has been taken, or comes in pieces now.
 void MessageEngine::answer(int peer, const TransmissionPtr& receive, FrameKind kind) {
   const bool told = reply(peer, kind, frame_of(*receive), {});
   if (told && kind == FrameKind::kAccept) return;
@@ -449,7 +450,7 @@ void MessageEngine::handle_rejection(int peer, const Frame& frame) {
     return;
   }
   if (frame.bytes > kEagerBytes) return;  // it has been withdrawn
-  // The sender has gone on: the error reaches it with its next wait or call.
+  // The send has ended: the error reaches the sender with its next wait or call.
   const std::string complaint = "an earlier send to " + rank_text(peer) + " (tag " +
                                 std::to_string(frame.tag) + ") on " + rank_text(rank_) + ": " + why;
   for (auto by_tag = posted_.begin(); by_tag != posted_.end(); ++by_tag) {
@@ -487,7 +488,7 @@ void MessageEngine::handle_withdrawal(int peer, const Frame& frame) {
 
 // --- to the peers --------------------------------------------------------------------------------
 
-// False when there cannot be a ring to the peer.
+// Returns false if there cannot be a ring to the peer.
 bool MessageEngine::reply(int peer, FrameKind kind, const Frame& about, const std::string& words) {
   MessageLink& link = *links_[peer];
   if (!link.gone.empty()) return true;
@@ -505,7 +506,7 @@ bool MessageEngine::reply(int peer, FrameKind kind, const Frame& about, const st
   return true;
 }
 
-// Writes what the ring has room for.
+// Writes queued frames and pieces while the ring has room.
 bool MessageEngine::flush(MessageLink& link) {
   if (!link.out.there()) {
     link.backlog.store(false);
@@ -539,7 +540,7 @@ bool MessageEngine::push_queued(MessageLink& link) {
   return any;
 }
 
-// One after the other: frames that are queued meanwhile go first.
+// Pushes one piece after the other: frames that are queued meanwhile go first.
 bool MessageEngine::push_pieces(MessageLink& link) {
   bool any = false;
   while (link.queue.empty() && !link.streaming.empty() && next_fits(link)) {

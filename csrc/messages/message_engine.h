@@ -1,9 +1,9 @@
-// What messages.h hides: the state of all messages of a rank in a group, and who carries them on.
+// The internals of messages.h: the state of all messages of a rank in a group, and their progress.
 //
-// Whoever starts a transmission or waits for one carries all of them on while it is at it, so a
-// small blocking receive needs no hand-over. While nobody waits, a thread of the group does, the
-// engine: it sleeps in poll() on its eventfd, on the sockets (links.h) and on the peers' processes,
-// and is woken by peers only where there are transmissions that have not ended.
+// A thread that starts a transmission or waits for one progresses all of them meanwhile, so a small
+// blocking receive needs no hand-over. While no thread waits, a thread of the group, the engine,
+// does: it sleeps in poll() on its eventfd, on the sockets (links.h) and on the peers' processes.
+// Peers wake it only if there are transmissions that have not ended.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@
 
 namespace symm_cp {
 
-// A send or receive. All but `ended` belongs to the lock of the engine until `ended` is set; then
+// A send or receive. The engine's lock guards all fields but `ended` until `ended` is set; then
 // nothing changes any more.
 struct Transmission {
   Transmission(bool sends_, int peer_, uint64_t tag_, MessageBytes message_)
@@ -36,7 +36,8 @@ struct Transmission {
   uint64_t id = 0;
   int64_t moved = 0;      // bytes of a long message so far
   bool accepted = false;  // a receive of a long message that has been matched
-  // The same, while it is read where it lies: there, with so many withdrawals before.
+  // For an accepted receive that reads the sender's memory: the address there, and the sender's
+  // number of withdrawals before.
   uint64_t address = 0;
   uint64_t withdrawals = 0;
   std::string failure = {};
@@ -50,18 +51,18 @@ using TransmissionPtr = std::shared_ptr<Transmission>;
 // A frame that the ring to a peer has had no room for.
 struct QueuedFrame {
   Frame frame;
-  TransmissionPtr transmission;  // whose buffer is sent, and which ends with it;
+  TransmissionPtr transmission;  // its buffer is sent, and it ends with the frame;
   std::unique_ptr<char[]> copy;  // or the bytes themselves
 };
 
-// A message that nobody receives yet.
+// A message without a receive so far.
 struct Arrival {
   int source;
   Frame frame;
   std::unique_ptr<char[]> bytes;  // of kEager
 };
 
-// What lies between this rank and one peer.
+// The state between this rank and one peer.
 struct MessageLink {
   std::shared_ptr<const Bell> bell;  // the peer's; null until it has answered
   std::string gone;                  // why there will be no more messages, as in "died"
@@ -78,21 +79,21 @@ struct MessageLink {
   std::map<uint64_t, TransmissionPtr> offered;  // long sends
   std::deque<TransmissionPtr> streaming;        // long sends that the peer has accepted
   std::atomic<bool> backlog{false};             // something waits for room in the ring,
-  std::atomic<uint64_t> seen_head{0};           // which was there up to here
+  std::atomic<uint64_t> seen_head{0};           // as of this `head` of the ring
 
   // From the peer.
   Segment in_memory;
   Ring in;
   std::map<uint64_t, TransmissionPtr> accepted;  // long receives
-  std::deque<TransmissionPtr> reading;           // those of them that are read where they lie
-  std::atomic<bool> readable{false};             // there are some
+  std::deque<TransmissionPtr> reading;           // accepted receives that read the peer's memory
+  std::atomic<bool> readable{false};             // `reading` is not empty
   pid_t process = 0;                             // the peer's; 0 if its memory cannot be read
-  std::atomic<bool> incoming{false};             // `in` is there;
+  std::atomic<bool> incoming{false};             // `in` exists;
   std::atomic<uint64_t> taken{0};                // the bytes taken from it
 };
 
-// Which long messages a rank reads where they lie. Two ranks that both wait copy through the ring
-// at the same time, in less time than one of them takes to read.
+// Which long messages a rank reads in the sender's memory. Two ranks that both wait copy through
+// the ring at the same time, faster than one of them reads.
 enum class Reads { kNever, kUnattended, kAlways };
 
 class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
@@ -102,11 +103,11 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
 
   TransmissionPtr start(bool sends, int peer, uint64_t tag, MessageBytes message);
   void wait(Transmission& transmission, std::chrono::milliseconds timeout);
-  // Empty unless it has failed. Whoever asks is told of it.
+  // Returns a transmission's failure, and reports the loss (`on_loss`); empty unless it has failed.
   std::string failure_of(const Transmission& transmission);
   void when_done(Transmission& transmission, std::function<void()> then);
   void close(std::chrono::milliseconds linger);
-  // Fails all transmissions in flight, tells the peers and ends the thread.
+  // Fails all transmissions in flight, reports that to the peers, and ends the thread.
   void end(const std::string& reason);
   bool owned() const { return forks_ == fork_count(); }
 
@@ -135,7 +136,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   void start_receive(const TransmissionPtr& transmission);
   void reach(int peer);
   void finish(Transmission& transmission, std::string failure = {});
-  // Takes a transmission back, and tells its peer. False when it has ended.
+  // Withdraws a transmission, and reports that to its peer. Returns false if it has ended.
   bool give_up(Transmission& transmission, const std::string& reason);
   void withdraw_send(Transmission& transmission, const std::string& reason);
   void fail_all(const std::string& reason);
@@ -145,14 +146,14 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   void refuse_if_lost(Transmission& transmission);
   // Reports to this rank that a transmission with `peer`, or kAnySource, failed.
   void report_loss(int peer) const;
-  // Carries everything on as far as it goes. Whether anything did.
+  // Progresses everything as far as possible. Returns whether anything progressed.
   bool progress();
   bool take_frames(int peer);
   void handle(int peer, const Frame& frame);
   void handle_message(int peer, const Frame& frame);
   void handle_piece(MessageLink& link, const Frame& frame);
   void handle_taken(MessageLink& link, const Frame& frame);
-  // Reads on in the memory of a peer. Whether there was anything to read.
+  // Reads on in the memory of a peer. Returns whether there was anything to read.
   bool read_on(int peer);
   bool attended(const MessageLink& link) const;
   void end_reading(int peer, bool complete);
@@ -169,14 +170,14 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   static uint32_t piece_of(const Transmission& send);
   static bool next_fits(MessageLink& link);
   void apply(LinkEvent& event);
-  // Before the lock is released by a thread that goes away: whoever comes next is the engine.
+  // Called before a leaving thread releases the lock: the engine comes next.
   void hand_over();
   bool undelivered() const;
   std::string describe(const Transmission& transmission) const;
 
   // --- without the lock
 
-  // Whether there is anything for `progress`.
+  // Whether there is work for `progress`.
   bool stirring() const;
   void wake_waiters();
   bool spin(const Transmission& transmission);
@@ -195,7 +196,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   const int forks_;
   const int spins_;
   const Reads reads_;
-  std::mutex mutex_;  // for what follows
+  std::mutex mutex_;  // guards the fields below
   std::optional<Bell> bell_;
   std::vector<std::unique_ptr<MessageLink>> links_;
   std::map<uint64_t, std::list<TransmissionPtr>> posted_;  // receives without a message, by tag
@@ -205,7 +206,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   int any_sources_ = 0;    // of posted_
   bool watching_ = false;  // the engine looks for the end of ranks to which there is no link
   int waiting_ = 0;        // threads that wait
-  std::string closed_;     // why, if it is
+  std::string closed_;     // why it is closed; empty: it is not
   std::thread thread_;
 };
 

@@ -1,4 +1,4 @@
-// Who carries messages on: threads that wait, and the engine.
+// The threads that progress messages: waiting threads, and the engine.
 #include "messages/messages.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How often a waiting thread moves data on before it looks whether it may go on waiting.
+// How often a waiting thread moves data before it checks whether it may go on waiting.
 constexpr int kMovesInARow = 1 << 14;
 constexpr milliseconds kLingerPause{1};
 
@@ -120,8 +120,8 @@ void MessageEngine::wake_waiters() {
   futex_wake(&bell.rings);
 }
 
-// A thread that stops carrying messages on leaves the rest to the engine. Peers wake it; what came
-// before it was known to sleep does not.
+// A thread that stops progressing messages leaves the rest to the engine. Peers wake the engine,
+// but not for data that came before they saw it sleep.
 void MessageEngine::hand_over() {
   if (!bell_) return;
   const bool backlog = std::any_of(links_.begin(), links_.end(),
@@ -170,7 +170,7 @@ bool MessageEngine::spin(const Transmission& transmission) {
   return transmission.ended.load(std::memory_order_acquire);
 }
 
-// Gives the processor away for a while: the peer may be waiting for it.
+// Yields the processor for a while: the peer may be waiting for it.
 bool MessageEngine::yield(const Transmission& transmission) {
   const auto end = Clock::now() + kYieldTime;
   do {
@@ -181,7 +181,7 @@ bool MessageEngine::yield(const Transmission& transmission) {
   return false;
 }
 
-// Until something stirs, or for a slice. Throws when the wait cannot go on.
+// Sleeps until there is work, or for a slice. Throws when the wait cannot go on.
 void MessageEngine::sleep(Transmission& transmission, const Waiting& waiting,
                           const WaitBudget& budget) {
   Doorbell& bell = bell_->doorbell();
@@ -249,7 +249,7 @@ void MessageEngine::apply(LinkEvent& event) {
       break;
     case LinkEvent::kConnected:
       link.connected = true;
-      link.bell->ring();  // for what was written before it could be
+      link.bell->ring();  // for frames written before it could be rung
       break;
     case LinkEvent::kGone: lose(event.peer, event.reason, event.in_order); break;
   }
@@ -292,7 +292,7 @@ void MessageEngine::serve_links() {
   }
 }
 
-// Whether an eager message has not reached the memory of its receiver.
+// Whether some eager message has not reached its receiver's memory.
 bool MessageEngine::undelivered() const {
   return std::any_of(links_.begin(), links_.end(), [](const auto& link) {
     if (!link->gone.empty() || !link->out.there()) return false;

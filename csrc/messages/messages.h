@@ -26,8 +26,8 @@ struct Transmission;
 inline constexpr int kAnySource = -1;
 inline constexpr int64_t kEagerBytes = int64_t{64} << 10;
 
-// The bytes of a message. `name` says what they are, as in "float32[2, 3]", and is shown in errors
-// (up to 87 characters). `owner` is kept until the transmission has ended: it may hold the memory.
+// The bytes of a message. `name` describes them, as in "float32[2, 3]", and is shown in errors (up
+// to 87 characters). `owner` is kept until the transmission has ended: it may hold the memory.
 struct MessageBytes {
   void* data;  // only read by a send
   int64_t bytes;
@@ -65,19 +65,19 @@ class Delivery {
 // All sends and receives of this rank in one group. Any number of threads.
 class Messages {
  public:
-  // Not collective; opens nothing before the first message. `timeout`: how long waits last
-  // unless they say otherwise. `bootstrap`: the group's store, the same on all ranks; it is used by
-  // a thread of its own, and kept until the Messages are closed. Its `lost` tells of ranks that
-  // died before their first message. `on_loss`: called, by any thread, when this rank is told that
-  // a message failed, and `rank` is gone; must not wait.
+  // Not collective; opens nothing before the first message. `timeout`: how long waits last by
+  // default. `bootstrap`: the group's store, the same on all ranks; a separate thread uses it, and
+  // it is kept until the Messages are closed. Its `lost` reports ranks that died before their first
+  // message. `on_loss`: called, by any thread, when a message's failure is reported to this rank,
+  // and `rank` is gone; must not wait.
   Messages(std::shared_ptr<Bootstrap> bootstrap, std::string group, int rank, int world_size,
            std::chrono::milliseconds timeout, std::function<void(int rank)> on_loss = {});
   ~Messages();  // closes
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
 
-  // Start a transmission; never wait for a peer. Throw std::invalid_argument for a rank that is not
-  // another one of the group, PeerError when the peer is known to be gone, the Messages are closed
+  // Start a transmission; never wait for a peer. Throw std::invalid_argument unless the peer is
+  // another rank of the group, PeerError when the peer is known to be gone, the Messages are closed
   // or this process is a fork, and ResourceError.
   Delivery start_send(int destination, uint64_t tag, MessageBytes message);
   Delivery start_receive(int source, uint64_t tag, MessageBytes buffer);  // or kAnySource
@@ -88,8 +88,8 @@ class Messages {
   int receive(int source, uint64_t tag, MessageBytes buffer,
               std::chrono::milliseconds timeout = {});
 
-  // Delivers eager messages that still lie here (for at most `linger`), then ends: transmissions in
-  // flight fail, and peers that wait for this rank see that it has left. A second call does
+  // Delivers eager messages that have not left yet (for at most `linger`), then ends: transmissions
+  // in flight fail, and peers that wait for this rank see that it has left. A second call does
   // nothing.
   void close(std::chrono::milliseconds linger = std::chrono::seconds(10));
   // Ends at once; transmissions in flight fail with `reason`.

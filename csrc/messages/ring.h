@@ -3,8 +3,8 @@
 //
 // `tail` counts the bytes that the sender has written, `head` the bytes that the receiver has
 // taken; neither wraps around. The store of `tail` publishes the frames before it to the receiver;
-// the store of `head` hands their places back to the sender. Either side may be the only one that
-// has the ring yet. Model: tests/model/messages.pml.
+// the store of `head` hands their places back to the sender. Either side may have the ring before
+// the other. Model: tests/model/messages.pml.
 #pragma once
 
 #include <algorithm>
@@ -18,17 +18,17 @@
 
 namespace symm_cp {
 
-// kEager is a whole message. The others are of a message that is too long for that, which `id`
-// names: kOffer and kWithdraw come from its sender. Its receiver has read it where it lies, and
-// says kTaken; or it says kAccept, and then kPiece comes from the sender. kReject, from a receiver,
-// ends a message of either kind. A withdrawal and a rejection carry the reason.
+// kEager is a whole message. The other kinds belong to a longer message, which `id` names. Its
+// sender sends kOffer and kWithdraw. Its receiver sends kTaken after it has read the message in the
+// sender's memory; or it sends kAccept, and then the sender sends kPiece. kReject, from a receiver,
+// ends an eager or a longer message. kWithdraw and kReject carry the reason.
 enum class FrameKind : uint32_t { kEager, kOffer, kAccept, kPiece, kReject, kWithdraw, kTaken };
 
-// What precedes the bytes of a frame. A multiple of a cache line.
+// The header of a frame's bytes. A multiple of a cache line.
 struct Frame {
   FrameKind kind = FrameKind::kEager;
   uint32_t length = 0;  // of the bytes that follow
-  uint64_t id = 0;      // of the message, among those of its sender to its receiver
+  uint64_t id = 0;      // of the message, among its sender's messages to its receiver
   uint64_t tag = 0;
   int64_t bytes = 0;     // of the whole message
   uint64_t address = 0;  // of kOffer: where the message lies in the sender's process
@@ -58,22 +58,22 @@ class Ring {
     other_ = header_->head.load(std::memory_order_seq_cst);
     return kBytes - (position_ - other_) >= space_of(length);
   }
-  // Only where it fits. Publishes the frame.
+  // Publishes the frame, which must fit.
   void push(const Frame& frame, const void* bytes) {
     write(position_, &frame, sizeof(frame));
     write(position_ + sizeof(frame), bytes, frame.length);
     position_ += space_of(frame.length);
     header_->tail.store(position_, std::memory_order_seq_cst);
   }
-  // Asks the receiver to tell when it has taken a frame. The sender looks again after this: the
-  // last frames may have been taken without a word.
+  // Asks the receiver for a signal when it has taken a frame. The sender checks the ring again
+  // after this: the receiver may have taken the last frames without a signal.
   void set_starved(bool starved) {
     if (starved_ == starved) return;
     starved_ = starved;
     header_->starved.store(starved ? 1 : 0, std::memory_order_seq_cst);
   }
-  // Before the memory of an offered message is used for anything else. A receiver that reads it
-  // meanwhile finds another count afterwards, and forgets what it has read.
+  // Called before the memory of an offered message is used for anything else. A receiver that reads
+  // it meanwhile finds another count afterwards, and discards the bytes.
   void withdraw() { header_->withdrawals.fetch_add(1, std::memory_order_seq_cst); }
   // Whether the receiver has taken frames since the sender last looked. From any thread; then the
   // answer may be late.
@@ -97,19 +97,19 @@ class Ring {
     if (first > 0) std::memcpy(to, data_ + at, first);
     if (bytes > first) std::memcpy(static_cast<char*>(to) + first, data_, bytes - first);
   }
-  // Hands the place of the oldest frame back. Returns whether the sender asked to be told.
+  // Hands the place of the oldest frame back. Returns whether the sender asked for a signal.
   bool pop() {
     position_ += space_of(front()->length);
     header_->head.store(position_, std::memory_order_seq_cst);
     return header_->starved.load(std::memory_order_seq_cst) != 0;
   }
-  // Whether the sender has published more than so much. From any thread.
+  // Whether the sender has published more than `taken` bytes. From any thread.
   bool filled(uint64_t taken) const {
     return header_->tail.load(std::memory_order_seq_cst) != taken;
   }
   uint64_t position() const { return position_; }
-  // How often the sender has withdrawn offers. Not a plain load, which could be done before what
-  // was read of a message.
+  // How often the sender has withdrawn offers. Not a plain load, which could be reordered before
+  // the reads of a message.
   uint64_t withdrawals() const {
     return header_->withdrawals.fetch_add(0, std::memory_order_seq_cst);
   }

@@ -28,7 +28,7 @@ constexpr int kStoreAttempts = 3;
 
 std::string key_of(int rank) { return "symm_cp/messages/" + std::to_string(rank); }
 
-// The process that has connected a socket, as it is numbered here.
+// The number, in this process's namespace, of the process that has connected a socket.
 pid_t process_behind(int socket) {
   ucred peer{};
   socklen_t size = sizeof(peer);
@@ -51,7 +51,8 @@ bool send_descriptors(int socket, const std::vector<int>& fds) {
   return sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof(greeting);
 }
 
-// The descriptors that came, once they have: exactly `count`, or the socket is of no use.
+// Returns the received descriptors; nullopt if none have come. Throws unless there are exactly
+// `count`.
 std::optional<std::vector<Descriptor>> receive_descriptors(int socket, size_t count) {
   uint32_t greeting = 0;
   iovec data{&greeting, sizeof(greeting)};
@@ -62,7 +63,7 @@ std::optional<std::vector<Descriptor>> receive_descriptors(int socket, size_t co
   header.msg_control = control;
   header.msg_controllen = sizeof(control);
   const ssize_t bytes = recvmsg(socket, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  if (bytes <= 0) return std::nullopt;  // nothing yet, or closed, which poll tells
+  if (bytes <= 0) return std::nullopt;  // nothing yet, or closed, which poll reports
   std::vector<Descriptor> found;
   for (cmsghdr* rights = CMSG_FIRSTHDR(&header); rights != nullptr;
        rights = CMSG_NXTHDR(&header, rights)) {
@@ -162,7 +163,7 @@ void Connector::look_for(int peer, std::optional<int> ring) {
   if (!Listener::same_host(*entry)) {
     contact.loss = "is not on the host of rank " + std::to_string(rank_);
   } else if (Listener::process_ended(*entry)) {
-    // The entry may be of an earlier process, which the present one will replace.
+    // The entry may be of an earlier process; the present process will replace it.
     if (contact.entry != *entry || !contact.ended) contact.ended = Clock::now();
     if (Clock::now() - *contact.ended > kGrace) contact.loss = "died";
   } else if (ring) {
@@ -211,7 +212,7 @@ void Connector::greet(int peer, std::vector<LinkEvent>& events) {
   }
 }
 
-// After `greet`: what a peer sent before its end counts.
+// Called after `greet`: messages that a peer sent before its end count.
 void Connector::check_gone(int peer, std::vector<LinkEvent>& events) {
   Contact& contact = contacts_[peer];
   const bool in_order = contact.bell != nullptr && contact.bell->doorbell().closed.load() == 1;

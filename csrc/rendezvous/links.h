@@ -1,12 +1,12 @@
 // How ranks that exchange messages find each other, and notice that one is gone.
 //
 // A link goes from a rank that sends to one that receives, and the sender makes it alone: it
-// publishes nothing but creates the ring, writes into it at once, and connects to the receiver's
+// creates the ring without publishing it, writes into it at once, and connects to the receiver's
 // socket, whose name each rank puts into the store with its first message. The ring's descriptor
-// goes through the socket. So a receiver needs to look for nobody, not even when it receives from
-// any source: whoever sends comes to its socket. Only the sender reads the store, again and again
-// until the receiver is there. A rank that receives from a given one makes a link to it as well:
-// answers need it, and it tells when that rank dies.
+// goes through the socket. So a receiver never looks for senders, not even when it receives from
+// any source: senders connect to its socket. Only the sender reads the store, again and again until
+// the receiver is there. A rank that receives from a given rank makes a link to it as well: answers
+// need it, and it shows when that rank dies.
 #pragma once
 
 #include <chrono>
@@ -22,15 +22,15 @@
 
 namespace symm_cp {
 
-// Where a rank sleeps, in a page of shared memory. Others wake it after they have published
-// something to it: its threads that wait through the futex `rings`, or else its engine, which
-// sleeps in poll(), through an eventfd. Sleepers count themselves, then look at their rings once
-// more; wakers publish first, then read the counts: so no sleeper is missed
+// The words, in a page of shared memory, on which a rank sleeps. Peers wake it after they have
+// published something to it: its waiting threads through the futex `rings`, or else its engine,
+// which sleeps in poll(), through an eventfd. Sleepers count themselves, then check their rings
+// once more; wakers publish first, then read the counts: so no sleeper is missed
 // (tests/model/sleep.pml).
 struct Doorbell {
   Word rings;
   alignas(64) Word sleepers;
-  Word engine;  // 1: the engine wants to be woken
+  Word engine;  // 1: the engine must be woken
   Word closed;  // 1: the rank has left in good order
 };
 
@@ -44,7 +44,7 @@ class Bell {
   Doorbell& doorbell() const { return *reinterpret_cast<Doorbell*>(page_.data()); }
   int page_fd() const { return page_.fd(); }
   int event_fd() const { return event_.get(); }
-  // Wakes whoever sleeps, after something was published.
+  // Wakes the sleepers, after something was published.
   void ring() const;
   // Wakes the engine, asleep or not.
   void kick() const;
@@ -64,14 +64,14 @@ struct LinkEvent {
   Segment ring = {};                      // kIncoming: the peer's frames for this rank
   std::shared_ptr<const Bell> bell = {};  // kIncoming, kConnected: the peer's
   std::string reason = {};                // kGone, as in "died"
-  bool in_order = false;                  // kGone: it closed its messages
+  bool in_order = false;                  // kGone: the peer closed its messages
   pid_t process = 0;  // kIncoming: the peer's, as seen here; 0 if it is of another namespace
 };
 
 // All sockets of a rank's messages. For one thread, the engine's; waits only for the store.
 class Connector {
  public:
-  // Puts this rank into the store. `bell` is its own, and outlives this.
+  // Puts this rank into the store. `bell`: this rank's bell, which outlives this object.
   Connector(std::shared_ptr<Bootstrap> bootstrap, std::string group, int rank, int world_size,
             const Bell& bell);
 
@@ -80,10 +80,10 @@ class Connector {
     int peer;
     int ring;
   };
-  // Makes the links that are wanted, as far as their peers are there, and returns what has happened
-  // since the last call. `all`: also notice the end of ranks to which there is no link.
+  // Makes the wanted links whose peers are there, and returns the events since the last call.
+  // `all`: also detects the end of ranks to which there is no link.
   std::vector<LinkEvent> step(const std::vector<Wanted>& wanted, bool all);
-  // Returns at an event, when the own bell is kicked, or when it is time for another step.
+  // Returns at an event, when this rank's bell is kicked, or when it is time for another step.
   void wait();
 
  private:

@@ -18,15 +18,15 @@ class Listener {
   // Throws SystemError when no socket can be created.
   Listener(std::string group, int rank, int world_size);
 
-  // What peers read about this rank in the store: token, process, pid namespace and host.
+  // This rank's entry in the store, which peers read: token, process, pid namespace and host.
   const std::string& entry() const { return entry_; }
   // The peers that have connected since the last call, with their sockets. Never waits. Rejects
-  // connections of other users at once, and those with a wrong token at their handshake; one that
-  // sends nothing blocks no other. Throws SystemError when no socket can be opened.
+  // connections of other users at once, and connections with a wrong token at their handshake; a
+  // connection that sends nothing blocks no other. Throws SystemError when no socket can be opened.
   std::vector<std::pair<int, Descriptor>> accept_ranks();
   // Returns at a connection or a handshake, or after `limit`.
   void wait(std::chrono::milliseconds limit) const;
-  // Adds what `wait` waits for.
+  // Adds the entries that `wait` polls.
   void add_to(std::vector<pollfd>& entries) const;
 
   // Connects to a peer by its entry; returns an invalid descriptor when it is not listening.

@@ -4,19 +4,20 @@
 // connects to the lower one, and both send their boards. A rank has met its peers once it has all
 // boards and has sent its own to all. Then it closes its listener.
 //
-// A rank may give up its rendezvous at any moment: a peer refused the call, the time is over,
-// Ctrl-C. It gives up the call, not the mesh: its listener, its connections and what has come
-// through them stay for its next call, which goes on from there. So nobody loses the connection to
-// a peer that lives, whether or not that one has met all others yet. (Were it to close its sockets
-// and come again with new ones, peers that had met it could not tell that from its end.)
+// A rank may abort its rendezvous at any moment: a peer refused the call, the time is over, Ctrl-C.
+// It aborts the call, not the mesh: its listener, its connections and the messages received through
+// them stay for its next call, which goes on from there. So no rank loses the connection to a peer
+// that lives, whether or not that peer has met all others yet. (If it closed its sockets and came
+// again with new sockets, peers that had met it could not distinguish that from its end.)
 //
-// Who refuses a rendezvous notes it in the store first, then sends it to all connected peers. A
-// rank looks in the store until the peer's board has come, and once more after the last board: so
-// it finds refusals noted before the board was sent. Later refusals come through the connection.
+// A rank that refuses a rendezvous notes that in the store first, then sends it to all connected
+// peers. A rank reads the store until the peer's board has come, and once more after the last
+// board: so it finds refusals noted before the board was sent. Later refusals come through the
+// connection.
 //
-// A connection that ends before the peer's board came, while the peer's process lives, was one to
-// an earlier group of the same name, whose entry the peer has replaced or will: it is looked for
-// anew.
+// A connection that ends before the peer's board came, while the peer's process lives, belonged to
+// an earlier group of the same name, whose entry the peer has replaced or will replace: the rank
+// looks for the peer anew.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/syscall.h>
@@ -44,7 +45,8 @@ std::string key_of(int rank) { return "symm_cp/peer/" + text(rank); }
 
 void Peers::meet(Bootstrap& bootstrap, const Rendezvous& rendezvous) {
   try {
-    // For each peer a socket, a process and, for a moment, a board; and what this rank opens.
+    // For each peer a socket, a process and, for a moment, a board; and this rank's own
+    // descriptors.
     require_descriptors(3 * world_size_ + 4, rendezvous.call_name);
     if (boards_[rank_].data() == nullptr) {
       boards_[rank_] = Segment::create(sizeof(Board), "symm_cp-board");
@@ -61,7 +63,7 @@ void Peers::meet(Bootstrap& bootstrap, const Rendezvous& rendezvous) {
     const std::string cause = cause_of(error, rank_);
     try {
       refuse_before(bootstrap, rank_, rendezvous.key, cause);
-    } catch (const std::exception&) {  // the store is what failed
+    } catch (const std::exception&) {  // the store failed
     }
     refuse(rendezvous.key, cause, other_of(error));
     throw;
@@ -104,7 +106,7 @@ void Peers::find_peer(Bootstrap& bootstrap, const Rendezvous& rendezvous, int pe
     return;
   }
   if (thorough && Listener::process_ended(*entry)) {
-    // The entry may be of an earlier process, which the present one will replace.
+    // The entry may be of an earlier process; the present process will replace it.
     if (stale.entry != *entry) stale = {*entry, Clock::now()};
     if (Clock::now() - stale.since > kExitGrace) throw_missing(peer, rendezvous.call_name, "died");
     return;
@@ -120,7 +122,7 @@ void Peers::connect_to(const std::string& entry, int peer) {
   if (socket.valid()) add_connection(peer, std::move(socket), entry);
 }
 
-// It replaces one that was made for an earlier group, if any.
+// Adds a connection; replaces the connection of an earlier group, if any.
 void Peers::add_connection(int peer, Descriptor socket, std::string entry) {
   const ucred credentials = Listener::credentials(socket.get());
   if (credentials.uid != getuid())
@@ -184,7 +186,7 @@ void Peers::take_board(int peer) {
   auto& incoming = peers_[peer].incoming;
   const auto letter = incoming.find({kBoards, 0});
   if (letter == incoming.end()) return;
-  // It stays there when it cannot be mapped now.
+  // The message stays in `incoming` if the board cannot be mapped now.
   const int received = letter->second.payload->fds.at(0).get();
   boards_[peer] =
       Segment::map(Descriptor(fcntl(received, F_DUPFD_CLOEXEC, 0)), boards_[rank_].size());

@@ -32,7 +32,7 @@ std::string channel_of(const std::string& key) { return key.substr(0, key.find('
 int64_t number_of(const std::string& key) { return std::atoll(key.c_str() + key.find('/') + 1); }
 
 // Where a rank notes the last rendezvous of a channel that it refused: "KEY\nREASON", the latest
-// first. A peer may still be in one of the earlier ones, and asks for the reason of that one.
+// first. A peer may still be in an earlier rendezvous, and needs that refusal's reason.
 std::string refusals_of(int rank, const std::string& key) {
   return "symm_cp/refused/" + text(rank) + "/" + channel_of(key);
 }

@@ -1,5 +1,5 @@
 // The ranks of a group as processes of this host: a mesh of Unix sockets, made once per group.
-// It carries descriptors of shared memory, and tells when a peer's process is gone.
+// It carries descriptors of shared memory, and shows when a peer's process is gone.
 #pragma once
 
 #include <chrono>
@@ -30,7 +30,7 @@ class Bootstrap {
   virtual bool lost(int /*rank*/) { return false; }
 };
 
-// What one rank sends to all others in a rendezvous.
+// The data that one rank sends to all others in a rendezvous.
 struct Payload {
   std::vector<int64_t> words;
   std::vector<int> fds;  // borrowed
@@ -42,7 +42,7 @@ struct Received {
   std::string call_name;  // the call that the rank meets for
 };
 
-// A rank gives up its call, and all calls of another channel up to `other`, if any, so that ranks
+// A rank aborts its call, and all calls of another channel up to `other`, if any, so that ranks
 // that disagreed continue with the same call numbers.
 class GaveUp : public PeerError {
  public:
@@ -70,32 +70,32 @@ struct Rendezvous {
 
 class Peers {
  public:
-  // Knows nobody yet.
+  // Starts without peers.
   Peers(std::string group, int rank, int world_size, std::chrono::milliseconds timeout);
 
-  // Collective: makes the mesh (mesh.cpp), or goes on with it after a rendezvous that was given up.
-  // Throws PeerError, naming the rank, when a peer does not come within the budget, died, refused
-  // this rendezvous, or lives on another host. Sockets are in the abstract namespace: no file is
-  // left behind. Their names are public, so connections are checked by user id and a 128-bit token,
-  // and none can block a rank. The rest of this class is for ranks that have met.
+  // Collective: makes the mesh (mesh.cpp), or continues it after an aborted rendezvous. Throws
+  // PeerError, naming the rank, when a peer does not come within the budget, died, refused this
+  // rendezvous, or lives on another host. Sockets are in the abstract namespace: no file is left
+  // behind. Their names are public, so connections are checked by user id and a 128-bit token, and
+  // none can block a rank. The rest of this class is for ranks that have met.
   void meet(Bootstrap& bootstrap, const Rendezvous& rendezvous);
 
-  // Tells ranks that look for this one that it refuses the rendezvous `key`. Not collective.
+  // Reports to ranks that look for this rank that it refuses the rendezvous `key`. Not collective.
   static void refuse_before(Bootstrap& bootstrap, int rank, const std::string& key,
                             const std::string& reason);
 
   // Throws when a peer has refused this call that way, or a later one.
   static void check_refusal(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer);
 
-  // Collective: sends the parcel to every peer and returns what each rank sent (the own entry is
-  // empty). All ranks give the same key; rendezvous with different keys may overlap in any order. A
-  // rendezvous may have several rounds; the last one ends it. When a rank fails it refuses the key,
-  // and every rank throws the first cause.
+  // Collective: sends the payload to every peer and returns each rank's payload (this rank's entry
+  // is empty). All ranks pass the same key; rendezvous with different keys may overlap in any
+  // order. A rendezvous may have several rounds; the last one ends it. When a rank fails it refuses
+  // the key, and every rank throws the first cause.
   std::vector<Received> exchange(const Rendezvous& rendezvous, int round, const Payload& payload,
                                  bool last);
 
-  // Tells all peers that are connected that this rank does not take part in the rendezvous (any
-  // more). Not collective: peers receive it when they come to the rendezvous.
+  // Reports to all connected peers that this rank does not take part in the rendezvous (any more).
+  // Not collective: peers receive it when they come to the rendezvous.
   void refuse(const std::string& key, const std::string& reason, const CallSite* other = nullptr);
 
   // Throws when a peer has refused the rendezvous by a message that has arrived by now.
@@ -109,7 +109,7 @@ class Peers {
   const std::string& group() const { return group_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
   Board& board(int rank) const { return *reinterpret_cast<Board*>(boards_[rank].data()); }
-  // False in a child that was forked after the group was made: it is no rank.
+  // False in a child that was forked after the group was made: it is not a rank.
   bool owned() const { return forks_ == fork_count(); }
   // Throws PeerError in such a child.
   void check_owned(const std::string& call_name) const;
@@ -120,7 +120,7 @@ class Peers {
     static Message of(const std::string& key, int32_t round, const std::string& text);
     char key[48];
     int32_t round;
-    int32_t words;  // of a refusal: the other channel, and as its word the number there
+    int32_t words;  // of a refusal: the other channel; word[0]: the number there
     int64_t word[kMaxWords];
     char text[256];  // the call; of a refusal the reason
   };

@@ -1,4 +1,4 @@
-// A group's store of torch, as `Peers` and `Messages` see it.
+// Adapts a group's torch store to `Peers` and `Messages`.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -21,7 +21,7 @@ inline void write_text(c10d::Store& store, const std::string& key, const std::st
   store.set(key, std::vector<uint8_t>(text.begin(), text.end()));
 }
 
-// Nothing when the store does not have the key.
+// Returns nullopt if the store does not have the key.
 inline std::optional<std::string> read_text(c10d::Store& store, const std::string& key) {
   if (!store.check({key})) return std::nullopt;
   const auto text = store.get(key);
@@ -61,7 +61,7 @@ class StoreBootstrap : public Bootstrap {
           return std::move(*value);
         }
       } catch (const Interrupted&) {
-        throw;  // what follows must not wait for this store either
+        throw;  // later requests must not wait for this store either
       } catch (...) {
         answers_ = true;  // with an error
         throw;

@@ -40,7 +40,8 @@ at::Tensor dropout_mask(const at::Tensor& positions, int64_t samples, int64_t fe
   const int64_t repeats = samples / positions.size(0);
   const int64_t* at_position = positions.const_data_ptr<int64_t>();
   bool* to = mask.mutable_data_ptr<bool>();
-  const Dropout dropout{static_cast<uint64_t>(seed), static_cast<uint32_t>(std::nearbyint(p * 65536))};
+  const Dropout dropout{static_cast<uint64_t>(seed),
+                        static_cast<uint32_t>(std::nearbyint(p * 65536))};
   const int64_t grain = std::max<int64_t>(1, 32768 / features);
   parallel_for(0, samples * rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

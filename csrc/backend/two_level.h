@@ -83,7 +83,7 @@ class TwoLevelBackend : public Backend {
   // hosts.
   const std::vector<int>& here() const { return spread_.ranks[spread_.host]; }
   std::vector<int> column() const;
-  std::vector<int> counterparts() const;
+  std::vector<int> ranks_on_other_hosts() const;
   // The host and the place of a rank.
   std::pair<int, int> seat(int rank) const;
 

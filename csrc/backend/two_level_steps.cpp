@@ -84,7 +84,7 @@ std::vector<int> TwoLevelBackend::column() const {
   return ranks;
 }
 
-std::vector<int> TwoLevelBackend::counterparts() const {
+std::vector<int> TwoLevelBackend::ranks_on_other_hosts() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < size_; ++rank)
     if (seat(rank).first != spread_.host) ranks.push_back(rank);
@@ -240,7 +240,8 @@ void TwoLevelBackend::gather(Stages& stages, const Exchange& exchange, int root)
   for (const int rank : here()) first.output.push_back(exchange.output[rank]);
   stages.first.push_back(std::move(first));
   if (rank_ == root)
-    for (const int peer : counterparts()) stages.receives.push_back({peer, exchange.output[peer]});
+    for (const int peer : ranks_on_other_hosts())
+      stages.receives.push_back({peer, exchange.output[peer]});
 }
 
 void TwoLevelBackend::scatter(Stages& stages, const Exchange& exchange, int root) {
@@ -256,7 +257,8 @@ void TwoLevelBackend::scatter(Stages& stages, const Exchange& exchange, int root
   first.output[place] = out;
   stages.first.push_back(std::move(first));
   if (rank_ == root)
-    for (const int peer : counterparts()) stages.sends.push_back({peer, exchange.input[peer]});
+    for (const int peer : ranks_on_other_hosts())
+      stages.sends.push_back({peer, exchange.input[peer]});
 }
 
 void TwoLevelBackend::all_to_all(Stages& stages, const Exchange& exchange) {
@@ -266,7 +268,7 @@ void TwoLevelBackend::all_to_all(Stages& stages, const Exchange& exchange) {
     first.output.push_back(exchange.output[rank]);
   }
   stages.first.push_back(std::move(first));
-  for (const int peer : counterparts()) {
+  for (const int peer : ranks_on_other_hosts()) {
     stages.sends.push_back({peer, exchange.input[peer]});
     stages.receives.push_back({peer, exchange.output[peer]});
   }
@@ -315,8 +317,8 @@ Stages TwoLevelBackend::refused(const Routing& routing, const std::string& call_
       break;
     case Action::kAllToAll:
       made.first.resize(1);
-      meet(counterparts(), made.sends);
-      meet(counterparts(), made.receives);
+      meet(ranks_on_other_hosts(), made.sends);
+      meet(ranks_on_other_hosts(), made.receives);
       break;
     case Action::kReduce:
       made.first.resize(1);
@@ -337,7 +339,7 @@ Stages TwoLevelBackend::refused(const Routing& routing, const std::string& call_
       const bool gather = action == Action::kGather;
       made.first.resize(is_home);
       if (is_root)
-        meet(counterparts(), gather ? made.receives : made.sends);
+        meet(ranks_on_other_hosts(), gather ? made.receives : made.sends);
       else if (!is_home)
         meet(root_alone, gather ? made.sends : made.receives);
       break;

@@ -105,7 +105,6 @@ inline int64_t to_number_or_enum(PyObject* given) {
 inline bool is_flag(PyObject* given) { return PyBool_Check(given); }
 inline bool to_flag(PyObject* given) { return given == Py_True; }
 
-<<<<<<< HEAD
 // Sets Python's exception for a surrogate.
 inline bool is_text(PyObject* given) {
   return PyUnicode_CheckExact(given) && PyUnicode_AsUTF8(given) != nullptr;
@@ -116,10 +115,7 @@ inline std::string to_text(PyObject* given) {
   return std::string(text, length);
 }
 
-// Appends a list or a tuple to the stack; false if one of its elements is of another type.
-=======
 // Appends a list or a tuple to the stack; returns false if an element has another type.
->>>>>>> c43da23678f2f326d8c3bf0c2a226c5d2b6f0f7f
 template <class Element, class Is, class To>
 bool take_list(PyObject* given, std::vector<c10::IValue>& stack, Is is, To to) {
   if (!PyList_Check(given) && !PyTuple_Check(given)) return false;
@@ -206,14 +202,14 @@ inline bool take(const Argument& argument, PyObject* given, std::vector<c10::IVa
 
 inline constexpr size_t kMaxArguments = 64;
 
-// Returns the position of the argument with that name, from `begin` on, or the number of all. Names
-// in a caller's source are the same objects; names that it composed are compared letter by letter.
+// Returns the position of the argument with that name, from `begin` on, or the number of arguments.
+// A literal in the caller's source is the same object; a composed name is compared by its letters.
 inline size_t index_of(const std::vector<Argument>& arguments, size_t begin, PyObject* name) {
   for (size_t at = begin; at < arguments.size(); ++at)
     if (arguments[at].name == name) return at;
   for (size_t at = begin; at < arguments.size(); ++at)
     if (PyUnicode_Compare(arguments[at].name, name) == 0) return at;
-  return arguments.size();  // also of one that was passed twice
+  return arguments.size();  // also for a name that was passed by position, too
 }
 
 inline bool take_arguments(const std::vector<Argument>& arguments, PyObject* const* given,
@@ -223,12 +219,7 @@ inline bool take_arguments(const std::vector<Argument>& arguments, PyObject* con
   std::copy(given, given + positional, by_position);
   const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
   for (Py_ssize_t i = 0; i < named; ++i) {
-<<<<<<< HEAD
     const size_t at = index_of(arguments, positional, PyTuple_GET_ITEM(names, i));
-=======
-    size_t at = positional;  // a name that was also passed by position is not found
-    while (at < arguments.size() && arguments[at].name != PyTuple_GET_ITEM(names, i)) ++at;
->>>>>>> c43da23678f2f326d8c3bf0c2a226c5d2b6f0f7f
     if (at == arguments.size()) return false;
     by_position[at] = given[positional + i];
   }

@@ -41,8 +41,8 @@ def check_products(
     """Raises `ValueError` or `TypeError` unless the products can be added up."""
     if not rows or len(rows) != len(weights):
         raise ValueError(
-            f"{op}: got {len(rows)} rows and {len(weights)} weights, needs as many of both, at "
-            "least one"
+            f"{op}: got {len(rows)} rows and {len(weights)} weights, counts must match and be "
+            "at least 1"
         )
     for i, (each, weight) in enumerate(zip(rows, weights, strict=True)):
         check_matrix(op, f"rows[{i}]", each)

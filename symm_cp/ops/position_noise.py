@@ -45,7 +45,7 @@ class Place:
         return torch.zeros(1, 1, dtype=torch.int64) if self.positions is None else self.positions
 
     def of_part(self, part: int) -> Place:
-        """The place of this rank's part of a split tensor; parts count from 1, 0 if not split."""
+        """The place of this rank's part `part`, counted from 1 or 0, of a split tensor."""
         return replace(self, part=self.part + (part << 16)) if part else self
 
 

@@ -402,7 +402,7 @@ def dispatch(
 def combine(rows: torch.Tensor, weights: torch.Tensor | None, routing: Routing) -> torch.Tensor:
     """Brings the results of experts back to their tokens, and adds them up.
 
-    Same result as, with `row_of(t, e)` the place of token t's row of expert e in `all_rows`::
+    Same result as, with `all_rows` of all ranks and `row_of(t, e)` token t's row of expert e::
 
         out[t] = sum(weights[t, k] * all_rows[row_of(t, experts[t, k])] for k in range(K))
 

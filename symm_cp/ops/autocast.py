@@ -1,4 +1,4 @@
-"""The ops' rules under `torch.autocast`: those of torch's own matmul, attention and `cat`.
+"""The ops' rules under `torch.autocast`, as for torch's own matmul, attention and `cat`.
 
 Matmuls and attention cast floating inputs to autocast's dtype, except float64; sinks and biases of
 attention stay as they are. `all_gather_kv` brings keys and values to one dtype, the wider. Scaled

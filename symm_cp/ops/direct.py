@@ -20,9 +20,9 @@ def _glue() -> Any:
 
 
 def direct(name: str) -> Callable[..., Any]:
-    """Returns a callable that does what `torch.ops.symm_mem.<name>.default` does.
+    """Returns a callable equivalent to `torch.ops.symm_mem.<name>.default`.
 
-    While torch compiles it is that op itself.
+    While torch compiles, it is that op itself.
     """
     # As torch.compiler.is_compiling() does, in one call.
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:

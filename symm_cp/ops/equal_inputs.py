@@ -40,7 +40,7 @@ TOLERANCE = 0.1
 _MOST_HASHED = 1 << 22  # elements, a few milliseconds; larger tensors are sampled evenly
 _MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D)
 
-#: What must be equal: a name, and a tensor or anything whose `repr` tells it apart.
+#: An input that must be equal: a name, and a tensor or anything that its `repr` identifies.
 Item = tuple[str, Any]
 Record = Sequence[int]
 

@@ -17,7 +17,7 @@ from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import GroupLike, is_reported, reported, resolve
 from symm_cp.ops.tensor_checks import concerns_peers
 
-#: What a checkpoint raises as soon as it has recomputed what it needs.
+#: The exception that a checkpoint raises once it has recomputed the tensors that it needs.
 END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 #: The names of the ops with a kernel for CPU tensors.
 OPS_ON_CPU: set[str] = set()

@@ -60,7 +60,7 @@ NATIVE_GRADIENT = Elsewhere("csrc/ops/gradients.cpp, matmul_gradients.cpp", diff
 
 
 class Vmap(enum.Enum):
-    """What `torch.func.vmap` does with an op."""
+    """How `torch.func.vmap` handles an op."""
 
     ONE_BY_ONE = enum.auto()  # a call for each element of the batch
     LEFT_TO_TORCH = enum.auto()

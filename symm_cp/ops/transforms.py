@@ -1,4 +1,4 @@
-"""Derivatives of the ops, and what torch's function transforms do with them.
+"""Derivatives of the ops, and their behaviour under torch's function transforms.
 
 Backward passes are registered here, so that every op refuses in the same words what it cannot
 differentiate: forward-mode derivatives (`torch.func.jvp`), whose tangents would be lost, and

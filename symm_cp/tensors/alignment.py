@@ -7,7 +7,7 @@ multiples of 64 bytes. So every buffer that holds a rank's shard begins at one: 
 staging memory and scratch. Where a shard is not aligned (a view of the caller's, a chunk of a
 gathered tensor with odd rows), kernels get a copy.
 
-`SYMM_CP_DEBUG_OFFSETS` moves these buffers to other multiples of 64 bytes, so that tests notice
+`SYMM_CP_DEBUG_OFFSETS` moves these buffers to other multiples of 64 bytes, so that tests detect
 results that depend on more than that.
 """
 

@@ -2,7 +2,7 @@
 
 A shard is one or more tensors, whose rows are positions of a sequence that a layout spreads. The
 rows of the peers are *pooled* run by run, as `held_by_others` lists them: first all rows of the
-first tensor, then those of the next.
+first tensor, then all rows of the next.
 """
 
 from __future__ import annotations

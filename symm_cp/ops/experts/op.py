@@ -329,7 +329,7 @@ declare(
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a call of `dispatch` went: what `combine` needs to bring results back.
+    """Where the tokens of a `dispatch` call went; `combine` needs it to bring results back.
 
     `ends` (E / W,) int32: the row after the last row of each of this rank's experts, as
     `torch.nn.functional.grouped_mm` takes it for `offs`.

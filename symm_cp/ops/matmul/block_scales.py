@@ -1,6 +1,6 @@
 """MXFP8 and NVFP4: matrices with a scale for each block of a row of A or of a column of B.
 
-Layouts are those of `torch.nn.functional.scaled_mm` without a swizzle. With K numbers in a row:
+They use the layouts of `torch.nn.functional.scaled_mm` without a swizzle. With K numbers in a row:
 
     format   A and B.mT                          scales of A and of B.mT
     MXFP8    (rows, K) float8_e4m3fn             (rows, K / 32) float8_e8m0fnu
@@ -37,7 +37,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def are_blocks(op: str, name: str, scale: torch.Tensor, of: str, rows: torch.Tensor) -> bool:
-    """Returns whether a scale's dtype is that of scales for blocks of rows.
+    """Returns whether a scale's dtype makes it a block scale of rows.
 
     Raises `TypeError` for rows of another dtype and for float4 without block scales, `ValueError`
     for a shape that does not fit.

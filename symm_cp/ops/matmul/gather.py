@@ -60,7 +60,7 @@ Multiply: TypeAlias = Callable[..., object]
 
 
 class GatherPlan(NamedTuple):
-    """What follows from a call's arguments. Shards travel in shape `shard`, divided by `front`."""
+    """The values that follow from arguments. Shards travel in shape `shard`, divided by `front`."""
 
     split: Split
     by_columns: bool

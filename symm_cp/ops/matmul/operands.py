@@ -118,7 +118,9 @@ def check_terms(
     shape.
     """
     if len(lefts) != len(rights):
-        raise ValueError(f"{op}: got {len(lefts)} As and {len(rights)} Bs, counts must match")
+        raise ValueError(
+            f"{op}: got {len(lefts)} A tensors and {len(rights)} B tensors; counts must match"
+        )
     for left, right in zip(lefts, rights, strict=True):
         check_matrices(op, left, [right], left.shape[-1] if left.dim() else 0)
     terms = [

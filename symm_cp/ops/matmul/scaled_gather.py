@@ -69,7 +69,7 @@ def _check_scaled(
     for name, values in by_weight.items():
         if len(values) != len(matrices):
             raise ValueError(
-                f"{op}: got {len(values)} {name} for {len(matrices)} Bs, counts must match"
+                f"{op}: got {len(values)} {name} for {len(matrices)} Bs; counts must match"
             )
     dim = check_dim(op, "gather_dim", gather_dim, x_shard.dim())
     split = gather_split(op, "gather_dim", dim, x_shard, sizes, rank, world_size)

@@ -146,8 +146,8 @@ class Op:
     native: bool = False
     #: A native kernel for autograd calls `gradient`'s kernel only where a gradient is recorded.
     native_autograd: bool = False
-    #: A schema of results, and the function of it that the native kernel calls once for each kind
-    #: of arguments.
+    #: The schema of the plan's results, and the plan, which the native kernel calls once for each
+    #: kind of arguments.
     native_plan: tuple[str, Kernel] | None = None
     cpu_only: bool = False
     #: No other rank takes part; the schema names no group.

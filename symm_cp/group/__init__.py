@@ -1,1 +1,1 @@
-"""Groups of ranks: their memory and state, the stores they meet through, and who is alive."""
+"""Groups of ranks: their memory and state, their stores, and the liveness of their ranks."""

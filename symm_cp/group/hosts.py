@@ -1,10 +1,10 @@
-"""Groups that span hosts: who shares memory with whom.
+"""Groups that span hosts: which ranks share memory.
 
 Two ranks are on one host when they run under the same boot of a kernel and in the same network
 namespace: symmetric memory is passed over sockets of that namespace. Host names are not compared,
 because containers and copied images repeat them. GPUs that cannot map each other's memory (no peer
-access) count as on different hosts, and so does every rank where the self-test finds no
-means by which the ranks of a group can signal each other.
+access) count as on different hosts. Every rank counts as on a host of its own where the self-test
+finds no way for the ranks of a group to signal each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 #: The numbers of each rank.
 Numbers: TypeAlias = "tuple[tuple[int, ...], ...]"
 
-#: Begins the names of calls in which ranks exchange where the inputs of an op lie.
+#: The prefix of the names of calls in which ranks exchange where the inputs of an op lie.
 QUESTION = b"inputs of "
 
 
@@ -64,12 +64,12 @@ class Place:
     unreachable: tuple[str, ...] = ()
 
 
-#: Says why the ranks of a group, which map each other's memory on a device, cannot work on it
-#: together; an empty text if they can, None if nobody has to ask. Collective. By cuda/registry.
+#: Returns why the ranks of a group, which map each other's memory on a device, cannot work on it
+#: together; "" if they can, None if no check is needed. Collective. Added by cuda/registry.
 Check: TypeAlias = "Callable[[Group, torch.device], str | None]"
 checks: list[Check] = []
 
-#: How a group is spread over hosts, by type of device; None: all ranks are on one.
+#: How a group is spread over hosts, by type of device; None: all ranks are on one host.
 SPREADS: StateKey[dict[str, Hosts | None]] = StateKey("hosts")
 
 
@@ -92,7 +92,7 @@ def _place(device: torch.device) -> Place:
 def _islands(ranks: Sequence[int], places: Sequence[Place]) -> list[tuple[int, ...]]:
     """Splits the ranks of a host into parts whose GPUs all reach each other.
 
-    Each rank is a part of its own where the GPUs do not form such parts.
+    Where the GPUs do not form such parts, each rank is a part of its own.
     """
 
     def reaches(rank: int, peer: int) -> bool:
@@ -119,7 +119,7 @@ def spread(places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
 
 
 def hosts_of(group: Group, device: torch.device) -> Hosts | None:
-    """Returns how a group is spread over hosts, or None when tensors on `device` are all on one.
+    """Returns how a group is spread over hosts; None if all tensors on `device` are on one host.
 
     Collective at the first call for a group and a kind of device. Warns when GPUs of one host do
     not reach each other's memory, or cannot signal each other: they count as on different hosts
@@ -135,7 +135,7 @@ def hosts_of(group: Group, device: torch.device) -> Hosts | None:
 
 
 def no_common_memory(op: str, group: Group, device: torch.device) -> NotImplementedError:
-    """The error of an op on peers' memory in a group that spans hosts."""
+    """Returns the error of an op on peers' memory in a group that spans hosts."""
     hosts = hosts_of(group, device)
     count = len(hosts.ranks) if hosts is not None else 1
     return NotImplementedError(
@@ -145,20 +145,20 @@ def no_common_memory(op: str, group: Group, device: torch.device) -> NotImplemen
 
 
 def on_this_host(group: Group, kind: str) -> Group:
-    """Returns the part of a group on this host, as far as known for a kind of device.
+    """Returns the part of a group on this host, for a kind of device.
 
-    Never waits. The whole group before the first call of `hosts_of`.
+    Never waits: before the first call of `hosts_of` it returns the whole group.
     """
     known = (group.find(SPREADS) or {}).get(kind)
     return group if known is None else known.local
 
 
 def _publish(group: Group) -> None:
-    """Writes to the store where this rank's CPU tensors are. Not collective.
+    """Writes the place of this rank's CPU tensors to the store. Not collective.
 
-    Under the process's rank in the world, whatever the group: ranks must not wait for each other
-    because they used different groups first. So not under the group's generation, either, which
-    its ranks have to agree on; what an earlier world wrote in this store is true of this one,
+    The key is the process's rank in the world, whatever the group: ranks must not wait for each
+    other because they used different groups first. So the key has no generation, either, on which a
+    group's ranks must agree; an earlier world's places in this store hold for this world, too,
     unless its processes were on other hosts.
     """
     if group.world_size > 1:
@@ -179,7 +179,7 @@ def _place_of_text(text: str) -> Place:
 
 
 def _keys(group: Group) -> tuple[TimedStore, list[str]]:
-    """The store and the keys under which a group's ranks publish where their CPU tensors are.
+    """Returns the store and the keys of each rank's place for CPU tensors.
 
     The keys are the group's own when its ranks are not in the world, or when the user names the
     hosts: a rank may then be on different hosts for different groups.
@@ -194,7 +194,7 @@ def _keys(group: Group) -> tuple[TimedStore, list[str]]:
 
 
 def _places(group: Group, device: torch.device) -> list[Place]:
-    """The place of each rank of a group. Collective."""
+    """Returns the place of each rank of a group. Collective."""
     if device.type == "cpu":
         _publish(group)
         texts = read(group, *_keys(group))
@@ -204,15 +204,15 @@ def _places(group: Group, device: torch.device) -> list[Place]:
 
 
 def _met_on_this_host(group: Group) -> bool:
-    """Whether the backend asked when the group was made.
+    """Whether the group's backend met its ranks on this host when the group was made.
 
-    Then the group's first call has no other peers to wait for than its own, nor another time-out.
+    Then the group's first call waits only for the group's own peers, with its own time-out.
     """
     return bool(native.load().symm_cp_met_on_this_host(group.name.encode()))
 
 
 def _known_at_once(group: Group) -> bool:
-    """Whether `hosts_of` waits for nobody, for tensors on CPU."""
+    """Whether `hosts_of` returns without waiting, for tensors on CPU."""
     known = group.find(SPREADS) or {}
     return group.world_size == 1 or "cpu" in known or _met_on_this_host(group)
 
@@ -243,7 +243,7 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
 
 
 def _why_not_together(group: Group, part: Group, device: torch.device) -> str:
-    """Why the ranks of some part of a group cannot work on a device together. Collective.
+    """Returns why the ranks of some part of a group cannot work on a device together. Collective.
 
     The check that finds a reason (cuda/selftest.py) warns.
     """
@@ -274,11 +274,11 @@ def local_group(
 ) -> dist.ProcessGroup:
     """Makes a group of the ranks of a group that are on this host, for symmetric memory.
 
-    `new_group` would need ranks that are not members to take part, or would depend on which other
-    groups each of the members is in.
+    `new_group` would need non-members to take part, or would depend on the other groups of each
+    member.
     """
     local, cpu = dist.ProcessGroup(store, place, size), torch.device("cpu")
-    # A group gets its name and its time-out from a backend. The loopback device is enough.
+    # A group gets its name and its time-out from a backend; the loopback device suffices.
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
     # Longer than the time-out of links between hosts: a rank that loses a link notifies the ranks
@@ -290,13 +290,13 @@ def local_group(
     with contextlib.suppress(RuntimeError):
         _unregister_process_group(name)  # of an earlier group of that name
     _register_process_group(name, local)
-    alone: dict[str, Hosts | None] = {"cpu": None}  # its ranks need not ask each other
+    alone: dict[str, Hosts | None] = {"cpu": None}  # its ranks are on one host
     resolve(local).put(SPREADS, alone)
     return local
 
 
 def numbers_of_all(group: Group, name: str, numbers: Sequence[int]) -> Numbers:
-    """Returns the numbers that each rank passes, in rank order; all pass equally many. Collective.
+    """Returns the numbers of each rank, in rank order; all pass the same count. Collective.
 
     They travel through memory on one host, which takes some microseconds, and through the group's
     store between hosts, whatever device the op's tensors are on. `name` names the call in errors.
@@ -311,7 +311,7 @@ def numbers_of_all(group: Group, name: str, numbers: Sequence[int]) -> Numbers:
 
 
 def numbers_on_host(group: Group, name: bytes, numbers: Sequence[int]) -> Numbers:
-    """As `numbers_of_all`, in a group of several ranks that are all on this host."""
+    """Like `numbers_of_all`, in a group of several ranks that are all on this host."""
     ranks, count = group.world_size, len(numbers)
     given = (ctypes.c_int64 * count)(*numbers)
     taken = (ctypes.c_int64 * (count * ranks))()
@@ -345,7 +345,7 @@ def _find_by_name(name: bytes, ask: int) -> int:
             try:
                 together = hosts_of(group, _CPU) is None
             except NotImplementedError:
-                together = False  # the op says why
+                together = False  # the op raises the reason
             library.symm_cp_set_on_one_host(group.handle, together)
         library.symm_cp_group_known(group.handle)
     except BaseException as error:

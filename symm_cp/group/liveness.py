@@ -29,7 +29,7 @@ from symm_cp.group.memory import Group, StateKey
 from symm_cp.group.stores import TimedStore, wait_limit_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# Seconds between two looks at the store, which double from the first to the second number: short
+# Seconds between two reads of the store, doubling from the first to the second number: short
 # for ranks that come together, long so that hundreds of waiting ranks do not flood the store.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
@@ -45,10 +45,10 @@ def wait_limit(group: Group) -> datetime.timedelta:
 
 @dataclass
 class _Keys:
-    """The prefix of a group's keys in the store, and how often each was shared."""
+    """The prefix of a group's keys in the store, and how often each key was shared."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    #: What this rank has drawn, also for a call after one that failed: peers may have seen it.
+    #: The text that this rank drew, kept after a failed call: peers may have read it.
     drawn: str = field(default_factory=lambda: secrets.token_hex(8))
     generation: str = ""
     shared: Counter[str] = field(default_factory=Counter)
@@ -58,7 +58,7 @@ _KEYS: StateKey[_Keys] = StateKey("keys in the store")
 
 
 def generation(group: Group) -> str:
-    """Returns a text that a group's ranks have in common with no earlier group of its name.
+    """Returns a text that a group's ranks share, and that no earlier group of its name had.
 
     Collective at the first call for a group. Raises `PeerLostError` when a rank exits first, or the
     time-out elapses.
@@ -71,10 +71,10 @@ def generation(group: Group) -> str:
 
 
 def _agree_on_generation(group: Group, own: str) -> str:
-    """Each rank writes the text that it has drawn, and those of the others that it has seen.
+    """Each rank writes the text that it has drawn, and the peers' texts that it has read.
 
-    A record in which a rank finds its own text was written after it drew that, so by a rank of this
-    group; one of an earlier group never has it. To count the ranks that come instead would fail
+    A record with a rank's own text was written after the rank drew it, so by a rank of this
+    group; a record of an earlier group never has it. Counting the arriving ranks instead would fail
     where a rank of an earlier group died, or never used that group.
     """
     store, rank = group.store(), group.rank
@@ -95,7 +95,7 @@ def _agree_on_generation(group: Group, own: str) -> str:
     store.set(keys[rank], json.dumps(drawn))
     with _patience(group) as wait_for:
         while unsettled:
-            # All are read before any is waited for: each may need this rank's answer.
+            # Reads all peers before it waits for one: each may need this rank's answer.
             unsettled = {peer for peer in unsettled if not answers(peer)}
             if unsettled:
                 peer = min(unsettled)
@@ -125,7 +125,7 @@ def share(group: Group, key: str, text: str, *, seconds: float | None = None) ->
 def share_made(group: Group, key: str, make: Callable[[], str]) -> list[str]:
     """Returns the text that each rank makes for a key. Collective, like `share`.
 
-    What `make` raises is raised on this rank, and on the others as a `RuntimeError` that says so.
+    An exception of `make` is raised on this rank, and reported by a `RuntimeError` on the others.
     """
     try:
         text = make()
@@ -167,9 +167,8 @@ def _patience(
 ) -> Iterator[Callable[[int, str, Callable[[], bool]], bool]]:
     """Yields a function that waits a little for the value that a rank writes under a key.
 
-    It asks once more, by the function that it is handed, when the rank is lost or the time-out has
-    elapsed: a rank may have written just before it exited. Then it returns True, or raises
-    `PeerLostError`.
+    When the rank is lost or the time-out has elapsed, it calls `is_there` once more, as the rank
+    may have written just before it exited. Then it returns True, or raises `PeerLostError`.
     """
     limit = wait_limit(group).total_seconds()
     if seconds is not None:
@@ -203,10 +202,10 @@ def _patience(
 
 @contextmanager
 def _links(group: Group) -> Iterator[Callable[[int], int | None]]:
-    """Yields a function that names the rank because of which no answer of a rank may come any more.
+    """Yields a function that returns the lost rank that may keep a given rank from answering.
 
-    That rank itself, when the link to it is broken, or a dead one of which it missed a message;
-    None when nothing is known. Opens links lazily.
+    It is the given rank itself, when the link to it is broken, or a dead rank whose message it
+    missed; None when no loss is known. Opens links lazily.
     """
     library = native.load()
     links: list[int] = []
@@ -242,7 +241,7 @@ _PROCESSES: StateKey[list[int]] = StateKey("processes")
 
 
 def watched_processes(group: Group) -> list[int]:
-    """Returns a pidfd of each rank's process, which the caller has to close, or -1.
+    """Returns a pidfd of each rank's process, which the caller must close, or -1.
 
     -1 stands for this process, and for processes on other hosts or in other pid namespaces.
     Collective at the first call for a group.
@@ -268,5 +267,5 @@ def _pidfd(pid: int) -> int:
         return -1
     try:
         return os.pidfd_open(pid)
-    except OSError:  # an old kernel; that a process has exited shows at the next time-out
+    except OSError:  # an old kernel; the next time-out shows that a process has exited
         return -1

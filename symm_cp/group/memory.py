@@ -1,4 +1,4 @@
-"""Groups and their workspaces: the only place that knows how bytes are laid out.
+"""Groups and their workspaces: the only place that defines how bytes are laid out.
 
 A group has up to two workspaces for CPU tensors, one for each *channel*: `"sync"` for ops that run
 in the calling thread, `"async"` for ops of a copy engine, so that both kinds may be in flight at
@@ -11,10 +11,10 @@ call that a rank refuses counts as well. The calls of a workspace are numbered f
 
 bytes on each rank for a slot of `slot` bytes and W ranks: flags (a cache line for each name and
 writer), records (the identity of each of the two calls in flight), the reasons of the last failed
-calls, how many bytes the rank gives to each rank in the two calls, then the two slots. The slot is
+calls, the bytes that the rank gives to each rank in the two calls, then the two slots. The slot is
 as large as the largest call so far; a larger call replaces the workspace, which is collective but
-happens inside an op that is collective anyway, on sizes that all ranks know. So does the call after
-`wire.LAST_CPU_EPOCH`. Nothing is collective when memory is returned.
+happens inside an op that is collective anyway, with sizes that are equal on all ranks. The call
+after `wire.LAST_CPU_EPOCH` replaces it, too. Returning memory is not collective.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Workspace:
         return address
 
     def shard(self, peer: int) -> int:
-        """Returns where the shard of `peer` lies, after its ready flag was waited for."""
+        """Returns the address of `peer`'s shard; call it after the wait for its ready flag."""
         address: int | None = self._library.symm_cp_shard(self.handle, peer)
         if address is None:
             raise reported(RuntimeError(native.error()))
@@ -229,7 +229,7 @@ class _CallLock:
 
 
 class _Call:
-    """The context manager of `Group.call`: a class, which takes half the calls of a generator.
+    """The context manager of `Group.call`: a class, which needs half the calls of a generator.
 
     Like a generator it ends the call when it is dropped: Ctrl-C may come just before `__exit__`.
     """
@@ -282,7 +282,7 @@ class Group:
         self.world_size: int = process_group.size()
         self._process = os.getpid()
         self._library = native.load()
-        # These raise; the native part takes what is no number for unset.
+        # These raise for bad values; the native part treats a value that is no number as unset.
         env.sockets()
         env.read_messages()
         self.handle: int = self._library.symm_cp_group_open(
@@ -368,7 +368,7 @@ class Group:
         return _Call(self, slot_bytes, call_name)
 
     def refuse(self, channel: str, error: BaseException) -> None:
-        """Tells the peers that this rank does not make the call that they may be making now.
+        """Reports to the peers that this rank does not make the call that they may be making now.
 
         Does nothing when the error was already reported to them. Never waits.
         """
@@ -395,8 +395,8 @@ def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
 #: Called with every new group; not collective.
 on_creation: list[Callable[[Group], object]] = []
 
-#: Called when a group is first used, whichever op comes first; not collective. They publish in the
-#: group's store the facts that peers may need of this rank.
+#: Called when a group is first used, whichever op comes first; not collective. They write the facts
+#: of this rank that peers may need to the group's store.
 on_first_use: list[Callable[[Group], object]] = []
 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
@@ -453,10 +453,10 @@ def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Wo
 
 
 def is_symmetric(tensor: torch.Tensor, group: Group) -> bool:
-    """Tells whether a tensor lies in symmetric memory that was rendezvoused with the group."""
+    """Returns whether a tensor lies in symmetric memory that was rendezvoused with the group."""
     return bool(native.load().symm_cp_is_symmetric(tensor.data_ptr(), group.name.encode()))
 
 
 def has_symmetric(group: Group) -> bool:
-    """Tells whether tensors were ever rendezvoused with the group; the same on all ranks."""
+    """Returns whether tensors were ever rendezvoused with the group; the same on all ranks."""
     return bool(native.load().symm_cp_rendezvous_begun(group.name.encode()))

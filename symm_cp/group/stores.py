@@ -2,7 +2,7 @@
 
 A store may never answer: the process that hosts it (rank 0, for a `TCPStore`), or that holds its
 lock (any rank, for a `FileStore`), may have been stopped. torch's own requests then wait without
-end, so each is made by a thread of its own, which nobody waits for when it is late.
+end, so each request runs in a thread of its own, which is abandoned when it is late.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
         options = getattr(process_group._get_backend(device), "options", None)
         if options is not None:
             return options._timeout
-    # torch shows no options of backends in C++ that it does not know, such as this package's.
+    # torch exposes no options of third-party backends in C++, such as this package's.
     milliseconds = native.load().symm_cp_group_timeout_ms(process_group.group_name.encode())
     return timedelta(milliseconds=milliseconds)
 
@@ -66,7 +66,7 @@ class TimedStore:
         return self._ask(key, lambda: self.untimed.add(key, value))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Writes a value where the expected one is, or none for ""; returns the value then."""
+        """Writes a value if the present one is `expected` (none for ""); returns the new value."""
         return self._ask(key, lambda: self.untimed.compare_set(key, expected, desired))
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What the ops do under `torch.autocast`: what torch's own matmul, attention and `cat` do.
+"""The ops' rules under `torch.autocast`, as for torch's own matmul, attention and `cat`.
 
 Matmuls and attention cast floating inputs to autocast's dtype, except float64; sinks and biases of
 attention stay as they are. `all_gather_kv` brings keys and values to one dtype, the wider. Scaled
@@ -18,23 +18,23 @@ from symm_cp import cuda
 from symm_cp.ops.common import keys_of_ours, lib
 from symm_cp.ops.op import Kernel, Op, Prepare, untouched
 
-#: What `symm_cp.override_cuda_ops` registers for torch's ops, by dispatch key and name.
+#: Kernels that `symm_cp.override_cuda_ops` registers for torch's ops, by dispatch key and name.
 device_autocast: dict[tuple[str, str], Kernel] = {}
 
 
 def cast(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Returns arguments with tensors, also those in lists, as autocast casts those of a matmul."""
+    """Returns arguments with tensors, also in lists, cast as autocast casts a matmul's."""
     result: tuple[Any, ...] = _cast(args, device, torch.get_autocast_dtype(device))
     return result
 
 
 def cast_query_key_value(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Returns the arguments, of which the first three are cast."""
-    return *cast(args[:3], device), *args[3:]  # what masks and scores look up stays as it is
+    """Returns the arguments with the first three cast."""
+    return *cast(args[:3], device), *args[3:]  # tensors that masks and scores read stay as they are
 
 
 def cast_operands(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Returns the arguments, of which the first two are cast: not the weights of a sum."""
+    """Returns the arguments with the first two cast, but not the weights of a sum."""
     return *cast(args[:2], device), *args[2:]
 
 
@@ -64,7 +64,7 @@ def _rule(op: Any, device: str, key: str, prepare: Prepare) -> Kernel:
 
 
 def register_autocast(op: Op) -> None:
-    """Registers what an op does with its inputs under autocast.
+    """Registers an op's rule for its inputs under autocast.
 
     The kernels are called only while autocast is on for the device of an input. Where torch has
     kernels, autocast leaves the inputs of torch's ops alone until ours are installed instead.

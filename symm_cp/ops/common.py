@@ -1,4 +1,4 @@
-"""What the op families share: the library fragment, checks of arguments, the names of calls."""
+"""Shared by the op families: the library fragment, checks of arguments, the names of calls."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MAX_PLANS = 512
-_LONG_SIZES = 48  # of the characters of a call's name that peers compare
-# Dispatch keys at which no call is made: fake kernels, what records calls, what other keys follow.
+_LONG_SIZES = 48  # characters in a call's name, which peers compare; longer: a checksum
+# Dispatch keys that make no call: fake kernels, recorders of calls, keys before other keys.
 _NOT_CALLS = ("Meta", "Functionalize", "Composite", "ADInplaceOrView")
 _DEVICES = tuple(kind.dispatch_key for kind in cuda.known())
 
 
 class _Library(torch.library.Library):
-    """Kernels for CPU tensors tell the peers when they refuse a call."""
+    """A library whose kernels for CPU tensors report refused calls to the peers."""
 
     def impl(
         self, op_name: Any, fn: Any, dispatch_key: str = "", *args: Any, **kwargs: Any
@@ -53,7 +53,7 @@ class _Library(torch.library.Library):
         super().impl(op_name, fn, dispatch_key, *args, **kwargs)
 
     def _reporting(self, name: str, kernel: Any, dispatch_key: str, with_keyset: bool) -> Any:
-        """Returns a kernel that tells the peers when it, or what it dispatches to, refuses."""
+        """Returns a kernel that reports its refusals, and those below it, to the peers."""
         name, _, overload = name.rpartition("::")[2].partition(".")
         arguments = TensorArguments(torch._C._get_schema(f"{self.ns}::{name}", overload))
         if dispatch_key == "CPU":
@@ -79,13 +79,13 @@ class _Runs(threading.local):
         return self.count + native_runs
 
 
-#: How often this thread has run an op that attends to the keys of all ranks, or gathers them:
-#: context_parallel asks whether any did.
+#: The number of this thread's runs of ops that attend to the keys of all ranks, or gather them:
+#: context_parallel checks whether there were any.
 attention_runs = _Runs()
 
 
 class Plans(dict[Hashable, Collective]):
-    """The collectives that a group has planned, by what tells them apart; a bounded cache."""
+    """The collectives that a group has planned, by a key for each; a bounded cache."""
 
     def keep(self, key: Hashable, plan: Collective) -> Collective:
         """Keeps a plan for later calls, and returns it."""
@@ -104,7 +104,7 @@ lib = _Library("symm_mem", "FRAGMENT")
 #: Holds kernels in Python of ops whose kernels for CPU tensors are native, under the same names.
 in_python = _Library("symm_cp", "FRAGMENT")
 
-#: Kernels for devices, by name, of ops that torch has kernels for as well:
+#: Kernels for devices, by name, of ops that torch also has kernels for:
 #: `symm_cp.override_cuda_ops` installs ours.
 device_kernels: dict[str, Kernel] = {}
 
@@ -112,15 +112,15 @@ device_kernels: dict[str, Kernel] = {}
 def keys_of_ours() -> tuple[str, ...]:
     """Returns the dispatch keys of the devices on which only we have kernels of torch's ops.
 
-    Registrations for the others change torch's ops there. Importing must not do that, except
-    to add kernels that are right for torch's as well.
+    Registrations for other devices change torch's ops there. An import must not do that, except
+    to add kernels that are also right for torch's.
     """
     kinds = [kind.dispatch_key for kind in cuda.known() if not kind.torch_has_kernels]
     return ("CPU", *kinds)
 
 
 def device_behind(tensor: torch.Tensor) -> torch.device:
-    """Returns the device of a tensor; in fake kernels, the one that it stands for."""
+    """Returns the device of a tensor; in fake kernels, the device that it stands for."""
     fake: torch.device | None = getattr(tensor, "fake_device", None)
     return tensor.device if fake is None else fake
 
@@ -128,9 +128,9 @@ def device_behind(tensor: torch.Tensor) -> torch.device:
 def call_signature(
     op: str, *tensors: torch.Tensor, split: Split | None = None, detail: str = ""
 ) -> bytes:
-    """Names a call for errors, and so that ranks notice when theirs differ.
+    """Returns the text that names a call in errors, and that ranks compare.
 
-    `tensors` must have one shape on all ranks, but for the dimension that `split`
+    `tensors` must have the same shapes on all ranks, except for the dimension that `split`
     divides.
     """
     return _name_of(op, tuple([(t.dtype, t.shape) for t in tensors]), split, detail)
@@ -139,7 +139,7 @@ def call_signature(
 def name_of(
     op: str, dtype: torch.dtype, shape: Sequence[int], detail: str, split: Split | None = None
 ) -> bytes:
-    """As `call_signature`, for a tensor that is not there."""
+    """Like `call_signature`, for a tensor that does not exist yet."""
     return _name_of(op, ((dtype, torch.Size(shape)),), split, detail)
 
 
@@ -158,7 +158,7 @@ def _name_of(
 
 
 def sizes_text(split: Split) -> str:
-    """Tells how a dimension is divided, unless equally; a checksum where that would be long."""
+    """Returns the sizes of a dimension's parts as text, or a long text's checksum; '' if equal."""
     if split.is_equal:
         return ""
     text = "+".join(map(str, split.sizes))
@@ -189,7 +189,7 @@ def check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: to
 def into_output(op: str, argument: str, fake: Kernel, call: Kernel) -> dict[str, Kernel]:
     """Returns two parts of an op whose last argument takes the result: `fake` and `functional`.
 
-    The arguments are those of the same op without that argument: its fake kernel, and a call.
+    `fake` and `call` are the fake kernel and a call of the same op without that argument.
     """
 
     def checked(*args: Any) -> torch.Tensor:
@@ -207,7 +207,7 @@ def into_output(op: str, argument: str, fake: Kernel, call: Kernel) -> dict[str,
 
 
 def in_test_mode() -> bool:
-    """Tells whether torch's `_test_mode()` asks for the unfused definitions of the ops."""
+    """Returns whether torch's `_test_mode()` asks for the unfused definitions of the ops."""
     return torch_symm_mem._is_test_mode
 
 
@@ -306,7 +306,7 @@ def group_of(group_name: str, rank: int | None = None) -> Group:
 
 
 class Place(NamedTuple):
-    """Where a call is made; without a group where only the shapes of results are asked for."""
+    """Where a call is made; `group` is None when only the results' shapes are needed."""
 
     rank: int
     world_size: int
@@ -316,8 +316,8 @@ class Place(NamedTuple):
 def kernel_and_fake(function: Callable[..., Any]) -> tuple[Kernel, Kernel]:
     """Returns the kernel and the fake kernel of a function of a `Place` and an op's arguments.
 
-    The function checks the arguments; without a group it returns new tensors of the results'
-    shapes, strides and dtypes, and with one the results.
+    The function checks the arguments; with a group it returns the results, without one new
+    tensors of the results' shapes, strides and dtypes.
     """
     names = list(inspect.signature(function).parameters)[1:]
     group_at = names.index("group_name")
@@ -337,7 +337,7 @@ def kernel_and_fake(function: Callable[..., Any]) -> tuple[Kernel, Kernel]:
 
 
 def world_size_of(group_name: str) -> int:
-    """Returns the size of a group; in fake kernels too, where nothing native may be needed."""
+    """Returns the size of a group; also for fake kernels, which must not need native code."""
     try:
         return torch.distributed.distributed_c10d._get_group_size_by_name(group_name)
     except (RuntimeError, ValueError) as error:
@@ -352,12 +352,12 @@ def rank_in(group_name: str) -> int:
         raise unknown_group(group_name) from error
 
 
-# As torch.compiler.assume_constant_result does, which would import the compiler.
+# As torch.compiler.assume_constant_result does; calling it would import the compiler.
 rank_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-#: The last arguments of an op for uneven parts: the length of every rank's, and this rank; without
-#: them all parts are equal.
+#: The last arguments of an op for uneven parts: the length of every rank's part, and this rank.
+#: Without them all parts are equal.
 SIZES = "SymInt[]? sizes=None, int? rank=None"
 Uneven: TypeAlias = "tuple[()] | tuple[list[int], int]"
 
@@ -365,19 +365,20 @@ Uneven: TypeAlias = "tuple[()] | tuple[list[int], int]"
 def uneven_parts(sizes: Sequence[int] | None, group_name: str) -> Uneven:
     """Returns the last arguments of an op.
 
-    The rank is one of them because ranks share compiled graphs through the compiler's cache: the
+    They include the rank because ranks share compiled graphs through the compiler's cache: the
     shapes of an op's results must follow from its arguments.
     """
     return () if sizes is None else (list(sizes), rank_in(group_name))
 
 
 def uneven_of(last: Sequence[Any]) -> Uneven:
-    """Returns the last arguments of an op, given how autograd saw them: none, or None twice."""
+    """Returns the last arguments of an op from those that autograd saw; () if none or None."""
     return () if not last or last[0] is None else (last[0], last[1])
 
 
-#: The ops of ours that are torch's, but for the sizes of uneven parts and the rank at the end. They
-#: run our kernels on all devices, torch's on CUDA theirs until `symm_cp.override_cuda_ops`.
+#: Our counterparts of torch's ops, with the sizes of uneven parts and the rank as last arguments.
+#: They run our kernels on all devices; on CUDA, torch's ops run torch's kernels until
+#: `symm_cp.override_cuda_ops`.
 WITH_SIZES = {
     "fused_all_gather_matmul": "_all_gather_matmul_split",
     "fused_matmul_reduce_scatter": "_matmul_reduce_scatter_split",
@@ -389,24 +390,24 @@ WITH_SIZES = {
 
 
 def public_name(op: str) -> str:
-    """Returns the name by which errors call an op: the name of its counterpart without sizes."""
+    """Returns an op's name in errors: the name of its counterpart without sizes."""
     return next((name for name, split in WITH_SIZES.items() if split == op), op)
 
 
 def op_for(name: str, device: torch.device, uneven: Uneven = ()) -> Any:
-    """Returns the op that runs our kernel on a device: torch's of that name, or else ours.
+    """Returns the op that runs our kernel on a device: torch's of that name, or our counterpart.
 
-    Ours if there are sizes of uneven parts, in any case.
+    With sizes of uneven parts it is always our counterpart.
 
-    torch's kernels for CUDA fail for some arguments (scaled products of which the last dimension is
-    gathered or scattered, negative dimensions, float8 results), round more often (the last
-    dimension in 16 bits), and wait without end.
+    torch's kernels for CUDA fail for some arguments (scaled products gathered or scattered along
+    the last dimension, negative dimensions, float8 results), round more often (the last
+    dimension in 16 bits), and wait without a time-out.
     """
     return op_of(_name_for(name, device, uneven))
 
 
 def caller(name: str, tensor: torch.Tensor, uneven: Uneven = ()) -> Callable[..., Any]:
-    """Returns what runs the op that `op_for` gives for the device of a tensor."""
+    """Returns a callable of the op that `op_for` returns for the device of a tensor."""
     if uneven or not tensor.is_cpu:
         name = _name_for(name, tensor.device, uneven)
     return direct(name)

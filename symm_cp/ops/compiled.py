@@ -1,10 +1,10 @@
-"""What `torch.compile` has to be told of ops.
+"""How `torch.compile` must treat the ops.
 
 - Ranks make the same calls in the same order. Inductor keeps the order of torch's collectives, but
   moves other ops to save memory, by sizes that may differ between ranks: two calls of one op could
   change places on some ranks only, and each would take the data of the other.
 - Inductor places the input of an all-reduce in symmetric memory, which it cannot do on CPU and
-  which the op does not need there. And it must not see `get_remote_tensors`.
+  which the op does not need there. It must not see `get_remote_tensors`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ordered: set[str] = set()  # names of ops that ranks call together
 
 
 def breaks_graph(name: str) -> Callable[..., Any]:
-    """Returns a fake kernel that makes the compiler break its graph, so that the op runs as it is.
+    """Returns a fake kernel that makes the compiler break its graph, so that the op runs eagerly.
 
-    For ops whose memory the compiler would take for its own: `get_remote_tensors` returns memory of
-    the peers, which Inductor would use again for results; others write to symmetric memory, which
+    For ops whose memory the compiler would treat as its own: `get_remote_tensors` returns peers'
+    memory, which Inductor would reuse for results; others write to symmetric memory, which
     the compiler replaces by copies in ordinary memory.
     """
 
@@ -57,7 +57,7 @@ def _lowering_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _lowering_in_order(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Lowers an op as usual, to be run after the last one that was lowered like this."""
+    """Lowers an op as usual, to run after the previous op that was lowered here."""
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
 
@@ -92,10 +92,10 @@ def called_in_order(op: str, fake: Callable[P, R]) -> Callable[P, R]:
 
 
 def teach_inductor() -> None:
-    """Tells Inductor, where it has been imported, to leave an all-reduce on CPU as it is.
+    """Makes Inductor, if it is imported, leave an all-reduce on CPU as it is.
 
-    And to keep the order of the ops of `called_in_order`, from torch 2.13 on. Called by the fake
-    kernels, which a compiler runs before it lowers the ops, because importing Inductor takes
+    From torch 2.13 on, also makes it keep the order of the ops of `called_in_order`. The fake
+    kernels call this, as a compiler runs them before it lowers the ops: importing Inductor takes
     seconds.
     """
     lowering = sys.modules.get("torch._inductor.lowering")

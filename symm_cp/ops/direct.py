@@ -11,18 +11,18 @@ import torch
 from symm_cp import native
 
 _calls: dict[str, Callable[..., Any]] = {}
-_DECODING = ("linear", "embedding", "agree")  # as numbered there
+_DECODING = ("linear", "embedding", "agree")  # as numbered in csrc/ops/decoding_glue.cpp
 
 
 @cache
 def _glue() -> Any:
-    return native.glue_if_built()  # without headers of Python torch's callables do the same
+    return native.glue_if_built()  # without Python's headers, torch's callables do the same
 
 
 def direct(name: str) -> Callable[..., Any]:
-    """Returns a callable that does what `torch.ops.symm_mem.<name>.default` does.
+    """Returns a callable equivalent to `torch.ops.symm_mem.<name>.default`.
 
-    While torch compiles it is that op itself.
+    While torch compiles, it is that op itself.
     """
     # As torch.compiler.is_compiling() does, in one call.
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
@@ -47,7 +47,7 @@ def decoding_call(name: str) -> Callable[..., Any]:
 def op_of(name: str) -> torch._ops.OpOverload:
     """Returns `torch.ops.symm_mem.<name>.default`.
 
-    It is an overload: without its name torch would look for it in each call.
+    This is the overload itself: torch would look up an unnamed one in each call.
     """
     op: torch._ops.OpOverload = getattr(torch.ops.symm_mem, name).default
     return op

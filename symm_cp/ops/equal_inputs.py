@@ -1,7 +1,7 @@
-"""Ranks compare what must be equal on all of them: batches, prompts, initial weights.
+"""Ranks compare inputs that must be equal on all ranks: batches, prompts, initial weights.
 
-Each rank makes a *record* of a fixed size, whatever its tensors are, gathers those of all ranks,
-and compares them. All ranks see the same records, so all of them raise, or none.
+Each rank makes a *record* of a fixed size, whatever its tensors are, gathers all ranks' records,
+and compares them. All ranks see the same records, so all ranks raise, or none.
 
 - Integers and bools count exactly: a hash of values and places.
 - Floating-point tensors may differ by rounding, as the outputs of an encoder that every rank runs
@@ -30,17 +30,17 @@ from symm_cp.ops.direct import decoding_call, direct
 from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
 
-#: How errors say that the comparison can be turned off.
+#: The text in errors that says how to turn the comparison off.
 OFF = "SYMM_CP_COMPARE_INPUTS=0 turns this check off"
 
-_SLOTS = 16  # words of a record for what counts exactly; further items share the last one
-_FLOATS, _VALUES = 4, 8  # floating-point tensors of a record, and how many values of each
+_SLOTS = 16  # words of a record for exact comparison; further items share the last word
+_FLOATS, _VALUES = 4, 8  # floating-point tensors of a record, and values of each
 # Relative to the largest value. Other data differ by about 1, results in bfloat16 by about 0.01.
 TOLERANCE = 0.1
-_MOST_HASHED = 1 << 22  # of larger tensors evenly spaced elements count: a few milliseconds
+_MOST_HASHED = 1 << 22  # elements, a few milliseconds; larger tensors are sampled evenly
 _MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D)
 
-#: What must be equal: a name, and a tensor or anything whose `repr` tells it apart.
+#: An input that must be equal: a name, and a tensor or anything that its `repr` identifies.
 Item = tuple[str, Any]
 Record = Sequence[int]
 
@@ -70,7 +70,7 @@ def compare(
     """Raises `RuntimeError` on all ranks unless the items are equal on all ranks. Collective.
 
     `subject` says in the error what the items are ("the batches that ranks cut"). `notes` are
-    numbers that the ranks tell each other, which may differ: returns those of all ranks. Returns
+    numbers that the ranks exchange and that may differ: returns all ranks' notes. Returns
     an empty list at once on one rank, and where the comparison is turned off.
     """
     tensors = [value for _, value in items if isinstance(value, torch.Tensor)]
@@ -115,8 +115,8 @@ def sides(records: Sequence[tuple[int, ...]]) -> str:
 def gather_records(group: GroupLike, op: str, record: torch.Tensor) -> list[list[int]]:
     """Returns the records of all ranks, in rank order. Collective.
 
-    `record` is 1-D, of int64, of the same length on all ranks. On the channel of attention, where
-    a peer that refuses its next call is heard of.
+    `record` is 1-D, of int64, of the same length on all ranks. Uses the channel of attention,
+    where a peer reports a refused next call.
     """
     state = resolve(group)
     by_rank = record.new_empty(state.world_size, len(record))
@@ -165,7 +165,7 @@ def text_hash(value: Any) -> int:
 
 @kept(maxsize=16)
 def _weights(device: torch.device, count: int) -> torch.Tensor:
-    """Odd numbers that follow no line: of three neighbours the outer do not add up to the inner."""
+    """Odd numbers in no line: the outer two of three neighbours do not add up to the inner."""
     numbers = torch.arange(1, count + 1, device=device) * _MIX[0]
     return ((numbers ^ (numbers >> 29)) * _MIX[1]) | 1
 
@@ -181,7 +181,7 @@ def hashed(tensor: torch.Tensor) -> torch.Tensor:
 def content_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a hash of all bytes of a tensor, read once: an int64.
 
-    A sum of all words, which does not know their places, and a hash of a few that does.
+    It adds the sum of all words, which ignores their places, and a hash of a few that does not.
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.numel() == 0:
@@ -201,7 +201,7 @@ def _is_float(tensor: torch.Tensor) -> bool:
 
 
 def _floats(items: Sequence[Item]) -> list[tuple[str, torch.Tensor]]:
-    """Returns the floating-point tensors among the items of which values are compared."""
+    """Returns the items' floating-point tensors whose values are compared."""
     tensors = ((n, t) for n, t in items if isinstance(t, torch.Tensor) and _is_float(t))
     return list(itertools.islice(tensors, _FLOATS))
 
@@ -259,7 +259,7 @@ _PIECE = 28  # bits of a hash in one addend: sums over any number of ranks do no
 def _compare_input(
     input: torch.Tensor, op: str, name: str, remedy: str, group: str, *further: Item
 ) -> None:
-    """As `compare` of one tensor, in a quarter of its time where that is equal on all ranks."""
+    """Like `compare` for one tensor, in a quarter of its time if all ranks' are equal."""
     if not enabled(input) or _sums_agree(group, input, further):
         return
     items = [(name, input), *further]
@@ -269,9 +269,9 @@ def _compare_input(
 def _sums_agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> bool:
     """Whether inputs on CPU are surely equal on all ranks, by one native all-reduce of a hash.
 
-    Floating-point ones may be equal but for rounding all the same. The sum of hashes that are not
-    all equal is `world_size` times none of them, but by a chance of 2 ** -56: so all ranks get the
-    same answer.
+    If False, floating-point inputs may still be equal up to rounding. If the hashes are not all
+    equal, their sum is `world_size` times none of them, except with probability 2 ** -56: so all
+    ranks get the same answer.
     """
     state = resolve(group)
     if state.world_size == 1:
@@ -316,8 +316,8 @@ def same_on_all_ranks(
 ) -> torch.Tensor:
     """Returns the input; raises `RuntimeError` unless it is equal on all ranks. Collective.
 
-    Graphs of torch.compile compare integers and bools, whenever they run; floating-point inputs,
-    and what else must be equal (`further`, told apart by `repr`), are compared by eager code only.
+    Graphs of torch.compile compare integers and bools whenever they run; only eager code compares
+    floating-point inputs and `further` items (by their `repr`).
     """
     if not env.compare_inputs():
         return input

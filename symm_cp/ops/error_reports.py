@@ -1,4 +1,4 @@
-"""How a rank that refuses a call tells its peers, which may be making the same one."""
+"""Reports a call that this rank refuses to its peers, which may be making the same call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import GroupLike, is_reported, reported, resolve
 from symm_cp.ops.tensor_checks import concerns_peers
 
-#: What a checkpoint raises as soon as it has recomputed what it needs.
+#: The exception that a checkpoint raises once it has recomputed the tensors that it needs.
 END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 #: The names of the ops with a kernel for CPU tensors.
 OPS_ON_CPU: set[str] = set()
@@ -29,11 +29,11 @@ R = TypeVar("R")
 def reports_to_peers(
     function: Callable[P, R], group: str = "group", channel: str = "sync", op: str = ""
 ) -> Callable[P, R]:
-    """Returns the function, which tells the peers when it raises.
+    """Returns the function, with its errors reported to the peers.
 
     They may be making the same call, and would wait for this rank until their time-out. `group`
-    names the argument that holds the group, `channel` the channel of the call. Errors that know no
-    op are given the name `op`.
+    names the argument that holds the group, `channel` the channel of the call. Errors that name no
+    op get the name `op`.
     """
     signature = inspect.signature(function)
 
@@ -44,13 +44,13 @@ def reports_to_peers(
 
 
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns a function that users call with `group`, which tells the peers when it raises."""
+    """Returns a function that users call with `group`, with its errors reported to the peers."""
     name = function.__name__
     return reports_to_peers(function, channel=channel_of(name), op=name)
 
 
 def names_op(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Has the errors of a function name what the user called, if they name no op."""
+    """Makes a function's errors name the op that the user called, if they name none."""
     return lambda function: reporting(function, None, "", op, traced=True)
 
 
@@ -62,9 +62,9 @@ def reporting(
     *,
     traced: bool = False,
 ) -> Callable[P, R]:
-    """Returns the function, whose errors name the op, and are told to the group of the call.
+    """Returns the function, with errors that name the op and are reported to the call's group.
 
-    `traced`: compilers read the function, which kernels and gradients are hidden from.
+    `traced`: compilers trace the function, unlike kernels and gradients.
     """
 
     @functools.wraps(function)
@@ -94,14 +94,14 @@ def report(
     args: Any,
     kwargs: Any,
 ) -> None:
-    """Tells the peers of a call that it has raised, if they are concerned."""
-    with contextlib.suppress(Exception):  # no group, nobody to tell
+    """Reports a call's error to the peers, if they may take part in the call."""
+    with contextlib.suppress(Exception):  # no group, no peers
         if concerns_peers(tree_leaves((args, kwargs))):
             refuse(group_of_call(args, kwargs), channel, error)
 
 
 def _name_op(op: str, error: Exception) -> None:
-    """Puts an op's name before the text of an error that names none, as those of torch do."""
+    """Puts an op's name before the text of an error that names none, such as torch's."""
     text = str(error)
     if not error.args:  # as of a MemoryError
         error.args = (f"{op}: {type(error).__name__}",)
@@ -110,7 +110,7 @@ def _name_op(op: str, error: Exception) -> None:
 
 
 def refuse(group: GroupLike, channel: str, error: BaseException) -> None:
-    """Tells the peers that this rank does not make the call that they may be making now.
+    """Reports to the peers that this rank does not make the call that they may be making now.
 
     Does nothing when the error was already reported to them. Never waits.
     """

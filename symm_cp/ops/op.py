@@ -1,10 +1,10 @@
 """How an op is declared: once, with all of its parts. Every registry iterates over `declared()`.
 
-A file of ops passes an `Op` for each to `declare`. From the declarations follow the registrations
-with torch (registration.py) and the tests' lists of ops. tests/ops/test_declarations.py names the
-op and the part where one is left out.
+A file of ops passes an `Op` for each op to `declare`. The registrations with torch
+(registration.py) and the tests' lists of ops follow from the declarations.
+tests/ops/test_declarations.py names a missing part and its op.
 
-A *plan*, where an op has one, is all that can be said of a call before it is made: a pure function
+A *plan*, which some ops have, is everything known of a call before it is made: a pure function
 of shapes, dtypes, layout, mask, group size and rank, without tensors and groups. Shapes of results,
 fake kernel and run follow from it.
 """
@@ -29,7 +29,7 @@ TORCHS = "torch's"
 class Gradient(NamedTuple):
     """The backward pass, as for `torch.library.register_autograd`.
 
-    If it is built of ops that are differentiable themselves, there are second derivatives.
+    Second derivatives exist if it is built of differentiable ops.
     """
 
     backward: Kernel
@@ -60,7 +60,7 @@ NATIVE_GRADIENT = Elsewhere("csrc/ops/gradients.cpp, matmul_gradients.cpp", diff
 
 
 class Vmap(enum.Enum):
-    """What `torch.func.vmap` does with an op."""
+    """How `torch.func.vmap` handles an op."""
 
     ONE_BY_ONE = enum.auto()  # a call for each element of the batch
     LEFT_TO_TORCH = enum.auto()
@@ -75,9 +75,9 @@ def untouched(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 
 
 class Caller(NamedTuple):
-    """What an example call is made of: this rank in its group, and how to make random tensors.
+    """The ingredients of an example call: this rank in its group, and a maker of random tensors.
 
-    `sizes` are the numbers of rows of the ranks, for ops that take uneven parts.
+    `sizes` holds each rank's number of rows, for ops that take uneven parts.
     """
 
     group_name: str
@@ -131,29 +131,30 @@ class Op:
     gradient: Gradient | NoGradient | GradientByHand | Elsewhere | None = None
     autocast: Prepare | None = None
     vmap: Vmap | None = None
-    #: A small call, of equal shapes on all ranks where the op does not take others.
+    #: A small call, with equal shapes on all ranks unless the op takes unequal ones.
     example: Callable[[Caller], Arguments] | None = None
 
     #: Optional: the pure function from which results and run follow.
     plan: Kernel | None = None
     #: Optional: waits for the results of an op that returns before they are complete.
     complete: Callable[[torch.Tensor], torch.Tensor] | None = None
-    #: Required where the op returns an argument that it writes to: the same as calls that return
-    #: new tensors. torch itself makes such calls of ops that write and return nothing.
+    #: Required where the op returns an argument that it writes to: the same op as calls that return
+    #: new tensors. torch itself converts ops that write and return nothing.
     functional: Kernel | None = None
 
-    #: The kernel for CPU tensors is native, and calls `kernel` for what it cannot serve.
+    #: The kernel for CPU tensors is native, and calls `kernel` where it cannot serve a call.
     native: bool = False
     #: A native kernel for autograd calls `gradient`'s kernel only where a gradient is recorded.
     native_autograd: bool = False
-    #: Results (a schema) and function that the native kernel asks once for each kind of arguments.
+    #: The schema of the plan's results, and the plan, which the native kernel calls once for each
+    #: kind of arguments.
     native_plan: tuple[str, Kernel] | None = None
     cpu_only: bool = False
     #: No other rank takes part; the schema names no group.
     one_sided: bool = False
     #: torch has a kernel for some devices: `override_cuda_ops` replaces it.
     replaces_torch: bool = False
-    #: torch's fake kernel, for devices where torch's kernel runs: where it takes more than ours.
+    #: torch's fake kernel, for devices where torch's kernel runs, if it takes more than ours.
     torchs_fake: str = ""
     #: The fake kernel takes tensors on several devices.
     mixes_devices: bool = False

@@ -22,7 +22,7 @@ from symm_cp.ops.op import Kernel, Op, declared
 
 _installed: CudaOverride | None = None
 
-# Devices of a group about which it was said that torch's kernels stay.
+# Devices of a group for which the line that torch's kernels stay was printed.
 _ANNOUNCED: StateKey[set[torch.device]] = StateKey("override_announced")
 
 
@@ -55,7 +55,7 @@ def _serves(group: Group, device: torch.device) -> bool:
 
 
 def or_torchs(op: Op) -> Kernel:
-    """Returns our kernel of an op of torch's, and torch's for groups that ours do not serve."""
+    """Returns a kernel of torch's op: ours, or torch's for groups that ours do not serve."""
     name, ours = op.name, op.kernel
     assert ours is not None
     name_of_torchs = name if name.startswith("_") else f"_{name}"
@@ -94,7 +94,7 @@ class CudaOverride:
         self._library: torch.library.Library | None = torch.library.Library("symm_mem", "IMPL")
         self._plans: list[plans.Served] = []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is a kernel already
+            warnings.simplefilter("ignore")  # torch warns that a kernel exists already
             ours = [op for op in declared() if op.replaces_torch]
             for op, kind in itertools.product(ours, kinds):
                 self._plans.append(plans.serve(op.name, kind.dispatch_key, or_torchs=True))

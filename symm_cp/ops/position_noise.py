@@ -1,13 +1,12 @@
 """Random numbers by position in the whole sequence: the same on any number of ranks.
 
-Within a context-parallel region a tensor holds this rank's positions of a sequence. Drawn from the
-generator of each rank, its random numbers would be those of other positions on other ranks. Here
-they are functions of a seed, which ranks draw alike, and of the sample, position and feature that a
-number belongs to:
+Within a context-parallel region a tensor holds this rank's positions of a sequence. Numbers drawn
+from each rank's generator would repeat at other positions on other ranks. Here they are functions
+of a seed, which all ranks draw identically, and of the number's sample, position and feature:
 
     dropout masks   Philox by counter (csrc/attention/dropout_mask.cpp; attention/philox.py where
-                    that is not available): costs what this rank's part does
-    other numbers   those of the whole sequence, of which this rank takes its rows
+                    that is not available): costs in proportion to this rank's part
+    other numbers   drawn for the whole sequence; this rank takes its rows
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import torch
 
 from symm_cp.ops.attention import philox
 
-# In Python a number of a mask takes some 100 bytes while it is made.
+# Mask elements made at once in Python; each takes some 100 bytes meanwhile.
 _ELEMENTS_AT_ONCE = 1 << 22
-_SEEDS = 2**62  # of torch's generators, and of the key of Philox
+_SEEDS = 2**62  # the number of seeds, for torch's generators and the key of Philox
 _ODD = 0x9E3779B97F4A7C15
 
 
@@ -30,8 +29,8 @@ _ODD = 0x9E3779B97F4A7C15
 class Place:
     """Where the numbers of a tensor, seen as (samples, rows, features), lie in the whole sequence.
 
-    `positions` are those of the rows, (1, rows) or (samples, rows) of int64 on CPU (or a divisor of
-    the samples); None for a tensor without a sequence, which then has one sample and one row.
+    `positions` holds the rows' positions, int64 on CPU: (1, rows), (samples, rows) or (a divisor of
+    samples, rows); None for a tensor without a sequence, which then has one sample and one row.
     `whole` is the length of the sequence. Tensors with another `part` get other numbers.
     """
 
@@ -46,7 +45,7 @@ class Place:
         return torch.zeros(1, 1, dtype=torch.int64) if self.positions is None else self.positions
 
     def of_part(self, part: int) -> Place:
-        """The place of a tensor of which this rank holds a part, numbered from 1 or 0."""
+        """The place of this rank's part `part`, counted from 1 or 0, of a split tensor."""
         return replace(self, part=self.part + (part << 16)) if part else self
 
 
@@ -91,9 +90,9 @@ def noise(
     seed: int,
     place: Place,
 ) -> torch.Tensor:
-    """Returns numbers that a method of tensors draws in place, as `uniform_` with `args`.
+    """Returns the numbers that a tensor's in-place method, such as `uniform_`, draws with `args`.
 
-    Each rank draws those of the whole sequence.
+    Each rank draws the numbers of the whole sequence.
     """
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Registers with torch whatever is declared of an op (op.py)."""
+"""Registers the declared parts of ops (op.py) with torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def register_plans() -> None:
-    """Has plans, and Python's kernels where there is none, serve ops on devices with streams."""
+    """Serves ops on devices with streams by plans, and by Python's kernels where there is none."""
     plans.begin()
     for op in filter(_is_planned, declared()):
         for key in _keys_of_ours(op):
@@ -52,7 +52,7 @@ def register_plans() -> None:
 
 
 def register_without_native() -> None:
-    """Has ops whose kernels are native say why the native part is missing."""
+    """Makes ops with native kernels raise the reason why the native part is missing."""
 
     def refuses(*args: Any, **named: Any) -> Any:
         native.load()
@@ -71,7 +71,7 @@ def _register_kernels(op: Op) -> None:
     arguments = str(op.overload._schema).removeprefix(f"symm_mem::{op.name}")
     if op.native or planned:
         # csrc/ops/kernels.h calls it in groups that span hosts, in torch's test mode, and where
-        # tests have streams serve CPU tensors; csrc/ops/stream_plans.h where there is no plan.
+        # streams serve CPU tensors in tests; csrc/ops/stream_plans.h where there is no plan.
         in_python.define(op.name + arguments)
         in_python.impl(op.name, op.kernel, "CPU")
     if not op.native:
@@ -96,7 +96,7 @@ def _is_planned(op: Op) -> bool:
 
 
 def _keys_of_ours(op: Op) -> list[str]:
-    """The keys of devices on which nobody else has kernels of an op."""
+    """Returns the dispatch keys of the devices on which only we have kernels of an op."""
     return [
         device.dispatch_key
         for device in cuda.known()

@@ -1,8 +1,8 @@
-"""Which tensors the kernels for CPU tensors cannot read, and the errors that say so.
+"""Finds tensors that the kernels for CPU tensors cannot read, and makes the errors for them.
 
-A kernel reads the bytes of a dense tensor. Other kinds come with dispatch keys of their own
-(unsupported.py); what comes to a kernel all the same, and would make it read memory that is not
-there, is refused here. Native kernels say the same (csrc/ops/kernels.cpp).
+A kernel reads the bytes of a dense tensor. Other kinds have dispatch keys of their own
+(unsupported.py); tensors that reach a kernel all the same, and would make it read missing memory,
+are refused here. Native kernels raise the same errors (csrc/ops/kernels.cpp).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TensorArguments:
 
 
 def unsupported(tensor: torch.Tensor) -> str:
-    """Says of which kind a tensor is that has no dense memory, and what to use instead."""
+    """Returns the kind of a tensor without dense memory, and what to use instead; '' for others."""
     if tensor.is_nested:
         return f"nested ({tensor.layout}), must be dense: use its to_padded_tensor(), or a part"
     if tensor.layout is not torch.strided:
@@ -74,7 +74,7 @@ def unsupported(tensor: torch.Tensor) -> str:
 
 
 def missing_memory(tensor: torch.Tensor) -> str:
-    """Says how a tensor's storage is too small for it, if it is."""
+    """Returns how a tensor's storage is too small for it, or ''."""
     shape = tensor.shape
     if 0 in shape:
         return ""
@@ -96,7 +96,7 @@ def missing_memory(tensor: torch.Tensor) -> str:
 
 _KEYS = torch._C.DispatchKey
 _DispatchKeys = torch._C.DispatchKeySet
-#: Of tensors whose values are not in memory of their own, or not as they are.
+#: Keys of tensors whose values are not in their own memory, or not as stored.
 _ELSEWHERE = functools.reduce(
     _DispatchKeys.__or__,
     map(_DispatchKeys, (_KEYS.Python, _KEYS.Negative, _KEYS.ZeroTensor, _KEYS.Functionalize)),
@@ -104,10 +104,10 @@ _ELSEWHERE = functools.reduce(
 
 
 def with_memory(op: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with its values in memory, for what torch's dispatcher does not call.
+    """Returns a tensor with its values in memory, for code that torch's dispatcher does not call.
 
-    Negated views, zeros without memory, wrappers and results of functional collectives are copied,
-    as the dispatcher has ops do; a `FakeTensor` stays one. Raises where there are no such values.
+    Copies negated views, zeros without memory, wrappers and results of functional collectives,
+    as the dispatcher makes ops do; a `FakeTensor` stays one. Raises where there are no values.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, must be a tensor")
@@ -132,7 +132,7 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def checking_memory(op: str, arguments: TensorArguments, kernel: Callable[P, R]) -> Callable[P, R]:
-    """Returns the kernel of an op, which first refuses tensors whose memory is not there."""
+    """Returns an op's kernel that first refuses tensors with missing memory."""
 
     def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for name, tensor in arguments.named(args, kwargs):
@@ -143,7 +143,7 @@ def checking_memory(op: str, arguments: TensorArguments, kernel: Callable[P, R])
 
     @functools.wraps(kernel)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Contiguous tensors are looked at here: a call of a function for each takes as long.
+        # Contiguous tensors are checked inline: a function call for each takes as long.
         try:
             for index, name, is_list, _ in arguments.places:
                 given: Any = args[index] if index < len(args) else kwargs.get(name)
@@ -161,7 +161,7 @@ def checking_memory(op: str, arguments: TensorArguments, kernel: Callable[P, R])
 def concerns_peers(given: Sequence[Any]) -> bool:
     """Whether peers may take part in a call with these arguments, over shared memory.
 
-    Not where the call is made to learn of shapes or to record it, and not on other devices.
+    False for calls that only infer shapes or are recorded, and for other devices.
     """
     if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING):
         return False

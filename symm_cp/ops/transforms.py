@@ -1,4 +1,4 @@
-"""Derivatives of the ops, and what torch's function transforms do with them.
+"""Derivatives of the ops, and their behaviour under torch's function transforms.
 
 Backward passes are registered here, so that every op refuses in the same words what it cannot
 differentiate: forward-mode derivatives (`torch.func.jvp`), whose tangents would be lost, and
@@ -21,7 +21,7 @@ from symm_cp.ops.common import in_python, keys_of_ours, lib
 from symm_cp.ops.op import Op
 
 _NAMESPACE = torch.ops.symm_mem
-# Results that autograd knew as views could not be modified in place: kernels run below its key.
+# Results that autograd treats as views cannot be modified in place: kernels run below its key.
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
@@ -59,9 +59,9 @@ def register_gradient(
 ) -> None:
     """Registers the backward pass of an op, as `torch.library.register_autograd` does.
 
-    The backward pass has to be built of ops that are differentiable themselves: then there are
-    second derivatives. Transforms that it cannot serve are refused. `keys`: for which devices.
-    `library`: where the op of this name gets the kernel.
+    The backward pass must be built of differentiable ops, which gives second derivatives.
+    Transforms that it cannot serve are refused. `keys`: the dispatch keys of the devices.
+    `library`: the library whose op of this name gets the kernel.
     """
     op = getattr(_NAMESPACE, name).default
 
@@ -73,7 +73,7 @@ def register_gradient(
     differentiable = make_autograd_impl(op, Info(in_forward_dtypes, setup_context))
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        # Both are -1 and False as a rule; the check itself would cost a microsecond.
+        # Both are usually -1 and False; the check itself would cost a microsecond.
         if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
             check_transforms(name, *args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
@@ -89,11 +89,11 @@ def register_gradient(
 def register_no_gradient(
     name: str, instead: str, *, is_torchs: bool = False, native: bool = False
 ) -> None:
-    """Has the backward pass of an op raise `NotImplementedError`, which says what to do instead.
+    """Makes the backward pass of an op raise `NotImplementedError`, which says what to do instead.
 
-    Of an op of torch's only on devices where it has no kernel for it: with torch's kernels, what
-    follows from the result has no gradient, and torch warns. `native`: a native kernel has the
-    key, and calls this one where a gradient is recorded.
+    For torch's ops, only on devices where torch has no kernel: results of torch's kernels have no
+    gradient, and torch warns. `native`: a native kernel has the key, and calls this one where a
+    gradient is recorded.
     """
 
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -106,7 +106,7 @@ def register_no_gradient(
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The identity on `count` gradients; differentiating them by what follows raises."""
+    """The identity on `count` gradients; differentiating them by the tensors that follow raises."""
 
     @staticmethod
     def forward(ctx: Any, op: str, count: int, *tensors: torch.Tensor) -> Any:
@@ -122,10 +122,10 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes the `backward` of an `autograd.Function` of one whose gradients have no derivative.
+    """Returns a decorator that makes an `autograd.Function`'s `backward` refuse differentiation.
 
     The decorated function is called as `backward(ctx, ctx.saved_tensors, *grads)`. Its results
-    depend on what was saved as well, so (unlike with torch's decorator of this name) they raise
+    also depend on the saved tensors, so (unlike with torch's decorator of this name) they raise
     when they are differentiated even if the incoming gradient is a constant.
     """
 
@@ -150,7 +150,7 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def register_vmap(declaration: Op) -> None:
-    """Has `torch.func.vmap` call an op for one element of the batch after the other.
+    """Makes `torch.func.vmap` call an op for one element of the batch after the other.
 
     torch would do the same, but not with lists of tensors, and it would copy the result of a
     low-contention op before `complete` has waited for it.

@@ -1,11 +1,12 @@
-"""Kinds of tensors that have no dense memory: every op refuses them, and the peers hear of it.
+"""Makes every op refuse tensors without dense memory, and report the error to the peers.
 
-Sparse, compressed, quantised, MKL-DNN and nested tensors come with dispatch keys of their own, at
-which torch would refuse a call before any kernel of ours knows of it: the peers would wait for this
-rank until their time-out. So each op that runs on CPU tensors has a kernel there, which raises.
+Sparse, compressed, quantised, MKL-DNN and nested tensors have dispatch keys of their own, at
+which torch would refuse a call before it reaches our kernels: the peers would wait for this
+rank until their time-out. So each op that runs on CPU tensors has a kernel at these keys that
+raises.
 
-What torch refuses elsewhere (named tensors, wrappers without a rule for the op) is told by the
-kernels of autograd, through which all calls go (common.py, csrc/ops/kernels.cpp).
+The autograd kernels, through which all calls go, report torch's other refusals: named tensors,
+wrappers without a rule for the op (common.py, csrc/ops/kernels.cpp).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _refusal(declaration: Op) -> Any:
 
 
 def refuse_without_memory(op: Op) -> None:
-    """Has an op refuse CPU tensors without dense memory."""
+    """Makes an op refuse CPU tensors without dense memory."""
     refuse = _refusal(op)
     for key in _KEYS:
         lib.impl(op.name, refuse, key)

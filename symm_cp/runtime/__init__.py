@@ -1,4 +1,4 @@
-"""Runtimes: each runs schedules on one kind of machine; `api.Runtime` says what they offer."""
+"""Runtimes: each runs schedules on one kind of machine; `api.Runtime` is their interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Choose", "background_of", "boxes_of", "of", "serve"]
 
 #: Returns the runtime for a group's tensors on a device.
 Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
-#: The types of torch devices that are served by other runtimes, which `choose` returns.
+#: The types of torch devices that other runtimes serve, and the functions that return these.
 _served: list[tuple[Container[str], Choose]] = []
 
 _cpu = CpuRuntime()
@@ -25,7 +25,7 @@ _cpu_over_hosts = HostsRuntime(_cpu)
 
 
 def serve(types: Container[str], choose: Choose) -> None:
-    """Has `choose` return the runtime for devices of these types, to which others may be added."""
+    """Makes `choose` return the runtime for devices of these types; types may be added later."""
     _served.append((types, choose))
 
 

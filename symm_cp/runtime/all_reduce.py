@@ -1,4 +1,4 @@
-"""Which variant of PRODUCE_AND_ALL_REDUCE sums a result, and in which chunks."""
+"""Chooses the variant of PRODUCE_AND_ALL_REDUCE that sums a result, and the chunks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AllReduceVariant(Enum):
 
 
 def in_one_shot(nbytes: int, ranks: int) -> bool:
-    """Whether every rank itself sums a result that ranks produce as a whole."""
+    """Whether every rank sums all of a result that ranks produce as a whole."""
     return ranks <= 2 or nbytes * (ranks - 1) < _TWO_SHOTS_FROM
 
 

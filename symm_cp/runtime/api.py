@@ -1,17 +1,17 @@
 """The interface of runtimes: pipelines and collectives for tensors of one kind of device.
 
-Pipelines know no matmul and no attention: they take `consume(shard, rank)` and
-`produce(rank, out)`. `call_name` is the bytes that name the call in errors, and by which ranks
-notice that they make different calls.
+Pipelines contain no matmul and no attention: they take `consume(shard, rank)` and
+`produce(rank, out)`. `call_name` is the bytes that name the call in errors, and that ranks compare
+to detect different calls.
 
 `Runtime` declares each method once: its arguments, defaults and contract. The method completes the
 arguments (`Shards`, partial shapes, splits) and passes one record of them, such as `GatherCall`, to
 the method that each kind of runtime implements. A generic `run(pattern, operands, callbacks)` would
-be shorter here, but callers would lose the types of callbacks and options. Where a method follows
-from another one, it has its implementation here, and a runtime overrides it only to be faster.
+be shorter here, but callers would lose the types of callbacks and options. A method that follows
+from another one is implemented here, and a runtime overrides it only to be faster.
 
-Slots, their parts, staging memory and partial sums begin at multiples of 64 bytes. Where a shard is
-read in place, or in the caller's gathered tensor, it may begin anywhere and have other strides:
+Slots, their parts, staging memory and partial sums begin at multiples of 64 bytes. A shard that is
+read in place, or in the caller's gathered tensor, may begin anywhere and have other strides:
 kernels whose bits depend on that take it through `symm_cp.tensors.alignment.aligned`.
 """
 
@@ -68,9 +68,9 @@ class Runtime(ABC):
         """Calls `consume(shard of rank r, r)` for each rank, its own first, peers' as they arrive.
 
         `shard` is one or more tensors of any strides. A single contiguous tensor in symmetric
-        memory that was rendezvoused with the group is read in place if all ranks pass such a one.
+        memory that was rendezvoused with the group is read in place if all ranks pass such tensors.
         `shapes` gives the shapes of each rank's shard where they differ. `gathered`, if given, is
-        contiguous and receives the first tensor of all ranks, divided by `split` (by default into
+        contiguous and receives all ranks' first tensors, divided by `split` (by default into
         equal parts of dimension 0).
         """
         shards = Shards(shard, group.world_size, shapes)
@@ -127,7 +127,7 @@ class Runtime(ABC):
         """Calls `kernel` once, while the peers' shards are in flight: it polls for them.
 
         `shard` is one or more tensors, of equal shapes on all ranks. `gathered`, if given, is
-        contiguous and receives the one tensor of all ranks, stacked along dimension 0: the kernel
+        contiguous and receives all ranks' single tensors, stacked along dimension 0: the kernel
         gets all of it, in rank order. Raises `NotImplementedError` where kernels cannot poll.
         """
         raise NotImplementedError(f"{call_name.decode()}: kernels on this device cannot poll")
@@ -167,11 +167,13 @@ class Runtime(ABC):
     ) -> None:
         """Calls `kernel` once, which produces for all ranks; `out` is the sum over ranks.
 
-        As `produce_and_reduce_scatter` with equal shapes. Peers are sent what the kernel says it
-        has written while it still runs. Raises `NotImplementedError` where streams cannot wait for
-        a kernel.
+        Like `produce_and_reduce_scatter` with equal shapes. Data that the kernel reports as written
+        is sent to the peers while it still runs. Raises `NotImplementedError` where streams cannot
+        wait for a kernel.
         """
-        raise NotImplementedError(f"{call_name.decode()}: nothing waits for kernels on this device")
+        raise NotImplementedError(
+            f"{call_name.decode()}: streams on this device cannot wait for kernels"
+        )
 
     def produce_and_all_reduce(
         self,
@@ -218,9 +220,9 @@ class Runtime(ABC):
         outputs: Sequence[torch.Tensor],
         call_name: bytes,
     ) -> None:
-        """Exchanges parts of tensors, and writes them to where they belong in `outputs`.
+        """Exchanges parts of tensors, and writes them to their places in `outputs`.
 
-        Tensors may have any strides, but 1 in the last dimension.
+        Tensors may have any strides, except that the last dimension's must be 1.
         """
         self.exchange_and_consume(
             group,
@@ -246,10 +248,10 @@ class Runtime(ABC):
     ) -> None:
         """Calls `consume(shard of rank r, r, partial)` for each rank r; sums the partials in `out`.
 
-        As `all_gather_and_consume`; and `consume` writes this rank's contribution to rank r into
-        the contiguous `partial` of shape `partials[r]` and the dtype of `out`. Its own shard it
-        gets as given. Contributions are added in rank order; with `ring` in the order rank,
-        rank-1, ..., and then there is room for two of them at a time instead of one for each rank.
+        Like `all_gather_and_consume`, but `consume` also writes this rank's contribution to rank r
+        into the contiguous `partial` of shape `partials[r]` and the dtype of `out`. It gets its own
+        shard as given. Contributions are added in rank order; with `ring` in the order rank,
+        rank-1, ..., with room for two of them at a time instead of one for each rank.
         """
         shards = Shards(shard, group.world_size, shapes)
         nbytes = _bytes_of(partials, out.element_size())
@@ -260,7 +262,7 @@ class Runtime(ABC):
     def consume_and_reduce_scatter_together(self, call: TogetherAndScatterCall) -> None:
         """Calls `consume(partial)` for this rank's shard, then `consume_others` once for all peers.
 
-        Contributions are added in rank order. Raises as `all_gather_and_consume_together`.
+        Contributions are added in rank order. Raises like `all_gather_and_consume_together`.
         """
         raise NotImplementedError(f"{call.name.decode()}: nothing is pulled on this device")
 
@@ -277,15 +279,15 @@ class Runtime(ABC):
         """Calls `step(piece, received, passed)` for each piece; ranks form a chain.
 
         `received` has the contents that the previous rank wrote to its `passed` for this piece;
-        that rank begins with the next piece while this one works on this piece. `shapes` are the
-        shapes of the pieces, of the dtype and device of `like`; memory is contiguous. With
-        `reverse` the chain goes from the last rank to the first.
+        the previous rank works on the next piece meanwhile. `shapes` are the shapes of the pieces,
+        which have the dtype and device of `like`; memory is contiguous. With `reverse` the chain
+        goes from the last rank to the first.
         """
         self._relay(RelayCall(group, step, like, shapes, call_name, reverse))
 
     def give_up(self, group: Group, error: BaseException) -> None:
-        """After an error in the middle of a call: ends waits of peers that have no time-out."""
-        return  # CPUs have none
+        """After an error in the middle of a call, ends peers' waits that have no time-out."""
+        return  # CPUs have no such waits
 
     @abstractmethod
     def _gather(self, call: GatherCall) -> None: ...
@@ -306,10 +308,10 @@ class Runtime(ABC):
     def _gather_and_scatter(self, call: GatherAndScatterCall) -> None: ...
 
     def _relay(self, call: RelayCall) -> None:
-        """The ranks take turns, each of which ends with an all-gather, where flags have no pieces.
+        """The ranks take turns that end with an all-gather each, where flags have no pieces.
 
         In turn t the rank at place r of the chain works on piece t - r, so the next rank has its
-        input for its turn. Ranks wait for all others after each turn, not only for the one before.
+        input for its turn. Ranks wait for all others after each turn, not only for the previous.
         """
         group, shapes, like = call.group, call.shapes, call.like
         rank, ranks = group.rank, group.world_size
@@ -327,7 +329,7 @@ class Runtime(ABC):
                 call.step(piece, received, passed)
             if ranks == 1 or turn == turns - 1:
                 continue
-            # 1-D: a runtime may take shards of the same size for shards of the same shape.
+            # 1-D: a runtime may treat shards of the same size as shards of the same shape.
             sent = [
                 math.prod(shapes[each]) if 0 <= each < pieces and places[r] < ranks - 1 else 0
                 for r, each in enumerate(passing)
@@ -344,7 +346,7 @@ class Runtime(ABC):
             self.all_gather_and_consume(
                 group, [own], consume, call.name, shapes=[((numel,),) for numel in sent]
             )
-            # From the rank before, which was one piece ahead.
+            # From the previous rank, which was one piece ahead.
             received = None
             if following is not None and 0 <= piece + 1 < pieces:
                 received = following.view(shapes[piece + 1])
@@ -355,13 +357,13 @@ def _bytes_of(shapes: Sequence[Shape], item: int) -> tuple[int, ...]:
 
 
 class BackgroundRuntime(Runtime):
-    """Runs collectives in the background unless that is native (csrc/ops/low_contention.cpp)."""
+    """Runs collectives in the background that are not native (csrc/ops/low_contention.cpp)."""
 
     @abstractmethod
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
     ) -> Collective:
-        """Prepares an all-gather along dimension 0, for tensors such as `tensor`.
+        """Prepares an all-gather along dimension 0, for tensors like `tensor`.
 
         `split` divides the result.
         """
@@ -370,7 +372,7 @@ class BackgroundRuntime(Runtime):
     def prepare_reduce_scatter(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
     ) -> Collective:
-        """Prepares a reduce-scatter along dimension 0, for tensors such as `tensor`.
+        """Prepares a reduce-scatter along dimension 0, for tensors like `tensor`.
 
         `split` divides the input.
         """

@@ -1,4 +1,4 @@
-"""What passes between ops and runtimes: their callbacks, and the complete arguments of calls."""
+"""The interface between ops and runtimes: callbacks, and the complete arguments of calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from symm_cp.tensors.shards import Shape, Shards, Split
 Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
 #: Takes the peers' rows of each tensor of a shard.
 ConsumeOthers: TypeAlias = Callable[[list[torch.Tensor]], None]
-#: Takes them and memory for the contribution to each of them.
+#: Takes the same rows, and memory for the contributions to them.
 ConsumeOthersAndProduce: TypeAlias = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 #: Takes the shards of all ranks, in rank order.
 Combine: TypeAlias = Callable[[list[torch.Tensor]], None]
@@ -24,10 +24,11 @@ Produce: TypeAlias = Callable[[int, torch.Tensor], None]
 #: Takes the tensors of a rank's shard, the rank, and the memory for the contribution to it.
 ConsumeAndProduce: TypeAlias = Callable[[list[torch.Tensor], int, torch.Tensor], None]
 #: Takes the peers' shards (one tensor for each part, in the order of `peers`), words of int32, a
-#: step and an epoch: shard i is there once word i * step is the epoch, or a later one.
+#: step and an epoch: shard i has arrived once word i * step is the epoch, or a later one.
 Poll: TypeAlias = Callable[[list[torch.Tensor], torch.Tensor, int, int], None]
-#: Takes memory for the contributions to all ranks (stacked) and for that to this one, words of
-#: int32, a step and an epoch: raises word i * step to the epoch when the i-th peer's is written.
+#: Takes memory for the contributions to all ranks (stacked), memory for the contribution to this
+#: rank, words of int32, a step and an epoch: raises word i * step to the epoch when the i-th peer's
+#: contribution is written.
 Count: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], None]
 #: Takes a piece, its input from the previous rank (None: this rank is the first of the chain), and
 #: the memory for its output to the next rank (None: this rank is the last).
@@ -35,7 +36,7 @@ RelayStep: TypeAlias = Callable[[int, torch.Tensor | None, torch.Tensor | None],
 
 #: Processes local data while remote data is in flight.
 ConsumeHere: TypeAlias = Callable[[], None]
-#: Takes the rank that this one gives to or takes from, and the memory that passes between them.
+#: Takes the peer that this rank gives to or takes from, and the memory that passes between them.
 Pass: TypeAlias = Callable[[int, torch.Tensor], None]
 
 #: Bytes that each rank (first index) gives to each (second index).
@@ -58,7 +59,7 @@ class PlacedBox(NamedTuple):
 
 
 class PackedBoxes(Protocol):
-    """Which parts of its tensors each rank sends to each, packed into one message for each peer.
+    """The parts of its tensors that each rank sends to each peer, packed into a message for each.
 
     Kernels of torch copy the parts by `give`, `take` and `keep`, native code by `boxes`.
     """
@@ -72,7 +73,7 @@ class PackedBoxes(Protocol):
 
     @property
     def joins(self) -> bool:
-        """Whether the parts from all ranks lie side by side; else those for all ranks do."""
+        """Whether the parts from all ranks lie side by side; else the parts for all ranks do."""
 
     def give(self, tensors: Sequence[torch.Tensor], to: int, memory: torch.Tensor) -> None:
         """Writes the message for a peer to memory of that size."""
@@ -88,8 +89,8 @@ class PackedBoxes(Protocol):
     ) -> tuple[list[PlacedBox], list[PlacedBox]]:
         """Returns the sent and the arriving parts, in order of peers and pieces.
 
-        `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. A part
-        that stays on this rank is one box of both lists.
+        `strides` are the strides of tensors and outputs. A piece has `room` bytes for each rank. A
+        part that stays on this rank is one box of both lists.
         """
 
 
@@ -122,9 +123,9 @@ class TogetherCall(NamedTuple):
 class TogetherAndScatterCall(NamedTuple):
     """The arguments of `Runtime.consume_and_reduce_scatter_together`.
 
-    As `TogetherCall`; and both functions write contributions, in the dtype of `out`: to a 1-D
-    tensor, for one tensor of the shard behind the other, and to memory like the peers' rows. `out`
-    is the sum over ranks, 1-D.
+    Like `TogetherCall`, but both functions also write contributions, in the dtype of `out`:
+    `consume` to a 1-D tensor, for one tensor of the shard after the other, `consume_others` to
+    memory like the peers' rows. `out` is the sum over ranks, 1-D.
     """
 
     group: Group
@@ -218,6 +219,6 @@ class Collective(Protocol):
     ) -> torch.Tensor:
         """Starts the collective and returns its result, which `wait_tensor` completes.
 
-        Writes it to `out`, if given: contiguous, and of the result's shape and dtype. Waits for no
-        peer, not in the first call either.
+        Writes it to `out`, if given: contiguous, and of the result's shape and dtype. Never waits
+        for a peer, not even in the first call.
         """

@@ -37,7 +37,7 @@ from symm_cp.tensors.results import contiguous
 from symm_cp.tensors.shards import Extent, Shape, ShardSizes, Split
 
 _NATIVE_COPIES: frozenset[str] = frozenset()
-#: Copies of inputs that are strided, or several tensors to be laid out in a slot.
+#: Copies of strided inputs, or of several tensors into a slot.
 _PYTHON_COPIES = frozenset({"input"})
 
 
@@ -55,7 +55,7 @@ def _consume_program(
     buffers = {"input": own}
     if gathered is not None:
         buffers["gathered"] = (Extent.split(len(own), *gathered),)
-    # In place, peers' tensors are as their slots would be.
+    # In place, peers' tensors have the layout of their slots.
     binding = Binding(buffers, {"slot": slots, "symmetric": {**slots, rank: own}})
     copies = _PYTHON_COPIES if strided else _NATIVE_COPIES
     return lower(variant, rank, len(sizes.parts), binding, python_copies=copies)
@@ -146,7 +146,7 @@ Boxes: TypeAlias = "tuple[ctypes.Array[wire.Box], ctypes.Array[wire.Box]]"
 
 @lru_cache(maxsize=128)
 def boxes_of(packed: PackedBoxes, strides: tuple[tuple[int, ...], ...], world_size: int) -> Boxes:
-    """The boxes that are given and taken, for native code; `strides` as in `PackedBoxes.boxes`."""
+    """Returns the given and taken boxes for native code; `strides` as in `PackedBoxes.boxes`."""
     room = wire.EXCHANGE_PIECE // world_size // wire.EXCHANGE_PART * wire.EXCHANGE_PART
     given, taken = packed.boxes(strides, room)
     given_boxes, taken_boxes = ([wire.Box(*box) for box in boxes] for boxes in (given, taken))
@@ -224,7 +224,7 @@ class CpuRuntime(Runtime):
         group, out = call.group, call.out
         rank, dtype = group.rank, REDUCIBLE[out.dtype]
         program, offsets = _produce_program(rank, call.nbytes, dtype, call.mean)
-        # The peers' slots are as large as this rank's: the sizes of all are known to all.
+        # The peers' slots are as large as this rank's: all ranks have the same `nbytes`.
         with group.call(offsets[-1], call.name) as (workspace, epoch):
 
             def run_produce(target: int) -> None:
@@ -258,7 +258,7 @@ class CpuRuntime(Runtime):
             program.run(workspace, epoch, [out.data_ptr()], call.name, kernels)
 
     def _exchange(self, call: ExchangeCall) -> None:
-        """The peers' parts are taken where they have written them."""
+        """Takes the peers' parts where the peers wrote them."""
         rank, sizes = call.group.rank, call.sizes
         program, offsets, slot_bytes = _exchange_and_consume_program(rank, sizes)
         with call.group.call(slot_bytes, call.name) as (workspace, epoch):
@@ -341,15 +341,15 @@ class CpuRuntime(Runtime):
 def _run_in_place_if_all_can(call: _C, run: Callable[[_C, bool], None]) -> None:
     """Runs a call: in place if all ranks' shards can be read there. Collective.
 
-    A rank cannot know for its peers: a shard may be contiguous on one rank and not on another, if
-    only because a dimension that was moved to the front has length 1 there. So ranks ask each other
-    where some may have symmetric shards.
+    Ranks may differ: a shard may be contiguous on one rank and not on another, if only because a
+    dimension that was moved to the front has length 1 there. So ranks exchange whether they can,
+    if any of them may have symmetric shards.
     """
     group, shards = call.group, call.shards
     if len(shards.own) > 1 or shards.sizes.some_empty or not has_symmetric(group):
         run(call, False)
         return
-    with group.own_lock():  # the question and the call are one turn of this rank
+    with group.own_lock():  # no other call of this rank comes between the exchange and the call
         readable = shards.contiguous and is_symmetric(shards.own[0], group)
         if group.world_size > 1:
             name = (QUESTION + call.name)[: wire.MAX_CALL_NAME]

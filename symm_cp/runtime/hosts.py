@@ -2,8 +2,8 @@
 
 In each turn a host works on the shards of one host through its own symmetric memory, while the
 process group's point-to-point operations send the shards of the next turn: each rank sends to the
-rank of its place on the next host. So all links between hosts are busy at once, and every shard
-crosses each of them once.
+rank with its number on the next host. So all links between hosts are busy at once, and every shard
+crosses each link once.
 
 Turn t works on the shards of host `host - t`. Gradients and other sums travel in the same
 direction, and are added on the way in a fixed order, in float32 for the 16-bit types.
@@ -44,7 +44,7 @@ from symm_cp.tensors.results import copied, new_result
 from symm_cp.tensors.shards import Shards, Split, viewing
 
 _SHARD, _SUM = 1, 2  # tags of messages
-#: Memory, and where each peer's message begins there; last, where the last one ends.
+#: Memory, and the offset of each peer's message in it; the last entry is the last message's end.
 _InTurn: TypeAlias = "tuple[torch.Tensor, tuple[int, ...]]"
 
 
@@ -67,11 +67,11 @@ class _Ring:
         return self.hosts.ranks[(self.hosts.host - turn) % self.count]
 
     def counterpart(self, turn: int) -> int:
-        """The rank of this rank's place on the host of a turn."""
+        """The rank with this rank's number on the host of a turn."""
         return self.host(turn)[self.hosts.place]
 
     def pass_on(self, send: torch.Tensor, receive: torch.Tensor, tag: int) -> list[dist.Work]:
-        """Starts sending to the next host and receiving from the one before."""
+        """Starts sending to the next host and receiving from the previous one."""
         operations = [
             dist.P2POp(op, tensor, group=self._process_group, tag=tag, group_peer=peer)
             for op, tensor, peer in (
@@ -196,8 +196,8 @@ class HostsRuntime(BackgroundRuntime):
     def _scatter(self, call: ScatterCall) -> None:
         """Own host last.
 
-        Sums are in float32 for the 16-bit types, also within a host: a sum for each host would
-        else be rounded.
+        Sums are in float32 for the 16-bit types, also within a host: otherwise each host's sum
+        would be rounded.
         """
         group, out, partials = call.group, call.out, call.partials
         total_dtype = wide(out.dtype)
@@ -271,7 +271,7 @@ class HostsRuntime(BackgroundRuntime):
         )
 
     def _exchange(self, call: ExchangeCall) -> None:
-        """By the process group's all-to-all, which starts when all parts were written."""
+        """Uses the process group's all-to-all, which starts when all parts are written."""
         group, sizes = call.group, call.sizes
         peers = [rank for rank in range(group.world_size) if rank != group.rank]
         with _Ring(group, call.device, call.name).call(self._inner) as ring:
@@ -334,7 +334,7 @@ class HostsRuntime(BackgroundRuntime):
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
     ) -> Collective:
-        """See `BackgroundRuntime`. It is the process group's own collective."""
+        """See `BackgroundRuntime`. Uses the process group's own collective."""
         return _OfProcessGroup(
             lambda group, tensor: process_group.all_gather(tensor, split, group.name)
         )
@@ -342,7 +342,7 @@ class HostsRuntime(BackgroundRuntime):
     def prepare_reduce_scatter(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
     ) -> Collective:
-        """As `prepare_all_gather`."""
+        """Like `prepare_all_gather`."""
         reduce_op = "avg" if mean else "sum"
         return _OfProcessGroup(
             lambda group, tensor: process_group.reduce_scatter(tensor, reduce_op, split, group.name)

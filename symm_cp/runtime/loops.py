@@ -1,6 +1,6 @@
 """Lowers looped patterns to the steps of one piece.
 
-csrc/exchange/exchange_run.cpp runs them for each piece. They know no sizes and no addresses, so
+csrc/exchange/exchange_run.cpp runs them for each piece. They contain no sizes and no addresses, so
 each group gets them once, when it is made.
 """
 
@@ -31,7 +31,7 @@ PATTERNS: dict[_Kind, tuple[Pattern, Pattern]] = {
     _Kind.REDUCE_SCATTER: (patterns.REDUCE_SCATTER, patterns.BACKGROUND_REDUCE_SCATTER),
     _Kind.ALL_TO_ALL: (patterns.ALL_TO_ALL, patterns.BACKGROUND_ALL_TO_ALL),
 }
-#: In the calling thread only.
+#: Variants that run in the calling thread only.
 IN_CALLER: dict[_Kind, Variant] = {
     _Kind.JOINING_ALL_TO_ALL: patterns.JOINING_ALL_TO_ALL.direct(),
     _Kind.HANDLED_ALL_TO_ALL: patterns.EXCHANGE_AND_CONSUME.direct(),
@@ -69,7 +69,7 @@ def lower_loop(variant: Variant, rank: int, world_size: int) -> Loop:
         slots += [each for part in accesses(step) for each in part if each.buffer == "slot"]
         if isinstance(step, Signal):
             if not any(each.kind == wire.Kind.PUBLISH for each in steps):
-                # The record must be there before the first signal: peers read it after that.
+                # Before the first signal: peers read the record after that.
                 steps.append(wire.LoopStep(kind=wire.Kind.PUBLISH))
             flag = wire.FLAGS.index(step.flag)
             steps.append(wire.LoopStep(kind=wire.Kind.SIGNAL, peer=step.to, flag=flag))
@@ -112,13 +112,13 @@ def lower_loop(variant: Variant, rank: int, world_size: int) -> Loop:
 
 
 def loop_kind(variant: Variant) -> wire.LoopKind:
-    """Returns which of the loops of its kind of exchange a variant is."""
+    """Returns the loop kind of a variant within its kind of exchange."""
     plain = wire.LoopKind.PLAIN
     return next((k for k in wire.LoopKind if k.name.lower() in variant.options), plain)
 
 
 def exchanges() -> Iterator[tuple[_Kind, int, Variant]]:
-    """All exchanges: the kind, the channel and the variant."""
+    """Yields the kind, the channel and the variant of every exchange."""
     for kind, of_channels in PATTERNS.items():
         for channel, pattern in enumerate(of_channels):
             yield from ((kind, channel, variant) for variant in pattern.variants("direct"))

@@ -27,11 +27,11 @@ def all_gather(shard: torch.Tensor, split: Split, group_name: str) -> torch.Tens
 def reduce_scatter(
     whole: torch.Tensor, reduce_op: str, split: Split, group_name: str
 ) -> torch.Tensor:
-    """Reduce-scatters a tensor, of which rank r gets `split.sizes[r]` rows."""
+    """Reduce-scatters a tensor; rank r gets `split.sizes[r]` rows."""
     ranks = len(split.sizes)
     if split.is_equal:
         return _ops.reduce_scatter_tensor(whole.contiguous(), reduce_op, ranks, group_name)
-    # It takes equal parts only: parts are padded to the length of the largest.
+    # torch's op takes equal parts only: parts are padded to the length of the largest.
     padded = whole.new_zeros((ranks, *split.largest_shape(whole.shape)))
     for rank, size in enumerate(split.sizes):
         padded[rank, :size] = split.of(rank, whole)

@@ -77,9 +77,9 @@ _probing = False
 
 @contextmanager
 def probing(*, seed: int = 0, delay_us: int = 0, fatal: int = -1) -> Iterator[Steps]:
-    """For tests: delays each step of this process by up to `delay_us`, or kills it before one.
+    """For tests: delays this process's steps by up to `delay_us`, or kills it before step `fatal`.
 
-    Delays are random. `fatal` is the number of that step, from 0, among those inside; -1: none.
+    Delays are random. The steps inside the block count from 0; `fatal` -1: none.
     """
     global _probing
     library = native.load()
@@ -209,7 +209,7 @@ class Lowering:
             self._call(step.kernel, step.index)
 
     def _announce(self) -> None:
-        # The record must be there before the first signal of the call: peers read it after that.
+        # Before the first signal of the call: peers read the record after that.
         if self.announced:
             return
         self.announced = True
@@ -221,7 +221,7 @@ class Lowering:
     def _places(self, region: Region) -> Iterator[Place]:
         for operand, run in self.binding.runs(region):
             if region.rank != self.rank:
-                # In an op on symmetric tensors a peer's slot is no shard: it announced its tensor.
+                # In ops on symmetric tensors a peer's shard is its announced tensor, not its slot.
                 by_slot = self.in_place and region.buffer == "slot"
                 space, index = wire.Space.SLOT if by_slot else wire.Space.SHARD, region.rank
             elif operand is None:
@@ -237,7 +237,7 @@ class Lowering:
     def _reduce(self, step: Compute, reduction: Reduction) -> None:
         first = len(self.references)
         to, to_run = next(self._places(step.writes[0]))
-        # All sources that are not the target itself have one layout.
+        # All sources but the target itself have the same layout.
         from_run = to_run
         for region in step.reads:
             source, run = next(self._places(region))
@@ -275,7 +275,8 @@ def lower(
 
     With a `reduction` the kernels "reduce", "add" and "combine" become native; every other kernel,
     and each copy out of a buffer in `python_copies`, becomes a call of the Python kernel of its
-    name (for a copy: `"source->target"`, with the target's chunk). `pieces`: of a chained variant.
+    name (for a copy: `"source->target"`, with the target's chunk). `pieces`: the number of pieces
+    of a chained variant.
     """
     steps = [step for _, step in variant.issue_order(rank, world_size, pieces=pieces)]
     return Lowering(steps, rank, binding, reduction, python_copies).program()

@@ -45,7 +45,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        # As little as possible happens while ops run: entries become steps when they are asked for.
+        # As little as possible happens while ops run: entries become steps on request.
         # Several threads may append to a list.
         self._kernels: list[tuple[str, int, bytes, int, int, int]] = []
         self._marked: list[tuple[Step, str, int, bytes, Mark, Mark]] = []
@@ -70,7 +70,7 @@ class Recording:
         epoch: int,
         call_name: bytes,
     ) -> Iterator[None]:
-        """Records when a lane of a device begins and ends the work put on it inside."""
+        """Records when a lane of a device begins and ends the work that the block puts on it."""
         if step is None:
             yield
             return
@@ -124,7 +124,7 @@ class Recording:
                 yield self._event(step, lane, event.epoch, times, event.call_name)
 
     def all_ranks(self, group: GroupLike | None = None) -> Timeline:
-        """Returns the steps of all ranks of a group (default: all there are). Collective."""
+        """Returns the steps of all ranks of a group (default: the world). Collective."""
         if not dist.is_initialized():
             return self.timeline
         chosen = None
@@ -137,7 +137,7 @@ class Recording:
     def save(self, path: str | Path, group: GroupLike | None = None) -> None:
         """Writes the steps of all ranks of a group to a file for Perfetto. Collective.
 
-        The first rank writes it. The ranks' clocks are one only on one host.
+        The first rank writes it. Ranks share a clock only on one host.
         """
         timeline = self.all_ranks(group)
         if self._writes(timeline):
@@ -165,9 +165,9 @@ active: Recording | None = None
 def trace() -> Iterator[Recording]:
     """Records each copy, signal, wait and kernel of symm_cp's ops on this rank.
 
-    Gives a `Recording`, whose `timeline`, `save` and `draw` are there after the block. Ranks
+    Yields a `Recording`, whose `timeline`, `save` and `draw` are valid after the block. Ranks
     in steps are ranks of the op's group. Recording costs under 2%
-    of an op of a millisecond. Raises `RuntimeError` inside of another `trace`.
+    of an op of a millisecond. Raises `RuntimeError` inside another `trace`.
     """
     global active
     if active is not None:
@@ -192,7 +192,7 @@ def _region(reference: wire.Reference, rank: int) -> Region:
 
 
 def step_of(command: wire.Command, rank: int) -> Step | None:
-    """Returns the step that a native command carries out, as far as the command tells."""
+    """Returns the step that a native command carries out, with the details that the command has."""
     if command.kind == wire.Kind.REDUCE:
         return Compute("reduce", rank, (), ())
     if command.kind in (wire.Kind.PRODUCE, wire.Kind.CONSUME):

@@ -1,8 +1,8 @@
-"""A pipeline of round trips: one travels while another is worked on.
+"""A pipeline of round trips: one travels while the ranks work on another.
 
 Step i is one call of `Runtime.exchange_and_consume`: every rank sends the tensors
-of trip i, works on those of trip i-1, and sends back the results of trip i-2, in one message to
-each peer. So there is memory for two trips under way, and ranks wait for each other once a step,
+of trip i, works on the tensors of trip i-1, and sends back the results of trip i-2, in one message
+to each peer. So two trips take memory at a time, and ranks wait for each other once a step,
 for messages that were sent before the work.
 """
 
@@ -23,7 +23,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class _Leg:
-    """One exchange: `packed` says which parts of `tensors` go where in the peers' `outputs`."""
+    """One exchange: `packed` maps parts of `tensors` to places in the peers' `outputs`."""
 
     packed: PackedBoxes
     tensors: Tensors
@@ -31,14 +31,14 @@ class _Leg:
     failure: Exception | None = None
 
     def check(self) -> None:
-        """Raises the exception of the work whose results this is, if it failed."""
+        """Raises the exception of the work that makes `tensors`, if it failed."""
         if self.failure is not None:
             raise self.failure
 
 
 @dataclass
 class RoundTrip:
-    """Tensors that ranks exchange, the work on what arrives, and the exchange of its results.
+    """Tensors that ranks exchange, the work on arrived tensors, and the exchange of its results.
 
     `there` sends `tensors` to new tensors, made by `new_arrivals`; `work` turns these into results,
     which `back` sends to `outputs`.
@@ -55,7 +55,7 @@ class RoundTrip:
     _failure: Exception | None = field(default=None, init=False)
 
     def begin(self) -> _Leg:
-        """Returns the leg there."""
+        """Returns the leg to the peers."""
         self._arrived = self.new_arrivals()
         return _Leg(self.there, self.tensors, self._arrived)
 
@@ -63,7 +63,7 @@ class RoundTrip:
         """Works on the arrived tensors.
 
         An exception of the work is raised in the next step, before this rank sends anything: in
-        this step the peers may already have their messages, so they would not learn of it.
+        this step the peers may already have their messages, and would miss the report.
         """
         try:
             self._results = self.work(self._arrived)
@@ -80,7 +80,7 @@ class RoundTrip:
 def run_round_trips(
     runtime: Runtime, group: Group, trips: Sequence[RoundTrip], device: torch.device, name: bytes
 ) -> None:
-    """Runs the pipeline. Collective; all ranks have equally many trips."""
+    """Runs the pipeline. Collective; all ranks have the same number of trips."""
     for step in range(len(trips) + 2):
         legs = [trips[step].begin()] if step < len(trips) else []
         if step >= 2:

@@ -7,7 +7,7 @@ multiples of 64 bytes. So every buffer that holds a rank's shard begins at one: 
 staging memory and scratch. Where a shard is not aligned (a view of the caller's, a chunk of a
 gathered tensor with odd rows), kernels get a copy.
 
-`SYMM_CP_DEBUG_OFFSETS` moves these buffers to other multiples of 64 bytes, so that tests notice
+`SYMM_CP_DEBUG_OFFSETS` moves these buffers to other multiples of 64 bytes, so that tests detect
 results that depend on more than that.
 """
 
@@ -26,7 +26,7 @@ from symm_cp.tensors.results import new_result
 #: The alignment of buffers in bytes: a cache line, and the alignment of torch's CPU allocations.
 ALIGN = 64
 
-#: Debug offsets are multiples of this, up to a page; tests set it to 8 to see that they would fail.
+#: Debug offsets are multiples of this, up to a page; tests set it to 8 to check that they fail.
 offset_unit = ALIGN
 _OFFSETS = 64
 _scratches = itertools.count()
@@ -86,7 +86,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def aligned(tensor: torch.Tensor, to: int = ALIGN) -> torch.Tensor:
     """Returns a contiguous tensor of the same values at a multiple of `to` bytes, at most `ALIGN`.
 
-    A copy if it has to be. Dimensions of length 1 get the strides of a new tensor: matmuls derive
+    Copies only if needed. Dimensions of length 1 get the strides of a new tensor: matmuls derive
     from strides which operand is transposed.
     """
     if tensor.data_ptr() % to != 0 or not tensor.is_contiguous():

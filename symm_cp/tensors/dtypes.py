@@ -1,4 +1,4 @@
-"""Which dtypes the ops can sum or multiply; the only such list."""
+"""The dtypes that the ops can sum or multiply; the only such list."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from symm_cp.native import wire
 
-#: The dtypes whose elements can be summed, and what native reductions call them. Complex numbers
+#: The dtypes whose elements can be summed, and their names in native reductions. Complex numbers
 #: are summed as pairs of these.
 REDUCIBLE: dict[torch.dtype, wire.DType] = {
     torch.uint8: wire.DType.UINT8,
@@ -51,7 +51,7 @@ def one_of(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a complex tensor as pairs of real numbers, which is how it is summed."""
+    """Returns a complex tensor as pairs of real numbers, as it is summed."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -1,8 +1,8 @@
-"""Where the rows of all peers of a rank lie when it has them, in the order of the sequence.
+"""The layout of the rows of all peers of a rank in its memory, in the order of the sequence.
 
 A shard is one or more tensors, whose rows are positions of a sequence that a layout spreads. The
 rows of the peers are *pooled* run by run, as `held_by_others` lists them: first all rows of the
-first tensor, then those of the next.
+first tensor, then all rows of the next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from symm_cp.tensors.shards import Extent, Parts, ViewAt
 
 
 class Run(NamedTuple):
-    """Rows [first, first + length) of a rank, and how many pooled rows are before them."""
+    """Rows [first, first + length) of a rank, and the number of pooled rows before them."""
 
     first: int
     length: int
@@ -42,7 +42,7 @@ class PooledRows:
     row_bytes: tuple[int, ...]
 
     def of(self, rank: int) -> PooledRows:
-        """The same on another rank."""
+        """The pooled rows of another rank."""
         return pooled_rows(rank, self.layout, self.row_bytes)
 
     @cached_property
@@ -62,17 +62,17 @@ class PooledRows:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor's pooled rows begin, and last the bytes of all."""
+        """The offset of each tensor's pooled rows; the last entry is the bytes of all."""
         return part_offsets([self.count * row for row in self.row_bytes])
 
     @cached_property
     def slot_offsets(self) -> tuple[int, ...]:
-        """Where the tensors of a shard begin in a slot, and last the bytes of a slot."""
+        """The offsets of a shard's tensors in a slot; the last entry is the bytes of a slot."""
         return part_offsets([max(self.layout.lengths) * row for row in self.row_bytes])
 
     @cached_property
     def runs(self) -> tuple[tuple[Run, ...], ...]:
-        """The runs of each rank, equally many (some of them empty); this rank has empty ones."""
+        """The runs of each rank, padded with empty runs to one count; this rank's are all empty."""
         found: list[list[Run]] = [[] for _ in self.ranks]
         before = 0
         for owner, span in held_by_others(self.layout, self.rank):
@@ -86,7 +86,7 @@ class PooledRows:
         return tuple(Extent.even(i, self.own_rows * row) for i, row in enumerate(self.row_bytes))
 
     def slots(self) -> dict[int, Parts]:
-        """Each rank's slot: the own tensors there, and of the peers' the runs that are pulled."""
+        """Each rank's slot: the tensors in this rank's, the pulled runs in the peers'."""
         starts = tuple(zip(self.slot_offsets, self.row_bytes, strict=False))
         found = {
             peer: tuple(
@@ -100,7 +100,7 @@ class PooledRows:
         return found
 
     def pooled(self, operand: int | None) -> Parts:
-        """The memory that the runs are pulled to: chunk p of the extents is where peer p's go."""
+        """The memory that the runs are pulled to: chunk p of the extents takes peer p's."""
         return tuple(
             Extent(
                 operand,
@@ -123,7 +123,7 @@ class PooledRows:
 
 @lru_cache(maxsize=512)
 def pooled_rows(rank: int, layout: SequenceLayout, row_bytes: tuple[int, ...]) -> PooledRows:
-    """Returns the only object for these arguments, which knows what it has computed."""
+    """Returns the only object for these arguments, which caches its properties."""
     return PooledRows(rank, layout, row_bytes)
 
 
@@ -154,7 +154,7 @@ class PooledSums:
 
     def _slot(self, rank: int, shard: Parts) -> Parts:
         nothing = (0,) * len(self.sums.ranks)
-        # No sums of the own slot are copied, whose shard has a part for each tensor.
+        # No sums of the own slot are copied; its shard has a part for each tensor.
         own = (Extent(None, nothing, nothing),) * len(shard)
         sums = own if rank == self.shard.rank else self.sums.of(rank).pooled(None)
         return tuple(
@@ -187,5 +187,5 @@ class PooledSums:
 def row_bytes_of(
     shard: Sequence[torch.Tensor], dtype: torch.dtype | None = None
 ) -> tuple[int, ...]:
-    """Returns the bytes of a row of each tensor, or of one of another dtype."""
+    """Returns the bytes of a row of each tensor, in `dtype` if given."""
     return tuple(math.prod(tensor.shape[1:]) * (dtype or tensor.dtype).itemsize for tensor in shard)

@@ -1,9 +1,9 @@
-"""Memory for the results of ops on CPU: large ones reuse what earlier results have left.
+"""Memory for the results of ops on CPU: large results reuse the memory of freed ones.
 
 Fresh memory costs more than a transfer: the kernel clears each page and maps it at the first
 access. So memory of freed results of at least 1 MiB is kept, in huge pages where the system has
 them, for the next result of about that size (csrc/memory/blocks.h). The tensors
-behave as all others do.
+behave like all others.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def result_memory() -> ResultMemory:
 
 
 def empty_cache() -> int:
-    """Returns memory of freed results to the system, and how many bytes that was.
+    """Returns memory of freed results to the system, and the number of bytes to the caller.
 
     Ops on CPU keep memory of freed results of at least 1 MiB for later results, up to a bound
     (`SYMM_CP_KEEP_MIB`). Results that are in use stay. Not collective; call it from any thread.
 
-    Raises `BuildError` without the native part. As `torch.cuda.empty_cache`.
+    Raises `BuildError` without the native part. Like `torch.cuda.empty_cache`.
     """
     released: int = native.load().symm_cp_empty_cache()
     return released

@@ -77,7 +77,7 @@ class Split:
         return Split(self.sizes, dim)
 
     def leading(self, shape: Sequence[int]) -> tuple[Split, list[int]]:
-        """Moves the dimension to the front unless it is the last; returns the whole's shape, too.
+        """Moves the dimension to the front unless it is the last; also returns the whole's shape.
 
         Then a part is consecutive rows or columns of a matrix with the tensor's last dimension.
         """
@@ -96,7 +96,7 @@ class Split:
         return [tuple(self._replaced(shape, size)) for size in self.sizes]
 
     def shard_shapes(self, *shard: torch.Tensor) -> list[Shapes] | None:
-        """As `shapes`, for shards of one or more tensors."""
+        """Like `shapes`, for shards of one or more tensors."""
         if self.is_equal:
             return None
         return [
@@ -206,14 +206,14 @@ Parts: TypeAlias = tuple[Extent, ...]
 class ShardSizes:
     """The bytes of the parts of each rank's shard: `parts[rank][i]`.
 
-    Part i begins at the same place on all ranks, so that shards of all ranks fit one place.
+    Part i begins at the same offset on all ranks, so that one place fits the shards of all ranks.
     """
 
     parts: tuple[tuple[int, ...], ...]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where the parts begin, and last the bytes that a shard takes."""
+        """The offsets of the parts; the last entry is the bytes that a shard takes."""
         return part_offsets([max(sizes) for sizes in zip(*self.parts, strict=True)])
 
     @cached_property
@@ -228,7 +228,7 @@ class ShardSizes:
 
     @cached_property
     def some_empty(self) -> bool:
-        """Whether the shard of a rank is empty: it has no address, so none is read in place."""
+        """Whether a rank's shard is empty: it has no address, so no shard is read in place."""
         return not all(any(sizes) for sizes in self.parts)
 
     def slots(self, base: int = 0) -> dict[int, tuple[Extent, ...]]:
@@ -289,7 +289,7 @@ def _sizes_of(shapes: tuple[tuple[Shape, ...], ...], dtypes: tuple[torch.dtype, 
 
 
 class Shards:
-    """The shards of all ranks in a call: this rank's tensors, and how every rank's lie in memory.
+    """The shards of all ranks in a call: this rank's tensors, and the layout of every rank's.
 
     A shard is one or more tensors that travel together. `shapes` are the shapes of each rank's
     tensors; without it all ranks have the shapes of this rank.
@@ -314,7 +314,7 @@ class Shards:
         self.nbytes = self.sizes.nbytes
 
     def packed(self) -> Shards:
-        """Returns the same shards, the own tensors contiguous: copy engines move runs of bytes."""
+        """Returns the shards with contiguous own tensors: copy engines move runs of bytes."""
         packed = copy.copy(self)
         packed.own, packed.contiguous = [t.contiguous() for t in self.own], True
         return packed
@@ -325,13 +325,13 @@ class Shards:
         return [view_at(base + offset, shape, dtype) for offset, shape, dtype in parts]
 
     def pack(self, rank: int, view_at: ViewAt, base: int = 0) -> None:
-        """Copies the own shard to where rank `rank`'s lies at `base`."""
+        """Copies the own shard to the layout of rank `rank`'s shard at `base`."""
         for part, tensor in zip(self.views(rank, view_at, base), self.own, strict=True):
             part.copy_(tensor)
 
 
 def viewing(memory: torch.Tensor) -> ViewAt:
-    """Returns what gives tensors over parts of a tensor of bytes, which is aligned (`scratch`)."""
+    """Returns a function that makes tensors over parts of aligned bytes (`scratch`)."""
     numbers: dict[torch.dtype, torch.Tensor] = {}
 
     def view_at(offset: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:

@@ -53,14 +53,14 @@ def scatter_scaled(name: str, a: torch.Tensor, b: torch.Tensor, dim: int) -> Any
 _REFUSED: dict[str, tuple[type[Exception], str, Callable[[str], Any]]] = {
     "integers": (
         TypeError,
-        "fused_all_gather_matmul: A is torch.int32, of which there are no matmuls on cuda",
+        "fused_all_gather_matmul: A is torch.int32, which has no matmuls on cuda",
         lambda name: OPS._all_gather_matmul_split(
             torch.ones(4, 4).int(), [torch.ones(4, 4).int()], 0, name
         ),
     ),
     "integers that are scattered": (
         TypeError,
-        "fused_matmul_reduce_scatter: A is torch.int64, of which there are no matmuls on cuda",
+        "fused_matmul_reduce_scatter: A is torch.int64, which has no matmuls on cuda",
         lambda name: OPS.fused_matmul_reduce_scatter(
             torch.ones(4, 4).long(), torch.ones(4, 4).long(), "sum", 0, name
         ),

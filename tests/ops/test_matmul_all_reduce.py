@@ -310,7 +310,7 @@ def refusals(group: dist.ProcessGroup) -> None:
         (ValueError, r"bias has shape \[1, 5\], must have \[5\]", lambda: fused(A, B, bias[None])),
         (TypeError, "bias is torch.float64 and A is", lambda: fused(A, B, bias.double())),
         (ValueError, "reduce_op='max' must be", lambda: fused(A, B, bias, op="max")),
-        (ValueError, "1 As and 2 Bs: needs as many", lambda: summed([A], [B, B], None, None)),
+        (ValueError, "1 A tensors and 2 B tensors", lambda: summed([A], [B, B], None, None)),
         (
             ValueError,
             r"A\[1\] @ B\[1\] has shape \[2, 5\], must have \[4, 5\]",

@@ -1,7 +1,7 @@
 """Collectives that are complete when they return; their kernels are in csrc/ops/collectives.cpp.
 
 torch's ops of these names take inputs in symmetric memory only; here a plain input goes
-through the workspace. The ops that torch gives a `symm_buffer` for that only check it.
+through the workspace. Ops with a `symm_buffer`, which torch needs for plain inputs, only check it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NO_GRADIENT = Elsewhere("csrc/ops/gradients.cpp refuses", differentiable=False)
 
 
 def refusing(op: str) -> Kernel:
-    """Returns the kernel for CPU tensors that the native one cannot serve: it raises."""
+    """Returns the kernel for CPU tensors that the native kernel cannot serve: it raises."""
 
     def refuses(*args: Any) -> Any:
         names = [arg.name for arg in declared_op(op).overload._schema.arguments]
@@ -84,7 +84,7 @@ def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tens
 
 def _all_reduce_fake(op: str) -> Kernel:
     def fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-        world_size_of(group_name)  # there is such a group
+        world_size_of(group_name)  # the group exists
         check_reduce_op(op, "input", input.dtype, reduce_op)
         return torch.empty_like(input, memory_format=torch.contiguous_format)
 
@@ -123,7 +123,7 @@ def _reduce_scatter_fake(
 
 # --- in compiled programs --------------------------------------------------------------------
 
-# The compiler refuses ops whose result is an argument; it takes them as ones that return a new
+# The compiler refuses ops whose result is an argument; instead it gets ops that return a new
 # tensor, and a copy. On CPU a `symm_buffer` is left out: the compiler would allocate it itself in
 # symmetric memory, which torch cannot do for CPU tensors. On other devices torch's kernel needs it.
 
@@ -249,7 +249,7 @@ declare(
         _all_reduce_fake(_ALL_REDUCE),
         _summed,
         schema="(Tensor input, str reduce_op, str group_name) -> Tensor",
-        # A compiled graph may come from a cache: where its ranks are is known only when it runs.
+        # A compiled graph may come from a cache: its ranks' hosts are known only when it runs.
         kernel=unfused_all_reduce,
         **_FOR_COMPILER,
     ),

@@ -1,10 +1,10 @@
-"""torch's ops on symmetric memory that torch itself has on GPUs only, for CPU tensors.
+"""torch's GPU-only ops on symmetric memory, for CPU tensors.
 
 Their kernels are in csrc/ops: vdev.cpp (all-to-alls whose sizes lie in tensors), collectives.cpp
 and symmetric_collectives.cpp (multicast, tiles, blocks), one_sided.cpp (puts, gets, signals,
 words).
-They take what torch's take, so that a test passes on CPU only if its arguments would do on a GPU:
-tensors in symmetric memory, contiguous ones, "sum".
+They take the same arguments as torch's, so that a test passes on CPU only if its arguments would
+work on a GPU: contiguous tensors in symmetric memory, "sum".
 
 Schemas are torch's; ops that the installed torch lacks are not declared. In compiled
 programs, multicast and NVSHMEM's collectives become ops for plain tensors; others break the graph.
@@ -78,7 +78,7 @@ def _all_reduced(input: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _on_cpu(op: str, functional: Kernel) -> Kernel:
-    """torch compiles no op that returns an argument; on GPUs that stays so."""
+    """torch compiles no op that returns an argument; this adds it for CPU tensors only."""
 
     def call(first: torch.Tensor, *rest: Any) -> Any:
         if first.device.type != "cpu":
@@ -226,7 +226,7 @@ OPS = (
         lambda on: _multimem(on, on.rand(4, 6)),
         **into_output(f"{_MULTIMEM}_out", "out", _summed, _on_cpu(f"{_MULTIMEM}_out", all_reduced)),
     ),
-    # In a graph, which ranks may take from one cache, no rank can be the root.
+    # Ranks may take one graph from the compiler's cache, so no rank can be the root in it.
     _op(
         "multimem_one_shot_reduce_out",
         lambda on: arguments(_symmetric(on.rand(4, 6)), "sum", 0, on.group_name, on.rand(4, 6)),
@@ -293,7 +293,7 @@ _aten = torch.library.Library("aten", "IMPL")
 
 
 def _mm_to(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """`torch.mm(a, b, out_dtype=...)`: the sums of products are rounded to `out_dtype` only."""
+    """`torch.mm(a, b, out_dtype=...)`: sums of products are rounded to `out_dtype` only."""
     return torch.mm(a.to(out_dtype), b.to(out_dtype))
 
 

@@ -1,7 +1,7 @@
 """Low-contention collectives: they return at once, and a copy engine moves the bytes.
 
-`torch.ops._c10d_functional.wait_tensor` waits for one. The caller may overwrite a plain input as
-soon as the call has returned, a symmetric one (which peers read in place) after the wait.
+`torch.ops._c10d_functional.wait_tensor` waits for a result. The caller may overwrite a plain input
+as soon as the call has returned, a symmetric input (which peers read in place) after the wait.
 """
 
 from __future__ import annotations
@@ -217,13 +217,13 @@ _SCATTER_OP = replace(
     _GATHER_OP,
     name=_SCATTER,
     kernel=_reduce_scatter,
-    fake=_reduce_scatter_fake,  # torch's averages, which integers cannot, and checks less
+    fake=_reduce_scatter_fake,  # torch's averages, which fails for integers, and checks less
     example=lambda on: arguments(on.rand(4 * on.world_size, 6), "sum", on.group_name),
 )
 
 
 def _into_out(op: Op, name: str, schema: str, **parts: Any) -> Op:
-    """The same into memory that is given. The shard may lie at its place there."""
+    """The same op into given memory. The shard may lie at its place there."""
     return replace(
         op,
         name=name,
@@ -273,7 +273,7 @@ declare(
 )
 
 
-# What follows them makes no call: of its errors the peers must not be told.
+# Code after these functions makes no call: its errors must not be reported to the peers.
 @partial(reports_to_peers, channel="async", op=_GATHER)
 def _start_gather(
     shard: torch.Tensor, group: GroupLike, sizes: Sequence[int] | None
@@ -307,11 +307,11 @@ def low_contention_all_gather(
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         sizes: the length M of every rank's shard; by default all are as this rank's.
 
-    Returns a tensor of shape (sum of all M, ...) that, like those of torch's functional
+    Returns a tensor of shape (sum of all M, ...) that, like results of torch's functional
     collectives, waits for the transfer when it is first used. Differentiable. A contiguous shard in
-    symmetric memory that was rendezvoused with the group is read in place: leave it alone until
-    then, and pass such a one on all ranks or on none. Raises `ValueError` for a 0-D shard or sizes
-    that do not fit, `RuntimeError` when a peer fails or disagrees. Source: torch's
+    symmetric memory that was rendezvoused with the group is read in place: do not write to it until
+    then, and pass such a shard on all ranks or on none. Raises `ValueError` for a 0-D shard or
+    sizes that do not fit, `RuntimeError` when a peer fails or disagrees. Source: torch's
     `symm_mem::_low_contention_all_gather`.
     """
     return funcol._maybe_wrap_tensor(_start_gather(shard, group, sizes))

@@ -1,4 +1,4 @@
-"""Tokens sent to experts that the ranks divide among them, and results sent back."""
+"""Sends tokens to experts that are divided among the ranks, and results back."""
 
 from symm_cp.ops.experts.fused import dispatch_matmul, matmul_combine
 from symm_cp.ops.experts.op import Routing, combine, dispatch

@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts and times their weights; and the way back.
+"""Dispatch of tokens fused with the matmul by their experts' weights, and matmul with combine.
 
 Each op is the other's gradient, up to the gradients of weights, which are local. With D, C for
 dispatch and combine, w for the weights of the combination and h for a gradient:
@@ -44,7 +44,7 @@ DISPATCH_MATMUL = "fused_dispatch_grouped_matmul"
 MATMUL_COMBINE = "fused_grouped_matmul_combine"
 
 
-# --- checks, as csrc/ops/grouped_matmuls.cpp makes them --------------------------------------
+# --- checks, the same as in csrc/ops/grouped_matmuls.cpp -------------------------------------
 
 
 def _check_dispatch(tokens: torch.Tensor, weights: Sequence[torch.Tensor], local: int) -> None:
@@ -55,7 +55,7 @@ def _check_dispatch(tokens: torch.Tensor, weights: Sequence[torch.Tensor], local
         check_weight(DISPATCH_MATMUL, f"weights[{i}]", weight, tokens, local)
 
 
-# --- kernels, of groups that span hosts and of streams; csrc/ops/grouped_matmuls.cpp has others --
+# --- kernels for groups that span hosts and for streams; others: csrc/ops/grouped_matmuls.cpp ----
 
 
 def _dispatch_matmul_kernel(
@@ -215,7 +215,7 @@ def dispatch_matmul(
     Args:
         tokens: (T, M); float64, float32, bfloat16 or float16; T may differ from rank to rank.
         weights: (num_experts / W, M, N), one matrix for each of this rank's experts; or several
-            such tensors, as of a gate and what it gates.
+            such tensors, as for a gate and the projection that it gates.
         experts, num_experts, group, capacity: as `moe.dispatch` takes them.
 
     Returns the product (rows of this rank's experts, N), or a list of products for a sequence of
@@ -251,7 +251,7 @@ def matmul_combine(
     Args:
         rows: (N, M), of this rank's experts in the order of `moe.dispatch`; or a sequence of such
             tensors, whose products are added up: ones (N, 1) add biases.
-        expert_weights: (num_experts / W, M, columns); or a sequence of as many as there are rows.
+        expert_weights: (num_experts / W, M, columns); or a sequence with one for each of `rows`.
         weights, routing: as `moe.combine` takes them.
 
     Returns (T, columns). On CPU the products are written where the peers read them. Differentiable

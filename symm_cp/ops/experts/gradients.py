@@ -1,6 +1,6 @@
 """Gradients of `dispatch_matmul` and `matmul_combine`, one op each: see fused.py for the formulas.
 
-All ranks multiply and send what arrives, whether or not they need it: the peers may.
+All ranks multiply and send the arriving rows, whether or not they need them: the peers may.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Dispatch = tuple[torch.Tensor, list[torch.Tensor]]
 _Combine = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
 
 
-# --- checks, as csrc/ops/grouped_gradients.cpp makes them ------------------------------------
+# --- checks, the same as in csrc/ops/grouped_gradients.cpp -----------------------------------
 
 
 def _check_dispatch(
@@ -73,13 +73,13 @@ def _check_combine(
         )
 
 
-# --- kernels of groups that span hosts and of streams; others: csrc/ops/grouped_gradients.cpp ----
+# --- kernels for groups that span hosts and for streams; others: csrc/ops/grouped_gradients.cpp --
 
 
 def _weight_grad(
     rows: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, ends: list[int]
 ) -> torch.Tensor:
-    """rows^T @ grad for each of this rank's experts, laid out as the weight is."""
+    """Returns rows^T @ grad for each of this rank's experts, with the weight's layout."""
     transposed = derivatives.is_transposed(weight)
     left, right = (grad, rows) if transposed else (rows, grad)
     out = new_result(rows, (len(ends), left.shape[1], right.shape[1]))
@@ -153,7 +153,7 @@ def _combine_kernel(
 
 
 def _like_weight(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A gradient of a weight, laid out as `_weight_grad` does it."""
+    """Returns an empty gradient of a weight, with the layout of `_weight_grad`."""
     experts, left, right = weight.shape
     if derivatives.is_transposed(weight):
         return rows.new_empty((experts, right, left)).mT
@@ -213,11 +213,11 @@ def dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def dispatch_backward(
     ctx: Any, grad_rows: torch.Tensor | None, grads: list[torch.Tensor | None]
 ) -> tuple[Any, ...]:
-    """The gradients of tokens and weights, by those of rows and products."""
+    """Returns the gradients of tokens and weights from the gradients of rows and products."""
     sent, table, *weights = ctx.saved_tensors
     used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
     of_tokens, of_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1]) and bool(used)
-    if not used:  # the peers may have gradients all the same
+    if not used:  # the peers may still have gradients
         used = [(sent.new_zeros((ctx.rows, weights[0].shape[2])), weights[0])]
     of_products, multiplied_by = zip(*used, strict=True)
     grad_tokens, computed = direct(_OF_DISPATCH)(
@@ -243,7 +243,7 @@ def combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The gradients of rows and both weights."""
+    """Returns the gradients of rows and both weights."""
     factors, table, *both = ctx.saved_tensors
     rows, weights = both[: ctx.count], both[ctx.count :]
     of_weights = any(ctx.needs_input_grad[1])

@@ -1,11 +1,11 @@
 """Dispatch of tokens to their experts, and the combination of the results: mixtures of experts.
 
-W ranks divide E experts among them, T tokens of a rank have K experts each. The ranks first tell
-each other how many tokens they have for each expert; from these numbers every rank knows what it
-sends, what it gets and where that belongs. A rank's experts get their tokens in the order of the
-ranks, and of each rank in their own, so results do not depend on W.
+W ranks divide E experts among them, T tokens of a rank have K experts each. The ranks first
+exchange how many tokens they have for each expert; these numbers determine what each rank sends,
+what it gets and where that belongs. A rank's experts get their tokens in rank order, and each
+rank's tokens in the rank's own order, so results do not depend on W.
 
-Source: expert parallelism (Lepikhin et al., GShard, 2020); the order of rows is that of
+Source: expert parallelism (Lepikhin et al., GShard, 2020); rows are in the order of
 `torch.nn.functional.grouped_mm`.
 """
 
@@ -99,7 +99,7 @@ def check_combine(
         )
 
 
-# --- kernels, of groups that span hosts and of streams; csrc/ops/experts.cpp has the others ------
+# --- kernels for groups that span hosts and for streams; csrc/ops/experts.cpp has the others -----
 
 
 def _route_kernel(
@@ -234,9 +234,9 @@ def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """The experts' ranks get gradients and weights of their rows, and send back those of weights.
+    """Sends gradients and weights of rows to the experts' ranks, and gradients of weights back.
 
-    A row of gradients travels once for each expert of a token, beside single numbers.
+    A row of gradients travels once for each expert of a token; weights are single numbers.
     """
     rows, weights, table = ctx.saved_tensors
     top_k, num_experts, name = ctx.rest
@@ -256,7 +256,7 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def example_table(on: Caller) -> torch.Tensor:
-    """Every rank has two tokens for each rank's only expert."""
+    """Returns a table: every rank has two tokens for each rank's only expert."""
     return torch.tensor([2] * on.world_size**2 + list(range(2 * on.world_size)))
 
 
@@ -329,9 +329,9 @@ declare(
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a call of `dispatch` went: what `combine` needs to bring results back.
+    """Where the tokens of a `dispatch` call went; `combine` needs it to bring results back.
 
-    `ends` (E / W,) int32: the row behind the last one of each of this rank's experts, as
+    `ends` (E / W,) int32: the row after the last row of each of this rank's experts, as
     `torch.nn.functional.grouped_mm` takes it for `offs`.
     """
 
@@ -383,12 +383,12 @@ def dispatch(
             -1 for none. Rank r has the experts from r * num_experts / W on.
         num_experts: of all ranks, a multiple of W.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
-        capacity: the most tokens that an expert takes, of all ranks; of more it takes the first
-            ones, in the order of ranks. Pairs that it does not take count as zeros in `combine`.
+        capacity: the most tokens that an expert takes, from all ranks together; it takes the first
+            ones in rank order. Pairs that it does not take count as zeros in `combine`.
 
     Returns the rows of this rank's experts (N, ...), ordered by expert, then by rank, then as the
-    tokens of that rank, and the routing. Twice differentiable. N is known once the ranks have told
-    each other how many tokens they have: `torch.compile` breaks the graph there, or takes N into it
+    tokens of that rank, and the routing. Twice differentiable. N is known once the ranks have
+    exchanged their numbers of tokens: `torch.compile` breaks the graph there, or captures N
     with `torch._dynamo.config.capture_scalar_outputs`. Raises `ValueError` or `TypeError` for
     arguments that do not fit, before any communication; `RuntimeError` when a peer fails or
     disagrees.
@@ -402,7 +402,7 @@ def dispatch(
 def combine(rows: torch.Tensor, weights: torch.Tensor | None, routing: Routing) -> torch.Tensor:
     """Brings the results of experts back to their tokens, and adds them up.
 
-    Same result as, with `all_rows` the rows of all ranks where expert e put that of token t::
+    Same result as, with `all_rows` of all ranks and `row_of(t, e)` token t's row of expert e::
 
         out[t] = sum(weights[t, k] * all_rows[row_of(t, experts[t, k])] for k in range(K))
 

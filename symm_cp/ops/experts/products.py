@@ -23,7 +23,7 @@ def check_matrix(op: str, name: str, rows: torch.Tensor) -> None:
 
 
 def check_weight(op: str, name: str, weight: torch.Tensor, like: torch.Tensor, local: int) -> None:
-    """Raises `ValueError` or `TypeError` unless a weight is of this rank's experts."""
+    """Raises `ValueError` or `TypeError` unless a weight fits this rank's experts and rows."""
     if weight.dtype != like.dtype:
         raise TypeError(f"{op}: {name} is {weight.dtype}, must be {like.dtype} as the rows are")
     if weight.device != like.device:
@@ -61,7 +61,7 @@ def check_products(
 
 
 def ends_of(found: Table) -> list[int]:
-    """The row behind the last one of each of this rank's experts."""
+    """Returns the row after the last row of each of this rank's experts."""
     first = found.rank * found.local
     each = [sum(row[e] for row in found.counts) for e in range(first, first + found.local)]
     return [sum(each[: e + 1]) for e in range(found.local)]
@@ -70,7 +70,7 @@ def ends_of(found: Table) -> list[int]:
 def multiply(
     rows: torch.Tensor, weight: torch.Tensor, ends: Sequence[int], out: torch.Tensor, *, add: bool
 ) -> None:
-    """Writes the rows of each expert times its matrix to `out`, or adds that."""
+    """Writes the rows of each expert times its matrix to `out`, or (`add`) adds them."""
     for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if begin == end:
             continue
@@ -86,7 +86,7 @@ def multiplied(
     ends: Sequence[int],
     addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the products of rows and weights, added up, and an addend."""
+    """Returns the sum of the products of rows and weights, plus an addend."""
     total = new_result(rows[0], (rows[0].shape[0], weights[0].shape[2]))
     for i, (each, weight) in enumerate(zip(rows, weights, strict=True)):
         multiply(each, weight, ends, total, add=i > 0)

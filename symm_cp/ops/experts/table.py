@@ -1,9 +1,9 @@
-"""Who sends which rows to whom, by the table of a routing; the kernels for streams and hosts.
+"""A routing's table of which rank sends which rows where; the kernels for streams and hosts.
 
-W ranks, E experts, of which each rank has E / W in order. A table begins with the numbers of rows
-that each rank sends to each expert, (W, E), and goes on with a place for each pair of a token and
-one of its experts: its place among all that this rank sends, in the order of experts, or -1 for a
-pair that is dropped. csrc/ops/experts.cpp reads the same table for CPU tensors on one host.
+W ranks, E experts; each rank has E / W experts in order. A table begins with the numbers of rows
+that each rank sends to each expert, (W, E). A place for each pair of a token and one of its experts
+follows: its place among all rows that this rank sends, in the order of experts, or -1 for a
+dropped pair. csrc/ops/experts.cpp reads the same table for CPU tensors on one host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Table:
     """The table of a routing on one rank."""
 
     def __init__(self, op: str, table: torch.Tensor, num_experts: int, group: Group) -> None:
-        """Raises `ValueError` or `TypeError` for a tensor that is none."""
+        """Raises `ValueError` or `TypeError` for a tensor that is not a table."""
         ranks, self.rank, self.experts = group.world_size, group.rank, num_experts
         if table.dtype != torch.int64 or not table.is_contiguous():
             raise TypeError(
@@ -45,7 +45,7 @@ class Table:
 
     @property
     def pairs(self) -> torch.Tensor:
-        """Which pair is sent at each place."""
+        """The pair that is sent at each place."""
         return torch.argsort(self.places)[self.places.numel() - self.sent :]
 
     def count(self, source: int, to: int) -> int:
@@ -53,7 +53,7 @@ class Table:
         return sum(self.counts[source][to * self.local : (to + 1) * self.local])
 
     def given(self, packed: torch.Tensor, to: int) -> torch.Tensor:
-        """The rows for a rank, of all that this one sends."""
+        """The rows for a rank among all rows that this rank sends."""
         begin = sum(self.count(self.rank, peer) for peer in range(to))
         return packed.narrow(0, begin, self.count(self.rank, to))
 
@@ -63,7 +63,7 @@ class Table:
         return sum(self.count(source, self.rank) for source in range(len(self.counts)))
 
     def arriving(self, rows: torch.Tensor, source: int) -> Iterator[torch.Tensor]:
-        """The places of a rank's tokens among the rows of this rank's experts, one for each."""
+        """Yields the slice of a rank's tokens in `rows` for each of this rank's experts."""
         begin = 0
         for expert in range(self.rank * self.local, (self.rank + 1) * self.local):
             for rank, counts in enumerate(self.counts):
@@ -74,7 +74,7 @@ class Table:
     def exchange(
         self, op: str, group: Group, packed: torch.Tensor, rows: torch.Tensor, *, back: bool
     ) -> None:
-        """Sends rows in the order of sending to their experts, or (`back`) the other way."""
+        """Sends `packed`, in the order of sending, to the experts' `rows`, or (`back`) back."""
         ranks = range(group.world_size)
         item = math.prod(rows.shape[1:]) * rows.element_size()
         counts = [[self.count(*((t, s) if back else (s, t))) for t in ranks] for s in ranks]
@@ -135,7 +135,7 @@ def gathered_counts(
 
 
 def limited(counts: list[list[int]], capacity: int | None) -> list[list[int]]:
-    """Leaves each expert its first `capacity` tokens, in the order of ranks."""
+    """Returns the counts limited to each expert's first `capacity` tokens, in rank order."""
     if capacity is None:
         return counts
     left = [capacity] * len(counts[0])
@@ -152,7 +152,7 @@ def places_of(experts: torch.Tensor, counts: list[int]) -> torch.Tensor:
     order = torch.argsort(flat, stable=True)
     by_expert = flat[order]
     sent = torch.tensor([0, *counts], device=flat.device)
-    wanted = torch.bincount(flat + 1, minlength=len(counts) + 1)  # first those of no expert
+    wanted = torch.bincount(flat + 1, minlength=len(counts) + 1)  # entry 0: pairs of no expert
     first = torch.cumsum(wanted, 0) - wanted
     within = torch.arange(flat.numel(), device=flat.device) - first[by_expert + 1]
     begins = torch.cumsum(sent, 0) - sent

@@ -5,14 +5,14 @@
     all_reduce   matmul-all-reduce; with scales
     backward     gradient ops: they gather shards again while they multiply
     derivatives  the gradients of all these ops, to any order
-    products     how products of shards are added up
+    products     sums of products of shards
     operands     checks of operands and scales
-    scaled_mm    a scaled weight is a weight with another `multiply`
+    scaled_mm    products with scales: a scaled weight is a weight with another `multiply`
 
 Gradients communicate through the same pipelines: an all-gather-matmul has a matmul-reduce-scatter
 and a weight gradient that gathers the shards again (rather than keep the gathered input alive); a
-matmul-reduce-scatter gathers the gradient once for both. Ops with scales have no gradient, as
-torch's `_scaled_mm`: float8 training computes its own from scaled ops.
+matmul-reduce-scatter gathers its gradient once for both operands. Ops with scales have no gradient,
+like torch's `_scaled_mm`: float8 training computes its own gradients with scaled ops.
 """
 
 from symm_cp.ops.matmul import backward

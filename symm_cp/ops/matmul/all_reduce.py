@@ -1,8 +1,7 @@
-"""Fused matmul-all-reduce, plain and with scales: what follows a row-parallel linear layer.
+"""Fused matmul-all-reduce, plain and with scales, for row-parallel linear layers.
 
 Shapes: M, N, K are the dimensions of a matmul (..., M, K) @ (K, N) -> (..., M, N). W is the world
-size. K may differ from rank to rank, and may be 0: every rank contributes the product of what it
-has.
+size. K may differ from rank to rank, and may be 0: every rank contributes its own product.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def unfused_all_reduce(tensor: torch.Tensor, reduce_op: str, group_name: str) ->
 
 
 def _reduced(op: str, group: Group, tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
-    """The all-reduce of a tensor that is there already."""
+    """Returns the all-reduce of a tensor that is already computed."""
     if not has_streams(tensor.device) and hosts_of(group, tensor.device) is None:
         try:
             total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
@@ -106,12 +105,12 @@ def produce_and_all_reduce(
 ) -> None:
     """Writes the sum over ranks to `out`, a matrix.
 
-    `produce(rank, partial)` writes this rank's contribution to the rows that are rank `rank`'s by
-    `Split.nearly_equal`; None: to all rows.
+    `produce(rank, partial)` writes this rank's contribution to rank `rank`'s rows by
+    `Split.nearly_equal`, or for None to all rows.
     """
     split = _by_rows(group, out)
     rows, columns = split.sizes[0], out.shape[1]
-    # The inner dimension may differ from rank to rank, and all must choose alike: a nominal one.
+    # A nominal inner dimension: the real one may differ, and all ranks must choose the same way.
     question = Question(
         "matmul_all_reduce",
         out.dtype,
@@ -139,7 +138,7 @@ def _multiply_and_all_reduce(
     shape: list[int],
 ) -> torch.Tensor:
     out = new_result(terms.like, shape)
-    # One rank adds the bias to what it contributes: that costs no pass over the result.
+    # One rank adds the bias to its contribution, which costs no pass over the result.
     added = bias if reduce_op == "sum" else None
 
     def produce(rank: int | None, partial: torch.Tensor) -> None:
@@ -193,7 +192,7 @@ def _terms(
     addend: torch.Tensor | None,
     group: Group,
 ) -> Terms:
-    """The terms as matrices, of which the ranks take rows."""
+    """Returns the terms as matrices, whose rows are divided among the ranks."""
     return Terms.of(
         [left.flatten(0, -2) for left in lefts],
         rights,
@@ -355,7 +354,7 @@ def matmul_all_reduce(
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
 
     Returns (..., M, N), contiguous, with the same bits on all ranks: partial sums are added in rank
-    order, in float32 for 16-bit types. Differentiable (twice) in all three, as torch's functional
+    order, in float32 for 16-bit types. Differentiable (twice) in all three, like torch's functional
     all-reduce: the gradient of the sum is all-reduced. Errors as for `all_gather_matmul`; complex
     numbers raise `TypeError`.
     """
@@ -383,7 +382,7 @@ def scaled_matmul_all_reduce(
     Same result as `torch._scaled_mm` without a bias, all-reduced, with the bias then added once.
     `a` is float8 (..., M, K), its scale one number or (..., M, 1); or both have scales of blocks,
     as in `scaled_all_gather_matmul`. K may differ from rank to rank. Results in float8 are reduced
-    in float32. No gradient, as `_scaled_mm`. Errors as for `all_gather_matmul`.
+    in float32. No gradient, like `_scaled_mm`. Errors as for `all_gather_matmul`.
     """
     name = memory.group_name(group)
     result: torch.Tensor = direct(SCALED_ALL_REDUCE)(

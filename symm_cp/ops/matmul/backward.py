@@ -213,7 +213,7 @@ def _backward_rows(
     grad_a: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
 ) -> None:
-    """Rows of the product were scattered; `a_front` and `grad_a` have their dimension in front."""
+    """Rows of the product were scattered; `a_front` and `grad_a` have that dimension in front."""
     shard, front = grad_shard.movedim(split.dim, 0), split.along(0)
     *lead, outer = largest = front.largest_shape(shard.shape)
     rows, inner = math.prod(lead), weight.shape[0]

@@ -1,13 +1,13 @@
 """MXFP8 and NVFP4: matrices with a scale for each block of a row of A or of a column of B.
 
-Layouts are those of `torch.nn.functional.scaled_mm` without a swizzle. With K numbers in a row:
+They use the layouts of `torch.nn.functional.scaled_mm` without a swizzle. With K numbers in a row:
 
     format   A and B.mT                          scales of A and of B.mT
     MXFP8    (rows, K) float8_e4m3fn             (rows, K / 32) float8_e8m0fnu
     NVFP4    (rows, K / 2) float4_e2m1fn_x2      (rows, K / 16) float8_e4m3fn
 
 Torch multiplies them on recent GPUs only. CPU tensors are dequantised here and multiplied in
-float32, which gives the results and no speed; the ops refuse other devices. Source: OCP
+float32, which gives the results but no speed; the ops refuse other devices. Source: OCP
 Microscaling Formats (MX) 1.0; NVIDIA's NVFP4, without its second scale of the whole tensor.
 """
 
@@ -21,7 +21,7 @@ FLOAT4 = torch.float4_e2m1fn_x2
 
 
 class Format(NamedTuple):
-    """A format's name, the dtype of its matrices, and how many elements of those share a scale."""
+    """A format's name, the dtype of its matrices, and how many of their elements share a scale."""
 
     name: str
     dtype: torch.dtype
@@ -37,9 +37,9 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def are_blocks(op: str, name: str, scale: torch.Tensor, of: str, rows: torch.Tensor) -> bool:
-    """Returns whether a scale is one of blocks of rows, as its dtype says.
+    """Returns whether a scale's dtype makes it a block scale of rows.
 
-    Raises `TypeError` for rows of another dtype and for float4 without such scales, `ValueError`
+    Raises `TypeError` for rows of another dtype and for float4 without block scales, `ValueError`
     for a shape that does not fit.
     """
     kind = FORMATS.get(scale.dtype)

@@ -1,8 +1,8 @@
 """Fused matmuls on CUDA as one kernel each, which waits or signals by tiles.
 
 `all_gather_matmul` multiplies shards as they arrive, and `matmul_reduce_scatter` sends parts of the
-product while it computes the others: as shard by shard, but with one launch, whose tiles fill the
-GPU at every moment. See symm_cp/cuda/kernels/tile_matmul.py.
+product while it computes the others, as the way by shards does, but with one launch, whose tiles
+fill the GPU at every moment. See symm_cp/cuda/kernels/tile_matmul.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _DTYPES = (*NARROW, torch.float32)
 def gathers(
     group: Group, x_shard: torch.Tensor, weights: Sequence[torch.Tensor], *, equal: bool
 ) -> bool:
-    """Tells whether `gather` may run a call; all ranks get the same answer.
+    """Returns whether `gather` may run a call; all ranks get the same answer.
 
-    The gathered dimension is not the last one; `equal`: shards are of one length.
+    The gathered dimension is not the last one; `equal`: shards have equal lengths.
     """
     return (
         equal
@@ -50,10 +50,10 @@ def gather(
     """Writes the products of the gathered shards to `outs`. Collective.
 
     Dimension 0 is gathered, also to `gathered`, if given. The first weight's tiles wait for the
-    shards; when those of the others begin, all shards are there.
+    shards; when the other weights' tiles begin, all shards have arrived.
     """
     rows, rank = shard.contiguous().flatten(0, -2), group.rank
-    # Where the shard of the next rank, which is pulled first, comes to.
+    # The place of the next rank's shard, which is pulled first.
     first_place = 0 if gathered is None else rank + 1
 
     def kernel(pulled: list[torch.Tensor], words: torch.Tensor, step: int, epoch: int) -> None:
@@ -73,10 +73,10 @@ def gather(
 
 
 def scatters(group: Group, terms: Terms) -> bool:
-    """Tells whether `scatter` may run a call; all ranks get the same answer.
+    """Returns whether `scatter` may run a call; all ranks get the same answer.
 
-    One product, whose equal parts are consecutive rows. The inner dimension, in which ranks may
-    differ, does not matter.
+    It may run one product whose equal parts are consecutive rows. The inner dimension, which may
+    differ from rank to rank, does not matter.
     """
     return (
         len(terms.lefts) == 1

@@ -14,11 +14,11 @@ gradient H of an output:
     _fused_matmuls_all_reduce              S(sum of A_i B_i + C)    S(H) B_i^H;  A_i^H S(H);  S(H)
                                              + b                      H^T 1
 
-S all-reduces; it is its own gradient, as torch's functional all-reduce.
+S all-reduces; it is its own gradient, like torch's functional all-reduce.
 Each gradient is computed by one of these ops or by a plain matmul, so each backward pass can be
-differentiated again. A backward pass divides the dimension as the forward pass did: the ops that
-take sizes share it with their counterparts without. Those of the ops that users call are native
-(csrc/ops/matmul_gradients.cpp).
+differentiated again. A backward pass divides the dimension as the forward pass did: ops with
+sizes share it with their counterparts without sizes. The backward passes of the ops that users call
+are native (csrc/ops/matmul_gradients.cpp).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _GATHER = "fused_all_gather_matmul"
 
 
 def is_transposed(weight: torch.Tensor) -> bool:
-    """Tells whether a gradient should be laid out by columns, as the weight is.
+    """Returns whether a gradient should be laid out by columns, as the weight is.
 
-    autograd copies a gradient that is laid out otherwise than its parameter, and the weight of an
+    autograd copies a gradient whose layout differs from its parameter's, and the weight of an
     `nn.Linear` comes here transposed.
     """
     if not weight.mT.is_contiguous():
         return False
     if not weight.is_contiguous():
         return True
-    # One row or column is both: its strides tell.
+    # A single row or column is both: the strides decide.
     rows, columns = weight.shape[-2:]
     strides = weight.stride()[-2:]
     return strides == (1, rows) and strides != (columns, 1)
@@ -86,12 +86,12 @@ def _scattered_sum(
 
 
 def _share(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
-    """The gradient of one rank's part: of an average it is that much smaller."""
+    """Returns the gradient of one rank's term: for an average, divided by the world size."""
     return grad / world_size_of(ctx.group_name) if ctx.reduce_op == "avg" else grad
 
 
 def _no_grads(ctx: Any, arguments: int) -> tuple[None, ...]:
-    """The gradients of so many arguments that are no tensors, and of those for uneven parts."""
+    """Returns the gradients of n non-tensor arguments, and of the arguments for uneven parts."""
     return (None,) * (arguments + len(ctx.uneven))
 
 
@@ -198,7 +198,7 @@ def _all_reduced_sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> No
 def _all_reduced_sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     lefts, rights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
     need_lefts, need_rights, need_addend, need_bias = ctx.needs_input_grad[:4]
-    # Every rank takes part, whatever it needs itself.
+    # Every rank takes part, whichever gradients it needs itself.
     total = _all_reduced(ctx, grad)
     grad_lefts = [
         total @ right.mH if need else None for right, need in zip(rights, need_lefts, strict=True)

@@ -1,7 +1,7 @@
-"""Fused all-gather-matmul: the shards' products are made as they arrive.
+"""Fused all-gather-matmul: multiplies shards as they arrive.
 
 Shapes: M, N, K are the dimensions of a matmul (..., M, K) @ (K, N) -> (..., M, N). W is the world
-size. A `Split` says how the gathered dimension is divided. Where that is not the last dimension,
+size. A `Split` says how the gathered dimension is divided. Unless it is the last dimension,
 tensors are moved to have it in front: then a rank's shard is rows of a matrix.
 """
 
@@ -49,7 +49,7 @@ from symm_cp.tuning import TILES, Question, choose
 
 GATHER = "fused_all_gather_matmul"
 
-# How many rows are gathered at a time where a matmul cannot do without: bounds the extra memory.
+# Rows gathered at a time where a matmul needs gathered rows: bounds the extra memory.
 _BLOCK_ROWS = 1024
 
 #: Writes the product of rows and a weight to `out`: `torch.mm`, or with scales `multiply_scaled`.
@@ -60,7 +60,7 @@ Multiply: TypeAlias = Callable[..., object]
 
 
 class GatherPlan(NamedTuple):
-    """What follows from a call's arguments. Shards travel in shape `shard`, divided by `front`."""
+    """The values that follow from arguments. Shards travel in shape `shard`, divided by `front`."""
 
     split: Split
     by_columns: bool
@@ -97,7 +97,7 @@ def planned(
     split: Split,
     detail: str = "",
 ) -> GatherPlan:
-    """The plan of a call whose arguments were checked; `columns` are those of each weight."""
+    """Returns the plan of a call with checked arguments; `columns`: the number for each weight."""
     shape = tuple(x_shard.shape)
     by_columns = split.dim == len(shape) - 1
     if by_columns:
@@ -159,7 +159,7 @@ def all_gather_matmul_kernel(
     *,
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The op, on this rank's shard; `sizes` is the length of every rank's where they differ."""
+    """Runs the op on this rank's shard; `sizes`: every rank's shard length, if they differ."""
     group = resolve(group_name) if rank is None else group_of(group_name, rank)
     plan = plan_gather(
         (x_shard.shape, x_shard.dtype, x_shard.device),
@@ -204,7 +204,7 @@ def gather_rows(
     multiply: Multiply,
     scales: RowScales | None = None,
 ) -> None:
-    """Gathers another dimension than the last: the shards' products are the result's rows."""
+    """Gathers a dimension other than the last: the shards' products are the result's rows."""
     shard = [x_shard if plan.split.dim == 0 else x_shard.movedim(plan.split.dim, 0)]
     shapes = plan.shapes
     if scales is not None and scales.sharded:
@@ -254,7 +254,7 @@ def _gather_whole(
     outs: Sequence[torch.Tensor],
     gathered: torch.Tensor,
 ) -> None:
-    """Gathers another dimension than the last, then multiplies all rows at once."""
+    """Gathers a dimension other than the last, then multiplies all rows at once."""
 
     def multiply() -> None:
         for out, weight in zip(outs, weights, strict=True):
@@ -334,7 +334,7 @@ def _multiply_blocks(
 def fake_results(
     x_shard: torch.Tensor, split: Split, columns: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """Tensors of the gathered shape, but for the last dimension."""
+    """Returns tensors of the gathered shape, except for the last dimension."""
     front, shape = split.leading(split.whole_shape(x_shard.shape))
     return [
         x_shard.new_empty([*shape[:-1], count], dtype=dtype).movedim(front.dim, split.dim)
@@ -352,7 +352,7 @@ def all_gather_matmul_fake(
     *,
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Shapes, strides and dtypes of what the op returns (torch's are wrong for some dims)."""
+    """Returns the results' shapes, strides and dtypes (torch's are wrong for some dims)."""
     # Symbolic sizes have no hash, so no plan is looked up.
     split = _checked(
         Operand.of(x_shard), list(map(Operand.of, weights)), gather_dim, sizes, rank,
@@ -419,7 +419,7 @@ def all_gather_matmul(
 
     Args:
         shard: (..., M, K), this rank's part along `gather_dim`.
-        weights: a (K, N) matrix or several (as many rows as the gathered tensor has columns).
+        weights: a (K, N) matrix or several (K: the columns of the gathered tensor).
         gather_dim: the dimension to gather, negative counts from the end.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         return_gathered: also return the gathered tensor.
@@ -427,9 +427,9 @@ def all_gather_matmul(
             rank's.
 
     Returns the output, or a list of outputs for a sequence of weights; with `return_gathered` the
-    pair (gathered, outputs). Differentiable in shard and weights. Contiguous shards in symmetric
-    memory that was rendezvoused with the group are read in place by the peers, if all ranks pass
-    such a one (on CPU where the gathered tensor has more than 64 MiB). Bits depend neither on where
+    pair (gathered, outputs). Differentiable in shard and weights. Peers read a contiguous shard in
+    symmetric memory that was rendezvoused with the group in place, if all ranks pass such shards
+    (on CPU where the gathered tensor has more than 64 MiB). Bits depend neither on where
     the shard lies nor on `return_gathered`. Raises `ValueError` or `TypeError` for arguments that
     do not fit, before any communication; `RuntimeError` when a peer fails or disagrees. Source:
     torch's `symm_mem::fused_all_gather_matmul`.

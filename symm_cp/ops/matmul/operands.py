@@ -21,7 +21,7 @@ from symm_cp.tensors.dtypes import (
 
 
 class Operand(NamedTuple):
-    """What a plan knows of a tensor."""
+    """The properties of a tensor that a plan uses."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Operand:
-        """Returns what a plan knows of a tensor; a fake one counts as on its device."""
+        """Returns a tensor's properties; a fake tensor has the device that it stands for."""
         return cls(tensor.shape, tensor.dtype, device_behind(tensor))
 
     def dim(self) -> int:
@@ -70,7 +70,7 @@ def check_device(
 
 
 def check_multiplied(op: str, name: str, a: torch.Tensor | Operand) -> None:
-    """Raises `TypeError` for a dtype of which there are no matmuls on the tensor's device."""
+    """Raises `TypeError` for a dtype that has no matmuls on the tensor's device."""
     if not summable(a.dtype):
         raise TypeError(
             f"{op}: {name} is {a.dtype}: needs {SUMMABLE} (for float8 there are the scaled ops)"
@@ -78,7 +78,7 @@ def check_multiplied(op: str, name: str, a: torch.Tensor | Operand) -> None:
     device = device_behind(a)
     if a.dtype not in multiplied(device):
         raise TypeError(
-            f"{op}: {name} is {a.dtype}, of which there are no matmuls on {device}: needs "
+            f"{op}: {name} is {a.dtype}, which has no matmuls on {device}: needs "
             f"{names(multiplied(device))}"
         )
 
@@ -92,7 +92,7 @@ def check_matrices(
 ) -> None:
     """Raises unless `a` is at least 2-D and every B a matrix of `inner` rows, of a's dtype.
 
-    `names` are those of the arguments.
+    `names` are the names of the arguments.
     """
     of_a, of_b = names
     check_rows(op, of_a, a)
@@ -114,11 +114,13 @@ def check_terms(
 ) -> tuple[torch.Tensor, str, list[int]]:
     """Raises unless the products As[i] @ Bs[i], an addend and a bias of its rows can be added up.
 
-    Returns a tensor that has the sum's dtype and device, what messages call it, and the sum's
+    Returns a tensor that has the sum's dtype and device, its name in messages, and the sum's
     shape.
     """
     if len(lefts) != len(rights):
-        raise ValueError(f"{op}: {len(lefts)} As and {len(rights)} Bs: needs as many of both")
+        raise ValueError(
+            f"{op}: got {len(lefts)} A tensors and {len(rights)} B tensors; counts must match"
+        )
     for left, right in zip(lefts, rights, strict=True):
         check_matrices(op, left, [right], left.shape[-1] if left.dim() else 0)
     terms = [
@@ -228,9 +230,9 @@ def check_product(
     dtype: torch.dtype,
     columns: Sequence[int] | None = None,
 ) -> None:
-    """Raises unless A and B have scales of one kind, and what cuBLAS would in the middle of a call.
+    """Raises unless A and B have scales of one kind, and where cuBLAS would raise mid-call.
 
-    `dtype` is the product's, `columns` are the numbers of the weight's columns that are
+    `dtype` is the product's; `columns` lists the numbers of the weight's columns that are
     multiplied at a time, by default all.
     """
     if len({FORMATS.get(scale.dtype) for scale in scales.values()}) > 1:

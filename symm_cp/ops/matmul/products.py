@@ -1,4 +1,4 @@
-"""How products of shards are made and added up."""
+"""Products of shards, and their sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from symm_cp.tensors.shards import Split
 
 
 def at_last(run: Callable[[], None], group: Group) -> Callable[[list[torch.Tensor], int], None]:
-    """Returns a `consume` that runs something once, when the shards of all ranks have come."""
+    """Returns a `consume` that calls `run` once, when the shards of all ranks have arrived."""
     left = group.world_size
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
@@ -105,7 +105,7 @@ class Terms(NamedTuple):
         addend: torch.Tensor | None,
         split: Callable[[list[int]], Split],
     ) -> Terms:
-        """Terms of which there is at least one; `split` divides a sum of a shape."""
+        """Returns at least one term; `split` returns the division of a sum's shape."""
         like = lefts[0] if lefts else addend
         assert like is not None
         shape = [*like.shape[:-1], rights[0].shape[1]] if lefts else list(like.shape)
@@ -121,7 +121,7 @@ class Terms(NamedTuple):
     def add_up(
         self, out: torch.Tensor, rank: int | None = None, bias: torch.Tensor | None = None
     ) -> None:
-        """Writes the sum, or the part of it that is for a rank, to `out`.
+        """Writes the sum, or a rank's part of it, to `out`.
 
         `bias` is added to every row.
         """

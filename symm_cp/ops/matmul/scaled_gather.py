@@ -62,13 +62,15 @@ def _check_scaled(
     world_size: int,
     by_weight: Mapping[str, Sequence[Any]],
 ) -> tuple[Split, list[ScaledWeight], RowScales]:
-    """`by_weight` are the arguments that have an entry for each weight."""
+    """Checks the arguments; `by_weight` holds those with an entry for each weight."""
     op = SCALED_GATHER
     for index, matrix in enumerate(matrices):
         check_float8(op, x_shard, matrix, f"B[{index}]")
     for name, values in by_weight.items():
         if len(values) != len(matrices):
-            raise ValueError(f"{op}: {len(values)} {name} for {len(matrices)} Bs: needs as many")
+            raise ValueError(
+                f"{op}: got {len(values)} {name} for {len(matrices)} Bs; counts must match"
+            )
     dim = check_dim(op, "gather_dim", gather_dim, x_shard.dim())
     split = gather_split(op, "gather_dim", dim, x_shard, sizes, rank, world_size)
     inner = split.length if dim == x_shard.dim() - 1 else x_shard.shape[-1]
@@ -114,7 +116,7 @@ def _all_gather_scaled_matmul(
         fake, *fakes = fake_results(x_shard, split, [inner, *columns], dtypes)
         return fake, fakes
     if scales.mode == "replicated" and not split.is_equal:
-        # A rank that has all rows cannot tell which of the two it was given.
+        # On a rank that has all rows, sharded and replicated scales cannot be told apart.
         scales = RowScales(split.of(group.rank, x_scale), "sharded", split)
     by_shape = split.is_equal and not scales.of_blocks
     kind = list(scales.scale.shape) if by_shape else scales.mode
@@ -139,13 +141,13 @@ def _gathered_then_scaled(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Gathers A, then multiplies: for the last dimension, and as the definition in test mode.
 
-    The last dimension is summed over. Products of its shards would each be rounded to the output
-    type, and be scaled and biased once a rank, so the shards are brought together first. Their
-    rows' scales are those of whole rows: the same on all ranks.
+    The matmul sums over the last dimension. Products of its shards would each be rounded to the
+    output type, and be scaled and biased once a rank, so the shards are gathered first. Their
+    row scales belong to whole rows: they are the same on all ranks.
     """
     split, x_scale = plan.split, scales.scale
     if in_test_mode():
-        # Bytes, because gloo does not know float8.
+        # Bytes, because gloo does not support float8.
         as_bytes = unfused_all_gather(x_shard.view(torch.uint8), split.dim, group.name, split)
         gathered = as_bytes.view(x_shard.dtype)
         if scales.sharded and not plan.by_columns:
@@ -238,7 +240,7 @@ def scaled_all_gather_matmul(
         bias, result_scale, out_dtype: as in `_scaled_mm`, one for all weights or one for each.
         gather_dim, group, sizes: as in `all_gather_matmul`.
 
-    Returns (gathered, outputs), a list of outputs for a sequence of weights. No gradient, as
+    Returns (gathered, outputs), a list of outputs for a sequence of weights. No gradient, like
     `_scaled_mm`. Errors as for `all_gather_matmul`. Source: torch's
     `symm_mem::fused_all_gather_scaled_matmul`.
     """

@@ -1,4 +1,4 @@
-"""Products of float8 matrices with scales, on every device and every torch that we run on."""
+"""Products of float8 matrices with scales, on every device and every supported torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
 
-# What cuBLAS's kernels require of float8 matrices, of their product and of scales for each row.
+# Bytes to which cuBLAS's kernels need float8 matrices, their product and row scales aligned.
 # Slices of such tensors may begin anywhere: four rows' scales are 16 bytes.
 _ALIGN = 16
 
@@ -51,8 +51,8 @@ def scaled_mm_out(
 ) -> None:
     """Writes `torch._scaled_mm(A, B, ...)` to `out`, in the dtype of `out`.
 
-    Unlike there, one of the operands may have one scale, and the other one for each row or column,
-    and none of the tensors needs to be aligned. Blocks of both may have scales.
+    Unlike `torch._scaled_mm`, takes one scale for one operand and a scale for each row or column
+    of the other, unaligned tensors, and block scales of both.
     """
     if out.numel() == 0:
         return
@@ -68,7 +68,8 @@ def scaled_mm_out(
         out.copy_(product)
         return
     by_rows = scale_a.numel() != 1 or scale_b.numel() != 1
-    # One number, too: torch may take hundreds of times as long by it (csrc/ops/scaled_matmuls.cpp).
+    # Also for single scales: with them torch may take hundreds of times as long
+    # (csrc/ops/scaled_matmuls.cpp).
     by_rows |= A.device.type == "cpu" and torch_scales_rows_on_cpu()
     if by_rows:
         scale_a = scale_a.reshape(1, 1).repeat(A.shape[0], 1) if scale_a.numel() == 1 else scale_a
@@ -83,7 +84,7 @@ def scaled_mm_out(
         product.mul_(scale_a).mul_(scale_b)
         out.copy_(finish(product, bias, scale_result, out.dtype))
         return
-    # torch 2.11 takes the elements of a bias for neighbours.
+    # torch 2.11 assumes that a bias is contiguous.
     bias = bias if bias is None else bias.contiguous()
     torch.ops.aten._scaled_mm.out(
         A, B, scale_a, scale_b, bias, scale_result, out.dtype, fast, out=out
@@ -108,7 +109,7 @@ def finish(
 
 
 class ScaledWeight(NamedTuple):
-    """A float8 weight, and what else `_scaled_mm` takes for it."""
+    """A float8 weight, and the other arguments of `_scaled_mm` for it."""
 
     matrix: torch.Tensor
     scale: torch.Tensor
@@ -119,14 +120,14 @@ class ScaledWeight(NamedTuple):
 
 
 class ScaledRows(NamedTuple):
-    """Rows of a tensor, and one scale for all of them, or for each or each block of one."""
+    """Rows of a tensor, and one scale for all rows, each row, or each block of a row."""
 
     rows: torch.Tensor
     scale: torch.Tensor
 
 
 def multiply_scaled(rows: ScaledRows, weight: ScaledWeight, *, out: torch.Tensor) -> None:
-    """As `torch.mm`: writes a scaled product to `out`, a matrix."""
+    """Like `torch.mm`: writes a scaled product to `out`, a matrix."""
     scaled_mm_out(
         rows.rows,
         weight.matrix,
@@ -157,7 +158,7 @@ class RowScales(NamedTuple):
         return self.scale.dtype in FORMATS
 
     def of_rank(self, rank: int, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the scales of a rank's rows, of which `shards` have come."""
+        """Returns the scales of a rank's rows; `shards` are its tensors that arrived."""
         if self.sharded:
             return aligned(shards[1]).flatten(0, -2)
         if self.mode == "replicated":
@@ -166,25 +167,25 @@ class RowScales(NamedTuple):
 
     @classmethod
     def of(cls, x_shard: torch.Tensor, scale: torch.Tensor, split: Split) -> RowScales:
-        """Returns the scale and its mode; raises `ValueError` for a shape that fits none.
+        """Returns the scale and its mode; raises `ValueError` for a shape that fits no mode.
 
-        Scales of blocks are always of this rank's rows. `NotImplementedError` for such scales when
+        Block scales always belong to this rank's rows; raises `NotImplementedError` for them when
         the last dimension is gathered.
 
-        When A has one column a scale of A's shape may be meant either way; as in torch it is taken
+        When A has one column, a scale of A's shape is ambiguous; as in torch it counts
         as one for each row. Where shards differ, one number must have fewer dimensions than A: else
-        a rank that has one row would take it for the scale of that row, and its peers for one of
-        all.
+        a rank that has one row would take it as the scale of that row, and its peers as the scale
+        of all rows.
         """
         own = [*x_shard.shape[:-1], 1]
-        # Gathering the last dimension makes rows longer, not more.
+        # Gathering the last dimension makes rows longer, not more numerous.
         by_columns = split.dim == x_shard.dim() - 1
         full = own if by_columns else split.whole_shape(own)
         if are_blocks(SCALED_GATHER, "A_scale", scale, "A", x_shard):
             if by_columns:
                 raise NotImplementedError(
                     f"{SCALED_GATHER}: gather_dim={split.dim} is the last dimension of A, which "
-                    f"has block scales ({scale.dtype}): gather another one"
+                    f"has block scales ({scale.dtype}): gather another dimension"
                 )
             return cls(scale, FORMATS[scale.dtype].name, split)
         if list(scale.shape) == own:

@@ -79,7 +79,7 @@ def _check_scatter(
     sizes: Sequence[int] | None,
     world_size: int,
 ) -> tuple[Terms, bool]:
-    """Returns what to sum, and whether to average."""
+    """Returns the terms to sum, and whether to average."""
     first, name, _ = check_terms(op, lefts, rights, addend)
 
     def divided(shape: list[int]) -> Split:
@@ -91,7 +91,7 @@ def _check_scatter(
 
 
 def _way(group: Group, terms: Terms) -> str:
-    """Returns "whole" to add up the whole before any part of it is sent, "shards" or "tiles"."""
+    """Returns "shards", "tiles", or "whole": add up the whole sum before any part is sent."""
     if terms.by_columns or not terms.lefts:
         return "shards"
     like = terms.like
@@ -122,12 +122,12 @@ def _multiply_and_reduce_scatter(
             terms.add_up(partial, rank)
             return
         if not summed:
-            # Here rather than before: a failure is then told to the peers.
+            # Here rather than before, so that a failure is reported to the peers.
             summed.append(new_result(like, terms.shape))
             terms.add_up(summed[0])
         partial.copy_(terms.part(rank, summed[0]))
 
-    # Neither K nor the way, which follows from K, has to be the same on all ranks.
+    # The name omits K and the way, which follows from K: they may differ from rank to rank.
     detail = f"scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
     name = name_of(op, like.dtype, terms.shape, detail)
     numbers = real(out)
@@ -184,7 +184,7 @@ def _matmuls_scattered(
 
 @dataclass(frozen=True)
 class _Product:
-    """A scaled product, and how it is scattered. Rows of `a` are in the shape of the product's."""
+    """A scaled product, and how it is scattered. `a` has the product's leading dimensions."""
 
     a: torch.Tensor
     a_scale: torch.Tensor
@@ -201,7 +201,7 @@ class _Product:
         return self.split.dim == len(self.shape) - 1
 
     def multiply(self, rank: int, part: torch.Tensor) -> None:
-        """Writes the part of the product that is for a rank, as `Split.leading` moves it."""
+        """Writes a rank's part of the product, as `Split.leading` moves it."""
         split, columns = self.split, self.split.along(1)
         weight, weight_scale = self.weight, self.weight_scale
         if self.by_columns:
@@ -282,7 +282,7 @@ def _scaled_matmul_scattered(
     group = place.group
     if group is None:
         return a.new_empty(split.shape_of(place.rank, shape), dtype=dtype)
-    # The rows of A are the rows of the output, in whatever shape A came: view A as the output is.
+    # The rows of A are the rows of the output, whatever A's shape: view A in the output's shape.
     rows = a.reshape(*shape[:-1], a.shape[-1])
     # (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
     scale = a_scale.reshape((1, 1) if a_scale.numel() == 1 else (*shape[:-1], a_scale.shape[-1]))
@@ -455,7 +455,7 @@ def scaled_matmul_reduce_scatter(
     Same result as `torch._scaled_mm` without a bias, reduce-scattered along `scatter_dim`, with the
     bias then added once. `a` is float8 (..., M, K), its scale one number or (..., M, 1); or both
     have scales of blocks, as in `scaled_all_gather_matmul`. Results in float8 are reduced in
-    float32. `sizes` as in `matmul_reduce_scatter`. No gradient, as `_scaled_mm`. Errors as for
+    float32. `sizes` as in `matmul_reduce_scatter`. No gradient, like `_scaled_mm`. Errors as for
     `all_gather_matmul`. Source: torch's `symm_mem::fused_scaled_matmul_reduce_scatter`.
     """
     dim = check_dim(SCALED_SCATTER, "scatter_dim", scatter_dim, a.dim())

@@ -372,9 +372,9 @@ def choose_attention(
 ) -> str:
     """Returns one of `ways`, which can serve a call of attention on a GPU; `key` names the work.
 
-    Without `work` nothing is simulated. A forced way that is not in `ways` is ignored. Captured
-    calls choose like others: these warm a graph up and make its workspace. Collective at the first
-    call for a group.
+    Without `work` nothing is simulated. If a forced way is not in `ways`, the first of these is
+    returned. Captured calls choose like others: these warm a graph up and make its workspace.
+    Collective at the first call for a group.
     """
     way = _forced.get(ATTENTION_WAYS) or env.attention()
     if way is not None:

@@ -91,7 +91,7 @@ def enter_cuts(
 
 
 def check_cut(op: str, balancer: LoadBalancer, known: Iterable[LoadBalancer]) -> None:
-    """Raises `ValueError` if `known` cut shards of such a length, but `balancer` cut none."""
+    """Raises `ValueError` if `known` has load balancers of this length, but not `balancer`."""
     others = [each for each in known if each.seq_length == balancer.seq_length]
     if others and balancer not in others:
         by = " and ".join(sorted(map(repr, others)))

@@ -32,8 +32,8 @@ def known_balancers(
 ) -> tuple[LoadBalancer, ...]:
     """Returns the load balancers, in the order of their lengths; none for a function or None.
 
-    Raises `ValueError` if a rank holds equally many positions of two sequences, whose parts it
-    could not tell apart.
+    Raises `ValueError` if a rank holds equally many positions of two sequences: their parts would
+    be indistinguishable.
     """
     if isinstance(load_balancer, LoadBalancer):
         return (load_balancer,)

@@ -2,7 +2,7 @@
 
 A model decides from its input's length whether it needs a mask. Within a region its input is this
 rank's part of the sequence, and it may drop a sliding window that the whole sequence needs. The
-region gets only the resulting call, `is_causal=True`, so it must inspect the modules that run in it.
+region gets only the resulting call, `is_causal=True`, so it must inspect the running modules.
 
 While any region is active, a global forward pre-hook passes each module to the `Watch` of the
 innermost region of its thread, which has inspectors.py judge it. A forward hook, which unlike the
@@ -338,7 +338,7 @@ class _Hooks:
             if self._users > 1:
                 return
             if self._before < 0:
-                # Calling a compiled module warns that global hooks run twice. Here that is harmless.
+                # Calling a compiled module warns that global hooks run twice: harmless here.
                 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are gl")
                 self._before = torch_module.register_module_forward_pre_hook(_before).id
                 self._after = torch_module.register_module_forward_hook(_after, with_kwargs=True).id

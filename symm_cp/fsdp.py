@@ -302,7 +302,7 @@ def _why_not(process_group: dist.ProcessGroup, device: torch.device) -> str:
     group = resolve(process_group)
     try:
         if has_streams(device) and spans_hosts(group, device):
-            return "its device reads no buffers of others"
+            return "its device cannot read peers' buffers"
         hosts = hosts_of(group, device)
     except NotImplementedError as error:
         return str(error)

@@ -270,8 +270,8 @@ def read_file(path: Callable[[int], Path], ranks: int) -> tuple[str, str]:
         if not older.is_file():
             return "", ""
         return "", (
-            f"symm_cp: not used: {older} does not say for which machine it is (its format is an "
-            "older one): delete it, and measure again (symm-cp calibrate, symm-cp tune)"
+            f"symm_cp: not used: {older} does not say for which machine it is (an older format): "
+            "delete it, and measure again (symm-cp calibrate, symm-cp tune)"
         )
     except (OSError, UnicodeDecodeError) as error:
         return "", f"symm_cp: not used: {error}"

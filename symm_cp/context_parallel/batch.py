@@ -375,8 +375,8 @@ def _check_labels(batch: Mapping[str, Any], seq_dim: int, decoder: bool) -> None
     length = _first(batch[names[0]]).shape[seq_dim]
     if labels.dim() <= seq_dim or labels.shape[seq_dim] != length:
         raise ValueError(
-            f"{_OP}: labels of shape {list(labels.shape)} must be one for each of the {length} "
-            f"positions of {names[0]} (of an encoder-decoder: pass decoder_input_ids, or model)"
+            f"{_OP}: labels of shape {list(labels.shape)} must have one for each of the {length} "
+            f"positions of {names[0]} (for an encoder-decoder, pass decoder_input_ids or model)"
         )
 
 

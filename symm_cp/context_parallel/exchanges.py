@@ -313,7 +313,6 @@ def _range_numbers(op: str, heads: Heads) -> list[int]:
     whole = pairs and all(isinstance(n, int | torch.SymInt) for each in heads for n in each)
     if not whole or any(len(each) != 2 for each in heads):
         raise TypeError(
-            f"{op}: {heads=} must be a Split, or for each rank its first head and the one behind "
-            "its last"
+            f"{op}: {heads=} must be a Split, or for each rank a range of heads (begin, end)"
         )
     return [number for each in heads for number in each]

@@ -113,7 +113,9 @@ def _attend_parts(
     rank's part are used for the whole if they depend on positions alone.
     """
     if any(option is not None for option in unknown.values()):
-        raise NotImplementedError(f"{FLEX}: {sorted(unknown)} within context_parallel")
+        raise NotImplementedError(
+            f"{FLEX}: {sorted(unknown)} within context_parallel is not supported"
+        )
     masked = block_mask is not None or score_mod is not None
     queries, keys = spread(region, query, key, ordered=masked)
     # A mask that is already cut keeps the mask of the whole sequence.
@@ -137,7 +139,7 @@ def _attend_parts(
             query, full_key, full_value, *modifiers, *options, return_aux=return_aux
         )
     if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel")
+        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel is not supported")
     out, lse = flex_all_gather_attention(
         query,
         key,

@@ -142,7 +142,7 @@ def flex_in_graph(
     `mask_mod` is a mask of the whole sequence without blocks.
     """
     if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel")
+        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel is not supported")
     block_mask = getattr(block_mask, "symm_cp_global", block_mask)
     blocks: tuple[Any, ...] = (None,) * 8
     if block_mask is not None:

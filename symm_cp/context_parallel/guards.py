@@ -142,8 +142,8 @@ class Watch:
         message = (
             f"{where}: {ran} ran, but no attention ran context parallel: none of "
             "F.scaled_dot_product_attention, flex_attention and varlen_attn was called, so "
-            "attention saw only this rank's part of the sequence. Use one that calls one of them "
-            "(transformers: context_parallel(model=...))"
+            "attention saw only this rank's part of the sequence. Use a model that calls one of "
+            "them (transformers: context_parallel(model=...))"
         )
         if where == "context_parallel":
             message += '; if the modules have no attention, pass on_unfused="ignore"'

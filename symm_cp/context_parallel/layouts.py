@@ -97,7 +97,7 @@ def check_cut(op: str, balancer: LoadBalancer, known: Iterable[LoadBalancer]) ->
         by = " and ".join(sorted(map(repr, others)))
         raise ValueError(
             f"{op}: load_balancer is {balancer!r}, but the shards of {balancer.seq_length} "
-            f"positions were cut by {by}: give both the same one (shard_batch returns it as "
+            f"positions were cut by {by}: use one for both (shard_batch returns it as "
             "reduce_loss.load_balancer)"
         )
 

@@ -94,8 +94,8 @@ def seed_of_dropout() -> torch.Tensor:
             del watch.seeds[next(iter(watch.seeds))]
     elif watch.seeds and number not in watch.seeds:
         raise RuntimeError(
-            f"{_OP}: a checkpoint computes a dropout again with a seed that the forward pass did "
-            "not draw, so its gradients would be those of other masks: leave out "
+            f"{_OP}: a checkpoint recomputes a dropout with a seed that the forward pass did not "
+            "draw, so its gradients would belong to other masks: leave out "
             "preserve_rng_state=False"
         )
     return seed
@@ -136,9 +136,9 @@ def _check_seed(region: ParallelRegion, watch: Watch, seed: int, device: torch.d
     others = [rank for rank, other in enumerate(seeds) if other != seeds[0]]
     if others:
         raise ValueError(
-            f"{_OP}: ranks {others} draw other random numbers than rank 0, so dropout or whether "
-            "layers are left out would differ from rank to rank: seed all ranks of the mesh "
-            "alike, torch.manual_seed(seed), and draw equally much on all of them before"
+            f"{_OP}: ranks {others} draw other random numbers than rank 0, so dropout or skipped "
+            "layers would differ from rank to rank: give all ranks of the mesh the same seed, "
+            "torch.manual_seed(seed), and draw equally many numbers on each before"
         )
 
 

@@ -412,9 +412,9 @@ def apart(
             if sequences.place(shape).positions is not None:
                 raise NotImplementedError(
                     f"{func.__name__} within context_parallel, of shape {list(shape)}, would draw "
-                    "for this rank's part of the sequence, on ranks that are seeded alike the same "
-                    "as on others: pass a generator that each rank has seeded by itself, or draw "
-                    "outside of the context"
+                    "the same numbers for each rank's part of the sequence, since ranks share a "
+                    "seed: pass a generator with a different seed on each rank, or draw outside of "
+                    "the context"
                 )
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), None)
     device = device or torch.empty(0, device=kwargs.get("device")).device

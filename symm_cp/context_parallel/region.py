@@ -46,8 +46,8 @@ class ParallelRegion:
     kind: str | None = None
     # How attention is split over the group.
     method: Method = ALLGATHER
-    # The fields below follow from the fields above. Arguments for them are accepted and replaced:
-    # FSDP2 with mixed precision copies dataclasses among a module's inputs, such as a mask's region.
+    # The fields below follow from those above. Arguments for them are accepted and replaced: with
+    # mixed precision FSDP2 copies dataclasses among a module's inputs, such as a mask's region.
     # The layouts as a graph's input, encoded for ops in graphs; None if samples have different
     # layouts, or a function chooses.
     layouts: torch.Tensor | None = field(default=None, repr=False, compare=False)
@@ -175,7 +175,7 @@ class ParallelRegion:
         if not same and self.world_size > 1:
             raise ValueError(
                 f"{_OP}: without a load_balancer, shards of {local_length} positions "
-                f"are assumed to be cut by {balancer}, but the last ones were cut by {cut!r}: "
+                f"are assumed to be cut by {balancer}, but the last shards were cut by {cut!r}: "
                 "pass the load_balancer that the sequence was cut by"
             )
         guards.check_length(balancer)

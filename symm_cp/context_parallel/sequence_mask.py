@@ -17,8 +17,8 @@ from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.masks import MaskOptions
 
 _NO_MATRIX = (
-    "context_parallel: a model takes {!r} of its attention mask, which is no matrix within "
-    "context_parallel: attention that changes its mask by what is in this rank's part of the "
+    "context_parallel: a model uses {!r} of its attention mask, which is not a matrix within "
+    "context_parallel: attention that changes its mask by the content of this rank's part of the "
     "sequence is not supported"
 )
 

@@ -114,7 +114,7 @@ def _unsupported(func: Any, given: dict[str, Any]) -> str | None:
         if name not in _SERVED and value is not None and value is not False:
             return (
                 f"{VARLEN}: {name} within context_parallel is not supported: leave it out (paged "
-                "and partly filled caches of keys, and numbers of splits, are those of one process)"
+                "or partly filled key caches, and numbers of splits, work in one process only)"
             )
     return None
 
@@ -309,8 +309,8 @@ def _spread(
         return sequential(0, world_size), 1
     if not known:
         raise ValueError(
-            f"{VARLEN}: context_parallel has no load_balancer, without which tokens do not tell "
-            "how many sequences they are: pass the one that the batch was cut by (shard_batch "
+            f"{VARLEN}: context_parallel has no load_balancer, so the number of sequences in the "
+            "tokens is unknown: pass the load_balancer that the batch was cut by (shard_batch "
             "returns it as reduce_loss.load_balancer)"
         )
     found = []
@@ -323,7 +323,7 @@ def _spread(
     if found:
         lengths = [layout.length for layout, _ in found]
         raise ValueError(
-            f"{VARLEN}: {total} tokens may be those of sequences of {lengths} positions: pass a "
+            f"{VARLEN}: {total} tokens may be sequences of any of {lengths} positions: pass a "
             "load_balancer of one of these lengths"
         )
     held = " or ".join(f"{each.lengths[rank]} of {each.length}" for each in known)

@@ -9,9 +9,9 @@ parameters                          before a model's first step, and when a     
 gradients                           in the context after the model's first        a warning
                                     optimizer step, as that step saw them
 
-Compared are parameters and gradients that must be equal on all ranks: plain ones, and DTensors that
-are not split over these ranks (FSDP2's over other mesh dimensions). Buffers of models are not
-compared: running statistics differ between ranks of correct programs.
+Ranks compare parameters and gradients that must be equal on all of them: plain ones, and DTensors
+that are not split over these ranks (FSDP2's over other mesh dimensions). They do not compare
+buffers of models: running statistics differ between ranks of correct programs.
 
 A comparison is a collective, so an action that one rank may take alone must not start it: loading a
 checkpoint that it broadcasts afterwards, or running a small module as a probe. Ranks therefore

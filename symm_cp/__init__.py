@@ -1,9 +1,9 @@
 """Symmetric-memory fused compute-collective ops for PyTorch.
 
 Importing this package adds kernels: torch's symmetric memory and the ops of `torch.ops.symm_mem`
-work on CPU tensors from then on. It builds its native part once for the installed torch. Where that
-cannot be built or loaded (no C++ compiler, no folder to keep it in, one that others can write) the
-import succeeds with one line that says so, and the first use raises an error with what to do.
+work on CPU tensors from then on. It builds its native part once for the installed torch. If that
+cannot be built or loaded (no C++ compiler, no folder for it, a folder that others can write), the
+import succeeds and prints one line, and the first use raises an error that says what to do.
 
 `import symm_cp.schedule` alone loads none of this, nor torch, and works on any system (loading.py).
 """

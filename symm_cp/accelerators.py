@@ -1,4 +1,4 @@
-"""What torch tells about devices of any type besides CPUs, through the module of the type."""
+"""Facts about devices of any type besides CPUs, from torch's module for the type."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def _ask(device: torch.device, function: str, *arguments: int) -> Any:
 def available() -> torch.device | None:
     """Returns the type of accelerator of this machine, or None.
 
-    A build of torch for CUDA names one on machines without a GPU, too, unless asked to look.
+    Without `check_available`, a CUDA build of torch names one on machines without a GPU, too.
     """
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def index_of(device: torch.device) -> int:
-    """Returns the index of a device; the current device's index where `device` has none."""
+    """Returns the index of a device; the current device's index if `device` has none."""
     return int(_ask(device, "current_device")) if device.index is None else device.index
 
 
 def indexed(device: torch.device) -> torch.device:
-    """Returns a device with an index, the current device's where it has none; a CPU as it is."""
+    """Adds the current device's index to a device without an index; leaves CPUs unchanged."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, index_of(device))
@@ -53,10 +53,10 @@ def properties_of(device: torch.device) -> Any:
 
 
 def uuid_of(device: torch.device) -> str:
-    """Returns what tells a device from all others, those of other hosts included."""
+    """Returns an identifier of the device that is unique across hosts."""
     return str(properties_of(device).uuid)
 
 
 def reaches(device: torch.device, peer: int) -> bool:
-    """Whether a device can map the memory of another one of this process."""
+    """Whether a device can map the memory of device `peer` of this process."""
     return bool(_ask(device, "can_device_access_peer", index_of(device), peer))

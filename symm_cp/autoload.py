@@ -1,8 +1,8 @@
-"""Names the backend to torch.distributed while torch is imported, and imports nothing else.
+"""Registers the backend's name with torch.distributed while torch is imported, nothing else.
 
-torch calls entry points "torch.backends" at the end of its own import, in every program of the
-environment, so this takes a millisecond or two: of `symm_cp` it leaves no module behind, and a
-later `import symm_cp` starts afresh. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns them off.
+torch calls the entry points "torch.backends" at the end of its own import, in every program of the
+environment, so this must be quick (a millisecond or two): it leaves no module of `symm_cp` behind,
+and a later `import symm_cp` starts afresh. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns them off.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAME = "symm_cp"
 
 
 def register() -> None:
-    """Registers the backend by its name; the first group that has it imports `symm_cp`."""
+    """Registers the backend by its name; the first group that uses it imports `symm_cp`."""
     package = sys.modules[_NAME]
     if package._everything or loading.is_partial():
         return  # it is being imported, and registers the backend itself

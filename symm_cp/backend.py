@@ -3,14 +3,13 @@
     import symm_cp
     torch.distributed.init_process_group("symm_cp")              # or "cpu:symm_cp,cuda:nccl"
 
-Its name is enough where the package is installed (entry points "torch.backends", and from torch
-2.14 on "torch.distributed.backends"), and importing symm_cp registers it, too. Nothing of torch is
+If the package is installed, the name is enough (entry points "torch.backends", and from torch
+2.14 on "torch.distributed.backends"); importing symm_cp registers it, too. Nothing of torch is
 changed, and gloo stays the default for CPU tensors. `new_group`, `init_device_mesh`, DDP, FSDP2,
 DTensor and functional collectives use it like any other backend, and the ops of this package share
-its memory. It has every collective and every dtype: reductions of the integer and floating types,
-of bool and of the complex types, all else for any dtype. Synchronous calls run in the calling
-thread; with `async_op=True` they run in the background, and their works and futures complete
-whether or not somebody waits.
+its memory. It has every collective: reductions for integer, floating, bool and complex dtypes, all
+others for any dtype. Synchronous calls run in the calling thread; with `async_op=True` they run in
+the background, and their works and futures complete whether or not the program waits.
 
 Making a group is collective: it finds the other ranks. From then on a call raises
 `torch.distributed.DistBackendError` within a second when a rank it needs has died.
@@ -18,7 +17,7 @@ Making a group is collective: it finds the other ranks. From then on a call rais
 `torch.distributed.monitored_barrier` accepts gloo only; `group.monitored_barrier(...)` works.
 
 torch's profiler shows each call as "symm_cp:all_reduce" and so on, until it has been waited for.
-`all_reduce` sums sparse COO tensors, as gradients of `nn.Embedding(sparse=True)` are, too.
+`all_reduce` also sums sparse COO tensors, such as gradients of `nn.Embedding(sparse=True)`.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ NAME = "symm_cp"
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed."""
+    """Registers the backend with torch.distributed."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create_from, extended_api=True, devices=["cpu"])
 
 
 def register_or_warn(logger: logging.Logger) -> bool:
-    """Registers the backend for an engine's plug-in; where it cannot be built, warns: False."""
+    """Registers the backend for an engine's plug-in; if it cannot be built, warns: False."""
     try:
         native.load()
     except native.BuildError as error:
@@ -69,9 +68,9 @@ def _create(
 ) -> dist.Backend:
     """Makes the backend of one process group. Collective.
 
-    For a group that spans hosts: shared memory within a host, gloo between hosts
-    (csrc/backend/two_level.h).
-    Where hosts hold different numbers of ranks it is gloo alone, which is said.
+    A group that spans hosts uses shared memory within a host and gloo between hosts
+    (csrc/backend/two_level.h). If hosts hold different numbers of ranks, it uses gloo alone, and
+    rank 0 prints this.
     """
     hosts = hosts_of_ranks(store, name, rank, size, timeout) if size > 1 else [""]
     ranks = spread([Place(host) for host in hosts])
@@ -107,7 +106,7 @@ def _two_level_backend(
 def native_backend(
     store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta
 ) -> dist.Backend:
-    """Makes a backend of ranks that are all on this host. Collective."""
+    """Makes a backend for ranks that are all on this host. Collective."""
     return _open(store, name, rank, size, timeout, None)
 
 
@@ -138,7 +137,7 @@ def hosts_of_ranks(
 ) -> list[str]:
     """Returns the host of each rank of a group that is being made. Collective.
 
-    Raises `torch.distributed.DistBackendError` naming the ranks that do not come in time.
+    Raises `torch.distributed.DistBackendError` naming the ranks that do not arrive in time.
     """
     keys = [f"symm_cp/host/{peer}" for peer in range(size)]
     timed = TimedStore(store, timeout)

@@ -19,7 +19,7 @@ from symm_cp.commands.demo import arguments as demo_arguments
 from symm_cp.parsing import add_json
 from symm_cp.ranks import add_rendezvous, is_rank, positive, started_elsewhere
 
-# What a shell says of a process that a signal has ended.
+# Exit codes that a shell reports for processes ended by these signals.
 _INTERRUPTED, _NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
@@ -74,7 +74,7 @@ def selftest(parser: argparse.ArgumentParser) -> None:
 def answer() -> None:
     """Ends the process for --help, --version and wrong arguments, before torch is imported.
 
-    Has an interrupt end it in one line from now on, also while torch is imported and `csrc/` built.
+    From now on an interrupt prints one line, also while torch is imported and `csrc/` built.
     """
 
     def parse() -> int:
@@ -103,7 +103,7 @@ def _show(kind: type[BaseException], error: BaseException, traceback: TracebackT
 
 
 def _say_interrupted() -> None:
-    if not is_rank():  # the command that started the ranks says it once
+    if not is_rank():  # the command that started the ranks prints it once
         with suppress(OSError, ValueError):
             print("\nsymm-cp: interrupted", file=sys.stderr, flush=True)
 
@@ -166,7 +166,7 @@ def _main(arguments: Sequence[str]) -> int:
         note := started_elsewhere(args.rendezvous, dict(os.environ))
     ):
         print(f"symm-cp {args.command}: {note}", file=sys.stderr)
-    # Their rooms need torch.
+    # The folders of these commands need torch.
     modules = {"doctor": "doctor", "selftest": "first_run", "plan": "plan", "demo": "demo.start"}
     code: int = import_module(f"symm_cp.commands.{modules.get(args.command, 'bench')}").main(args)
     return code

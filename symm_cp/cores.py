@@ -12,13 +12,13 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 UNITS = ("node", "socket")
-#: For ranks that are started, "node" or "socket"; with ":threads" where they set their threads.
+#: Read by started ranks: "node" or "socket", plus ":threads" if ranks set their thread counts.
 VARIABLE = "SYMM_CP_NUMA"
 SYSTEM = Path("/sys/devices/system")
 
 
 class Share(NamedTuple):
-    """What a rank gets: whole cores, of which one may be several CPUs (hyper-threads)."""
+    """A rank's share: whole cores, each of which may be several CPUs (hyper-threads)."""
 
     places: tuple[str, ...]
     cpus: frozenset[int]
@@ -29,7 +29,7 @@ class Share(NamedTuple):
 
 
 def numbers(text: str) -> frozenset[int]:
-    """Returns the numbers of a list of ranges, "0-3,8"."""
+    """Returns the numbers in a list of ranges such as "0-3,8"."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -56,7 +56,7 @@ def _read(path: Path, default: str) -> str:
 
 
 def units(unit: str, allowed: Collection[int], system: Path = SYSTEM) -> dict[int, frozenset[int]]:
-    """Returns the allowed CPUs of each node or socket that has any; without sysfs it is one."""
+    """Returns the allowed CPUs of each node or socket that has any; without sysfs, one unit."""
     found: dict[int, frozenset[int]] = {}
     if unit == "node":
         for folder in system.glob("node/node[0-9]*"):
@@ -81,11 +81,11 @@ def cores(cpus: Collection[int], system: Path = SYSTEM) -> list[frozenset[int]]:
 
 
 def shares(unit: str, ranks: int, allowed: Collection[int], system: Path = SYSTEM) -> list[Share]:
-    """Returns what each rank gets of the CPUs that this process may use.
+    """Returns each rank's share of the CPUs that this process may use.
 
-    Ranks are divided among the nodes (or sockets) in turn, and those of a node share its cores in
-    equal parts; fewer ranks than nodes get several each. Raises `ValueError` for more ranks than
-    cores.
+    Ranks are divided among the nodes (or sockets) in turn, and the ranks of a node share its cores
+    equally; with fewer ranks than nodes, each rank gets several nodes. Raises `ValueError` for more
+    ranks than cores.
     """
     of_unit = units(unit, allowed, system)
     owned = [tuple(_own(list(of_unit), rank, ranks)) for rank in range(ranks)]
@@ -107,16 +107,16 @@ def shares(unit: str, ranks: int, allowed: Collection[int], system: Path = SYSTE
 
 
 def _own(items: Sequence[T], rank: int, ranks: int) -> list[T]:
-    """The items of a rank; where there are fewer than ranks, the one that it shares."""
+    """Returns the items of a rank; with fewer items than ranks, the single item that it shares."""
     if ranks > len(items):
         return [items[rank * len(items) // ranks]]
     return [*items][rank * len(items) // ranks : (rank + 1) * len(items) // ranks]
 
 
 def bind(environment: Mapping[str, str] = os.environ) -> Share | None:
-    """Binds this process, if it is a rank that is to be bound, and returns to what.
+    """Binds this process if it is a rank to be bound; returns its share, else None.
 
-    What it starts stays where it is, so this happens once. Raises `ValueError` as `shares`.
+    Child processes inherit the binding, so it happens once. Raises `ValueError` as `shares` does.
     """
     unit, _, threads = environment.get(VARIABLE, "").partition(":")
     if not unit or "LOCAL_RANK" not in environment or "LOCAL_WORLD_SIZE" not in environment:

@@ -5,36 +5,35 @@
 | `SYMM_CP_BUILD_DIR` | folder of built code and measurements | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
 | `SYMM_CP_SIGNALS` | how GPUs signal: by the `stream`, our `kernel` or `torch` | what works |
-| `SYMM_CP_SELFTEST` | 0: use GPUs without testing first what works between them | 1 |
+| `SYMM_CP_SELFTEST` | 0: use GPUs without first testing what works between them | 1 |
 | `SYMM_CP_ATTENTION` | `pipeline`, on CUDA also `arrival`, `together` (tuning.py) | as tuned |
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
 | `SYMM_CP_WAY` | `shards` or `whole`, on CUDA also `tiles`, of fused matmuls | by simulation |
 | `SYMM_CP_BACKEND_FOR` | backends that symm_cp replaces on CPU (`symm-cp run` sets it) | none |
-| `SYMM_CP_PLANS` | 0: each call on CUDA is made by Python, none by a recorded plan | 1 |
-| `SYMM_CP_KEEP_MIB` | freed memory of results that a process keeps for later ones, in MiB | below |
+| `SYMM_CP_PLANS` | 0: Python makes each call on CUDA, no recorded plan does | 1 |
+| `SYMM_CP_KEEP_MIB` | freed result memory that a process keeps for later results, in MiB | below |
 | `SYMM_CP_THREADS` | threads of a rank that copy and reduce: `one`, or `all` of torch's | below |
 | `SYMM_CP_BACKGROUND_THREADS` | threads that copy and reduce in asynchronous ops, per group | 1 |
 | `SYMM_CP_HUGE_PAGES` | 1: symmetric memory takes huge pages that the system has reserved | 0 |
-| `SYMM_CP_SOCKETS` | ranks sum as if on so many sockets; the same on all ranks | below |
-| `SYMM_CP_READ_MESSAGES` | 1: long messages are read in their sender's memory; 0: none is | below |
+| `SYMM_CP_SOCKETS` | ranks sum as if on n sockets; the same on all ranks | below |
+| `SYMM_CP_READ_MESSAGES` | 1: read long messages in the sender's memory; 0: never | below |
 | `SYMM_CP_COMPARE_INPUTS` | 0: ranks do not compare batches, prompts, weights | 1 |
 | `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
 
-`SYMM_CP_KEEP_MIB` is 1/32 of the memory of the machine or container unless set, 1024 at most. With
+`SYMM_CP_KEEP_MIB` defaults to 1/32 of the memory of the machine or container, at most 1024. With
 0, large results come from torch's allocator, like all others.
 
-Unless `SYMM_CP_THREADS` is set, large copies and reductions take all threads that torch has in the
-process (`OMP_NUM_THREADS`, `torch.set_num_threads`) if the ranks of the group have a core for each
-of them, by the cores that they may run on, and else one. `symm-cp calibrate` measures from which
-size on.
+By default, large copies and reductions take all of torch's threads in the process
+(`OMP_NUM_THREADS`, `torch.set_num_threads`) if the ranks of the group may run on enough cores for
+one core per thread, and else one thread. `symm-cp calibrate` measures the size from which they do.
 
-Unless `SYMM_CP_READ_MESSAGES` is set, messages are read there whose sender goes on meanwhile; those
-of one that waits go through a ring, into which both copy at the same time.
+Unless `SYMM_CP_READ_MESSAGES` is set, a rank reads a message in the sender's memory if the sender
+goes on meanwhile; if the sender waits, both copy at the same time through a ring.
 
-Unless `SYMM_CP_SOCKETS` is set, ranks are on the sockets of the CPUs that they may run on, if each
-has three ranks or more.
+Unless `SYMM_CP_SOCKETS` is set, ranks sum by the sockets of the CPUs that they may run on, if each
+socket has three ranks or more.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 
-# What `os.environ` keeps, in bytes. Its own look-up raises and catches an error where a variable is
-# not set, which takes a microsecond, several times in each op.
+# The dict of bytes behind `os.environ`. `os.environ`'s own look-up raises and catches an error for
+# an unset variable: a microsecond, several times in each op.
 _variables: Container[bytes] | None = getattr(os.environ, "_data", None)
 
 
@@ -77,7 +76,7 @@ def build_dir() -> Path:
 
 
 def timeout_ms() -> int:
-    """Returns the time-out of waits in milliseconds; 0 stands for the group's time-out."""
+    """Returns the time-out of waits in milliseconds; 0 means the group's time-out."""
     text = os.environ.get("SYMM_CP_TIMEOUT_MS", "0")
     if not text.isdigit():
         raise ValueError(
@@ -95,7 +94,7 @@ def signals() -> str | None:
 
 
 def selftest() -> bool:
-    """Tells whether groups test at first use what works between their devices."""
+    """Whether groups test at first use what works between their devices."""
     text = _get("SYMM_CP_SELFTEST", "1")
     if text not in ("0", "1"):
         raise ValueError(f"SYMM_CP_SELFTEST={text!r} must be 0 or 1")
@@ -119,7 +118,7 @@ def way() -> str | None:
 
 
 def debug() -> bool:
-    """Tells whether ranks compare their calls on devices before they make them."""
+    """Whether ranks compare their calls on devices before making them."""
     text = _get("SYMM_CP_DEBUG", "0")
     if text not in ("0", "1"):
         raise ValueError(f"SYMM_CP_DEBUG={text!r} must be 0 or 1")
@@ -127,7 +126,7 @@ def debug() -> bool:
 
 
 def plans() -> bool:
-    """Whether calls on streams are recorded, and later ones carried out without Python."""
+    """Whether calls on streams are recorded, and later calls replayed without Python."""
     text = _get("SYMM_CP_PLANS", "1")
     if text not in ("0", "1"):
         raise ValueError(f"SYMM_CP_PLANS={text!r} must be 0 or 1")
@@ -143,7 +142,7 @@ def debug_offsets() -> int | None:
 
 
 def kept_bytes() -> int:
-    """Returns how much memory of freed results a process keeps; -1 stands for the default."""
+    """Returns how much memory of freed results a process keeps; -1 means the default."""
     text = os.environ.get("SYMM_CP_KEEP_MIB") or None
     if text is not None and not text.isdigit():
         raise ValueError(f"SYMM_CP_KEEP_MIB={text!r} must be a number of MiB, 0 to keep none")
@@ -151,7 +150,7 @@ def kept_bytes() -> int:
 
 
 def threads() -> int:
-    """Returns who copies and reduces, as csrc/base/team.h numbers it."""
+    """Returns which threads copy and reduce, as csrc/base/team.h numbers them."""
     text = _get("SYMM_CP_THREADS") or None
     if text not in (None, "one", "all"):
         raise ValueError(f"SYMM_CP_THREADS={text!r} must be 'one' or 'all'")
@@ -175,7 +174,7 @@ def huge_pages() -> bool:
 
 
 def read_messages() -> bool | None:
-    """Tells whether this rank reads long messages in their senders' memory; None: as they wait."""
+    """Whether this rank reads long messages in senders' memory; None: if the sender goes on."""
     text = _get("SYMM_CP_READ_MESSAGES")
     if text not in ("", "0", "1"):
         raise ValueError(f"SYMM_CP_READ_MESSAGES={text!r} must be 0 or 1")
@@ -183,7 +182,7 @@ def read_messages() -> bool | None:
 
 
 def sockets() -> int | None:
-    """Returns among how many sockets ranks sum, if that is set (csrc/base/sockets.cpp reads it)."""
+    """Returns the number of sockets that ranks sum by, if set (csrc/base/sockets.cpp reads it)."""
     text = _get("SYMM_CP_SOCKETS")
     if not text:
         return None
@@ -193,7 +192,7 @@ def sockets() -> int | None:
 
 
 def compare_inputs() -> bool:
-    """Tells whether ranks compare what must be equal on all of them."""
+    """Whether ranks compare inputs that must be equal on all of them."""
     text = _get("SYMM_CP_COMPARE_INPUTS", "1")
     if text not in ("0", "1"):
         raise ValueError(f"SYMM_CP_COMPARE_INPUTS={text!r} must be 0 or 1")

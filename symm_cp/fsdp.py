@@ -3,9 +3,9 @@
     model = fully_shard(model)
     symm_cp.fsdp.use(model)
 
-`use` gives every module that was passed to `fully_shard` two communication objects, by torch's own
-hooks `set_custom_all_gather` and `set_custom_reduce_scatter`. All else is FSDP2's: what is gathered
-when, in which dtype, what the sums are divided by, the all-reduce of HSDP, state dicts.
+`use` gives every module that was passed to `fully_shard` two communication objects, through torch's
+hooks `set_custom_all_gather` and `set_custom_reduce_scatter`. FSDP2 decides all else: what is
+gathered when, in which dtype, the divisor of sums, the all-reduce of HSDP, state dicts.
 
 *Memory.* FSDP2 copies a group of parameters, or of gradients, into a buffer that the communication
 object allocates. Here that is symmetric memory, where peers read the data in place: there is no
@@ -13,22 +13,22 @@ further copy. A buffer belongs to one collective at a time, and is free again wh
 nor the transfer refers to it. That is safe because a transfer refers to its buffer until it has
 been waited for, and the wait ends only when the peers have read their part (the last step of the
 patterns BACKGROUND_ALL_GATHER and BACKGROUND_REDUCE_SCATTER in place). Buffers are kept for later
-collectives as long as the model lives: as many as there are all-gathers under way at a time (one,
-or the number of modules that are prefetched), and as many for reduce-scatters as
-`set_reduce_scatter_max_input_buffers` says (one by default), each as large as the largest group of
+collectives as long as the model lives: one per all-gather under way at a time (one, or the number
+of prefetched modules), and for reduce-scatters the number in
+`set_reduce_scatter_max_input_buffers` (one by default), each as large as the largest group of
 parameters, unsharded. The peak is about as high as FSDP2's alone, which allocates the same buffers
 whenever it needs them; but these stay allocated between steps.
 
-*Order.* Ranks agree on which collectives they make, not on which buffer they use: a peer is told
-where the data is by the call. A new buffer is made known to the peers after its first collective,
-during which they see that all ranks have a new one; so they never wait in different places.
-Freeing a buffer is local.
+*Order.* Ranks agree on which collectives they make, not on which buffer they use: each call reports
+to the peers where the data is. Ranks publish a new buffer only after an empty collective in which
+they see that all ranks have a new one; so they never wait in different places. Freeing a buffer is
+local.
 
 *On CPU* torch has no streams, and FSDP2 waits for each collective. Here an all-gather returns at
 once, and FSDP2 waits for it when it needs the parameters; backward passes prefetch, forward passes
-only where `set_modules_to_forward_prefetch` says so. A gradient is waited for when somebody reads
-it, or at the end of the backward pass. *On CUDA* the copy engines move the data, and streams wait
-as they do for torch's collectives.
+only if `set_modules_to_forward_prefetch` was called. A gradient's transfer is waited for when the
+gradient is read, or at the end of the backward pass. *On CUDA* the copy engines move the data, and
+streams wait as they do for torch's collectives.
 """
 
 from __future__ import annotations
@@ -82,18 +82,18 @@ class _Buffer:
         return torch._C._storage_Use_Count(self._storage._cdata)
 
     def is_free(self) -> bool:
-        """Whether no tensor and no transfer uses it."""
+        """Whether no tensor and no transfer uses the buffer."""
         return self._count() == self._references
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in it."""
+        """Whether a tensor lies in the buffer."""
         start = self.memory.data_ptr()
         return start <= tensor.data_ptr() < start + self.memory.nbytes
 
     def publish(self, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Has the ops of a group read a part of it in place. Collective at the first time.
+        """Has the ops of a group read a part of it in place. Collective the first time.
 
-        The ranks first make an empty call, in which one that does something else is noticed.
+        The ranks first make an empty call, which raises if some rank makes another call.
         """
         key = group.group_name, part.data_ptr() - self.memory.data_ptr(), part.nbytes
         if key in self._known:
@@ -113,8 +113,8 @@ class _Buffers:
     def take(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns an uninitialised tensor, in symmetric memory unless it is small.
 
-        The buffer is the smallest that is free and large enough. Where none is, a new one replaces
-        the largest that is free.
+        The buffer is the smallest that is free and large enough. If there is none, a new buffer
+        replaces the largest free one.
         """
         nbytes = math.prod(size) * dtype.itemsize
         if nbytes <= _SMALL:
@@ -137,7 +137,7 @@ class _Buffers:
 
     @property
     def nbytes(self) -> int:
-        """How much memory they take."""
+        """The total size of the buffers."""
         return sum(each.memory.nbytes for each in self._all)
 
 
@@ -163,7 +163,7 @@ class _Gather(AllGather):
     def allocate(
         self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Returns memory for the parameters of all ranks; FSDP2 writes its own part there."""
+        """Returns memory for the parameters of all ranks; FSDP2 writes this rank's part there."""
         return self.buffers.take([int(length) for length in size], dtype, device)
 
     def __call__(
@@ -190,7 +190,7 @@ class _InFlight:
         self.outputs: deque[torch.Tensor] = deque()
 
     def wait(self, at_most: int = 0) -> None:
-        """Waits for the oldest ones until there are no more than `at_most`."""
+        """Waits for the oldest ones until at most `at_most` are left."""
         while len(self.outputs) > at_most:
             funcol.wait_tensor(self.outputs.popleft())
 
@@ -205,12 +205,12 @@ class _Scatter(ReduceScatter):
     def __init__(self, buffers: _Buffers, in_flight: _InFlight, param_group: _ParamGroup) -> None:
         self.buffers, self.in_flight = buffers, in_flight
         self._param_group = weakref.ref(param_group)
-        self._input_length = 0  # of the input that was allocated, until its output is
+        self._input_length = 0  # of the allocated input; 0 once its output is allocated
 
     def allocate(
         self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Returns memory for the gradients, which peers read; then for this rank's sum."""
+        """Returns memory for the gradients, which peers read; then memory for this rank's sum."""
         param_group: _ParamGroup = self._param_group()
         length, on_cpu = math.prod(int(each) for each in size), not has_streams(device)
         is_output = length * param_group.mesh_info.shard_mesh_size == self._input_length
@@ -246,7 +246,7 @@ class _Scatter(ReduceScatter):
         return None
 
     def _end_backward(self) -> None:
-        """Waits for transfers under way, and leaves ordinary gradients."""
+        """Waits for transfers under way, and makes the gradients ordinary tensors."""
         self.in_flight.wait()
         param_group = self._param_group()
         for fsdp_param in () if param_group is None else param_group.fsdp_params:
@@ -258,7 +258,7 @@ class _Scatter(ReduceScatter):
 
 
 def _reduce_op(op: Any, gradients: torch.Tensor) -> str:
-    """Returns the name of a reduction, after it has multiplied the gradients by its factor."""
+    """Returns the name of a reduction; first multiplies the gradients by its factor, if any."""
     if op == dist.ReduceOp.SUM:
         return "sum"
     if op == dist.ReduceOp.AVG:
@@ -272,14 +272,14 @@ def _reduce_op(op: Any, gradients: torch.Tensor) -> str:
 
 
 def _param_groups(module: nn.Module) -> list[_ParamGroup]:
-    """What a module that was passed to `fully_shard` communicates, apart from its submodules."""
+    """Returns the parameter groups of a module passed to `fully_shard`, not of its submodules."""
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # of older torch: one at most
+    groups = getattr(state, "_fsdp_param_groups", None)  # older torch has one group at most
     return [group for group in groups or [getattr(state, "_fsdp_param_group", None)] if group]
 
 
 def _sharded(op: str, model: nn.Module) -> dict[int, tuple[str, nn.Module, _ParamGroup]]:
-    """The name and the module of each group of parameters of a model that has several ranks."""
+    """Returns name and module of each parameter group of a model that spans several ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model is a {type(model).__name__}, must be a torch.nn.Module")
     modules = {n: module for n, module in model.named_modules() if isinstance(module, FSDPModule)}
@@ -291,18 +291,18 @@ def _sharded(op: str, model: nn.Module) -> dict[int, tuple[str, nn.Module, _Para
     found: dict[int, tuple[str, nn.Module, _ParamGroup]] = {}
     for name, module in modules.items():
         for group in _param_groups(module):
-            # Neither a mesh for replicas only, nor one rank, gathers anything.
+            # A mesh for replicas only gathers nothing, and neither does a single rank.
             if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
                 found.setdefault(id(group), (name, module, group))
     return found
 
 
 def _why_not(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why ranks cannot read each other's memory, if they cannot. Collective."""
+    """Returns why ranks cannot read each other's memory, "" if they can. Collective."""
     group = resolve(process_group)
     try:
         if has_streams(device) and spans_hosts(group, device):
-            return "its device reads no buffers of others"
+            return "its device cannot read peers' buffers"
         hosts = hosts_of(group, device)
     except NotImplementedError as error:
         return str(error)
@@ -312,7 +312,7 @@ def _why_not(process_group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _shard_groups(param_group: _ParamGroup) -> Iterator[dist.ProcessGroup]:
-    """The process groups that gather parameters: in forward, and perhaps another in backward."""
+    """Yields the process groups that gather parameters: of forward, and of backward if another."""
     yield param_group.mesh_info.shard_process_group
     if param_group._use_post_forward_mesh:
         yield param_group.post_forward_mesh_info.shard_process_group
@@ -324,12 +324,12 @@ def _install(
     if len(_param_groups(module)) == 1:
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(scatter)
-    else:  # torch's methods give all groups of a module the same objects, and refuse that
+    else:  # torch's methods would give all groups the same objects, and refuse several groups
         group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
 
 
 def _check_replaceable(name: str, param_group: _ParamGroup) -> None:
-    """Raises `ValueError` where somebody else has chosen how to communicate."""
+    """Raises `ValueError` if the module has custom collectives of others."""
     for comm, default in (
         (param_group._all_gather_comm, DefaultAllGather),
         (param_group._reduce_scatter_comm, DefaultReduceScatter),
@@ -346,12 +346,12 @@ def use(model: nn.Module) -> None:
 
     Same result as::
 
-        fully_shard(model)  # without what follows: torch's own collectives
+        fully_shard(model)  # without `use`: torch's own collectives
 
     Args:
         model: a module that `torch.distributed.fsdp.fully_shard` was called on, or that contains
-            such modules, on CPU or CUDA. Call it on all ranks after all `fully_shard` calls, before
-            or between training steps. Modules that it has changed already stay as they are.
+            such modules, on CPU or CUDA. Call `use` on all ranks after all `fully_shard` calls,
+            before or between training steps. Modules that it has already changed stay as they are.
 
     Works with everything FSDP2 has: mixed precision, HSDP, `reshard_after_forward`, gradient
     accumulation, divide factors (also where the process group's backend has no PREMUL_SUM), other
@@ -359,9 +359,9 @@ def use(model: nn.Module) -> None:
     state dicts. Modules whose ranks share no memory keep torch's collectives, and a line on stderr
     says so. For memory see the docstring of this module. `stop` undoes it.
 
-    Raises `TypeError` for something else than a module, `ValueError` for a model without FSDP
-    modules or with other custom collectives. A collective raises `RuntimeError`, which names the
-    rank, when a peer dies or disagrees. Source: the hooks of torch's FSDP2.
+    Raises `TypeError` if `model` is not a module, `ValueError` for a model without FSDP modules or
+    with other custom collectives. A collective raises `RuntimeError`, which names the rank, when a
+    peer dies or disagrees. Source: the hooks of torch's FSDP2.
     """
     sharded = list(_sharded("symm_cp.fsdp.use", model).values())
     served = [group for _, _, group in sharded if isinstance(group._all_gather_comm, _Gather)]
@@ -389,7 +389,7 @@ def use(model: nn.Module) -> None:
 
 
 def stop(model: nn.Module) -> None:
-    """Gives the modules of a model that `use` has changed torch's own collectives back.
+    """Restores torch's own collectives in the modules of a model that `use` has changed.
 
     Call it on all ranks, not within a training step. The buffers are freed. Raises as `use` does.
     """

@@ -1,14 +1,14 @@
 """What an import of `symm_cp` loads: everything, or for `import symm_cp.schedule` almost nothing.
 
 Schedules need no torch, no native part and no Linux. But Python imports a package before its
-modules, so `symm_cp/__init__.py` asks here for which module it is imported. What it then leaves out
-is loaded, as `import symm_cp` would, when somebody asks for it: by a name of `symm_cp`, by another
-of its modules, or by an import of torch, since whoever imports both expects the ops to be there.
-Where torch is imported already, everything is loaded at once.
+modules, so `symm_cp/__init__.py` asks here for which module it is imported. The rest is loaded, as
+by `import symm_cp`, at the first use of another name of `symm_cp`, or at an import of another of
+its modules or of torch: a program that imports both expects the ops to be there. If torch is
+imported already, everything is loaded at once.
 
 torch's own import asks for `symm_cp.autoload`, which needs nothing else of this package.
 
-And `when_imported` has something done as soon as another library is there.
+`when_imported` calls a function as soon as another library has been imported.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def require_linux() -> None:
 
 
 def only_schedule() -> bool:
-    """Tells whether `symm_cp` is being imported for `symm_cp.schedule` and needs nothing else.
+    """Whether `symm_cp` is being imported only for `symm_cp.schedule` or `symm_cp.autoload`.
 
-    Or for `symm_cp.autoload`. Raises `ImportError` if everything is wanted on systems other than
-    Linux.
+    Raises `ImportError` if everything is needed on systems other than Linux.
     """
     wanted = _imported_for()
     if wanted == _AUTOLOAD:
@@ -52,15 +51,14 @@ def only_schedule() -> bool:
 
 
 def is_partial() -> bool:
-    """Tells whether only `symm_cp.schedule` was loaded so far."""
+    """Whether only `symm_cp.schedule` has been loaded so far."""
     return bool(_finders())
 
 
 def loads_more() -> bool:
-    """Tells whether a name that `symm_cp` lacks is a reason to load everything.
+    """Whether to load everything for a name that `symm_cp` lacks.
 
-    It is none to the modules of `symm_cp` that are being imported, for which everything is loaded
-    afterwards.
+    Not while modules of `symm_cp` are being imported: everything is loaded after them.
     """
     return any(finder.running == 0 for finder in _finders())
 
@@ -70,7 +68,7 @@ def _finders() -> list[_Finder]:
 
 
 def load_everything() -> None:
-    """Loads what was left out; raises `ImportError` where that cannot be, such as without torch."""
+    """Loads the rest of the package; raises `ImportError` if it cannot, such as without torch."""
     require_linux()
     finders = _finders()
     for finder in finders:
@@ -87,9 +85,9 @@ def _is_pure(name: str) -> bool:
 
 
 def _imported_for() -> str:
-    """Returns the module for which Python is importing its package `symm_cp`, "" without one.
+    """Returns the module for which Python is importing its package `symm_cp`, "" if none.
 
-    Both are arguments of the import system's functions that are running.
+    Reads both names from the arguments of the import system's running functions.
     """
     names: list[str] = []
     frame: FrameType | None = sys._getframe()
@@ -104,7 +102,7 @@ def _imported_for() -> str:
 
 
 class _Finder(MetaPathFinder):
-    """Has everything loaded once torch, or the module of `symm_cp` that imports it, is there."""
+    """Loads everything once torch, or a module of `symm_cp` that imports torch, is imported."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -162,7 +160,7 @@ def _followed(
     begin: Callable[[], None],
     end: Callable[[bool], None],
 ) -> ModuleSpec | None:
-    """The spec of another finder, whose loader calls `begin` and, with whether it failed, `end`."""
+    """Returns another finder's spec, with a loader that calls `begin` and then `end(failed)`."""
     for finder in sys.meta_path:
         if finder is not ours and (spec := finder.find_spec(name, path, target)) is not None:
             if spec.loader is not None:
@@ -172,7 +170,7 @@ def _followed(
 
 
 class _Loader(Loader):
-    """Another loader, and functions called around it."""
+    """Wraps another loader, and calls functions before and after it."""
 
     def __init__(self, of: Loader, begin: Callable[[], None], end: Callable[[bool], None]) -> None:
         self._of, self._begin, self._end = of, begin, end
@@ -203,5 +201,5 @@ def _load_the_rest() -> None:
 def _quietly(function: Callable[[], object]) -> None:
     try:
         function()
-    except Exception as error:  # it is torch, or another module, that the user imports
+    except Exception as error:  # the user imports torch or another module, which must not fail
         print(f"symm_cp: not loaded: {type(error).__name__}: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Measurements of this machine: how files name it, and what the native part reads at its load."""
+"""Measurements of this machine: their file names, and the sizes that the native part loads."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def processor_name() -> str:
 
 
 def machine_key() -> str:
-    """Names the scope of measurements, in names of files: processor, its cores, and torch.
+    """Names the scope of measurements, in file names: processor, number of cores, torch version.
 
-    Machines of several kinds may share a home folder. All cores of the machine count: ranks may
-    be bound to one each.
+    Machines of several kinds may share a home folder. Counts all cores of the machine, since ranks
+    may be bound to one each.
     """
     text = f"{processor_name()} {os.cpu_count()} cores torch {torch.__version__}"
     return re.sub(r"[^a-z0-9.+]+", "-", text.lower()).strip("-")
 
 
 def divided_path(threads: int) -> Path:
-    """Returns the path of the size from which so many threads share copies and reductions here."""
+    """Returns the path of the size from which `threads` threads share copies and reductions."""
     return env.build_dir() / f"divided_{threads}_{machine_key()}.toml"
 
 
 def to_toml(divided_from: int) -> str:
-    """Returns the text of such a file."""
+    """Returns the text of the file at `divided_path`."""
     return f"divided_from = {divided_from}\n"
 
 
 def divided_from(say: Callable[[str], object]) -> dict[int, int]:
-    """Returns the sizes that `symm-cp calibrate` has measured here, in bytes, by threads.
+    """Returns the sizes in bytes, by threads, that `symm-cp calibrate` has measured here.
 
     Calls `say` for each file that is not used, with the reason.
     """

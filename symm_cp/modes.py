@@ -1,6 +1,6 @@
 """Makes tensors that are kept for later calls, independent of the caller's modes.
 
-A view or a mask that is kept must be an ordinary tensor. Made under the caller's modes it could be
+A view or a mask that is kept must be an ordinary tensor. Under the caller's modes it could become
 an inference tensor, which training must not write to, a fake one, or one on another default device.
 """
 

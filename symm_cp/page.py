@@ -1,6 +1,6 @@
 """Reports as HTML: for each graph a picture of its predicted timeline, and a table of collectives.
 
-Takes what `symm-cp explain --json` writes. The page has no scripts and loads nothing.
+The input is the output of `symm-cp explain --json`. The page has no scripts and loads nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def fragment(
     for graph in graphs:
         parts += _graph(graph)
     parts += _list("Graph breaks", (f"{text} ({count} x)" for text, count in breaks.items()))
-    # Equal pieces of advice once, and of its collectives each name once.
+    # Each piece of advice appears once, and in it the name of each collective once.
     what = (f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in advice.items())
     return "\n".join([*parts, *_list("What to change", what), "</div>"])
 
@@ -73,7 +73,7 @@ def title_of(graph: Mapping[str, Any]) -> str:
 
 
 def fate_of(each: Mapping[str, Any]) -> str:
-    """Returns what the passes made of a collective, and why."""
+    """Returns how the passes replaced a collective, or that they did not, and why."""
     if each["fused_into"]:
         return f"fused into {each['fused_into']}"
     if each["runs_as"]:

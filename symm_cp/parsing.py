@@ -1,4 +1,4 @@
-"""What the options of all commands have in common: `--json`, `--plot`, older spellings, sizes."""
+"""Options that several commands share: `--json`, `--plot`, older spellings, sizes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plot_file(path: Path, name: str, *, several: bool = False) -> Path:
 
 
 class Deprecated(argparse.Action):
-    """An older spelling of an option: it works, is not in the help, and says so once on stderr."""
+    """An older spelling of an option: it works, is not in the help, and warns once on stderr."""
 
     _said: ClassVar[set[str]] = set()
 
@@ -84,7 +84,7 @@ class Deprecated(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Stores the value as the option does that is to be used instead."""
+        """Stores the value as the newer option does."""
         setattr(namespace, self.dest, values)
         spelling = f"{parser.prog}: {option_string} is deprecated: use {self._instead}"
         if spelling not in self._said and not is_rank(os.environ):  # ranks get the same arguments

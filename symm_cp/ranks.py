@@ -3,7 +3,7 @@
 A rank is a process that runs the same command line, with its rank in the environment and the folder
 of the group's store as an argument. Under torchrun the ranks are running already.
 
-torch is imported by what needs it: `symm-cp --help` does without.
+Functions import torch only where they need it: `symm-cp --help` runs without.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 _TIMEOUT = datetime.timedelta(minutes=5)  # longer than any reasonable work
-#: What torchrun tells each rank. Others set some of these alone: Slurm's and Kubernetes' wrappers.
+#: The variables that torchrun sets for each rank. Wrappers of Slurm and Kubernetes set only some.
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -53,23 +53,23 @@ def counts(text: str) -> list[int]:
 
 
 def add_rendezvous(parser: argparse.ArgumentParser) -> None:
-    """Adds the hidden argument that tells a rank where the group's store is."""
+    """Adds the hidden argument for the folder of the group's store."""
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
 
 
 def is_rank(environment: Mapping[str, str] | None = None) -> bool:
-    """Tells whether this process is one of the ranks, not the command that starts them.
+    """Whether this process is one of the ranks, not the command that starts them.
 
-    It is one where all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as by torchrun.
+    It is a rank if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all set, as torchrun does.
     """
     environment = os.environ if environment is None else environment
     return all(environment.get(name) for name in _RANK_VARIABLES)
 
 
 def started_elsewhere(rendezvous: Path | None, environment: Mapping[str, str]) -> str:
-    """Returns what to tell users whose environment names a rank; empty where it does not.
+    """Returns a note for users whose environment names a rank; empty if it does not.
 
-    The command itself starts ranks with a `rendezvous`; torchrun and others do without.
+    The command itself starts ranks with a `rendezvous`; torchrun and others start them without.
     """
     if rendezvous is not None or "RANK" not in environment:
         return ""
@@ -96,9 +96,9 @@ def check_device(device: str) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends, however that ends."""
+    """Has the kernel kill this process when its parent ends for whatever reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call above
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
 
 
@@ -113,9 +113,9 @@ def exit_as_rank(
         die_with(os.getppid())
     try:
         code = _run_as_rank(work, rendezvous, backend)
-    except KeyboardInterrupt:  # torchrun, which started this rank, says so
+    except KeyboardInterrupt:  # torchrun, which started this rank, reports it
         code = 128 + signal.SIGINT
-    # Skips the interpreter's shutdown, which threads of gloo that hold tensors sometimes abort.
+    # Skips the interpreter's shutdown: gloo's threads that hold tensors sometimes abort it.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -155,7 +155,7 @@ def _default_backend(world_size: int) -> str:
 
 
 def threads_of(world_size: int) -> int:
-    """Returns how many threads that many ranks of one thread each keep busy on this machine."""
+    """Returns how many threads `world_size` ranks of one thread each keep busy on this machine."""
     return min(world_size, len(os.sched_getaffinity(0)))
 
 
@@ -175,7 +175,7 @@ def threads(count: int) -> Iterator[None]:
 def quick_barrier(group: dist.ProcessGroup) -> Callable[[], None]:
     """Returns a barrier in shared memory, which ranks leave within microseconds. Collective.
 
-    They leave a barrier of gloo half a millisecond apart, which is longer than many ops take.
+    Ranks leave gloo's barrier half a millisecond apart, which is longer than many ops take.
     """
     import torch
     import torch.distributed._symmetric_memory as symm_mem
@@ -187,14 +187,14 @@ def quick_barrier(group: dist.ProcessGroup) -> Callable[[], None]:
 def run_ranks(command: str, world_size: int, arguments: Sequence[str]) -> int:
     """Runs `symm-cp` with these arguments on `world_size` ranks; returns the worst exit code.
 
-    Returns 2 if a rank ended with another code than 0 or 1, and prints that as a failure of
+    Returns 2 if a rank ended with a code other than 0 or 1, and prints that as a failure of
     `command`.
     """
     return run_program(f"symm-cp {command}", world_size, ["-m", "symm_cp", *arguments])
 
 
 def run_program(name: str, world_size: int, arguments: Sequence[str]) -> int:
-    """As `run_ranks`, for a program that Python runs with these arguments."""
+    """Like `run_ranks`, for a program that Python runs with these arguments."""
     with tempfile.TemporaryDirectory(prefix="symm-cp-") as folder:
         # argparse takes the last of two --rendezvous.
         codes = _run([*arguments, "--rendezvous", folder], world_size)
@@ -212,10 +212,10 @@ def run_limited(
     seconds: float,
     variables: Mapping[str, str],
 ) -> list[int | None]:
-    """Runs ranks for a number of seconds at most, with these variables in their environment.
+    """Runs ranks for at most `seconds`, with these variables in their environment.
 
-    Returns their exit codes: None for ranks killed because the time was over. What they
-    print goes to stderr. Ends a little later at most, also when a rank cannot be killed.
+    Returns their exit codes: None for ranks killed because the time was over. Their output goes to
+    stderr. Returns a little later at most, even if a rank cannot be killed.
     """
     deadline = time.monotonic() + seconds
     started: list[subprocess.Popen[bytes]] = []
@@ -247,7 +247,7 @@ def _start(
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "localhost",  # of no use: ranks meet in the folder of their store
+        "MASTER_ADDR": "localhost",  # unused: ranks meet in the folder of their store
         "MASTER_PORT": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": path,
@@ -264,9 +264,9 @@ def _start(
 
 @contextmanager
 def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Delivers a signal after the body only, and never to the processes that are started in it.
+    """Delivers a signal only after the body, and never to the processes that the body starts.
 
-    A terminal sends Ctrl-C to the ranks, too; each would print where it was, also while Python
+    A terminal sends Ctrl-C to the ranks, too; each would print a traceback, also while Python
     starts. The command that started them ends them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
@@ -294,10 +294,10 @@ def _run(arguments: Sequence[str], world_size: int) -> list[int]:
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Ends processes; all stop before the first dies, else its peers would report its death."""
+    """Kills processes; stops all of them first, else peers would report the first one's death."""
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in processes:
-            process.send_signal(number)  # does nothing once it has ended
+            process.send_signal(number)  # does nothing once the process has ended
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:

@@ -6,12 +6,12 @@ import itertools
 import sys
 from pathlib import Path
 
-#: As `pip` and Windows name the script.
+#: The script's names by `pip` and on Windows.
 _SCRIPTS = ("symm-cp", "symm-cp.exe", "symm-cp-script.py")
 
 
 def as_command() -> bool:
-    """Tells whether `symm-cp` or `python -m symm_cp` has started this process."""
+    """Whether `symm-cp` or `python -m symm_cp` has started this process."""
     program = (getattr(sys, "argv", None) or [""])[0]
     if program == "-m":  # until Python has found the module to run
         return ("-m", "symm_cp") in itertools.pairwise(getattr(sys, "orig_argv", ()))

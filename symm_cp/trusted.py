@@ -7,8 +7,8 @@ folder above it, runs code as that user. A folder or file is *trusted* if
   as well), and
 - nobody else can write it. A folder with the sticky bit (`/tmp`) may be writable, because only
   owners can rename or remove their files in it. Its group may write it if that is the owner's
-  private group: the owner's primary group, of the owner's name, and without other members. So are
-  the folders that many distributions make (umask 002).
+  private group: the owner's primary group, of the owner's name, and without other members. Many
+  distributions make such folders (umask 002).
 
 This applies to all folders from `/` down, and the owners of symbolic links on the way must be
 trusted as well. Each name is opened relative to its opened folder, without following links, and the
@@ -16,8 +16,8 @@ descriptor is checked instead of the name: nothing can be replaced between check
 itself must not be a link.
 
 In a user namespace (a rootless container) folders such as `/` and `/home` belong to an owner
-outside the namespace, who appears as the overflow user; such a *folder* is accepted like one of
-root, a file is not.
+outside the namespace, who appears as the overflow user; such a *folder* is accepted like root's, a
+file is not.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _NAME = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Does not block on a FIFO instead of a file.
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-#: Lists of users beside the mode. The group's bits of the mode are their upper bound, which says
-#: nothing of who they name.
+#: Access control lists beside the mode. The mode's group bits bound their rights from above, but
+#: do not show which users they name.
 _LISTS = ("system.posix_acl_access", "system.nfs4_acl", "system.richacl")
 _MAX_LINKS = 40  # as in the kernel
 
@@ -53,7 +53,7 @@ def owners() -> frozenset[int]:
 
 
 def is_outside_namespace(uid: int) -> bool:
-    """Tells whether a user id stands for users that this user namespace does not map."""
+    """Whether a user id stands for users that this user namespace does not map."""
     return _is_unmapped(uid, "uid")
 
 
@@ -70,10 +70,10 @@ def _is_unmapped(number: int, kind: str) -> bool:
 
 
 def _writers_in_group(owner: int, gid: int) -> str | None:
-    """Names the users other than the owner who may write what a group can write, if any.
+    """Names the users other than the owner who have a group's write access, if any.
 
-    None if it is the owner's private group. Like sshd, believes the databases of users and groups,
-    and wants the owner's name, since databases of a network may not list everybody.
+    None for the owner's private group. Like sshd, relies on the databases of users and groups, and
+    requires the owner's name, since databases of a network may not list everybody.
     """
     try:
         user, group = pwd.getpwuid(owner), grp.getgrgid(gid)
@@ -91,7 +91,7 @@ def _writers_in_group(owner: int, gid: int) -> str | None:
 
 def _has_list(fd: int, name: str) -> bool:
     try:
-        os.getxattr(f"/proc/self/fd/{fd}", name)  # by name: descriptors of O_PATH read nothing
+        os.getxattr(f"/proc/self/fd/{fd}", name)  # by name: O_PATH descriptors cannot be read
     except OSError as error:
         return error.errno not in (errno.ENODATA, errno.ENOTSUP)
     return True
@@ -109,7 +109,7 @@ def _writers(fd: int, about: os.stat_result) -> str | None:
 
 
 def _problem(fd: int, about: os.stat_result) -> str | None:
-    """Returns why a file, folder or link is not trusted, if it is not."""
+    """Returns why a file, folder or link is not trusted; None if it is."""
     trusted = owners()
     if about.st_uid not in trusted and not (
         stat.S_ISDIR(about.st_mode) and is_outside_namespace(about.st_uid)
@@ -143,7 +143,7 @@ def _make(name: str, parent: int) -> None:
 
 
 def _enter(name: str, parent: int) -> int:
-    """Opens a name without following links; a folder for reading, if that is allowed."""
+    """Opens a name without following links; opens a folder for reading if permitted."""
     fd = os.open(name, _NAME, dir_fd=parent)
     if not stat.S_ISDIR(os.fstat(fd).st_mode):
         return fd
@@ -203,7 +203,7 @@ def _target(fd: int, path: str, links: int) -> str:
 
 @contextmanager
 def folder(path: Path, *, create: bool = False) -> Iterator[int]:
-    """Yields a descriptor of a trusted folder, for use as `dir_fd`; `create` makes missing ones.
+    """Yields a descriptor of a trusted folder, for use as `dir_fd`; `create` makes it if missing.
 
     Raises `UntrustedError`, and other `OSError`s if it cannot be opened or made.
     """
@@ -244,7 +244,7 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replaces a file in a trusted folder, which is made if missing, atomically.
+    """Atomically replaces a file in a trusted folder; makes the folder if missing.
 
     Only the user can write the new file. Raises like `folder`.
     """
@@ -266,7 +266,7 @@ def write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock on a trusted file, which is made if missing; raises like `folder`."""
+    """Holds a lock on a trusted file; makes the file if missing; raises like `folder`."""
     with folder(path.parent) as parent:
         fd = _open(path, os.O_RDWR | os.O_CREAT, parent)
     with open(fd, "rb"):
@@ -278,7 +278,7 @@ def write_output(path: Path, content: str | bytes) -> None:
     """Writes a file that the user has named, in any folder.
 
     Like the kernel with `protected_symlinks` and `protected_regular`, refuses to follow another
-    user's link and, in a folder where everybody can make files, to write another user's file.
+    user's link, and to write another user's file in a folder where everybody can make files.
     Raises `UntrustedError` and other `OSError`s.
     """
     data = content.encode() if isinstance(content, str) else content

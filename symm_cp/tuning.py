@@ -1,27 +1,27 @@
-"""Chooses the strategy of an op ("way" in names and settings), where there are two.
+"""Chooses the strategy of an op ("way" in names and settings) if it has several.
 
 A fused matmul runs shard by shard (`shards`) or as one matmul (`whole`).
 
 `shards` multiplies each rank's shard when it arrives: communication hides behind the matmuls, but
-each of the W matmuls reads the weight again. `whole` gathers first (a matmul-reduce-scatter:
-scatters last) and multiplies once, which is better for few rows and a large weight. In order of
-precedence: `SYMM_CP_WAY` or `forced`; what `symm-cp tune` has measured; the faster one in a
-simulation of the machine that `symm-cp calibrate` has described, or of a typical one.
+each of the W matmuls reads the weight again. `whole` gathers first (matmul-reduce-scatter: scatters
+last) and multiplies once, which is better for few rows and a large weight. The choice comes from,
+in this order: `SYMM_CP_WAY` or `forced`; measurements of `symm-cp tune`; a simulation of the
+machine that `symm-cp calibrate` has described, or of a typical one.
 
-On GPUs that have one each, all-gather-matmul and matmul-reduce-scatter may also run as one kernel
-(`tiles`), which waits for shards, or signals parts, by tiles. Its speed is not predicted: it is
-taken where it was measured to be the fastest, or forced; a call that it cannot serve is decided
-without it.
+If each rank has its own GPU, all-gather-matmul and matmul-reduce-scatter may also run as one kernel
+(`tiles`), which waits for shards, or signals parts, by tiles. The simulator does not predict it: it
+runs only where it was measured to be the fastest, or is forced; calls that it cannot serve are
+decided without it.
 
-Attention on CUDA is a `pipeline` of kernels, one for each shard when it arrives; or the peers' keys
-are gathered while a kernel attends to this rank's, and then attended to `together`; or one kernel
-polls for the `arrival` of all shards. `symm-cp tune` measures all three; without it the simulation
-chooses between the first two. The speed of the third is not predicted. Ranks that share a GPU use
-it only when forced (`SYMM_CP_ATTENTION`, `forced`): it keeps multiprocessors from the rank that it
-waits for.
+Attention on CUDA runs as a `pipeline` of kernels, one for each shard when it arrives; or a kernel
+attends to this rank's keys while the peers' keys are gathered, and then to these `together`; or one
+kernel polls for the `arrival` of all shards. `symm-cp tune` measures all three; without it the
+simulation, which cannot predict `arrival`, chooses between the first two. Ranks that share a GPU
+use `arrival` only when forced (`SYMM_CP_ATTENTION`, `forced`): its kernel keeps multiprocessors
+from the rank that it waits for.
 
 Attention with method "auto" runs by keys (`allgather`) or by heads (`ulysses`), whichever is faster
-in the simulation, each pass for itself; see schedule/attention_work.py.
+in the simulation, separately for each pass; see schedule/attention_work.py.
 
 All ranks of a group choose identically, from the files that the group's first rank has read.
 """
@@ -57,7 +57,7 @@ WAYS = ("shards", "whole")
 #: The way of fused matmuls that only GPUs have.
 TILES = "tiles"
 ATTENTION_WAYS = ("pipeline", "together", "arrival")
-# Cached choices of a group; with more, all are dropped and simulated again. Without a bound,
+# Cached choices of a group; beyond it, all are dropped and simulated again. Without a bound,
 # programs with ever new shapes would leak memory.
 _MAX_CHOICES = 4096
 
@@ -83,7 +83,7 @@ class Choice:
         return f"{self.way} ({self.source}{f'; simulated: {times}' if times else ''})"
 
 
-#: Work that is native is not asked about.
+#: The choice of work that runs in one native call, which asks no question.
 IN_ONE_CALL = Choice("whole", "one native call")
 
 
@@ -92,7 +92,7 @@ class Question:
     """The work of a call: `products` for one rank's shard, in `dtype`.
 
     Each peer reads `shard` bytes of a rank, or a rank computes partial sums of `partial` bytes for
-    each peer, and with `everywhere` all get their sum; `accumulated` is the size of the results to
+    each peer; with `everywhere`, all ranks get the sum. `accumulated` is the size of the results to
     which each shard's product is added.
     """
 
@@ -154,8 +154,8 @@ class Question:
             whole = (rows, shards * inner) if self.accumulated else (shards * rows, inner)
             total += machine.product(*whole, columns, dtype, item)
         if self.accumulated and shards == 1:
-            # Adding to the result reads it again. In 16 bits, each product is moreover rounded to
-            # a buffer, then added to a float32 sum: five times the bytes of the result in all (a
+            # Adding to the result reads it again. In 16 bits, each product is also rounded to a
+            # buffer, then added to a float32 sum: five times the bytes of the result in all (a
             # copy moves two), and the sum's memory is new in each call.
             total += machine.copy(self.accumulated * (2.5 if item == 2 else 0.5))
             total += machine.fresh(self.accumulated) if item == 2 else 0.0
@@ -167,7 +167,7 @@ def _nothing(machine: Machine) -> float:
 
 
 def calibrated(text: str) -> Machine:
-    """Returns the machine that the text of a file of `machine_path` describes, or a typical one."""
+    """Returns the machine that the text of a `machine_path` file describes, or a typical one."""
     return from_toml(text, "the calibrated machine") if text else TYPICAL_CPU
 
 
@@ -179,11 +179,11 @@ class Facts:
         self.machine = calibrated(machine)
         self.tuned = parse_tuned(tuned, "the file of symm-cp tune")
         self.choices: dict[Hashable, Choice] = {}
-        #: Whether each rank has a GPU of its own; None: not known yet.
+        #: Whether each rank has its own GPU; None: not known yet.
         self.apart: bool | None = None
 
     def choice(self, question: Hashable, choose: Callable[[], Choice]) -> Choice:
-        """Returns the choice for a question; calls `choose` at the first time."""
+        """Returns the choice for a question; calls `choose` the first time."""
         known = self.choices.get(question)
         if known is None:
             if len(self.choices) >= _MAX_CHOICES:
@@ -192,14 +192,14 @@ class Facts:
         return known
 
 
-# By the ways to choose from.
+# The forced way, by the ways to choose from.
 _forced: dict[tuple[str, ...], str] = {}
 _listening: dict[str, Choice] | None = None
 
 
 @contextlib.contextmanager
 def forced(way: str | None) -> Iterator[None]:
-    """Forces one way for all ops in the `with` block that have it; None: no way is forced.
+    """Forces a way for all ops in the `with` block that have it; None forces no way.
 
     Use it on all ranks. Raises `ValueError` for an unknown way.
     """
@@ -219,7 +219,7 @@ def _force(ways: dict[tuple[str, ...], str]) -> None:
     _forced = ways
     native.drop_plans()
     with contextlib.suppress(native.BuildError):  # then there is no native kernel either
-        # It would take small work before this module is asked for a way.
+        # Unless disabled, the native kernels take small work before this module chooses a way.
         library = native.load()
         library.symm_cp_serve_few_rows(WAYS not in ways)
         library.symm_cp_serve_few_tokens(ATTENTION_WAYS not in ways)
@@ -231,17 +231,17 @@ def forced_ways() -> dict[tuple[str, ...], str]:
 
 
 def machine_path(ranks: int) -> Path:
-    """Returns the path of the description of this machine, for a number of ranks."""
+    """Returns the path of this machine's description, for a number of ranks."""
     return env.build_dir() / f"machine_{ranks}_{machine_key()}.toml"
 
 
 def tuned_path(ranks: int) -> Path:
-    """Returns the path of the measurements of `symm-cp tune` here, for a number of ranks."""
+    """Returns the path of this machine's `symm-cp tune` measurements, for a number of ranks."""
     return env.build_dir() / f"tuned_{ranks}_{machine_key()}.json"
 
 
 def _unkeyed(path: Path, ranks: int) -> Path:
-    """Returns where such a file was before names of files said for which machine they are."""
+    """Returns the file's former path, whose name did not yet include the machine."""
     return path.with_name(f"{path.name.partition('_')[0]}_{ranks}{path.suffix}")
 
 
@@ -260,7 +260,7 @@ def parse_tuned(text: str, name: str) -> dict[str, str]:
 
 
 def read_file(path: Callable[[int], Path], ranks: int) -> tuple[str, str]:
-    """Returns the text of a file, and why it is not used; both are empty where there is none."""
+    """Returns the text of a file, and why it is not used; both are empty if there is no file."""
     try:
         return trusted.read(path(ranks)).decode(), ""
     except env.NoHomeError:
@@ -270,8 +270,8 @@ def read_file(path: Callable[[int], Path], ranks: int) -> tuple[str, str]:
         if not older.is_file():
             return "", ""
         return "", (
-            f"symm_cp: not used: {older} does not say for which machine it is (its format is an "
-            "older one): delete it, and measure again (symm-cp calibrate, symm-cp tune)"
+            f"symm_cp: not used: {older} does not say for which machine it is (an older format): "
+            "delete it, and measure again (symm-cp calibrate, symm-cp tune)"
         )
     except (OSError, UnicodeDecodeError) as error:
         return "", f"symm_cp: not used: {error}"
@@ -299,7 +299,7 @@ def facts_read(group: Group) -> bool:
 def facts_of(group: Group) -> Facts:
     """Returns the facts by which a group's ranks choose. Collective at the first call for a group.
 
-    Warns on rank 0 about files that it does not use.
+    Rank 0 warns about files that it does not use.
     """
     tuning = group.state(_TUNING, _Tuning)
     if tuning.facts is None:
@@ -307,7 +307,7 @@ def facts_of(group: Group) -> Facts:
         tuning.facts = Facts(tuning.reading, *texts)
         reasons, tuning.unused = tuning.unused, []
         for reason in reasons:
-            # Last: warnings may be errors, on this rank alone.
+            # Last, since warnings may be errors, on this rank alone.
             warnings.warn(reason, stacklevel=2)
     return tuning.facts
 
@@ -330,7 +330,7 @@ on_first_use.append(_publish)
 
 
 def _machine_of(device: torch.device, measured: Machine) -> tuple[Machine, str]:
-    """The machine to simulate, and the source of a choice by that simulation."""
+    """Returns the machine to simulate, and the source to record for choices by its simulation."""
     if device.type == "cpu":
         return measured, "simulated"
     name = accelerators.name_of(device).lower()
@@ -341,9 +341,9 @@ def _machine_of(device: torch.device, measured: Machine) -> tuple[Machine, str]:
 
 
 def choose(group: Group, device: torch.device, question: Question, *, tiles: bool = False) -> str:
-    """Returns "shards" or "whole", or "tiles" where `tiles` says that it can serve the call.
+    """Returns "shards" or "whole"; or "tiles", if `tiles` says that it can serve the call.
 
-    All ranks pass the same `tiles`. Collective at the first call for a group, and at the first one
+    All ranks pass the same `tiles`. Collective at the first call for a group, and at the first call
     with `tiles`.
     """
     if group.world_size == 1:
@@ -353,7 +353,7 @@ def choose(group: Group, device: torch.device, question: Question, *, tiles: boo
         choice = Choice(way, "forced")
     else:
         facts = facts_of(group)
-        # Ranks may ask different questions: so this is asked at the first call of all of them.
+        # Ranks may ask different questions, so all of them compare GPUs at their first call.
         shared = tiles and TILES in facts.tuned.values() and not _apart(group, device, facts)
         choice = facts.choice(
             (question, tiles), lambda: _choice(group, device, question, facts, tiles, shared)
@@ -370,11 +370,11 @@ def choose_attention(
     ways: tuple[str, ...] = ATTENTION_WAYS,
     work: AttentionWork | None = None,
 ) -> str:
-    """Returns one of the `ways` that can serve a call of attention on a GPU; `key` names the work.
+    """Returns one of `ways`, which can serve a call of attention on a GPU; `key` names the work.
 
-    Without `work` nothing is simulated. A way that is forced and cannot serve it is left out.
-    Calls that are captured choose as those that are not: a graph is warmed up by these, which make
-    its workspace. Collective at the first call for a group.
+    Without `work` nothing is simulated. If a forced way is not in `ways`, the first of these is
+    returned. Captured calls choose like others: these warm a graph up and make its workspace.
+    Collective at the first call for a group.
     """
     way = _forced.get(ATTENTION_WAYS) or env.attention()
     if way is not None:
@@ -389,7 +389,7 @@ def choose_attention(
 def choose_method(
     group: Group, device: torch.device, work: AttentionWork
 ) -> Literal["allgather", "ulysses"]:
-    """Returns "allgather" or "ulysses" for attention; the first if no figure tells them apart.
+    """Returns "allgather" or "ulysses" for attention; "allgather" if both are predicted equal.
 
     Collective at the first call for a group.
     """
@@ -433,7 +433,7 @@ def _attention_choice(
 
 
 def _apart(group: Group, device: torch.device, facts: Facts) -> bool:
-    """Whether each rank of a group has a GPU of its own. Collective at the first call."""
+    """Whether each rank of a group has its own GPU. Collective at the first call."""
     if facts.apart is None:
         own = accelerators.uuid_of(device)
         facts.apart = len(set(share(group, f"gpu/{facts.reading}", own))) == group.world_size
@@ -441,7 +441,7 @@ def _apart(group: Group, device: torch.device, facts: Facts) -> bool:
 
 
 def _on(device: torch.device, key: str) -> str:
-    """The key of a question in the file of measurements."""
+    """Returns the key of a question in the file of measurements."""
     return key if device.type == "cpu" else f"{accelerators.name_of(device)}: {key}"
 
 
@@ -449,7 +449,7 @@ def _on(device: torch.device, key: str) -> str:
 def listening() -> Iterator[dict[str, Choice]]:
     """Yields the choices made in the `with` block, by `Question.key`, in all threads.
 
-    Products that are small enough for one native call are there by the name of that call.
+    Products small enough for one native call are listed by the name of that call.
     """
     before, choices = _listening, dict[str, Choice]()
     _listen(choices)
@@ -500,7 +500,7 @@ def _fastest(predicted: Mapping[str, float], source: str) -> Choice:
 def relearn(group: Group) -> None:
     """Has the group read the files again at its next op. Call it on all ranks."""
     tuning = group.state(_TUNING, _Tuning)
-    # Under a new key, even if this rank has not read the last one: a peer may still read it.
+    # A new key even if this rank has not read the last key: a peer may still read that.
     tuning.reading, tuning.facts = tuning.reading + 1, None
     native.drop_plans()
     _publish(group)

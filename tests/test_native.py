@@ -276,7 +276,7 @@ def test_a_damaged_library(compiler: Compiler) -> None:
 def test_a_library_that_was_changed_is_not_loaded(compiler: Compiler) -> None:
     with native.build().open("a") as file:
         file.write("more")
-    with pytest.raises(native.BuildError, match=r"is not what was built: delete "):
+    with pytest.raises(native.BuildError, match=r"has changed since it was built: delete "):
         native.load.__wrapped__()
 
 

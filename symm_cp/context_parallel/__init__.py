@@ -54,7 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Imported when asked for: torch's styles bring DTensor, which takes half a second.
+    # Imported on first use: torch's styles import DTensor, which takes half a second.
     if name == "ContextParallel":
         from symm_cp.context_parallel import style
 

@@ -1,6 +1,6 @@
-"""What the ranks that share a sequence must agree on: batches, weights, and summed gradients.
+"""Compares batches, weights and summed gradients between the ranks that share a sequence.
 
-A program that forgets one of them trains on, with plausible losses. These are compared:
+A program whose ranks disagree in one of these trains on, with plausible losses. Comparisons:
 
 what                                when                                          otherwise
 batches, buffers, how they are cut  whenever they are cut                         `RuntimeError`
@@ -9,15 +9,15 @@ parameters                          before a model's first step, and when a     
 gradients                           in the context after the model's first        a warning
                                     optimizer step, as that step saw them
 
-Parameters and gradients count where all ranks must have the same: plain ones, and DTensors that are
-not split over these ranks (FSDP2's over other mesh dimensions). Buffers of models are not compared:
-running statistics differ between ranks of correct programs.
+Ranks compare parameters and gradients that must be equal on all of them: plain ones, and DTensors
+that are not split over these ranks (FSDP2's over other mesh dimensions). They do not compare
+buffers of models: running statistics differ between ranks of correct programs.
 
-A comparison is a collective, which must not be started by what one rank may do by itself: load a
-checkpoint that it broadcasts afterwards, or run a small module, as a probe. Ranks therefore tell
-each other of both when they cut a batch. Gradients may differ where the optimizer sums them, or
-where others have yet to be summed: of a step count the parameters of its optimizer, and only if
-they differ afterwards.
+A comparison is a collective, so an action that one rank may take alone must not start it: loading a
+checkpoint that it broadcasts afterwards, or running a small module as a probe. Ranks therefore
+exchange notes of both when they cut a batch. Gradients may differ if the optimizer sums them, or if
+they are yet to be summed: a step's comparison covers the parameters of its optimizer, and reports
+them only if they differ afterwards.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
 
 _SLOTS = 1024  # words of the record of all parameters of a model
-# Gradients that are compared, and how many values of each, and of its parameter before and after.
+# The number of compared gradients; the number of values of each, and of its parameter before and
+# after the step.
 _SAMPLED, _VALUES = 8, 8
 _ROW = 1 + 3 * _VALUES  # whether the optimizer saw a gradient, and the values
 _GRADIENT_TOLERANCE = 0.05  # sums over ranks are equal but for rounding; parts differ by about 1
-_MOST_ROUNDS = 64  # contexts in which a first optimizer step is waited for
+_MOST_ROUNDS = 64  # contexts that wait for a first optimizer step
 
 _SAME_BATCHES = (
     "the ranks of a context-parallel mesh share a sequence and must get the same batches. Give a "
@@ -78,7 +79,7 @@ def compare_cut(
 ) -> None:
     """Raises `RuntimeError` on all ranks unless all cut the same tensors in the same way.
 
-    Also compares models that some rank has loaded, and modules that ran by themselves. Collective.
+    Also compares models that some rank has loaded, and modules that ran alone. Collective.
     """
     layouts = [repr(balancer.samples or balancer.layout) for balancer in balancers]
     how = equal_inputs.text_hash((layouts, options))
@@ -101,7 +102,7 @@ def compare_cut(
 
 
 def _heed(known: _Known, alone: Sequence[nn.Module], notes: Sequence[Sequence[int]]) -> None:
-    """Takes note that some rank has loaded a model, and of the modules that all ranks run."""
+    """Records that some rank has loaded a model, and the modules that all ranks run."""
     if any(loaded for loaded, _ in notes):
         for each in (known.checked, known.roots, known.met):
             each.clear()
@@ -112,7 +113,7 @@ def _heed(known: _Known, alone: Sequence[nn.Module], notes: Sequence[Sequence[in
 
 
 def _compare_together(op: str, group: dist.ProcessGroup, known: _Known) -> None:
-    """Compares modules that all ranks run by themselves, until they have made a step."""
+    """Compares torch modules that all ranks run, until their first optimizer step."""
     modules, known.together = known.together, None
     assert modules is not None
     known.met.difference_update(modules.modules())
@@ -127,14 +128,14 @@ def _alive(modules: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
 
 
 class ModulesByThemselves(nn.ModuleDict):
-    """Modules that ran in contexts, on all ranks, and are part of no model that did."""
+    """Modules that ran in contexts, on all ranks, outside of any model that did."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__({f"{type(m).__name__} {n}": m for n, m in enumerate(modules)})
 
 
 def _kinds_of(modules: Sequence[nn.Module]) -> int:
-    """Returns a number that says which kinds of modules these are; 0 for none."""
+    """Returns a hash of the modules' classes and parameter shapes; 0 for no modules."""
     if not modules:
         return 0
     parameters = [[(n, p.dtype, p.shape) for n, p in m.named_parameters()] for m in modules]
@@ -148,7 +149,7 @@ def _kinds_of(modules: Sequence[nn.Module]) -> int:
 class _FirstStep:
     """The gradients of a model at its first optimizer step since it ran in a context.
 
-    `seen`: by number of a parameter, values of its gradient and of itself before the step.
+    `seen`: by parameter number, values of its gradient, and of the parameter before the step.
     """
 
     parameters: list[tuple[str, weakref.ref[nn.Parameter]]]
@@ -158,7 +159,7 @@ class _FirstStep:
 
     @torch.no_grad()
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keeps some values of the gradients that an optimizer is about to use."""
+        """Records some values of the gradients that an optimizer is about to use."""
         used = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
         for number, (_, reference) in enumerate(self.parameters):
             parameter = reference()
@@ -171,7 +172,7 @@ class _FirstStep:
 
     @torch.no_grad()
     def record(self) -> torch.Tensor:
-        """Returns what was seen, and the parameters as they are now: a row for each."""
+        """Returns the values seen, and current values of the parameters: a row for each."""
         rows = torch.zeros(len(self.parameters), _ROW, dtype=torch.float64, device=self.device)
         for number, values in self.seen.items():
             parameter = self.parameters[number][1]()
@@ -190,7 +191,7 @@ class _Known:
     """Records of the models that run in contexts over a group."""
 
     checked: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # of those
+    roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # of `checked`
     stepping: weakref.WeakKeyDictionary[nn.Module, _FirstStep] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -198,7 +199,7 @@ class _Known:
     loaded: bool = False  # whether this rank has loaded a model since a batch was cut
     alone: list[weakref.ref[nn.Module]] = field(default_factory=list)  # other ranks may not run
     met: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # once in `alone`
-    together: nn.Module | None = None  # those of them that all ranks run
+    together: nn.Module | None = None  # the modules of `alone` that all ranks run
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Known] = weakref.WeakKeyDictionary()
@@ -207,7 +208,7 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Known] = weakref.WeakKeyDi
 def compare_model(op: str, group: dist.ProcessGroup | str, model: nn.Module) -> None:
     """Compares a model that is about to run on all ranks of a group. Collective.
 
-    Raises `RuntimeError` on all ranks if the ranks have different parameters, the first time. Warns
+    The first time, raises `RuntimeError` on all ranks if they have different parameters. Warns
     if its first optimizer step had gradients that were not summed.
     """
     if isinstance(group, str):
@@ -230,9 +231,9 @@ def compare_model(op: str, group: dist.ProcessGroup | str, model: nn.Module) -> 
 
 
 def compare_running(op: str, group: str, module: nn.Module) -> None:
-    """As `compare_model` of a module that runs, but modules of torch alone wait for the next cut.
+    """Like `compare_model` for a running module; modules purely of torch wait for the next cut.
 
-    Those cannot attend over the ranks: some ranks may run them by themselves.
+    They cannot attend over the ranks, so some ranks may run them alone.
     """
     resolved = _resolve_process_group(group)  # type: ignore[arg-type]
     known = _known.get(resolved)
@@ -253,7 +254,7 @@ def _is_torchs(module: nn.Module) -> bool:
 
 
 def compare_parts(op: str, group: str, model: Known) -> None:
-    """Compares the parts of a model that it has got since the model was compared. Collective."""
+    """Compares the parts that a model has gained since it was compared. Collective."""
     process_group = _resolve_process_group(group)  # type: ignore[arg-type]
     if process_group in model.compared or not equal_inputs.enabled() or _transformed():
         return
@@ -265,7 +266,7 @@ def compare_parts(op: str, group: str, model: Known) -> None:
 
 
 def _awaits_step(known: _Known, model: nn.Module) -> bool:
-    """Whether gradients of a model, or of the one it wraps, are compared after its first step."""
+    """Whether gradients of a model, or of its wrapped model, await comparison."""
     if not torch.is_grad_enabled():
         return False
     inner = plain(model)
@@ -273,12 +274,12 @@ def _awaits_step(known: _Known, model: nn.Module) -> bool:
 
 
 def _transformed() -> bool:
-    """Whether parameters may be those of a transform of torch.func."""
+    """Whether parameters may belong to a transform of torch.func."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _equal_parameters(model: nn.Module, group: dist.ProcessGroup) -> Iterator[tuple[str, Any]]:
-    """Yields the parameters that all ranks of a group must have."""
+    """Yields the parameters that must be equal on all ranks of a group."""
     ranks = dist.get_process_group_ranks(group)
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -309,7 +310,7 @@ def _must_be_equal(parameter: Any, ranks: Sequence[int]) -> bool:
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Returns this rank's part of a DTensor, and other tensors as they are."""
+    """Returns this rank's part of a DTensor; returns other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -340,7 +341,7 @@ def _compare_parameters(op: str, group: dist.ProcessGroup, known: _Known, model:
 
 
 def _record_of(parameters: Sequence[tuple[str, Any]]) -> tuple[torch.Tensor, list[list[str]]]:
-    """Returns a record of parameters, and the names that each of its words stands for."""
+    """Returns a record of parameters, and the parameter names behind each of its words."""
     fixed, names = [0] * _SLOTS, [list[str]() for _ in range(_SLOTS)]
     device = local_part(parameters[0][1]).device
     sums = []
@@ -357,7 +358,7 @@ def _record_of(parameters: Sequence[tuple[str, Any]]) -> tuple[torch.Tensor, lis
 
 
 def _forget(module: nn.Module, keys: Any = None) -> None:
-    """Has models compared again when a batch is cut: one of them has loaded other weights."""
+    """Has models compared again at the next cut, since a compared module has loaded weights."""
     for known in _known.values():
         known.loaded |= module in known.checked
 
@@ -366,7 +367,7 @@ _awaiting: list[RemovableHandle] = []  # of a hook of all optimizers
 
 
 def _await_step(group: dist.ProcessGroup, known: _Known, model: nn.Module) -> None:
-    """Has the gradients of a model's first step kept, by a hook until all models had theirs."""
+    """Records the gradients of a model's first step, by a hook that stays until none is awaited."""
     found = [(name, p) for name, p in _equal_parameters(model, group) if p.requires_grad]
     if not found:
         known.stepped.add(model)
@@ -407,7 +408,7 @@ def _compare_gradients(op: str, group: dist.ProcessGroup, known: _Known, model: 
         return
     del known.stepping[model]
     known.stepped.add(model)
-    if not _steps_awaited():  # not by the hook itself, while the optimizer goes through all hooks
+    if not _steps_awaited():  # the hook cannot remove itself while the optimizer iterates hooks
         while _awaiting:
             _awaiting.pop().remove()
     if differing:

@@ -24,7 +24,7 @@ _SEQ_DIM, _HEAD_DIM = 2, 1
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Tells whether a tensor is a DTensor; avoids the import of DTensor, half a second."""
+    """Whether a tensor is a DTensor; for plain tensors avoids DTensor's import (half a second)."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor
@@ -60,7 +60,7 @@ def all_gather_attention(
 ) -> Any:
     """Attends to the keys of all ranks without gathering them first.
 
-    Same result as, for shards cut by `load_balancer`, rows of all ranks in sequence order::
+    Same result as, with `q`, `k`, `v` the ranks' shards joined in sequence order::
 
         score = scale * q @ k.mT  # (B, H, S_q, S_k)
         score = softcap * torch.tanh(score / softcap)
@@ -70,21 +70,21 @@ def all_gather_attention(
         out = F.dropout((score - lse.unsqueeze(-1)).exp(), dropout_p) @ v
         out[:, :, positions of this rank]
 
-    without the lines whose option is not given.
+    without the lines for options that are not given.
 
     Args:
         query: (B, H, S_q, E), this rank's part of the sequence.
         key, value: (B, G, S_k, E) and (B, G, S_k, V); G is H, or a divisor of it with `enable_gqa`.
-            S_q and S_k may differ where no mask but `key_mask` is given.
+            S_q and S_k may differ if no mask but `key_mask` is given.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name; a 2-D DeviceMesh for two methods.
         is_causal: a query sees no later key.
         scale: of the scores; 1 / sqrt(E) by default.
         load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts. In
-            graphs also the tensor of ops/attention/layouts.py.
+            graphs also the encoded tensor of ops/attention/layouts.py.
         cu_seqlens: documents + 1 boundaries of packed documents, in positions of the whole
             sequence: a query sees only keys of its document. A sequence of ints, or a 1-D tensor of
-            int32 or int64, best on CPU: the host reads it. For one on a GPU the host waits for the
-            GPU, once for each tensor and each change that torch sees (not those by a replayed
+            int32 or int64, best on CPU: the host reads it. For a tensor on a GPU the host waits for
+            the GPU, once for each tensor and each change that torch sees (not changes by a replayed
             graph); while a graph is captured it is refused.
         window_left, window_right: how many positions before and after its own a query sees.
         softcap: bounds the scores, as in Gemma 2.
@@ -93,34 +93,34 @@ def all_gather_attention(
         bias: (H, S_q + S_k - 1), added to the scores by distance, as in ALiBi and T5; S_q and S_k
             are the lengths of the whole sequences.
         dropout_p, dropout_seed: the share of the weights that is dropped, and an int64 tensor of
-            one element on CPU, equal on all ranks. What is dropped depends only on the seed, the
-            sample, the head and both positions in the whole sequence: it is the same at every world
-            size and in every layout (Philox4x32: see ops/attention/philox.py).
+            one element on CPU, equal on all ranks. The dropped weights depend only on the seed, the
+            sample, the head and both positions in the whole sequence: they are the same at every
+            world size and in every layout (Philox4x32: see ops/attention/philox.py).
         document_ids: (B or 1, S) of int32 or int64, for the whole sequence: a query sees only keys
-            of its document. The positions of a document must be one run. The host reads it.
+            of its document. A document's positions must be contiguous. The host reads it.
         key_mask: (B or 1, S_k) of bool, for the whole sequence: False hides a key from all queries
             (padding). The host reads it.
-        query_load_balancer: how the sequence of the queries is spread, if not as that of the keys.
-            Without one, methods "ulysses" and "auto" have the ranks tell each other how many
-            queries each of them holds, where no other argument says it.
+        query_load_balancer: how the queries' sequence is spread, if not like the keys' sequence.
+            Without it, with methods "ulysses" and "auto", ranks exchange their query counts unless
+            another argument gives these.
         method: "allgather" (each rank attends with its queries to all keys), "ulysses" (each rank
-            attends with some heads to all positions; there must be a head for each), "auto" (the
-            faster one), or for a mesh of two dimensions that of each, as in ("ulysses",
-            "allgather"). By default what `set_rotate_method` chose.
+            attends with some heads to all positions; there must be at least one head per rank),
+            "auto" (the faster one), or for a 2-D mesh the method of each dimension, as in
+            ("ulysses", "allgather"). The default is set by `set_rotate_method`.
         return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64);
-            it includes the sinks and knows nothing of dropout.
-        prefix_lengths: how many first keys of each sample all queries see, beside those that
+            it includes the sinks and not dropout.
+        prefix_lengths: how many first keys of each sample all queries see, beside the keys that
             `is_causal` and the window show them: (B or 1,) of int32 or int64, or an int for all
             samples. The host reads it. Not together with documents.
 
     Inputs may be DTensors that are sharded along the sequence over this group; then the results
     are, too. Float64, float32, bfloat16 and float16; parts are merged in float32 (float64).
-    Gradients of all inputs, also through the log-sum-exp; those of keys and values are added in
-    rank order (see `set_rotate_method`), so results are bitwise the same from run to run. Those of
-    sinks and bias are this rank's part, to be summed over ranks like those of any replicated
-    parameter. Rows that see no key are zero. Raises `ValueError` or `TypeError` for invalid
-    arguments, before any communication; `RuntimeError` if a peer fails or calls it with other
-    arguments. Source: ring attention (Liu et al., 2023) as one pipelined op,
+    All inputs get gradients, also through the log-sum-exp; gradients of keys and values are added
+    in rank order (see `set_rotate_method`), so results are bitwise the same from run to run.
+    Gradients of sinks and bias are this rank's part, to be summed over ranks like those of any
+    replicated parameter. Rows that see no key are zero. Raises `ValueError` or `TypeError` for
+    invalid arguments, before any communication; `RuntimeError` if a peer fails or calls it with
+    other arguments. Source: ring attention (Liu et al., 2023) as one pipelined op,
     `symm_mem::fused_all_gather_attention`; FlashAttention (Dao et al., 2022) for dropout in the
     backward pass; Gemma 2 (2024), StreamingLLM (Xiao et al., 2023), ALiBi (Press et al., 2021), T5
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
@@ -146,7 +146,7 @@ def all_gather_attention(
         "key_mask": key_mask,
         "prefix_lengths": prefix_lengths,
     }
-    # Arguments that are left out cost least.
+    # Omitted arguments cost least.
     options = {name: option for name, option in options.items() if option is not None}
     if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
         options["document_edges"] = reporting_to_peers(

@@ -1,4 +1,4 @@
-"""Which parameters of a model DDP or FSDP averages the gradients of, over the ranks of a group."""
+"""Finds the parameters whose gradients DDP or FSDP averages over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def averages(model: nn.Module, group: dist.ProcessGroup) -> bool:
 def parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Yields the trained parameters of a model, once each, and the modules that own them.
 
-    Parameters that FSDP2 has gathered for a forward pass only are put back.
+    Reshards parameters that FSDP2 has gathered for a forward pass only.
     """
     seen: set[int] = set()
     for module in modules_of(model):

@@ -30,10 +30,11 @@ from symm_cp.schedule.layout import sequential
 
 _OP = "shard_batch"
 
-# What tells the length of the sequence (an encoder's, if there is a decoder), and of the decoder's.
+# Tensors that give the length of the sequence (the encoder's, if there is a decoder), and the
+# length of the decoder's.
 _SEQUENCE = ("input_ids", "inputs_embeds", "encoder_outputs")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
-# Never cut, whatever their shapes are: boundaries in the whole sequence, images and sounds.
+# Never cut, whatever their shapes: boundaries in the whole sequence, images and sounds.
 _WHOLE = (
     *("cu_seq", "max_length", "max_seqlen"),
     *("pixel_", "image_", "video_", "input_features", "input_values"),
@@ -44,7 +45,7 @@ _NO_CONTEXT = (
     "symm_cp.training_step (for models without attention: "
     'context_parallel(on_unfused="ignore"))'
 )
-# Labels of a whole sample or of places in it: a model compares them with this rank's part.
+# Labels of whole samples or of places in them: a model would compare them with this rank's part.
 _OF_SAMPLES = ("start_positions", "end_positions", "next_sentence_label", "mc_labels")
 
 
@@ -55,8 +56,8 @@ def _sum_over_ranks(
 
     `ranks` is the encoded layout in which each rank holds one column.
 
-    A rank that attends more often than another, or refuses to, waits for that one here or there. An
-    all-reduce of the process group would know nothing of attention, and wait until its time-out.
+    Shares attention's channel, which detects a rank that attends more often than another or
+    refuses to. An all-reduce of the process group would wait until its time-out.
     """
     by_rank = torch.ops.symm_mem._gather_sequence(value.reshape(-1, 1), ranks, size, group)
     return by_rank.sum(-1).view_as(value)
@@ -88,7 +89,7 @@ class _GlobalMean(torch.autograd.Function):
 class LossReduction:
     """Turns the loss of this rank's labels into the whole batch's loss, the same on all ranks.
 
-    The gradients of its result, summed over ranks, are those of the whole batch.
+    The gradients of its result, summed over ranks, are the gradients of the whole batch.
     """
 
     #: How the sequences of the batch are spread, for `context_parallel`.
@@ -114,7 +115,7 @@ class LossReduction:
         self._runs_before = 0
 
     def belongs_to(self, cut: Cut) -> None:
-        """Has the reduction warn unless attention runs context parallel on these shards before."""
+        """Has the reduction warn unless attention over all ranks runs on these shards before it."""
         self._cut, self._runs_before = cut, attention_runs.total()
         _, group, size = self._among
         if size > 1 and not torch.compiler.is_compiling():
@@ -122,7 +123,7 @@ class LossReduction:
             _check_first_step(_resolve_process_group(group), cut, labels)  # type: ignore[arg-type]
 
     def __call__(self, loss: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
-        """Reduces the mean loss over this rank's labels, or without labels over its positions.
+        """Reduces the mean loss over this rank's labels (without labels, over its positions).
 
         `summed`: the loss is a sum over this rank's labels, or a sum divided by a number that is
         equal on all ranks, as models of transformers compute with `num_items_in_batch`.
@@ -134,14 +135,14 @@ class LossReduction:
         return _GlobalMean.apply(loss, share, self._gain, *self._among)
 
     def _check_context(self) -> None:
-        """Warns if this rank's part of the batch was used as if it were a whole one."""
+        """Warns if this rank's part of the batch was used as if it were a whole batch."""
         cut, self._cut = self._cut, None
         _, group, size = self._among
         region = active()
         if size == 1 or cut is None or cut.entered or (region and region.group == group):
             return
         if attention_runs.total() == self._runs_before:
-            cut.entered = True  # said once
+            cut.entered = True  # warns once
             warnings.warn(
                 f"{_OP}: the loss of a batch that was cut is reduced, but no context was entered "
                 f"since, and no attention ran over all ranks: {_NO_CONTEXT}",
@@ -149,18 +150,18 @@ class LossReduction:
             )
 
 
-_first_cuts: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that had theirs
-_reduced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # and a loss reduced since
-_spent: list[RemovableHandle] = []  # hooks that were called; one cannot remove itself
+_first_cuts: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups with a first cut
+_reduced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # with a loss reduced since
+_spent: list[RemovableHandle] = []  # hooks that were called: a hook cannot remove itself
 
 
 def _check_first_step(group: dist.ProcessGroup, cut: Cut, labels: bool) -> None:
     """Warns at the next optimizer step if no context was entered after a group's first cut.
 
-    Also if that had labels, and no loss was reduced over the group since, of whichever batch: the
-    first one may have been skipped, or its step have failed.
+    Also warns if that cut had labels, and no loss was reduced over the group since; the loss of any
+    batch counts, as the first batch may have been skipped, or its step have failed.
 
-    Only after the first: programs that cut ahead make a step between a cut and its context.
+    Only the first cut counts: programs that cut ahead make a step between a cut and its context.
     """
     while _spent:
         _spent.pop().remove()
@@ -206,8 +207,8 @@ def shard_batch(
 ) -> tuple[dict[str, Any], LossReduction]:
     """Cuts a batch of a language model to this rank's part of the sequence. Collective.
 
-    `training_step` does this and all that follows. Same loss as the model has on the whole batch in
-    one process::
+    `training_step` does this and the rest of the step. Same loss as the model has on the whole
+    batch in one process::
 
         local, reduce_loss = shard_batch(mesh, {"input_ids": ids, "labels": ids})
         with context_parallel(mesh, load_balancer=...):
@@ -226,32 +227,32 @@ def shard_batch(
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name; a 2-D DeviceMesh for two methods.
         batch: tensors by name, the same on all ranks. `input_ids` (or else `inputs_embeds`,
             `encoder_outputs`, `labels`) gives the length of the sequence, `decoder_input_ids` (or
-            `decoder_inputs_embeds`) that of a decoder's. Every tensor of such a length in `seq_dim`
-            is cut, differentiably; others are returned unchanged, and so are masks of more than two
-            dimensions, `cu_seq_lens_*`, `max_length_*`, images and sounds. `labels` are shifted
-            first (label t becomes label t + 1, the last one `ignore_index`): shifting shards would
-            lose one label at the end of each chunk. `position_ids` are added if missing, unless
-            there is a decoder.
+            `decoder_inputs_embeds`) the length of the decoder's. Tensors of such a length in
+            `seq_dim` are cut, differentiably; others are returned unchanged, and so are masks of
+            more than two dimensions, `cu_seq_lens_*`, `max_length_*`, images and sounds. `labels`
+            are shifted first (label t becomes label t + 1, the last one `ignore_index`): shifting
+            shards would lose one label at the end of each chunk. `position_ids` are added if
+            missing, unless there is a decoder.
         model: the model of transformers that gets the batch. Its class then decides whether labels
             are shifted, and whether positions are added and from where they count;
             `decoder_input_ids` are made from the labels; and `shift_labels` are added for a model
             that would otherwise shift the labels again.
-        load_balancer: as in `context_parallel`, but no function; head-tail by default.
-        shift_labels: whether labels are shifted. By default the labels of a decoder that has an
-            encoder are not, and neither are those of a `model` for masked tokens or token classes.
+        load_balancer: as in `context_parallel`, but not a function; head-tail by default.
+        shift_labels: whether labels are shifted. By default they are, except for a decoder that has
+            an encoder, or a `model` for masked tokens or token classes.
         average_gradients: whether gradients of parameters are averaged over this group afterwards
-            (as DDP and FSDP do) instead of summed. By default, what `model` is wrapped in says so;
-            without a `model` they are summed.
-        method: required for a mesh of two dimensions, over all ranks of which the sequence is then
-            spread; as in `context_parallel`.
+            (as DDP and FSDP do) instead of summed. By default detected from the wrappers of
+            `model`; without a `model` they are summed.
+        method: required for a 2-D mesh, where the sequence is spread over all ranks; as in
+            `context_parallel`.
 
     Returns the local batch, and a function that takes the mean loss over this rank's labels and
-    returns the mean over all ranks' labels: the same on all ranks, and such that the gradients
-    summed over ranks are the gradient. Raises `ValueError` for a batch without a sequence, of
-    another length than the load balancer's, or with labels that are not one for each position;
-    `RuntimeError` on all ranks if they cut different batches, or cut them differently, or if their
-    `model`s have different parameters; `NotImplementedError` for a `model` that shifts labels by
-    itself. Source: the recipes of torchtitan and transformers.
+    returns the mean over all ranks' labels: the same on all ranks, and such that the sum of the
+    ranks' gradients is the whole batch's gradient. Raises `ValueError` for a batch without a
+    sequence, of another length than the load balancer's, or without exactly one label for each
+    position; `RuntimeError` on all ranks if they cut different batches, or cut them differently, or
+    if their `model`s have different parameters; `NotImplementedError` for a `model` that shifts
+    labels by itself. Source: the recipes of torchtitan and transformers.
     """
     group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
     shift = (shift_labels, ignore_index)
@@ -310,7 +311,7 @@ def _completed(
     shift_labels: bool | None,
     ignore_index: int,
 ) -> dict[str, Any]:
-    """Returns the whole batch with what must be made before it is cut."""
+    """Returns the whole batch, completed with entries that must be made before it is cut."""
     of_samples = sorted(set(_OF_SAMPLES) & set(batch))
     if of_samples:
         raise ValueError(
@@ -340,12 +341,12 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _first(value: Any) -> Any:
-    """Returns the hidden states of an encoder's outputs, and tensors as they are."""
+    """Returns the hidden states of an encoder's outputs; returns tensors unchanged."""
     return value if isinstance(value, torch.Tensor) else _parts(value)[0]
 
 
 def sequence_of(batch: Mapping[str, Any], seq_dim: int) -> torch.Tensor:
-    """Returns the tensor that gives the length of the sequence, an encoder's if there is one."""
+    """Returns the tensor that gives the sequence's length; the encoder's, if there is one."""
     present = [batch[name] for name in (*_SEQUENCE, "labels") if batch.get(name) is not None]
     if not present:
         raise ValueError(
@@ -374,8 +375,8 @@ def _check_labels(batch: Mapping[str, Any], seq_dim: int, decoder: bool) -> None
     length = _first(batch[names[0]]).shape[seq_dim]
     if labels.dim() <= seq_dim or labels.shape[seq_dim] != length:
         raise ValueError(
-            f"{_OP}: labels of shape {list(labels.shape)} must be one for each of the {length} "
-            f"positions of {names[0]} (of an encoder-decoder: pass decoder_input_ids, or model)"
+            f"{_OP}: labels of shape {list(labels.shape)} must have one for each of the {length} "
+            f"positions of {names[0]} (for an encoder-decoder, pass decoder_input_ids or model)"
         )
 
 
@@ -387,11 +388,11 @@ def _shift(
     ignore_index: int,
     decoder: bool,
 ) -> None:
-    """Shifts the labels of a whole batch, unless they are those of the positions themselves."""
+    """Shifts the labels of a whole batch, unless they belong to the positions themselves."""
     by_model = rules is not None and rules.shifts_labels()
     if shift_labels is None:
         shift_labels = not decoder if rules is None else by_model
-    if "shift_labels" in batch:  # already shifted by what collated the batch
+    if "shift_labels" in batch:  # the collator has already shifted them
         batch["labels"] = batch["shift_labels"]
     elif shift_labels:
         labels = batch["labels"].roll(-1, seq_dim)
@@ -415,7 +416,7 @@ def _dim_cut(
 
 
 def _matters(name: str, value: Any, seq_dim: int, balancers: Mapping[int, LoadBalancer]) -> bool:
-    """Whether all ranks must have the same: tensors to cut, or of the whole sequence."""
+    """Whether all ranks must have the same value: tensors to cut, or of the whole sequence."""
     if not isinstance(value, torch.Tensor):
         return False
     whole = name.startswith(_WHOLE) or name.endswith("attention_mask")
@@ -429,7 +430,7 @@ def _cut(
     balancers: Mapping[int, LoadBalancer],
     group: dist.ProcessGroup,
 ) -> Any:
-    """Returns this rank's part of one thing in a batch."""
+    """Returns this rank's part of one value in a batch."""
     if name == "encoder_outputs" and not isinstance(value, torch.Tensor):
         parts = [_cut("", part, seq_dim, balancers, group) for part in _parts(value)]
         return (

@@ -1,8 +1,7 @@
 """A `BlockMask` of the whole sequence, cut to the queries of one rank.
 
-A load balancer gives the rank its queries; its keys are the keys of all ranks, in the
-order in which they are gathered: rank after rank. Local indices refer to these, global ones to the
-sequence.
+A load balancer gives the rank its queries; its keys are the keys of all ranks, gathered rank after
+rank. Local indices refer to these queries and keys, global indices to the sequence.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ def local_block_mask(
         )
 
     with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(). Any lengths work,
-    also where block boundaries are not chunk boundaries: blocks made of several blocks of the whole
-    that are neither all empty nor all full are evaluated again, a few at a time. Blocks must agree
+    also if block boundaries are not chunk boundaries: a local block made of several global blocks
+    that are neither all empty nor all full is evaluated again, a few at a time. Blocks must agree
     with `block_mask.mask_mod`, as those of `create_block_mask` do, unless that is torch's
     `noop_mask`.
 
-    `kv_load_balancer` tells how keys are spread; by default as queries, or evenly if the number of
+    `kv_load_balancer` says how keys are spread; by default like queries, or evenly if the number of
     keys differs. The result keeps `block_mask` as `symm_cp_global`, and has a mask for each sample
-    if the load balancer has a layout for each. On a GPU the host waits for it, so that no mask can
-    be cut while a graph is captured. Raises `ValueError` for other lengths or an invalid rank.
+    if the load balancer has a layout for each. The host waits for the GPU, so no mask can be cut
+    while a graph is captured. Raises `ValueError` for other lengths or an invalid rank.
     """
     if load_balancer.samples or (kv_load_balancer is not None and kv_load_balancer.samples):
         result = _of_samples(block_mask, load_balancer, rank, kv_load_balancer)
@@ -83,7 +82,7 @@ def local_block_mask(
 
 
 class Cuts:
-    """The latest masks that were cut, since all layers of a model use the same few.
+    """Caches the latest cut masks: all layers of a model use the same few.
 
     Cutting makes the host wait for the device, several times.
     """
@@ -106,7 +105,7 @@ class Cuts:
         versions = [None if t is None or inference else t._version for t in blocks]
         key = (id(block_mask), *versions, queries, keys, rank)
         for known, cut in self._latest:
-            if known == key and not inference:  # it keeps the mask, and so its id
+            if known == key and not inference:  # the cut keeps the mask alive, so its id is unique
                 return cut
         cut = local_block_mask(block_mask, queries, rank, kv_load_balancer=keys)
         self._latest = [*self._latest[1 - self._most :], (key, cut)]
@@ -116,7 +115,7 @@ class Cuts:
 def _of_samples(
     block_mask: BlockMask, queries: LoadBalancer, rank: int, keys: LoadBalancer | None
 ) -> BlockMask:
-    """The masks of all samples, each cut by its own layout, as one."""
+    """Returns the masks of all samples, each cut by its own layout, as one mask."""
     count = len(queries.samples)
     keys = _keys(block_mask, queries, keys)
     if count != len(keys.samples) or block_mask.kv_num_blocks.shape[0] not in (1, count):
@@ -148,7 +147,7 @@ def _of_samples(
 
 
 def _sample(block_mask: BlockMask, sample: int) -> BlockMask:
-    """The mask of one sample of a batch."""
+    """Returns the mask of one sample of a batch."""
     of_all = block_mask.kv_num_blocks.shape[0] == 1
 
     def blocks(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -178,20 +177,20 @@ def local_score_mod(
     kv_load_balancer: LoadBalancer | None = None,
     device: torch.device | str = "cpu",
 ) -> Modifier:
-    """Returns a `score_mod` for a rank's queries and the gathered keys, from one of the whole.
+    """Returns a `score_mod` for a rank's queries and gathered keys, from the global `score_mod`.
 
     Same result as:
 
         lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h, q[q_idx], k[kv_idx])
 
-    with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(), by default of the
-    same balancer; both on `device`, as the indices must be. Raises `ValueError` for an invalid
-    rank, `NotImplementedError` if each sample has its own layout.
+    with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(), by default with
+    the same balancer; both on `device`, like the indices. Raises `ValueError` for an invalid rank,
+    `NotImplementedError` if each sample has its own layout.
     """
     _check_rank(load_balancer, rank)
     keys = load_balancer if kv_load_balancer is None else kv_load_balancer
     for balancer in (load_balancer, keys):
-        _ = balancer.layout  # one for all samples
+        _ = balancer.layout  # raises unless all samples share a layout
     q = _index(load_balancer.positions(rank, device=device))
     k = _index(keys.permutation(device=device))
 
@@ -238,14 +237,14 @@ def _check(block_mask: BlockMask, queries: LoadBalancer, keys: LoadBalancer, ran
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how many blocks a row has, and all columns, theirs first."""
+    """Returns each row's number of blocks, and all columns, with the blocks' columns first."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def _index(positions: torch.Tensor) -> _Index:
-    """Returns a lookup of positions; indices beyond the end, as in padded blocks, get the last."""
-    # Never empty: the mask of a rank without rows is evaluated, too.
+    """Returns a lookup of positions; indices beyond the end (padded blocks) get the last one."""
+    # Not empty, since the mask of a rank without rows is evaluated, too.
     padded = positions if len(positions) else positions.new_zeros(1)
     last = len(padded) - 1
     return lambda index: padded[index.clamp(max=last)]
@@ -265,7 +264,7 @@ def _local_mask_mod(mask_mod: Modifier, q: torch.Tensor, k: torch.Tensor) -> Mod
 
 
 def _local_mask_mod_of_samples(mask_mod: Modifier, q: torch.Tensor, k: torch.Tensor) -> Modifier:
-    """`_local_mask_mod` for positions (B, S) of each sample."""
+    """Like `_local_mask_mod`, for positions (B, S) of each sample."""
     rows, columns = q.shape[1], k.shape[1]
     to_query, to_key = (t if t.shape[1] else t.new_zeros(len(t), 1) for t in (q, k))
 
@@ -300,10 +299,10 @@ def _mask_of_blocks(block_mask: BlockMask) -> Modifier:
 
 
 class _Blocks:
-    """Along one dimension: which blocks of the whole each local block is made of.
+    """Along one dimension: the global blocks that each local block is made of.
 
     `sources` (blocks, n) are their numbers, some repeated. `short` marks a last block that extends
-    beyond the end, `exact` blocks that equal one block of the whole.
+    beyond the end, `exact` blocks that equal one global block.
     """
 
     def __init__(self, positions: torch.Tensor, size: int, length: int) -> None:
@@ -318,7 +317,7 @@ class _Blocks:
         self.exact = (self.sources == self.sources[:, :1]).all(1) & (held_by == whole)
 
     def slice(self, block: int) -> torch.Tensor:
-        """The positions of a block."""
+        """Returns the positions of a block."""
         return self.positions[block * self.size : (block + 1) * self.size]
 
 
@@ -345,7 +344,7 @@ def _local_states(block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> to
     low, high = (_reduced(states, rows, columns, largest=largest) for largest in (False, True))
     local = torch.full_like(low, PARTIAL)
     local.masked_fill_(high == EMPTY, EMPTY)
-    # torch lists a block that extends beyond the end as partial, so that the mask hides the rest.
+    # torch lists a block that extends beyond the end as partial: the mask hides the excess.
     short = rows.short[:, None] | columns.short
     local.masked_fill_((low == FULL) & ~short, FULL)
     copied = rows.exact[:, None] & columns.exact
@@ -369,7 +368,7 @@ def _reduced(
 def _some_columns(
     mixed: torch.Tensor, sizes: tuple[int, int], copies: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields rows of blocks, with as many of their mixed columns as are evaluated at once."""
+    """Yields rows of blocks, each with a batch of mixed columns to evaluate at once."""
     most = max(1, extents(copies)[1] // sizes[1])
     for row, columns in enumerate(mixed.any(0).any(0)):
         for some in columns.nonzero().flatten().split(most):

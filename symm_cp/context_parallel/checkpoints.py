@@ -1,9 +1,9 @@
-"""Checkpoints of a region: what they recompute runs in it, wherever the backward pass is.
+"""Checkpoints of a region recompute in that region, wherever the backward pass runs.
 
 `torch.utils.checkpoint` calls its function again in the backward pass, which a program may run
-after the context: attention would then see this rank's part of the sequence only. No mode of torch
-functions sees a checkpoint, so while a region is active, both forms of it get a function that
-enters the region again where it is not active.
+after the context: attention would then see this rank's part of the sequence only. No torch function
+mode sees a checkpoint, so while a region is active, both forms of checkpoint get a function that
+enters the region again if it is not active.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.utils.checkpoint as torch_checkpoint
 
 from symm_cp.context_parallel.flex_hook import current_mode
 
-# What calls the function again: with `use_reentrant=True`, and without. torch does not promise the
-# second; if it is gone, recomputation outside of the region saves fewer tensors: CheckpointError.
+# The classes that call the function again: with `use_reentrant=True`, and without. The second is
+# private; if torch drops it, recomputing outside the region saves fewer tensors: CheckpointError.
 _REENTRANT: Any = torch_checkpoint.CheckpointFunction
 _FRAME: Any = getattr(torch_checkpoint, "_CheckpointFrame", None)
 
@@ -41,7 +41,7 @@ def _in_its_region(body: Callable[..., Any]) -> Callable[..., Any]:
 class _CheckpointHook:
     """Has checkpoints recompute in the region of their forward pass, while acquired at least once.
 
-    Those of threads without a region are left as they are.
+    Checkpoints of threads without a region are unchanged.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _CheckpointHook:
 
 
 def _replace() -> Callable[[], None]:
-    """Returns what undoes it."""
+    """Replaces torch's functions; returns a function that restores them."""
     forward, init = _REENTRANT.forward, _FRAME and _FRAME.__init__
 
     def run(ctx: Any, body: Callable[..., Any], *args: Any) -> Any:

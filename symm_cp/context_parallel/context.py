@@ -1,4 +1,4 @@
-"""The context manager `context_parallel`, and sharding and un-sharding of tensors."""
+"""The context manager `context_parallel`; sharding and un-sharding of tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _balancers_for(
     world_size: int,
     load_balancer: Balancers | None,
 ) -> list[LoadBalancer]:
-    """Returns the load balancer of each buffer; without any given, they must have equal lengths."""
+    """Returns each buffer's load balancer; if none is given, buffers must have equal lengths."""
     if len(buffers) != len(seq_dims):
         raise ValueError(
             f"{op}: {len(buffers)} buffers and {len(seq_dims)} sequence dimensions, must be equal"
@@ -76,16 +76,16 @@ def context_parallel_shard(
     Args:
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name; a 2-D DeviceMesh for two methods.
         buffers: a list or dict of tensors of the whole sequence, the same on all ranks, and of
-            `BlockMask`s: those are cut to this rank's queries against all keys in the order in
-            which `all_gather_kv` gathers them. The sequence dimension of a mask is ignored.
+            `BlockMask`s. A mask is cut to this rank's queries against all keys, in the order in
+            which `all_gather_kv` gathers keys; its sequence dimension is ignored.
         seq_dims: the sequence dimension of each buffer, negative counts from the end.
         load_balancer: how the sequence is spread, head-tail by default; for buffers of several
-            lengths a mapping of each length to its load balancer.
-        method: required for a mesh of two dimensions, over all ranks of which the sequence is then
-            spread; as in `context_parallel`.
+            lengths, a mapping from each length to its load balancer.
+        method: required for a 2-D mesh, where the sequence is spread over all ranks; as in
+            `context_parallel`.
 
-    Not differentiable. Collective. Raises `ValueError` for buffers of different lengths or another
-    length than the load balancer's, `RuntimeError` on all ranks if they cut different buffers.
+    Not differentiable. Collective. Raises `ValueError` for buffers of different lengths or a length
+    other than the load balancer's, `RuntimeError` on all ranks if they cut different buffers.
     Source: torch's `_context_parallel_shard`.
     """
     op = "context_parallel_shard"
@@ -154,9 +154,9 @@ def context_parallel(
 
     Inside, `F.scaled_dot_product_attention`, `flex_attention` and torch's `varlen_attn`, however
     they were imported, take this rank's parts of queries, keys and values and attend to the whole
-    sequence; cumulative lengths of `varlen_attn` are those of the whole packed sequence, and with
-    `flex_attention`, `mask_mod`, `score_mod` and `BlockMask` are those of the whole sequence (those
-    of transformers' models, too: causal masks, windows, padding and packed documents)::
+    sequence. Cumulative lengths of `varlen_attn`, and `mask_mod`, `score_mod` and `BlockMask` of
+    `flex_attention`, describe the whole (packed) sequence (masks of transformers' models, too:
+    causal masks, windows, padding and packed documents)::
 
         with symm_cp.context_parallel(mesh, buffers=[tokens, positions], buffer_seq_dims=[1, 0]):
             loss = model(tokens, positions)
@@ -164,39 +164,39 @@ def context_parallel(
 
     Args:
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name; a 2-D DeviceMesh for two methods.
-        model: models of transformers that run inside, one or several: they attend with
-            attn_implementation="symm_cp" until the end, which knows their masks (padding, packed
-            documents, windows, chunks), soft caps, sinks and dropout.
+        model: one or several models of transformers that run inside. Until the end they attend with
+            attn_implementation="symm_cp", which supports their masks (padding, packed documents,
+            windows, chunks), soft caps, sinks and dropout.
         buffers: tensors of the whole sequence, the same on all ranks, of equal length (or with a
             load balancer for each length, see below). They are cut
             in place (the same tensor objects then hold the shard) and restored at the end, also
-            after an exception. No parameters.
+            after an exception. Must not be parameters.
         buffer_seq_dims: the sequence dimension of each buffer, negative counts from the end.
-        no_restore_buffers: those of `buffers` that stay cut.
+        no_restore_buffers: the buffers that stay cut.
         load_balancer: how the sequence is spread, head-tail by default: then every rank has the
             same work under a causal mask. Any mask can be combined with any load balancer.
-        method: how attention is split over the ranks. "allgather": each attends with its queries to
-            the keys of all. "ulysses": ranks exchange parts of the sequence for heads, of which
-            there must be at least as many as ranks. "auto": the faster one for each call, by the
-            simulator's figures. For a mesh of two dimensions the method of each, as in ("ulysses",
-            "allgather"). By default what `set_rotate_method` chose.
+        method: how attention is split over the ranks. "allgather": each rank attends with its
+            queries to all keys. "ulysses": ranks exchange parts of the sequence for heads; there
+            must be at least one head per rank. "auto": the faster one for each call, by the
+            simulator's figures. For a 2-D mesh the method of each dimension, as in ("ulysses",
+            "allgather"). The default is set by `set_rotate_method`.
         on_unfused: what to do at the end if modules ran but no such function was called, so that
             attention, if there was any, saw only this rank's part: "raise" `RuntimeError`, "warn",
             or "ignore" it. Does not apply after an exception or if no module ran.
 
     Contexts may be nested: the innermost counts. Compiled functions may be called within several
     contexts and without one; a context entered within a compiled function breaks its graph, and so
-    does a checkpoint. What a checkpoint of `torch.utils.checkpoint` recomputes runs in the context
-    in which it first ran, also if the backward pass runs after the end of that. An `attn_mask` must
-    be that of the whole sequence. Refused, with `NotImplementedError`, are modules whose attention
-    would be wrong: `nn.MultiheadAttention`, layers that mix positions otherwise, missing positions,
+    does a checkpoint. `torch.utils.checkpoint` recomputes activations in the context of their first
+    run, even if that has ended when the backward pass runs. An `attn_mask` must cover the whole
+    sequence. Raises `NotImplementedError` for modules whose attention would be wrong:
+    `nn.MultiheadAttention`, layers that mix positions otherwise, missing positions,
     generation, and models of transformers that are not passed as `model` and have sliding windows
     or chunks shorter than the sequence (unless they use flex attention), attention sinks, soft caps
     or attention that calls none of these ("eager"). On one rank nothing is spread, and no module
     refused. Raises `ValueError` or `TypeError` for an invalid model, and `ValueError` for invalid
     buffers and methods, and for shards that another load balancer has cut, before anything is
-    changed; `RuntimeError` on all ranks if they have different buffers or, when it first runs, a
-    model with different parameters. Source: torch's `context_parallel`.
+    changed; `RuntimeError` on all ranks if their buffers differ, or the parameters of a model that
+    runs for the first time. Source: torch's `context_parallel`.
     """
     group, tensors = _process_group("context_parallel", mesh, method), list(buffers or ())
     keep = {id(tensor) for tensor in no_restore_buffers or ()}
@@ -226,7 +226,7 @@ def context_parallel(
 def _holding(
     tensors: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], keep: Container[int] = ()
 ) -> Iterator[None]:
-    """Within it, tensors hold shards; then, except those with ids in `keep`, what they held."""
+    """Has tensors hold shards; at the end restores all but those whose ids are in `keep`."""
     originals = [tensor.detach() for tensor in tensors]
     try:
         for tensor, shard in zip(tensors, shards, strict=True):
@@ -242,9 +242,9 @@ def _holding(
 def _attending(
     region: ParallelRegion, model: nn.Module | Sequence[nn.Module] | None
 ) -> Iterator[None]:
-    """Within it, models attend to the whole sequence as their libraries' inspectors have it."""
+    """Has models attend to the whole sequence, through their libraries' inspectors."""
     with ExitStack() as stack:
-        watch = region.watch()  # of its own: none of the modules has run
+        watch = region.watch()  # a separate watch: none of the modules has run
         guards.untraced(watch, lambda _: _enter_models(stack, region, watch, model))
         yield
 
@@ -305,7 +305,7 @@ def _cut_buffers(
 
 @torch.no_grad()
 def _become(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    # Not resize_ and copy_: other tensors may share the memory of a view, and nothing is copied.
+    # set_ copies nothing; resize_ and copy_ would change tensors that share a view's memory.
     tensor.set_(other)  # type: ignore[call-overload]
 
 
@@ -333,15 +333,15 @@ def context_parallel_unshard(
     *,
     method: MethodLike | None = None,
 ) -> list[torch.Tensor]:
-    """Gathers the parts that ranks hold of a sequence, in sequence order.
+    """Gathers the ranks' parts of a sequence, in sequence order.
 
     Args:
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name; a 2-D DeviceMesh for two methods.
         buffers: this rank's parts.
         seq_dims: the sequence dimension of each, negative counts from the end.
-        load_balancer: the one that the sequence was cut by. By default that of the active context,
-            or else the one that `context_parallel`, `context_parallel_shard` or `shard_batch` used
-            on this group for shards of this length.
+        load_balancer: the load balancer that cut the sequence. By default the active context's, or
+            else the one that `context_parallel`, `context_parallel_shard` or `shard_batch` used on
+            this group for shards of this length.
         method: required for a mesh of two dimensions; as in `context_parallel`.
 
     Returns the whole tensors, the same on all ranks. Not differentiable. Raises `ValueError` if no

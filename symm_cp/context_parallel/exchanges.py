@@ -18,7 +18,7 @@ from symm_cp.ops.heads.projection import COLLECT, PROJECT
 from symm_cp.ops.tensor_checks import missing_memory
 from symm_cp.tensors.shards import Split
 
-#: The heads of each rank: consecutive, of these sizes, or any ranges (first, one behind the last).
+#: The heads of each rank: consecutive with the sizes of a `Split`, or any ranges (begin, end).
 Heads: TypeAlias = Split | Sequence[tuple[int, int]]
 Tensors: TypeAlias = Sequence[torch.Tensor]
 
@@ -47,7 +47,7 @@ def sequence_to_heads(
     load_balancer: LoadBalancer | None = None,
     heads: Heads | Sequence[Heads] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Gives up part of the heads for the positions of all ranks.
+    """Exchanges part of the heads for the positions of all ranks.
 
     Same result as, for shards cut by `load_balancer`::
 
@@ -57,17 +57,17 @@ def sequence_to_heads(
 
     Args:
         x: (B, H, s, E), this rank's part of a sequence with all heads; or several such tensors of
-            one length, dtype and device (queries, keys and values, say), which travel together.
+            one length, dtype and device (such as queries, keys and values), sent together.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts.
-        heads: a `symm_cp.tensors.shards.Split` of the heads, or for each rank its first head and
-            the one behind its last; ranges may overlap and may be empty. By default each rank has
-            H / W heads. For several tensors one of these for each.
+        heads: a `symm_cp.tensors.shards.Split` of the heads, or for each rank a range (begin, end),
+            end exclusive; ranges may overlap and may be empty. By default each rank has H / W
+            heads. For several tensors, one of these for each tensor.
 
     Any dtype and strides. Returns contiguous tensors of shape (B, h, S, E), in sequence order.
     Differentiable, any number of times: the gradient is `heads_to_sequence`. Raises `ValueError` or
-    `TypeError` for arguments that do not fit, before any communication; `RuntimeError` if a peer
-    fails or disagrees. Source: DeepSpeed-Ulysses (Jacobs et al., 2023).
+    `TypeError` for invalid arguments, before any communication; `RuntimeError` if a peer fails or
+    disagrees. Source: DeepSpeed-Ulysses (Jacobs et al., 2023).
     """
     return _exchange(True, x, group, load_balancer, heads)
 
@@ -96,7 +96,7 @@ def heads_to_sequence(
     load_balancer: LoadBalancer | None = None,
     heads: Heads | Sequence[Heads] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Gives up part of the positions for the heads of all ranks.
+    """Exchanges part of the positions for the heads of all ranks.
 
     Same result as, for shards cut by `load_balancer`::
 
@@ -107,13 +107,13 @@ def heads_to_sequence(
 
     Args:
         x: (B, h, S, E), this rank's heads of the whole sequence in sequence order; or several such
-            tensors of one length, dtype and device, which travel together.
+            tensors of one length, dtype and device, sent together.
         group, load_balancer, heads: as for `sequence_to_heads`.
 
-    Returns tensors of shape (B, H, s, E) that have all heads of a position in one run of memory, as
-    output projections take them. Heads that several ranks hold are added, in rank order, in float32
-    for 16-bit types. Differentiable, any number of times: the gradient is `sequence_to_heads`.
-    Dtypes and errors as there. Source: DeepSpeed-Ulysses (Jacobs et al., 2023).
+    Returns tensors of shape (B, H, s, E) in which all heads of a position are contiguous, as output
+    projections require. Heads that several ranks hold are added, in rank order, in float32 for
+    16-bit types. Differentiable, any number of times: the gradient is `sequence_to_heads`. Dtypes
+    and errors as for that. Source: DeepSpeed-Ulysses (Jacobs et al., 2023).
     """
     return _exchange(False, x, group, load_balancer, heads)
 
@@ -151,7 +151,7 @@ def ulysses_projection(
     load_balancer: LoadBalancer | None = None,
     heads: Heads | Sequence[Heads] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Projects a sequence to heads, and gives each rank its heads as soon as they are multiplied.
+    """Projects a sequence to heads, and sends each rank its heads as soon as they are multiplied.
 
     Same result as, for each weight::
 
@@ -163,7 +163,7 @@ def ulysses_projection(
         weights: a (D, H * E) matrix (the transposed weight of a `Linear`) or several, as for
             queries, keys and values.
         features: E, the features of a head.
-        biases: (H * E,) of each matrix.
+        biases: (H * E,) for each matrix.
         group, load_balancer, heads: as for `sequence_to_heads`.
 
     Returns a contiguous tensor of shape (B, h, S, E) for each matrix. Differentiable, any number of
@@ -192,7 +192,7 @@ def ulysses_output_projection(
     load_balancer: LoadBalancer | None = None,
     heads: Heads | None = None,
 ) -> torch.Tensor:
-    """Projects the heads of all ranks, each as soon as it has arrived.
+    """Projects the heads of all ranks, each head as soon as it has arrived.
 
     Same result as::
 
@@ -253,7 +253,7 @@ def _listed(op: str, argument: str, given: torch.Tensor | Tensors) -> list[torch
 
 
 def _check_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if bias is None or weight.dim() != 2:  # the op raises for it
+    if bias is None or weight.dim() != 2:  # the op raises for the weight
         return
     ordinary = type(bias) in (torch.Tensor, torch.nn.Parameter)
     if ordinary and not torch.compiler.is_compiling() and (missing := missing_memory(bias)):
@@ -295,7 +295,7 @@ def _options(
 
 
 def _head_ranges(op: str, tensors: int, heads: Sequence[Heads]) -> list[int]:
-    """Returns the first head of each rank and the one behind its last, of every tensor."""
+    """Returns the range (begin, end) of each rank's heads, of every tensor, as one list."""
     if not isinstance(heads, Sequence) or isinstance(heads, str):
         raise TypeError(f"{op}: {heads=} must be a Split or a sequence of ranges")
     if len(heads) != tensors:
@@ -313,7 +313,6 @@ def _range_numbers(op: str, heads: Heads) -> list[int]:
     whole = pairs and all(isinstance(n, int | torch.SymInt) for each in heads for n in each)
     if not whole or any(len(each) != 2 for each in heads):
         raise TypeError(
-            f"{op}: {heads=} must be a Split, or for each rank its first head and the one behind "
-            "its last"
+            f"{op}: {heads=} must be a Split, or for each rank a range of heads (begin, end)"
         )
     return [number for each in heads for number in each]

@@ -50,17 +50,17 @@ _signature = inspect.signature(original)
 
 
 def attend(*args: Any, **kwargs: Any) -> Any:
-    """`flex_attention` in eager mode, within a region of this thread or outside of any."""
+    """`flex_attention` in eager mode, inside or outside a region of this thread."""
     return _attend(original, *args, **kwargs)
 
 
 def attend_compiled(*args: Any, **kwargs: Any) -> Any:
-    """`flex_attention` in eager mode; only torch's own function, where it is used, is compiled."""
+    """`flex_attention` in eager mode; if it calls torch's function, that is compiled."""
     return _attend(torch.compile(original), *args, **kwargs)
 
 
 def attend_over(region: ParallelRegion, *args: Any, **kwargs: Any) -> Any:
-    """`flex_attention` in eager mode, within a given region; torch's own function is compiled."""
+    """`flex_attention` in eager mode, within a given region; torch's function is compiled."""
     return _attend_within(region, torch.compile(original), *args, **kwargs)
 
 
@@ -109,14 +109,16 @@ def _attend_parts(
 ) -> Any:
     """`flex_attention` on this rank's parts of the sequence; `torch_attention` is torch's.
 
-    `score_mod` and `block_mask` are those of the whole sequence. Masks that transformers makes for
-    this rank's part are used for the whole where they depend on positions alone.
+    `score_mod` and `block_mask` cover the whole sequence. Masks that transformers makes for this
+    rank's part are used for the whole if they depend on positions alone.
     """
     if any(option is not None for option in unknown.values()):
-        raise NotImplementedError(f"{FLEX}: {sorted(unknown)} within context_parallel")
+        raise NotImplementedError(
+            f"{FLEX}: {sorted(unknown)} within context_parallel is not supported"
+        )
     masked = block_mask is not None or score_mod is not None
     queries, keys = spread(region, query, key, ordered=masked)
-    # A mask that was cut before remembers what it was cut from.
+    # A mask that is already cut keeps the mask of the whole sequence.
     given, block_mask = block_mask, getattr(block_mask, "symm_cp_global", block_mask)
     block_mask, mask_mod = whole_mask(
         block_mask,
@@ -137,7 +139,7 @@ def _attend_parts(
             query, full_key, full_value, *modifiers, *options, return_aux=return_aux
         )
     if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel")
+        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel is not supported")
     out, lse = flex_all_gather_attention(
         query,
         key,
@@ -158,7 +160,7 @@ def _attend_parts(
 
 
 def _by_position(mask_mod: Modifier) -> bool:
-    """Tells whether a mask depends on positions alone, so that it holds for any sequence length."""
+    """Whether a mask depends on positions alone, so that it is valid for any sequence length."""
     known = inspectors.by_position(getattr(mask_mod, "__module__", None))
     return known and not captures_tensors(mask_mod)
 
@@ -173,7 +175,7 @@ def _cut(
     keys: LoadBalancer,
     rank: int,
 ) -> BlockMask:
-    """Returns the block mask of this rank's queries against all keys: `given` if it is that."""
+    """Returns the block mask of this rank's queries against all keys: `given` if already cut so."""
     if given is not None and getattr(given, "symm_cp_cut", None) == (queries, keys, rank):
         return given
     if capturing(block_mask.kv_num_blocks.device):
@@ -201,14 +203,14 @@ def _local_score_mod(
 
 
 def in_tiles(device: torch.device) -> bool:
-    """Tells whether keys are consumed as they arrive; otherwise torch's kernels get all of them."""
+    """Whether keys are consumed as they arrive; otherwise torch's kernels get all keys at once."""
     return device.type == "cpu"
 
 
 def gathered(
     region: ParallelRegion, keys: LoadBalancer, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the keys and values of all ranks, in the order of the ranks."""
+    """Returns the keys and values of all ranks, in rank order."""
     padding = max(keys.lengths) - key.shape[2]
     full_key, full_value = all_gather_kv(
         *(F.pad(t, (0, 0, 0, padding)) if padding else t for t in (key, value)),
@@ -224,7 +226,7 @@ def gathered(
 def spread(
     region: ParallelRegion, query: torch.Tensor, key: torch.Tensor, *, ordered: bool = True
 ) -> tuple[LoadBalancer, LoadBalancer]:
-    """Returns how queries and keys are spread; `ordered`: whether a mask tells keys apart."""
+    """Returns the layouts of queries and keys; `ordered`: a mask depends on the keys' order."""
     if is_dtensor(query):
         raise NotImplementedError(
             "DTensors with a mask, score_mod or dropout are not supported within context_parallel: "

@@ -1,12 +1,12 @@
 """Redirects `flex_attention` while a region is active, however it was imported.
 
-It is a Python function that no `TorchFunctionMode` sees, and most users import it by name. So while
-a region is active, its code (not its name) is replaced by code that calls `_flex_attention` below,
-which calls the original in threads without a region.
+`flex_attention` is a Python function that no `TorchFunctionMode` sees, and most users import it by
+name. So while a region is active, its code (not its name) is replaced by code that calls
+`_flex_attention` below, which calls the original in threads without a region.
 
 Dynamo traces the replaced code like any other, up to one op in its graph (flex_trace.py). It finds
-the region where its guards look, on the stack of torch function modes, so a compiled function is
-compiled again for another region, or for none.
+the region on the stack of torch function modes, which its guards check, so a function is compiled
+again for another region, or outside of regions.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ R = TypeVar("R")
 
 
 def _redirection(function: types.FunctionType) -> types.CodeType:
-    """Code that calls `_flex_attention` with the arguments of `function`.
+    """Returns code that calls `_flex_attention` with the arguments of `function`.
 
-    It has the parameters of `function`, by name: Dynamo reads them once and keeps them with the
-    function, also after its code is replaced.
+    The code has the parameter names of `function`: Dynamo reads these once and keeps them with the
+    function, even after its code is replaced.
     """
     plain: list[str] = []
     named: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
         (named if parameter.kind is inspect.Parameter.KEYWORD_ONLY else plain).append(name)
     arguments = [*plain, *(f"{name}={name}" for name in named)]
-    # It runs with the globals of torch's module, so it has to import this one.
+    # The code runs with the globals of torch's module, so it must import this module.
     source = (
         f"def {function.__name__}({', '.join([*plain, '*', *named])}):\n"
         f"    from {__name__} import _flex_attention\n"
@@ -83,8 +83,8 @@ flex_hook = _FlexHook()
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _traced(*args, **kwargs)
-    # Frames that Dynamo gave up on, or recompiled too often, come here: Dynamo would compile what
-    # they call piece by piece.
+    # Reached by frames that Dynamo could not trace, or recompiled too often: it would compile the
+    # functions that they call piece by piece.
     eager = _untraced() if "torch._dynamo" in sys.modules else flex.attend
     return eager(*args, **kwargs)
 
@@ -94,11 +94,11 @@ def _untraced() -> Callable[..., Any]:
     return torch.compiler.disable(flex.attend)  # type: ignore[no-any-return]
 
 
-# --- what Dynamo traces ----------------------------------------------------------------------
+# --- traced by Dynamo ------------------------------------------------------------------------
 
 
 class FlexMode(TorchFunctionMode):
-    """The mode of a region, where Dynamo finds the region and guards what it reads of it."""
+    """The mode of a region: Dynamo finds the region there, and guards the attributes it reads."""
 
     def __init__(self, region: ParallelRegion, watch: Watch) -> None:
         super().__init__()
@@ -106,12 +106,12 @@ class FlexMode(TorchFunctionMode):
         self.watch = watch
 
     def again(self) -> AbstractContextManager[None]:
-        """Within it, code runs as in the region, which may have been left since."""
+        """Has code run as in the region, even after the region was left."""
         raise NotImplementedError
 
 
 def current_mode() -> FlexMode | None:
-    """Returns the mode of the innermost region of the code that calls this, also when traced."""
+    """Returns the mode of the caller's innermost region, also when traced."""
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, FlexMode):
             return mode
@@ -119,7 +119,7 @@ def current_mode() -> FlexMode | None:
 
 
 def current_region() -> tuple[ParallelRegion, Watch] | None:
-    """Returns the innermost region of the code that calls this, and its watch, also when traced."""
+    """Returns the caller's innermost region and its watch, also when traced."""
     mode = current_mode()
     return None if mode is None else (mode.region, mode.watch)
 
@@ -127,7 +127,7 @@ def current_region() -> tuple[ParallelRegion, Watch] | None:
 def handled(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Calls a function as torch calls a mode's handler: without the mode of the innermost region.
 
-    It would see each function that is called, and ops would take the long way around it.
+    Otherwise the mode would see each function call, and ops would take the slow path through it.
     """
     depth = 0 if torch.compiler.is_dynamo_compiling() else torch._C._len_torch_function_stack()
     if depth == 0 or not isinstance(torch._C._get_function_stack_at(depth - 1), FlexMode):
@@ -140,7 +140,7 @@ def handled(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def spread_region() -> ParallelRegion | None:
-    """Returns the region of `current_region`, unless it has one rank, where nothing is spread."""
+    """Returns the caller's innermost region; None if it has one rank, where nothing is spread."""
     mode = current_mode()
     return None if mode is None or mode.region.world_size == 1 else mode.region
 

@@ -1,8 +1,8 @@
 """How Dynamo puts `flex_attention` within a region into its graph. Imported while it traces.
 
-Dynamo can put the functions that torch's `flex_attention` takes into a graph: each as a graph of
-its own, with what it captures as inputs. `_graph_flex_attention` reuses that; called with them, it
-becomes the op of ops/attention/flex/graph.py.
+Dynamo can put the function arguments of torch's `flex_attention` into a graph: each as its own
+graph, with the captured values as inputs. `_graph_flex_attention` reuses this; called with these
+graphs, it becomes the op of ops/attention/flex/graph.py.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ _graph_flex_attention = _GraphFlexAttention()
 
 
 class _GraphFlexVariable(dynamo_ops.FlexAttentionHigherOrderVariable):
-    """torch's, without the region's mode, and with a check of where the mask is defined."""
+    """Like torch's, without the region's mode, and with a check which module defines the mask."""
 
     _HOP_NAME = f"torch.ops.higher_order.{_NAME}"
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        # The region's mode led here and need not see the call.
+        # The region's mode has handled the call already, and must not see it again.
         *args, options = args
         mask_mod = args[4].items[-1]
         by_position = inspectors.by_position(_module(mask_mod))
@@ -114,7 +114,7 @@ def _module(function: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-# Where torch's kernels attend to gathered keys, masks are cut outside the graph.
+# If torch's kernels attend to gathered keys, masks are cut outside the graph.
 outside_graph = torch.compiler.disable(
     attend_compiled, reason="flex_attention within context_parallel is one op on CPU only"
 )
@@ -142,7 +142,7 @@ def flex_in_graph(
     `mask_mod` is a mask of the whole sequence without blocks.
     """
     if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel")
+        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel is not supported")
     block_mask = getattr(block_mask, "symm_cp_global", block_mask)
     blocks: tuple[Any, ...] = (None,) * 8
     if block_mask is not None:

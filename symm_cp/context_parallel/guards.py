@@ -1,16 +1,16 @@
-"""Guards of a region: refuse modules whose attention would be wrong, notice unfused attention.
+"""Guards of a region: refuse modules whose attention would be wrong, detect unfused attention.
 
-A model decides from the length that it sees whether it needs a mask. Within a region it sees this
-rank's part of the sequence, and may drop a sliding window that the whole sequence needs. The region
-gets only the resulting call, `is_causal=True`, so it has to inspect the modules that run in it.
+A model decides from its input's length whether it needs a mask. Within a region its input is this
+rank's part of the sequence, and it may drop a sliding window that the whole sequence needs. The
+region gets only the resulting call, `is_causal=True`, so it must inspect the running modules.
 
-While any region is active, a global forward pre-hook shows each module to the `Watch` of the
+While any region is active, a global forward pre-hook passes each module to the `Watch` of the
 innermost region of its thread, which has inspectors.py judge it. A forward hook, which unlike the
-pre-hook gets keyword arguments, shows inspectors the calls. Within `torch.compile` both run when
+pre-hook gets keyword arguments, passes calls to inspectors. Within `torch.compile` both run when
 the model is traced. On one rank nothing is spread or refused.
 
-What inspectors say is kept with the model: in a model that has run before, the first module that
-runs has all others passed that have nothing to say.
+Verdicts are kept with the model: once a model has run, its first module that runs also passes all
+modules whose verdicts need no check.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from symm_cp.context_parallel.verdicts import Known, known_of
 from symm_cp.ops.common import attention_runs
 
 ON_UNFUSED = ("raise", "warn", "ignore")
-# The arguments of calls that inspectors are told of in traced code, where they see no values.
+# The arguments whose presence inspectors check in traced code, where there are no values.
 _SHOWN = (
     *("position_ids", "output_router_logits", "start_positions"),
     *("labels", "shift_labels"),
@@ -47,9 +47,9 @@ _eval_frame = torch._C._dynamo.eval_frame
 
 @dataclass
 class Watch:
-    """What has happened within a region since it was entered.
+    """Records the events within a region since it was entered.
 
-    `pending` are limits to compare with the length of the whole sequence once that is known.
+    `pending`: limits to compare with the length of the whole sequence once that is known.
     """
 
     group: str
@@ -58,15 +58,15 @@ class Watch:
     first_module: str | None = None
     called: bool = False
     runs_before: int = 0
-    # What inspectors want to know when they judge the next module.
+    # The states that inspectors get when they judge the next module.
     states: dict[Inspector, Hashable] = field(default_factory=dict)
-    has_positions: bool = False  # whether a model was given the positions of its tokens
-    recurred_without_documents: bool = False  # whether the last recurrent layer was given none
+    has_positions: bool = False  # whether a model got the positions of its tokens
+    recurred_without_documents: bool = False  # whether the last recurrent layer got none
     pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
     judged: set[nn.Module] = field(default_factory=set)
     calls: dict[nn.Module, Inspector] = field(default_factory=dict)  # whose calls are checked
     peers: str | tuple[str, ...] = ""  # see `reporting_to_peers`
-    seeded: bool = False  # whether ranks have compared what they draw
+    seeded: bool = False  # whether ranks have compared their seeds
     seeds: dict[int, None] = field(default_factory=dict)  # of dropouts, by forward passes
     seen: Seen | None = None
 
@@ -80,7 +80,7 @@ class Watch:
     def saw(self, module: nn.Module, *, compiling: bool = False) -> Known | None:
         """Records that a module runs; raises `NotImplementedError` if its result would be wrong.
 
-        Returns the verdict about its parts if all but some need no judgement when they run.
+        Returns the verdicts on its parts, or None if each part must be judged when it runs.
         """
         if self.world_size == 1 or module in self.judged:
             return None
@@ -108,7 +108,7 @@ class Watch:
                 self._apply(part, limit, compiling)
 
     def _fits(self, limit: Limit) -> bool:
-        """Tells whether a limit makes no difference within the region."""
+        """Whether a limit makes no difference within the region."""
         if not self.balancers:
             return False
         return limit.needs_length and all(limit.fits(b.lengths) for b in self.balancers)
@@ -122,12 +122,12 @@ class Watch:
             if not limit.fits(balancer.lengths):
                 raise limit.error(module, balancer.seq_length)
         if compiling and limit.harmless_up_to is not None:
-            # The graph may be used for other lengths without this check.
+            # The graph may later run for other lengths without this check.
             raise limit.error(module)
         self.pending.append((module, limit))
 
     def check_lengths(self, lengths: list[int]) -> None:
-        """Raises if a module that ran does not support a sequence spread like this."""
+        """Raises if a module that ran does not support shards of these lengths."""
         for module, limit in self.pending:
             if not limit.fits(lengths):
                 raise limit.error(module, sum(lengths))
@@ -142,8 +142,8 @@ class Watch:
         message = (
             f"{where}: {ran} ran, but no attention ran context parallel: none of "
             "F.scaled_dot_product_attention, flex_attention and varlen_attn was called, so "
-            "attention saw only this rank's part of the sequence. Use one that calls one of them "
-            "(transformers: context_parallel(model=...))"
+            "attention saw only this rank's part of the sequence. Use a model that calls one of "
+            "them (transformers: context_parallel(model=...))"
         )
         if where == "context_parallel":
             message += '; if the modules have no attention, pass on_unfused="ignore"'
@@ -174,7 +174,7 @@ def current() -> Watch | None:
 def enter(watch: Watch, *, again: bool = False) -> None:
     """Starts watching the modules that this thread runs.
 
-    `again`: not for the first time, which attention may have run since.
+    `again`: the watch was entered before, and attention may have run since then.
     """
     _hooks.acquire()
     if not again:
@@ -203,13 +203,13 @@ def check_length(balancer: LoadBalancer) -> None:
 # --- hooks -------------------------------------------------------------------------------------
 
 
-# They take a tensor for its shape only: `torch.overrides` does not list them as overridable.
-# Dynamo itself adds `torch.zeros_like` and its kin.
+# Functions that take a tensor only for its shape: `torch.overrides` does not list them as
+# overridable. Dynamo itself adds `torch.zeros_like` and similar functions.
 _MISSING = (torch.rand_like, torch.randn_like, torch.randint_like, torch.normal)
 
 
 def show_random_functions() -> None:
-    """Has Dynamo, if it is loaded, show them to modes of torch functions, as eager code does."""
+    """Has Dynamo, if loaded, show `_MISSING` to torch function modes, as eager code does."""
     module = sys.modules.get("torch._dynamo.variables.torch")
     listed = getattr(module, "get_overridable_functions", None)
     functions = listed() if listed is not None else None
@@ -218,21 +218,22 @@ def show_random_functions() -> None:
 
 
 def constant_when_traced(function: Any) -> Any:
-    """`torch.compiler.assume_constant_result`, which would import the compiler: a second."""
+    """Like `torch.compiler.assume_constant_result`, which imports the compiler (a second)."""
     function._dynamo_marked_constant = True
     return function
 
 
-# torch.compile calls these two while it traces, and treats the results as constants. They return
-# the error message: the traced code raises it, so that callers get an exception of this type.
+# torch.compile calls the next two `_complaint` functions while it traces, and treats the results as
+# constants. They return the error message for the traced code to raise, so that callers get an
+# exception of this type.
 
 #: torch 2.11 passes only constants to such functions: there they take a module's `id`, on which
-#: Dynamo guards. It knows no `id` of a module that the traced code makes, as one of `ACT2FN`.
+#: Dynamo guards. Dynamo has no `id` for a module that the traced code makes, such as `ACT2FN`'s.
 _BY_ID = torch.__version__ < (2, 12)
 
 
 def _module(shown: nn.Module | int) -> nn.Module:
-    """Returns a module that is being called, so that it exists."""
+    """Returns a module from its `id`; it is being called, so it is alive."""
     if isinstance(shown, nn.Module):
         return shown
     module: nn.Module = ctypes.cast(shown, ctypes.py_object).value
@@ -267,7 +268,7 @@ def _complaint_after(called: nn.Module | int, shown: tuple[str, ...]) -> str | N
 
 
 def _before(module: nn.Module, args: Any) -> None:
-    # As torch.compiler.is_compiling() does, in one call: this runs for each module.
+    # torch.compiler.is_compiling(), inlined to one call: this runs for each module.
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         if complaint := _complaint_before(id(module) if _BY_ID else module):
             raise NotImplementedError(complaint)
@@ -282,7 +283,7 @@ def _before(module: nn.Module, args: Any) -> None:
 def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
     known = watch.saw(module, compiling=compiling)
     agreement.compare_running("context_parallel", watch.group, module)
-    if known is not None:  # its parts are not seen when they run
+    if known is not None:  # hooks skip its parts when they run
         agreement.compare_parts("context_parallel", watch.group, known)
 
 
@@ -301,10 +302,10 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def untraced(watch: Watch, check: Callable[[bool], None]) -> None:
-    """Runs a check that Dynamo must not compile, and tells the peers what it refuses.
+    """Runs a check that Dynamo must not compile; reports its error to the peers.
 
-    `check` is told whether Dynamo is active. Code that Dynamo gave up on runs as usual, but Dynamo
-    tries to compile the functions called from there.
+    `check` gets whether Dynamo is active. Code that Dynamo could not trace runs as usual, but
+    Dynamo tries to compile the functions that it calls.
     """
     callback = _eval_frame.set_eval_frame(None)
     try:
@@ -313,7 +314,7 @@ def untraced(watch: Watch, check: Callable[[bool], None]) -> None:
         _eval_frame.set_eval_frame(callback)
 
 
-# Dynamo must leave this function itself alone, too.
+# Dynamo must not compile this function either.
 _eval_frame.set_code_exec_strategy(
     untraced.__code__,
     _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT),
@@ -323,7 +324,7 @@ _eval_frame.set_code_exec_strategy(
 class _Hooks:
     """Global hooks of modules, registered while they are acquired at least once.
 
-    They keep their ids: torch.compile guards on those, and would recompile for each region.
+    They keep their ids: torch.compile guards on the ids, and would recompile for each region.
     """
 
     def __init__(self) -> None:
@@ -337,7 +338,7 @@ class _Hooks:
             if self._users > 1:
                 return
             if self._before < 0:
-                # A call of a compiled module warns that global hooks run twice. These may.
+                # Calling a compiled module warns that global hooks run twice: harmless here.
                 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are gl")
                 self._before = torch_module.register_module_forward_pre_hook(_before).id
                 self._after = torch_module.register_module_forward_hook(_after, with_kwargs=True).id

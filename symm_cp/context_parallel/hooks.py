@@ -1,8 +1,8 @@
 """Enters and leaves regions, and intercepts the functions called within them.
 
 A `TorchFunctionMode` sees `scaled_dot_product_attention`, the op of `varlen_attn` and random
-functions, however they were imported. flex_hook.py intercepts `flex_attention`, checkpoints.py
-checkpoints, guards.py the modules that run.
+functions, however they were imported. flex_hook.py intercepts `flex_attention`; checkpoints.py,
+checkpoints; guards.py, running modules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from symm_cp.context_parallel.layouts import enter_cuts
 from symm_cp.context_parallel.refusals import reporting_models, reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion, pop, push
 
-# Attention that calls `scaled_dot_product_attention` where no mode sees it, or does not call it.
+# Attention that calls `scaled_dot_product_attention` out of the mode's sight, or not at all.
 _HIDDEN: tuple[Any, ...] = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
@@ -48,15 +48,15 @@ _BACKWARD: dict[Any, str] = {
 }
 
 
-#: Makes what surrounds a region, for code that runs in it after it was left.
+#: Makes the context around a region, for code that runs in the region after it was left.
 Around = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
 def entered(region: ParallelRegion, around: Around = nullcontext) -> Iterator[None]:
-    """Within it, attention that this thread calls runs over the region's group.
+    """Has attention that this thread calls run over the region's group.
 
-    What a checkpoint recomputes after its end runs within `around()`, and in the region again.
+    If a checkpoint recomputes after the end, it runs within `around()`, and in the region again.
     """
     watch = region.watch()
     reporting_to_peers(region.peers, _check_shards, region)
@@ -88,7 +88,7 @@ def _check_shards(region: ParallelRegion) -> None:
     enter_cuts(group, region.balancers, assumed=guesses)
 
 
-# A function that a checkpoint runs, told from the arguments of other functions.
+# Types of a function that a checkpoint runs; first arguments of other functions have other types.
 _BODIES = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)
 
 
@@ -101,7 +101,7 @@ class RegionMode(FlexMode):
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within it, code runs as in the region, which may have been left since.
+        """Has code run as in the region, even after the region was left.
 
         Shards are not compared: the caller may have cut the next batch in another layout.
         """
@@ -111,7 +111,7 @@ class RegionMode(FlexMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Without a call of its own for most functions: it sees each that a model calls.
+        # Makes no extra call for most functions, since a model's every torch function comes here.
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.watch.called = True
@@ -137,9 +137,9 @@ class RegionMode(FlexMode):
         return func(*args, **kwargs)
 
     def _within(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the body of a checkpoint in this mode, which is off while it handles functions.
+        """Returns a checkpoint's body that runs in this mode, which is off during its handler.
 
-        Dynamo then breaks the graph; without this it would trace attention to this rank's part.
+        Dynamo then breaks the graph; otherwise it would trace attention to this rank's part.
         """
 
         def within(*args: Any, **kwargs: Any) -> Any:
@@ -149,10 +149,10 @@ class RegionMode(FlexMode):
         return within
 
     def _backward(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs a backward pass in this mode, because it may recompute what was checkpointed.
+        """Runs a backward pass in this mode, because it may recompute checkpoints.
 
-        A mode is off while it handles a function, or the function would come back here. So it is
-        entered later, when the function reads the gradients of its outputs.
+        A mode is off while it handles a function, or the function would come back here. So this
+        mode is entered later, when the function reads the gradients of its outputs.
         """
         name = _BACKWARD[func]
         with ExitStack() as inner:

@@ -1,10 +1,10 @@
-"""Inspectors: what a library knows of its modules, which this package has to know, too.
+"""Inspectors: the facts about a library's modules that this package needs.
 
-This package knows torch's modules only. What other libraries' models require, how they attend and
-what they make of a batch is told by an `Inspector` of the library, on the floor above. Nothing here
-imports it: `symm_cp/integrations/__init__.py` registers under which module's name a library shows
-that it is in use, and a function that imports the inspector, which is called once that module is
-loaded. So `import symm_cp` imports no library, and no floor imports a higher one.
+This package covers torch's modules only. For another library, an `Inspector` on the floor above
+describes what its models require, how they attend and how they use a batch. Nothing here imports
+it: `symm_cp/integrations/__init__.py` registers the name of a module that shows that the library is
+in use, and a function that imports the inspector, which is called once that module is loaded. So
+`import symm_cp` imports no library, and no floor imports a higher one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Limit:
-    """Something that attention within a region does not apply.
+    """A feature of a module that attention within a region does not apply.
 
-    `harmless_up_to` is the longest sequence for which that makes no difference; `shortest` the
+    `harmless_up_to` is the longest sequence for which it makes no difference; `shortest` the
     smallest number of positions that a rank may hold.
     """
 
@@ -37,17 +37,17 @@ class Limit:
 
     @property
     def needs_length(self) -> bool:
-        """Whether it depends on the length of the sequence."""
+        """Whether the limit depends on the length of the sequence."""
         return self.harmless_up_to is not None or self.shortest > 0
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        """Tells whether it makes no difference if ranks hold these numbers of positions."""
+        """Whether the limit is harmless if ranks hold these numbers of positions."""
         longest = self.harmless_up_to
         reaches = longest is None or sum(lengths) <= longest
         return reaches and min(lengths, default=0) >= self.shortest
 
     def error(self, module: nn.Module, length: int | None = None) -> NotImplementedError:
-        """The error that refuses the module."""
+        """Returns the error that refuses the module."""
         whole = "" if length is None else f" (the sequence has {length} positions)"
         return NotImplementedError(
             f"context_parallel: {type(module).__name__} has {self.what}: {self.why}{whole}. "
@@ -57,10 +57,10 @@ class Limit:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an inspector says of one module, not of its children.
+    """An inspector's verdict on one module, not on its children.
 
-    `state` is what it wants to know when it judges the modules that run after this one; None if no
-    model of its library has run. `checks_calls`: it wants to see the arguments of the calls.
+    `state` is passed to the inspector when it judges the modules that run after this one; None if
+    no model of its library has run. `checks_calls`: it checks the arguments of the calls.
     """
 
     limits: tuple[Limit, ...] = ()
@@ -69,7 +69,7 @@ class Verdict:
 
 
 class BatchRules:
-    """What a model makes of a batch; these are the rules for a model that no library knows."""
+    """How a model uses a batch; this class has the rules for models of no known library."""
 
     has_decoder = False
 
@@ -77,37 +77,37 @@ class BatchRules:
         self.op, self.model = op, plain(model)
 
     def takes(self, name: str) -> bool:
-        """Tells whether the forward method of the model has an argument."""
+        """Whether the forward method of the model has an argument of this name."""
         return name in inspect.signature(self.model.forward).parameters
 
     def add_decoder_input(self, batch: dict[str, Any]) -> None:
-        """Adds the input of a decoder that the model would make of its part of the sequence."""
+        """Adds the decoder's input, which the model would make from its part of the sequence."""
 
     def add_positions(self, batch: dict[str, Any], sequence: torch.Tensor) -> None:
-        """Adds the positions that the model counts in the whole sequence, if it takes any."""
+        """Adds the positions in the whole sequence, counted as the model does, if it takes any."""
         if "position_ids" not in batch and self.takes("position_ids"):
             batch["position_ids"] = positions(sequence.shape[:2], 1, sequence.device)
 
     def shifts_labels(self) -> bool:
-        """Tells whether the model shifts labels unless it gets `shift_labels`."""
+        """Whether the model shifts labels unless it gets `shift_labels`."""
         return False
 
 
 class Inspector:
-    """What a library knows of its modules; this class knows nothing."""
+    """Describes the modules of a library; this base class describes none."""
 
     #: The attributes of modules that verdicts depend on, besides their class, children, forward
-    #: pre-hooks, and all that their `config` holds.
+    #: pre-hooks, and the values of their `config`.
     attributes: frozenset[str] = frozenset()
-    #: A module whose functions, where they capture no tensors, are masks of positions alone.
+    #: A module whose functions, if they capture no tensors, are masks of positions alone.
     mask_module: str | None = None
 
     def judge(self, module: nn.Module, state: Hashable) -> Verdict:
-        """Judges a module that runs after others have left `state`."""
+        """Judges a module; `state` comes from the verdict on the module that ran before."""
         return Verdict()
 
     def check_call(self, watch: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raises `NotImplementedError` if a call takes this rank's part for the whole.
+        """Raises `NotImplementedError` if a call treats this rank's part as the whole sequence.
 
         `watch` is the `Watch` (guards.py) of the region.
         """
@@ -115,9 +115,9 @@ class Inspector:
     def attending(
         self, models: Sequence[nn.Module], *, spread: bool
     ) -> AbstractContextManager[list[nn.Module] | None]:
-        """Within it, models of the library attend to the whole sequence, if it is `spread`.
+        """Has models of the library attend to the whole sequence, if it is `spread`.
 
-        Yields the modules of `models` that must run within it, or None if none is of the library.
+        Yields the modules of `models` that must run inside, or None if none is of the library.
         """
         return nullcontext()
 
@@ -149,7 +149,7 @@ _loaders: dict[str, Callable[[], object]] = {}
 
 
 def register(module: str, load: Callable[[], object]) -> None:
-    """Has `load`, which calls `add`, called as soon as a module of a library is imported."""
+    """Has `load`, which must call `add`, called as soon as a module of a library is imported."""
     _loaders[module] = load
 
 
@@ -170,18 +170,18 @@ def loaded() -> Sequence[Inspector]:
 
 
 def batch_rules(op: str, model: nn.Module) -> BatchRules:
-    """Returns what a model makes of a batch."""
+    """Returns the rules by which a model uses a batch."""
     found = (inspector.batch_rules(op, model) for inspector in loaded())
     return next(rules for rules in found if rules is not None)
 
 
 def by_position(mask_module: str | None) -> bool:
-    """Tells whether masks that a module defines depend on positions alone, without tensors."""
+    """Whether masks that a module defines depend on positions alone, without tensors."""
     return mask_module is not None and any(i.mask_module == mask_module for i in loaded())
 
 
 def plain(model: nn.Module) -> Any:
-    """Returns the model inside of wrappers of torch.compile, DDP, PEFT and the like."""
+    """Returns the model inside the wrappers of torch.compile, DDP, PEFT and the like."""
     inner = model
     while True:
         wrapped = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
@@ -207,7 +207,7 @@ def modules_of(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def positions(shape: Sequence[int], seq_dim: int, device: torch.device) -> torch.Tensor:
-    """Returns the positions along `seq_dim` as a tensor of a shape."""
+    """Returns a tensor of a shape, which holds the positions along `seq_dim`."""
     along = [1] * len(shape)
     along[seq_dim] = -1
     return torch.arange(shape[seq_dim], device=device).view(along).expand(*shape)

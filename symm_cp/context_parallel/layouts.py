@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 
-# By length of this rank's shard; they live as long as the process group.
+# By length of this rank's shard; entries live as long as the process group.
 _Kept = weakref.WeakKeyDictionary
 _used: _Kept[dist.ProcessGroup, dict[int, set[LoadBalancer]]] = _Kept()
 _last_cut: _Kept[dist.ProcessGroup, dict[int, LoadBalancer]] = _Kept()
@@ -39,16 +39,16 @@ def last_cut(group: dist.ProcessGroup, local_length: int) -> LoadBalancer | None
 
 @dataclass(eq=False)
 class Cut:
-    """Shards that the caller got together, as long as any of them, or their reduction, lives."""
+    """Shards that one call returned; lives as long as any of them, or their reduction, does."""
 
     balancers: tuple[LoadBalancer, ...]
     holders: list[weakref.ref[object]]
     entered: bool = False  # whether a context over the group was entered since
-    fitted: bool = False  # whether such a context had one of its load balancers
+    fitted: bool = False  # whether such a context had one of these load balancers
 
     @property
     def alive(self) -> bool:
-        """Whether the caller still holds any of it."""
+        """Whether the caller still holds any of the shards."""
         return any(holder() is not None for holder in self.holders)
 
 
@@ -73,9 +73,10 @@ def enter_cuts(
 ) -> None:
     """Records that a context is entered; raises `ValueError` unless its layouts fit the shards.
 
-    Shards fit that a load balancer of the context has cut, or one for another length. Of those that
-    the caller still holds, shards count that no context has fitted yet, and none if any fit now.
-    `assumed`: the context has no load balancer, and compares its layout when it attends.
+    A load balancer of the context fits shards that it has cut, and all shards of other lengths. If
+    it has cut none of the shards that the caller still holds, it must fit those that no context has
+    fitted yet. `assumed`: the context has no load balancer, and compares its layout when it
+    attends.
     """
     cuts = _live_cuts(group)
     fitting = {balancer for each in cuts for balancer in each.balancers}
@@ -90,13 +91,13 @@ def enter_cuts(
 
 
 def check_cut(op: str, balancer: LoadBalancer, known: Iterable[LoadBalancer]) -> None:
-    """Raises `ValueError` if shards of such a sequence were all cut by `known` other balancers."""
+    """Raises `ValueError` if `known` has load balancers of this length, but not `balancer`."""
     others = [each for each in known if each.seq_length == balancer.seq_length]
     if others and balancer not in others:
         by = " and ".join(sorted(map(repr, others)))
         raise ValueError(
             f"{op}: load_balancer is {balancer!r}, but the shards of {balancer.seq_length} "
-            f"positions were cut by {by}: give both the same one (shard_batch returns it as "
+            f"positions were cut by {by}: use one for both (shard_batch returns it as "
             "reduce_loss.load_balancer)"
         )
 

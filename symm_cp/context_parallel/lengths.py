@@ -1,4 +1,4 @@
-"""Load balancers of sequences of several lengths, as an encoder and its decoder have them."""
+"""Load balancers for sequences of several lengths, such as an encoder's and its decoder's."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 
-#: How sequences are spread: the load balancer of the only one, or those of several by the length of
-#: the whole sequence.
+#: How sequences are spread: one load balancer, or a mapping from the length of each whole sequence
+#: to its load balancer.
 BalancersByLength = LoadBalancer | Mapping[int, LoadBalancer]
 #: Or a function of the number of positions that this rank holds.
 Balancers = BalancersByLength | Callable[[int], LoadBalancer]
 
 
 def check_balancer(op: str, balancer: LoadBalancer, length: int, world_size: int) -> None:
-    """Raises unless a load balancer is for such a sequence."""
+    """Raises unless a load balancer fits this length and number of ranks."""
     if not isinstance(balancer, LoadBalancer):
         raise TypeError(
             f"{op}: the load_balancer of {length} positions is a {type(balancer).__name__}, must "
@@ -30,10 +30,10 @@ def check_balancer(op: str, balancer: LoadBalancer, length: int, world_size: int
 def known_balancers(
     op: str, load_balancer: Balancers | None, world_size: int
 ) -> tuple[LoadBalancer, ...]:
-    """Returns the load balancers that are given one by one, in the order of their lengths.
+    """Returns the load balancers, in the order of their lengths; none for a function or None.
 
-    Raises `ValueError` if a rank holds equally many positions of two sequences: it could not tell
-    whose part it is given.
+    Raises `ValueError` if a rank holds equally many positions of two sequences: their parts would
+    be indistinguishable.
     """
     if isinstance(load_balancer, LoadBalancer):
         return (load_balancer,)

@@ -1,4 +1,4 @@
-"""Load balancers: which positions of a sequence each rank gets, so that all have the same work.
+"""Load balancers: which positions of a sequence each rank gets, so that ranks have equal work.
 
 Each wraps a layout: chunks of the sequence, numbered in sequence order, and the rank of each chunk.
 `permutation()` lists the positions in the order in which the ranks hold them, rank after rank;
@@ -24,7 +24,7 @@ from symm_cp.schedule.layout import SequenceLayout, even_lengths, head_tail, in_
 
 
 class LoadBalancer:
-    """A sequence of `seq_length` positions spread over `world_size` ranks, as `layout` says.
+    """Spreads a sequence of `seq_length` positions over `world_size` ranks, as in `layout`.
 
     Use the base class for a custom layout.
     """
@@ -62,7 +62,7 @@ class LoadBalancer:
 
     @property
     def of_all_samples(self) -> SequenceLayout:
-        """The layout, or if each sample has its own, the layout of all samples' tokens in a row."""
+        """The layout; if each sample has its own, the layout of all samples' tokens in a row."""
         return in_a_row(self._layouts)
 
     @property
@@ -77,7 +77,7 @@ class LoadBalancer:
 
     @property
     def chunk_order(self) -> list[int]:
-        """The chunks of rank 0, then those of rank 1, and so on: the same number for each."""
+        """The chunks of rank 0, then of rank 1, and so on: the same number for each rank."""
         return list(self.layout.chunk_order)
 
     @property
@@ -94,7 +94,7 @@ class LoadBalancer:
         """The positions in the sequence of a rank's rows: (lengths[rank],) of int64.
 
         (B, lengths[rank]) if each sample has its own layout; likewise `permutation` and `inverse`.
-        They are made on the device: the host waits for nothing.
+        They are made on the device, so the host does not wait.
         """
         by_layout = [positions(layout.spans(rank), device) for layout in self._layouts]
         return torch.stack(by_layout) if self.samples else by_layout[0]
@@ -105,13 +105,13 @@ class LoadBalancer:
         return torch.cat([self.positions(rank, device=device) for rank in ranks], -1)
 
     def inverse(self) -> torch.Tensor:
-        """Where each position of the sequence is: `permutation()[inverse()]` counts up from 0."""
+        """The place of each position in `permutation()`: `permutation()[inverse()]` counts up."""
         return torch.argsort(self.permutation())
 
     def gathered_rows(self, *, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Where the ranks' rows are after a gather of shards padded to the longest.
+        """The places of the ranks' rows after a gather of shards padded to the longest shard.
 
-        Collectives require equal shards; the padding is left out: (seq_length,) of int64.
+        Collectives require equal shards; padding rows are omitted: (seq_length,) of int64.
         """
         longest = max(self.lengths)
         begins = [rank * longest for rank in range(self.world_size)]
@@ -120,7 +120,7 @@ class LoadBalancer:
 
 
 def in_rank_order(balancer: LoadBalancer) -> bool:
-    """Whether all positions of a rank come before those of the next one, and in order."""
+    """Whether each rank's positions are in order, and all before the next rank's positions."""
     if balancer.samples:
         return all(map(in_rank_order, balancer.samples))
     order = balancer.chunk_order
@@ -165,12 +165,12 @@ class HeadTail(LoadBalancer):
 class PerDocumentHeadTail(LoadBalancer):
     """Every document is spread head-tail: balanced under a causal mask within documents.
 
-    `document_lengths` are those of the documents packed into the sequence: one list for all samples
-    of a batch, or a list of lists, one for each sample. With lists, tensors are cut sample by
-    sample (their dimension 0), and each rank must hold the same number of positions of every
-    sample, as it does if all lengths are divisible by 2 * world_size. `flex_attention` within
-    `context_parallel` and `all_gather_attention` require one list. Raises `ValueError` for other
-    lengths. Source: torch's `_PerDocumentHeadTailLoadBalancer`.
+    `document_lengths` are the lengths of the documents packed into the sequence: one list for all
+    samples of a batch, or a list of lists, one for each sample. With a list of lists, tensors are
+    cut sample by sample (their dimension 0), and each rank must hold the same number of positions
+    of every sample, as it does if all lengths are divisible by 2 * world_size; else raises
+    `ValueError`. `flex_attention` within `context_parallel` and `all_gather_attention` require one
+    list. Source: torch's `_PerDocumentHeadTailLoadBalancer`.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ def _per_document(document_lengths: Sequence[int], world_size: int) -> SequenceL
 
 
 class ProcessingTimeRoundRobin(LoadBalancer):
-    """Deals the query blocks of a `BlockMask` by how many key blocks each sees.
+    """Deals out the query blocks of a `BlockMask` by how many key blocks each sees.
 
     The blocks with the most work are dealt first, in alternating direction, so that every rank has
     the same number of blocks and about the same work. The mask must have equal numbers of queries
@@ -239,7 +239,7 @@ class ProcessingTimeRoundRobin(LoadBalancer):
             work = work + block_mask.full_kv_num_blocks.sum((0, 1))
         lengths = [min(size, queries - begin) for begin in range(0, queries, size)]
         busiest = torch.argsort(work[: len(lengths)], descending=True, stable=True).tolist()
-        # Every rank needs the same number of chunks: empty ones fill up.
+        # Every rank needs the same number of chunks: empty chunks fill up.
         lengths += [0] * (-len(lengths) % world_size)
         busiest += range(len(busiest), len(lengths))
         held: list[list[int]] = [[] for _ in range(world_size)]

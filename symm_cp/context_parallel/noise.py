@@ -1,10 +1,10 @@
 """Random numbers within a region: the same at every world size and in every layout.
 
-Each draw takes one seed from torch's default generator of the CPU, whatever its shape: the ranks'
-generators stay in step though ranks hold different numbers of positions, and decisions made by one
-number (whether a layer is left out) is decided alike. Numbers then follow from seed and position
-(ops/position_noise.py). Drawn apart, without advancing the generator, are masks of tokens that a
-router picked: how many experts a rank calls depends on its tokens.
+Each draw takes one seed from torch's default CPU generator, whatever its shape: the ranks'
+generators stay in step though ranks hold different numbers of positions, and all ranks decide
+identically by single numbers (whether to skip a layer). Numbers then follow from seed and position
+(ops/position_noise.py). Masks of tokens that a router picked do not advance the generator, since
+the number of experts that a rank calls depends on its tokens.
 
 In graphs a draw is an op, which finds the place of its numbers when it runs.
 """
@@ -29,7 +29,7 @@ from symm_cp.ops.position_noise import Place, mixed
 from symm_cp.schedule.layout import sequential
 
 _OP = "context_parallel"
-_MOST_SEEDS = 1 << 16  # that a region remembers of forward passes
+_MOST_SEEDS = 1 << 16  # seeds of forward passes that a region records; the oldest are dropped
 
 _library = torch.library.Library("symm_cp", "FRAGMENT")
 _WITHIN = "Tensor seed, Tensor layouts, str group_name"
@@ -49,8 +49,8 @@ _library.define(
 class _Apart(threading.local):
     """Seeds for draws that other ranks may not make: they do not advance the generator.
 
-    They follow from its state and from how many such draws were made since another one, counted
-    apart in backward passes, which recompute with the state of the forward pass.
+    A seed follows from the generator's state and the number of such draws since it last changed,
+    counted separately in backward passes, which recompute with the state of the forward pass.
     """
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ _apart = _Apart()
 
 
 def drawn_seed() -> torch.Tensor:
-    """Draws a seed from torch's default generator of the CPU, as torch's own dropout does."""
+    """Draws a seed from torch's default CPU generator, as torch's own dropout does."""
     if not torch.compiler.is_compiling():
         _apart.forget()
     return torch.randint(2**62, (1,), device="cpu")
 
 
 def seed_of_dropout() -> torch.Tensor:
-    """Draws a seed; raises `RuntimeError` if a checkpoint would compute again with another one."""
+    """Draws a seed; raises `RuntimeError` if a checkpoint would recompute with another seed."""
     seed = drawn_seed()
     watch = None if torch.compiler.is_compiling() else current()
     if watch is None or type(seed) is not torch.Tensor:
@@ -94,17 +94,17 @@ def seed_of_dropout() -> torch.Tensor:
             del watch.seeds[next(iter(watch.seeds))]
     elif watch.seeds and number not in watch.seeds:
         raise RuntimeError(
-            f"{_OP}: a checkpoint computes a dropout again with a seed that the forward pass did "
-            "not draw, so its gradients would be those of other masks: leave out "
+            f"{_OP}: a checkpoint recomputes a dropout with a seed that the forward pass did not "
+            "draw, so its gradients would belong to other masks: leave out "
             "preserve_rng_state=False"
         )
     return seed
 
 
 def seed_of_attention(region: ParallelRegion, device: torch.device) -> torch.Tensor:
-    """Draws the seed of a dropout in attention; raises `ValueError` if ranks draw others.
+    """Draws the seed of a dropout in attention; raises `ValueError` if ranks' seeds differ.
 
-    Collective when it is the first that a region draws. Callers tell the peers what it raises.
+    Collective for the first seed that a region draws. Callers report its errors to the peers.
     """
     seed = seed_of_dropout()
     watch = None if torch.compiler.is_compiling() else current()
@@ -114,12 +114,12 @@ def seed_of_attention(region: ParallelRegion, device: torch.device) -> torch.Ten
 
 
 def _recomputing() -> bool:
-    """Whether this is called by a backward pass."""
+    """Whether a backward pass is running."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _check_seed(region: ParallelRegion, watch: Watch, seed: int, device: torch.device) -> None:
-    """Raises `ValueError` on all ranks if they drew different seeds first. Collective, once.
+    """Raises `ValueError` on all ranks if their first seeds differ. Collective, once.
 
     The host waits for the device.
     """
@@ -136,9 +136,9 @@ def _check_seed(region: ParallelRegion, watch: Watch, seed: int, device: torch.d
     others = [rank for rank, other in enumerate(seeds) if other != seeds[0]]
     if others:
         raise ValueError(
-            f"{_OP}: ranks {others} draw other random numbers than rank 0, so dropout or whether "
-            "layers are left out would differ from rank to rank: seed all ranks of the mesh "
-            "alike, torch.manual_seed(seed), and draw equally much on all of them before"
+            f"{_OP}: ranks {others} draw other random numbers than rank 0, so dropout or skipped "
+            "layers would differ from rank to rank: give all ranks of the mesh the same seed, "
+            "torch.manual_seed(seed), and draw equally many numbers on each before"
         )
 
 
@@ -154,10 +154,10 @@ def dropout_mask(
     dims: int = 0,
     part: int = 0,
 ) -> torch.Tensor:
-    """Returns the mask of a dropout of `x`: true where it is kept, with probability 1 - p.
+    """Returns the mask of a dropout of `x`: true for elements kept, with probability 1 - p.
 
-    With `dims`, for the first dimensions, to be broadcast to the others. `part` is the number of
-    the part that this rank holds of a tensor that is spread otherwise, too.
+    With `dims`, for the first `dims` dimensions, to be broadcast to the others. `part` numbers this
+    rank's part of a tensor that is also sharded in other ways.
     """
     activations = not isinstance(x, torch.nn.Parameter)
     if torch.compiler.is_compiling():
@@ -178,7 +178,7 @@ def dropout_mask(
         seed = _apart.seed()
     else:
         drawn = seed_of_dropout()
-        if type(drawn) is not torch.Tensor:  # fake: nothing is computed
+        if type(drawn) is not torch.Tensor:  # a fake tensor: nothing is computed
             return torch.empty(shape, dtype=torch.bool, device=x.device)
         seed = int(drawn)
         reporting_to_peers(region.peers, _check_seed, region, watch, seed, x.device)
@@ -196,9 +196,9 @@ def noise(
     *,
     alike: bool = False,
 ) -> torch.Tensor:
-    """Returns what `torch.empty(shape).<method>(*args)` would draw.
+    """Returns random numbers like `torch.empty(shape).<method>(*args)`.
 
-    `alike`: whatever the shape, no dimension is the sequence.
+    `alike`: no dimension is the sequence, whatever the shape, and all ranks draw the same.
     """
     if torch.compiler.is_compiling():
         layouts = region.layouts
@@ -224,27 +224,27 @@ def noise(
 
 
 def saw_queries(query: torch.Tensor) -> None:
-    """Remembers what attention's queries tell of the sequence. Not in graphs."""
+    """Records the samples and this rank's length from attention's queries. Not in graphs."""
     watch = None if torch.compiler.is_dynamo_compiling() else current()
     if watch is not None:
         _seen_in(watch).saw_queries(query)
 
 
 def saw_samples(layouts: torch.Tensor, tokens: int) -> None:
-    """Remembers the same of attention to samples in a row, of `layouts` as the op gets them."""
+    """Like `saw_queries`, for attention to samples in a row; `layouts` are the op's argument."""
     watch = None if torch.compiler.is_compiling() else current()
     if watch is not None and type(layouts) is torch.Tensor and tokens:
         _seen_in(watch).saw_samples(max(1, -int(layouts[0])), tokens)
 
 
 def _seen_in(watch: Watch) -> Seen:
-    if watch.seen is None:  # Dynamo traces how watches are made, and would not make this
+    if watch.seen is None:  # made lazily: Dynamo traces the making of watches, and cannot make this
         watch.seen = Seen()
     return watch.seen
 
 
 def sequences_of(region: ParallelRegion, watch: Watch) -> Sequences:
-    """The sequences of a region, outside of graphs."""
+    """Returns the sequences of a region, outside of graphs."""
     return Sequences(
         region.group,
         region.rank,

@@ -1,11 +1,11 @@
-"""Which dimension of a tensor is the sequence, told by its length.
+"""Finds the dimension of a tensor that is the sequence, by its length.
 
-A region knows how many positions of each sequence this rank holds. A dimension of that length is
-the sequence; where several are, the usual one: (batch, sequence, ...), (batch, heads, sequence,
-features). Tokens of all samples may share dimension 0, as mixtures of experts have them.
+A region stores how many positions of each sequence this rank holds. A dimension of that length is
+the sequence; if there are several, the usual one is: (batch, sequence, ...), (batch, heads,
+sequence, features). Tokens of all samples may share dimension 0, as in mixtures of experts.
 
-What has no such dimension is the same on all ranks (conditions, pooled results, depths of layers),
-but for activations of other rows than the batch has: those are tokens that a router picked.
+A tensor without such a dimension is the same on all ranks (conditions, pooled results, depths of
+layers), except activations with another number of rows than the batch: tokens that a router picked.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Seen:
-    """What sequences of a region have had so far: samples, and lengths of this rank's parts."""
+    """Numbers of samples, and lengths of this rank's parts, seen in a region so far."""
 
     batches: dict[int, None] = field(default_factory=dict)
     lengths: dict[int, None] = field(default_factory=dict)
 
     def saw_queries(self, query: torch.Tensor) -> None:
-        """Remembers the samples and rows of attention's queries (B, H, S, E)."""
+        """Records the numbers of samples and rows of attention's queries (B, H, S, E)."""
         self.batches[int(query.shape[0])] = None
         self.lengths[int(query.shape[2])] = None
 
     def saw_samples(self, samples: int, tokens: int) -> None:
-        """Remembers the samples of tokens that have no dimension of them."""
+        """Records the number of samples of tokens without a sample dimension."""
         self.batches[samples] = None
         self.lengths[tokens // samples] = None
 
@@ -46,8 +46,8 @@ class Seen:
 class Sequences:
     """The sequences of a region on one rank.
 
-    Without load balancers they are the layouts cut on the group, or that attention has `seen`;
-    `choose` is a function of the length of this rank's part.
+    Without load balancers, layouts are found from cuts on the group, or lengths that attention has
+    `seen`; `choose` is a function of the length of this rank's part.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Sequences:
         self._choose = choose
 
     def place(self, shape: Sequence[int], *, activations: bool = False, dims: int = 0) -> Place:
-        """Returns where the numbers of a tensor lie.
+        """Returns the place of a tensor's numbers.
 
-        `activations` are dropped; they may be tokens of this rank that a router picked.
-        `dims`: numbers are drawn for the first dimensions only, and shared by the others.
+        `activations`: a dropout's input, which may be tokens of this rank that a router picked.
+        `dims`: numbers are drawn for the first `dims` dimensions, and shared by the others.
         """
         shape = tuple(int(size) for size in shape)
         drawn = shape[:dims] if dims else shape
@@ -88,16 +88,16 @@ class Sequences:
         positions = positions_on(_CPU, balancer, self._rank)
         if positions.dim() == 1:
             positions = positions[None]
-        elif samples % len(positions) != 0:  # of each sample: this is none of them
+        elif samples % len(positions) != 0:  # each sample has a layout, but these are not samples
             return without_sequence(drawn, self._rank + 1)
         features = math.prod(drawn[dim + 1 :])
         return Place(samples, features, positions, balancer.seq_length)
 
     def _alike(self, shape: tuple[int, ...]) -> bool:
-        """Whether activations without a sequence are taken for the same on all ranks."""
+        """Whether activations without a sequence are assumed to be the same on all ranks."""
         if len(shape) < 2:
             return True
-        if 0 in shape:  # of a rank without positions, or of an expert without tokens
+        if 0 in shape:  # a rank without positions, or an expert without tokens
             return len(shape) > 2 or self._of(0) is not None
         batches = self._seen.batches
         return len(shape) == 2 and (not batches or shape[0] in batches)
@@ -121,7 +121,7 @@ class Sequences:
             if rest == 0 and usual and (balancer := self._of(length)):
                 return 0, samples, balancer
         if not self._known and not self._lengths() and len(shape) == 3 and shape[1] % 2 == 0:
-            # Nothing was cut here and nothing has attended: as attention will take it.
+            # Nothing was cut and no attention ran yet: assumes attention's default layout.
             return 1, 1, HeadTail(shape[1] * self._world_size, self._world_size)
         return None
 
@@ -129,7 +129,7 @@ class Sequences:
         return self._by_length if self._known else self._seen.lengths
 
     def _of(self, length: int) -> LoadBalancer | None:
-        """The layout of a sequence of which this rank holds so many positions, if there is one."""
+        """Returns the layout of a sequence of which this rank holds `length` positions, if any."""
         if self._known or length in self._by_length:
             return self._by_length.get(length)
         found = self._asked(length)

@@ -12,7 +12,7 @@ import torch
 def outside_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function in eager mode.
 
-    Where samples have layouts of their own, or a function chooses them, they are no input of a
-    graph; and functions that may be refused depend on them, too. On GPUs `varlen_attn` is none.
+    Layouts cannot be a graph's input if each sample has its own, or a function chooses them.
+    Functions that may be refused need layouts, too. On GPUs `varlen_attn` breaks the graph.
     """
     return function(*args, **kwargs)

@@ -1,9 +1,9 @@
 """torch's random functions within a region, by name: dropouts, noise, and refused functions.
 
-`RegionMode` (hooks.py) calls them instead of torch's; Dynamo traces them. Each takes the arguments
-of torch's, and returns `NotImplemented` where that is to be called: for single numbers, which all
-ranks draw alike anyway, and DTensors in other functions than dropout. So are calls with a
-`generator` or `out`.
+`RegionMode` (hooks.py) calls these instead of torch's; Dynamo traces them. Each takes the arguments
+of torch's function, and returns `NotImplemented` to have torch's called: for single numbers, which
+all ranks draw identically anyway, and for DTensors except in dropout. Calls with a `generator` or
+`out` go to torch directly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Draw:
         return noise.dropout_mask(self.region, self.watch, x, p, dims=dims)
 
     def like(self, x: torch.Tensor, method: str, *args: float) -> torch.Tensor:
-        """Returns numbers of the shape of `x`; of parameters, the same on all ranks."""
+        """Returns numbers of the shape of `x`; for parameters, the same on all ranks."""
         alike = isinstance(x, torch.nn.Parameter)
         return self.numbers(x.shape, x.dtype, x.device, method, args, alike=alike)
 
@@ -49,7 +49,7 @@ class Draw:
         *,
         alike: bool = False,
     ) -> torch.Tensor:
-        """Returns numbers as a method of tensors draws them."""
+        """Returns numbers as a tensor method draws them."""
         return noise.noise(self.region, self.watch, shape, dtype, device, method, args, alike=alike)
 
 
@@ -61,7 +61,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _drops(p: float, training: Any) -> bool:
-    """Whether torch would draw; it draws nothing for the other probabilities, or raises."""
+    """Whether torch would draw; for other probabilities it draws nothing, or raises."""
     return bool(training) and 0 < p < 1
 
 
@@ -77,7 +77,7 @@ def _dropped(draw: Draw, x: torch.Tensor, p: float, dims: int = 0, *, inplace: b
 
 
 def _dropped_dtensor(draw: Draw, x: Any, p: float, inplace: bool) -> Any:
-    """Each rank of the tensor's own mesh draws for the part that it holds."""
+    """Drops elements of a DTensor: each rank of its mesh draws for its own part."""
     from torch.distributed.tensor import DTensor
 
     if any(placement.is_partial() for placement in x.placements):
@@ -116,7 +116,7 @@ def _native_dropout(draw: Draw, input: torch.Tensor, p: float, train: bool | Non
 
 
 def _features(unbatched: int) -> Callable[..., Any]:
-    """Drops channels; inputs of `unbatched` dimensions have channels first."""
+    """Returns a dropout of channels; inputs of `unbatched` dimensions have channels first."""
 
     def dropout(draw: Draw, x: torch.Tensor, p: float, training: Any, inplace: bool) -> Any:
         if not _drops(p, training) or not _is_plain(x) or x.dim() < 2:
@@ -127,7 +127,7 @@ def _features(unbatched: int) -> Callable[..., Any]:
 
 
 def _alpha(dims: int) -> Callable[..., Any]:
-    """Alpha dropout, with 2 dimensions of channels."""
+    """Returns alpha dropout; with `dims` 2, of channels."""
 
     def dropout(draw: Draw, x: torch.Tensor, p: float, training: Any, inplace: bool) -> Any:
         if not _drops(p, training) or not _is_plain(x) or x.dim() < dims:
@@ -143,7 +143,7 @@ def _alpha(dims: int) -> Callable[..., Any]:
 
 
 def _of_f(dropout: Callable[..., Any], default: bool = True) -> Callable[..., Any]:
-    """Takes arguments as functions of `F` do."""
+    """Returns a dropout with the arguments of functions of `F`."""
 
     def call(
         draw: Draw,
@@ -158,7 +158,7 @@ def _of_f(dropout: Callable[..., Any], default: bool = True) -> Callable[..., An
 
 
 def _of_torch(dropout: Callable[..., Any], inplace: bool = False) -> Callable[..., Any]:
-    """Takes arguments as torch's functions that those of `F` call."""
+    """Returns a dropout with the arguments of torch's functions that functions of `F` call."""
 
     def call(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
         return dropout(draw, input, p, train, inplace)
@@ -170,7 +170,7 @@ def _of_torch(dropout: Callable[..., Any], inplace: bool = False) -> Callable[..
 
 
 def _in_place(method: str, names: tuple[str, ...], defaults: tuple[Any, ...]) -> Callable[..., Any]:
-    """A method of tensors that draws in place; `names` and `defaults` are those of its numbers."""
+    """Returns a tensor method that draws in place; its numbers have these names and defaults."""
 
     def drawn(draw: Draw, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not _is_plain(x) or x.numel() == 1:
@@ -187,7 +187,7 @@ def _in_place(method: str, names: tuple[str, ...], defaults: tuple[Any, ...]) ->
 
 
 def _below(draw: Draw, p: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Bits that are 1 with probability `p`."""
+    """Returns a bool tensor that is true with probability `p`."""
     wide = torch.float64 if p.dtype == torch.float64 else torch.float32
     alike = isinstance(like, torch.nn.Parameter)
     return draw.numbers(like.shape, wide, like.device, "uniform_", (0.0, 1.0), alike=alike) < p
@@ -379,7 +379,7 @@ _REFUSED: tuple[Any, ...] = (
     torch._sample_dirichlet,
     torch.randperm,
 )
-#: All that draw random numbers.
+#: All functions that draw random numbers.
 RANDOM = dict.fromkeys([*_FUNCTIONS, *_REFUSED])
 
 
@@ -412,9 +412,9 @@ def apart(
             if sequences.place(shape).positions is not None:
                 raise NotImplementedError(
                     f"{func.__name__} within context_parallel, of shape {list(shape)}, would draw "
-                    "for this rank's part of the sequence, on ranks that are seeded alike the same "
-                    "as on others: pass a generator that each rank has seeded by itself, or draw "
-                    "outside of the context"
+                    "the same numbers for each rank's part of the sequence, since ranks share a "
+                    "seed: pass a generator with a different seed on each rank, or draw outside of "
+                    "the context"
                 )
     device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), None)
     device = device or torch.empty(0, device=kwargs.get("device")).device

@@ -1,8 +1,8 @@
 """`training_step`: a step of training on a batch that is spread over ranks, cut to gradients.
 
-It owns what a program could otherwise forget: the batch is cut with the labels shifted once, the
-model runs in a context of the same layout, the loss covers the whole batch, and gradients that
-nobody else sums are summed.
+It covers the steps that a program could forget: it cuts the batch with the labels shifted once,
+runs the model in a context of the same layout, makes the loss cover the whole batch, and sums
+gradients that nothing else sums.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from symm_cp.ops.attention.methods import MethodLike, split_by
 from symm_cp.ops.error_reports import refuse, reports_to_peers
 
 _OP = "training_step"
-_BITS = 32  # parameters whose gradients one word of a record tells of
+_BITS = 32  # parameters per word of a record of which gradients are present
 
-#: The mean loss of outputs and of the local batch that they belong to.
+#: Returns the mean loss of a model's output and the local batch.
 LossFunction = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
 
 @dataclass
 class TrainingStep:
-    """What a step has computed; `loss` covers the whole batch and is the same on all ranks."""
+    """The results of a step; `loss` covers the whole batch and is the same on all ranks."""
 
     loss: torch.Tensor
-    #: What the model returned for this rank's part of the sequence.
+    #: The model's output for this rank's part of the sequence.
     output: Any
     #: This rank's part of the batch.
     batch: Mapping[str, Any]
@@ -80,11 +80,11 @@ def training_step(
         optimizer.step()
 
     Args:
-        model: a model of transformers, or any other with a `loss_function`; also wrapped in DDP,
+        model: a model of transformers, or any other with a `loss_function`; may be wrapped in DDP,
             FSDP2, PEFT, or `torch.compile`.
-        batch: tensors by name of the whole sequence, the same on all ranks; see `shard_batch`. The
-            model gets this rank's part by keyword; a model with a `loss_function` without labels,
-            and without `position_ids` if it takes none.
+        batch: tensors of the whole sequence by name, the same on all ranks; see `shard_batch`. The
+            model gets this rank's part by keyword; with a `loss_function` it gets no labels, and
+            `position_ids` only if it takes them.
         mesh: the ranks that share the sequence: a 1-D DeviceMesh (`mesh["cp"]`), a ProcessGroup or
             a group name; a 2-D DeviceMesh for two methods.
         loss_function: takes the model's output and the local batch, and returns the mean loss over
@@ -92,16 +92,16 @@ def training_step(
         load_balancer, method: as in `context_parallel`.
         shift_labels, ignore_index: as in `shard_batch`; with a `loss_function` labels are shifted
             unless there is a decoder with an encoder.
-        average_gradients: whether DDP or FSDP averages gradients over these ranks; found out by
-            default, except that FSDP2 was told to divide by another number.
+        average_gradients: whether DDP or FSDP averages gradients over these ranks; detected by
+            default, except for FSDP2's `set_gradient_divide_factor`.
 
     Run the backward pass inside, once; gradients of earlier steps add up. At the end gradients
-    of parameters that are not FSDP2's or DDP's over these ranks are summed over the mesh; over
-    further replicas (`mesh["dp"]`) only DDP or FSDP averages them. Clip them after the block:
-    inside, a rank has those of its part only. A term that is the same on all ranks, as a
-    penalty on weights, counts once for each rank: divide it by their number. For evaluation
-    enter it under `torch.no_grad()`. Raises as `shard_batch` and `context_parallel` do,
-    `ValueError` for a model without a loss, or of which nobody knows whether it shifts labels,
+    that neither FSDP2 nor DDP reduces over these ranks are summed over the mesh; over
+    further replicas (`mesh["dp"]`) only DDP or FSDP averages them. Clip gradients after the block:
+    inside, a rank has the gradients of its part only. A term that is the same on all ranks, such
+    as a penalty on weights, counts once for each rank: divide it by their number. For evaluation
+    enter the block under `torch.no_grad()`. Raises as `shard_batch` and `context_parallel` do,
+    `ValueError` for a model without a loss, or if it is unknown whether the model shifts labels,
     and `RuntimeError` if the loss had no backward pass inside, or if its gradients are gone at
     the end.
     """
@@ -146,7 +146,7 @@ def _prepared(
     transformers: bool,
     shift_labels: bool | None,
 ) -> tuple[dict[str, Any], bool | None]:
-    """Returns the whole batch as the model wants it, and whether its labels are to be shifted."""
+    """Returns the whole batch in the model's form, and whether its labels are to be shifted."""
     whole = dict(batch)
     if by_model and not transformers and shift_labels is None:
         raise ValueError(
@@ -165,7 +165,7 @@ def _prepared(
 
 
 def _inputs(model: nn.Module, local: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a model takes of a batch whose loss is computed from its output."""
+    """Returns a model's inputs from a batch whose loss is computed from the model's output."""
     inputs = {n: v for n, v in local.items() if n not in ("labels", "shift_labels")}
     names = inspect.signature(plain(model).forward).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
@@ -196,7 +196,7 @@ def _loss(
 
 
 class _Gradients:
-    """Gradients of one step, without those accumulated before."""
+    """Gradients of one step, without gradients accumulated before."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -204,7 +204,7 @@ class _Gradients:
         self.expected = self.arrived = False
 
     def awaits(self, loss: torch.Tensor) -> None:
-        """Notes whether a backward pass of the loss is due, and has it noted when it runs."""
+        """Records whether a backward pass of the loss is due, and later that it runs."""
         self.expected = loss.requires_grad and torch.is_grad_enabled()
         if self.expected:
             loss.register_hook(self._note)
@@ -213,13 +213,13 @@ class _Gradients:
         self.arrived = True
 
     def put_aside(self) -> None:
-        """Takes away what earlier steps have left."""
+        """Removes the gradients of earlier steps from the parameters."""
         for parameter in self.parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def add_to_earlier(self) -> None:
-        """Adds the gradients of this step to those of earlier ones."""
+        """Adds the gradients of this step to the gradients of earlier steps."""
         for parameter, before in zip(self.parameters, self.before, strict=True):
             if before is not None:
                 if parameter.grad is not None:
@@ -227,7 +227,7 @@ class _Gradients:
                 parameter.grad = before
 
     def restore(self) -> None:
-        """Forgets the gradients of this step."""
+        """Replaces the gradients of this step by the gradients of earlier steps."""
         for parameter, before in zip(self.parameters, self.before, strict=True):
             parameter.grad = before
 
@@ -236,7 +236,7 @@ class _Gradients:
 def _own_gradients(
     group: dist.ProcessGroup, model: nn.Module, averaged: bool
 ) -> Iterator[_Gradients]:
-    """At its end the gradients of the body are summed that nobody else sums."""
+    """At the end sums the gradients of the body that nothing else sums."""
     gradients = _Gradients(_owned(model, group))
     gradients.put_aside()
     try:
@@ -251,7 +251,7 @@ def _own_gradients(
 
 
 def _owned(model: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
-    """Returns the parameters whose gradients nobody else sums over the ranks of a group."""
+    """Returns the parameters whose gradients nothing else sums over the ranks of a group."""
     wrapped = any(covers(each, group) for each in groups_of_wrappers(model))
     if wrapped or group.size() == 1 or not torch.is_grad_enabled():
         return []
@@ -276,10 +276,10 @@ def _finish(group: dist.ProcessGroup, gradients: _Gradients, averaged: bool) -> 
 
 @torch.no_grad()
 def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) -> None:
-    """Sums gradients over the ranks of a group, or averages them where the loss was scaled up.
+    """Sums gradients over the ranks of a group, or averages them if the loss was scaled up.
 
-    A parameter that some rank has no gradient of (experts that no token of it went to) gets one
-    there, so that all ranks reduce the same.
+    If some ranks lack a parameter's gradient (an expert that got none of their tokens), they get a
+    zero gradient, so that all ranks reduce the same.
     """
     present = _present_anywhere(group, parameters)
     works = []
@@ -301,10 +301,10 @@ def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) ->
 
 
 def _present_anywhere(group: dist.ProcessGroup, parameters: Sequence[Any]) -> list[bool]:
-    """Tells of which parameters some rank has a gradient. Collective.
+    """Returns for each parameter whether some rank has a gradient. Collective.
 
-    On the channel of attention: a peer that failed in its backward pass is heard of, for which an
-    all-reduce would wait until its time-out.
+    Uses attention's channel, which reports a peer that failed in its backward pass; an all-reduce
+    would wait for it until its time-out.
     """
     words = [0] * (-(-len(parameters) // _BITS))
     for number, parameter in enumerate(parameters):

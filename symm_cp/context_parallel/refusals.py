@@ -1,4 +1,4 @@
-"""Errors that a rank raises before it calls an op, of which its peers learn at once."""
+"""Reports errors that a rank raises before it calls an op to its peers at once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ R = TypeVar("R")
 def reporting_to_peers(
     group: str | tuple[str, ...], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Calls a function; if it raises, tells the group's other ranks, which may wait for this one.
+    """Calls a function; reports its error to the group's other ranks, which may wait for this one.
 
-    Several groups are those of a mesh in which ranks attend. Never waits itself.
+    Several groups belong to a mesh over which ranks attend. Does not wait itself.
     """
-    # As torch.compiler.is_compiling() does, in one call: models ask in each layer.
+    # torch.compiler.is_compiling(), inlined to one call: this runs in each layer.
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         return function(*args, **kwargs)
     if not isinstance(group, str):
@@ -39,17 +39,17 @@ def reporting_to_peers(
         raise
 
 
-# What runs while a model is in the middle of a step, in which its peers are, too.
+# Code that runs in the middle of a model's step, when its peers are in one, too.
 _STEPS = {nn.Module._call_impl.__code__, torch.autograd.backward.__code__}
-# Where ops are called. They tell the peers themselves, native ones without a trace in the error.
+# Files that call ops. Ops report to the peers themselves; native ops leave no frame in the error.
 _OPS = (torch._ops.__file__, torch.autograd.graph.__file__)
 
 
 @contextlib.contextmanager
 def reporting_models(group: str | tuple[str, ...]) -> Iterator[None]:
-    """Tells the peers when a module or a backward pass raises: they wait for its next attention.
+    """Reports to the peers when a module or a backward pass raises: they wait for its attention.
 
-    Not when the caller's own code raises around them: its peers may be done, and make no call.
+    Not when the caller's own code raises outside of these: peers may be done, and make no call.
     """
     try:
         yield
@@ -61,6 +61,6 @@ def reporting_models(group: str | tuple[str, ...]) -> Iterator[None]:
             if not isinstance(group, str):
                 mesh_calls.give_up(group, error)
             else:
-                with contextlib.suppress(Exception):  # no group, nobody to tell
+                with contextlib.suppress(Exception):  # without a group there are no peers
                     refuse(group, "sync", error)
         raise

@@ -31,7 +31,7 @@ _OP = "context_parallel"
 
 @dataclass(frozen=True)
 class ParallelRegion:
-    """Attention within it runs over a group; `kind` restricts it to one function.
+    """A region in which attention runs over a group; `kind` restricts it to one function.
 
     Without load balancers, sequences are spread head-tail. `region_over` makes regions.
     """
@@ -39,26 +39,26 @@ class ParallelRegion:
     group: str
     world_size: int
     rank: int
-    # One for each sequence; no rank holds equally many positions of two.
+    # One for each sequence; no rank holds equally many positions of two sequences.
     balancers: tuple[LoadBalancer, ...] = ()
-    # Returns the load balancer of a sequence of which this rank holds so many positions.
+    # Returns the load balancer of a sequence, from how many of its positions this rank holds.
     choose: Callable[[int], LoadBalancer] | None = None
     kind: str | None = None
     # How attention is split over the group.
     method: Method = ALLGATHER
-    # These follow from the others. They may be given all the same, as FSDP2 does with mixed
-    # precision: it copies dataclasses among a module's inputs, such as the region of a mask.
-    # The layouts as ops in graphs take them, as an input of the graph; None if samples have
-    # different layouts, or a function chooses.
+    # The fields below follow from those above. Arguments for them are accepted and replaced: with
+    # mixed precision FSDP2 copies dataclasses among a module's inputs, such as a mask's region.
+    # The layouts as a graph's input, encoded for ops in graphs; None if samples have different
+    # layouts, or a function chooses.
     layouts: torch.Tensor | None = field(default=None, repr=False, compare=False)
-    # The same for tokens of all samples in a row, also where samples have different layouts; None
-    # if a function chooses.
+    # The same for tokens of all samples in a row, even if samples have different layouts; None if a
+    # function chooses.
     packed: torch.Tensor | None = field(default=None, repr=False, compare=False)
     # Whether all ranks hold equally many positions of each sequence.
     even: bool = field(default=False, repr=False, compare=False)
-    # The load balancers whose samples have layouts of their own.
+    # The load balancers that have a layout for each sample.
     of_samples: tuple[LoadBalancer, ...] = field(default=(), repr=False, compare=False)
-    # Whom a rank tells that fails within the region: see `reporting_to_peers`.
+    # The groups that get a rank's errors within the region: see `reporting_to_peers`.
     peers: str | tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -81,13 +81,13 @@ class ParallelRegion:
         return encoded(tuple(balancer.of_all_samples for balancer in self.balancers))
 
     def layouts_in_graph(self, device: torch.device) -> torch.Tensor | None:
-        """Returns the layouts as an input of the graph that is being traced, if they can be one."""
+        """Returns the layouts as an input of the graph being traced; None if they cannot be one."""
         return self.layouts if torch.compiler.is_compiling() and device.type == "cpu" else None
 
     def whole_length(self, local_length: int) -> int:
         """Returns the length of a sequence of which this rank holds `local_length` positions.
 
-        In graphs it follows from `local_length` where all ranks hold equally many.
+        In graphs it follows from `local_length` if all ranks hold equally many positions.
         """
         if torch.compiler.is_compiling() and self.even:
             return local_length * self.world_size
@@ -102,7 +102,7 @@ class ParallelRegion:
         return spread.seq_length
 
     def layout(self, local_length: int) -> LoadBalancer:
-        """Returns how a sequence is spread of which this rank holds `local_length` positions."""
+        """Returns the layout of a sequence of which this rank holds `local_length` positions."""
         if self.choose is not None:
             return self._chosen(self.choose, local_length)
         if len(self.balancers) == 1:
@@ -115,10 +115,10 @@ class ParallelRegion:
     def layout_of_keys(
         self, queries: int, keys: int, *, ordered: bool = True
     ) -> LoadBalancer | None:
-        """Returns how keys are spread of which this rank holds `keys` positions, `queries` queries.
+        """Returns the layout of keys from the numbers of queries and keys that this rank holds.
 
         None if it is unknown and makes no difference; see `layouts.layout_of_keys`. Collective if
-        ranks have to count the keys.
+        ranks must exchange their key counts.
         """
         if self.choose is not None:
             return self.layout(keys)
@@ -135,7 +135,7 @@ class ParallelRegion:
 
     @property
     def _may_ask(self) -> bool:
-        """Whether ranks can tell each other; over a mesh one that fails tells other groups."""
+        """Whether ranks can exchange counts; over a mesh, failures are reported to other groups."""
         fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         return self.method.grid is None and not (fake or torch.compiler.is_compiling())
 
@@ -163,19 +163,19 @@ class ParallelRegion:
         return balancer
 
     def of_sample(self, sample: int) -> ParallelRegion:
-        """Returns the region for one sample of a batch whose samples have layouts of their own."""
+        """Returns the region for one sample of a batch with a layout for each sample."""
         balancers = (b.samples[sample] if b.samples else b for b in self.balancers)
         return replace(self, balancers=tuple(balancers))
 
     def _check_guess(self, balancer: LoadBalancer, local_length: int) -> None:
-        """Raises if the last shards of such a sequence were cut by another load balancer."""
+        """Raises if the last shards of this length were cut by another load balancer."""
         group = _resolve_process_group(self.group)  # type: ignore[arg-type]
         cut = last_cut(group, local_length)
         same = cut is None or cut.seq_length != balancer.seq_length or cut == balancer
         if not same and self.world_size > 1:
             raise ValueError(
                 f"{_OP}: without a load_balancer, shards of {local_length} positions "
-                f"are assumed to be cut by {balancer}, but the last ones were cut by {cut!r}: "
+                f"are assumed to be cut by {balancer}, but the last shards were cut by {cut!r}: "
                 "pass the load_balancer that the sequence was cut by"
             )
         guards.check_length(balancer)
@@ -189,7 +189,7 @@ class ParallelRegion:
             )
 
     def watch(self) -> guards.Watch:
-        """Returns a new record of what runs within this region."""
+        """Returns a new `Watch` for this region."""
         return guards.Watch(self.group, self.world_size, self.balancers, peers=self.peers)
 
 
@@ -203,7 +203,7 @@ def region_over(
 ) -> ParallelRegion:
     """Returns a region over a group, or all ranks of a mesh.
 
-    Raises for a method and for load balancers that do not fit.
+    Raises for an invalid method, and for load balancers that do not fit.
     """
     name, split = split_by(op, group, method)
     process_group = _resolve_process_group(name)  # type: ignore[arg-type]

@@ -38,10 +38,10 @@ def attend_sequence(
     """Attends to the whole sequence from this rank's part of it. Collective.
 
     Args:
-        region: says over which group, and how the sequence is spread.
+        region: gives the group, and how the sequence is spread.
         query: (B, H, S_q, E), this rank's part.
         key, value: (B, G, S_k, E) and (B, G, S_k, V). Keys may be of another sequence.
-        mask: which keys a query sees; by default all, or with `is_causal` no later ones.
+        mask: which keys a query sees; by default all, or with `is_causal` no later keys.
         is_causal: only without a mask.
         scale: of the scores; 1 / sqrt(E) by default.
         enable_gqa: G may be a divisor of H.
@@ -49,10 +49,10 @@ def attend_sequence(
         sinks: (H,), a logit of each head that takes part in the softmax and has no value.
         bias: added to the scores by distance; see `all_gather_attention`.
         dropout_p: the share of the weights that is dropped. The seed is drawn from torch's default
-            generator of the CPU, which must have the same seed on all ranks.
+            CPU generator, which must have the same seed on all ranks.
 
     Returns (B, H, S_q, V). Raises `ValueError`, `TypeError` and `NotImplementedError` before any
-    communication, of which callers tell the peers.
+    communication; callers report these to the peers.
     """
     if mask is None:
         mask = SequenceMask(is_causal=is_causal)
@@ -98,9 +98,9 @@ def by_sample(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Calls `attend(region, index, *tensors)` for each sample that has a layout of its own.
+    """Calls `attend(region, index, *tensors)` for each sample if samples have separate layouts.
 
-    For all samples at once, without an index, if they have one layout.
+    If they share a layout, calls it once for all, with None as the index.
     """
     balancers = region.of_samples
     if not balancers:
@@ -185,7 +185,7 @@ def _in_graph(call: _Call) -> torch.Tensor:
 
 
 def _by_torch(call: _Call) -> torch.Tensor:
-    """Attends with a mask that is a function of positions, to gathered keys by torch's kernels."""
+    """Attends with a mask that is a function of positions, by torch's kernels to gathered keys."""
     region, query, key, value, mask, options = call
     options, score_mod, sinks = _by_functions(options, region.whole_length(query.shape[2]))
     queries, keys = flex.spread(region, query, key)
@@ -217,7 +217,7 @@ def _by_functions(
 ) -> tuple[dict[str, Any], Callable[..., torch.Tensor] | None, torch.Tensor | None]:
     """Returns options for `flex_attention`, with soft cap and bias as `score_mod`, and the sinks.
 
-    `queries` is how many there are in the whole sequence.
+    `queries` is the number of queries in the whole sequence.
     """
     if options["dropout_p"]:
         raise NotImplementedError(
@@ -243,7 +243,7 @@ def _by_functions(
 
 
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Adds a key without a value to each row: it only takes its share of the weights."""
+    """Adds a key without a value to each row, which only takes a share of the weights."""
     if sinks is None:
         return out
     share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])

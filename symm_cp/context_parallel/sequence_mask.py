@@ -1,7 +1,7 @@
-"""Masks of a sequence that is spread over ranks, described over positions in the whole of it.
+"""Masks of a sequence that is spread over ranks, described by positions in the whole sequence.
 
 Shapes: B samples, S positions of the whole sequence, S_k positions of a sequence of keys. A
-`SequenceMask` holds no matrix but the options of attention ops, and a function for the rest.
+`SequenceMask` holds no matrix, only the options of attention ops, and a function for the rest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.masks import MaskOptions
 
 _NO_MATRIX = (
-    "context_parallel: a model takes {!r} of its attention mask, which is no matrix within "
-    "context_parallel: attention that changes its mask by what is in this rank's part of the "
+    "context_parallel: a model uses {!r} of its attention mask, which is not a matrix within "
+    "context_parallel: attention that changes its mask by the content of this rank's part of the "
     "sequence is not supported"
 )
 
@@ -27,15 +27,15 @@ _NO_MATRIX = (
 class SequenceMask(MaskOptions):
     """Which keys a query sees: all keys that every option and `mask_mod` allow."""
 
-    #: For everything else: evaluated tile by tile.
+    #: The rest of the mask, evaluated tile by tile.
     mask_mod: Modifier | None = None
-    #: Where it was made: attention that is computed again outside of the region, by a checkpoint,
+    #: The region that made the mask: attention that a checkpoint recomputes outside of the region
     #: finds it here.
     region: ParallelRegion | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises: only attention within a region knows what to do with it."""
+        """Raises: only attention within a region supports this mask."""
         name = getattr(func, "__name__", repr(func))
         raise RuntimeError(
             f"{name}: got an attention mask that a model of transformers made with "
@@ -46,17 +46,17 @@ class SequenceMask(MaskOptions):
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Refuses what a tensor could do: some models look into their mask, or change it."""
+        """Refuses the methods of tensors: some models read their mask, or change it."""
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise NotImplementedError(_NO_MATRIX.format(name))
 
     def __getitem__(self, _index: Any) -> Any:
-        """As `__getattr__`."""
+        """Raises like `__getattr__`."""
         raise NotImplementedError(_NO_MATRIX.format("[...]"))
 
     def sample(self, index: int) -> SequenceMask:
-        """The mask of one sample of the batch."""
+        """Returns the mask of one sample of the batch."""
         mask_mod = self.mask_mod
 
         def own(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> Any:
@@ -66,7 +66,7 @@ class SequenceMask(MaskOptions):
         return replace(super().sample(index), mask_mod=None if mask_mod is None else own)
 
     def as_mask_mod(self) -> Modifier:
-        """The whole mask as one function of the indices of sample, head, query and key."""
+        """Returns the whole mask as one function of sample, head, query and key indices."""
         by_options, mask_mod = super().as_mask_mod(), self.mask_mod
         if mask_mod is None:
             return by_options
@@ -78,7 +78,7 @@ class SequenceMask(MaskOptions):
 
 
 def runs(*ids: torch.Tensor) -> torch.Tensor:
-    """Numbers the contiguous runs of positions at which none of some (B or 1, S) tensors change."""
+    """Numbers the runs of contiguous positions in which none of the (B or 1, S) tensors changes."""
     changes = [torch.diff(each, prepend=each[:, :1]) != 0 for each in ids]
     changed = changes[0]
     for other in changes[1:]:
@@ -91,9 +91,9 @@ def gather_sequence(
 ) -> torch.Tensor:
     """Returns a tensor (B, S) of the whole sequence from this rank's part of it. Collective.
 
-    `name` is the argument's, for errors. `lengths` are the numbers of queries of this rank,
-    and of positions of the sequence that the shard is of. Raises `ValueError` unless the shard has
-    as many columns as the load balancer gives this rank.
+    `name` is the argument's name, for errors. `lengths` are how many queries this rank holds, and
+    how many positions of the shard's sequence. Raises `ValueError` if the number of columns is not
+    the load balancer's for this rank.
     """
     sent = shard.to(torch.uint8) if shard.dtype == torch.bool else shard
     layouts = region.layouts_in_graph(shard.device)

@@ -1,7 +1,7 @@
-"""Keys and values of one layer's cache, of which each rank keeps its part.
+"""Each rank's part of the keys and values in one layer's cache.
 
 Positions are dealt to the ranks in blocks, in turns: block b belongs to rank b % W. So the parts
-stay equal, but for a block, however long the sequence grows.
+differ by one block at most, however long the sequence grows.
 
 Shapes: key (B, G, S, E), value (B, G, S, V).
 """
@@ -12,25 +12,25 @@ from dataclasses import dataclass
 
 import torch
 
-# A part that is full grows by this factor: copying then takes a bounded share of the time.
+# A full part grows by this factor: copying then takes a bounded share of the time.
 _GROWTH = 1.5
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How positions are dealt to ranks, as one of them sees it."""
+    """The blocks of positions that belong to one rank."""
 
     rank: int
     world_size: int
     size: int
 
     def count(self, length: int) -> int:
-        """Returns how many of the first positions are this rank's."""
+        """Returns how many of the first `length` positions are this rank's."""
         rounds, rest = divmod(length, self.size * self.world_size)
         return rounds * self.size + min(max(rest - self.rank * self.size, 0), self.size)
 
     def places(self, begin: int, end: int, device: torch.device) -> torch.Tensor:
-        """Returns the positions of this rank's keys number begin to end, ascending."""
+        """Returns the positions of this rank's keys with numbers begin to end, ascending."""
         number = torch.arange(begin, end, device=device)
         block = torch.div(number, self.size, rounding_mode="floor")
         return (block * self.world_size + self.rank) * self.size + number % self.size
@@ -40,7 +40,7 @@ class SpreadKeys:
     """This rank's part of a layer's keys and values."""
 
     def __init__(self, blocks: Blocks, capacity: int = 0) -> None:
-        """`capacity` is a number of positions of the whole sequence to have room for at once."""
+        """`capacity`: reserves room at once for this many positions of the whole sequence."""
         self.blocks = blocks
         self.length = 0  # of the whole sequence
         self._capacity = capacity
@@ -67,12 +67,12 @@ class SpreadKeys:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Where this rank's keys are in the sequence, (count,)."""
+        """The positions of this rank's keys in the sequence, (count,)."""
         assert self._places is not None
         return self._places.narrow(0, 0, self.count)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Keeps this rank's part of the next positions."""
+        """Stores this rank's part of the next positions."""
         begin, first = self.length, self.count
         self.length = begin + key.shape[2]
         self._reserve(key, value, first)
@@ -88,7 +88,7 @@ class SpreadKeys:
         self.values.narrow(2, first, count).copy_(own_value)
 
     def crop(self, length: int) -> None:
-        """Forgets all positions behind the first `length`."""
+        """Drops all positions after the first `length`."""
         self.length = min(length, self.length)
 
     def take_samples(self, samples: torch.Tensor) -> None:
@@ -100,12 +100,12 @@ class SpreadKeys:
         self._values = self._values.index_select(0, samples)
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Drops all keys and values."""
         self.length = 0
         self._keys = self._values = self._places = None
 
     def _reserve(self, key: torch.Tensor, value: torch.Tensor, used: int) -> None:
-        """Makes room for this rank's part of `self.length` positions, of which it has `used`."""
+        """Makes room for this rank's part of `self.length` positions; keeps its `used` keys."""
         held = 0 if self._keys is None else self._keys.shape[2]
         if self._keys is not None and self.count <= held:
             return

@@ -25,7 +25,7 @@ from symm_cp.ops.attention.methods import MethodLike
 
 
 class ContextParallel(ParallelStyle):
-    """Runs the attention inside of a module context parallel.
+    """Runs the attention inside a module context parallel.
 
     For modules that get this rank's part of the sequence and call
     `F.scaled_dot_product_attention` or `flex_attention`::
@@ -35,11 +35,11 @@ class ContextParallel(ParallelStyle):
     Args:
         seq_dim: the sequence dimension of queries, keys and values: must be 2 for both functions.
         attention_type: which of the two functions the module calls, an `AttentionType` or its
-            value. A call of the other one raises `RuntimeError`.
+            value. A call of the other function raises `RuntimeError`.
         load_balancer: how the sequence is spread, head-tail by default; as in `context_parallel`.
         method: how attention is split over the mesh; as in `context_parallel`.
 
-    The forward pass needs no surrounding context, also when it is recomputed for a checkpoint.
+    The forward pass needs no surrounding context, even when a checkpoint recomputes it.
     Raises `ValueError` for another `seq_dim`, `attention_type` or `method`. The forward pass raises
     as within `context_parallel`, and `RuntimeError` if the module calls neither function.
     Source: torch's `_ContextParallel`.
@@ -85,7 +85,7 @@ class ContextParallel(ParallelStyle):
         )
         plain = self.attention_type is self.AttentionType.SDPA
         if not plain:
-            # For the module's lifetime: code that Dynamo traces cannot do it.
+            # Held for the module's lifetime: code that Dynamo traces cannot acquire it.
             flex_hook.acquire()
             weakref.finalize(module, flex_hook.release)
 
@@ -100,7 +100,7 @@ class ContextParallel(ParallelStyle):
         @functools.wraps(forward)
         def parallel(*args: Any, **kwargs: Any) -> Any:
             watch = region.watch()
-            # Dynamo cannot trace the stack of regions; the mode is all that it needs.
+            # Dynamo cannot trace the stack of regions, and needs only the mode.
             traced = (
                 torch.compiler.is_compiling() if plain else torch.compiler.is_dynamo_compiling()
             )

@@ -1,10 +1,10 @@
 """`varlen_attn` of torch.nn.attention.varlen within a region, on this rank's tokens.
 
-It is a Python function that calls the custom op `torch_attn::_varlen_attn`. The mode of a region
-(hooks.py) sees that op, however the function was imported, also where Dynamo traces it.
+`varlen_attn` is a Python function that calls the custom op `torch_attn::_varlen_attn`. The mode of
+a region (hooks.py) sees that op, however the function was imported, also when Dynamo traces it.
 
-Tokens have no dimension of samples, so how many sequences are in a row follows from where the
-cumulative lengths end, which graphs learn when they run: `_packed_sequence` is an op.
+Tokens have no sample dimension, so the number of sequences in a row follows from the end of the
+cumulative lengths. Graphs can read that only when they run, so `_packed_sequence` is an op.
 
 Shapes: T tokens of this rank, N documents, B samples.
 """
@@ -52,9 +52,9 @@ def is_varlen(func: Any) -> bool:
 
 
 def call(region: ParallelRegion, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns what torch's op returns, for attention to the whole sequence: (out, lse, state).
+    """Returns the results of torch's op, for attention to the whole sequence: (out, lse, state).
 
-    What cannot be served is refused on more than one rank, and left to torch on one.
+    Unsupported calls are refused on several ranks, and left to torch on one rank.
     """
     given = {**dict(zip(_arguments(func), args, strict=False)), **kwargs}
     if region.world_size == 1 and _unsupported(func, given) is not None:
@@ -62,7 +62,7 @@ def call(region: ParallelRegion, func: Any, args: Sequence[Any], kwargs: dict[st
     query = given["query"]
     attend_now: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _call
     if not torch.compiler.is_dynamo_compiling():
-        # In frames that Dynamo gave up on it would compile what they call piece by piece.
+        # In frames that Dynamo could not trace, it would compile the called functions piecewise.
         attend_now = _untraced() if "torch._dynamo" in sys.modules else _call
     elif not in_tiles(query.device):
         # Imported here because it loads Dynamo.
@@ -75,7 +75,7 @@ def call(region: ParallelRegion, func: Any, args: Sequence[Any], kwargs: dict[st
 
 @constant_when_traced
 def _arguments(func: Any) -> tuple[str, ...]:
-    """The names of an op's arguments, which differ from release to release of torch."""
+    """Returns the names of an op's arguments, which differ between releases of torch."""
     overload = getattr(func, "default", func)
     return tuple(argument.name for argument in overload._schema.arguments)
 
@@ -98,7 +98,7 @@ _SERVED = {
 
 
 def _unsupported(func: Any, given: dict[str, Any]) -> str | None:
-    """Returns why a call cannot be served, if it cannot."""
+    """Returns why a call is not supported; None if it is."""
     if "out" in given:
         return (
             f"{VARLEN}_out within context_parallel is not supported: call {VARLEN}, which returns "
@@ -110,11 +110,11 @@ def _unsupported(func: Any, given: dict[str, Any]) -> str | None:
             "since every document of queries is one of keys"
         )
     for name, value in given.items():
-        # `seqused_k`, `block_table` and `num_splits`, and what later releases add.
+        # `seqused_k`, `block_table`, `num_splits`, and arguments that later releases add.
         if name not in _SERVED and value is not None and value is not False:
             return (
                 f"{VARLEN}: {name} within context_parallel is not supported: leave it out (paged "
-                "and partly filled caches of keys, and numbers of splits, are those of one process)"
+                "or partly filled key caches, and numbers of splits, work in one process only)"
             )
     return None
 
@@ -140,7 +140,7 @@ def _attend_given(
 
 
 class Documents(NamedTuple):
-    """Cumulative lengths of documents: (N + 1,) of int32 or int64, those of all tokens."""
+    """Cumulative lengths of the documents of all ranks' tokens: (N + 1,) of int32 or int64."""
 
     cu_seq_q: torch.Tensor
     cu_seq_k: torch.Tensor
@@ -155,16 +155,16 @@ def attend(
     *,
     layouts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends within documents that are packed into the whole sequence, or into B in a row.
+    """Attends within documents that are packed into a whole sequence, or into B of them in a row.
 
     Args:
-        region: says over which group, and how each sequence is spread.
+        region: gives the group, and how each sequence is spread.
         tensors: query (T, H, E), key (T, G, E) and value (T, G, V), this rank's parts of each
             sequence, one after the other. G is H or a divisor of it.
-        documents: those of the whole sequences.
+        documents: the documents of the whole sequences.
         window: how many positions before and after its own a query sees; negative: all.
         scale: of the scores; 1 / sqrt(E) by default.
-        layouts: the encoded layouts of the region, if its own do not say it.
+        layouts: encoded layouts to use instead of the region's.
 
     Returns (T, H, V), and the log-sum-exp (H, T). Raises `ValueError`, `TypeError` and
     `NotImplementedError` before any communication.
@@ -198,7 +198,7 @@ def attend(
         method=region.method,
         return_lse=True,
     )
-    # Heads of a token lie together, as in torch's result, which users view as (T, H * V).
+    # Heads of a token are contiguous, as in torch's result, which users view as (T, H * V).
     return out[0].transpose(0, 1).contiguous(), lse[0]
 
 
@@ -249,9 +249,10 @@ def _packed_sequence(
     group_name: str,
     told: list[str],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the edges of documents on CPU, and the layout of all tokens, once both are checked.
+    """Checks and returns the edges of documents on CPU, and the layout of all tokens.
 
-    Of the layouts of sequences it is the only one of which the tokens are, or several in a row.
+    The layout is the only one of `layouts` that fits the tokens, as one sequence or several in a
+    row.
     """
     over = told[0] if len(told) == 1 else tuple(told)
     return reporting_to_peers(over, _checked, cu_seq_q, cu_seq_k, tokens, layouts, group_name)
@@ -301,15 +302,15 @@ def _shown(edges: Sequence[int]) -> str:
 def _spread(
     known: Sequence[SequenceLayout], tokens: int, total: int, rank: int, world_size: int
 ) -> tuple[SequenceLayout, int]:
-    """Returns how a sequence is spread, and how many of them `total` tokens of all ranks are."""
+    """Returns a sequence's layout, and the number of sequences in `total` tokens of all ranks."""
     if world_size == 1 and total == tokens:
         return sequential(total, 1), 1
     if tokens == total == 0:
         return sequential(0, world_size), 1
     if not known:
         raise ValueError(
-            f"{VARLEN}: context_parallel has no load_balancer, without which tokens do not tell "
-            "how many sequences they are: pass the one that the batch was cut by (shard_batch "
+            f"{VARLEN}: context_parallel has no load_balancer, so the number of sequences in the "
+            "tokens is unknown: pass the load_balancer that the batch was cut by (shard_batch "
             "returns it as reduce_loss.load_balancer)"
         )
     found = []
@@ -322,7 +323,7 @@ def _spread(
     if found:
         lengths = [layout.length for layout, _ in found]
         raise ValueError(
-            f"{VARLEN}: {total} tokens may be those of sequences of {lengths} positions: pass a "
+            f"{VARLEN}: {total} tokens may be sequences of any of {lengths} positions: pass a "
             "load_balancer of one of these lengths"
         )
     held = " or ".join(f"{each.lengths[rank]} of {each.length}" for each in known)

@@ -1,7 +1,7 @@
-"""What inspectors say of a model is kept with it, until something changes that it depends on.
+"""Keeps inspectors' verdicts with a model, until something changes that they depend on.
 
 A model has a hundred modules, and judging one takes fifty calls of Python functions. So verdicts
-outlive the context, and each context looks whether they are `still_true`, in a loop without calls.
+outlive the context, and each context checks that they are `still_true`, in a loop without calls.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Select = Callable[[Callable[[nn.Module], Any]], list[nn.Module]]
 
 _VALUES = {bool, int, float, str, types.NoneType}
 _CONTAINERS = {list, tuple, dict, set, frozenset}
-_MOST_LAYOUTS = 64  # for which the parts that pass are kept; then they are found anew
-_MOST_VERSIONS = 3  # of one model: as it is outside of contexts, and within those with `model=`
+_MOST_LAYOUTS = 64  # layouts for which passing parts are kept; beyond it, all are dropped
+_MOST_VERSIONS = 3  # versions of one model: outside of contexts, and within contexts with `model=`
 
 
 def _marks(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Returns what tells by `_same` whether values are still these, without keeping them alive."""
+    """Returns marks by which `_same` detects changed values, without keeping values alive."""
     marks = {}
     for name in names:
         value = values[name]
         if type(value) in _CONTAINERS:
             value = repr(value)
         elif type(value) not in _VALUES:
-            # A method is made anew whenever it is taken from an object.
+            # Each access to a method makes a new object.
             value = value.__func__ if type(value) is types.MethodType else value
             value = _reference(value)
         marks[name] = value
@@ -49,7 +49,7 @@ def _reference(value: Any) -> Any:
 
 def _alive(references: list[Any]) -> list[Any]:
     parts = []
-    for reference in references:  # not a map: Dynamo, where it comes here, would call the modules
+    for reference in references:  # not a map: if Dynamo traces that, it calls the modules
         parts.append(reference())
     return parts
 
@@ -86,7 +86,7 @@ def _held(module: nn.Module, watched: frozenset[str]) -> list[str]:
 
 
 def _settings(value: Any) -> dict[str, Any] | None:
-    """Returns the attributes of a configuration, without what its class makes of them."""
+    """Returns the attributes of a configuration, without computed attributes of its class."""
     if isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
         return None
     try:
@@ -97,9 +97,9 @@ def _settings(value: Any) -> dict[str, Any] | None:
 
 
 class Known:
-    """What inspectors say of the parts of a model, as long as `still_true`.
+    """Inspectors' verdicts on the parts of a model, valid as long as `still_true`.
 
-    Keeps nothing of the model alive. Verdicts are found by the number of a part in `modules()`.
+    Keeps no part of the model alive. Verdicts are keyed by the number of a part in `modules()`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -151,7 +151,7 @@ class Known:
         return _alive(self._refs)
 
     def still_true(self) -> bool:
-        """Tells whether nothing has changed that verdicts depend on."""
+        """Whether nothing has changed that verdicts depend on."""
         parts = _alive(self._refs)
         if None in parts or len(self._inspectors) != len(loaded()):
             return False
@@ -186,7 +186,7 @@ class Known:
         return True
 
     def judge(self, module: nn.Module, inspector: Inspector, state: Hashable) -> Verdict:
-        """Returns the verdict of an inspector of a part."""
+        """Returns an inspector's verdict on a part."""
         key = self._numbers[id(module)], inspector, state
         verdict = self._verdicts.get(key)
         if verdict is None:
@@ -194,7 +194,7 @@ class Known:
         return verdict
 
     def select(self, is_chosen: Callable[[nn.Module], Any]) -> list[nn.Module]:
-        """Returns the parts for which a function of a module is true, which is asked once."""
+        """Returns the parts for which a function of a module is true; calls it once per part."""
         numbers = self._chosen.get(is_chosen)
         if numbers is None:
             numbers = [number for number, part in enumerate(self.parts()) if is_chosen(part)]
@@ -211,10 +211,10 @@ class Known:
         fits: Callable[[Limit], bool],
         key: Hashable,
     ) -> tuple[list[nn.Module], dict[nn.Module, Inspector]]:
-        """Returns the parts that need not be judged when they run, and whose calls are checked.
+        """Returns the parts that need no judgement when they run, and those with checked calls.
 
-        They have no limits but those of the model itself and those that fit, and leave the states
-        as the model itself has left them: the order in which they run makes no difference.
+        Their only limits fit, or are limits of the model itself, and they leave the states as the
+        model itself has left them: the order in which they run makes no difference.
         """
         key = (key, *states.items())
         if key not in self._passing:
@@ -231,7 +231,7 @@ class Known:
         limits = [
             limit for i, state in states.items() for limit in self.judge(model, i, state).limits
         ]
-        # Of the others it matters whether the part is compiled.
+        # The other limits depend on whether the part is compiled.
         own = {limit for limit in limits if limit.harmless_up_to is None}
         for reference, part in zip(self._refs, self.parts(), strict=True):
             each = [(i, self.judge(part, i, state)) for i, state in states.items()]
@@ -247,7 +247,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, list[Known]] = weakref.WeakKeyDicti
 
 
 def known_of(model: nn.Module) -> Known:
-    """Returns what inspectors say of a model as it is now."""
+    """Returns inspectors' verdicts on a model in its current state."""
     versions = _known.setdefault(model, [])
     for known in versions:
         if known.still_true():
@@ -261,7 +261,7 @@ def known_of(model: nn.Module) -> Known:
 
 
 def of_library(model: nn.Module) -> bool:
-    """Tells whether a model has a part that is of a library other than torch."""
+    """Whether a model has a part of a library other than torch."""
     return bool(known_of(model).select(_is_of_library))
 
 

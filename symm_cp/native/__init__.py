@@ -1,22 +1,22 @@
 """Builds `csrc/` for the installed torch, loads it, and declares its C functions.
 
-The only package that touches the native library. `wire.py` mirrors `csrc/channel/wire.h` by hand,
-and stays so: `load` compares the texts that both sides write of every enumeration, struct and
-limit, so that a difference is an error with a diff, never a wrong offset. That costs 1.8 s of
-processor time in a cold build (`wire.cpp`) and a millisecond at import. pybind11 needs Python's
-headers, which the import must do without, and more time: one file (`backend/glue.cpp`) takes 21 s
-on the same busy machine. A mirror generated from the header would have no types for mypy, and no
-names before the library is built. What needs Python's headers is a library of its own: the backend
-of torch.distributed, and `ops/glue.cpp`, by which symm_cp/ops/direct.py calls ops; without it they
-are called by torch, some microseconds slower.
+The only package that touches the native library. `wire.py` mirrors `csrc/channel/wire.h` by hand:
+`load` compares both sides' descriptions of every enumeration, struct and limit, so a difference is
+an error with a diff, never a wrong offset. That costs 1.8 s of processor time in a cold build
+(`wire.cpp`) and a millisecond at import. pybind11 was rejected: it needs Python's headers, which
+the import must not require, and more time: one file (`backend/glue.cpp`) takes 21 s on the same
+busy machine. So was a mirror generated from the header: it would have no types for mypy, and no
+names before the library is built. Code that needs Python's headers is a separate library: the
+backend of torch.distributed, and `ops/glue.cpp`, through which symm_cp/ops/direct.py calls ops;
+without it torch calls them, some microseconds slower.
 
-    wire.py       structs, enumerations and limits that both sides share
+    wire.py       structs, enumerations and limits that Python and C++ share
     bindings.py   the C functions with their types
     sources.py    the files of csrc/ and their includes
     compiler.py   the C++ compiler and its flags
     objects.py    the cache of compiled objects
     building.py   the libraries, built once
-    prebuilt.py   libraries that a wheel carries
+    prebuilt.py   libraries that a wheel contains
     library.py    the libraries, loaded once
 """
 

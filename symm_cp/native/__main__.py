@@ -1,7 +1,7 @@
 """Compiles the native part for wheels: `python -m symm_cp.native [LEVEL ...]`.
 
-For the installed torch and Python, once for each level of processor (by default all of this
-architecture), into the folder of this checkout from which wheels take it.
+Compiles for the installed torch and Python, once for each processor level (by default all levels of
+this architecture), into the folder of this checkout from which wheels take it.
 """
 
 from __future__ import annotations

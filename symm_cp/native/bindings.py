@@ -1,4 +1,4 @@
-"""The C functions of csrc/c_api.cpp: their results and arguments as ctypes sees them."""
+"""The C functions of csrc/c_api.cpp: their result and argument types in ctypes."""
 
 from __future__ import annotations
 

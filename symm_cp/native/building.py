@@ -1,8 +1,8 @@
 """Builds the libraries of the native part, each once for its sources, torch, Python and processor.
 
-The C++ compiler is called with the include and library paths of `torch.utils.cpp_extension`; ninja
-is not needed. One lock serves all builds in a folder: each uses all cores anyway, and finds what
-the one before has compiled.
+The C++ compiler gets the include and library paths of `torch.utils.cpp_extension`; ninja is not
+needed. All builds in a folder share one lock: each build uses all cores anyway, and reuses the
+objects of the build before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from symm_cp.native.objects import Objects
 from symm_cp.native.sources import Sources, source_dir
 
 _DAY = 24 * 3600
-#: How long libraries stay that nobody loads, in seconds: a change of the sources makes a new one.
+#: Libraries that were not loaded for this many seconds are removed: each change of the sources
+#: makes a new library.
 _MAX_AGE = 30 * _DAY
 _LIBRARY = "libsymm_cp.so"
 _GLUE = "libsymm_cp_glue.so"
@@ -46,7 +47,7 @@ def _key(sources: Sources) -> str:
 
 
 def library_path() -> Path:
-    """Returns where the library for the installed torch is, or will be once it is built."""
+    """Returns the path of the library for the installed torch, whether or not it is built."""
     sources = Sources(source_dir())
     built = env.build_dir() / _key(sources) / _LIBRARY
     return built if built.is_file() else prebuilt.find(sources, _LIBRARY) or built
@@ -55,9 +56,9 @@ def library_path() -> Path:
 def build(verbose: bool = False, here: bool = False) -> Path:
     """Builds the native part for the installed torch unless it is there, and returns its path.
 
-    It is there as well if the wheel carries it compiled, for this torch and a processor like this
-    one; with `here` that does not count. Many processes may call it at once: one builds, the others
-    wait. Raises `BuildError`.
+    Unless `here`, a library in the wheel, compiled for this torch and this processor's level, is
+    used instead. Many processes may call this at once: one builds, the others wait. Raises
+    `BuildError`.
     """
     what = "the native part"
     span = "10 to 40 seconds once, fewer after a change"
@@ -65,9 +66,9 @@ def build(verbose: bool = False, here: bool = False) -> Path:
 
 
 def build_glue(verbose: bool = False, here: bool = False) -> Path:
-    """The same for the library of what needs Python's headers: the backend, and calls of ops.
+    """Like `build`, for the code that needs Python's headers: the backend, and calls of ops.
 
-    Raises `BuildError`, also where Python's headers are missing.
+    Raises `BuildError`, also if Python's headers are missing.
     """
     what = "the backend of torch.distributed"
     return _build(_GLUE, _compile_glue, what, "5 to 20 seconds once", verbose, here)
@@ -88,7 +89,7 @@ def build_for(level: str) -> Path:
 
 
 def glue_beside(library: Path) -> Path | None:
-    """Returns the path of `build_glue` if it lies there, beside the native part; never builds."""
+    """Returns the path of the glue library if it lies beside the native part; never builds it."""
     path = library.with_name(_GLUE)
     with explained():
         return path if _built(path) else None
@@ -175,21 +176,21 @@ def _link(
 def open_verified(library: Path) -> int:
     """Returns a descriptor of the library as it was built; raises `BuildError` or `OSError`.
 
-    What is loaded runs as the user. Only its owner can change it or put another one in its place
-    (see `trusted`); the digest tells a damaged file.
+    A loaded library runs as the user. Only its owner can change or replace it (see `trusted`); the
+    digest detects a damaged file.
     """
     wanted = trusted.read(_digest_path(library)).decode(errors="replace")
     fd = trusted.open_to_read(library)
     if _digest(fd) != wanted:
         os.close(fd)
         raise BuildError(
-            f"{library} is not what was built: delete {library.parent} to build it again"
+            f"{library} has changed since it was built: delete {library.parent} to build it again"
         )
     return fd
 
 
 def mark_used(library: Path) -> None:
-    """Notes once a day that a library is in use, where the user may; see `_prune_libraries`."""
+    """Records once a day that a library is in use, if permitted; see `_prune_libraries`."""
     with suppress(OSError):
         if time.time() - library.stat().st_mtime > _DAY:
             os.utime(library)
@@ -214,7 +215,7 @@ def _built(library: Path) -> bool:
 
 
 def _prune_libraries() -> None:
-    """Removes libraries that nobody has loaded for long, and what killed builds have left."""
+    """Removes libraries not loaded for `_MAX_AGE`, and files left by killed builds."""
     now = time.time()
     for folder in env.build_dir().glob("[0-9a-f]" * 20):
         with suppress(OSError):

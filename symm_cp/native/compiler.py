@@ -40,13 +40,13 @@ def find_compiler() -> str:
 
 
 class Compiler:
-    """The compiler that builds, in the folder of the sources, for this processor or a level."""
+    """The compiler, run in the folder of the sources, for this processor or a processor level."""
 
     def __init__(self, folder: Path, level: str = _NATIVE) -> None:
         self._folder = folder
         self._flags = (*FLAGS, f"-march={level}")
         self.command = shlex.split(find_compiler())
-        #: What its objects depend on beside the sources and the flags of a unit.
+        #: The text that objects depend on, beside the sources and the flags of a unit.
         self.identity = "\0".join(
             (
                 *(self.run([*self.command, "--version"]), *self.command, *self._flags),
@@ -55,12 +55,12 @@ class Compiler:
         )
         programs = {os.path.basename(os.path.realpath(word)) for word in self.command}
         ccache = None if "ccache" in programs else shutil.which("ccache")
-        #: With ccache, where it is installed: it knows objects of other build folders as well.
+        #: ccache, if installed: it also reuses objects of other build folders.
         self._prefix = [ccache] if ccache else []
 
     @property
     def takes_precompiled(self) -> bool:
-        """Whether it reads precompiled headers as g++ does; clang's are bound to their paths."""
+        """Whether precompiled headers work as in g++; clang's are bound to their paths."""
         return "clang" not in self.identity
 
     def compile(self, arguments: Sequence[str], out: Path) -> None:
@@ -73,7 +73,7 @@ class Compiler:
         self.run([*self.command, "-shared", *map(str, objects), "-o", str(out), *libraries])
 
     def run(self, command: list[str]) -> str:
-        """Returns the output of a command; raises `BuildError` with what it says if it fails."""
+        """Returns the output of a command; raises `BuildError` with its stderr if it fails."""
         try:
             done = subprocess.run(
                 command,
@@ -98,7 +98,7 @@ class Compiler:
 
 
 def processor() -> str:
-    """Describes the processor: -march=native binds objects to it, and a home may be shared."""
+    """Describes the processor: -march=native binds objects to it, and homes may be shared."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith(("flags", "Features")):
@@ -107,7 +107,7 @@ def processor() -> str:
 
 
 def torch_flags() -> list[str]:
-    """Returns the flags with which sources find torch's headers."""
+    """Returns the flags for torch's headers."""
     paths = [f"-isystem{path}" for path in _extension().include_paths()]
     return [*paths, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
 
@@ -127,10 +127,10 @@ def _extension() -> ModuleType:
 
 
 def _runtime() -> list[str]:
-    """The C++ runtime that torch has loaded here, ahead of the one that the compiler would link.
+    """Returns the C++ runtime that torch has loaded, to link it instead of the compiler's choice.
 
-    Where a machine lacks the file that names it for linkers, compilers link their static one, and
-    two runtimes in one process crash at the first exception or stream that passes between them.
+    On a machine without the runtime's linker file, compilers link their static runtime, and two
+    runtimes in one process crash at the first exception or stream that passes between them.
     """
     with open("/proc/self/maps") as file:
         mapped = {f[5].strip() for line in file if len(f := line.split(maxsplit=5)) == 6}

@@ -1,4 +1,4 @@
-"""Why the native part is not there, as users are told."""
+"""Errors and messages about a native part that cannot be built or loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BuildError(RuntimeError):
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turns an error of the system into a `BuildError` that says what to do."""
+    """Turns system errors into a `BuildError` that says what to do."""
     try:
         yield
     except trusted.UntrustedError as error:
@@ -25,7 +25,7 @@ def explained() -> Iterator[None]:
             "only you can write"
         ) from error
     except env.NoHomeError as error:
-        raise BuildError(f"the native part of symm_cp has no place: {error}") from error
+        raise BuildError(f"the native part of symm_cp has no folder: {error}") from error
     except OSError as error:
         raise BuildError(
             f"the native part of symm_cp cannot be read or built: {error}; set SYMM_CP_BUILD_DIR "
@@ -35,7 +35,7 @@ def explained() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Prints a line on stderr, where there is one that can be written."""
+    """Prints a line on stderr, if stderr exists and is writable."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(f"symm_cp: {text}", file=sys.stderr, flush=True)

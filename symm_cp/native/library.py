@@ -28,7 +28,7 @@ _OTHER_VERSION = "csrc/ and symm_cp/ are of different versions: install symm_cp 
 
 
 def _compare(library: str) -> None:
-    """Raises `BuildError` with the difference when the library has another contract."""
+    """Raises `BuildError` with a diff if the library's contract differs from the package's."""
     package = wire.description()
     if library != package:
         lines = difflib.unified_diff(
@@ -47,8 +47,8 @@ def _compare(library: str) -> None:
 def load() -> ctypes.CDLL:
     """Returns the native library, building it if it was never built; raises `BuildError`.
 
-    The library must be what was built, in folders that only its owner can change. Loading registers
-    the CPU backend with torch's symmetric memory.
+    The library must be unchanged since it was built, in folders that only its owner can change.
+    Loading registers the CPU backend with torch's symmetric memory.
     """
     path, library = _open_native_part()
     for name, (result, arguments) in SIGNATURES.items():
@@ -67,9 +67,9 @@ def load() -> ctypes.CDLL:
     except ValueError as error:
         say(f"{error}; using the default")
     divide_as_measured(library)
-    # Its thread calls the CUDA driver, which ends with the process.
+    # The watch's thread calls the CUDA driver, which ends with the process.
     atexit.register(library.symm_cp_watch_stop)
-    # Now, and not in the first call that could use it: the other ranks would wait for that call.
+    # Built now, not in the first call that could use it: other ranks would wait for that call.
     with suppress(BuildError):
         headers()
         if glue_beside(path) is None:
@@ -79,7 +79,7 @@ def load() -> ctypes.CDLL:
 
 
 def divide_as_measured(library: ctypes.CDLL) -> None:
-    """Has threads share copies and reductions from the sizes on that `symm-cp calibrate` wrote."""
+    """Has threads share copies and reductions from the sizes that `symm-cp calibrate` measured."""
     library.symm_cp_set_divided_from(0, 0)
     for threads, size in measured.divided_from(say).items():
         library.symm_cp_set_divided_from(threads, size)
@@ -99,14 +99,14 @@ def _open_native_part() -> tuple[Path, ctypes.CDLL]:
 
 def _open_library(path: Path, kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     with explained():
-        # Stays open: the loader knows libraries by their names, so that the same number for another
-        # file would give this library again.
+        # Stays open: the loader identifies libraries by name, so if another file got the same
+        # descriptor number, the loader would return this library again.
         fd = open_verified(path)
     mark_used(path)
-    name = f"/proc/self/fd/{fd}"  # what was verified, whatever the path names by now
+    name = f"/proc/self/fd/{fd}"  # the verified file, even if the path was replaced since
     try:
         return kind(name)
-    except OSError as error:  # a damaged file, or a file system that allows no execution
+    except OSError as error:  # a damaged file, or a file system mounted noexec
         os.close(fd)
         raise BuildError(
             f"the native part of symm_cp does not load: {str(error).replace(name, str(path))}; "
@@ -147,7 +147,7 @@ def load_glue() -> ctypes.CDLL:
 
 
 def glue_if_built() -> ctypes.CDLL | None:
-    """Returns the library of `build_glue` where that was built; never builds it."""
+    """Returns the library of `build_glue` if that was built, else None; never builds it."""
     try:
         load()
         return None if glue_beside(_loaded[0]) is None else load_glue()
@@ -156,8 +156,8 @@ def glue_if_built() -> ctypes.CDLL | None:
 
 
 def drop_plans() -> None:
-    """Has calls on streams made by Python again, after something changed that they depend on."""
-    with suppress(BuildError):  # then there are none
+    """Drops recorded plans of calls on streams, after something changed that they depend on."""
+    with suppress(BuildError):  # without the native part there are no plans
         load().symm_cp_plans_drop()
 
 

@@ -1,9 +1,9 @@
-"""Objects compiled before: a cache in the folder of built code, by what they were compiled from.
+"""A cache of compiled objects, in the folder of built code, keyed by their inputs.
 
-An object is found by its unit, its compiler (version, flags, processor, torch) and its contents
-(the sources and all that they include below csrc/). Builds hold the lock of the folder, so nobody
-removes or replaces what another build is about to link. As with libraries (see `trusted`), only the
-user can change objects.
+The key of an object is its unit, its compiler (version, flags, processor, torch) and its contents
+(the sources and all files that they include below csrc/). Builds hold the lock of the folder, so no
+build removes or replaces objects that another build is about to link. As with libraries (see
+`trusted`), only the user can change objects.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from symm_cp import trusted
 from symm_cp.native.compiler import Compiler, torch_flags
 from symm_cp.native.sources import Sources, Unit
 
-#: The most bytes that the cache keeps, and for how many seconds it keeps an object that no build
-#: uses. A build's objects take 6 MB, precompiled headers 500 MB for each torch. With less room,
-#: builds of several checkouts, or for several torches, would throw away each other's objects.
+#: The most bytes that the cache keeps, and the seconds that it keeps an unused object. A build's
+#: objects take 6 MB, precompiled headers 500 MB for each torch. With less room, builds of several
+#: checkouts, or for several torches, would remove each other's objects.
 _MAX_BYTES = 2 << 30
 _MAX_AGE = 30 * 24 * 3600
 
 
 class Objects:
-    """The cache in a folder, for one compiler; to be used while the lock of builds is held."""
+    """The cache in a folder, for one compiler; callers must hold the lock of builds."""
 
     def __init__(self, folder: Path, sources: Sources, compiler: Compiler) -> None:
         self._folder = folder
@@ -49,11 +49,11 @@ class Objects:
         """Returns the objects of units; compiles missing ones.
 
         The first build compiles each of `torch_units` as a whole, since the headers cost most. In a
-        checkout, whose sources change one by one, later builds compile their sources one by one,
-        with the headers precompiled; that takes longer than it saves in a first build.
+        checkout, where single sources change, later builds compile sources one by one, with
+        precompiled headers; in a first build precompiling takes longer than it saves.
         """
         whole = [unit for unit in torch_units if not self._is_split(unit)]
-        units = [*whole, *plain]  # the slow ones first, so that the others compile beside them
+        units = [*whole, *plain]  # the slow units first, so that others compile meanwhile
         parts = [p for unit in torch_units if unit not in whole for p in self._sources.parts(unit)]
         with self._scratch() as scratch:
             jobs = [partial(self._make, scratch, unit) for unit in units if not self._has(unit)]
@@ -80,7 +80,7 @@ class Objects:
             path.unlink(missing_ok=True)
 
     def _is_split(self, unit: Unit) -> bool:
-        """Whether an earlier state of the sources of a unit was built here."""
+        """Whether to compile a unit's sources one by one: an earlier state was built here."""
         if not self._sources.is_checkout or self._has(unit):
             return False
         return any(self._folder.glob(f"{unit.name}-{self._toolchain}-*.o"))
@@ -105,7 +105,7 @@ class Objects:
         included = [part for name in others for part in ("-include", name)]
         flags = [*torch_flags(), *unit.flags] if unit.needs_torch else unit.flags
         self._compiler.compile([*flags, *header, *included, "-c", last], out)
-        self._sources.require_unchanged(unit.sources)  # or the object had the key of another one
+        self._sources.require_unchanged(unit.sources)  # else the object's key would be wrong
         _keep(out, self._object(unit))
 
     def _precompile(self, scratch: Path, text: str, header: Path) -> None:
@@ -116,7 +116,7 @@ class Objects:
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
-        # Files that are there already belong to builds that were killed, as this one has the lock.
+        # This build has the lock, so files that are already there belong to killed builds.
         for stale in self._folder.glob("tmp*"):
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="tmp", dir=self._folder) as name:
@@ -154,7 +154,7 @@ def _precompiled(header: Path) -> Path:
 
 
 def _installation() -> str:
-    """Names an installation of torch: g++ knows precompiled headers by their times, too."""
+    """Names an installation of torch: g++ checks precompiled headers by file times, too."""
     return f"{torch.__file__} {os.stat(torch.__file__).st_mtime_ns}"
 
 

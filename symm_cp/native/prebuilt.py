@@ -1,9 +1,9 @@
-"""Libraries that a wheel carries compiled, so that its users need no compiler.
+"""Compiled libraries in a wheel, so that its users need no compiler.
 
-`python -m symm_cp.native` compiles them, for levels of processors that have psABI's names. A
-library serves all releases of torch of one minor version, whose C++ interface is one. A level is
-used if the processor has all its features; where none fits, the native part is built as from a
-wheel without libraries.
+`python -m symm_cp.native` compiles them, for processor levels with psABI's names. A library serves
+all releases of one minor version of torch, which share a C++ interface. A level is used if the
+processor has all its features; if none fits, the native part is built as from a wheel without
+libraries.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from symm_cp.native.compiler import FLAGS, processor
 from symm_cp.native.sources import Sources
 
-#: Where wheels carry them: a folder for each key.
+#: The folder of the libraries in a wheel, with a subfolder for each key.
 FOLDER = Path(__file__).resolve().parent / "prebuilt"
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-#: Levels of each architecture, the best first, and the features that they need.
+#: Levels of each architecture, the best first, and their required features.
 LEVELS: dict[str, dict[str, frozenset[str]]] = {
     "x86_64": {"x86-64-v4": _V4, "x86-64-v3": _V3},
     "aarch64": {"armv8-a": frozenset()},
@@ -42,7 +42,7 @@ def key(sources: Sources, level: str) -> str:
 
 
 def find(sources: Sources, name: str) -> Path | None:
-    """Returns the best library of a name that this installation carries for this processor."""
+    """Returns this installation's best library of a name for this processor, if any."""
     if not FOLDER.is_dir():
         return None
     features = set(processor().split())

@@ -1,7 +1,7 @@
 """The C++ sources: what each file includes, and which are compiled together.
 
-A change of a file concerns the units that include it, directly or through other files. Conditions
-around an include are not evaluated: it counts.
+A changed file affects the units that include it, directly or through other files. Conditions around
+an include are not evaluated: the include counts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path, PurePosixPath
 
 from symm_cp.native.errors import BuildError
 
-#: Need Python's headers, so they are a library of their own (native/building.py). They give Python
-#: the backend of torch.distributed, and calls of ops that take less time than torch's. With levels:
-#: the first runs once for each group.
+#: Files that need Python's headers, so they form a separate library (native/building.py): the
+#: backend of torch.distributed, and calls of ops that are faster than torch's. With optimization
+#: levels: the first file's code runs once for each group.
 GLUE = {
     "backend/glue.cpp": "-O0",
     "ops/glue.cpp": "-O1",
     "ops/decoding_glue.cpp": "-O1",
     "ops/plan_glue.cpp": "-O1",
 }
-# Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
+# Arithmetic, and code that each call runs; the others compile in two thirds of the time at -O1.
 LEVELS = {
     "attention/merge.cpp": "-O3",
     "attention/philox.cpp": "-O3",
@@ -74,11 +74,11 @@ class Sources:
 
     @property
     def is_checkout(self) -> bool:
-        """Whether the sources are those of a checkout, which change; a wheel has its own copy."""
+        """Whether the sources belong to a checkout, and may change; a wheel has its own copy."""
         return self.folder.resolve().parent != _PACKAGE
 
     def includes(self, name: str) -> tuple[set[str], set[str]]:
-        """Returns the files in the folder, and the headers elsewhere, that a file names."""
+        """Returns the files in the folder, and the headers elsewhere, that a file includes."""
         if name not in self._included:
             own: set[str] = set()
             other: set[str] = set()
@@ -99,21 +99,21 @@ class Sources:
         return sorted(reached)
 
     def torch_headers(self, *names: str) -> set[str]:
-        """Returns the headers of torch that the files and what they include name."""
+        """Returns the torch headers that the files, or files that they include, include."""
         headers = set().union(*(self.includes(name)[1] for name in self.closure(*names)))
         return {header for header in headers if header.startswith(_TORCH)}
 
     @cached_property
     def plain(self) -> list[Unit]:
-        """The units that do without torch's headers: one for each source."""
+        """The units that need no torch headers: one for each source."""
         names = (name for name in self._compiled if not self.torch_headers(name))
         return [self._alone(name) for name in names]
 
     @cached_property
     def torch(self) -> list[Unit]:
-        """The units that include torch's headers, which cost ten times what the sources do.
+        """The units that include torch's headers, which cost ten times as much as the sources.
 
-        One for the backend and one for all others, which compile beside each other.
+        One unit for the backend and one for all others, compiled in parallel.
         """
         names = [name for name in self._compiled if self.torch_headers(name)]
         backend = tuple(name for name in names if name.startswith("backend/"))
@@ -142,7 +142,7 @@ class Sources:
         return self.digest(sorted(self.contents))
 
     def require_unchanged(self, names: Iterable[str]) -> None:
-        """Raises `BuildError` if files, or what they include, are not as they were read."""
+        """Raises `BuildError` if files, or files that they include, changed after being read."""
         for name in self.closure(*names):
             if (self.folder / name).read_bytes() != self.contents[name]:
                 raise BuildError(

@@ -1,8 +1,8 @@
 """The contract between Python and the native part, mirrored by csrc/channel/wire.h.
 
-What crosses the C functions (enumerations, structs), and how a workspace is laid out (flags,
-records, slots). `native.load` compares both sides by `description`. Comments on fields are in
-csrc/channel/wire.h. No torch here.
+Defines the arguments of the C functions (enumerations, structs) and the layout of a workspace
+(flags, records, slots). `native.load` compares both sides by `description`. Comments on fields are
+in csrc/channel/wire.h. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _INT32, _UINT32, _INT64 = ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64
 
 
 class Space(IntEnum):
-    """Where a step's bytes are."""
+    """The memory that holds a step's bytes."""
 
     OPERAND = 0
     SLOT = 1
@@ -76,7 +76,7 @@ class ReduceOp(IntEnum):
 
 
 class ExchangeKind(IntEnum):
-    """What ranks do with each other's data."""
+    """The kinds of exchanges between ranks."""
 
     ALL_GATHER = 0
     ALL_REDUCE = 1
@@ -88,7 +88,7 @@ class ExchangeKind(IntEnum):
 
 
 class LoopKind(IntEnum):
-    """The loops of a kind of exchange, by the option of the variant that is lowered."""
+    """The loops of a kind of exchange, by the option of the lowered variant."""
 
     PLAIN = 0
     IN_PLACE = 1
@@ -154,7 +154,7 @@ class LoopStep(ctypes.Structure):
 
 
 class Box(ctypes.Structure):
-    """Elements of a tensor that travel in one piece of an exchange with strides."""
+    """Elements of a tensor that one piece of an exchange with strides sends."""
 
     _fields_ = [
         ("peer", _INT32),
@@ -192,7 +192,7 @@ class StreamCommand(ctypes.Structure):
 
 
 class TraceEvent(ctypes.Structure):
-    """A step that was carried out, and when."""
+    """A step that has run, with its times."""
 
     _fields_ = [
         ("command", Command),
@@ -205,7 +205,7 @@ class TraceEvent(ctypes.Structure):
 
 
 class Record(ctypes.Structure):
-    """What a rank writes about its call, for its peers to compare."""
+    """The record of a rank's call, which its peers compare."""
 
     _fields_ = [
         ("epoch", _UINT32),
@@ -232,7 +232,7 @@ class Failure(ctypes.Structure):
 
 
 class WorkspaceLayout(ctypes.Structure):
-    """Where the parts of a workspace lie, in bytes from its beginning."""
+    """Offsets of the parts of a workspace, in bytes from its beginning."""
 
     _fields_ = [
         ("flags", _INT64),
@@ -244,7 +244,7 @@ class WorkspaceLayout(ctypes.Structure):
     ]
 
     def slot_offset(self, epoch: int) -> int:
-        """Returns where the slot of call `epoch` begins."""
+        """Returns the offset of the slot of call `epoch`."""
         slots: int = self.slots
         return slots + epoch % self.slot_count * self.slot_bytes
 
@@ -254,49 +254,50 @@ CHANNELS = ("sync", "async")
 
 #: The flags that a rank raises at its peers; a flag's number is its index here.
 FLAGS = ("ready", "partial", "reduced", "taken", "done", "relayed")
-#: On devices also those that a rank raises for its own polling kernel, that a rank gave up, what
-#: streams copy to peers' flags, and "ready" of calls that read in place.
+#: On devices also a flag for a rank's own polling kernel, a flag of a rank that has aborted, the
+#: words that streams copy to peers' flags, and "ready" of calls that read in place.
 DEVICE_FLAGS = (*FLAGS, "arrived", "gave up", "sent", "ready in place")
 #: A cache line for each flag and writer.
 FLAG_BYTES = 64
 
-#: The last call that a workspace takes: a wait compares 32-bit numbers by their difference, so a
-#: flag that few ops raise would, 2^31 calls later, look as if it had been raised.
+#: The last epoch of a workspace: a wait compares 32-bit numbers by their difference, so 2^31 calls
+#: later a flag that few ops raise would look as if it had been raised.
 LAST_EPOCH = (1 << 31) - 2
-#: The bytes of a piece of an exchange on CPU, for all ranks together, and where parts of it begin.
+#: The bytes of a piece of an exchange on CPU, for all ranks together, and the alignment in bytes of
+#: the parts of a piece.
 EXCHANGE_PIECE = 512 << 10
 EXCHANGE_PART = 64
-#: On CPU a flag is raised to a call and a piece of it, of which it takes so many bits.
+#: On CPU a flag's value is a call's epoch and a piece of the call, whose number takes these bits.
 PIECE_BITS = 14
 LAST_CPU_EPOCH = (1 << (31 - PIECE_BITS)) - 2
 
-#: The distance between records.
+#: The distance between records, in bytes.
 RECORD_BYTES = 192
 #: The bytes of a call's name that peers compare.
 MAX_CALL_NAME = Record.call_name.size - 1
-#: The failures that a workspace remembers.
+#: The number of failures that a workspace stores.
 FAILURES = 8
 PAGE_BYTES = 4096
-#: The slots of a workspace, which its calls take in turn.
+#: The number of slots of a workspace, which its calls take in turn.
 SLOTS = 2
 
 
 def flag_offset(flag: int, writer: int, world_size: int) -> int:
-    """Returns where the flag that `writer` raises lies behind the first flag of its owner."""
+    """Returns the offset of the flag that `writer` raises, from the first flag of its owner."""
     return (flag * world_size + writer) * FLAG_BYTES
 
 
-#: The words of "sent": one for each lane, then one that holds 1.
+#: The index in "sent" of a word that holds 1, after one word for each lane.
 CONSTANT_ONE = 3
 
 
 def sent_offset(word: int, rank: int, world_size: int) -> int:
-    """Returns where a word that streams copy to peers' flags lies behind the first flag."""
+    """Returns the offset of a word that streams copy to peers' flags, from the first flag."""
     return flag_offset(DEVICE_FLAGS.index("sent"), rank, world_size) + 4 * word
 
 
 def sizes_bytes(world_size: int) -> int:
-    """Returns what the sizes that a rank gives to each rank take, for each slot."""
+    """Returns the bytes, for each slot, of the sizes that a rank sends to each rank."""
     return (8 * world_size + 63) // 64 * 64
 
 
@@ -325,7 +326,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
 
 
 def _enumerators(enum: type[IntEnum]) -> str:
-    """The enumerators as C++ spells them: kWaitEvent, and a value where it leaps."""
+    """Returns the enumerators in C++ spelling: kWaitEvent, with a value after a gap."""
     texts, following = [], 0
     for member in enum:
         name = "k" + member.name.title().replace("_", "")

@@ -325,7 +325,7 @@ def other_layouts(group: dist.ProcessGroup) -> None:
             F.scaled_dot_product_attention(q, q, q, is_causal=True)
         other = straight if used != straight else symm_cp.HeadTail(LENGTH, W)
         with (
-            pytest.raises(ValueError, match="give both the same one"),
+            pytest.raises(ValueError, match="use one for both"),
             symm_cp.context_parallel(mesh, load_balancer=used),
         ):
             symm_cp.shard_batch(mesh, {"input_ids": ids_of(0)}, load_balancer=other)

@@ -316,7 +316,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     mesh, ids = mesh_of(group), torch.zeros(2, 8, dtype=torch.int64)
     with pytest.raises(ValueError, match="must have input_ids, inputs_embeds, encoder_out"):
         symm_cp.shard_batch(mesh, {"x": ids})
-    with pytest.raises(ValueError, match=r"labels of shape \[2\] must be one for each of the 8"):
+    with pytest.raises(ValueError, match=r"labels of shape \[2\] must have one for each of the 8"):
         symm_cp.shard_batch(mesh, {"input_ids": ids, "labels": ids[:, 0]})
     with pytest.raises(ValueError, match=r"8 positions of input_ids .*pass decoder_input_ids"):
         symm_cp.shard_batch(mesh, {"input_ids": ids, "labels": ids[:, :6]})

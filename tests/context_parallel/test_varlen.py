@@ -313,7 +313,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         refused(ValueError, "has no load_balancer", q, q, q, whole, whole)
     two, twice = {8 * W: balancer, 16 * W: symm_cp.HeadTail(16 * W, W)}, torch.cat([q, q])
     with symm_cp.context_parallel(group, load_balancer=two):
-        refused(ValueError, "may be those of sequences of", *(twice,) * 3, 2 * whole, 2 * whole)
+        refused(ValueError, "may be sequences of any of", *(twice,) * 3, 2 * whole, 2 * whole)
     with pytest.raises((RuntimeError, NotImplementedError), match="_flash_attention_forward"):
         varlen_attn(q, q, q, own, own, 8, 8)  # outside of a context: torch's own
 

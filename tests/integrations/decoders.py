@@ -245,7 +245,7 @@ REFUSED = {
     "jamba": r"'linear_attention' in config\.layer_types",
     "recurrent-gemma": r"'linear_attention' in config\.layer_types",
     "lfm2": r"'conv' in config\.layer_types",
-    "doge-whole": "takes '.*' of its attention mask, which is no matrix",
+    "doge-whole": "uses '.*' of its attention mask, which is not a matrix",
     "mixtral-router-loss": r"MixtralForCausalLM has config\.output_router_logits=True",
     "jetmoe-router-loss": r"JetMoeForCausalLM has config\.output_router_logits=True",
     "minimax-m3": r"'minimax_m3_sparse' in config\.layer_types",

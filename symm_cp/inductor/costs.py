@@ -111,7 +111,7 @@ def computing_us(node: Node, on: Machine) -> float:
 
 
 def work_of(node: Node, ranks: int, on: Machine) -> Work | None:
-    """Returns the work of a fused op, whose schedule sets its waits; None without pattern or cost."""
+    """Returns the work of a fused op, whose schedule sets its waits; None without one or a cost."""
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     pattern = next((pattern for part, pattern in _PATTERNS.items() if part in name), None)
     compute_us = fused_us(node, ranks, on)

@@ -117,12 +117,12 @@ def _matches(tracer: Tracer, wait: Node, options: Options) -> tuple[list[_Match]
 
 
 def _as_right_operand(traced: Traced) -> str:
-    """Returns what a matmul does with a gathered tensor that is not its left operand."""
+    """Returns how a matmul uses a gathered tensor that is not its left operand."""
     assert traced.ranks is not None
     exposed = expose(traced.axes, traced.ranks)
     if exposed is not None and exposed[0] == len(exposed[2]) - 2:
         return "sums over the gathered rows"
-    return "takes what is gathered as its right operand, as a weight"
+    return "takes the gathered tensor as its right operand, as a weight"
 
 
 def _match(matmul: Node, traced: Traced) -> _Match | str:
@@ -136,7 +136,7 @@ def _match(matmul: Node, traced: Traced) -> _Match | str:
     rows = tuple(factor for axis in before for factor in axis)
     if dim == len(before):
         if place != 0:
-            return "the gathered dimension is not the outermost of those that the matmul sums over"
+            return "the gathered dimension is not the outermost one that the matmul sums over"
         flat_axes = (rows, columns)
         return _Match(matmul, traced, without(flat_axes, traced.ranks), flat_axes, 1)
     place += sum(map(len, before[:dim]))

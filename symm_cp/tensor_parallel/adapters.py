@@ -68,7 +68,7 @@ def wrapped_model(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def linear_name(model: nn.Module, name: str) -> str:
-    """Returns the name of a rule's linear, which is inside of its adapters, if it has any."""
+    """Returns the name of a rule's linear: inside of its adapters, if it has any."""
     return f"{name}.base_layer" if is_adapted(model.get_submodule(name)) else name
 
 

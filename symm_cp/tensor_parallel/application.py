@@ -62,7 +62,7 @@ def apply(
             divisible by the world size. Otherwise all ranks have all of it.
         checkpoint: a folder of safetensors files to load from; each rank reads its own part only.
         src_data_rank: the rank whose weights all ranks take, as in `distribute_tensor`; with None
-            each rank keeps its own. Weights on the meta device are not sent.
+            each rank keeps its own, without communication. Weights on the meta device are not sent.
 
     Inputs and outputs are the whole model's, the same on all ranks; a call of the model with
     different inputs raises `RuntimeError` on all ranks. All parameters become DTensors: split, or
@@ -390,7 +390,7 @@ class _Application:
         adapters.wrap_layer(rule.owner, layer, self.seat, dim, sizes)
 
     def _wrap_owners(self) -> None:
-        """Gives modules that own parameters, except our linears, these as plain tensors."""
+        """Makes parameters plain tensors inside modules that own them, except our linears."""
         summed = set(self._summed())
         for name, module in list(self.model.named_modules()):
             own = {p for p, _ in module.named_parameters("", False)}

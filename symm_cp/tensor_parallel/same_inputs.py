@@ -88,7 +88,7 @@ class SameInputs:
             raise
 
     def _added_to(self, model: nn.Module) -> tuple[Item, ...]:
-        """Returns a text that stands for parameters added after `apply`; earlier are DTensors."""
+        """Returns an item for parameters added after `apply`; all earlier ones are DTensors."""
         if torch.compiler.is_compiling():
             return ()
         if self.seen != _registrations or model not in _members:  # a copy

@@ -122,7 +122,7 @@ def _sharded(
         assert isinstance(known, DTensor)
         if known.placements != (placement,) or known.device_mesh != mesh:
             raise ValueError(
-                f"a parameter of shape {list(parameter.shape)} is tied to one that is placed "
+                f"a parameter of shape {list(parameter.shape)} is tied to a parameter placed "
                 f"{known.placements} on {known.device_mesh}, and cannot be placed {(placement,)} "
                 f"on {mesh} as well"
             )
@@ -326,7 +326,7 @@ class FusedColwiseGroup(ParallelStyle):
                 f"{style}: the numbers of units of multiple_of, {units}, are not divisible by "
                 f"world size {ranks}, so units that belong together could be on different ranks; "
                 "give multiple_of for each linear, so that all have the same number of units (for "
-                "grouped queries: those of one key head)"
+                "grouped queries: the units of one key head)"
             )
 
     def __repr__(self) -> str:

@@ -47,7 +47,7 @@ class Outcome:
     result: Any = None
     failure: str = ""  # what the function raised, or that it did not end
     died_at: float | None = None  # by time.monotonic(), if it ended without a result
-    signal: int = 0  # the one that ended it
+    signal: int = 0  # the signal that ended it
     output: str = ""  # what it wrote to stdout and stderr
 
 

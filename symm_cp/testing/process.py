@@ -47,7 +47,7 @@ _LIBRARIES = (str(Path(native.__file__).parent.parent), str(Path(os.__file__).pa
 class Setup:
     """What all ranks of a pool have in common."""
 
-    #: Of the default group; with "", functions make it themselves (`init_process_group()`).
+    #: Backend of the default group; with "", functions call `init_process_group()` themselves.
     backend: str = "symm_cp"
     #: How long collectives of the default group wait for a peer.
     timeout: datetime.timedelta = datetime.timedelta(seconds=60)

@@ -74,11 +74,11 @@ def enable(
     Args:
         async_tp: all-gathers that feed matmuls (`mm`, `addmm`, `_scaled_mm`), through any views and
             casts (float8 gathered as bytes, too), become `fused_all_gather_(scaled_)matmul`;
-            matmuls whose product is reduce-scattered become `fused_matmul_reduce_scatter`; those
-            whose product is all-reduced (on CPU) become `fused_matmul_all_reduce`.
+            matmuls whose product is reduce-scattered become `fused_matmul_reduce_scatter`; on CPU,
+            matmuls whose product is all-reduced become `fused_matmul_all_reduce`.
         context_parallel: all-gathers of keys and values that feed scaled-dot-product attention
-            become `fused_all_gather_attention`, with its backward; `exchange_heads`, and
-            all-to-alls that do the same, next to projections become `project_to_heads` or
+            become `fused_all_gather_attention`, with its backward; next to projections,
+            `exchange_heads` and all-to-alls that do the same become `project_to_heads` or
             `project_from_heads`.
         low_contention: other large all-gathers and reduce-scatters with independent matmuls to hide
             behind become `_low_contention_*`, waited for as late as possible.
@@ -88,8 +88,8 @@ def enable(
         min_flops: matmuls of fewer floating-point operations are left alone (default: 0 on CPU; on
             CUDA 2e11, or 3e10 in CUDA graphs: parts of a smaller matmul do not fill a GPU).
         min_bytes: smaller collectives do not become low-contention ones.
-        all_reduce: other all-reduces of CPU tensors run as a native op, which returns when it is
-            done. Turn it off where ranks have idle cores, and other work of the graph hides
+        all_reduce: other all-reduces of CPU tensors run as a native op, which blocks until the sum
+            is complete. Turn it off where ranks have idle cores, and other work of the graph hides
             asynchronous all-reduces.
 
     The result can be used as a context manager, which restores the earlier options at its end.
@@ -150,8 +150,8 @@ def _describing(report: Report) -> Iterator[None]:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Compiles a function or module, and returns a `Report` on each of its collectives; print it.
 
-    The report also has the reasons of graph breaks, since what lies there ran uncompiled. Notebooks
-    show it with a predicted timeline of each graph.
+    The report also has the reasons of graph breaks, where code ran uncompiled. Notebooks show it
+    with a predicted timeline of each graph.
 
     Uses the options of `enable`, or the defaults. Runs the function once and, where its result
     needs gradients of the arguments or of its parameters, the backward pass as well (no `.grad`
@@ -160,8 +160,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     with ExitStack() as stack:
         if _options is None:
             stack.enter_context(enable())
-        # A graph from a cache is not compiled, so no decision would be recorded. The passes do not
-        # depend on the kernels generated after them: torch's own take no minute to compile.
+        # Loading a graph from a cache runs no passes, so it would record no decision. The passes do
+        # not depend on the kernels generated later: fall back to torch's, which need no compiling.
         stack.enter_context(
             inductor_config.patch(force_disable_caches=True, fallback_by_default=True)
         )

@@ -27,7 +27,7 @@ _EXPERTS = (
 )
 _BIAS = "every rank adds its bias: add it after the all-reduce if it should count once"
 
-# By a part of the reason why a collective was not fused.
+# Advice, by a part of the reason why a collective was not fused.
 _BY_REASON = {
     "is used elsewhere": "use the reduced tensor there, or compute that use from other inputs",
     "wider than its own dtype": "reduce first, cast the result",
@@ -59,14 +59,14 @@ _BY_REASON = {
 
 
 def on_reason(reason: str) -> str:
-    """Returns advice on why a collective was not fused, or a graph broken; empty without any."""
+    """Returns advice on a reason not to fuse, or to break a graph; empty if there is none."""
     return next((advice for part, advice in _BY_REASON.items() if part in reason), "")
 
 
 def on_sum(node: Node, terms: Iterable[Node]) -> str:
     """Returns advice on a fused all-reduce of products; empty if there is none."""
     biases = [bias for term in terms if (bias := bias_of(term)) is not None]
-    # DTensor divides its bias by W: such a one is computed.
+    # DTensor divides its bias by W, so that bias is computed: no placeholder.
     if node.args[1] == "sum" and any(bias.op == "placeholder" for bias in biases):
         return _BIAS
     rows = math.prod((static_shape(node) or ())[:-1])

@@ -1,9 +1,9 @@
 """How the elements of a tensor are arranged, after views, transposes, splits and concatenations.
 
-Each dimension of a tensor is described by *factors* of the dimensions of its *origin*, the tensor
-that it is an arrangement of; the outermost comes first. Example: frameworks gather dimension 1 by
-gathering along dimension 0 and moving the W parts. The position of the factor of W ranks identifies
-this order of elements, in whatever form a framework writes it.
+*Factors* of the dimensions of a tensor's *origin*, whose elements it arranges, describe each
+dimension of the tensor, outermost first. Example: frameworks gather dimension 1 by gathering along
+dimension 0 and moving the W parts. The position of the factor of W ranks identifies this order of
+elements, in whatever form a framework writes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Factor:
 
     @property
     def end(self) -> int:
-        """The stride that the next outer factor of the same dimension has."""
+        """The stride of the next outer factor of the same dimension."""
         return self.stride * self.size
 
 
@@ -138,7 +138,7 @@ def expose(axes: Axes, wanted: Factor) -> tuple[int, int, Axes] | None:
 
 
 def without(axes: Axes, factor: Factor) -> Axes:
-    """Returns the axes of one of the parts that a factor counts."""
+    """Returns the axes of one part, without the factor that counts the parts."""
     return tuple(tuple(other for other in dim if other != factor) for dim in axes)
 
 
@@ -169,7 +169,7 @@ def refined(have: Axes, want: Axes) -> tuple[Axes, Axes] | None:
 
 
 def inverse(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """Returns how the origin, of `shape`, is arranged from the tensor that these axes describe."""
+    """Returns the axes of the origin, of `shape`, as an arrangement of the tensor with `axes`."""
     fine = refined(origin(shape), axes)
     if fine is None:
         return None

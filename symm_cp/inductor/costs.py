@@ -26,13 +26,13 @@ from symm_cp.schedule.patterns import (
 from symm_cp.schedule.steps import Compute
 from symm_cp.schedule.work import Work
 
-#: Bytes that a rank receives, by kind of collective: of its own input, on so many ranks.
+#: By kind of collective: the bytes that a rank receives, from its input's bytes and the group size.
 _RECEIVED = {
     "all_gather": lambda nbytes, ranks: (ranks - 1) * nbytes,
     "all_reduce": lambda nbytes, ranks: 2 * (ranks - 1) / ranks * nbytes,
 }
 
-#: Patterns of fused ops, by a part of the op's name; the first that fits.
+#: Patterns of fused ops, by a part of the op's name; the first match counts.
 _PATTERNS: dict[str, Pattern] = {
     "attention_backward": CONSUME_AND_REDUCE_SCATTER,
     "all_gather": ALL_GATHER_AND_CONSUME,
@@ -76,7 +76,7 @@ def ranks_of(node: Node) -> int:
 
 
 def size_of(tensor: torch.Tensor | None) -> int:
-    """Returns the bytes of a tensor; 0 for none, and where they are unknown at compile time."""
+    """Returns the bytes of a tensor; 0 for None, and for sizes unknown at compile time."""
     nbytes = 0 if tensor is None else tensor.numel() * tensor.element_size()
     return nbytes if isinstance(nbytes, int) else 0
 
@@ -89,8 +89,8 @@ def given_bytes(node: Node) -> int:
 def computing_us(node: Node, on: Machine) -> float:
     """Returns the microseconds of a kernel of torch; 0 for a view.
 
-    Ops without a count of operations write their result once: Inductor fuses them with others, in
-    one pass over memory.
+    Ops without an operation count cost one write of their result: Inductor fuses them with others,
+    in one pass over memory.
     """
     packet = getattr(node.target, "overloadpacket", node.target)
     results = [each for each in tree_leaves(node.meta.get("val")) if _is_static(each)]
@@ -111,7 +111,7 @@ def computing_us(node: Node, on: Machine) -> float:
 
 
 def work_of(node: Node, ranks: int, on: Machine) -> Work | None:
-    """Returns the work of a fused op, whose schedule says when it waits; None if it has none."""
+    """Returns the work of a fused op, whose schedule sets its waits; None without one or a cost."""
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     pattern = next((pattern for part, pattern in _PATTERNS.items() if part in name), None)
     compute_us = fused_us(node, ranks, on)
@@ -135,7 +135,7 @@ def work_of(node: Node, ranks: int, on: Machine) -> Work | None:
 
 
 def fused_us(node: Node, ranks: int, on: Machine) -> float:
-    """Returns the microseconds of the kernels of a fused op, on all that it gathers."""
+    """Returns the microseconds of the kernels of a fused op, over all gathered shards."""
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     if "attention" in name:
         tensors = [value(argument(node, each)) for each in ("query", "key")]
@@ -160,7 +160,7 @@ def _product_us(left: torch.Tensor, right: torch.Tensor, parts: int, on: Machine
 
 
 def _attention_us(tensors: list[torch.Tensor], on: Machine, ranks: int, *, backward: bool) -> float:
-    """Predicts attention of queries to the keys of all ranks, as if no mask left any out."""
+    """Predicts attention of queries to the keys of all ranks, as if there were no mask."""
     if len(tensors) < 2 or not all(_is_static(each) for each in tensors[:2]):
         return 0.0
     query, key = tensors[:2]
@@ -174,7 +174,7 @@ def _counted(count: Any, node: Node, results: list[torch.Tensor]) -> float:
 
     given = tree_leaves([each.meta.get("val") for each in node.all_input_nodes])
     if not all(_is_static(each) for each in given):
-        return 0.0  # to count with a symbol would fix its value in the graph
+        return 0.0  # counting with a symbol would fix its value in the graph
     args = [known(each) for each in node.args]
     out = results[0] if len(results) == 1 else tuple(results)
     try:

@@ -48,7 +48,7 @@ class Report:
     decisions: list[Decision] = field(default_factory=list)
     #: The way that each fused matmul took when the graphs ran, by op, dtype and shape.
     ways: dict[str, Choice] = field(default_factory=dict)
-    #: Why the compiler broke a graph, and how often: what lies there ran uncompiled, unseen.
+    #: Reasons for graph breaks, with counts; code there ran uncompiled and is not in the report.
     breaks: dict[str, int] = field(default_factory=dict)
     #: The graphs as `symm-cp explain --json` writes them: collectives with costs, and a timeline.
     graphs: list[dict[str, Any]] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Report:
 
 
 def graph_breaks(before: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Returns the compiler's reasons to break graphs, counted, without those counted before."""
+    """Returns the compiler's reasons for graph breaks, with counts, less the counts `before`."""
     breaks: Counter[str] = Counter()
     for reason, count in (counters["graph_break"] - Counter(before or {})).items():
         what, explanation = (*reason.split("\n"), "")[:2]

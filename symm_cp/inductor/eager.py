@@ -1,7 +1,7 @@
-"""In the processes of `symm-cp explain --eager`: collectives that an op of `symm_cp` could fuse.
+"""Notes collectives that `symm_cp` could fuse, in processes of `symm-cp explain --eager`.
 
-A `TorchDispatchMode` sees the ops that the program calls, in both passes. It knows for each tensor
-which collective or product it comes from, as long as ops only move or cast the elements.
+A `TorchDispatchMode` sees the ops that the program calls, in both passes. It records for each
+tensor the collective or product it comes from, as long as ops only move or cast the elements.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from symm_cp.inductor import costs, graphs, notes
 from symm_cp.inductor.decisions import Decision
 from symm_cp.inductor.neighbours import ATTENTION, GROUPED, MATMULS, MOVES
 
-#: Collectives, and by the kinds of calls before and after each ("": any) the op that does it all.
-#: The first row that fits is taken; gradients are computed by the op of the same shape.
+#: For each collective: the op that fuses it, by the kinds of calls before and after ("": any).
+#: The first matching row counts; the op of the same shape computes the gradients.
 _FUSED = {
     "all_gather": {
         ("", "matmul"): "all_gather_matmul",
@@ -64,13 +64,13 @@ class Call:
     group: str = ""
     nbytes: int = 0
     ranks: int = 1
-    by_fsdp: bool = False  # one that `fsdp.use` replaces
+    by_fsdp: bool = False  # `fsdp.use` replaces it
     #: Names of ops whose results it takes, and of ops that take its results, by kind.
     before: dict[str, str] = field(default_factory=dict)
     after: dict[str, str] = field(default_factory=dict)
 
     def replacement(self) -> tuple[str, str]:
-        """Returns what of `symm_cp` could run here, empty if there is nothing, and why."""
+        """Returns the op of `symm_cp` that could run here (empty if there is none), and why."""
         if self.by_fsdp:
             return _FSDP, f"FSDP2 calls it: symm_cp.{_FSDP} could run it in the background"
         for (before, after), op in _FUSED[self.kind].items():
@@ -90,13 +90,13 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.rank = 0
         self._collectives: list[Call] = []
-        # By the storage's address, which no other storage gets while there is a weak reference.
+        # By the storage's address, which no other storage gets while a weak reference exists.
         self._origins: dict[int, tuple[StorageWeakRef, Call]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls the op; subclasses, such as DTensor, first call ops on plain tensors of theirs."""
+        """Calls the op; subclasses, such as DTensor, first call ops on their plain tensors."""
         fake = any(issubclass(each, FakeTensor) for each in types)
         if types and not fake:
             return NotImplemented
@@ -107,7 +107,7 @@ class Watch(TorchDispatchMode):
         return results
 
     def described(self) -> Iterator[dict[str, Any]]:
-        """Yields the collectives as `explain` lists them; equal ones once, with their number."""
+        """Yields the collectives as `explain` lists them: equal collectives once, with a count."""
         counted = Counter(
             (call.kind, call.group, call.nbytes, call.ranks, *call.replacement())
             for call in self._collectives
@@ -152,7 +152,7 @@ class Watch(TorchDispatchMode):
         else:
             group = _resolve_process_group(given["group_name"])
         self.rank = dist.get_rank()
-        # The root alone has tensors to scatter; a size is the same on all ranks.
+        # Only the root has tensors to scatter; the output's size is the same on all ranks.
         own = _tensors(given, "output" if kind == "scatter" else "input", "tensors")
         nbytes = sum(t.numel() * t.element_size() for t in own)
         by_fsdp = kind in ("all_gather", "reduce_scatter") and _called_by_fsdp()
@@ -174,14 +174,14 @@ class Watch(TorchDispatchMode):
 
 
 def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments by name; those of higher-order ops, which have no schema, by number."""
+    """Returns the arguments by name; by number for higher-order ops, which have no schema."""
     schema = getattr(func, "_schema", None)
     names = [each.name for each in schema.arguments] if schema else map(str, range(len(args)))
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _tensors(given: dict[str, Any], *beginnings: str) -> list[torch.Tensor]:
-    """Returns the dense tensors among the arguments whose names begin so (without: of all)."""
+    """Returns the dense tensors of the arguments whose names begin so (default: of all)."""
     chosen = [value for name, value in given.items() if name.startswith(beginnings or "")]
     leaves = (each for each in tree_leaves(chosen) if isinstance(each, torch.Tensor))
     return [each for each in leaves if each.layout is torch.strided]

@@ -1,7 +1,7 @@
 """All-reduces of products become fused matmul-all-reduces, all others the native all-reduce.
 
-The result of an all-reduce is arranged as its input. So the fused op replaces the matmul, and users
-of the all-reduce take its input.
+An all-reduce arranges its result like its input. So the fused op replaces the matmul, and users of
+the all-reduce take the all-reduce's input.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NATIVE = "_all_reduce"
 
 def replace_all_reduces(graph: Graph, options: Options) -> None:
     """Fuses or replaces all-reduces of CPU tensors, and records a decision for each all-reduce."""
-    # The names in the report of all-reduces that the next two functions insert.
+    # Names for the report, of all-reduces that the next two functions insert.
     names: dict[Node, str] = {}
     if options.async_tp or options.all_reduce:
         _take_apart(graph, names)
@@ -125,7 +125,7 @@ def _viewed(emitter: Emitter, tracer: Tracer, fused: Node, product: Node, total:
         return fused
     for node in tracer.of(product):
         if node.target in VIEWS and node.args[0] is product and static_shape(node) == shape:
-            return emitter.call(node.target, fused, *node.args[1:])  # also of unknown sizes
+            return emitter.call(node.target, fused, *node.args[1:])  # allows unknown sizes
     return emitter.reshape(fused, shape)
 
 
@@ -160,7 +160,7 @@ def _why_not_native(node: Node, options: Options) -> str:
 
 
 def _torch_buckets() -> bool:
-    """Tells whether passes of torch's own put small all-reduces together."""
+    """Tells whether torch's own passes put small all-reduces together."""
     overlap = getattr(inductor_config, "aten_distributed_optimizations", None)
     return (
         bool(getattr(inductor_config, "_fuse_ddp_communication", False))
@@ -193,7 +193,7 @@ def _merge(graph: Graph, names: dict[Node, str]) -> None:
     """Replaces sums of all-reduces by all-reduces of sums.
 
     Each column-parallel layer all-reduces the gradient of its input, and layers that share their
-    input add these up.
+    input add up these gradients.
     """
     tracer = Tracer(graph, {WAIT, ADD})
     for total in reversed(graph.find_nodes(op="call_function", target=ADD)):

@@ -6,8 +6,8 @@ which ops take it there: an all-to-all is an exchange of heads if it cuts the co
 or of a matmul's left operand, into one run for each rank, in rank order.
 
 An all-to-all with equal splits has an input and a result of one shape, whose outermost part of
-dimension 0 counts the ranks. All `Axes` here describe tensors as arrangements of one of these two:
-of the result, for tensors made from it; of the input, for tensors that it was made from.
+dimension 0 counts the ranks. All `Axes` here describe arrangements of one of the two: of the result
+for tensors made from the result, of the input for tensors that the input is made from.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Exchange:
 
     @property
     def kind(self) -> Hashable:
-        """Equal for exchanges that one fused op may do together."""
+        """Equal for exchanges that one fused op may cover."""
         shared = source_of(self.matmul) if self.to_heads else last_sum(self.matmul)
         has_bias = bias_of(self.matmul) is not None
         return self.group, self.to_heads, tuple(sizes(self.whole)), shared, has_bias
@@ -206,7 +206,7 @@ def _of_operand(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Excha
             found.append((matmul, traced.axes[0], columns, operand))
         elif _is_of_all(traced.axes[1], ranks):
             reason = _WHOLE_ROWS
-    if ranks.size == 1:  # else also matmuls of the transposed result, for a weight's gradient
+    if ranks.size == 1:  # leaves out matmuls of the transposed result, for a weight's gradient
         found = [each for each in found if each[3].meta["val"].is_contiguous()]
     if len(found) > 1:
         return "several matmuls take its result"
@@ -219,7 +219,7 @@ def _of_operand(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Excha
 
 
 def _strides(node: Node) -> list[int] | None:
-    """Returns strides as `static_shape` returns shapes; None if they are unknown."""
+    """Like `static_shape`, for strides; None if they are unknown."""
     fake = value(node)
     if fake is None or fake.storage_offset() != 0:
         return None
@@ -242,7 +242,7 @@ def _is_of_all(columns: tuple[Factor, ...], ranks: Factor) -> bool:
 
 
 def _sent(node: Node) -> tuple[Node, Axes]:
-    """Returns the tensor that was arranged to be sent, and its axes, given the sent one."""
+    """Returns the tensor before its arrangement for sending, and its axes of the sent tensor."""
     sent: Node = node.args[0]  # type: ignore[assignment]
     traced = start_of(sent)
     axes = inverse(traced.axes, static_shape(traced.source) or ())
@@ -250,7 +250,7 @@ def _sent(node: Node) -> tuple[Node, Axes]:
 
 
 def _in_memory(node: Node, axes: Axes) -> list[Factor]:
-    """Returns the factors of a tensor in the order in which its memory has them."""
+    """Returns the factors of a tensor in memory order."""
     return flat(permute(axes, _outermost_first(_strides(node) or range(len(axes), 0, -1))))
 
 
@@ -263,8 +263,8 @@ def _divided(
 ) -> _Rows:
     """Divides rows into batch and positions: factors outside of the ranks in `order` are the batch.
 
-    Any division is right. With this one (batch, ranks, positions, columns) is the order of the
-    tensor next to the exchange, wherever there is such a division, and nothing has to be copied.
+    Any division is correct. This one, where it exists, makes (batch, ranks, positions, columns) the
+    memory order of the tensor next to the exchange, so that nothing has to be copied.
     """
     fine = refined((tuple(order),), (rows, (*joined([ranks]), *columns)))
     if fine is None:
@@ -380,7 +380,7 @@ def _serve(
         arranged = _arranged(emitter, tracer, exchange, tensor, (node, user))
         if arranged is None:
             return None
-        # Results of a graph that were in different memory stay so: users may overwrite them.
+        # Graph results in different memory stay in different memory: users may overwrite them.
         memory = _memory_of(node)
         if memory in returned and shared not in (None, memory):
             arranged = emitter.call(aten.clone.default, arranged)

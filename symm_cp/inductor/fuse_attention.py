@@ -1,6 +1,6 @@
 """All-gathers of keys and values that feed attention become fused all-gather-attention.
 
-Runs on the joint graph of forward and backward: only there does it show that the backward pass no
+Runs on the joint graph of forward and backward: only that graph shows that the backward pass no
 longer needs the gathered keys and values.
 """
 
@@ -286,7 +286,7 @@ def _scatter_of(tracer: Tracer, grad: Node) -> _GradScatter | None:
 
 
 def _part(tracer: Tracer, operand: Node, ranks: Factor) -> tuple[int, Axes] | None:
-    """Returns which result of the backward pass an operand is, and how its shard is arranged."""
+    """Returns an operand's index among the backward pass's results, and its shard's axes."""
     traced, shape = tracer[operand], static_shape(operand)
     grad_shape = None if traced is None else static_shape(traced.source)
     if traced is None or shape is None or grad_shape is None or not is_item(traced.source):

@@ -53,10 +53,10 @@ class _Match:
 
 
 def fuse_gathers(graph: Graph, options: Options) -> None:
-    """Fuses all-gathers with matmuls, and records a decision for each of them."""
+    """Fuses all-gathers with matmuls, and records a decision for each all-gather."""
     tracer = Tracer(graph, set())
     for wait, gather in awaited(graph, GATHER):
-        if wait._erased:  # with another gather, whose scales it gathers
+        if wait._erased:  # gathers scales of another gather, and was fused with it
             continue
         name, group = gather.name, group_of(gather)
         if tracer[wait] is None:
@@ -81,7 +81,7 @@ def _fuse(
     if not matches and not reasons and (why := why_attention_is_not_fused(wait)):
         reasons.append(why)
     if matches:
-        # One op reads the gathered tensor; all other users take its gathered result.
+        # One fused op gathers; all other users take its gathered result.
         order = order_of(graph)
         chosen = _independent(_largest_arrangement(matches), order)
         reason = _rewrite(graph, tracer, wait, chosen, order)
@@ -117,12 +117,12 @@ def _matches(tracer: Tracer, wait: Node, options: Options) -> tuple[list[_Match]
 
 
 def _as_right_operand(traced: Traced) -> str:
-    """Returns what a matmul does with a gathered tensor that is not its left operand."""
+    """Returns how a matmul uses a gathered tensor that is not its left operand."""
     assert traced.ranks is not None
     exposed = expose(traced.axes, traced.ranks)
     if exposed is not None and exposed[0] == len(exposed[2]) - 2:
         return "sums over the gathered rows"
-    return "takes what is gathered as its right operand, as a weight"
+    return "takes the gathered tensor as its right operand, as a weight"
 
 
 def _match(matmul: Node, traced: Traced) -> _Match | str:
@@ -136,7 +136,7 @@ def _match(matmul: Node, traced: Traced) -> _Match | str:
     rows = tuple(factor for axis in before for factor in axis)
     if dim == len(before):
         if place != 0:
-            return "the gathered dimension is not the outermost of those that the matmul sums over"
+            return "the gathered dimension is not the outermost one that the matmul sums over"
         flat_axes = (rows, columns)
         return _Match(matmul, traced, without(flat_axes, traced.ranks), flat_axes, 1)
     place += sum(map(len, before[:dim]))
@@ -154,7 +154,7 @@ def _largest_arrangement(matches: list[_Match]) -> list[_Match]:
 
 
 def _independent(matches: list[_Match], order: dict[Node, int]) -> list[_Match]:
-    """Returns those matmuls no operand of which depends on another one of them."""
+    """Returns matmuls whose operands do not depend on another returned matmul."""
     kept: list[_Match] = []
     for match in sorted(matches, key=lambda match: order[match.matmul]):
         operands = other_operands(match.matmul)
@@ -173,7 +173,7 @@ def _rewrite(
     others = [(node, user) for node, user in tracer.uses(wait) if user not in matmuls]
     if reason := _why_not_served(tracer, first.traced, others):
         return reason
-    # Before all that uses the gathered tensor, after all that the op needs.
+    # The op goes before all users of the gathered tensor, and after its operands.
     before = min([*matmuls, *(node for node, _ in others)], key=order.__getitem__)
     operands = [node for match in matches for node in other_operands(match.matmul)]
     if depends(operands, [*matmuls, *(user for _, user in others)], order):
@@ -248,7 +248,7 @@ def _shard_scale(emitter: Emitter, tracer: Tracer, match: _Match) -> Node:
     shape = static_shape(scale)
     if shape is None or math.prod(shape) == 1:
         return scale
-    # Row-wise: either gathered as the rows are, or known on this rank for all of them.
+    # Row-wise scales are either gathered like the rows, or on this rank for all rows.
     traced = tracer[scale]
     if traced is not None and traced.ranks is not None:
         exposed = expose(traced.axes, traced.ranks)

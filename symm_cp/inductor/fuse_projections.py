@@ -57,7 +57,7 @@ def _heads_of_rows(shape: tuple[int, ...]) -> Axes | None:
 
 @explains_dynamic_shapes
 def _fuse_before(graph: Graph, tracer: Tracer, node: Node, options: Options) -> str:
-    """Fuses an exchange with the matmuls that it sends products of; returns why not, if not."""
+    """Fuses an exchange with matmuls whose products it sends; returns why not, or an empty text."""
     tensors: Sequence[Node] = node.args[0]  # type: ignore[assignment]
     shapes = [static_shape(tensor) or () for tensor in tensors]
     products = []
@@ -98,7 +98,7 @@ def why_not_projected(products: list[Node], options: Options) -> str:
 def project(
     emitter: Emitter, products: list[Node], shape: tuple[int, int], features: int, *options: Any
 ) -> Node:
-    """Inserts the projection that multiplies and exchanges; `shape`: batch and positions here."""
+    """Inserts the fused projection; `shape` is the batch and this rank's positions."""
     rows = left(products[0])
     whole = (*shape, (static_shape(rows) or ())[1])
     source = source_of(products[0])
@@ -141,7 +141,7 @@ def _matmul_of(tracer: Tracer, item: Node) -> tuple[Node | None, str]:
 
 @explains_dynamic_shapes
 def _fuse_behind(graph: Graph, tracer: Tracer, node: Node, options: Options) -> str:
-    """Fuses an exchange with the matmuls of its results; returns why not, if not."""
+    """Fuses an exchange with the matmuls of its results; returns why not, or an empty text."""
     items = {user.args[1]: user for user in node.users if is_item(user)}
     tensors: Sequence[Node] = node.args[0]  # type: ignore[assignment]
     matmuls = []
@@ -180,7 +180,7 @@ def collect(
 
 
 def total_of(matmuls: list[Node], options: Options) -> tuple[Node | None, str]:
-    """Returns the sum of matmuls that can be collected as one, or why there is none."""
+    """Returns the sum of matmuls that one `project_from_heads` can compute, or why none can."""
     if reason := _why_not(matmuls, options):
         return None, reason
     if len(matmuls) > 1 and any(bias_of(matmul) is not None for matmul in matmuls):
@@ -199,7 +199,7 @@ def replace_total(total: Node, result: Node, matmuls: list[Node]) -> None:
 
 
 def _sum_of(matmuls: list[Node]) -> Node | None:
-    """Returns the sum of these matmuls and of nothing else; the matmul itself if it is one."""
+    """Returns the sum of these matmuls and of nothing else; a single matmul itself."""
     terms = list(matmuls)
     while len(terms) > 1:
         terms = [_last_view(term) for term in terms]

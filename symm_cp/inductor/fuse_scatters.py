@@ -34,7 +34,7 @@ _FUSED_SUM = torch.ops.symm_mem._fused_matmuls_reduce_scatter.default
 
 
 def fuse_scatters(graph: Graph, options: Options) -> None:
-    """Fuses matmuls with reduce-scatters, and records a decision for each of these."""
+    """Fuses matmuls with reduce-scatters, and records a decision for each reduce-scatter."""
     tracer = Tracer(graph, SUMS_OF_MATMULS)
     for scatter in graph.find_nodes(op="call_function", target=SCATTER):
         if all(user.target is not WAIT for user in scatter.users):
@@ -86,7 +86,7 @@ def _by_columns(shape: tuple[int, ...], ranks: Factor) -> tuple[list[int], int, 
 
 
 def _by_rows(shape: tuple[int, ...], ranks: Factor) -> tuple[list[int], int, Axes]:
-    """As `_by_columns`, for a scattered dimension of rows, which the ranks' factor may cut."""
+    """Like `_by_columns`, for a scattered dimension of rows, which the ranks' factor may cut."""
     *rows, columns = shape
     outer_size = rows[ranks.dim] // ranks.end
     leads, all_rows = math.prod(rows[: ranks.dim]) * outer_size, math.prod(rows)
@@ -104,7 +104,7 @@ def _without_ones(axes: Axes) -> Axes:
 def _emit(
     emitter: Emitter, scatter: Node, terms: list[Node], product_shape: list[int], dim: int
 ) -> Node:
-    """Inserts the fused op for products of a shape."""
+    """Inserts the fused op for products of `product_shape`."""
     reduce_op, group = scatter.args[1], scatter.args[3]
     lefts, rights = operands_of(emitter, terms, product_shape[:-1])
     biases = sum_of_biases(emitter, terms)

@@ -17,7 +17,7 @@ from symm_cp.inductor.timeline import GraphTimeline, timeline_of
 def described(
     before: Before, report: Report, graph: Graph, *, joint: bool
 ) -> dict[str, Any] | None:
-    """Returns what there is to say about a graph; None if nothing communicates in it.
+    """Returns the description of a graph; None if nothing communicates in it.
 
     The `joint` graph of forward and backward has no timeline: the two run apart.
     """
@@ -32,7 +32,7 @@ def described(
 def decision(
     decided: Decision, nbytes: int, ranks: int, exposed_us: float, calls: int = 1
 ) -> dict[str, Any]:
-    """Returns a decision with the predicted time for which it is waited in all calls."""
+    """Returns a decision with the predicted time that a rank waits for it in all calls."""
     return {
         **{k: v for k, v in asdict(decided).items() if k != "collective"},
         "name": decided.collective,
@@ -48,7 +48,7 @@ def _with_costs(decided: Decision, before: Before, timeline: GraphTimeline) -> d
     names = decided.collective.split(", ")
     given = [before.get(name, ("", 0)) for name in names]
     total = sum(costs.received(op, nbytes, ranks) for op, nbytes in given)
-    # Another op that runs instead, or one whose result only the caller waits for, counts in full.
+    # A collective that another op replaces, or that only the caller waits for, counts in full.
     exposed = costs.transfer_us(total, ranks)
     if all(name in timeline.hidden_us for name in names):
         exposed -= sum(timeline.hidden_us[name] for name in names)

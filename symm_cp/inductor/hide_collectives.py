@@ -13,8 +13,8 @@ from symm_cp.inductor.options import Options
 from symm_cp.inductor.rewrite import Emitter
 from symm_cp.ops.common import op_for
 
-# Floating-point operations that take at least as long as moving a byte: by a processor in its
-# memory, and by a GPU over NVLink (an H100: 990 TFLOP/s in bfloat16, 450 GB/s).
+# Floating-point operations that take at least as long as moving a byte: of a CPU in its memory, and
+# of a GPU over NVLink (an H100: 990 TFLOP/s in bfloat16, 450 GB/s).
 _FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 2200.0}
 
 
@@ -70,7 +70,7 @@ def _bytes(node: Node) -> int:
 
 
 def _overlap(node: Node, wait: Node) -> tuple[Node, list[Node]] | None:
-    """Finds the matmul by which enough independent work is done.
+    """Finds the matmul at whose end enough independent work is done.
 
     Also returns the nodes before it that depend on `wait`.
     """

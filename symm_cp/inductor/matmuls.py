@@ -99,7 +99,7 @@ def _scales_rows(matmul: Node) -> bool:
     scales, product = matmul.args[2:4], static_shape(matmul)
     shapes = [static_shape(scale) for scale in scales]
     if product is None or any(getattr(value(s), "dtype", None) != torch.float32 for s in scales):
-        return False  # of blocks, in 8 bits
+        return False  # scales of blocks, in 8 bits
     return all(
         shape is not None and (math.prod(shape) == 1 or shape == whole)
         for shape, whole in zip(shapes, ((product[0], 1), (1, product[1])), strict=True)

@@ -1,8 +1,8 @@
 """Which matmul a collective is next to: only ops that move or cast elements lie between them.
 
 The passes fuse where they can follow each element. This module looks further, through any op that
-only moves or casts elements, so that `strict` and `explain` also report collectives that no pass
-could follow to the matmul that they feed, or that feeds them.
+only moves or casts elements, so that `strict` and `explain` also report collectives next to a
+matmul where no pass could follow the elements.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "_int_mm",
     "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
 }  # fmt: skip
-# Those of experts, each of which multiplies rows of its own.
+# Matmuls of experts, where each expert multiplies its own rows.
 GROUPED = {"_grouped_mm", "_scaled_grouped_mm"}
-# Attention to gathered keys that no pass fuses, and torch's kernels, which are fused.
+# Attention that no pass fuses with gathered keys; below also torch's kernels, which passes fuse.
 _UNFUSED_ATTENTION = {"flex_attention", "_varlen_attn"}
 ATTENTION = _UNFUSED_ATTENTION | {
     f"_scaled_dot_product_{kind}"
@@ -40,7 +40,7 @@ MOVES = {
     "index", "index_select", "gather", "take", "flip", "rev", "roll", "constant_pad_nd",
     "slice_scatter", "select_scatter", "wait_tensor", "wait_tensors",
 }  # fmt: skip
-# In names of ops of `symm_mem` that compute as well; the others are plain collectives.
+# Matches ops of `symm_mem` that compute as well; the other ops are plain collectives.
 _COMPUTES = re.compile("fused|matmul|attention|project")
 _NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 _NOT_COLLECTIVES = {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd"}  # 2.15 has the second
@@ -60,10 +60,7 @@ def _only_moves(node: Node) -> bool:
 def _path(
     start: Node, neighbours: Callable[[Node], Iterable[Node]], ends: set[str] = MATMULS
 ) -> list[Node]:
-    """Returns the nodes from a neighbour of `start` to the nearest matmul; empty without one.
-
-    Or to another op in `ends`.
-    """
+    """Returns the nodes from a neighbour of `start` to the nearest of `ends`; empty without one."""
     paths = [[node] for node in neighbours(start)]
     seen: set[Node] = set()
     for path in paths:  # grows: breadth first
@@ -115,7 +112,7 @@ def feeding(node: Node) -> list[Node]:
 
 
 def is_of_experts(matmul: Node) -> bool:
-    """Tells whether a matmul is one of experts, which no collective is fused with."""
+    """Tells whether a matmul is of experts: no pass fuses a collective with these."""
     return _packet(matmul) in GROUPED
 
 
@@ -151,7 +148,7 @@ def _why_not_fused(node: Node, path: list[Node]) -> str:
     next_to = f"{path[-1].name} is next to it, and " if path else ""
     if node.target in (GATHER, SCATTER):
         return f"{next_to}async_tp is off"
-    if node.target is ALL_TO_ALL and path:  # the pass on these has recorded all others
+    if node.target is ALL_TO_ALL and path:  # `fuse_all_to_alls` would have recorded it
         return f"{next_to}context_parallel is off"
     if "coalesced" in name:
         return f"{next_to}it takes several tensors at once"

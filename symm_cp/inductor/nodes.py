@@ -17,12 +17,12 @@ ALL_REDUCE = c10d.all_reduce.default
 ALL_REDUCE_COALESCED = c10d.all_reduce_coalesced.default
 ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT = c10d.wait_tensor.default
-#: Of all results of a coalesced collective, since torch 2.15.
+#: Waits for all results of a coalesced collective; since torch 2.15.
 WAIT_FOR_ALL = c10d.wait_tensors.default if hasattr(c10d, "wait_tensors") else None
 
 
 def is_item(node: Node) -> bool:
-    """Tells whether a node is one of several results of another."""
+    """Tells whether a node is one of several results of another node."""
     return node.target is operator.getitem
 
 
@@ -46,7 +46,7 @@ def device_of(node: Any) -> str:
 
 
 def argument(node: Node, *names: str) -> Any:
-    """Returns the value of the op's argument that has one of these names; None without such."""
+    """Returns the value of the op's argument with one of these names; None if there is none."""
     for index, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if parameter.name in names:
             if index < len(node.args):
@@ -56,20 +56,20 @@ def argument(node: Node, *names: str) -> Any:
 
 
 def group_of(collective: Node) -> str:
-    """Returns the name of a collective's group, or its ranks where the op takes these."""
+    """Returns the name of a collective's group, or its ranks where the op takes ranks."""
     group = argument(collective, "group_name")
     return str(argument(collective, "ranks") if group is None else group)
 
 
 def awaited(graph: Graph, collective: Any) -> list[tuple[Node, Node]]:
-    """Returns each wait for one of the calls of a collective, with that call."""
+    """Returns (wait, call) for each wait for a call of a collective."""
     waits: list[Any] = graph.find_nodes(op="call_function", target=WAIT)
     pairs = [(wait, wait.args[0]) for wait in waits]
     return [(wait, node) for wait, node in pairs if getattr(node, "target", None) is collective]
 
 
-# A size that is unknown when a graph is compiled is represented by a large prime: products and
-# quotients of primes are equal, or divide each other, exactly where the unknown sizes do.
+# Large primes stand for sizes that are unknown at compile time: products and quotients of primes
+# are equal, or divide each other, exactly where the unknown sizes do.
 _FIRST_PRIME = 1_000_003
 _stand_ins: dict[str, int] = {}
 

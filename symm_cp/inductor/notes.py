@@ -1,4 +1,4 @@
-"""In the processes of `symm-cp explain`: notes graphs, and breaks, in a file of the process."""
+"""Notes graphs and graph breaks of a process under `symm-cp explain`, in a file of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write(folder: str, rank: int, **noted: Any) -> None:
 
 
 def begin(folder: str) -> None:
-    """Notes the graphs of this process from now on; enables the passes unless they are."""
+    """Notes the graphs of this process from now on; enables the passes if they are not."""
     rank = 0
 
     def note(before: passes.Before, report: Report, graph: Graph, joint: bool) -> None:
@@ -33,7 +33,7 @@ def begin(folder: str) -> None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             write(folder, rank, **described)
 
-    def note_breaks() -> None:  # the groups are gone by then, but launchers leave the rank
+    def note_breaks() -> None:  # at exit, without groups; but launchers have set RANK
         nonlocal rank
         rank = rank or int(os.environ.get("RANK", 0))
         if breaks := graph_breaks():

@@ -14,8 +14,8 @@ class Options:
 
     A matmul of fewer than `min_flops` floating-point operations is not fused. The default is 0 on
     CPU, where a fused op costs no more than a collective. On CUDA the parts of a smaller matmul do
-    not fill a GPU (pytorch#179770: 0.3 of the speed), and Python, which starts each part, takes
-    about as long as an H100 for 2e11 operations; for 3e10 it is parts alone, as in CUDA graphs.
+    not fill a GPU (pytorch#179770: 0.3 of the speed). There the default is 2e11, which take an H100
+    about as long as Python takes to start the parts, or 3e10 in CUDA graphs, which need no Python.
     """
 
     async_tp: bool = True

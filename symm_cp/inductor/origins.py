@@ -1,4 +1,4 @@
-"""Follows tensors of a graph back to the collective or matmul that they are arrangements of."""
+"""Follows tensors of a graph back to the collective or matmul whose result they arrange."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ class Tracer:
         return self._arrangements.get(source, [])
 
     def forget(self, source: Node) -> None:
-        """Ends all traces to a source that was replaced: its arrangements are of another one."""
+        """Drops all traces to a replaced source: its arrangements have another source now."""
         for node in self._arrangements.pop(source, []):
             del self._traced[node]
 
     def uses(self, source: Node) -> list[tuple[Node, Node]]:
-        """Returns the uses of a source except for rearranging it: (arrangement, user)."""
+        """Returns (arrangement, user) for each use of a source that does not rearrange it."""
         arrangements = set(self.of(source))
 
         def rearranges(user: Node) -> bool:
@@ -154,7 +154,7 @@ class Tracer:
         if node.target is aten.cat.default:
             if concatenated := self._concatenated(node):
                 return concatenated
-            # Results of one of `items_of`, side by side, are an end as well.
+            # Concatenated results of one of `items_of` are an end, too.
             parts = [self[part] for part in node.args[0]]  # type: ignore[union-attr]
             if all(part is not None and is_item(part.source) for part in parts):
                 return Traced(node, origin(shape), (tensor.dtype,))
@@ -182,7 +182,7 @@ class Tracer:
         return Traced(node, origin(shape), (dtype,), ranks)
 
     def _concatenated(self, node: Node) -> Traced | None:
-        """Traces all equal parts along one dimension, in order, side by side along another one."""
+        """Traces all equal parts along one dimension, concatenated in order along another one."""
         parts: Sequence[Any] = node.args[0]  # type: ignore[assignment]
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         places = [_part_of(part) for part in parts]
@@ -265,7 +265,7 @@ def rearranged_by(node: Node) -> Any:
 
 
 def start_of(node: Node) -> Traced:
-    """Traces a tensor back through views and permutations alone, to whatever computed it."""
+    """Traces a tensor back through views and permutations alone, to the node that computed it."""
     path: list[Node] = []
     start = node
     while start.target in ARRANGES and isinstance(operand := rearranged_by(start), Node):
@@ -301,7 +301,7 @@ def _rearranged(node: Node, operand: Traced) -> Traced | None:
     if target in _CASTS:
         return replace(operand, dtypes=(*operand.dtypes, dtype))
     if target is aten.view.dtype:
-        # Only of gathered tensors: a sum of bits that are read as another dtype is another sum.
+        # Gathered tensors only: summing the same bits as another dtype gives another sum.
         if operand.ranks is None or operand.dtypes[-1].itemsize != dtype.itemsize:
             return None
         return replace(operand, dtypes=(*operand.dtypes, Bits(dtype)))
@@ -325,7 +325,7 @@ _Part: TypeAlias = tuple[Node, int, int, int]
 
 
 def _part_of(node: Any) -> _Part | None:
-    """Returns which part of which tensor a slice, or a result of a split, is."""
+    """Returns the tensor, and the part of it, that a slice or a result of a split takes."""
     if not isinstance(node, Node) or static_shape(node) is None:
         return None
     if node.target is aten.slice.Tensor:

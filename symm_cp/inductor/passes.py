@@ -35,10 +35,10 @@ def _sources() -> str:
     return sources.hexdigest()
 
 
-#: By the name of a node that was in a graph before the passes: its op, and the bytes it is given.
+#: For each node of a graph before the passes, by name: its op, and the bytes of its inputs.
 Before = dict[str, tuple[str, int]]
-#: Called with each graph after a pass: what was in it before, the decisions, and the graph. That of
-#: forward and backward together, which is split afterwards, comes with True.
+#: Called after each pass with the nodes before it, the decisions, the graph, and whether that is
+#: the joint graph of forward and backward, which is split afterwards.
 listeners: list[Callable[[Before, Report, Graph, bool], None]] = []
 
 
@@ -89,7 +89,7 @@ class Pass(CustomGraphPass):
 
 
 def _final(report: Report) -> list[Decision]:
-    """Returns one decision for each collective; a later pass may fuse one that was left alone."""
+    """Returns one decision for each collective; a later pass may fuse one left alone before."""
     last: dict[str, Decision] = {}
     for decision in report.decisions:
         before = last.get(decision.collective)
@@ -110,7 +110,7 @@ def fuse_post_grad(graph: Graph, options: Options) -> None:
     if options.context_parallel:
         fuse_all_to_alls(graph, options)
         fuse_projections(graph, options)
-        graph.eliminate_dead_code()  # matmuls that were replaced use nothing
+        graph.eliminate_dead_code()  # replaced matmuls would count as users
     record_called(graph)
     if options.async_tp:
         fuse_scatters(graph, options)
@@ -140,7 +140,7 @@ _RUNS = {
 
 
 def passes_for(options: Options) -> dict[str, Pass]:
-    """Returns the passes by their names in Inductor's configuration; those set there run first."""
+    """Returns the passes by their names in Inductor's configuration; passes set there run first."""
     return {
         name: Pass(name, run, options, getattr(inductor_config, name))
         for name, run in _RUNS.items()

@@ -41,7 +41,7 @@ class DynamicShapeError(Exception):
 
 
 def explains_dynamic_shapes(rewrite: Callable[P, str]) -> Callable[P, str]:
-    """Decorates rewrites, which return why they failed: returns also that a shape is dynamic."""
+    """Decorates a rewrite, which returns why it failed: returns `DynamicShapeError` as text."""
 
     @wraps(rewrite)
     def explaining(*args: P.args, **kwargs: P.kwargs) -> str:
@@ -54,7 +54,7 @@ def explains_dynamic_shapes(rewrite: Callable[P, str]) -> Callable[P, str]:
 
 
 def _reshape_sizes(shape: Sequence[int]) -> list[int]:
-    """Returns a shape as a reshape takes it: an unknown size, -1, follows from the others."""
+    """Returns a reshape's argument: -1 stands for an unknown size, which the others imply."""
     sizes = [-1 if is_dynamic(size) else size for size in shape]
     unknown = sizes.count(-1)
     if unknown > 1:
@@ -63,7 +63,7 @@ def _reshape_sizes(shape: Sequence[int]) -> list[int]:
 
 
 def wait_for_each(graph: Graph) -> None:
-    """Replaces waits for several tensors by waits for one each, which is what passes look for."""
+    """Replaces each wait for several tensors by waits for one, which the passes look for."""
     for node in graph.find_nodes(op="call_function", target=WAIT_FOR_ALL) if WAIT_FOR_ALL else ():
         given: Any = node.args[0]
         if not all(is_item(user) for user in node.users):
@@ -212,7 +212,7 @@ def erase_unused(graph: Graph, tracer: Tracer, wait: Node) -> None:
 
 
 def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
-    """Erases the unused among `nodes`, given in reverse graph order, and unused parts of them."""
+    """Erases unused `nodes`, given in reverse graph order, and users that are unused themselves."""
     for node in nodes:
         for user in list(node.users):
             if user.op == "call_function" and _is_unused(user):

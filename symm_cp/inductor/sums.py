@@ -25,7 +25,7 @@ from symm_cp.inductor.origins import Traced, Tracer
 from symm_cp.inductor.rewrite import Emitter
 
 ADD = aten.add.Tensor
-#: Where a trace ends that looks for sums of matmuls.
+#: Ops at which a trace that looks for sums of matmuls ends.
 SUMS_OF_MATMULS = MATMULS | {ADD}
 
 
@@ -35,9 +35,9 @@ def is_product(node: Node) -> bool:
 
 
 def terms_of(tracer: Tracer, node: Node, is_term: Callable[[Node], bool]) -> list[Node] | None:
-    """Returns the terms that a node is the sum of, or itself; None if it is something else.
+    """Returns the terms whose sum a node is, or the node if it is a term; None for other nodes.
 
-    Nothing else uses the terms, nor the sums on the way.
+    The terms and partial sums have no other users.
     """
     if node.target != ADD:
         return [node] if is_term(node) else None
@@ -115,7 +115,7 @@ def _why_not_fused(
 def operands_of(
     emitter: Emitter, terms: list[Node], rows: Sequence[int]
 ) -> tuple[list[Node], list[Node | None]]:
-    """Returns the left operands of matmuls, with their rows in this shape, and the right ones."""
+    """Returns the left operands of matmuls, with rows of this shape, and the right operands."""
     lefts = [emitter.reshape(left(term), [*rows, inner(term)]) for term in terms]
     return lefts, [right(term) for term in terms]
 

@@ -1,9 +1,9 @@
 """Predicted timelines of compiled graphs: what computes, what communicates, and what waits.
 
-The nodes run in graph order. A collective starts where it is called, behind those that were called
-before; computation goes on until a node waits for its result. A fused op runs as its schedule does
-in the simulator (`symm_cp/schedule/work.py`); a collective in one blocking call is waited for at
-once. The time in which a rank only waits is *exposed*.
+The nodes run in graph order. A collective starts at its call, after all earlier collectives;
+computation goes on until a node waits for its result. A fused op runs as its schedule does in the
+simulator (`symm_cp/schedule/work.py`); a rank waits at once for a blocking collective. The time in
+which a rank only waits is *exposed*.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from symm_cp.schedule.steps import Compute, Copy
 from symm_cp.schedule.work import Work
 
 COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
-#: Spans of one lane that follow one another are drawn as one, if they are only of such ops.
+#: The name of ops that are not drawn by themselves: consecutive spans of them are drawn as one.
 OTHERS = "other ops"
 
 
 @dataclass
 class Span:
-    """What a lane does for some time: "exposed" where the compute lane waits for `name`."""
+    """A span of time of a lane: "exposed" where the compute lane waits for `name`."""
 
     lane: Literal["compute", "communication"]
     kind: Literal["compute", "communication", "exposed"]
@@ -43,8 +43,8 @@ class GraphTimeline:
     machine: str
     spans: list[Span] = field(default_factory=list)
     total_us: float = 0.0
-    #: Microseconds of each asynchronous collective for which the graph does not wait, although it
-    #: needs the result; by the node's name.
+    #: By node name, for each asynchronous collective whose result the graph waits for: the
+    #: microseconds of it that the graph computes instead of waiting.
     hidden_us: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -76,8 +76,8 @@ class _Walk:
         self.on = on
         self.timeline = GraphTimeline(on.name)
         self._now = 0.0  # the end of the compute lane
-        self._free = 0.0  # that of the communication lane
-        # When an asynchronous result is there, of which collective, and how long that takes.
+        self._free = 0.0  # the end of the communication lane
+        # For each asynchronous result: when it is complete, its collective's name and duration.
         self._ends: dict[Node, tuple[float, str, float]] = {}
 
     def compute(self, name: str, us: float) -> None:
@@ -100,7 +100,7 @@ class _Walk:
             self._ends[node] = self._ends[result_of]
 
     def wait(self, node: Node) -> None:
-        """Waits for a result; one that was there before takes no time."""
+        """Waits for a result; waiting for a complete result takes no time."""
         if node in self._ends:
             end, name, us = self._ends[node]
             wait = max(0.0, end - self._now)
@@ -108,7 +108,7 @@ class _Walk:
             self._expose(name, wait)
 
     def fused(self, node: Node, work: Work, ranks: int) -> None:
-        """Places the events of the op's schedule on rank 0, which is like all others."""
+        """Places the schedule's events of rank 0, which are like those of all other ranks."""
         events = [event for event in work.predict(self.on, ranks).events if event.rank == 0]
         begin = max(self._now, self._free)
         self._expose(node.name, begin - self._now)

@@ -1,4 +1,4 @@
-"""Adapters that PEFT has put on linears: LoRA is split together with its linear.
+"""Splits LoRA adapters that PEFT has put on linears, together with the linears.
 
 With an input x (B, S, K), the weight (N, K) of a linear, A (r, K) and B (N, r), LoRA computes
 
@@ -8,10 +8,10 @@ kind      split by                              replicated
 colwise   weight and B, by output features      A; the gradients of its output are summed
 rowwise   weight and A, by input features       B; the products with A are summed before it
 
-B is applied to the sum, not to each rank's product with A: then its gradient would be a part of a
-sum, and N * r values would travel in each backward pass, where now B * S * r do. Under sequence
-parallelism what is replicated sees a part of the sequence, and its gradients are summed; r features
-are gathered or scattered instead of K or N.
+B multiplies the sum, not each rank's product with A: otherwise its gradient would be a part of a
+sum, and each backward pass would send N * r values instead of B * S * r. Under sequence parallelism
+the replicated matrix processes a part of the sequence, and its gradients are summed; r features are
+gathered or scattered instead of K or N.
 
 Nothing here imports PEFT: a model that has its modules has imported it.
 """
@@ -45,7 +45,7 @@ def _peft(module: str, name: str) -> Any:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether PEFT has put this module around one of the model."""
+    """Whether PEFT has put this module around a module of the model."""
     kinds = (
         _peft("tuners.tuners_utils", "BaseTunerLayer"),
         _peft("utils", "AuxiliaryTrainingWrapper"),
@@ -54,12 +54,12 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of a model that PEFT has put around others, by name."""
+    """Returns (name, module) for the modules of a model that PEFT has put around others."""
     return ((name, module) for name, module in model.named_modules() if is_adapted(module))
 
 
 def wrapped_model(model: nn.Module) -> tuple[str, nn.Module]:
-    """Returns the model inside a `PeftModel`, and its name there; other models, and no name."""
+    """Returns the name and the model inside a `PeftModel`; for others, no name and the model."""
     kind = _peft("peft_model", "PeftModel")
     if kind is None or not isinstance(model, kind):
         return "", model
@@ -68,20 +68,20 @@ def wrapped_model(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def linear_name(model: nn.Module, name: str) -> str:
-    """The name of the linear that a rule's module is, or that has an adapter there."""
+    """Returns the name of a rule's linear: inside of its adapters, if it has any."""
     return f"{name}.base_layer" if is_adapted(model.get_submodule(name)) else name
 
 
 def original(module: nn.Module) -> Any:
-    """The module that PEFT has copied to train it whole (`modules_to_save`); others themselves."""
+    """Returns the module that PEFT copied to train it whole (`modules_to_save`); others as is."""
     return getattr(module, "original_module", module) if is_adapted(module) else module
 
 
 def check(model: nn.Module, rules: Sequence[str], fused: set[str]) -> None:
     """Raises `NotImplementedError` for adapters that cannot be used with a plan.
 
-    `rules` are names of modules that it splits, `fused` those of modules that get a part of the
-    sequence.
+    `rules` are names of modules that the plan splits, `fused` names of modules that get a part of
+    the sequence.
     """
     if len(getattr(model, "prompt_encoder", ())):
         raise NotImplementedError(
@@ -120,7 +120,7 @@ def _refusal(name: str, module: Any, rules: Sequence[str], fused: set[str]) -> s
 
 
 def split_with(layer: nn.Module, columns: bool) -> list[nn.Module]:
-    """The linears of adapters that are split as the linear that has them; `columns`: by output."""
+    """Returns the linears of adapters that are split like their linear; `columns`: by output."""
     if not is_adapted(layer):
         return []
     parts: Any = layer.lora_B if columns else layer.lora_A
@@ -128,7 +128,7 @@ def split_with(layer: nn.Module, columns: bool) -> list[nn.Module]:
 
 
 def kept_whole(name: str, layer: nn.Module, columns: bool) -> list[str]:
-    """The names of parameters of a layer's adapters that every rank has whole."""
+    """Returns the names of parameters of a layer's adapters that every rank has whole."""
     if not is_adapted(layer):
         return []
     side = "lora_A" if columns else "lora_B"
@@ -139,10 +139,10 @@ def kept_whole(name: str, layer: nn.Module, columns: bool) -> list[str]:
 def wrap_layer(
     name: str, layer: Any, seat: Seat, dim: int | None, sizes: tuple[int, ...] | None
 ) -> None:
-    """Wraps a layer whose adapters have been split, and the dropouts of these.
+    """Wraps a layer whose adapters have been split, and the adapters' dropouts.
 
-    `dim` is the dimension of the input of which a rank has a part, of these sizes or of equal ones;
-    None if it has all of it.
+    The input is split along `dim`, into parts of `sizes` or, with None, equal parts; if `dim` is
+    None, each rank has all of it.
     """
     if dim is not None:
         for dropout in layer.lora_dropout.values():
@@ -158,14 +158,14 @@ def wrap_all(model: nn.Module, seat: Seat) -> None:
 
 
 class SplitAdapters(nn.Module):
-    """A layer whose adapters are split: no more can be added, and one is used for a whole batch."""
+    """A layer whose adapters are split: none can be added, or be chosen by sample."""
 
     own_name: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the layer; raises `NotImplementedError` for adapters by sample.
 
-        PEFT calls these in the order of a set of names, which differs from process to process.
+        PEFT calls adapters in the order of a set of names, which differs from process to process.
         """
         if kwargs.get("adapter_names") is not None:
             raise NotImplementedError(
@@ -183,9 +183,9 @@ class SplitAdapters(nn.Module):
 
 
 class MergesDTensors(nn.Module):
-    """A layer with adapters whose `merge` changes DTensors, of which PEFT would replace the data.
+    """A layer with adapters whose `merge` changes DTensors in place.
 
-    An assignment to the `data` of a DTensor changes nothing; operations in place do.
+    PEFT would assign to the `data` of a DTensor, which changes nothing.
     """
 
     seat: Seat
@@ -223,7 +223,7 @@ class DropoutOfPart(nn.Module):
     """The dropout before an adapter, where a rank has a part of the input.
 
     It draws the mask of the whole input and takes this rank's part: ranks with the same seed drop
-    what one process would drop, and their generators stay equal, also if parts differ in length.
+    the values that one process drops, and their generators stay equal, also if parts are unequal.
     """
 
     seat: Seat
@@ -233,7 +233,7 @@ class DropoutOfPart(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns the rank's part, a plain tensor."""
         part = input.to_local() if isinstance(input, DTensor) else input
-        rate = getattr(self, "p", 0.0)  # PEFT has an nn.Identity for none
+        rate = getattr(self, "p", 0.0)  # PEFT's nn.Identity has none
         if not self.training or rate == 0:
             return part
         dim = self.dim % part.dim()
@@ -247,7 +247,7 @@ _watching: list[RemovableHandle] = []
 
 
 def refuse_later() -> None:
-    """Has PEFT's layers refuse to be put around linears that have been split already."""
+    """Makes PEFT's layers raise when they are put around a linear that is already split."""
     if not _watching:
         _watching.append(register_module_module_registration_hook(_refuse_split_linear))
 

@@ -1,4 +1,4 @@
-"""`apply`: a whole model made tensor parallel, as its plan says."""
+"""`apply` makes a whole model tensor parallel, as its plan says."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def apply(
         sequence_parallel: between blocks each rank has a part of the sequence, whose length must be
             divisible by the world size. Otherwise all ranks have all of it.
         checkpoint: a folder of safetensors files to load from; each rank reads its own part only.
-        src_data_rank: the rank whose weights all take, as in `distribute_tensor`; None takes those
-            of each rank, without communication. Weights on the meta device are not sent.
+        src_data_rank: the rank whose weights all ranks take, as in `distribute_tensor`; with None
+            each rank keeps its own, without communication. Weights on the meta device are not sent.
 
     Inputs and outputs are the whole model's, the same on all ranks; a call of the model with
-    other inputs raises `RuntimeError` on all of them. All parameters become DTensors: split, or
+    different inputs raises `RuntimeError` on all ranks. All parameters become DTensors: split, or
     `Replicate()`. Make optimizers afterwards: one that has the old parameters raises
     `RuntimeError` at its step. `model.save_pretrained`, where there is one, then saves the
-    whole model: call it on all ranks, of which rank 0 writes. Returns the model. Raises
+    whole model: call it on all ranks; rank 0 writes. Returns the model. Raises
     `ValueError` or `NotImplementedError`, which name the module, the kind and an alternative,
     before anything is changed.
     """
@@ -193,7 +193,7 @@ class _Application:
 
         Query heads that share a key head stay together, as `repeat_kv` requires, unless there are
         fewer key heads than ranks.
-        As they were at the first call for it: `run` changes modules.
+        Kept from the first call for the rule, since `run` changes modules.
         """
         if rule.name not in self.heads:
             self.heads[rule.name] = self._heads_of(rule)
@@ -216,7 +216,7 @@ class _Application:
         return heads.head_dim if heads.shared_by > 1 else width // heads.units
 
     def _shared_by(self, rule: Rule) -> int:
-        """How many query heads share a head of this linear, if ranks share its heads; else 1."""
+        """Returns how many query heads share a head of a linear whose heads ranks share; else 1."""
         heads = self._heads(rule)
         if heads is None or self.linear(rule).out_features == heads.queries:
             return 1
@@ -241,7 +241,7 @@ class _Application:
             )
 
     def _check_experts(self, rule: Rule) -> None:
-        """All parameters of experts are split, or whole ones would be added up once a rank."""
+        """Requires that all parameters of experts are split: sums count whole ones once a rank."""
         experts, by_expert = self.module(rule.owner), rule.kind == "ep_dispatch_experts"
         for name, _ in experts.named_parameters():
             kind = self.kinds.get(_name_in(rule.owner, name), "")
@@ -251,7 +251,7 @@ class _Application:
                     rule,
                     f"needs a rule for its parameter {name} with the kind {needed}, not {kind!r}",
                 )
-        # How transformers marks experts whose weights are laid out in other ways.
+        # transformers marks experts with other layouts of weights so.
         transposed = getattr(experts, "is_transposed", False)
         if not by_expert and (transposed or not getattr(experts, "is_concatenated", True)):
             raise self._refuse(
@@ -270,7 +270,7 @@ class _Application:
             raise self._refuse(rule, f"an embedding with {name} cannot be split by vocabulary")
 
     def _check_ties(self) -> None:
-        """Weights that two modules share must be split in one way."""
+        """Requires that weights which modules share are split in the same way."""
         for names in self._tied():
             placements = {name: self._planned(name) for name in names}
             if len(set(placements.values())) > 1:
@@ -390,7 +390,7 @@ class _Application:
         adapters.wrap_layer(rule.owner, layer, self.seat, dim, sizes)
 
     def _wrap_owners(self) -> None:
-        """Modules that own parameters, but are none of our linears, see them as plain tensors."""
+        """Makes parameters plain tensors inside modules that own them, except our linears."""
         summed = set(self._summed())
         for name, module in list(self.model.named_modules()):
             own = {p for p, _ in module.named_parameters("", False)}
@@ -408,7 +408,7 @@ class _Application:
                 )
 
     def _summed(self) -> Iterator[str]:
-        """Names of replicated parameters whose gradients are parts of a sum."""
+        """Yields the names of replicated parameters whose gradients are parts of a sum."""
         for rule in self.rules:
             if rule.kind == "replicated_with_grad_allreduce":
                 for parameter, _ in self.module(rule.owner).named_parameters():
@@ -450,7 +450,7 @@ class _Application:
                 seat=seat,
                 num_experts=count,
                 first=seat.rank * count,
-                _is_expert_parallel=True,  # transformers: some indices are of no expert here
+                _is_expert_parallel=True,  # for transformers: some indices have no expert here
             )
 
     def _wrap_embedding(self, module: nn.Embedding) -> None:
@@ -458,7 +458,7 @@ class _Application:
         start = stored.start(self.seat.rank)
         rows = range(start, start + stored.sizes[self.seat.rank])
         padding = module.padding_idx
-        if padding is not None:  # it has no gradient, on the rank that holds it
+        if padding is not None:  # its row has no gradient, on the rank that holds it
             module.padding_idx = padding - start if padding in rows else None
         wrappers.wrap(module, wrappers.VocabularyEmbedding, seat=self.seat, rows=rows)
 
@@ -475,12 +475,12 @@ class _Application:
 
 
 def _is_packed(kind: str) -> bool:
-    """Tells whether a parameter holds two matrices, of each of which a rank has a part."""
+    """Tells whether a parameter holds two matrices, each split over the ranks."""
     return kind.startswith("packed")
 
 
 def _split_dim(kind: str, dims: int) -> int:
-    """The dimension of a parameter that is split; the last two of experts are (output, input)."""
+    """Returns the dimension to split; the last two dimensions of experts are (output, input)."""
     if kind == "grouped_gemm":
         return 0
     return dims - 1 if kind in {"rowwise", "packed_rowwise"} else max(dims - 2, 0)

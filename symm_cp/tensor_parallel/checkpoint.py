@@ -1,7 +1,7 @@
 """Loads a parallel model from safetensors files part by part, and saves it as one.
 
-`state_dict()` needs nothing of this: its DTensors are saved by `torch.distributed.checkpoint`, and
-loaded at any world size.
+`state_dict()` needs none of this: `torch.distributed.checkpoint` saves its DTensors, and loads them
+at any world size.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     never whole in memory. Tensors on the meta device become real, on the mesh's kind of device.
 
     Names are the model's, or those of transformers' files (a base model without prefix, experts
-    one by one). Dtypes are the model's; further tensors in the files are ignored. Buffers that no
-    file has are computed by the model's `initialize_weights()`, as transformers does. Returns the
+    one by one). Dtypes are the model's; further tensors in the files are ignored. The model's
+    `initialize_weights()` computes buffers that no file has, as in transformers. Returns the
     model. Raises `FileNotFoundError` without files, `ValueError` for missing tensors and for other
     shapes, `NotImplementedError` for a model with adapters, before anything is loaded. No
     communication.
@@ -153,7 +153,7 @@ def _slots(op: str, model: nn.Module) -> list[_Slot]:
 
 
 def _compute_buffers(model: nn.Module) -> None:
-    """Has the model compute the buffers that no state dict has, if they are on the meta device."""
+    """Makes the model compute buffers that no state dict has, if they are on the meta device."""
     missing = []
     for prefix, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
@@ -170,7 +170,7 @@ def _compute_buffers(model: nn.Module) -> None:
             "no initialize_weights() that computes them: build the model with real buffers"
         )
     for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # as transformers marks what it has loaded
+        tensor._is_hf_initialized = True  # transformers marks loaded tensors so
     compute()
 
 
@@ -273,7 +273,7 @@ def refuse_adapters(op: str, model: nn.Module) -> None:
 def whole_state_dict(
     op: str, model: nn.Module, names: Set[str]
 ) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
-    """Yields the whole tensors of these names, and whether this rank writes; else they are empty.
+    """Yields the whole tensors of these names (none if it does not write), and whether it writes.
 
     All ranks must enter it, and leave it once the files are written.
     """
@@ -307,7 +307,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     (placement,) = tensor.placements
     if tensor.device.type != "cpu" or not isinstance(placement, Shard):
         return tensor.full_tensor()
-    # Our op notices at once, and in words, where a rank calls something else instead.
+    # Our op raises at once, with a clear error, where a rank calls something else instead.
     mesh, dim = tensor.device_mesh, placement.dim
     return gather(
         tensor.to_local(), dim, Seat.in_mesh(mesh), chunks(tensor.shape[dim], mesh.size()).sizes
@@ -317,7 +317,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _batches(
     slots: Sequence[_Slot], file_bytes: int, keep: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Gathers tensors, and yields them whenever there are enough; drops them unless `keep`."""
+    """Gathers tensors, and yields batches of at least `file_bytes`; drops them unless `keep`."""
     batch: dict[str, torch.Tensor] = {}
     waiting = 0
     for slot in slots:

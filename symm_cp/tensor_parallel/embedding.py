@@ -1,7 +1,7 @@
-"""Embeddings split by vocabulary: each rank looks up the tokens that it has, and they are summed.
+"""Embeddings split by vocabulary: each rank looks up its own tokens, and the results are summed.
 
-The weight is a DTensor with `Shard(0)`, as the weight of an output layer split by output features,
-so both may be one parameter (tied weights).
+The weight is a DTensor with `Shard(0)`, like the weight of an output layer split by output
+features, so both may be one parameter (tied weights).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class VocabParallelEmbedding(nn.Embedding):
     group: str
     sequence_dim: int | None
     local_output: bool
-    calls_op: bool  # on what it stores and is given
+    calls_op: bool  # its op can take the weight and the input as they are
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S, N) or (B, S / W, N) for tokens (B, S); `IndexError` for unknown tokens."""
@@ -58,7 +58,7 @@ class VocabParallelEmbedding(nn.Embedding):
 def _look_up(
     tokens: torch.Tensor, module: VocabParallelEmbedding, group: str
 ) -> tuple[torch.Tensor, Placement]:
-    """Returns the embeddings of this rank's tokens, zeros for the others; and how to sum them."""
+    """Returns the embeddings of this rank's tokens, zeros for others, and the placement."""
     style, mesh = "FusedRowwiseParallel", module.weight.device_mesh
     tokens = local_part(style, "the tokens are", tokens, mesh, Replicate())
     weight, features = module.weight.to_local(), module.features

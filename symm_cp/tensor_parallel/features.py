@@ -1,7 +1,7 @@
 """How the features of a linear are divided over the ranks; the world size need not divide them.
 
 Parameters are DTensors with torch's `Shard`, which divides n features as `torch.chunk` does: each
-rank has `ceil(n / W)`, the last ones fewer or none. So whatever torch does with DTensors is right
+rank has `ceil(n / W)`, the last ones fewer or none. So all that torch does with DTensors is correct
 for them: optimizers, `clip_grad_norm_`, `full_tensor()`, `torch.distributed.checkpoint` (which
 loads them at any other world size).
 
@@ -9,13 +9,13 @@ Linears compute with the features that they store, except where that would split
 `multiple_of` features (an attention head). Then units are divided nearly equally, the first ranks
 having one more, and the forward pass gathers the weight and takes this rank's units of it; the
 gradients go back to where they are stored. That costs an all-gather of the weight in each forward
-and a reduce-scatter in each backward. Units that others share (the key heads of grouped queries)
-may be fewer than ranks: then each rank takes the ones that its own part of the others needs, in the
-same way, and the gradients of all ranks that have taken a unit are summed.
+and a reduce-scatter in each backward. Units that other units share (the key heads of grouped
+queries) may be fewer than ranks: then each rank takes the units that its own part of the others
+(query heads) needs, in the same way, and the gradients of all ranks that took a unit are summed.
 
-Other representations were rejected: DTensors know no other division (placements of one's own
-compare equal to `Shard`, and get lost in ops), and plain tensors are taken for replicated ones by
-`clip_grad_norm_` and by checkpoints, silently.
+Other representations were rejected: DTensors support no other division (custom placements compare
+equal to `Shard`, and get lost in ops), and `clip_grad_norm_` and checkpoints silently take plain
+tensors for replicated ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from symm_cp.tensors.shards import Split
 
 
 def chunks(length: int, ranks: int) -> Split:
-    """The division of `Shard`: as `torch.chunk`, with empty parts for ranks that are left."""
+    """Returns the division of `Shard`: like `torch.chunk`, with empty parts for further ranks."""
     size = -(-length // ranks)
     return Split(tuple(min(size, max(0, length - rank * size)) for rank in range(ranks)))
 
@@ -48,7 +48,7 @@ class Features:
     def divided(
         cls, length: int, rank: int, ranks: int, multiple_of: int = 1, shared_by: int = 1
     ) -> Features:
-        """Divides features into units of `multiple_of`, each for `shared_by` units of others."""
+        """Divides features into units of `multiple_of`, which `shared_by` other units share."""
         stored, count = chunks(length, ranks), length // multiple_of
         if shared_by > 1 and count < ranks:
             taken = [_taken(r, ranks, count, shared_by) for r in range(ranks)]
@@ -62,12 +62,12 @@ class Features:
 
     @property
     def count(self) -> int:
-        """How many of the features this rank computes."""
+        """The number of features that this rank computes."""
         return self.computed.sizes[self.rank]
 
     @property
     def length(self) -> int:
-        """How many features all ranks have together."""
+        """The number of features of all ranks together."""
         return sum(self.stored.sizes)  # torch.compile traces no cached property
 
     @property
@@ -93,10 +93,10 @@ class Features:
 
 
 def _taken(rank: int, ranks: int, count: int, shared_by: int) -> list[int]:
-    """Which of `count` units a rank takes, for its part of `count * shared_by` units of others.
+    """Returns the units, of `count`, that a rank's part of `count * shared_by` others needs.
 
-    That is one, or if its part needs several, one for each unit of the part: the part may need more
-    of one than of another.
+    It takes one or, if the part needs several, one for each of the others in the part: these may
+    need one unit more often than another.
     """
     parts = Split.nearly_equal(count * shared_by, ranks)
     start = parts.start(rank)
@@ -114,6 +114,6 @@ def check_units(
     if multiple_of > 1 and units * shared_by < ranks:
         raise ValueError(
             f"{style}: {name}={length} has {units} units of {multiple_of=}, which is less than one "
-            f"for each of {ranks} ranks; use a mesh of at most {units * shared_by} ranks, or say "
-            "by shared_by= how many query heads share a key head, if these are key heads"
+            f"for each of {ranks} ranks; use a mesh of at most {units * shared_by} ranks or, for "
+            "key heads, give the number of query heads that share each as shared_by="
         )

@@ -15,8 +15,9 @@ REPEATS = "num_key_value_groups"
 class Heads:
     """How the heads of an attention are divided.
 
-    `units` can be split apart: key heads with their query heads or, where `shared_by` query heads
-    share a key head and these are fewer than ranks, query heads. `queries` are all their features.
+    `units` counts the units that stay whole: key heads with their query heads or, if there are
+    fewer key heads than ranks, query heads, of which `shared_by` share a key head. `queries` counts
+    the features of all query heads.
     """
 
     head_dim: int
@@ -39,7 +40,7 @@ def heads_of(
         return None
     units, queries = math.gcd(*(width // head_dim for width in colwise)), max(colwise)
     shared_by = queries // (units * head_dim)
-    # Only where each rank's key heads can be repeated another number of times.
+    # Ranks can share key heads only where `REPEATS` can be changed to fit each rank's key heads.
     repeats = (
         set(colwise) == {queries, units * head_dim}
         and set(rowwise) == {queries}

@@ -44,7 +44,7 @@ def _sequence_dim(style: str, dim: int, x: torch.Tensor) -> int:
 def output_placement(
     style: str, sequence_dim: int | None, x: torch.Tensor, ranks: int
 ) -> Placement:
-    """Returns how an output is placed, given a tensor with its sequence, before the sum."""
+    """Returns the placement of an output, given a tensor of its whole sequence."""
     placement = _placement(style, sequence_dim, x)
     if isinstance(placement, Shard) and x.shape[placement.dim] % ranks != 0:
         raise ValueError(
@@ -57,7 +57,7 @@ def output_placement(
 def local_part(
     style: str, subject: str, x: torch.Tensor, mesh: DeviceMesh, placement: Placement
 ) -> torch.Tensor:
-    """Returns this rank's part of a plain tensor, or of a DTensor that must be placed so."""
+    """Returns a plain tensor, or this rank's part of a DTensor, which must be placed so."""
     if not isinstance(x, DTensor):
         return x
     required = (placement,)
@@ -88,9 +88,9 @@ def _local_input(
 
 
 def as_autocast_casts(*tensors: Any) -> tuple[Any, ...]:
-    """Casts tensors as autocast casts operands of matmuls, for ops that autocast does not know.
+    """Casts tensors as autocast casts operands of matmuls, for ops that autocast does not cast.
 
-    Not with quantised weights, whose own code multiplies what they have been converted to.
+    Casts nothing where weights are quantised: their own code converts them and multiplies.
     """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or any(map(is_quantised, tree_leaves(tensors))):
@@ -103,8 +103,8 @@ def _plain_parameters(
 ) -> tuple[Any, Any] | None:
     """Returns this rank's weight and bias if the linear has nothing to do but call its op.
 
-    Generation, one token after the other, takes this way where `decoding_call` does not know it:
-    compiled, or with quantised weights. `features` are those of the input.
+    Generation, token by token, uses this where `decoding_call` does not apply: compiled, or with
+    quantised weights. `features` is the number of features that the input must have.
     """
     if (
         torch.is_grad_enabled()
@@ -134,7 +134,7 @@ class FusedColwiseLinear(nn.Linear):
     sequence_dim: int | None
     gathers_output: bool
     local_output: bool
-    calls_op: bool  # on what it stores and is given
+    calls_op: bool  # its op can take the weight and the input as they are
     shared: SharedGather | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _output(part: torch.Tensor, mesh: DeviceMesh, linear: FusedColwiseLinear) ->
         return part
     whole = torch.Size([*part.shape[:-1], features.length])
     strides = contiguous_strides(whole)
-    # A gather along the sequence may lay its result out otherwise, and DTensor goes by `strides`.
+    # A gather along the sequence may give its result other strides; DTensor relies on `strides`.
     return DTensor.from_local(
         part.contiguous(),
         mesh,
@@ -237,7 +237,7 @@ class FusedRowwiseLinear(nn.Linear):
     group: str  # the mesh of a DTensor may be an equal one, with another group
     sequence_dim: int | None
     local_output: bool
-    calls_op: bool  # on what it stores and is given
+    calls_op: bool  # its op can take the weight and the input as they are
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S / W, N) or (B, S, N) for (B, S, K / W); errors as the fused op's."""
@@ -260,7 +260,7 @@ class FusedRowwiseLinear(nn.Linear):
             dim = self.sequence_dim
             output = matmul_reduce_scatter(x_part, weight.t(), scatter_dim=dim, group=group)
             if bias is not None:
-                # Each rank adds it to its own part of the sequence: its gradient is a part too.
+                # Each rank adds the bias to its part of the sequence: its gradient is a part, too.
                 output = output + replicated.copy(bias, group).to(output.dtype)
         if self.local_output:
             return output
@@ -270,7 +270,7 @@ class FusedRowwiseLinear(nn.Linear):
 def _check_rowwise(
     x_part: torch.Tensor, linear: FusedRowwiseLinear, group: str
 ) -> tuple[torch.Tensor, Placement]:
-    """Returns this rank's part of the input, and how the output is placed."""
+    """Returns this rank's part of the input, and the output's placement."""
     style, mesh = "FusedRowwiseParallel", linear.weight.device_mesh
     ranks = len(linear.features.computed.sizes)
     placement = output_placement(style, linear.sequence_dim, x_part, ranks)

@@ -1,4 +1,4 @@
-"""Optimizers that were made before `apply`: their parameters are no longer those of the model."""
+"""Refuses optimizers that were made before `apply`: the model no longer has their parameters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-#: The names of parameters that `apply` has replaced, while somebody still holds them.
+#: The names of parameters that `apply` has replaced, as long as something references them.
 _replaced: Any = WeakIdKeyDictionary()
 _hook: list[RemovableHandle] = []  # of all optimizers
 
 
 def replaced(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Has optimizers refuse to step with parameters that a model had before and has no more."""
+    """Makes optimizers raise at a step with parameters of `before` that the model no longer has."""
     now = {id(parameter) for parameter in model.parameters()}
     for name, parameter in before.items():
         if id(parameter) not in now:

@@ -50,7 +50,7 @@ class Rule:
 
     name: str  # of the module, or of the parameter
     kind: str
-    owner: str  # the module itself, or the one that has the parameter
+    owner: str  # the name of the module, or of the module that has the parameter
     parameter: str  # its name in the owner; empty for a module
 
 
@@ -78,7 +78,7 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 
 
 def plan_keys(plan: Mapping[str, str]) -> list[str]:
-    """The patterns that came from a tensor-parallel plan, not from an expert-parallel one."""
+    """Returns the patterns that come from a tensor-parallel plan, not an expert-parallel one."""
     return [
         key for key, kind in plan.items() if kind not in {"ep_dispatch_experts", "grouped_gemm"}
     ]
@@ -93,14 +93,14 @@ def _kind_of(plan: Iterable[tuple[re.Pattern[str], str, str]], name: str) -> tup
 
 
 def rules_of(model: nn.Module, plan: str | Mapping[str, str]) -> list[Rule]:
-    """Returns what a plan says of each module and parameter, in the model's order.
+    """Returns a plan's rules for modules and parameters, in the model's order.
 
     Patterns are relative to the model that PEFT has wrapped, if it has; full names match, too.
 
     Raises before anything is changed: `ValueError` for a pattern of a given plan that names nothing
-    (the plan that a model brings along may have such, for layers that this one lacks), for a plan
-    of the model's own of which no pattern names anything, and for a kind that cannot be mapped,
-    with what to do instead.
+    (a model's own plan may have such patterns, for layers that the model lacks), and for a model's
+    own plan in which no pattern names anything; `NotImplementedError` for a kind that cannot be
+    mapped, with an alternative.
     """
     if isinstance(plan, str) and plan != "auto":
         raise ValueError(f'apply: plan must be "auto" or a dict of patterns, not {plan!r}')

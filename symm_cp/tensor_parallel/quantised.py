@@ -1,7 +1,7 @@
-"""Quantised weights: tensor subclasses such as torchao's, of which each rank takes a slice.
+"""Splits quantised weights: tensor subclasses such as torchao's.
 
-A weight (N, K) of this kind knows how it is sliced and multiplied (`F.linear`), and of which plain
-tensors it consists; no more is asked of it. Its gradient is not wanted, that of its input is.
+Such a weight (N, K) must support slices and `F.linear`, and list the plain tensors that it consists
+of; nothing else. Its input has a gradient, the weight has none.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from symm_cp.tensor_parallel.features import Features, chunks
 from symm_cp.tensors.alignment import contiguous_strides
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, DTensor)
-#: torch's kernel for 8-bit weights reads each weight once for each row or few: more rows are slower
-#: than to convert the weight first, as torchao does (AMD EPYC: from about 50 rows on).
+#: torch's kernel for 8-bit weights reads the weights again for each row or few rows: with more rows
+#: it is slower than converting the weight first, as torchao does (AMD EPYC: from about 50 rows on).
 _FEW_ROWS = 32
-#: It reads beyond the end of a row that is not a multiple of its vectors (torch 2.13: 16 with
-#: AVX-512), which gives wrong results, or a crash.
+#: The kernel reads beyond the end of a row whose length is not a multiple of its vectors (torch
+#: 2.13: 16 with AVX-512), which gives wrong results, or a crash.
 _WHOLE_VECTORS = 64
 
 
@@ -36,7 +36,7 @@ def is_quantised(weight: object) -> bool:
 def check(
     style: str, name: str, weight: torch.Tensor, features: Features, sequence_dim: int | None
 ) -> None:
-    """Raises `NotImplementedError` unless a rank can take a slice, and do with it."""
+    """Raises `NotImplementedError` unless a slice of the weight is enough for each rank."""
     kind = type(weight).__name__
     if sequence_dim is not None:
         raise NotImplementedError(
@@ -59,7 +59,7 @@ def check(
 
 
 def local_of(parameter: Any) -> Any:
-    """Returns this rank's part of a DTensor, as `to_local`, which quantised weights do not have."""
+    """Returns this rank's part of a DTensor, like `to_local`, which quantised weights lack."""
     if not isinstance(parameter, DTensor):
         return parameter
     own = parameter._local_tensor
@@ -71,7 +71,7 @@ def distributed(
 ) -> DTensor:
     """`distribute_tensor(weight, mesh, [placement], src_data_rank=source)`, quantised or not.
 
-    Parts of quantised weights are in memory of their own.
+    Parts of quantised weights have their own memory.
     """
     if not is_quantised(weight):
         return distribute_tensor(weight, mesh, [placement], src_data_rank=source)
@@ -91,14 +91,14 @@ def distributed(
 
 
 def _parts(weight: Any) -> dict[str, torch.Tensor]:
-    """The plain tensors that a weight consists of."""
+    """Returns the plain tensors that a weight consists of, by name."""
     names, _ = weight.__tensor_flatten__()
     parts = {name: getattr(weight, name) for name in names}
     return {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
 
 
 def _copied(weight: Any) -> torch.Tensor:
-    """A slice in memory of its own."""
+    """Returns a copy of a slice in its own memory."""
     names, context = weight.__tensor_flatten__()
     parts = dict.fromkeys(names)
     parts |= {
@@ -121,9 +121,9 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Ten
 
 
 def _has_kernel(x: torch.Tensor, weight: Any) -> bool:
-    """Whether torch has a kernel for a CPU: 8-bit weights with a scale for each of their rows.
+    """Whether torch's CPU kernel applies: few rows, 8-bit weights with a scale for each weight row.
 
-    Inductor takes it for the pattern that torchao's `Int8Tensor` computes by.
+    Inductor uses it for the pattern by which torchao's `Int8Tensor` computes.
     """
     return (
         x.dtype is torch.bfloat16

@@ -1,7 +1,7 @@
 """Linears between activations that all ranks have, as in Megatron's tensor parallelism.
 
 A value is *replicated* (the same on all ranks, with the same gradient) or a *part* (of this rank
-alone). Each function below has the gradient of one rank's program for the values of all ranks:
+alone). The gradient of each function below is that of one process with the values of all ranks:
 
     function        forward                            gradient
     copy            replicated x, for use in parts     the sum over the ranks
@@ -53,7 +53,7 @@ def columns(
     biases: Sequence[torch.Tensor | None],
     group: str,
 ) -> list[torch.Tensor]:
-    """Returns `F.linear(x, weight, bias)` for each of them; x is replicated, all else parts.
+    """Returns `F.linear(x, weight, bias)` for each weight and bias; x is replicated, these parts.
 
     The input's gradients are added up over linears and ranks in one fused op.
     """
@@ -101,10 +101,10 @@ def _columns(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`F.linear`, which is slow for the last tokens of sequences, a slice of 3-D input.
+    """Returns `F.linear`, but fast for the last tokens of sequences, a slice of a 3-D input.
 
-    It multiplies them one by one, after a copy of the weight, unless that requires a gradient. One
-    token of one sequence is such a slice, too, by its strides.
+    `F.linear` multiplies these one by one, after a copy of the weight, unless the weight requires a
+    gradient. One token of one sequence is such a slice, too, by its strides.
     """
     if is_quantised(weight):
         return quantised_linear(x, weight, bias)

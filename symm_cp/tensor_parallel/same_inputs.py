@@ -1,13 +1,13 @@
-"""Ranks of a model that `apply` has split must get the same inputs: they compare them.
+"""Compares the inputs of ranks of a model that `apply` has split, which must be the same.
 
-Ranks with other prompts, or that sample other tokens, would mix them in every layer, and return
-plausible tokens. So each call of the model compares its first input (ids, or embeddings) before
-anything runs: a hash of 8 bytes travels, whatever the length is. Every call, not each n-th one: on
-CPU, for ids, it is one native call, and ranks that draw tokens by generators of their own begin to
-differ in the middle of decoding. Calls of more than one token, which are not those of decoding,
+Ranks with different prompts, or that sample different tokens, would mix them in every layer, and
+return plausible tokens. So each call of the model compares its first input (ids, or embeddings)
+before anything runs: ranks exchange a hash of 8 bytes, whatever the length is. Every call compares,
+not each n-th one: on CPU, for ids, it is one native call, and ranks whose generators differ begin
+to sample different tokens in the middle of decoding. Calls of more than one token (not decoding)
 compare labels, masks and positions as well. Buffers and weights that are not split are not
 compared: `apply` sends them from rank 0. Parameters of modules that are added afterwards (adapters)
-are, once, in the first call with them.
+are compared once, in the first call with them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _REMEDY = (
     "(torch.manual_seed) where tokens are sampled, and before modules are added to the model"
 )
 
-#: Modules of split models. Whatever a model gets is registered in one of them; a slice of a
+#: Modules of split models. Additions to a model are registered in one of them; a slice of a
 #: `ModuleList`, which transformers' models take in each call, is not.
 _members: WeakSet[nn.Module] = WeakSet()
-_registrations = 0  # of modules and parameters in these
+_registrations = 0  # of modules and parameters in `_members`
 _counting: list[RemovableHandle] = []
 
 
@@ -54,7 +54,7 @@ class SameInputs:
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
-        self.added: dict[str, int] = {}  # hashes of parameters that the model has got since
+        self.added: dict[str, int] = {}  # hashes of parameters added to the model since
         self.shown = "none"
         self.seen = _registrations
 
@@ -82,16 +82,16 @@ class SameInputs:
             return value
         try:
             return same_on_all_ranks(value, _OP, name, _REMEDY, self.seat.group, *further)
-        except RuntimeError:  # parameters may be made equal now
+        except RuntimeError:  # the program may make parameters equal now
             self.added.clear()
             self.seen = -1
             raise
 
     def _added_to(self, model: nn.Module) -> tuple[Item, ...]:
-        """What stands for the parameters that were added after `apply`, which made DTensors."""
+        """Returns an item for parameters added after `apply`; all earlier ones are DTensors."""
         if torch.compiler.is_compiling():
             return ()
-        if self.seen != _registrations or model not in _members:  # as a copy is not
+        if self.seen != _registrations or model not in _members:  # a copy
             self.seen = _registrations
             _members.update(model.modules())
             for name, parameter in model.named_parameters():
@@ -105,7 +105,7 @@ class SameInputs:
 
 
 def compare_inputs(model: nn.Module, seat: Seat) -> None:
-    """Has the ranks compare the inputs of each call of a model."""
+    """Makes the ranks compare the inputs of each call of a model."""
     if seat.world_size > 1:
         if not _counting:
             _counting.append(register_module_module_registration_hook(_count))

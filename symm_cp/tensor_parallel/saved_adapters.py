@@ -33,7 +33,7 @@ class SavesWholeAdapters(nn.Module):
                 save(**options, **{**further, "state_dict": state_dict})
 
     def _saved(self) -> set[str]:
-        """Names of everything that PEFT may want to write: adapters, biases and embeddings."""
+        """Returns the names of all that PEFT may write: adapters, biases and embeddings."""
         model: Any = self
         layers = [f"{name}." for name, _ in adapted(model)]
         base = ".base_layer.", ".original_module."

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, of which one can read a part without reading the whole.
+"""Reads parts of tensors in safetensors files without reading the whole tensors.
 
 A model may hold several stored tensors as one (the experts of a layer); `Stacked` and `Joined` are
 such tensors, and read only the requested part, too.
@@ -133,7 +133,7 @@ class Folder:
         self._files = {key: file for file in files for key in file.keys()}  # noqa: SIM118
 
     def find(self, name: str, prefix: str) -> Stored | None:
-        """Returns the tensor of this name: as it is, or as transformers would find it.
+        """Returns the tensor of this name, or of a name by which transformers would find it.
 
         `prefix` is the name of the base model, which files of base models lack.
         """

@@ -122,7 +122,7 @@ def _sharded(
         assert isinstance(known, DTensor)
         if known.placements != (placement,) or known.device_mesh != mesh:
             raise ValueError(
-                f"a parameter of shape {list(parameter.shape)} is tied to one that is placed "
+                f"a parameter of shape {list(parameter.shape)} is tied to a parameter placed "
                 f"{known.placements} on {known.device_mesh}, and cannot be placed {(placement,)} "
                 f"on {mesh} as well"
             )
@@ -166,8 +166,8 @@ class FusedColwiseParallel(ParallelStyle):
         multiple_of: each rank has a multiple of this many features; set it to the head dimension,
             so that no head is split. features.py explains sizes that are not divisible by the
             world size.
-        shared_by: for key and value heads, how many query heads share each. Where there are fewer
-            of them than ranks, each rank then computes those that its query heads need: one, or
+        shared_by: for key and value heads, how many query heads share each. If there are fewer key
+            heads than ranks, each rank computes the key heads that its query heads need: one, or
             one for each query head.
 
     The input is this rank's shard, or all of a replicated input: a plain tensor, or a DTensor
@@ -221,7 +221,7 @@ class FusedColwiseParallel(ParallelStyle):
 class FusedColwiseGroup(ParallelStyle):
     """Applies `FusedColwiseParallel` to several linears of a module, which share an input.
 
-    They share its gather, and the sum of its gradients.
+    They share the input's gather, and the sum of its gradients.
 
     For query, key and value, or gate and up. Apply it to their parent module, whose forward must
     call each of them with the same tensor::
@@ -271,7 +271,7 @@ class FusedColwiseGroup(ParallelStyle):
             )
         shared_by = shared_by or {}
         if not set(shared_by) <= set(linears):
-            raise ValueError(f"FusedColwiseGroup: {shared_by=} names others than {linears=}")
+            raise ValueError(f"FusedColwiseGroup: {shared_by=} must name only {linears=}")
         self.styles = {
             name: FusedColwiseParallel(
                 input_layouts=input_layouts,
@@ -326,7 +326,7 @@ class FusedColwiseGroup(ParallelStyle):
                 f"{style}: the numbers of units of multiple_of, {units}, are not divisible by "
                 f"world size {ranks}, so units that belong together could be on different ranks; "
                 "give multiple_of for each linear, so that all have the same number of units (for "
-                "grouped queries: those of one key head)"
+                "grouped queries: the units of one key head)"
             )
 
     def __repr__(self) -> str:
@@ -336,7 +336,7 @@ class FusedColwiseGroup(ParallelStyle):
 class FusedRowwiseParallel(ParallelStyle):
     """Splits an `nn.Linear` by input features, and fuses the communication of its output.
 
-    Splits an `nn.Embedding` by vocabulary; its input are the same tokens on all ranks.
+    Splits an `nn.Embedding` by vocabulary; all ranks must give it the same tokens.
 
     Same result as torch's `RowwiseParallel(output_layouts=...)`. For an output that is sharded by
     sequence (the default), the reduce-scatter of the forward and the all-gather of the backward are
@@ -351,8 +351,8 @@ class FusedRowwiseParallel(ParallelStyle):
 
     The input has the whole sequence and this rank's features, a plain tensor or a DTensor with
     `Shard(-1)`. The output is this rank's shard of the sequence, or all of it. The weight becomes a
-    DTensor with `Shard(1)`, the bias one with `Replicate()`: it is added once, after the sum,
-    and every rank has its whole gradient. Autocast and errors as for `FusedColwiseParallel`; the
+    DTensor with `Shard(1)`, the bias one with `Replicate()`: it is added once, after the sum, and
+    every rank has its whole gradient. Autocast and errors are as for `FusedColwiseParallel`; the
     length of a sequence to shard must be divisible by the world size.
     """
 

@@ -1,4 +1,4 @@
-"""Between a whole tensor, equal on all ranks with its gradient, and this rank's part of it.
+"""Converts between this rank's part and a whole tensor, equal on all ranks like its gradient.
 
 function   forward                       gradient
 gather     the ranks' parts, joined      this rank's part: all ranks have the whole gradient
@@ -33,7 +33,7 @@ class Seat(NamedTuple):
         return cls(group_name(mesh), mesh.get_local_rank(), mesh.size())
 
     def equal_parts(self, length: int) -> list[int]:
-        """The length of every rank's part, when each is of this length."""
+        """Returns the lengths of all ranks' parts, if each has this length."""
         return [length] * self.world_size
 
 
@@ -58,13 +58,13 @@ class _Gather(torch.autograd.Function):
         if len(sizes) == 1:
             return part.view_as(part)
         if part.dim() > 1 and part.is_floating_point() and not torch.compiler.is_compiling():
-            # In one native call, which is over when it returns.
+            # One native call, which blocks until the gather is complete.
             each = sizes if len(set(sizes)) > 1 else None
             whole, _ = all_gather_matmul(
                 part, [], gather_dim=dim, group=seat.group, sizes=each, return_gathered=True
             )
             return whole.contiguous()
-        # Parts travel flat: they may differ in length, and need not be contiguous along `dim`.
+        # Parts are sent flat: they may differ in length, and need not be contiguous along `dim`.
         before, after = part.shape[:dim], part.shape[dim + 1 :]
         lengths = [size * math.prod(before) * math.prod(after) for size in sizes]
         uneven = lengths if len(set(sizes)) > 1 else None

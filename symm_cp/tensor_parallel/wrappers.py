@@ -21,7 +21,7 @@ from symm_cp.tensor_parallel.whole import Seat, gather, own_part
 
 
 def wrap(module: nn.Module, wrapper: Any, **attributes: Any) -> None:
-    """Has `wrapper.forward` run around the module's; attributes are set on the module."""
+    """Runs `wrapper.forward` around the module's from now on; sets attributes on the module."""
     kind: Any = type(module)
     module.__class__ = _wrapped_class(wrapper, kind)
     for name, value in attributes.items():
@@ -35,7 +35,7 @@ def _wrapped_class(wrapper: Any, kind: Any) -> Any:
 
 
 class _OnlyCopied:
-    """The class of a wrapped module, for `copy`; `pickle` is told what to use instead."""
+    """The class of a wrapped module, for `copy`; `pickle` raises, and names alternatives."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
@@ -65,12 +65,12 @@ _DELETES_PARAMETERS = torch.__version__ < (2, 13)
 
 
 class LocalParameters(nn.Module):
-    """The module's forward sees its DTensor parameters as this rank's plain tensors.
+    """The module's forward gets its DTensor parameters as this rank's plain tensors.
 
     Gradients of the parameters named in `summed` are summed over the ranks, because each rank
     applies them to a part of the tokens, or of the heads. Parameters in `packed` hold two matrices
-    in one dimension (gate and up projections), and each rank has a part of both: they get a
-    dimension of 2 there, so that this part is a slice.
+    in one dimension (gate and up projections), and each rank has a part of both: they get a further
+    dimension of size 2 there, so that this part is a slice.
     """
 
     summed: frozenset[str]
@@ -86,7 +86,7 @@ class LocalParameters(nn.Module):
                 local = parameter._local_tensor if constant else local_of(parameter)
                 if (dim := self.packed.get(name)) is not None:
                     local = local.flatten(dim, dim + 1)
-                # Found before the parameter, which only `nn.Module.__getattr__` knows.
+                # Python finds this before the parameter, which only `nn.Module.__getattr__` finds.
                 self.__dict__[name] = copy(local, self.seat.group) if name in self.summed else local
         try:
             return super().forward(*args, **kwargs)
@@ -99,7 +99,7 @@ class LocalParameters(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An `nn.Embedding` of which each rank holds some rows; returns whole rows on every rank."""
+    """An `nn.Embedding` whose rows are split over the ranks; returns whole rows on every rank."""
 
     num_embeddings: int
     embedding_dim: int
@@ -121,7 +121,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class GatheredOutput(nn.Module):
-    """The module's output is this rank's part of the last dimension; returns the whole one."""
+    """The module's output is this rank's part of the last dimension; returns the whole output."""
 
     seat: Seat
     sizes: tuple[int, ...]
@@ -236,7 +236,7 @@ class JoinSequence(nn.Module):
 
 
 class WholeSequence(nn.Module):
-    """A module that must see the whole sequence, between parts of it."""
+    """A module that needs the whole sequence, between modules that take a part."""
 
     seat: Seat
 

@@ -6,8 +6,8 @@
         dist.all_reduce(x)
         assert x[0] == 6
 
-Without the marker, `ranks.run(4, function, *args)` calls a function on ranks, and returns what each
-returned. README.md says more.
+Without the marker, `ranks.run(4, function, *args)` calls a function on ranks, and returns each
+rank's result. README.md says more.
 """
 
 from symm_cp.testing.gpu_programs import UnmappedError, cuda_on_cpu

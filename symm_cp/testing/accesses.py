@@ -1,4 +1,4 @@
-"""What a rank does with symmetric memory, noted: see races.py."""
+"""Notes a rank's accesses to symmetric memory: see races.py."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Bytes(NamedTuple):
         return self.end - self.begin == math.prod(self.shape) * self.item
 
     def marked(self, begin: int, end: int) -> torch.Tensor:
-        """Returns which of the bytes from `begin` to `end` of the region it has."""
+        """Returns a mask of the region's bytes from `begin` to `end`: True for the bytes it has."""
         marks = torch.zeros(end - begin, dtype=torch.bool)
         for byte in range(self.item):
             strides = [stride * self.item for stride in self.strides]
@@ -76,7 +76,7 @@ class Bytes(NamedTuple):
 
 
 class Access(NamedTuple):
-    """An op reads or writes, or somebody may read until the `loan` ends (0: at once)."""
+    """A read or write of an op, or possible reads until the `loan` ends (0: no loan)."""
 
     region: Region
     bytes: Bytes
@@ -86,13 +86,13 @@ class Access(NamedTuple):
 
 
 class Return(NamedTuple):
-    """The end of a loan: what another library had of the memory is gone."""
+    """The end of a loan: another library's object that shared the memory is gone."""
 
     loan: int
 
 
 class Meeting(NamedTuple):
-    """Ranks wait for each other: all for all, those that get a root's data for the root, or it."""
+    """Ranks wait for each other: all for all; with a root, all for it or (`to_root`) it for all."""
 
     key: tuple[object, ...]
     members: tuple[int, ...]
@@ -101,7 +101,7 @@ class Meeting(NamedTuple):
 
 
 class Put(NamedTuple):
-    """A rank signals another; `value` of signals that count up, else each is waited for once."""
+    """A rank signals another; signals with a `value` count up, others end one wait each."""
 
     to: int
     key: tuple[object, ...]
@@ -112,7 +112,7 @@ class Put(NamedTuple):
 class Wait(NamedTuple):
     """A rank waits for a signal of another."""
 
-    source: int  # -1: of any
+    source: int  # -1: any rank
     key: tuple[object, ...]
     value: int | None = None
 
@@ -125,7 +125,7 @@ Log = list[Event]
 
 
 def _place() -> str:
-    """Returns where the program is, outside of torch and of this package."""
+    """Returns the program's current line, outside of torch and of this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HIDDEN):
         frame = frame.f_back
@@ -147,13 +147,13 @@ class _Memory:
 
 @dataclass
 class _Notes:
-    """What this rank has noted."""
+    """The notes of this rank."""
 
     log: Log = field(default_factory=list)
     memory: list[_Memory] = field(default_factory=list)
     groups: dict[int, tuple[str, int]] = field(default_factory=dict)  # of handles, by address
-    met: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # rendezvous of a group
-    handles: list[Any] = field(default_factory=list)  # kept, so that addresses stay theirs
+    met: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # rendezvous by group
+    handles: list[Any] = field(default_factory=list)  # kept, so that no other gets their address
     loans: list[weakref.finalize] = field(default_factory=list)
     pads: list[tuple[range, str]] = field(default_factory=list)  # of handles, with their groups
 
@@ -172,7 +172,7 @@ class _Notes:
         self.met[group_name] += 1
         self.groups[id(handle)] = group_name, number
         for owner, pointer in pointers:
-            # Memory that was freed may come back.
+            # Freed memory may be allocated again.
             self.memory = [m for m in self.memory if m.address != pointer]
             region = Region(group_name, number, owner)
             self.memory.append(_Memory(region, pointer, handle.buffer_size))
@@ -221,13 +221,13 @@ class _Notes:
         return name, _members(name)
 
 
-# Ops of one rank: whether the peer's bytes are written, and this rank's.
+# One-sided ops: True if they write the peer's bytes, False if they write this rank's.
 _ONE_SIDED = {
     "nvshmem_put": True, "nvshmem_put_with_signal": True, "nvshmem_get": False,
     "nccl_put": True, "nccl_put_with_signal": True, "nccl_get": False,
 }  # fmt: skip
 _ROOTED = {"broadcast_": False, "scatter_": False, "reduce_": True, "gather_": True}
-# What these ask of a tensor is its shape, dtype or place.
+# Ops that read only the shape, dtype or place of a tensor.
 _KINDS = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 _READ_NOTHING = {
     *(f"{kind}_like" for kind in _KINDS),
@@ -320,7 +320,7 @@ class _Noting(TorchDispatchMode):
 
 
 def _patched_handles(notes: _Notes) -> Iterator[Any]:
-    """What notes the calls of handles, which no dispatcher sees."""
+    """Yields patches that note calls of handles, which no dispatcher sees."""
     kind = torch_symm_mem._SymmetricMemory
 
     def patch(name: str, make: Callable[[Any], Any], static: bool = False) -> Any:
@@ -380,7 +380,7 @@ def _patched_handles(notes: _Notes) -> Iterator[Any]:
 
 
 def _printed(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns what the `repr` of a tensor shows: of a large one, both ends of each axis."""
+    """Returns the parts that a tensor's `repr` shows: if it is large, both ends of each axis."""
     options = torch._tensor_str.PRINT_OPTS
     parts, shown = [tensor], options.edgeitems
     if tensor.numel() > options.threshold:
@@ -392,7 +392,7 @@ def _printed(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _patched_reads(notes: _Notes) -> Iterator[Any]:
-    """What notes reads of tensors' memory that no dispatcher sees."""
+    """Yields patches that note reads of tensors' memory that no dispatcher sees."""
     kind = torch.Tensor
     plain = (torch.Tensor, torch.nn.Parameter)
 
@@ -401,7 +401,7 @@ def _patched_reads(notes: _Notes) -> Iterator[Any]:
         made = make(original)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # What subclasses hold is read by tensors that are none.
+            # Subclasses read their data through plain tensors.
             return (made if type(self) in plain else original)(self, *args, **kwargs)
 
         return mock.patch.object(kind, name, functools.wraps(original)(call))
@@ -437,7 +437,7 @@ def _patched_reads(notes: _Notes) -> Iterator[Any]:
         def call(self: Any, **kwargs: Any) -> Any:
             if self.requires_grad or notes.find(self) is None:
                 return original(self, **kwargs)
-            borrower = self.detach()  # lives as long as the capsule, or who took it over
+            borrower = self.detach()  # lives as long as the capsule or its consumer
             capsule = original(borrower, **kwargs)
             notes.lend(self, f"Tensor.__dlpack__ at {_place()}", borrower)
             return capsule
@@ -452,7 +452,7 @@ def _patched_reads(notes: _Notes) -> Iterator[Any]:
 
 @contextmanager
 def noting_accesses() -> Iterator[Log]:
-    """Inside, notes what this rank does with symmetric memory: see `find_races`."""
+    """Inside, notes this rank's accesses to symmetric memory: see `find_races`."""
     notes = _Notes()
     with contextlib.ExitStack() as stack:
         for patch in (*_patched_handles(notes), *_patched_reads(notes)):

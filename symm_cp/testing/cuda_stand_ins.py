@@ -1,4 +1,4 @@
-"""What stands in for `torch.cuda` and `torch.accelerator` on CPU: see gpu_programs.py.
+"""Stand-ins for `torch.cuda` and `torch.accelerator` on CPU: see gpu_programs.py.
 
 `Devices.of_cuda` and `Devices.of_accelerator` are tables of names and stand-ins. A public function
 or class in neither a table nor `_AS_IT_IS` raises `UnmappedError`.
@@ -17,11 +17,11 @@ import torch
 
 
 class UnmappedError(NotImplementedError):
-    """A test needs what only a GPU has; the plugin skips it, with this text as the reason."""
+    """A test needs a feature of GPUs only; the plugin skips it, with this text as the reason."""
 
 
 def unmapped(name: str) -> Callable[..., Any]:
-    """Returns a function that says that only a GPU has `name`."""
+    """Returns a function that raises `UnmappedError`: only a GPU has `name`."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnmappedError(f"needs a GPU: {name}")
@@ -35,7 +35,7 @@ def unmapped_class(name: str) -> type:
 
 
 def standing_for(original: type, make: Callable[..., Any]) -> type:
-    """Returns a class whose calls are those of `make`, and whose instances those of `original`."""
+    """Returns a class whose calls call `make`, and whose instances are those of `original`."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def standing_for(original: type, make: Callable[..., Any]) -> type:
     return Meta(original.__name__, (), {"__module__": original.__module__})
 
 
-#: Of `torch.cuda` and `torch.accelerator`: works without a GPU, or through a stand-in below.
+#: Names in `torch.cuda` and `torch.accelerator` that work without a GPU, or through a stand-in.
 _AS_IT_IS = {
     *("CudaError", "DeferredCudaCallError", "cudaStatus", "init"),
     *("device_of", "get_arch_list", "get_gencode_flags", "memory_summary"),
@@ -64,7 +64,7 @@ _SUBMODULES = {
 
 
 class _Stream:
-    """Work on it is done when the call that issued it has returned."""
+    """A stream whose work is done when the call that issued it has returned."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -106,7 +106,7 @@ class _Stream:
 
 
 class _Event:
-    """Happens when it is recorded."""
+    """An event that happens when it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._at = time.perf_counter()
@@ -141,7 +141,7 @@ class _StreamContext:
 
 
 class _Device:
-    """Inside, the current device is another one; with a negative index, the same."""
+    """Inside, `device` is the current device; a negative index changes nothing."""
 
     def __init__(self, device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
@@ -231,7 +231,7 @@ class Devices:
         self._stream = self._stream if stream is None else stream
 
     def of_cuda(self) -> dict[str, Any]:
-        """Returns what stands in for names of `torch.cuda`."""
+        """Returns the stand-ins for names of `torch.cuda`."""
         return {
             **self._selection(),
             **self._properties(),
@@ -245,7 +245,7 @@ class Devices:
         }
 
     def of_accelerator(self) -> dict[str, Any]:
-        """Returns what stands in for names of `torch.accelerator`."""
+        """Returns the stand-ins for names of `torch.accelerator`."""
         memory = _memory()
         return {
             "is_available": lambda: True,
@@ -351,7 +351,7 @@ def _types() -> dict[str, Any]:
 
 
 def _rest(module: ModuleType, mapped: dict[str, Any]) -> dict[str, Any]:
-    """Returns what stands in for the public functions and classes that are not mapped."""
+    """Returns stand-ins for the public functions and classes that are not mapped."""
     rest: dict[str, Any] = {}
     for name in module.__all__:
         original = getattr(module, name, None)
@@ -366,7 +366,7 @@ def _rest(module: ModuleType, mapped: dict[str, Any]) -> dict[str, Any]:
 
 
 def stand_ins(devices: Devices) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Yields modules, names in them and what stands in for these."""
+    """Yields modules, names in them and the stand-ins for these."""
     for module, mapped in (
         (torch.cuda, devices.of_cuda()),
         (torch.accelerator, devices.of_accelerator()),
@@ -375,10 +375,10 @@ def stand_ins(devices: Devices) -> Iterator[tuple[ModuleType, str, Any]]:
             sys.modules[f"{module.__name__}.{name}"] for name in _SUBMODULES[module.__name__]
         ]
         for name, stand_in in (mapped | _rest(module, mapped)).items():
-            # A function of torch.cuda.memory is called by its other functions there.
+            # Functions of torch.cuda.memory call each other there.
             for owner in (module, *submodules):
                 if hasattr(owner, name):
                     yield owner, name, stand_in
-    # Their instances are not those of torch's classes: Dynamo would trace these.
+    # Calls do not make instances of torch's classes, which Dynamo would trace.
     yield torch, "Stream", standing_for(torch.Stream, _Stream)
     yield torch, "Event", standing_for(torch.Event, _Event)

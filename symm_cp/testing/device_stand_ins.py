@@ -1,6 +1,6 @@
-"""What takes devices of CUDA outside `torch.cuda`, and takes the CPU: see gpu_programs.py.
+"""Stand-ins, on CPU, for functions outside `torch.cuda` that take its devices: see gpu_programs.py.
 
-Each function yields owners, names in them and what stands in for these.
+Each `of_...` yields owners, names in them and the stand-ins for these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ StandIn = tuple[Any, str, Any]
 
 
 def mapped(device: Any) -> Any:
-    """Returns the CPU for a device of CUDA, anything else as it is."""
+    """Returns the CPU for a device of CUDA, anything else unchanged."""
     if isinstance(device, torch.device):
         return torch.device("cpu") if device.type == "cuda" else device
     if not isinstance(device, str):
@@ -65,7 +65,7 @@ def _taking(function: Callable[..., Any], change: Callable[[Any], Any]) -> Calla
 
 
 def _changing(function: Callable[..., Any], **changes: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns a function that changes the arguments of these names, if it is given them."""
+    """Returns a function that changes the arguments of these names, where they are given."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -91,7 +91,7 @@ def _batch_norm(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _on_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    """Returns the constructor of FSDP1, which without a device asks C++ for an accelerator."""
+    """Returns FSDP1's constructor for the CPU; without a device it asks C++ for an accelerator."""
 
     @functools.wraps(init)
     def call(*args: Any, **kwargs: Any) -> None:
@@ -101,12 +101,12 @@ def _on_cpu(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def of_modules() -> Iterator[StandIn]:
-    """Yields what moves modules, and runs them on several devices."""
+    """Yields stand-ins that move modules, or run them on several devices."""
     ddp = torch.nn.parallel.DistributedDataParallel
     yield ddp, "__init__", _changing(ddp.__init__, device_ids=_none, output_device=_none)
     yield ddp, "_passing_sync_batchnorm_handle", lambda self, module: None
     yield torch.nn.SyncBatchNorm, "forward", _batch_norm
-    # It runs the module itself where there is no device.
+    # `DataParallel` runs the module itself where there is no device.
     data_parallel = import_module("torch.nn.parallel.data_parallel")
     yield data_parallel, "_get_available_device_type", lambda: None
     fsdp = import_module("torch.distributed.fsdp").FullyShardedDataParallel
@@ -134,9 +134,9 @@ def _autocast(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def of_autocast() -> Iterator[StandIn]:
-    """Yields `torch.autocast` and the functions that say what it does.
+    """Yields `torch.autocast` and the functions that report its state.
 
-    Where it is disabled, the data type of CUDA is its own: float16, and bfloat16 that of the CPU.
+    Where it is disabled, each device has its own data type: CUDA float16, and the CPU bfloat16.
     """
     is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
     get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
@@ -175,7 +175,7 @@ def _without_cuda(activities: Any) -> Any:
 
 
 def of_tools() -> Iterator[StandIn]:
-    """Yields default devices and generators; what loads data; what profiles."""
+    """Yields stand-ins for default devices, generators, loading of data, and profilers."""
     context = import_module("torch.utils._device").DeviceContext
     yield context, "__init__", _changing(context.__init__, device=_device)
     generator = torch.Generator
@@ -199,10 +199,10 @@ def of_tools() -> Iterator[StandIn]:
 
 
 class _ProcessGroupNCCL:
-    """The class of no group: in builds of torch without NCCL functions ask groups for it."""
+    """No group is of this class; functions ask groups for it in builds of torch without NCCL."""
 
     class Options:
-        """Taken, and passed over by `symm_cp`."""
+        """Accepted, and ignored by `symm_cp`."""
 
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream = is_high_priority_stream
@@ -216,7 +216,7 @@ def _without_nccl(argument: Any) -> Any:
 
 
 def of_groups() -> Iterator[StandIn]:
-    """Yields process groups and meshes."""
+    """Yields stand-ins for process groups and meshes."""
     for module in (c10d, torch.distributed):
         yield module, "is_nccl_available", lambda: True
         if not hasattr(module, "ProcessGroupNCCL"):
@@ -233,7 +233,7 @@ def of_groups() -> Iterator[StandIn]:
 
 
 def of_symmetric_memory() -> Iterator[StandIn]:
-    """Yields what allocates symmetric memory, and how."""
+    """Yields stand-ins that allocate symmetric memory, and choose its backend."""
     p2p = torch_symm_mem._SymmetricMemory
     yield p2p, "empty_strided_p2p", staticmethod(_taking(p2p.empty_strided_p2p, mapped))
     empty = torch_symm_mem.empty
@@ -272,7 +272,7 @@ class _ShardSeeds:
     def __init__(self, device_mesh: DeviceMesh, run_state_sync: bool = True) -> None:
         self.distribute_region_enabled = True
         state = torch.get_rng_state()
-        # All ranks of the mesh begin with the state of its first, as on GPUs.
+        # All ranks of the mesh begin with the state of its first rank, as on GPUs.
         for dimension in range(device_mesh.ndim) if run_state_sync else ():
             c10d.broadcast(state, group=device_mesh.get_group(dimension), group_src=0)
         torch.set_rng_state(state)
@@ -295,7 +295,7 @@ class _ShardSeeds:
 
 
 def of_dtensors() -> Iterator[StandIn]:
-    """Yields what draws random DTensors."""
+    """Yields stand-ins that draw random DTensors."""
     rng = import_module("torch.distributed.tensor._random")
     for module in (rng, import_module("torch.distributed.tensor._dispatch")):
         yield module, "is_rng_supported_mesh", lambda device_mesh: True
@@ -314,11 +314,11 @@ def _without_accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_compilation() -> Iterator[StandIn]:
-    """Yields what `torch.compile` asks."""
+    """Yields stand-ins for functions that `torch.compile` asks."""
     streams = import_module("torch._dynamo.variables.streams").SymbolicStreamState
     yield streams, "__init__", _without_accelerator(streams.__init__)
-    # Which a build for CUDA would do where torch.cuda is said to be available.
+    # A build for CUDA would call this, since torch.cuda is said to be available.
     fake = import_module("torch._subclasses.fake_tensor")
     yield fake, "init_gpu_context", lambda device: None
-    triton = import_module("torch.utils._triton")  # there are no kernels of its for CPUs
+    triton = import_module("torch.utils._triton")  # which has no kernels for CPUs
     yield triton, "has_triton_package", lambda: False

@@ -1,10 +1,10 @@
-"""Programs that ask for "cuda", on the CPU: GPU code of several ranks is tested without a GPU.
+"""Runs programs that ask for "cuda" on the CPU, to test GPU code of several ranks without a GPU.
 
-What names a device of CUDA gets the CPU: factories, `to`, `cuda()`, modules, meshes, symmetric
-memory, and process groups of NCCL, which become those of `symm_cp`. Streams and events do nothing,
-since all work is done when a call returns. By torch's own means: a `TorchFunctionMode`, and
-functions that are replaced, those of `torch.cuda` and `torch.accelerator` (cuda_stand_ins.py) and
-others that take devices (device_stand_ins.py). Tensors say, truly, that they are on the CPU.
+Calls that name a device of CUDA get the CPU: factories, `to`, `cuda()`, modules, meshes, symmetric
+memory, and process groups of NCCL, which become groups of `symm_cp`. Streams and events do nothing,
+since all work is done when a call returns. A `TorchFunctionMode` and replaced functions do this:
+functions of `torch.cuda` and `torch.accelerator` (cuda_stand_ins.py), and others that take devices
+(device_stand_ins.py). Tensors report their true device, the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["UnmappedError", "cuda_on_cpu"]
 
 
 class _OnCpu(TorchFunctionMode):
-    """Has torch's functions take the CPU for CUDA."""
+    """Makes torch's functions take the CPU instead of CUDA."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -52,13 +52,14 @@ def cuda_on_cpu(world_size: int = 1, rank: int = 0) -> Iterator[None]:
     """Inside, programs that ask for CUDA run on the CPU.
 
     Args:
-        world_size: what `torch.cuda.device_count` says.
-        rank: what `torch.cuda.current_device` says.
+        world_size: the result of `torch.cuda.device_count`.
+        rank: the result of `torch.cuda.current_device`.
 
-    What only a GPU has (graphs, free memory, ...) raises `UnmappedError`; kernels in Triton fail as
-    without a GPU. Threads that the program starts see the replaced functions, and not the mode.
+    Features of GPUs only (graphs, free memory, ...) raise `UnmappedError`; kernels in Triton fail
+    as without a GPU. In threads that the program starts, functions are replaced but the mode is
+    off.
     """
-    # Dynamo reads torch.cuda once, here, and wants to find torch's own functions.
+    # Dynamo reads torch.cuda once, here, and must find torch's own functions.
     import_module("torch._dynamo")
     import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable._get_handlers()
     replaced = chain(

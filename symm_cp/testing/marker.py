@@ -1,4 +1,4 @@
-"""The marker `ranks`: its arguments, which tests it may mark, and what ranks can be sent."""
+"""The marker `ranks`: its arguments, the tests that it may mark, and what can be sent to ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SIGNATURE = "ranks(world_size=None, init=True, timeout=None)"
 
 @dataclass(frozen=True)
 class Marker:
-    """What `@pytest.mark.ranks` says."""
+    """The arguments of `@pytest.mark.ranks`."""
 
-    world_size: int | None = None  # None: as many as the test's parameter of this name says
+    world_size: int | None = None  # None: the test's parameter of this name
     init: bool = True
     timeout: float | None = None  # in seconds; None: `--ranks-timeout`
 
     def check(self) -> None:
-        """Raises `TypeError` and `ValueError` for values that mean nothing."""
+        """Raises `TypeError` or `ValueError` for invalid values."""
         size, limit = self.world_size, self.timeout
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             raise TypeError(f"world_size={size!r} must be an int")
@@ -54,7 +54,7 @@ def marker_of(item: pytest.Item) -> Marker | None:
 
 
 def check_markers(items: Sequence[pytest.Item]) -> None:
-    """Raises `UsageError` for markers that would not do what they say."""
+    """Raises `UsageError` for markers with wrong arguments, or on tests of `unittest`."""
     errors = []
     for item in items:
         try:
@@ -105,7 +105,7 @@ def _cannot_be_pickled(value: Any) -> str:
 
 
 def refuse_unpicklable(item: pytest.Function, arguments: Mapping[str, Any]) -> None:
-    """Fails a test if the ranks cannot be sent it or one of its arguments, and says which."""
+    """Fails a test that cannot be pickled for the ranks, or whose arguments cannot; names them."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     complaints = []
     for name, value in arguments.items():

@@ -1,4 +1,4 @@
-"""How a function ended on ranks, where not all of them returned a result."""
+"""How a function ended on ranks when not all of them returned a result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 SEED_VARIABLE = "SYMM_CP_TEST_SEED"
 
 _UNMAPPED = re.compile(r"^symm_cp\.testing\.cuda_stand_ins\.UnmappedError: (.*)$", re.MULTILINE)
-# Errors of ranks whose peers failed before them; those that may be, and those that must be.
+# Errors of ranks whose peers may have failed before them, and of ranks whose peers must have.
 _DISTRIBUTED = r"^(?:RuntimeError|torch\.distributed\.Dist\w*Error): .*"
 _PEER_FAILED = re.compile(_DISTRIBUTED + r"(\brank \d|\bpeer\b|[Tt]ime)", re.MULTILINE)
 _PEER_LEFT = re.compile(
@@ -23,20 +23,20 @@ _PEER_LEFT = re.compile(
 
 
 class Skip(NamedTuple):
-    """That a rank left a test by `pytest.skip`, `pytest.importorskip` or `pytest.xfail`."""
+    """A rank's exit from a test by `pytest.skip`, `pytest.importorskip` or `pytest.xfail`."""
 
     expected_failure: bool
     reason: str
 
     def exception(self) -> BaseException:
-        """Returns what makes pytest report the test so."""
+        """Returns the exception by which pytest reports the test so."""
         if self.expected_failure:
             return pytest.xfail.Exception(self.reason)
         return pytest.skip.Exception(self.reason, _use_item_location=True)
 
 
 def skip_of(error: BaseException) -> Skip | None:
-    """Returns how pytest reports a test that raises this, if as skipped or as xfailed."""
+    """Returns the skip that an error means to pytest; None if it reports a failure."""
     if isinstance(error, pytest.skip.Exception | unittest.SkipTest):
         return Skip(False, getattr(error, "msg", None) or str(error))
     if isinstance(error, pytest.xfail.Exception):
@@ -45,14 +45,14 @@ def skip_of(error: BaseException) -> Skip | None:
 
 
 def waited_for_a_skip(report: str) -> bool:
-    """Whether a rank that does not pass has but waited for one that skipped the test."""
+    """Whether a rank did not pass only because it waited for a rank that skipped the test."""
     if report.startswith("was still here"):
         return "in init_process_group" in report  # whose time-out may be longer than the test's
     return bool(_PEER_LEFT.search(report))
 
 
 def needs_a_gpu(reports: Collection[str]) -> str:
-    """Returns what only a GPU has, if that is why ranks failed, or that their peers did."""
+    """Returns the missing feature of GPUs if it, or peers that failed for it, made ranks fail."""
     reasons = []
     for report in reports:
         if found := _UNMAPPED.search(report):
@@ -73,7 +73,7 @@ class RankError(AssertionError):
             lines += [f"--- rank {rank} ---", report.rstrip()]
         super().__init__("\n".join(lines))
         self.reports = dict(reports)
-        #: Of the first rank that skipped the function, if no other one failed.
+        #: The skip of the first rank that skipped the function, if no other rank failed.
         self.skip = skip
 
 

@@ -1,4 +1,4 @@
-"""What pytest learns by `-p symm_cp.testing`: fixtures, a marker and options for tests on ranks."""
+"""The plugin `pytest -p symm_cp.testing`: fixtures, a marker and options for tests on ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the command line, and of pyproject.toml."""
     group = parser.getgroup("ranks", "tests on several ranks (symm_cp.testing)")
     group.addoption(
-        "--ranks-backend", default="symm_cp", help="of the ranks' default group (symm_cp)"
+        "--ranks-backend", default="symm_cp", help="backend of the default group (symm_cp)"
     )
     group.addoption(
         "--ranks-timeout", type=float, default=120.0, help="seconds for a test on ranks (120)"
@@ -42,12 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ranks-delays",
         type=int,
         metavar="US",
-        help="random delays of up to so many microseconds around waits and signals",
+        help="random delays of up to US microseconds around waits and signals",
     )
     group.addoption(
         "--ranks-threads", type=positive, default=1, help="threads of torch in each rank (1)"
     )
-    group.addoption("--cuda-on-cpu", action="store_true", help='what asks for "cuda" gets the CPU')
+    group.addoption("--cuda-on-cpu", action="store_true", help='"cuda" in programs means the CPU')
     group.addoption(
         "--ranks-races",
         action="store_true",
@@ -62,33 +62,33 @@ def pytest_configure(config: pytest.Config) -> None:
     """Adds the marker."""
     config.addinivalue_line(
         "markers",
-        f"{marker.SIGNATURE}: run the test on so many ranks at once, "
-        "by default as many as its parameter world_size says; init=False: it calls "
+        f"{marker.SIGNATURE}: run the test on world_size ranks at once, "
+        "by default the test's parameter of that name; init=False: the test calls "
         "init_process_group itself; timeout: seconds, instead of --ranks-timeout",
     )
     copyreg.pickle(pytest.MonkeyPatch, state.reduce_monkeypatch)  # type: ignore[arg-type]
     if longest := config.getoption("--ranks-delays"):
         os.environ[delays.VARIABLE] = str(longest)
-    if config.getoption("--cuda-on-cpu"):  # what tests ask while they are collected
+    if config.getoption("--cuda-on-cpu"):  # tests may ask for devices while they are collected
         config.stash[_CUDA_ON_CPU] = stack = contextlib.ExitStack()
         stack.enter_context(cuda_on_cpu(world_size=8))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Refuses markers that would not do what they say."""
+    """Refuses markers with wrong arguments, or on tests that cannot run on ranks."""
     if not hasattr(config, "workerinput"):  # pytest-xdist would say that a worker crashed
         marker.check_markers(items)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuses them in workers of pytest-xdist, too."""
+    """Refuses such markers in workers of pytest-xdist, too."""
     marker.check_markers([item])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Gives torch its own functions back."""
+    """Restores torch's own functions."""
     copyreg.dispatch_table.pop(pytest.MonkeyPatch, None)
     if stack := config.stash.get(_CUDA_ON_CPU, None):
         stack.close()
@@ -96,17 +96,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Hands the seed to a worker of pytest-xdist."""
+    """Sends the seed to a worker of pytest-xdist."""
     node.workerinput[SEED_VARIABLE] = session_seed(node.config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """The seed of this session."""
+    """Returns the line with the seed of this session."""
     return f"seed: {SEED_VARIABLE}={session_seed(config)}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How to repeat what failed."""
+    """Prints how to repeat failures."""
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         seed = session_seed(terminalreporter.config)
         terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={seed}")
@@ -128,10 +128,10 @@ def _skips_reported() -> Iterator[None]:
 
 
 class _PluginsRanks(Ranks):
-    """Ranks on which functions of tests without the marker may skip these."""
+    """Ranks whose functions may skip the test that calls them, also without the marker."""
 
     def run_test(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """As that of any pool."""
+        """Like `Ranks.run_test`, but skips the test where ranks skip the function."""
         __tracebackhide__ = True
         with _skips_reported():
             return super().run_test(*args, **kwargs)
@@ -150,7 +150,7 @@ def _pool(config: pytest.Config, backend: str) -> Ranks:
 
 
 def _group_timeout(limit: float) -> datetime.timedelta:
-    """Returns a shorter time than a test's: errors of the group say more."""
+    """Returns a shorter time-out than the test's, since errors of the group say more."""
     return datetime.timedelta(seconds=limit / 2)
 
 
@@ -186,7 +186,7 @@ def _call(
 
 
 def _ignore_xfail() -> None:
-    """Has `pytest.xfail` do nothing, as --runxfail does in the process of pytest."""
+    """Makes `pytest.xfail` do nothing, as --runxfail does in the process of pytest."""
 
     def xfail(*args: Any, **kwargs: Any) -> None: ...
 

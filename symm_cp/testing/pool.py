@@ -13,7 +13,7 @@ Functions must be at the top level of their modules; arguments and results are p
 (torch, numpy, random) start from one seed on all ranks, which follows from the session's seed, the
 test's name and the number of the call.
 
-The processes are started by team.py; what a rank executes is process.py.
+team.py starts the processes; a rank executes process.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from symm_cp.testing.process import Setup
 from symm_cp.testing.races import check_races
 from symm_cp.testing.team import Place, Team
 
-#: After as many, new processes serve the next test: threads and objects of torch pile up, and
-#: compilers take ten times as long in old processes.
+#: After this many runs, new processes serve the next test: threads and objects of torch pile up,
+#: and compilers take ten times as long in old processes.
 RUNS_OF_A_POOL = 50
 START_LIMIT = 600.0  # the first start may build the native part
 
@@ -47,7 +47,7 @@ class Outcome:
     result: Any = None
     failure: str = ""  # what the function raised, or that it did not end
     died_at: float | None = None  # by time.monotonic(), if it ended without a result
-    signal: int = 0  # that ended it
+    signal: int = 0  # the signal that ended it
     output: str = ""  # what it wrote to stdout and stderr
 
 
@@ -58,7 +58,7 @@ class Running:
         self._team, self._world_size = team, world_size
 
     def hear(self, rank: int, timeout: float = 60.0) -> Any:
-        """Returns the next value that a rank says; fails when it ends or says nothing in time."""
+        """Returns a rank's next value of `say`; fails when it ends or says nothing in time."""
         return self._team.hear(rank, timeout)
 
     def hear_all(self, timeout: float = 60.0) -> list[Any]:
@@ -70,9 +70,9 @@ class Running:
         self._team.kill(*ranks)
 
     def outcomes(self, timeout: float = 30.0, *, apart_from: Collection[int] = ()) -> list[Outcome]:
-        """What became of every rank; some may be left out, which were stopped.
+        """Returns the outcome of every rank; does not wait for ranks in `apart_from`.
 
-        Ranks that do not end in time, or were left out, are killed.
+        Kills ranks that do not end in time, or that it does not wait for.
         """
         everyone = range(self._world_size)
         replies = self._team.collect(set(everyone) - set(apart_from), timeout, grace=None)
@@ -93,13 +93,13 @@ class Running:
 
 
 class Ranks:
-    """Rank processes for functions, started when first needed, and others besides."""
+    """Rank processes for functions, started when first needed; `own` starts others."""
 
     def __init__(self, session_seed: int, size: int = 0, setup: Setup | None = None) -> None:
-        """Without `size` every number of ranks has processes of its own, and a default group.
+        """Without `size`, each world size has its own processes and default group.
 
-        With `size` there are as many processes, of which functions run on the first ones; the
-        default group has all ranks.
+        With it there are `size` processes, and functions run on the first ones; the default group
+        has all ranks.
         """
         self.session_seed = session_seed
         self.size = size
@@ -108,7 +108,7 @@ class Ranks:
         # By their number of ranks, and whether their groups have the pool's time-out.
         self._teams: dict[tuple[int, bool], Team] = {}
         self._runs = 0
-        self._started_at = 0  # of the runs
+        self._started_at = 0  # the number of runs at the start
         self._test = ""
         self._calls = 0
 
@@ -124,9 +124,9 @@ class Ranks:
         """Calls ``function(group, *args, **kwargs)`` on ranks 0..world_size-1; returns results.
 
         Raises `RankError` with the tracebacks of all ranks that failed, `RankTimeout` with the
-        stacks of ranks that have not ended after `timeout` seconds, `RaceError` where races are
-        looked for (`Setup.races`) and found. `seed`: of the ranks' random
-        generators, by default another one for each test and call.
+        stacks of ranks that have not ended after `timeout` seconds, `RaceError` for races if
+        `Setup.races`. `seed` is the seed of the ranks' random generators, by default another one
+        for each test and call.
         """
         __tracebackhide__ = True  # pytest shows the ranks' tracebacks, not this frame
         name = f"{function.__module__}.{function.__qualname__}"
@@ -143,7 +143,7 @@ class Ranks:
         seed: int | None = None,
         group_timeout: datetime.timedelta | None = None,
     ) -> list[Any]:
-        """As `run`; errors call the function `name`; `group_timeout`: of the default group."""
+        """Like `run`; errors call the function `name`; `group_timeout` is the default group's."""
         __tracebackhide__ = True
         if world_size < 1 or 0 < self.size < world_size:
             required = f"in 1 to {self.size}" if self.size else "positive"
@@ -172,10 +172,10 @@ class Ranks:
         group_timeout: datetime.timedelta | None = None,
         forked: bool = True,
     ) -> Iterator[Running]:
-        """Inside, ``function(group, *args)`` runs in new processes; those left are killed.
+        """Runs ``function(group, *args)`` in new processes; at its end, kills those left.
 
         `places` says where each rank runs; without it all are on this host. Unless `forked`, the
-        processes have imported nothing that process.py does not.
+        processes import only what process.py does.
         """
         call = self._call(world_size, None, function, args, {})
         setup = replace(self.setup, subgroups=False, timeout=group_timeout or self.setup.timeout)
@@ -188,12 +188,12 @@ class Ranks:
             team.close()
 
     def renew(self) -> None:
-        """Ends the processes if they have run much: groups, threads and garbage pile up."""
+        """Ends the processes after many runs: groups, threads and garbage pile up."""
         if self._runs - self._started_at >= RUNS_OF_A_POOL:
             self.close()
 
     def start(self, world_size: int = 0, group_timeout: datetime.timedelta | None = None) -> Team:
-        """Starts the processes for runs of so many ranks, unless they run."""
+        """Starts the processes for runs on `world_size` ranks, unless they run already."""
         size = self.size or world_size
         setup = replace(self.setup, timeout=group_timeout or self.setup.timeout)
         key = size, setup == self.setup
@@ -203,7 +203,7 @@ class Ranks:
             team = None
         if team is not None and team.setup == setup:
             return team
-        if team is not None:  # of another time-out than the pool's: one at a time
+        if team is not None:  # another time-out than the pool's: one such team at a time
             team.close()
         if not self._teams:
             self._started_at = self._runs
@@ -222,7 +222,7 @@ class Ranks:
         self._teams = {}
 
     def pids(self) -> list[int]:
-        """Returns the process ids, those of the ranks of one group in rank order."""
+        """Returns the process ids; within a group, in rank order."""
         return [pid for team in self._teams.values() for pid in team.pids()]
 
     def _await(self, team: Team, size: int) -> None:

@@ -1,6 +1,6 @@
-"""What a rank process executes: it joins the other ranks, then answers calls, until it is ended.
+"""The program of a rank process: it joins the other ranks, then answers calls until it is ended.
 
-Rank processes are started by team.py; `say` is for what they run.
+team.py starts rank processes; functions that run in them call `say`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CLONE_NEWNET = 0x40000000
 _MAX_LOCAL = 400
 _FIRST_GROUP = 1000
 _GROUPS_OF_A_RUN = 1000
-# Whose local variables tell a test's author little.
+# Folders of code whose local variables tell a test's author little.
 _LIBRARIES = (str(Path(native.__file__).parent.parent), str(Path(os.__file__).parent))
 
 
@@ -47,9 +47,9 @@ _LIBRARIES = (str(Path(native.__file__).parent.parent), str(Path(os.__file__).pa
 class Setup:
     """What all ranks of a pool have in common."""
 
-    #: Of the default group; "" leaves it to the functions that run (`init_process_group()`).
+    #: Backend of the default group; with "", functions call `init_process_group()` themselves.
     backend: str = "symm_cp"
-    #: Of the default group: how long its collectives wait for a peer.
+    #: How long collectives of the default group wait for a peer.
     timeout: datetime.timedelta = datetime.timedelta(seconds=60)
     #: Modules that are imported once, by the process that ranks are forked from.
     preload: tuple[str, ...] = ()
@@ -62,9 +62,9 @@ class Setup:
     launched: bool = True
     #: Functions that ask for "cuda" get the CPU: see gpu_programs.py.
     cuda_on_cpu: bool = False
-    #: What functions do with symmetric memory is noted, and races are errors: see races.py.
+    #: Notes the accesses of functions to symmetric memory; races are errors: see races.py.
     races: bool = False
-    #: Of torch in each rank. Sums of one come out in the same order everywhere.
+    #: Threads of torch in each rank. With one, sums have the same order everywhere.
     threads: int = 1
 
 
@@ -78,7 +78,7 @@ class Member:
     setup: Setup
     log: str  # the file that takes stdout and stderr
     environment: Mapping[str, str]
-    namespace: str  # of the network, as `ip netns` calls it
+    namespace: str  # a network namespace, as `ip netns` names it
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Call:
 
     world_size: int
     seed: int
-    number: int  # of the runs so far
+    number: int  # the number of runs so far
     path: list[str]
     function: bytes  # pickled, with its arguments: `path` has to be set before it is unpickled
     options: Mapping[str, Any] = field(default_factory=dict)  # for `Setup.around`
 
 
 def collect_garbage_seldom() -> None:
-    """Has Python look for garbage less often, and never among the objects that there are now.
+    """Makes Python look for garbage less often, and never among the objects so far.
 
     With its usual threshold, 700 new objects, compilers spend up to a fifth of their time on it.
     """
@@ -107,16 +107,16 @@ _pipe: Connection | None = None
 
 
 def say(value: object) -> None:
-    """Sends a value to the test, which hears it before the function returns."""
+    """Sends a value to the test, which can `hear` it before the function returns."""
     assert _pipe is not None, "only a rank process can say something"
     _pipe.send_bytes(pickle.dumps(("said", value)))
 
 
 def describe(error: BaseException) -> str:
-    """Formats an error with the local variables of frames of neither Python nor any library."""
+    """Formats an error with local variables, except in frames of Python and of libraries."""
     try:
         summary = traceback.TracebackException.from_exception(error, capture_locals=True)
-    except Exception as unshown:  # of the `repr` of a local variable
+    except Exception as unshown:  # from the `repr` of a local variable
         text = "".join(traceback.format_exception(error))
         return f"{text}(local variables cannot be shown: {type(unshown).__name__}: {unshown})\n"
     for frame in summary.stack:
@@ -139,7 +139,7 @@ def _settle(member: Member) -> None:
         os.dup2(log, stream)
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable()  # of crashes
+    faulthandler.enable()  # for crashes
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.clear()
     os.environ.update(member.environment)
@@ -152,7 +152,7 @@ def _settle(member: Member) -> None:
 
 
 def _forget_the_machine(folder: Path) -> None:
-    """Passes over what the user has measured, by which ops would choose other schedules."""
+    """Ignores the user's measurements, by which ops would choose other schedules."""
     users = env.build_dir()
 
     def elsewhere(path: Path) -> Path:
@@ -185,7 +185,7 @@ def _join(member: Member) -> dict[int, dist.ProcessGroup | None]:
     assert dist.group.WORLD is not None
     groups: dict[int, dist.ProcessGroup | None] = {member.world_size: dist.group.WORLD}
     for world_size in range(1, member.world_size) if setup.subgroups else ():
-        # Collective over all processes, the ones outside the group too.
+        # Collective over all processes, also those outside the group.
         group = dist.new_group(list(range(world_size)), timeout=setup.timeout)
         if member.rank < world_size:
             groups[world_size] = group
@@ -193,7 +193,7 @@ def _join(member: Member) -> dict[int, dist.ProcessGroup | None]:
 
 
 def _as_launched(member: Member, number: int) -> None:
-    """Sets what torchrun tells the processes that it starts; a store of its own for each call."""
+    """Sets the variables that torchrun sets for processes; each call gets a store of its own."""
     variables = {"RANK": member.rank, "LOCAL_RANK": member.rank}
     variables |= {"WORLD_SIZE": member.world_size, "LOCAL_WORLD_SIZE": member.world_size}
     if isinstance(member.store, int):
@@ -204,7 +204,7 @@ def _as_launched(member: Member, number: int) -> None:
 
 @contextlib.contextmanager
 def _surroundings(member: Member, call: Call, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """What a function runs in."""
+    """The context that a function runs in."""
     with contextlib.ExitStack() as stack:
         if member.setup.around:
             module, _, name = member.setup.around.partition(":")
@@ -218,7 +218,7 @@ def _surroundings(member: Member, call: Call, group: dist.ProcessGroup | None) -
 
 
 def _usable(groups: Mapping[int, dist.ProcessGroup | None]) -> bool:
-    """Whether all groups are as `_join` has made them: programs destroy theirs at their end."""
+    """Whether all groups from `_join` still exist: programs may destroy them at their end."""
     made = [group for group in groups.values() if group is not None]
     there = dist.distributed_c10d._world.pg_map
     default = groups[max(groups)]
@@ -228,8 +228,8 @@ def _usable(groups: Mapping[int, dist.ProcessGroup | None]) -> bool:
 def _answer(member: Member, call: Call, groups: Mapping[int, dist.ProcessGroup | None]) -> bytes:
     """Runs one call and returns the pickled reply."""
     try:
-        # torch names groups by a counter of the process. A run with fewer ranks that makes groups
-        # would leave the counters apart, and the next groups of all ranks would not find together.
+        # torch names groups by a counter of the process. After a run on fewer ranks that makes
+        # groups, the counters would differ, and so would the names of the ranks' next groups.
         dist.distributed_c10d._world.group_count = _FIRST_GROUP + _GROUPS_OF_A_RUN * call.number
         sys.path[:] = call.path
         if member.setup.launched:
@@ -260,7 +260,7 @@ def main(pipe: Connection, member: Member) -> None:
     try:
         _settle(member)
         torch.set_num_threads(member.setup.threads)
-        native.load()  # says why when it cannot be built
+        native.load()  # raises the reason if it cannot be built
         groups = _join(member)
         pipe.send_bytes(pickle.dumps(("result", (None, [], True))))
         mapped = cuda_on_cpu(member.world_size, member.rank)

@@ -1,10 +1,10 @@
-"""Races of programs on symmetric memory: found whatever the ranks' timing was in the run.
+"""Finds races of programs on symmetric memory, whatever the ranks' timing was in the run.
 
-What a rank reads from a peer's buffer, or writes to it, must come after what others wrote there and
-before what they write next: by a barrier, a signal or a collective. A program that forgets one
-works most of the time, by luck. Here every rank notes which bytes of symmetric memory each op reads
-and writes, and how ranks synchronise; afterwards vector clocks over the notes of all ranks say
-which two accesses nothing orders.
+A barrier, a signal or a collective must order a rank's access to a peer's buffer after the others'
+earlier writes to it and before their next ones. A program that lacks one works most of the time, by
+luck. Here every rank notes which bytes of symmetric memory each op reads and writes, and how ranks
+synchronise; afterwards vector clocks over the notes of all ranks find pairs of accesses that
+nothing orders.
 
 Source: happens-before by vector clocks (Fidge, 1988; FastTrack, Flanagan and Freund, 2009).
 """
@@ -40,9 +40,9 @@ class RaceError(AssertionError):
 def detect_races(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raises `RaceError` at its end, on all ranks, if ranks used symmetric memory without order.
 
-    Collective over `group` (by default all ranks). Seen are ops of torch on symmetric memory that
-    is rendezvoused inside, reads by `tolist`, `repr`, numpy and DLPack, and what orders them:
-    collectives, messages, and the barriers and signals of handles. Not seen are kernels that
+    Collective over `group` (by default all ranks). Notes ops of torch on symmetric memory that is
+    rendezvoused inside, reads by `tolist`, `repr`, numpy and DLPack, and what orders them:
+    collectives, messages, and the barriers and signals of handles. Misses kernels that
     `torch.compile` generates, and writes by numpy and DLPack.
     """
     with noting_accesses() as log:
@@ -54,15 +54,15 @@ def detect_races(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 class _Ordered(NamedTuple):
-    """An access, by whom, and what it comes after."""
+    """An access, its rank, and its vector clock."""
 
     access: Access
     rank: int
     clock: dict[int, int]
-    last: dict[int, int]  # the clock at the end of a loan, else that same one
+    last: dict[int, int]  # the clock at the end of a loan; without a loan, equal to `clock`
 
     def before(self, other: _Ordered) -> bool:
-        """Whether the other access comes after this one, or may do so if one of them is a loan."""
+        """Whether the other access comes after this one or, if one is a loan, may come after it."""
         return other.last.get(self.rank, 0) >= self.clock[self.rank]
 
 
@@ -81,7 +81,7 @@ class _Replay:
         self.loans: dict[tuple[int, int], dict[int, int]] = {}  # their last clocks
 
     def run(self) -> list[_Ordered]:
-        """Returns all accesses with their clocks, of each rank up to a wait that never ends."""
+        """Returns all accesses with their clocks; for each rank, up to a wait that never ends."""
         moved = True
         while moved:
             moved = False
@@ -89,7 +89,7 @@ class _Replay:
                 while self.at[rank] < len(log) and self._step(rank, log[self.at[rank]]):
                     self.at[rank] += 1
                     moved = True
-        for (rank, _), last in self.loans.items():  # those that did not end
+        for (rank, _), last in self.loans.items():  # loans that did not end
             last.update(self.clocks[rank])
         return self.accesses
 
@@ -159,7 +159,7 @@ class _Replay:
 def find_races(logs: dict[int, Log]) -> list[tuple[_Ordered, _Ordered]]:
     """Returns pairs of accesses of two ranks, at least one a write, that nothing orders.
 
-    `logs` are those of all ranks of a program that has ended, by their ranks.
+    `logs` maps all ranks of a program that has ended to their notes.
     """
     by_region: dict[Region, dict[Any, _Ordered]] = defaultdict(dict)
     for each in _Replay(logs).run():

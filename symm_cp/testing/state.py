@@ -1,4 +1,4 @@
-"""What a function may change in the process of a rank, and must not leave to the next one."""
+"""Restores global state that a function may change in the process of a rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _patches: list[pytest.MonkeyPatch] = []
 
 
 def fresh_monkeypatch() -> pytest.MonkeyPatch:
-    """Returns one that `restored` undoes; ranks get it for the fixture `monkeypatch`."""
+    """Returns a `MonkeyPatch` that `restored` undoes; ranks use it as the fixture `monkeypatch`."""
     _patches.append(pytest.MonkeyPatch())
     return _patches[-1]
 
 
 def reduce_monkeypatch(fixture: pytest.MonkeyPatch) -> Any:
-    """How a `monkeypatch` is pickled: without its patches, which are those of another process."""
+    """Pickles a `monkeypatch` without its patches, which belong to another process."""
     return fresh_monkeypatch, ()
 
 
@@ -31,7 +31,7 @@ def _default_device() -> torch.device | None:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """At its end, gives torch's global settings and the environment the values of before."""
+    """At its end, restores torch's global settings and the environment."""
     environment = dict(os.environ)
     dtype, device = torch.get_default_dtype(), _default_device()
     grad, deterministic = torch.is_grad_enabled(), torch.get_deterministic_debug_mode()

@@ -1,4 +1,4 @@
-"""Rank processes that are started together: pool.py keeps them, process.py is what they execute.
+"""Rank processes that are started together: pool.py keeps them, they execute process.py.
 
 All are forked from one process that has imported torch and symm_cp (template.py), so that a new
 rank costs a fraction of a second.
@@ -31,8 +31,8 @@ from symm_cp.testing.accesses import Log
 from symm_cp.testing.outcomes import RankError, RankTimeout, Skip, waited_for_a_skip
 from symm_cp.testing.process import Setup
 
-# After one rank failed, how long the others may take to end or fail by themselves. After one
-# skipped the test, how long until it is ended, by which the others hear that they wait for nothing.
+# Seconds after one rank's failure for the others to end or fail by themselves; and seconds after
+# which a rank that skipped the test is ended, so that the others stop waiting for it.
 GRACE = 3.0
 DUMP_LIMIT = 2.0
 
@@ -62,20 +62,20 @@ class _Process:
             return log.read().decode(errors="replace")
 
     def send(self, message: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # that it has ended is seen where one waits
+        with contextlib.suppress(ConnectionError):  # a wait for its reply notices that it has ended
             self.pipe.send_bytes(message)
 
 
 @dataclass
 class Replies:
-    """What has come back so far from some ranks that run a function."""
+    """The replies so far from ranks that run a function."""
 
     ranks: Collection[int]
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     died_at: dict[int, float] = field(default_factory=dict)
     accesses: dict[int, Log] = field(default_factory=dict)  # to symmetric memory, if noted
-    skips: dict[int, Skip] = field(default_factory=dict)  # of `failures`, in the order of time
+    skips: dict[int, Skip] = field(default_factory=dict)  # those of `failures`, in order of time
     unusable: bool = False  # a rank has lost the groups that later calls need
 
     def pending(self) -> list[int]:
@@ -84,7 +84,7 @@ class Replies:
         return [rank for rank in self.ranks if rank not in done]
 
     def failed(self) -> list[int]:
-        """Returns the ranks that failed, other than by waiting for one that skipped."""
+        """Returns the ranks that failed, except by waiting for a rank that skipped."""
         return [
             rank
             for rank, report in sorted(self.failures.items())
@@ -92,7 +92,7 @@ class Replies:
         ]
 
     def all_skipped(self) -> bool:
-        """Whether the ranks are in step, since all of them skipped."""
+        """Whether all ranks skipped, so that they are still in step."""
         return len(self.skips) == len(self.ranks) and not self.unusable
 
 
@@ -109,16 +109,16 @@ class Team:
     ) -> None:
         self.setup = setup
         self._folder = tempfile.TemporaryDirectory(prefix="symm-cp-ranks-")
-        # As torchrun's, but hosted here and not by rank 0, so that it listens before the first rank
-        # looks for it, and answers when a rank is stopped (a FileStore's lock may be what that one
-        # holds). Ranks in namespaces of their own have no address in common with us.
+        # Like torchrun's store, but hosted here and not by rank 0: it listens before the first rank
+        # looks for it, and answers while a rank is stopped (a stopped rank may hold a FileStore's
+        # lock). Ranks in their own namespaces have no address in common with this process.
         self._store = (
             None
             if any(place.namespace for place in places)
             else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         )
         self._processes: list[_Process] = []
-        # Once, instead of by each rank, and before anything that has to end within a time.
+        # Build once, not in each rank, and before anything with a time-out.
         native.build()
         native.build_glue()
         _start_template(setup.preload)
@@ -146,7 +146,7 @@ class Team:
         return [process.handle.pid or 0 for process in self._processes]
 
     def begin(self, call: rank_process.Call, *, last: bool = False) -> None:
-        """Has ranks 0..world_size-1 run a function; `last`: and end."""
+        """Makes ranks 0..world_size-1 run a function and, if `last`, end."""
         for process in self._processes[: call.world_size]:
             process.read = process.log.stat().st_size
             process.send(pickle.dumps(call))
@@ -158,8 +158,8 @@ class Team:
     ) -> Replies:
         """Waits for replies; once a rank has failed, only for `grace` seconds more.
 
-        Ranks that skipped are ended after as long, if others have not ended by themselves: so these
-        hear that they wait for nothing.
+        `grace` seconds after a skip, it ends the ranks that skipped if others have not ended by
+        themselves, so that these stop waiting for them.
         """
         replies = Replies(ranks)
         deadline = time.monotonic() + timeout
@@ -206,7 +206,7 @@ class Team:
             replies.failures[rank] = value
 
     def error(self, what: str, replies: Replies, timeout: float, seed: int) -> RankError:
-        """What to raise when not all ranks have sent a result."""
+        """Returns the error to raise when not all ranks have sent a result."""
         pending, failed = replies.pending(), replies.failed()
         stuck = self.where(pending)
         reports = {rank: f"was still here:\n{stuck[rank]}" for rank in pending}
@@ -227,7 +227,7 @@ class Team:
         return self._processes[rank].new_output()
 
     def where(self, pending: Sequence[int]) -> dict[int, str]:
-        """Has the ranks dump the stacks of all their threads, and returns their output."""
+        """Makes the ranks dump the stacks of all their threads, and returns their output."""
         for rank in pending:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids()[rank], signal.SIGUSR1)
@@ -241,7 +241,7 @@ class Team:
         return {rank: self.output(rank) for rank in pending}
 
     def hear(self, rank: int, timeout: float) -> Any:
-        """Returns the next value that a rank says; fails when it ends or says nothing in time."""
+        """Returns a rank's next value of `say`; fails when it ends or says nothing in time."""
         process = self._processes[rank]
         deadline = time.monotonic() + timeout
         while not process.said:
@@ -261,7 +261,7 @@ class Team:
             self._processes[rank].handle.join()
 
     def exit_code(self, rank: int) -> int:
-        """Returns the exit code of a process, once it has ended; the negative of a signal."""
+        """Returns the exit code of a process, once it has ended; for a signal, its negative."""
         self._processes[rank].handle.join()
         code = self._processes[rank].handle.exitcode
         assert code is not None
@@ -282,7 +282,7 @@ def _environment(threads: int) -> dict[str, str]:
     defaults = {
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # ranks share GPUs
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for deterministic algorithms
-        "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",  # nor otherwise: see process.py
+        "TORCH_DYNAMO_RUN_GC_AFTER_COMPILE": "0",  # see collect_garbage_seldom
     }
     return defaults | environment
 
@@ -290,7 +290,7 @@ def _environment(threads: int) -> dict[str, str]:
 def _start_template(preload: Sequence[str]) -> None:
     """Starts the process that ranks are forked from, unless it runs."""
     environment = _environment(threads=1)
-    # Python 3.11's does not take our sys.path over.
+    # Python 3.11's fork server does not take over our sys.path.
     path = [folder for folder in sys.path if folder]
     environment["PYTHONPATH"] = os.pathsep.join([*path, environment.get("PYTHONPATH", "")])
     _FORKED.set_forkserver_preload([*preload, "symm_cp.testing.template"])

@@ -1,7 +1,7 @@
-"""The process that rank processes are forked from: it has imported what each of them needs.
+"""The process that rank processes are forked from, with the imports that each of them needs.
 
-Python's fork server (`multiprocessing`) imports this module, once, after the modules that the pool
-was told to preload, and before it forks anything.
+Python's fork server (`multiprocessing`) imports this module once, after the modules that the pool
+preloads, and before it forks anything.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from symm_cp.ranks import die_with
 from symm_cp.testing.process import collect_garbage_seldom
 
 die_with(os.getppid())
-with contextlib.suppress(native.BuildError):  # each rank says why
+with contextlib.suppress(native.BuildError):  # each rank raises it again
     native.load()
     native.build_glue()
-# What there is now is neither searched by ranks nor, for that, copied to them.
+# Ranks neither search the objects so far for garbage nor, for that, copy their memory.
 collect_garbage_seldom()

@@ -284,7 +284,7 @@ def reports(group: dist.ProcessGroup) -> None:
     with compiling():
         report = inductor.explain(as_weight, x, w)
         assert [d.fused_into for d in report.decisions] == [None]
-        assert "takes what is gathered as its right operand" in str(report)
+        assert "takes the gathered tensor as its right operand" in str(report)
         report = inductor.explain(summed, x, w)
         assert [d.fused_into for d in report.decisions] == [None]
         assert "sums over the gathered rows" in str(report)

@@ -69,7 +69,7 @@ def trains(group: dist.ProcessGroup, bucketed: bool, seed: int) -> None:
     assert fused == ["fused_matmul_reduce_scatter"] * 2 * LAYERS, report
     assert len(report.left) == 2 * LAYERS, report
     for left in report.left:
-        assert "takes what is gathered as its right operand" in left.reason, report
+        assert "takes the gathered tensor as its right operand" in left.reason, report
 
 
 @pytest.mark.parametrize("bucketed", [False, True])

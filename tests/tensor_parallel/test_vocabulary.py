@@ -179,7 +179,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         FusedColwiseParallel(output_layouts=Shard(1))
     tied = nn.ModuleDict({"a": nn.Linear(4, 8, bias=False), "b": nn.Linear(4, 8, bias=False)})
     tied["b"].weight = tied["a"].weight
-    with pytest.raises(ValueError, match="is tied to one that is placed"):
+    with pytest.raises(ValueError, match="is tied to a parameter placed"):
         parallelize_module(tied, mesh, {"a": FusedColwiseParallel(), "b": FusedRowwiseParallel()})
 
     by_sequence = parallelize_module(nn.Embedding(7, 4), mesh, FusedRowwiseParallel())

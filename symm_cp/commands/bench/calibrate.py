@@ -59,8 +59,8 @@ _LEAST_DIFFERENCE = 0.01
 # More work cannot take less time: a point gets up to 4 measurements while it takes longer than a
 # larger point by the factor 2 and 20 us, both beyond the noise of an idle machine.
 _ATTEMPTS, _FALL, _FALL_SECONDS = 4, 2.0, 20e-6
-#: Computing ranks that get a smaller share of a core share it with other programs; the share is
-#: measured for 0.3 s.
+#: If a rank gets less than this share of a core during this many seconds of computing, other
+#: programs use the core, too.
 _LEAST_SHARE, _SHARE_SECONDS = 0.85, 0.3
 
 

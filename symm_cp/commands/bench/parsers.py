@@ -95,8 +95,8 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
     add(
         "--threads",
         type=positive,
-        help="measures from which size a rank with so many threads divides copies and reductions "
-        "among them (default: cores per rank)",
+        help="threads of a rank, to measure the size from which they share copies and reductions "
+        "(default: cores per rank)",
     )
     add(
         "--out",
@@ -107,7 +107,7 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
     add(
         "--force",
         action="store_true",
-        help="write what was measured although other programs use the cores",
+        help="write the measurement even if other programs use the cores",
     )
     add_rendezvous(parser)
 

@@ -131,7 +131,7 @@ def huge_shared_pages(setting: Path = _HUGE_SHARED_PAGES) -> Finding:
     if chosen is None:
         return Finding(section, name, "info", f"not known: {setting} cannot be read")
     if chosen in ("never", "deny"):
-        detail = f"pages of 4 KiB, as most systems have it; as root: echo advise > {setting}"
+        detail = f"pages of 4 KiB, as on most systems; as root: echo advise > {setting}"
         return Finding(section, name, "info", detail)
     return Finding(section, name, "ok", f"transparent huge pages: {chosen}")
 

@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     Returns 0 if everything works, 1 if something does not, 2 if nothing was tested.
     """
     if args.part is None and is_rank():
-        print("symm-cp selftest: starts its ranks itself, without torchrun", file=sys.stderr)
+        print("symm-cp selftest: starts its ranks itself: run it without torchrun", file=sys.stderr)
         return 2
     if args.part is not None:
         _run_as_part(args)

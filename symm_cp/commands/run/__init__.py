@@ -1,4 +1,4 @@
-"""`symm-cp run`: torchrun, with this package's backend in place of gloo on CPU.
+"""`symm-cp run`: torchrun, with this package's backend instead of gloo on CPU.
 
 `symm-cp exec` does the same for a program that starts its ranks itself, or has only one. Programs
 need no edit. `startup/sitecustomize.py` replaces the backend: its folder comes first in the
@@ -19,11 +19,11 @@ from pathlib import Path
 from symm_cp import cores
 
 HELP = "start a program as torchrun does; gloo's groups on CPU use shared memory instead"
-EXEC_HELP = "start any program; gloo's groups on CPU, of all it starts, use shared memory instead"
+EXEC_HELP = "start any program; gloo's groups on CPU, also in children, use shared memory instead"
 _EPILOG = (
-    "Process groups for which the program asks gloo, or no backend on a machine without "
-    "accelerators, get the backend symm_cp for CPU tensors. dist.get_backend() still says what the "
-    "program asked for. Groups of nccl, and tensors on accelerators, are left as they are."
+    "Process groups that the program requests with gloo, or without a backend on a machine without "
+    "accelerators, get the backend symm_cp for CPU tensors. dist.get_backend() still returns the "
+    "requested backend. Groups of nccl, and tensors on accelerators, do not change."
 )
 _STARTUP = Path(__file__).resolve().parent / "startup"
 
@@ -61,7 +61,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--cuda-on-cpu",
         type=int,
         metavar="DEVICES",
-        help='what asks for "cuda" gets the CPU, as if there were so many GPUs: for tests',
+        help='use the CPU for "cuda", as if there were this many GPUs: for tests',
     )
 
 

@@ -79,7 +79,7 @@ def world_size(ranks: int | None, default: int, environment: Mapping[str, str] |
         return ranks or default
     started = int(environment["WORLD_SIZE"])
     if ranks not in (None, started):
-        raise ValueError(f"--ranks {ranks} must be WORLD_SIZE={started}, as the ranks are running")
+        raise ValueError(f"--ranks {ranks} must equal WORLD_SIZE={started}, the running ranks")
     return started
 
 

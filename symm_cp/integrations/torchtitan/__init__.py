@@ -327,7 +327,7 @@ def _documents(metadata: Any, samples: int, length: int) -> dict[str, torch.Tens
     """Converts the documents of concatenated samples to arguments of the attention op."""
     offsets = metadata.cu_seq_q
     if offsets is not metadata.cu_seq_k and not torch.equal(offsets, metadata.cu_seq_k):
-        raise NotImplementedError(f"{_OP}: cu_seq_q and cu_seq_k differ, must be equal")
+        raise NotImplementedError(f"{_OP}: documents of queries and keys must be equal")
     if samples == 1:
         return {"cu_seqlens": offsets}
     total = int(offsets[-1])

@@ -1,1 +1,1 @@
-"""The commands of `symm-cp`: `symm_cp/cli.py` parses, a package here does the work."""
+"""The commands of `symm-cp`: `symm_cp/cli.py` parses arguments, a package here runs the command."""

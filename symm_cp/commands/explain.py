@@ -1,13 +1,14 @@
-"""`symm-cp explain -- COMMAND`: what the passes make of each graph that a program compiles.
+"""`symm-cp explain -- COMMAND`: lists the passes' decisions on each graph that a program compiles.
 
 `--html FILE` writes a page that shows a predicted timeline of each graph and these lists.
 
-With `--eager` the program runs uncompiled, and the list is of the collectives that it calls: which
-of them an op of `symm_cp` could fuse with what is next to it (`symm_cp/inductor/eager.py`).
+With `--eager` the program runs uncompiled, and the report lists the collectives that it calls, and
+which of them an op of `symm_cp` could fuse with its neighbours (`symm_cp/inductor/eager.py`).
 
-The program runs unchanged, as by `symm-cp exec`, with the passes of `symm_cp.inductor.enable`
-unless it sets its own. Each process notes its graphs in a file (`symm_cp/inductor/notes.py`), which
-is read when all have ended. Graphs are compiled anew: one from a cache says nothing.
+The program runs unchanged, as with `symm-cp exec`, with the passes of `symm_cp.inductor.enable`
+unless it sets its own. Each process records its graphs in a file (`symm_cp/inductor/notes.py`),
+which is read after all processes have ended. All graphs are compiled anew: a graph from a cache
+would record nothing.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _noted(folder: Path) -> list[list[dict[str, Any]]]:
-    """Returns what each process noted, by rank."""
+    """Returns the notes of each process, by rank."""
     noted = [
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in folder.glob("*.jsonl")
@@ -103,7 +104,7 @@ def _graphs(noted: list[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
 
 
 def _breaks(noted: list[list[dict[str, Any]]]) -> dict[str, int]:
-    """Returns the reasons of graph breaks of the first rank that has any, counted."""
+    """Returns the counted reasons for graph breaks, of the first rank that has any."""
     breaks = (note["breaks"] for notes in noted for note in notes if "breaks" in note)
     return next(breaks, {})
 
@@ -120,7 +121,7 @@ def report(
     *,
     eager: bool = False,
 ) -> str:
-    """Returns the text of a report: the graphs of the first rank, and which ranks differ."""
+    """Returns the text of a report: the graphs of the first rank, and the ranks that differ."""
     broken = [f"{text} ({count} x)" for text, count in breaks.items()]
     if not graphs:
         nothing = "no collective was called" if eager else _NOTHING_COMPILED

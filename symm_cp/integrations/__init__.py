@@ -1,7 +1,7 @@
-"""Other libraries' models on symm_cp, through these libraries' own extension points.
+"""Runs other libraries' models on symm_cp, through these libraries' own extension points.
 
-Each is imported only when asked for, and needs the library that it is named after; that of
-transformers also as soon as transformers' models are imported, so that
+Each module needs the library that it is named after, and is imported only on request. The module
+for transformers is also imported together with transformers' models, so that
 `attn_implementation="symm_cp"` needs nothing but `import symm_cp`.
 """
 
@@ -12,7 +12,7 @@ from symm_cp.context_parallel import inspectors as _inspectors
 
 
 def _inspect_transformers() -> None:
-    with _suppress(ImportError):  # a release whose masks are not known: models are still judged
+    with _suppress(ImportError):  # a release with unknown masks: models are still checked
         from symm_cp.integrations import transformers  # noqa: F401
 
 

@@ -1,7 +1,8 @@
-"""accelerate's context parallelism on symm_cp: `enable()`, before a model is prepared.
+"""accelerate's context parallelism on symm_cp: call `enable()` before a model is prepared.
 
-accelerate offers no hook for this, so `enable` replaces methods of its classes, and of `Trainer` of
-transformers if that is imported; `disable` restores them. The import itself replaces nothing.
+accelerate offers no hook for this, so `enable` replaces methods of its classes, and of
+transformers' `Trainer` if it is imported; `disable` restores them. The import itself replaces
+nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Options:
 
 
 _options: _Options | None = None
-#: What was replaced: class, name, and the original.
+#: The replaced methods: class, name, and the original.
 _replaced: list[tuple[type, str, Any]] = []
 
 
@@ -61,7 +62,7 @@ def enable(
 ) -> None:
     """Runs accelerate's context parallelism on symm_cp, for models that are prepared afterwards.
 
-    Same program, with one line more::
+    The program needs one more line::
 
         symm_cp.integrations.accelerate.enable()
         accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2), fsdp_plugin=...)
@@ -73,18 +74,18 @@ def enable(
 
     Models of transformers keep their masks: windows, chunks, sinks, and padding or packed documents
     (cut `attention_mask` and `position_ids`, too). `Trainer` with a `parallelism_config` cuts whole
-    batches by `shard_batch`. It also works on CPU, with FSDP2 if there is an `fsdp_plugin`, and
-    with DDP otherwise. With `tp_size`, which requires FSDP2, models must be split before.
+    batches with `shard_batch`. CPU works, too, with FSDP2 if there is an `fsdp_plugin`, else with
+    DDP. With `tp_size`, which requires FSDP2, split models before they are prepared.
 
     Args:
         load_balancer: how sequences are spread: a function of the length of a whole sequence and
             the number of ranks, such as the class `symm_cp.Sequential`.
         method: how attention is split over the ranks: "allgather", "ulysses" or "auto", as in
-            `context_parallel`. `sp_size` is DeepSpeed's Ulysses, for which this does nothing.
+            `context_parallel`. This does not affect `sp_size`, DeepSpeed's Ulysses.
 
-    A second call changes the options. `disable` undoes it. Raises `RuntimeError` for a release of
-    accelerate that this module does not know, `TypeError` and `ValueError` for invalid options.
-    Source: accelerate's `ParallelismConfig`.
+    A second call changes the options. `disable` undoes the replacement. Raises `RuntimeError` for
+    an unknown release of accelerate, `TypeError` and `ValueError` for invalid options. Source:
+    accelerate's `ParallelismConfig`.
     """
     global _options
     _check_release()
@@ -134,7 +135,7 @@ def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 @dataclass(frozen=True)
 class _Context:
-    """What an accelerator enters for each step, instead of torch's context manager."""
+    """The context that an accelerator enters for each step, instead of torch's."""
 
     accelerator: Accelerator
     options: _Options
@@ -151,7 +152,7 @@ class _Context:
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Any:
         """Returns the context in which attention covers the whole sequence."""
-        pairs = zip(buffers or (), buffer_seq_dims or (), strict=False)  # checked when it is cut
+        pairs = zip(buffers or (), buffer_seq_dims or (), strict=False)  # checked during the cut
         lengths = {
             buffer.shape[dim] for buffer, dim in pairs if -buffer.dim() <= dim < buffer.dim()
         }
@@ -167,14 +168,14 @@ class _Context:
         size, make = self.mesh.size(), self.options.load_balancer
         if lengths:
             return {length: make(length, size) for length in lengths}
-        # What the caller has cut. Without any load balancer its layout is checked.
+        # The caller has cut the batch. Without any load balancer its layout is checked.
         return None if make is HeadTail else lambda held: make(held * size, size)
 
     @contextmanager
     def over(
         self, load_balancer: Any, models: Sequence[nn.Module], **buffers: Any
     ) -> Iterator[None]:
-        """Has these models attend over sequences that are spread like this."""
+        """Makes these models attend over sequences spread by `load_balancer`."""
         strategy = self.accelerator.parallelism_config.cp_handler.cp_comm_strategy
         ours = [plain(model) for model in models]
         ours = [model for model in ours if _attends_by_interface(model)]
@@ -192,7 +193,7 @@ class _Context:
 
 
 def _attends_by_interface(model: nn.Module) -> bool:
-    """Tells whether models of transformers in it attend through transformers' extension point."""
+    """Tells whether `model` contains models of transformers, all with its extension point."""
     kinds = {type(part) for part in model.modules()}
     kinds = {kind for kind in kinds if hasattr(kind, "_can_set_attn_implementation")}
     return bool(kinds) and all(_can_attend_by_interface(kind) for kind in kinds)  # type: ignore[arg-type]
@@ -205,7 +206,7 @@ def _can_attend_by_interface(kind: Any) -> bool:
 
 @contextmanager
 def _rotating(strategy: str) -> Iterator[None]:
-    """Gradients of keys and values travel as accelerate was told, unless by another method."""
+    """Sends gradients of keys and values by accelerate's strategy, unless another method is set."""
     if strategy == rotate_method() or default_method() != "allgather":
         yield
         return
@@ -219,7 +220,7 @@ def _rotating(strategy: str) -> Iterator[None]:
 
 def _prepare_cp(original: Any) -> Any:
     def prepare(self: Accelerator, *args: Any) -> Any:
-        # Without accelerate's hooks, which would drop masks.
+        # Leaves out accelerate's hooks, which would drop masks.
         assert _options is not None
         self._cp_context = _Context(self, _options)
         return args
@@ -230,8 +231,8 @@ def _prepare_cp(original: Any) -> Any:
 def _prepare_tp(original: Any) -> Any:
     def prepare(self: Accelerator, *args: Any) -> Any:
         if self.parallelism_config.cp_enabled:
-            # accelerate's own makes `Replicate()` of the parameters that tensor parallelism leaves
-            # alone, by a class that transformers 5 no longer has. FSDP2 takes them as they are.
+            # accelerate's own converts parameters that are not split to `Replicate()`, with a class
+            # that transformers 5 no longer has. FSDP2 takes these parameters unconverted.
             for model in (arg for arg in args if isinstance(arg, nn.Module)):
                 _check_tensor_parallel(self, model)
             return args
@@ -272,7 +273,7 @@ def _with_fsdp_on_cpu(original: Any) -> Any:
             raise ValueError(
                 f"{_OP}: fsdp_plugin has fsdp_version={plugin.fsdp_version}, must be 2 with cp_size"
             )
-        # As accelerate does where it runs on accelerators.
+        # As accelerate does on accelerators.
         self.distributed_type = DistributedType.FSDP
         self.fsdp_plugin = plugin
         if self._mixed_precision != "no":
@@ -283,7 +284,7 @@ def _with_fsdp_on_cpu(original: Any) -> Any:
 
 
 def _started() -> int:
-    """Returns how many processes the launcher has started, or have met already."""
+    """Returns the number of processes in the default group, or that the launcher has started."""
     if torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -291,21 +292,21 @@ def _started() -> int:
 
 def _validate_accelerator(original: Any) -> Any:
     def validate(self: ParallelismConfig, accelerator: Accelerator) -> None:
-        _serve_trainer()  # it makes its accelerator here
+        _serve_trainer()  # `Trainer` makes its accelerator here
         kind = accelerator.distributed_type
         if accelerator.num_processes == 1 < min(_started(), self.total_size):
             raise ValueError(
                 f"{_OP}: accelerate uses 1 of {_started()} processes, as it finds no accelerator; "
-                "on CPU set ACCELERATE_USE_CPU=true, or pass Accelerator(cpu=True), or "
+                "on CPU set ACCELERATE_USE_CPU=true, or pass Accelerator(cpu=True) or "
                 "TrainingArguments(use_cpu=True)"
             )
         if self.sp_enabled and kind != DistributedType.DEEPSPEED:
             raise ValueError(
                 f"{_OP}: sp_size={self.sp_size} is DeepSpeed's sequence parallelism, and there is "
-                "no deepspeed_plugin; for that of symm_cp pass cp_size"
+                "no deepspeed_plugin; for symm_cp's context parallelism pass cp_size"
             )
         if self.cp_enabled and self.tp_enabled and not accelerator.is_fsdp2:
-            # accelerate leaves DDP out with tp_size: nobody would sum gradients over cp.
+            # accelerate leaves DDP out with tp_size: nothing would sum gradients over cp.
             raise ValueError(
                 f"{_OP}: tp_size={self.tp_size} with cp_size={self.cp_size} requires an "
                 "fsdp_plugin with fsdp_version=2"
@@ -334,7 +335,7 @@ def _validate_accelerator(original: Any) -> Any:
 
 
 def _serve_trainer() -> None:
-    """Has `Trainer` cut batches as `shard_batch` does, as soon as somebody has imported it."""
+    """Makes `Trainer` cut batches with `shard_batch`, if it has been imported."""
     if "transformers.trainer" not in sys.modules:
         return
     from transformers import Trainer
@@ -350,7 +351,7 @@ _REDUCTION = "_symm_cp_reduce_loss"
 
 
 def _context_of(trainer: Any) -> _Context | None:
-    """Returns what the steps of a trainer run in; None without context parallelism by symm_cp."""
+    """Returns the context of a trainer's steps; None without symm_cp's context parallelism."""
     accelerator = trainer.accelerator
     config = accelerator.parallelism_config
     if config is None or not config.cp_enabled:

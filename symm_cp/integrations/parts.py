@@ -1,8 +1,8 @@
 """Checks of gathers and reduce-scatters of unequal parts, for the engines' communicators.
 
 The calls themselves are `torch.distributed.all_gather` and `reduce_scatter` over the backend
-symm_cp, which take views of one tensor as parts. Each function raises `ValueError` before any
-communication, and the other ranks, whose calls would wait for this one, raise with its reason.
+symm_cp, which accept views of one tensor as parts. Each function raises `ValueError` before any
+communication; the other ranks, whose calls would wait for this one, raise with its reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from symm_cp.ops.error_reports import reports_to_peers
 
 
-# The backend's calls are made on this channel, and number as this rank's refusal does.
+# The backend's calls use this channel, so the refusal has the same number as the refused call.
 @partial(reports_to_peers, channel="async")
 def lengths_to_gather(
     op: str,
@@ -26,10 +26,10 @@ def lengths_to_gather(
     group: dist.ProcessGroup,
     output: torch.Tensor | None = None,
 ) -> list[int]:
-    """Returns the length along `dim` of every rank's part, by default the length of this rank's.
+    """Returns the length of every rank's part along `dim`, by default this rank's length.
 
-    All of `inputs` are parts of other tensors, with the same lengths. `output` is the gathered
-    tensor, if the caller has one.
+    Each of `inputs` is a part of another tensor; all have the same lengths. `output` is the
+    gathered tensor, if the caller has one.
     """
     rank = group.rank()
     for x in inputs:
@@ -60,7 +60,7 @@ def lengths_to_scatter(
     group: dist.ProcessGroup,
     output: torch.Tensor | None = None,
 ) -> list[int]:
-    """Returns the length along `dim` of every rank's part, by default equal ones.
+    """Returns the length of every rank's part along `dim`; by default the parts are equal.
 
     `output` is this rank's part, if the caller has one.
     """

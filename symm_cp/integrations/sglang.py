@@ -1,13 +1,13 @@
 """SGLang on CPU over symm_cp: a plug-in that SGLang loads by its entry point.
 
 `register` hooks three functions of `sglang.srt.distributed.parallel_state` through SGLang's own
-`HookRegistry`; each changes what happens on CPU alone:
+`HookRegistry`; each hook changes the behaviour on CPU only:
 
-- `get_default_distributed_backend` answers "symm_cp" where it would answer "gloo". All collectives
-  of `GroupCoordinator` that went over gloo then go over shared memory, on any processor.
+- `get_default_distributed_backend` returns "symm_cp" instead of "gloo". All collectives of
+  `GroupCoordinator` that went over gloo then go over shared memory, on any processor.
 - `GroupCoordinator.all_gatherv` and `reduce_scatterv`, which need NCCL, run on CPU tensors, too.
 
-SGLang's own kernels in shared memory, which need AMX or Arm, stay where it chooses them.
+SGLang still uses its own kernels in shared memory, which need AMX or Arm, where it chooses them.
 `torch.ops.symm_mem.fused_*`, which `layernorm_sp.py` calls, have CPU kernels as soon as symm_cp is
 imported. `SGLANG_PLUGINS` chooses which plug-ins are loaded.
 """
@@ -28,9 +28,9 @@ _STATE = "sglang.srt.distributed.parallel_state"
 
 
 def register() -> None:
-    """Registers the hooks, which SGLang then puts in place.
+    """Registers the hooks, which SGLang then applies.
 
-    SGLang calls it. Where the native part cannot be built it registers none, with a warning.
+    SGLang calls it. If the native part cannot be built, it registers none and warns.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -55,14 +55,14 @@ def _all_gatherv(
     sizes: list[int] | None = None,
     output: torch.Tensor | None = None,
 ) -> Any:
-    """Gathers parts of `sizes` rows, by default equal ones; a list of results, as SGLang's own."""
+    """Gathers parts of `sizes` rows, by default equal ones; returns a list, as SGLang's own."""
     inputs = [input_] if isinstance(input_, torch.Tensor) else list(input_)
     if not all(x.is_cpu for x in inputs):
         return original(coordinator, input_, sizes, output)
     group = coordinator.device_group
     lengths = parts.lengths_to_gather("all_gatherv", inputs, 0, sizes, group, output)
     results = []
-    for x in inputs:  # all are checked: a rank that refuses them makes none of these calls
+    for x in inputs:  # all are checked: a rank that refuses one makes none of these calls
         result = x.new_empty((sum(lengths), *x.shape[1:])) if output is None else output
         dist.all_gather(list(result.split(lengths)), x, group=group)
         results.append(result)

@@ -100,7 +100,7 @@ def takes_masks_of_the_whole(group: dist.ProcessGroup) -> None:
             under_context_parallel(group, client, batch, balancer=balancer), expected, batch, 2e-5
         )
         capped = Client("Gemma2", call=client.call)
-        with pytest.raises(NotImplementedError, match=r"made before, .* excludes softcap"):
+        with pytest.raises(NotImplementedError, match=r"complete mask, .* combined with softcap"):
             under_context_parallel(group, capped, batch, balancer=balancer, implementation="eager")
 
 

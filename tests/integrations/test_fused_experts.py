@@ -152,7 +152,7 @@ def test_forms_of_the_interface(ranks: Ranks, world_size: int, dtype: torch.dtyp
 def left_alone(group: dist.ProcessGroup) -> None:
     """What is not fused is computed between dispatch and combine, and a warning says why, once."""
     form = {"gate": True, "bias": False, "transposed": False}
-    with pytest.warns(UserWarning, match="Decorated is not fused .* norm behind the last matmul"):
+    with pytest.warns(UserWarning, match="Decorated is not fused .* norm after the last matmul"):
         equals_one_process(group, 5, torch.float32, "dispatch", norm=True, **form)
     part = part_of(made(**form), group.rank(), group.size())
     own_forward = part.forward
@@ -193,7 +193,7 @@ def test_reasons() -> None:
     assert "down_proj is torch.float8_e4m3fn" in str(why_not_fused(module, tokens))
     module.down_proj = Subclass(module.down_proj.data.float())
     assert "down_proj is a Subclass, not a plain tensor" in str(why_not_fused(module, tokens))
-    assert "forward is not that" in str(why_not_fused(nn.Linear(2, 2), tokens))
+    assert "forward does not use" in str(why_not_fused(nn.Linear(2, 2), tokens))
 
 
 class Subclass(nn.Parameter):

@@ -339,7 +339,7 @@ def test_packed_tokens(ranks: Ranks) -> None:
 def refuses(group: dist.ProcessGroup) -> None:
     mesh, ids = mesh_of(group), torch.zeros(2, 8)
     flex = FlexAttention()
-    with pytest.raises(NotImplementedError, match="Linear is no inner attention that is known"):
+    with pytest.raises(NotImplementedError, match="Linear is not a known inner attention"):
         apply_cp_to_forward([flex, nn.Linear(1, 1)], mesh)
     assert "forward" not in vars(flex)
     with pytest.raises(ValueError, match="unknown load_balancer_type='zigzag'; choose"):
@@ -356,7 +356,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     short = torch.tensor([0, 4, 2 * 4 * group.size()], dtype=torch.int32)
     with pytest.raises(ValueError, match="must cover 2 samples of 8 positions"):
         varlen(q, q, q, attention_masks=Offsets(short[:2], short[:2]))
-    with pytest.raises(ValueError, match="each of which begins a document"):
+    with pytest.raises(ValueError, match="each sample must begin a document"):
         varlen(q, q, q, attention_masks=Offsets(short, short))
     with pytest.raises(NotImplementedError, match="documents of queries and keys must be equal"):
         varlen(q, q, q, attention_masks=Offsets(short, short + 1))

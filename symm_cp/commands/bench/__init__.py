@@ -8,7 +8,7 @@ from typing import Any
 
 from symm_cp.commands.bench import parsers
 
-# By name of the command: its module and its help. Parsers need no torch.
+# Each command's module and help text. Parsers need no torch.
 _COMMANDS = {
     "bench": ("command", "time fused ops against unfused ones and against their limit"),
     "trace": (

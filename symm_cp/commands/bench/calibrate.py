@@ -47,31 +47,32 @@ _TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 _HEADS, _HEAD_DIM = 4, 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MIN_REPETITIONS, _MAX_REPETITIONS = 5, 50
-#: What takes longer than this many times the time for a point is measured once: noise is small
-#: beside it, and a processor without instructions for bfloat16 takes 2.4 s for two matrices of
-#: 1024 x 1024.
+#: A call that takes longer than this many times the time for a point is measured once: noise is
+#: comparatively small, and a processor without instructions for bfloat16 takes 2.4 s to multiply
+#: two matrices of 1024 x 1024.
 _LONG = 2.0
 _BRIEF_SECONDS = 0.01  # for each point
 _MIN_SECONDS = 1e-9  # a curve must not contain zeros
-# The least difference of two times, as a share of the first: noise may be larger than the
-# difference. A smaller share lets noise make a cost vanish; a larger one hides small costs.
+# The least difference of two times, as a share of the first time: noise may exceed the difference.
+# With a smaller share noise can make a cost vanish; a larger share hides small costs.
 _LEAST_DIFFERENCE = 0.01
-# More work cannot take less time: a point is measured again, this often, if it takes longer than a
-# larger one by this factor and by this many seconds, both beyond the noise of an idle machine.
+# More work cannot take less time: a point gets up to 4 measurements while it takes longer than a
+# larger point by the factor 2 and 20 us, both beyond the noise of an idle machine.
 _ATTEMPTS, _FALL, _FALL_SECONDS = 4, 2.0, 20e-6
-#: Ranks that get less of a core than this, while they compute, share it with other programs.
+#: If a rank gets less than this share of a core during this many seconds of computing, other
+#: programs use the core, too.
 _LEAST_SHARE, _SHARE_SECONDS = 0.85, 0.3
 
 
 class BusyError(RuntimeError):
-    """The machine does something else at the same time, so that times say nothing about it."""
+    """The machine runs other programs at the same time, so times are meaningless."""
 
 
 def find(name: str | None, ranks: int) -> Machine | None:
     """Returns the machine of a name or file; without one, this machine as calibrated for `ranks`.
 
-    Returns None if it was never calibrated for them. Raises `ValueError` for an unknown name, and
-    for a file that describes no machine or that another user could change.
+    Returns None if there is no calibration for `ranks`. Raises `ValueError` for an unknown name,
+    and for a file that describes no machine or that another user could change.
     """
     if name is not None:
         return machine(name)
@@ -85,10 +86,10 @@ def find(name: str | None, ranks: int) -> Machine | None:
 
 
 def find_or_measure(name: str | None, group: dist.ProcessGroup) -> Machine:
-    """As `find`, identically on all ranks; measures briefly if never calibrated. Collective.
+    """Like `find`, identically on all ranks; measures briefly without a calibration. Collective.
 
-    A brief measurement is not saved, so ops behave as before. It has no curves of kernels: it is
-    for work whose kernel is timed separately.
+    A brief measurement is not saved, so ops behave as before. It has no kernel curves: it is for
+    work whose kernel is timed separately.
     """
     from_rank_0: list[Machine | None] = [None]
     if group.rank() == 0:
@@ -113,11 +114,11 @@ class _Meter:
         self.rank, self.ranks = group.rank(), group.size()
         self.barrier = quick_barrier(group)
         self._matrix, self._product = torch.randn(512, 512), torch.empty(512, 512)
-        #: Curves in which more work took less time, whatever was tried.
+        #: Curves in which more work took less time in spite of all attempts.
         self.implausible: list[str] = []
 
     def share(self) -> float:
-        """Returns the share of a core that the least favoured rank gets while all compute."""
+        """Returns the least share of a core that any rank gets while all ranks compute."""
         self.barrier()
         wall, own = time.perf_counter(), time.thread_time()
         while time.perf_counter() - wall < _SHARE_SECONDS:
@@ -157,14 +158,14 @@ class _Meter:
         return time.perf_counter() - start
 
     def _repetitions(self, longest: float) -> int:
-        """Returns how many repetitions fit into the time."""
+        """Returns the number of repetitions that fit into the time for a point."""
         fitting = int(self._budget / max(1e-9, longest))
         return max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, fitting))
 
     def curve(self, name: str, point: Callable[[int], Point], numbers: Sequence[int]) -> Curve:
-        """Returns the curve through the points for `numbers`, each larger than the one before.
+        """Returns the curve through the points for `numbers`, which must increase.
 
-        All ranks get the same times, and so all measure the same points again.
+        All ranks get the same times, so all measure the same points again.
         """
         points = [point(number) for number in numbers]
         for _ in range(_ATTEMPTS - 1):
@@ -193,11 +194,11 @@ def falls(points: Sequence[Point]) -> list[int]:
 
 
 def rising(points: Sequence[Point]) -> Curve:
-    """Returns the curve that never falls and is closest to the points, in logarithms.
+    """Returns the non-decreasing curve that is closest to the points, in logarithms.
 
-    Neighbours that fall are replaced by their mean (pool adjacent violators; Ayer et al., 1955).
+    Decreasing neighbours are replaced by their mean (pool adjacent violators; Ayer et al., 1955).
     """
-    pools: list[tuple[float, int]] = []  # mean of the logarithms, and of how many
+    pools: list[tuple[float, int]] = []  # mean of logarithms, and their number
     for _, seconds in points:
         mean, count = math.log(max(_MIN_SECONDS, seconds)), 1
         while pools and pools[-1][0] > mean:
@@ -210,12 +211,12 @@ def rising(points: Sequence[Point]) -> Curve:
 
 
 def _difference(seconds: float, others: float) -> float:
-    """Returns how much longer something takes than a part of it, at least a little."""
+    """Returns `seconds - others`, at least a small share of `seconds`."""
     return max(_LEAST_DIFFERENCE * seconds, seconds - others)
 
 
 class _Slots:
-    """Two slots of symmetric memory, used in turn as the slots of a workspace are."""
+    """Two slots of symmetric memory, used in turn like the slots of a workspace."""
 
     def __init__(self, meter: _Meter, nbytes: int) -> None:
         self._own = [symm_mem.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
@@ -233,7 +234,7 @@ class _Slots:
         return self._peers[self._current][:nbytes]
 
     def write(self, nbytes: int) -> None:
-        """Changes to the other slot, and writes its beginning."""
+        """Switches to the other slot, and writes its beginning."""
         self._current = 1 - self._current
         self.own(nbytes).zero_()
 
@@ -244,7 +245,7 @@ def _moves(meter: _Meter) -> dict[str, Curve]:
     plain = torch.zeros(_COPIES[-1], dtype=torch.uint8)
 
     def copy(nbytes: int) -> float:
-        """Into memory that the peer has just read."""
+        """Times a copy into memory that the peer has just read."""
 
         def read() -> None:
             slots.write(nbytes)
@@ -254,12 +255,12 @@ def _moves(meter: _Meter) -> dict[str, Curve]:
         return meter.seconds(lambda: slots.own(nbytes).copy_(plain[:nbytes]), read, cold=True)
 
     def transfer(nbytes: int) -> float:
-        """Out of memory that the peer has just written."""
+        """Times a copy from memory that the peer has just written."""
         write = partial(slots.write, nbytes)
         return meter.seconds(lambda: plain[:nbytes].copy_(slots.peer(nbytes)), write, cold=True)
 
     def remote(nbytes: int) -> float:
-        """How much longer it takes to read a peer's memory than own memory, both just written."""
+        """Times reading a peer's memory, minus reading own memory, both just written."""
 
         def total(slot: Callable[[int], torch.Tensor]) -> float:
             write = partial(slots.write, nbytes)
@@ -268,7 +269,7 @@ def _moves(meter: _Meter) -> dict[str, Curve]:
         return _difference(total(slots.peer), total(slots.own))
 
     def fresh(nbytes: int) -> float:
-        """How much longer it takes to allocate and write memory than to write it again."""
+        """Times allocating and writing memory, minus writing it again."""
 
         def make() -> torch.Tensor:
             return new_result(plain, (nbytes,)).fill_(1)
@@ -288,7 +289,7 @@ def _moves(meter: _Meter) -> dict[str, Curve]:
 
 
 def _reduce(meter: _Meter, call: float) -> Curve:
-    """Measures reductions by the bytes that a rank reads, without the `call` seconds of any op."""
+    """Measures reductions by the bytes that a rank reads, minus the `call` seconds of an op."""
     name = str(meter.group.group_name)
     slots = _Slots(meter, meter.ranks * _COPIES[-2])
 
@@ -313,7 +314,7 @@ def _matmul(meter: _Meter, rows: int, size: int, dtype: torch.dtype) -> float:
 def _matmuls(meter: _Meter, name: str, dtype: torch.dtype) -> dict[str, Curve]:
     """Measures matmuls by operations, and the time to load the weight by its bytes.
 
-    The load shows in matmuls of few rows; it is subtracted from the others.
+    Matmuls with few rows show the load; it is subtracted from the others.
     """
     largest = _CUBES[-1]
     rate = 2.0 * largest**3 / _matmul(meter, largest, largest, dtype)
@@ -395,11 +396,11 @@ def measure(
     kernels: bool = True,
     idle: bool = False,
 ) -> Machine:
-    """Returns this machine as measured, identically on all ranks. Collective; takes about 10 s.
+    """Measures this machine, identically on all ranks. Collective; takes about 10 s.
 
-    Without `kernels` it takes 2 s, and the machine is for work whose kernel is timed separately.
+    Without `kernels` it takes 2 s, and the result is for work whose kernel is timed separately.
     With `idle`, raises `BusyError` if other programs take cores from the ranks, or if more work
-    took less time; without, rank 0 prints the latter.
+    took less time; without `idle`, rank 0 prints a warning in the second case.
     """
     meter = _Meter(group, progress, seconds)
     if idle:
@@ -447,7 +448,7 @@ def _memory_bytes() -> int:
 
 
 def _signal(meter: _Meter) -> float:
-    """Measures a barrier; between two ranks it is a signal each way."""
+    """Measures a barrier; between two ranks a barrier is one signal each way."""
     barriers = 200
 
     def run() -> None:

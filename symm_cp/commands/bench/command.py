@@ -33,7 +33,7 @@ def _names(text: str) -> list[str]:
 
 
 def rivals_wanted(against: str, device: str) -> dict[str, str]:
-    """Returns the backends that `--against` names, by the names of their variants."""
+    """Returns the backends in `--against`, by the names of their variants."""
     return {unfused_over(name): name for name in _names(against) if name in _backends(device)}
 
 
@@ -43,7 +43,7 @@ def _backends(device: str) -> tuple[str, ...]:
 
 
 def variants_wanted(against: str, device: str) -> set[str]:
-    """Returns the names of variants; raises `ValueError` for one that does not exist there."""
+    """Returns the names of variants; raises `ValueError` for names that the device lacks."""
     names = set(_names(against))
     if unknown := names - set(parsers.AGAINST):
         raise ValueError(
@@ -80,7 +80,7 @@ def wanted(args: argparse.Namespace, ranks: int) -> Iterator[shapes.Wanted]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises `ValueError` for wrong arguments, before any rank is started."""
+    """Raises `ValueError` for invalid arguments, before any rank starts."""
     variants_wanted(args.against, args.device)
     if unknown := set(_names(args.dtype)) - set(DTYPES):
         raise ValueError(
@@ -122,7 +122,7 @@ def _start(args: argparse.Namespace) -> int:
 
 
 def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
-    """Measures as one of the ranks; rank 0 writes the rows for the command that started it."""
+    """Measures as one of the ranks; rank 0 writes the rows for the parent command."""
     ranks, rank = group.size(), group.rank()
     names = variants_wanted(args.against, args.device)
     if args.device == "cuda" and ranks > torch.cuda.device_count():

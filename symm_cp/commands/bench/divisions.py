@@ -1,4 +1,4 @@
-"""From which size the threads of a rank share its copies and reductions (csrc/base/team.h)."""
+"""Measures the size from which a rank's threads share copies and reductions (csrc/base/team.h)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from symm_cp.native.wire import DType, ReduceOp
 
 #: 16 KiB to 16 MiB.
 SIZES = tuple(1 << exponent for exponent in range(14, 25))
-_ONE, _ALL = 0, 2  # as csrc/base/team.h numbers who copies and reduces
+_ONE, _ALL = 0, 2  # which threads copy and reduce, as numbered in csrc/base/team.h
 
-#: Returns the seconds of something on the slowest rank.
+#: Returns the seconds of a call on the slowest rank.
 Meter = Callable[[Callable[[], object]], float]
 
 
 def smallest_worth(ratios: Mapping[int, float]) -> int:
-    """Returns the size from which on several threads are faster; `ratios` to one thread, by size.
+    """Returns the smallest size at which several threads are faster than one.
 
-    Faster at this size and the next one: one alone may be noise. Where they never are, the result
-    is twice the largest size, since no larger one was measured.
+    `ratios` are their times relative to one thread, by size. They must be faster at this size and
+    the next one, since one alone may be noise. If they never are, the result is twice the largest
+    size, since no larger one was measured.
     """
     sizes = sorted(ratios)
     for size, larger in itertools.pairwise(sizes):
@@ -34,9 +35,9 @@ def smallest_worth(ratios: Mapping[int, float]) -> int:
 
 
 def measure(seconds: Meter, threads: int) -> int:
-    """Returns the size in bytes from which on `threads` threads copy and add faster than one.
+    """Returns the size in bytes from which `threads` threads copy and add faster than one.
 
-    Call it on all ranks, which measure at once, and get the same result if `seconds` is the same.
+    Call it on all ranks at once; they get the same result if their `seconds` returns the same.
     """
     library = native.load()
     x, y, out = (torch.ones(SIZES[-1] // 4) for _ in range(3))
@@ -50,7 +51,7 @@ def measure(seconds: Meter, threads: int) -> int:
         library.symm_cp_reduce(to, sources, 2, count, DType.FLOAT32, ReduceOp.SUM, False)
 
     def ratio(size: int) -> float:
-        """Of the job that gains less."""
+        """Returns the ratio of the job that gains less."""
         found = []
         for job in (copy, add):
             times = {}
@@ -66,7 +67,7 @@ def measure(seconds: Meter, threads: int) -> int:
 
 @contextmanager
 def _dividing_all(threads: int) -> Iterator[None]:
-    """Lets so many threads share work of any size in the `with` block."""
+    """Lets `threads` threads share work of any size in the `with` block."""
     library, before = native.load(), torch.get_num_threads()
     torch.set_num_threads(threads)
     library.symm_cp_set_divided_from(threads, 1)

@@ -2,8 +2,8 @@
 
 The variants of a job are `limit` (the compute alone, on input that is already local; for
 collectives a copy of the result's bytes), `communication` (the collective alone), `unfused` (one
-after the other, with the process group's backend), `fused` and, for ops that take symmetric input
-in place, `fused, in place`; on CUDA also `torch`, torch's own op.
+after the other, over the process group's backend), `fused` and, for ops that take symmetric input
+in place, `fused, in place`; on CUDA also `torch` (torch's own op).
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Setting:
     group: dist.ProcessGroup
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    #: The groups of unfused ops by the names of their variants, if not `group`.
+    #: The groups of unfused ops, with the names of their variants; by default only `group`.
     rivals: tuple[tuple[str, dist.ProcessGroup], ...] = ()
 
     def unfused(self, make: Callable[[str], Callable[[], object]]) -> Variants:
-        """Returns the unfused variants; `make` makes one over the group of a name."""
+        """Returns the unfused variants; `make` makes a variant over the group of a name."""
         rivals = self.rivals or ((UNFUSED, self.group),)
         return {name: make(str(group.group_name)) for name, group in rivals}
 
@@ -94,13 +94,13 @@ class Setting:
         return copy.copy_(tensor)
 
     def case(self, name: str, variants: Variants, **options: Any) -> Case:
-        """Returns a case that waits for the device."""
+        """Returns a case that waits for the device before and after timings."""
         if self.cuda:
             options["synchronize"] = torch.cuda.synchronize
         return Case(f"{name}, {str(self.dtype)[6:]}", variants, **options)
 
     def op(self, name: str) -> Callable[..., Any]:
-        """Returns our kernel of one of torch's ops."""
+        """Returns our kernel for one of torch's ops."""
         if self.cuda:
             return device_kernels[name]
         return getattr(torch.ops.symm_mem, name).default
@@ -128,7 +128,7 @@ def _close(setting: Setting, got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
-    """Returns the all-gather-matmul of `rows` x `inner` of each rank with `inner` x `columns`."""
+    """Returns the all-gather-matmul of each rank's `rows` x `inner` with `inner` x `columns`."""
     x, weight = setting.normal(rows, inner), setting.normal(inner, columns)
     shared, full = setting.symmetric(x), unfused_all_gather(x, 0, setting.name)
     fused = setting.op("fused_all_gather_matmul")
@@ -297,7 +297,7 @@ def attention_backward(
         return [unfused_reduce_scatter(g, "sum", 2, name) for g in grads[1:]]
 
     def unfused(name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        # The keys are gathered again, as the fused op does.
+        # Keys and values are gathered again, as in the fused op.
         for t in (k, v):
             unfused_all_gather(t, 2, name)
         grads = whole()
@@ -315,7 +315,7 @@ def attention_backward(
 
 
 def all_gather(setting: Setting, nbytes: int) -> Job:
-    """Returns the low-contention all-gather of `nbytes` of each rank."""
+    """Returns the low-contention all-gather of `nbytes` from each rank."""
     wait = torch.ops._c10d_functional.wait_tensor.default
     gather = setting.op("_low_contention_all_gather")
     x = setting.normal(max(1, nbytes // setting.dtype.itemsize))
@@ -365,7 +365,7 @@ def reduce_scatter(setting: Setting, nbytes: int) -> Job:
     case = setting.case(
         f"reduce-scatter, {size_text(nbytes)} a rank",
         {
-            # The least that a sum must read.
+            # A sum must read at least this.
             LIMIT: lambda: x.clone(),
             **setting.unfused(lambda name: lambda: unfused_reduce_scatter(x, "sum", 0, name)),
             FUSED: lambda: run(x),
@@ -382,7 +382,7 @@ def _nothing(machine: Machine) -> float:
 
 
 def _inner(nbytes: int) -> int:
-    """Returns how many calls to time, so that they take long compared with clock and barrier."""
+    """Returns a number of calls that takes long compared with clock and barrier."""
     return max(1, min(100, (1 << 20) // max(1, nbytes)))
 
 

@@ -19,7 +19,7 @@ KINDS = tuple(DEFAULTS)
 DTYPES = ("bfloat16", "float32", "float64")
 #: The backends by which a device's ranks communicate.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-#: What fused ops are timed against; a backend stands for unfused ops over it.
+#: Variants to time fused ops against; a backend means unfused ops over it.
 AGAINST = ("limit", "unfused", "communication", "torch", "gloo", "nccl", "symm_cp")
 #: The ops of `symm-cp trace`, each with the kind of shape that it takes.
 OPS = {
@@ -29,7 +29,7 @@ OPS = {
     "all-gather": ("collectives", "16MiB"),
     "reduce-scatter": ("collectives", "16MiB"),
 }
-#: `symm_cp.tuning.WAYS`, which is there with torch only.
+#: A copy of `symm_cp.tuning.WAYS`, whose import needs torch.
 WAYS = ("shards", "whole")
 
 _SHAPES = (
@@ -95,8 +95,8 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
     add(
         "--threads",
         type=positive,
-        help="measures from which size a rank with so many threads divides copies and reductions "
-        "among them (default: cores per rank)",
+        help="threads of a rank, to measure the size from which they share copies and reductions "
+        "(default: cores per rank)",
     )
     add(
         "--out",
@@ -107,7 +107,7 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
     add(
         "--force",
         action="store_true",
-        help="write what was measured although other programs use the cores",
+        help="write the measurement even if other programs use the cores",
     )
     add_rendezvous(parser)
 

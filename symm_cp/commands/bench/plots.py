@@ -20,9 +20,9 @@ def _variants(rows: Sequence[Written]) -> list[str]:
 
 
 def draw(path: Path, rows: Sequence[Written]) -> list[Path]:
-    """Writes a plot for each kind of case, and `scaling` for several numbers of ranks.
+    """Writes a plot for each kind of case, and `scaling` if the numbers of ranks differ.
 
-    They are named `KIND.png` in folder `path`, or added to the name of file `path`. Raises
+    Files are `KIND.png` in folder `path`, or the kind is added to the name of file `path`. Raises
     `RuntimeError` if matplotlib is missing.
     """
     pyplot = load_pyplot()

@@ -14,7 +14,7 @@ from symm_cp.commands.plan.models import MODELS
 
 __all__ = ["DEFAULTS", "KINDS", "TOKENS", "Wanted", "nbytes", "products", "wanted"]
 
-#: The default of `--tokens`, of all ranks.
+#: The default of `--tokens`, the tokens of all ranks together.
 TOKENS = {"cpu": 512, "cuda": 8192}
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -22,7 +22,7 @@ _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 @dataclass(frozen=True)
 class Wanted:
-    """A job that is yet to be made; `size`, in `unit`, is for the axis of plots."""
+    """A job that `make` makes; `size`, in `unit`, is for the axis of plots."""
 
     kind: str
     size: float
@@ -31,7 +31,7 @@ class Wanted:
 
 
 def nbytes(text: str) -> int:
-    """Returns the bytes that "64 MiB" or "64MiB" stands for; raises `ValueError`."""
+    """Returns the number of bytes in "64 MiB" or "64MiB"; raises `ValueError` for other texts."""
     match = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a size, such as 4KiB or 64MiB")
@@ -48,7 +48,7 @@ def _numbers(text: str, names: str, max_count: int | None = None) -> list[int]:
 
 
 def wanted(kind: str, shapes: str, ranks: int, tokens: int) -> Iterator[Wanted]:
-    """Yields the jobs of a kind. `tokens`: of all ranks, for models by name.
+    """Yields the jobs of a kind. `tokens` is the number on all ranks, for models by name.
 
     Raises `ValueError` for malformed shapes, and for sizes not divisible by the number of ranks.
     """
@@ -79,7 +79,7 @@ def _split(name: str, size: int, ranks: int) -> int:
 def products(
     wanted_shapes: str, ranks: int, tokens: int
 ) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yields the fused matmuls of shapes: kind, (rows of a rank, inner dimension, columns).
+    """Yields the fused matmuls of shapes as kind, (rows of a rank, inner dimension, columns).
 
     Raises `ValueError` as `wanted` does.
     """

@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises `ValueError` or `RuntimeError` for wrong arguments, before any rank is started."""
+    """Raises `ValueError` or `RuntimeError` for invalid arguments, before any rank starts."""
     if (args.shapes or "").count(","):
         raise ValueError(f"--shapes {args.shapes}: must be a single shape")
     _job(args)
@@ -53,7 +53,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def with_measured_kernel(work: Work, seconds: float) -> Work:
-    """Returns the work with a measured time of its kernel."""
+    """Returns the work with a measured kernel time."""
     return replace(work, kernel=lambda machine: seconds)
 
 
@@ -86,7 +86,7 @@ def _record(
     choices: Mapping[str, tuning.Choice],
 ) -> int:
     machine = calibrate.find_or_measure(args.machine, group)
-    # By `measure`, because all ranks must agree on the number of repetitions.
+    # With `measure`, because all ranks must agree on the number of repetitions.
     untraced = measure.measure(Case("op", {FUSED: run}), group, _WARM_UP_SECONDS)
     quick_barrier(group)()
     with trace() as recording:
@@ -102,13 +102,13 @@ def _record(
 
 
 def without_questions(timeline: Timeline) -> Timeline:
-    """Leaves out the calls in which ranks exchange where their inputs lie."""
+    """Leaves out the calls in which ranks exchange the places of their inputs."""
     question = QUESTION.decode()
     return Timeline(tuple(e for e in timeline.events if not e.op.startswith(question)))
 
 
 def per_call(timeline: Timeline) -> float:
-    """Returns the median over calls of the time from the first start to the last end in a call."""
+    """Returns the median over calls of the time from a call's first start to its last end."""
     spans: dict[int, tuple[float, float]] = {}
     for event in timeline.events:
         start, end = spans.get(event.call, (event.start, event.end))
@@ -117,7 +117,7 @@ def per_call(timeline: Timeline) -> float:
 
 
 def can_hide(timeline: Timeline) -> bool:
-    """Tells whether a lane copies while another one computes: on CPU none does."""
+    """Tells whether a lane only copies while another one computes; on CPU no lane does."""
     computes, copies = (
         {(event.rank, event.lane) for event in timeline.events if isinstance(event.step, kind)}
         for kind in (Compute, Copy)

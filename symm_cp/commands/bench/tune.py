@@ -1,4 +1,4 @@
-"""`symm-cp tune`: measures which way of an op is fastest, for frequently used shapes."""
+"""`symm-cp tune`: measures an op's fastest strategy for frequently used shapes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _sizes(args: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises `ValueError` for wrong arguments, before any rank is started."""
+    """Raises `ValueError` for invalid arguments, before any rank starts."""
     if args.kind == "attention" and (args.device == "cpu" or args.dtype != "bfloat16"):
         raise ValueError("attention has two ways only with --device cuda and --dtype bfloat16")
     check_device(args.device)
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _matmuls(setting: Setting, kind: str, sizes: tuple[int, ...]) -> Runs:
-    """Yields the op of a kind, and the op of its gradient that gathers again."""
+    """Yields the op of a kind, and its gradient's op that gathers again."""
     rows, inner, columns = sizes
     ops, name, all_rows = torch.ops.symm_mem, setting.name, setting.ranks * sizes[0]
     shape = "x".join(map(str, sizes))
@@ -80,7 +80,7 @@ def _matmuls(setting: Setting, kind: str, sizes: tuple[int, ...]) -> Runs:
 
 
 def _attentions(setting: Setting, sizes: tuple[int, ...]) -> Runs:
-    """Yields attention without a mask, and causal with the chunks of `HeadTail`."""
+    """Yields attention without a mask, and causal attention with the chunks of `HeadTail`."""
     tokens, heads, kv_heads, features = sizes
     q = setting.normal(1, heads, tokens, features)
     k, v = (setting.normal(1, kv_heads, tokens, features) for _ in range(2))
@@ -101,7 +101,7 @@ def _runs(args: argparse.Namespace, setting: Setting) -> Runs:
 
 
 def _ways(setting: Setting, run: Run) -> tuple[str, ...]:
-    """Returns the ways that serve a fused matmul here."""
+    """Returns the strategies that support a fused matmul here."""
     if not setting.cuda or setting.ranks > torch.cuda.device_count():
         return tuning.WAYS
     with tuning.forced(tuning.TILES), tuning.listening() as choices:
@@ -119,7 +119,7 @@ def _measured(
 
 
 def _read_tuned(out: Path | None, ranks: int) -> dict[str, str]:
-    """Reads the file that will be written, if it exists; raises `ValueError` and `OSError`."""
+    """Reads the output file's old content, if any; raises `ValueError` and `OSError`."""
     path = out or tuning.tuned_path(ranks)
     try:
         text = trusted.read(path) if out is None else out.read_bytes()

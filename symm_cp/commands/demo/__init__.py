@@ -1,1 +1,1 @@
-"""`symm-cp demo`: trains a small transformer in three ways, and compares them."""
+"""`symm-cp demo`: trains a small transformer in three ways, and compares the results."""

@@ -19,7 +19,7 @@ from symm_cp.commands.demo.decoding.options import (
 from symm_cp.parsing import add_json
 from symm_cp.ranks import add_rendezvous, positive
 
-if TYPE_CHECKING:  # `symm-cp --help` does without
+if TYPE_CHECKING:  # `symm-cp --help` imports neither
     import torch
 
     from symm_cp.commands.demo.model import ModelConfig
@@ -95,7 +95,7 @@ def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
     from symm_cp.commands.demo.model import ModelConfig
 
     for head_dim in HEAD_DIMS:
-        # Each rank has whole key/value heads, each of which serves two query heads.
+        # Each rank has whole key/value heads, and each of these serves two query heads.
         if dim % (2 * ranks * head_dim) == 0 and dim >= _MIN_HEADS * head_dim:
             break
     else:
@@ -112,7 +112,7 @@ def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
 def check(
     arguments: argparse.Namespace, environment: Mapping[str, str] | None = None
 ) -> DemoOptions:
-    """Returns checked options; raises `ValueError` for values that do not go together."""
+    """Returns checked options; raises `ValueError` for invalid combinations of values."""
     import torch
 
     from symm_cp.commands.demo.data import read_text

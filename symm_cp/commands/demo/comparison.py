@@ -20,8 +20,9 @@ from symm_cp.commands.harness.paired import (
 )
 from symm_cp.parsing import STDOUT, write_json
 
-#: The widest interval of the ratio of the fused step's time to the compute alone that is certain: a
-#: wider limit ends the demo on noisy figures, a narrower one takes more steps than most users wait.
+#: The widest interval with which the ratio of the fused step's time to the compute alone counts as
+#: certain. A larger limit ends the demo on noisy figures; a smaller one takes more steps than most
+#: users wait for.
 WIDEST_INTERVAL = 0.05
 # The first steps allocate workspaces and pack weights.
 _WARM_UP = 2
@@ -36,20 +37,20 @@ class Result:
     text: str
     parameters: int
     losses: dict[str, list[float]]  # of `options.steps` steps
-    seconds: dict[str, list[float]]  # of as many steps or more, but for the one process
+    seconds: dict[str, list[float]]  # of at least that many steps; exactly, for the one process
 
     def tolerance(self) -> float:
         """Returns how much losses of one step may differ.
 
-        Each variant computes the sums in a loss, near log(256), in another order; the rounding
+        Each variant computes the sums in a loss, near log(256), in a different order; the rounding
         error is some tens of units in the last place, and training carries it from step to step.
-        Hence 50 machine epsilons of the dtype for each step.
+        The tolerance is therefore 50 machine epsilons of the dtype for each step.
         """
         epsilon = torch.finfo(self.options.dtype).eps
         return 50 * epsilon * max(max(self.losses[DENSE]), 1.0) * self.options.steps
 
     def differences(self) -> list[float]:
-        """Returns the differences of each loss to the one process at the same step."""
+        """Returns the differences between each loss and the one process's at the same step."""
         return [
             abs(loss - dense)
             for name in self.losses
@@ -58,7 +59,7 @@ class Result:
         ]
 
     def agree(self) -> bool:
-        """Tells whether all losses agree; NaNs never do."""
+        """Tells whether all losses agree; NaNs never agree."""
         return all(difference <= self.tolerance() for difference in self.differences())
 
     def timed(self, name: str) -> list[float]:
@@ -66,7 +67,7 @@ class Result:
         return after_warm_up(self.seconds[name])
 
     def unfused(self) -> list[str]:
-        """Returns the names of the unfused variants, the one over the fastest backend first."""
+        """Returns the names of the unfused variants, beginning with the fastest backend."""
         return [n for n in self.seconds if not is_dense(n) and n not in (FUSED, COMPUTE)]
 
     def ratio(self, name: str) -> Ratio:

@@ -37,7 +37,7 @@ def unfused(model: Transformer, grid: RankGrid) -> ModelVariant:
 
 
 def fused(model: Transformer, grid: RankGrid) -> ModelVariant:
-    """Returns the model compiled with the passes; a collective that stays unfused is an error."""
+    """Returns the model compiled with the passes; a collective that stays unfused raises."""
     passes = inductor.compile_options(inductor.Options(strict=True))
     return _variant(FUSED, model, grid, passes)
 
@@ -75,7 +75,7 @@ def _attend(group: dist.ProcessGroup, layout: HeadTail) -> Attend:
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = _gather(k, 2, group), _gather(v, 2, group)
-        # The mask is computed in the graph, so that the pass can see that it is causal.
+        # The mask is computed in the graph, where the pass can recognise that it is causal.
         positions = [
             torch.cat([torch.arange(span.start, span.start + span.length) for span in rank_spans])
             for rank_spans in spans

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-_MAX_BYTES = 8 << 20  # of the standard library: more than a demo reads
+_MAX_BYTES = 8 << 20  # limit for the standard library's text: more than a demo reads
 
 
 def read_text(path: Path | None) -> tuple[torch.Tensor, str]:
-    """Returns a text as uint8, and its name; without a path the standard library's source.
+    """Returns a text as uint8, and its name; without a path, the standard library's source.
 
-    Raises `ValueError` for a file that cannot be read, and if there is no such source.
+    Raises `ValueError` for a file that cannot be read, and if the library's source is missing.
     """
     if path is not None:
         try:

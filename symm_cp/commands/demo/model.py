@@ -3,8 +3,8 @@
 S, B, D: sequence, batch, features; H heads of E features. Activations are (S, B, D): with the
 sequence first, the shards of a split sequence are contiguous.
 
-The model does not know about ranks. When it is split over ranks, projections have fewer features,
-and activations between blocks are a part of the sequence; attention takes both sizes from its
+The model is independent of ranks. When it is split over ranks, projections have fewer features, and
+activations between blocks are a part of the sequence; attention takes both sizes from its
 projections.
 """
 
@@ -56,7 +56,7 @@ def rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention: (B, H, S, E) from queries of H heads, keys and values of fewer."""
+    """Causal attention: (B, H, S, E) from queries with H heads, keys and values with fewer."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 

@@ -1,7 +1,7 @@
 """Attention over a sequence that is split over ranks: fused, unfused, and its compute alone.
 
 Each function returns an `attend` for the model. Each rank has two chunks of the sequence
-(head-tail), so that all have the same work.
+(head-tail), so that all ranks have the same work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 
 
 class Exchanged(torch.autograd.Function):
-    """One exchange in the forward pass, another one of the gradient."""
+    """Runs one exchange in the forward pass, and another one on the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Exchange, backward: Exchange) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`symm-cp demo`: checks the arguments, then starts the ranks (torchrun has started its own)."""
+"""`symm-cp demo`: checks the arguments, then starts the ranks, unless torchrun has."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _training(args: argparse.Namespace) -> _Run:
 
 def _decoding(args: argparse.Namespace) -> _Run:
     options = decoding_options.check(args)
-    decoding_options.config_of(options)  # raises errors that ranks could only report one by one
+    decoding_options.config_of(options)  # raises errors here, which every rank would report
 
     def rank(group: dist.ProcessGroup) -> int:
         from symm_cp.commands.demo.decoding.run import run_rank

@@ -114,7 +114,7 @@ class DemoRun:
     def train_spread(self) -> list[Trainer]:
         """Trains the other variants, a step of each in turn, so that drift affects them equally.
 
-        Goes on after the asked for steps until the times of the fused steps are certain.
+        After `--steps` it continues until the times of the fused steps are certain.
         """
         spread = trainers(self, compiled if self.options.compile else variants)
         for index, batch in enumerate(self.batches):
@@ -146,7 +146,7 @@ class DemoRun:
         return batch[self.rows()].chunk(tensor.size())[tensor.rank()]
 
     def total(self, losses: list[float]) -> torch.Tensor:
-        """Returns the sum over the ranks, each of which has its part of the mean."""
+        """Returns the sum over the ranks; each rank has its part of the mean."""
         total = torch.tensor(losses, dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
         return total
@@ -180,12 +180,12 @@ def _unfused_backends() -> list[str]:
 
 
 def _grid(options: DemoOptions, group: dist.ProcessGroup, backend: str) -> RankGrid:
-    """Returns the groups: neighbours share features, ranks one tensor group apart a sequence."""
+    """Returns the groups: neighbours share features; ranks one tensor group apart, a sequence."""
     grid = torch.tensor(dist.get_process_group_ranks(group)).view(options.cp, -1)
     row, column = divmod(group.rank(), grid.shape[1])
 
     def own(parts: torch.Tensor, index: int) -> dist.ProcessGroup:
-        # All ranks make all groups, in the same order: torch names groups by a counter.
+        # All ranks make all groups in the same order, since torch names groups by a counter.
         return [dist.new_group(part.tolist(), backend=backend) for part in parts][index]
 
     everyone, tensor, context = own(grid.view(1, -1), 0), own(grid, row), own(grid.T, column)
@@ -197,5 +197,5 @@ def run_rank(options: DemoOptions, group: dist.ProcessGroup) -> int:
     result = DemoRun(options, group).result()
     if group.rank() == 0:
         show(result)
-    # All ranks have the same result; torchrun takes the exit code from any of them.
+    # All ranks have the same result; torchrun uses the exit code of any rank.
     return 0 if result.agree() else 1

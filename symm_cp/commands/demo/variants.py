@@ -1,4 +1,4 @@
-"""The variants of spreading a model over ranks, all made from the same dense model.
+"""The variants of a model spread over ranks, all made from the same dense model.
 
 Between blocks each rank holds a part of the sequence, inside a block a part of the features:
 
@@ -8,14 +8,14 @@ Between blocks each rank holds a part of the sequence, inside a block a part of 
 | `fused` | inside the linears, by the styles of `symm_cp.tensor_parallel` |
 | `compute alone` | not at all: it uses existing tensors of the right shapes |
 
-The whole model, in one process, is trained with one thread, as each rank has, and with as many
-threads as all ranks together.
+The whole model, in one process, is trained with one thread, like each rank, and with the threads of
+all ranks together.
 
 With context parallelism, ranks that share a sequence have two chunks of it each, and attention
 gathers keys and values as well: see `sequence.py`.
 
-The results of `compute alone` are meaningless; its time is the time of the others if communication
-took no time.
+The results of `compute alone` are meaningless; its time is what the others would take without
+communication.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class ModelVariant:
     def sum_gradients(self, grid: RankGrid) -> None:
         """Sums gradients over the ranks that have other parts of the sequence.
 
-        For parameters outside the blocks' linears these are all ranks; for the linears, which are
-        split over features, the ranks that share the sequence. Each sum is one all-reduce.
+        Gradients of parameters outside the blocks' linears are summed over all ranks. Linears are
+        split over features: their gradients are summed over the ranks that share the sequence.
+        Each sum is one all-reduce.
         """
         split = tuple(f".{name}.weight" for name in (*_BY_ROWS, *_BY_COLUMNS))
         named = list(self.model.named_parameters())

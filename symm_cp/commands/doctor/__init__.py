@@ -26,7 +26,7 @@ from symm_cp.parsing import STDOUT, write_json
 from symm_cp.tensors.results import result_memory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Of shared memory, which the setting above says nothing about.
+# The setting for shared memory, which the one above does not cover.
 _HUGE_SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _KEYS = (
     "CPU", *(kind.dispatch_key for kind in cuda.known()), "Meta", "Autograd",
@@ -94,7 +94,7 @@ def _cpu() -> Finding:
 
 
 def _results() -> list[Finding]:
-    """The memory of large results (`symm_cp.empty_cache`), in this process."""
+    """Reports the memory of large results (`symm_cp.empty_cache`) in this process."""
     with suppress(native.BuildError):
         in_use, kept, limit = (nbytes / (1 << 20) for nbytes in result_memory())
         bound = f"keeps up to {limit:.0f} MiB in a process"
@@ -106,7 +106,7 @@ def _results() -> list[Finding]:
 
 
 def _chosen(setting: Path) -> str | None:
-    """The word in brackets, as the kernel marks what a setting is; None where it cannot be read."""
+    """Returns the bracketed word, the kernel's mark of the chosen value; None if unreadable."""
     try:
         text = setting.read_text()
         return text[text.index("[") + 1 : text.index("]")]
@@ -126,18 +126,18 @@ def huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
 
 
 def huge_shared_pages(setting: Path = _HUGE_SHARED_PAGES) -> Finding:
-    """Checks whether it gives them to shared memory, of which symmetric memory is made."""
+    """Checks whether the system gives huge pages to shared memory, which symmetric memory uses."""
     section, name, chosen = "symmetric memory", "huge pages", _chosen(setting)
     if chosen is None:
         return Finding(section, name, "info", f"not known: {setting} cannot be read")
     if chosen in ("never", "deny"):
-        detail = f"pages of 4 KiB, as most systems have it; as root: echo advise > {setting}"
+        detail = f"pages of 4 KiB, as on most systems; as root: echo advise > {setting}"
         return Finding(section, name, "info", detail)
     return Finding(section, name, "ok", f"transparent huge pages: {chosen}")
 
 
 def reserved_pages(meminfo: Path = Path("/proc/meminfo")) -> list[Finding]:
-    """Says how many huge pages are reserved, and whether symmetric memory takes them."""
+    """Reports how many huge pages are reserved, and whether symmetric memory uses them."""
     with suppress(OSError):
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         total, free = (int(fields.get(f"HugePages_{what}", "0")) for what in ("Total", "Free"))
@@ -153,7 +153,7 @@ def reserved_pages(meminfo: Path = Path("/proc/meminfo")) -> list[Finding]:
 
 
 def numa(system: Path = cores.SYSTEM) -> Finding:
-    """Says which cores of which nodes and sockets this process may use."""
+    """Reports which cores of which nodes and sockets this process may use."""
     allowed = os.sched_getaffinity(0)
     nodes, sockets = (cores.units(unit, allowed, system) for unit in cores.UNITS)
     each = "; ".join(f"node {node}: CPUs {cores.ranges(cpus)}" for node, cpus in nodes.items())
@@ -169,7 +169,7 @@ def numa(system: Path = cores.SYSTEM) -> Finding:
 def _files(
     kind: str, command: str, pattern: str, without: str, counted: str = "ranks"
 ) -> list[Finding]:
-    """Lists the files that a command has written; `without`: how ops behave without one."""
+    """Lists the files that a command has written; `without` says how ops behave without a file."""
     findings = []
     with suppress(env.NoHomeError, OSError):
         for path in sorted(env.build_dir().glob(pattern)):
@@ -209,7 +209,7 @@ def measured() -> list[Finding]:
 
 
 def op_findings() -> list[Finding]:
-    """Lists the ops of the namespace with their kernels; those without any on one line."""
+    """Lists the namespace's ops with their kernels, and ops without kernels on one line."""
     names = sorted(
         {schema.name for schema in torch._C._jit_get_all_schemas() if "symm_mem::" in schema.name}
     )
@@ -231,7 +231,7 @@ def op_findings() -> list[Finding]:
 
 
 def examine() -> list[Finding]:
-    """Returns all findings; takes a second, or as long as a build if there is none yet."""
+    """Returns all findings; takes a second, plus a build if there is none yet."""
     return [
         *_versions(),
         _compiler(),

@@ -1,4 +1,4 @@
-"""Findings about GPUs and other accelerators, and about the settings of CUDA."""
+"""Findings about GPUs and other accelerators, and about CUDA settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _driver(kind: type[Device], name: str) -> Finding:
 
 
 def devices_of(kind: type[Device]) -> list[Finding]:
-    """Checks the driver of a kind of device, and lists the devices of that kind."""
+    """Checks the driver for a kind of device, and lists the devices."""
     name = kind.torch_type.upper()
     module = getattr(torch, kind.torch_type, None)
     if module is None or not module.is_available():
@@ -68,7 +68,7 @@ def devices_of(kind: type[Device]) -> list[Finding]:
 
 
 def _why_none(kind: type[Device]) -> tuple[str, str]:
-    """Says why there is no device of a kind, and what to do."""
+    """Returns why there is no device of a kind, and a remedy."""
     name = kind.torch_type.upper()
     if kind is CudaDevice and torch.version.cuda is not None:
         return "no device found", "check the driver with nvidia-smi"
@@ -89,7 +89,7 @@ def _cuda_details(device: torch.device) -> str:
 
 
 def cuda_driver(version: int, copies: str) -> Finding:
-    """Judges the version of the driver, as 12050 for CUDA 12.5."""
+    """Judges the driver's version; 12050 means CUDA 12.5."""
     name, needed = "CUDA driver", int(native.load().symm_cp_stream_signals_version())
     detail = f"CUDA {_release(version)}; {copies}"
     if version >= needed:
@@ -104,7 +104,7 @@ def _release(version: int) -> str:
 
 
 def cuda_settings(environment: Mapping[str, str]) -> list[Finding]:
-    """Judges the variables that decide how streams of CUDA run, and how ranks signal."""
+    """Judges the variables that control how CUDA streams run, and how ranks signal."""
     section, findings = "backends", []
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     queues = environment.get(name, "")
@@ -134,12 +134,12 @@ def cuda_settings(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def symmetric_memory(backend: str | None) -> Finding:
-    """Says which of torch's backends allocates symmetric memory on GPUs."""
+    """Reports which of torch's backends allocates symmetric memory on GPUs."""
     name = "torch's symmetric memory"
     if backend is None:
         advice = "install a build of torch with symmetric memory on CUDA (torch 2.11 or later)"
         return Finding("backends", name, "missing", "no backend for CUDA", advice)
-    # torch notes that "a backend" is in use at the first allocation on any device.
+    # The first allocation on any device makes torch record that "a backend" is in use.
     detail = (
         f"{backend}; call torch's set_backend() before the first op of symm_cp, also on CPU: "
         "afterwards torch says that the backend cannot be changed after use"
@@ -156,7 +156,7 @@ def nvshmem_works() -> Finding:
         return Finding("backends", "NVSHMEM", "missing", str(error.__cause__), advice)
     try:
         core.get_unique_id(empty=True)  # loads the library
-    except Exception as error:  # of the loader of CUDA's libraries
+    except Exception as error:  # from the loader of CUDA's libraries
         advice = "nvshmem4py needs libnvshmem_host.so.3: install nvidia-nvshmem-cu13 (or -cu12)"
         return Finding("backends", "NVSHMEM", "missing", str(error).splitlines()[0], advice)
     return Finding("backends", "NVSHMEM", "ok", "nvshmem4py and its library load")

@@ -1,4 +1,4 @@
-"""The findings of the report."""
+"""The findings of a report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; its state is "ok", "missing" (with advice) or "info"."""
+    """One line of the report; `state` is "ok", "missing" (with advice) or "info"."""
 
     section: str
     name: str

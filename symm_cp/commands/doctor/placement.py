@@ -1,7 +1,8 @@
-"""Where the memory of running ranks lies: their symmetric memory by NUMA node and size of page.
+"""Reports where the symmetric memory of running ranks lies, by NUMA node and page size.
 
-Read from numa_maps and smaps in /proc/PID of this user's processes. A rank names its memory after
-itself (`owned_label` in csrc/memory/segment.h), so what peers map as well is counted once.
+The data is read from numa_maps and smaps in /proc/PID of this user's processes. The name of a
+rank's memory contains its process id (`owned_label` in csrc/memory/segment.h), so memory that peers
+also map is counted once.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _OCTAL = re.compile(r"\\(\d{3})")
 
 @dataclass
 class Owned:
-    """Symmetric memory that a process owns: bytes on each node, and those in huge pages."""
+    """Symmetric memory that a process owns: bytes on each node, and bytes in huge pages."""
 
     nodes: Counter[int] = field(default_factory=Counter)
     huge: int = 0
 
 
 def owned(process: int, numa_maps: str, smaps: str) -> dict[str, Owned]:
-    """Returns what a process owns by the name that it gave it."""
+    """Returns the memory that a process owns, by the name that the process gave it."""
     found: dict[str, Owned] = {}
     for line in numa_maps.splitlines():
         # Spaces in a name are escaped.
@@ -67,7 +68,7 @@ def _of_processes(processes: Path) -> Iterator[tuple[int, str, Owned]]:
         with suppress(OSError):  # another user's, or ended by now
             if folder.stat().st_uid != os.getuid():
                 continue
-            # The other files count the pages of all that a process has mapped.
+            # The other files are slow: the kernel counts all pages that a process has mapped.
             if "/memfd:symm_cp:" not in (folder / "maps").read_text():
                 continue
             texts = ((folder / name).read_text() for name in ("numa_maps", "smaps"))
@@ -80,14 +81,14 @@ def _mib(nbytes: int) -> str:
 
 
 def _nodes_of(process: int, system: Path) -> set[int]:
-    """The nodes whose CPUs a process may use; none where it has ended."""
+    """Returns the nodes whose CPUs a process may use; none if it has ended."""
     with suppress(OSError):
         return set(cores.units("node", os.sched_getaffinity(process), system))
     return set()
 
 
 def memory_of_ranks(processes: Path = _PROCESSES, system: Path = cores.SYSTEM) -> list[Finding]:
-    """Says for each running rank how much of its memory lies on which node, in which pages."""
+    """Reports for each running rank how much of its memory lies on which node, in which pages."""
     findings = []
     for process, name, memory in sorted(_of_processes(processes), key=lambda each: each[:2]):
         detail = ", ".join(f"{_mib(size)} on node {n}" for n, size in sorted(memory.nodes.items()))

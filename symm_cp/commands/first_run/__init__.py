@@ -1,10 +1,10 @@
-"""`symm-cp selftest`: what works between ranks of this machine, as a report to paste.
+"""`symm-cp selftest`: reports what works between ranks of this machine, for pasting into issues.
 
-On the CPU, and on GPUs where there are any, ranks try signals, collectives and each op.
+On the CPU, and on GPUs if there are any, ranks try signals, collectives and each op.
 
-Each part runs in processes of its own, which are killed when its time is over, so the command ends
-within two minutes whatever hangs. Ranks write down each item before they begin it and when it has
-ended: items that were begun and did not end have hung.
+Each part runs in its own processes, which are killed when its time is over, so the command ends
+within two minutes whatever hangs. Ranks record each item before they begin it and after it has
+ended: items that began but did not end have hung.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ from symm_cp.group.memory import resolve
 from symm_cp.parsing import STDOUT, write_json
 from symm_cp.ranks import exit_as_rank, is_rank, run_limited
 
-#: Seconds for the whole command, for the environment, and for each part at most.
+#: The most seconds for the whole command, for the environment, and for each part.
 _BUDGET, _ENVIRONMENT_LIMIT, _PART_LIMIT = 110.0, 45.0, 50.0
-#: A wait that cannot end aborts a rank, with a message, before the part's time is over.
+#: A wait that takes longer aborts the rank with a message, before the part's time is over.
 _WAIT_LIMIT_MS = 15_000
 _FOUND = "as found"
 _CPU = "CPU"
-#: A rank's death must be noticed within this many seconds. It takes 0.1 on an idle machine; the
-#: rest is for one that is busy.
+#: Peers must detect a rank's death within this many seconds. Detection takes 0.1 on an idle
+#: machine; the rest is for busy machines.
 _NOTICED_SECONDS = 5.0
 _PREFIXES = ("SYMM_CP_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "NVIDIA_", "TRITON_")
 
-#: Starts the ranks for a part: its name, their number, seconds, and environment variables.
+#: Starts the ranks of a part: takes its name, the number of ranks, seconds, and environment
+#: variables.
 Start: TypeAlias = "Callable[[str, int, float, Mapping[str, str]], Part]"
-#: Writes down an item: its name and its facts.
+#: Records an item: takes its name and its facts.
 Say: TypeAlias = "Callable[[str, Mapping[str, Any]], object]"
 
 
 @dataclass
 class Item:
-    """One test of a part, on all ranks: "ok", "failed" or "hung".
+    """One test of a part, on all ranks; its state is "ok", "failed" or "hung".
 
-    Untested items are "info", or "missing" here.
+    Items without a test are "info", or "missing" on this machine.
     """
 
     name: str
@@ -66,26 +67,26 @@ class Item:
 
 @dataclass
 class Part:
-    """What one start of the ranks has shown."""
+    """The results of one start of the ranks."""
 
     name: str
     items: list[Item]
-    #: Of the processes: "ended", "killed after 50 s" or their exit codes.
+    #: How the processes ended: "ended", "killed after 50 s" or their exit codes.
     outcome: str
 
     @property
     def failed(self) -> list[Item]:
-        """What did not work."""
+        """The items that did not work."""
         return [item for item in self.items if item.state in ("failed", "hung")]
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `symm-cp selftest`; returns 0 if all works, 1 if something does not.
+    """Runs `symm-cp selftest`.
 
-    Returns 2 if nothing was tested.
+    Returns 0 if everything works, 1 if something does not, 2 if nothing was tested.
     """
     if args.part is None and is_rank():
-        print("symm-cp selftest: starts its ranks itself, without torchrun", file=sys.stderr)
+        print("symm-cp selftest: starts its ranks itself: run it without torchrun", file=sys.stderr)
         return 2
     if args.part is not None:
         _run_as_part(args)
@@ -124,7 +125,7 @@ def _run_as_part(args: argparse.Namespace) -> NoReturn:
 
 
 def _parts(ranks: int, start: Start) -> Iterator[Part]:
-    """The parts with ranks: signals as the self-test chooses them, then each other way."""
+    """Yields the parts on GPUs: with the self-test's choice of signals, then each other way."""
     ways = [env.signals()] if env.signals() else [None, *(way.value for way in Signals)][:-1]
     used = ""
     for place, way in enumerate(ways):
@@ -145,7 +146,7 @@ _VERDICT = "self-test"
 
 
 def writer(folder: Path, rank: int) -> Say:
-    """Returns what writes down the items of a rank, each at once."""
+    """Returns a function that records items of a rank, each immediately."""
     path = folder / f"{rank}.jsonl"
 
     def say(name: str, known: Mapping[str, Any]) -> None:
@@ -156,7 +157,7 @@ def writer(folder: Path, rank: int) -> Say:
 
 
 def describe_environment(say: Say) -> int:
-    """Writes down facts about this machine for readers of the report."""
+    """Records facts about this machine for readers of the report."""
     if torch.cuda.is_available():
         torch.cuda.init()
         say("GPUs", {"state": "info", "detail": str(torch.cuda.device_count())})
@@ -176,9 +177,9 @@ def describe_environment(say: Say) -> int:
 
 
 def examine_cpu(group: dist.ProcessGroup, say: Say) -> int:
-    """Tests a group on the CPU as one of its ranks, the last of which then leaves without a word.
+    """Tests a group on the CPU as one of its ranks; at the end the last rank exits without notice.
 
-    Returns 1 when something does not work.
+    Returns 1 if something does not work.
     """
     failed = False
     for check in checks.cpu_checks(group):
@@ -216,7 +217,7 @@ def _notices_a_lost_peer(group: dist.ProcessGroup, say: Say) -> bool:
     detail = f"after {seconds:.2f} s" if noticed else f"after {seconds:.2f} s: {found}"
     say(name, {"state": "ok" if noticed else "failed", "detail": detail})
     sys.stdout.flush()
-    os._exit(int(not noticed))  # a group without that rank cannot be left in order
+    os._exit(int(not noticed))  # a group that lacks a rank cannot be destroyed in order
 
 
 def _first_line(error: Exception) -> str:
@@ -224,7 +225,7 @@ def _first_line(error: Exception) -> str:
 
 
 def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
-    """Tests a group as one of its ranks; returns 1 when something does not work."""
+    """Tests a group as one of its ranks; returns 1 if something does not work."""
     state, failed = resolve(group), False
     say(_VERDICT, {"state": "hung"})
     verdict = cuda.device_for(state, device).verdict(state)
@@ -242,7 +243,7 @@ def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
             try:
                 wrong = check.wrong(check.run())
                 took = check.milliseconds(synchronize)
-                again = check.wrong(check.run())  # by now without Python, by a plan
+                again = check.wrong(check.run())  # now from a plan, without Python
                 wrong = wrong or again
                 if not wrong and device.type == "cuda" and verdict.graphs:
                     wrong = _in_graph(check, group, device)
@@ -261,7 +262,7 @@ def _in_graph(check: Check, group: dist.ProcessGroup, device: torch.device) -> s
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        check.run()  # what libraries allocate at first use
+        check.run()  # libraries allocate memory at first use
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -279,7 +280,7 @@ def _in_graph(check: Check, group: dist.ProcessGroup, device: torch.device) -> s
 def run_part(
     arguments: list[str], part: str, ranks: int, seconds: float, variables: Mapping[str, str]
 ) -> Part:
-    """Starts the ranks for a part, ends them in time, and reads their items."""
+    """Starts the ranks of a part, ends them after `seconds`, and reads their items."""
     with tempfile.TemporaryDirectory(prefix="symm-cp-") as folder:
         line = ["-m", "symm_cp", *arguments, "--part", part, "--results", folder]
         codes = run_limited(
@@ -297,7 +298,7 @@ def run_part(
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """The last that a rank wrote down about each item; a line that was cut off is left out."""
+    """Returns a rank's last record of each item; leaves out a line that was cut off."""
     last: dict[str, dict[str, Any]] = {}
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -309,7 +310,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def merged(said: list[dict[str, dict[str, Any]]]) -> list[Item]:
-    """Returns the items of all ranks: each as on the rank where it went worst."""
+    """Merges the items of all ranks: each has the state of the rank with the worst result."""
     worst = ("failed", "hung", "missing", "info", "ok")
     items = []
     for name in dict.fromkeys(name for of_rank in said for name in of_rank):
@@ -324,7 +325,7 @@ def merged(said: list[dict[str, dict[str, Any]]]) -> list[Item]:
 
 
 def gpus(environment: Part) -> int:
-    """Returns how many GPUs the environment has; 0 also where asking for them hung."""
+    """Returns the number of GPUs in the environment; 0 also if the query hung."""
     found = [item for item in environment.items if item.name == "GPUs" and item.state == "info"]
     return int(found[0].detail) if found else 0
 

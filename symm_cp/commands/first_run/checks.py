@@ -1,4 +1,4 @@
-"""All ops at small sizes on one rank of a group, against dense references in float64 on the CPU."""
+"""Checks all ops at small sizes on one rank, against dense references in float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import symm_cp
 _ROWS, _INNER, _COLUMNS = 64, 32, 48
 _HEADS, _TOKENS, _FEATURES = 4, 64, 64
 _DELTA_TOKENS, _DELTA_FEATURES = 12, 8  # the reference is a loop over tokens
-#: The largest error, as a part of the largest value: of sums of products of rounded numbers.
+#: The largest error relative to the largest value, for sums of products of rounded numbers.
 _TOLERANCES = {torch.bfloat16: 2**-5, torch.float32: 2**-14}
 _TIMED_CALLS = 10
 _FLOAT8 = torch.float8_e4m3fn
@@ -28,7 +28,7 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Check:
-    """An op that is called repeatedly on the same inputs, and its right results on this rank."""
+    """An op, called repeatedly on the same inputs, and its correct results on this rank."""
 
     name: str
     run: Callable[[], Tensors]
@@ -36,7 +36,7 @@ class Check:
     tolerance: float
 
     def wrong(self, results: Sequence[torch.Tensor]) -> str:
-        """Returns the errors of results; empty without any."""
+        """Describes the first error in results; "" if there is none."""
         for index, (result, expected) in enumerate(zip(results, self.expected, strict=True)):
             if result.shape != expected.shape:
                 return f"result {index}: {list(result.shape)=}, not {list(expected.shape)}"
@@ -47,7 +47,7 @@ class Check:
         return ""
 
     def milliseconds(self, synchronize: Callable[[], object]) -> float:
-        """Returns how long a call takes, of several in a row."""
+        """Returns the mean time of several calls in a row."""
         synchronize()
         began = time.perf_counter()
         for _ in range(_TIMED_CALLS):
@@ -57,7 +57,7 @@ class Check:
 
 
 class _Inputs:
-    """The same random tensors on all ranks, which each rank makes by itself."""
+    """The same random tensors on all ranks; each rank makes them itself."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
@@ -67,19 +67,19 @@ class _Inputs:
         self._generator = torch.Generator().manual_seed(1)
 
     def each(self, *shape: int) -> Tensors:
-        """A tensor for each rank, rounded to the dtype, in float64 on the CPU."""
+        """Returns a tensor for each rank, rounded to the dtype, in float64 on the CPU."""
         return [
             torch.randn(shape, generator=self._generator).to(self.dtype).double().requires_grad_()
             for _ in range(self.ranks)
         ]
 
     def own(self, each: Tensors, *, grad: bool = True) -> torch.Tensor:
-        """This rank's tensor, on the device."""
+        """Returns this rank's tensor, on the device."""
         return each[self.rank].detach().to(self.device, self.dtype).requires_grad_(grad)
 
 
 def checks(group: dist.ProcessGroup, device: torch.device) -> Iterator[Check]:
-    """Yields the checks, the same on all ranks; each allocates its tensors when it is reached."""
+    """Yields the checks, the same on all ranks; each allocates its tensors when yielded."""
     inputs = _Inputs(group, device)
     yield _gather_matmul(inputs)
     yield _gather_matmul_in_place(inputs)
@@ -111,7 +111,7 @@ def cpu_checks(group: dist.ProcessGroup) -> Iterator[Check]:
 def _with_gradients(
     function: Callable[[], Sequence[torch.Tensor]], leaves: Tensors
 ) -> Callable[[], Tensors]:
-    """A call and its gradients, where the loss is the sum of the squares of all results."""
+    """Returns a call that adds gradients; the loss is the sum of the squares of all results."""
 
     def run() -> Tensors:
         results = list(function())
@@ -124,7 +124,7 @@ def _with_gradients(
 def _expected(
     own: Sequence[torch.Tensor], of_all: Sequence[torch.Tensor], leaves: Tensors
 ) -> Tensors:
-    """This rank's results, and the gradients of the sum of all ranks' losses."""
+    """Returns this rank's results, and the gradients of the sum of all ranks' losses."""
     loss = torch.stack([result.square().sum() for result in of_all]).sum()
     return [t.detach() for t in (*own, *torch.autograd.grad(loss, leaves, retain_graph=True))]
 
@@ -246,7 +246,7 @@ def _scaled(inputs: _Inputs) -> Check:
 
 
 def _signals(inputs: _Inputs) -> Check:
-    """Each rank signals to all that its tensor is there, and reads all tensors."""
+    """Each rank signals to all peers that its tensor is ready, and reads all tensors."""
     x, peers = inputs.each(_ROWS), range(inputs.ranks)
     own = inputs.own(x, grad=False)
     symmetric = symm_mem.empty(_ROWS, dtype=own.dtype, device="cpu")
@@ -261,7 +261,7 @@ def _signals(inputs: _Inputs) -> Check:
             if peer != inputs.rank:
                 handle.wait_signal(peer, channel=0)
         read = [handle.get_buffer(peer, (_ROWS,), own.dtype).clone() for peer in peers]
-        handle.barrier(channel=0)  # nobody writes before all have read
+        handle.barrier(channel=0)  # no rank writes before all have read
         return read
 
     return Check("signals, and peers' memory", run, [t.detach() for t in x], 0.0)
@@ -338,7 +338,7 @@ def _scan(inputs: _Inputs) -> Check:
     def call() -> Tensors:
         return [symm_cp.scan_states(leaves[0], decay=leaves[1], group=inputs.group)]
 
-    # The last rank's state is passed to nobody.
+    # No rank receives the last rank's state.
     nothing = 0 * (states[rank].sum() + decays[rank].sum())
     expected = _expected([begins[rank] + nothing], [b + nothing for b in begins],
                          [states[rank], decays[rank]])  # fmt: skip

@@ -1,8 +1,8 @@
 """A model of transformers with random weights, and its parts on the ranks of a group.
 
-The model is split by its own tensor-parallel plan: `colwise` linears have a part of the output
-features on each rank, `rowwise` linears a part of the input features, so that their products are
-summed over the ranks. `Exchanges` say how.
+The model is split by its own tensor-parallel plan: each rank has a part of the output features of
+`colwise` linears, and a part of the input features of `rowwise` linears, whose products are summed
+over the ranks. `Exchanges` say how.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ def make(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Returns the name of the argument for a cache: transformers 5.24 gave it another one."""
+    """Returns the name of the cache argument, which transformers 5.24 changed."""
     names = inspect.signature(model.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
 
 
 def static_cache(model: nn.Module, length: int) -> Any:
-    """Returns an empty cache for keys and values of `length` tokens, of one size in every step."""
+    """Returns an empty cache for keys and values of `length` tokens, whose size never changes."""
     return load_transformers().StaticCache(config=model.config, max_cache_len=length)
 
 
 def next_logits(
     model: nn.Module, run: Callable[..., Any], cache: Any, ids: torch.Tensor, position: int
 ) -> torch.Tensor:
-    """Returns the logits after the last of `ids` (B, S), which begin at a position of the cache.
+    """Returns the logits after the last of `ids` (B, S), which begin at `position` in the cache.
 
     `run` is the model, or its compiled form.
     """
@@ -84,7 +84,7 @@ def next_logits(
 
 
 def sharing_weights(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model that has the same parameters and other modules."""
+    """Returns a copy of a model that shares its parameters but has its own modules."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in model.parameters()})
 
 
@@ -124,9 +124,9 @@ class Parts:
         return model
 
     def lend_to(self, split: nn.Module) -> None:
-        """Has the model as `apply` split it read these very weights.
+        """Makes a model that `apply` has split use these tensors as its weights.
 
-        Caches of hundreds of MB keep some from one variant to the next, which then gains by it.
+        Caches of hundreds of MB keep some weights from one variant to the next, and speed that up.
         """
         for name, part in self._modules.items():
             weight = split.get_submodule(name).weight
@@ -173,14 +173,14 @@ class _Embedding(_Part):
         self._first = rank * len(self.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Looks up this rank's part of the vocabulary; the others give zeros."""
+        """Looks up this rank's part of the vocabulary, and zeros for other tokens."""
         own = tokens - self._first
         outside = (own < 0) | (own >= len(self.weight))
         vectors = F.embedding(own.masked_fill(outside, 0), self.weight)
         return self.exchanges.all_reduce(vectors.masked_fill(outside[..., None], 0))
 
 
-#: Styles of modules that each rank has whole.
+#: Styles of modules that every rank has whole.
 _WHOLE = {"replicate", "replicated_with_grad_allreduce"}
 _STYLES: Mapping[str, Callable[[Any, int, int], nn.Module]] = {
     "colwise": lambda *args: _Colwise(0, *args),

@@ -1,7 +1,7 @@
 """Times variants of one job against each other, with confidence intervals.
 
 Each repetition runs all variants, so that drift of the machine's speed affects them equally; its
-time is the slowest rank's. Reported are medians, the medians of the ratios to the limit
+times are the slowest rank's. The results are medians, the medians of the ratios to the limit
 within a repetition, and 95% confidence intervals (percentile bootstrap over repetitions; Efron,
 1979).
 """
@@ -25,11 +25,11 @@ from symm_cp.ranks import quick_barrier
 LIMIT, COMMUNICATION, UNFUSED, FUSED = "limit", "communication", "unfused", "fused"
 
 _RESAMPLES = 500  # of the bootstrap: quantiles at 2.5% then rest on 12 values
-#: A wider interval of the overlap is inconclusive.
+#: An overlap whose interval is wider than this is inconclusive.
 _MAX_WIDTH = 0.25
 _WARM_UP = 2  # calls that are not timed
-_MIN_REPETITIONS = 5  # also of cases that take longer than their time
-_TIMING_SECONDS, _MAX_INNER = 1e-3, 200  # of a timing with `inner` 0
+_MIN_REPETITIONS = 5  # even if a case takes longer than its time
+_TIMING_SECONDS, _MAX_INNER = 1e-3, 200  # length and calls of a timing, for `inner` 0
 _PAUSE_SECONDS = 0.05  # threads of GNU's OpenMP look for more work for about 15 ms
 
 Interval = tuple[float, float]
@@ -42,9 +42,9 @@ class Case:
     name: str
     variants: Mapping[str, Callable[[], object]]
     check: Callable[[], None] = lambda: None
-    repetitions: int = 0  # 0: as many as fit into the time of `measure`
-    inner: int = 1  # calls in one timing; 0: for each variant as many as take about a millisecond
-    most: int = 60  # repetitions, where as many as fit are made
+    repetitions: int = 0  # 0: the number that fits into the time of `measure`
+    inner: int = 1  # calls in one timing; 0: the number that takes a variant about a millisecond
+    most: int = 60  # the most repetitions if `repetitions` is 0
     # Called before and after a timing; with `host` only before, to time how long the host takes to
     # enqueue the work.
     synchronize: Callable[[], object] = lambda: None
@@ -59,8 +59,8 @@ class Case:
 class Overlap:
     """The share of the communication time that the fused op hides.
 
-    1 - (fused - limit) / (unfused - limit): 1 if it takes as long as the compute alone, 0 if as
-    long as the unfused variant.
+    1 - (fused - limit) / (unfused - limit): 1 if the fused op takes as long as the compute alone, 0
+    if it takes as long as the unfused variant.
     """
 
     value: float
@@ -74,7 +74,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured case: seconds of each repetition by variant, identical on all ranks."""
+    """A measured case: the seconds of each variant's repetitions, identical on all ranks."""
 
     case: str
     seconds: Mapping[str, tuple[float, ...]]
@@ -90,7 +90,7 @@ class Row:
         return statistics.median(self.seconds[name])
 
     def minimum(self, name: str) -> float:
-        """Returns the least seconds of a variant: on a busy machine the most repeatable figure."""
+        """Returns a variant's shortest time: the most repeatable figure on a busy machine."""
         return min(self.seconds[name])
 
     def ratio(self, name: str) -> float:
@@ -102,8 +102,8 @@ class Row:
         return bootstrap(_ratio, self.seconds[name], self.seconds[self.limit])
 
     def overlap(self) -> Overlap | None:
-        """Returns the hidden share of communication; None without the three variants for it."""
-        # By the first backend, if there are several.
+        """Returns the hidden share of communication; None unless all three variants were timed."""
+        # Unfused over the first backend, if there are several.
         unfused = next((name for name in self.seconds if name.startswith(UNFUSED)), UNFUSED)
         if not {LIMIT, unfused, FUSED} <= self.seconds.keys():
             return None
@@ -132,7 +132,7 @@ def _overlap(limit: Sequence[float], unfused: Sequence[float], fused: Sequence[f
     alone = statistics.median(limit)
     communication = statistics.median(unfused) - alone
     if communication <= 0.0:
-        # Nothing to hide: all of it is hidden, unless the fused op is slower.
+        # No communication to hide: it counts as hidden, unless the fused op is slower.
         return 1.0 if statistics.median(fused) <= alone else 0.0
     return 1.0 - (statistics.median(fused) - alone) / communication
 
@@ -161,10 +161,10 @@ def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None], in
 
 
 def _order(names: list[str], repetition: int) -> list[str]:
-    """Rotates the variants, and turns their order every other round.
+    """Rotates the variants, and reverses their order every other round.
 
-    A variant finds the data and the code of the one before it in the caches: each comes as often
-    before another one as behind it.
+    A variant finds the data and code of the previous variant in the caches, so each variant runs
+    as often before another one as after it.
     """
     turns, first = divmod(repetition, len(names))
     order = [*names[first:], *names[:first]]
@@ -218,7 +218,7 @@ def forced(way: str | None, run: Callable[[], object]) -> Callable[[], object]:
 def backward_alone(
     forward: Callable[..., torch.Tensor], *inputs: torch.Tensor
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Returns a variant that runs the backward pass alone; the graph is made once, here."""
+    """Returns a variant that runs only the backward pass; the graph is made once, here."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     out = forward(*leaves)
     grad = torch.ones_like(out)
@@ -226,7 +226,7 @@ def backward_alone(
 
 
 def slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """Returns the largest of each over the ranks, identically on all ranks."""
+    """Returns the maximum of each time over the ranks, identically on all ranks."""
     largest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest.tolist()

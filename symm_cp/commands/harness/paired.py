@@ -1,4 +1,4 @@
-"""Names of variants whose steps are made in turn, and the ratios of their paired times."""
+"""Names of variants that run their steps in turn, and the ratios of their paired times."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ def unfused_over(backend: str) -> str:
 
 
 def dense_with(threads: int) -> str:
-    """Returns the name of the one process with this many threads."""
+    """Returns the name of the one-process variant with this many threads."""
     return DENSE if threads == 1 else f"{DENSE}, {threads} threads"
 
 
 def is_dense(name: str) -> bool:
-    """Tells whether a variant is the one process, with however many threads."""
+    """Tells whether a variant runs in one process, with any number of threads."""
     return name.startswith(DENSE)
 
 
 def threads_of_name(name: str) -> int:
-    """Returns how many threads the one process of that name has."""
+    """Returns the number of threads of the one-process variant of that name."""
     return 1 if name == DENSE else int(name.split()[-2])
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median over steps of time / time in the same step, and its 95% interval.
+    """The median over steps of the ratio of two times in the same step, and its 95% interval.
 
-    The interval is between two order statistics, which assumes nothing about the noise. Fewer than
-    six steps have none: it is None.
+    The interval lies between two order statistics, which assumes nothing about the noise. With
+    fewer than six steps it is None.
     """
 
     median: float
@@ -61,8 +61,8 @@ def ratio(seconds: Sequence[float], base: Sequence[float]) -> Ratio:
 
 
 def _cut(count: int) -> int | None:
-    """Returns how many values on either side lie outside the 95% interval of the median."""
-    outside, below = -1, 0.0  # `below`: that at most `outside` values lie below the median
+    """Returns the number of values on each side outside the median's 95% interval."""
+    outside, below = -1, 0.0  # `below`: probability of at most `outside` values below the median
     while below + math.comb(count, outside + 1) / 2**count <= 0.025:
         outside += 1
         below += math.comb(count, outside) / 2**count
@@ -70,7 +70,7 @@ def _cut(count: int) -> int | None:
 
 
 def against_one_process(seconds: Mapping[str, list[float]], does: str) -> list[str]:
-    """Says how fast the fused variant is against one process with the threads of all ranks."""
+    """Compares the fused variant's speed with one process that has the threads of all ranks."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     return [
         f"fused {does} {medians[name] / medians[FUSED]:.2f} times as fast as {name}"

@@ -1,4 +1,4 @@
-"""A progress bar on stderr; a few plain lines if that is not a terminal."""
+"""A progress bar on stderr, or a few plain lines if stderr is not a terminal."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LEGEND = (
     "medians)"
 )
 
-#: A row as it is written to JSON.
+#: A row in the form for JSON.
 Written = Mapping[str, Any]
 
 
@@ -101,7 +101,7 @@ def write_csv(path: Path, rows: Sequence[Written]) -> None:
 
 
 def keep(out: Path | None, place: Callable[[], Path], text: str) -> Path:
-    """Writes a file that ops read to `out` or, without it, to its place in the cache."""
+    """Writes a file that ops read, to `out` or else to its place in the cache; returns the path."""
     if out is None:
         path = place()
         write(path, text.encode())

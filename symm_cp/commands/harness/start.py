@@ -18,10 +18,10 @@ def run_command(
     run_rank: Callable[[argparse.Namespace, dist.ProcessGroup], int],
     start: Callable[[argparse.Namespace], int] | None = None,
 ) -> int:
-    """Runs `run_rank` in ranks, and starts these unless this process is one; returns the exit code.
+    """Runs `run_rank` on all ranks, starting them unless this process is one; returns an exit code.
 
-    Before ranks start, `check` raises `ValueError`, `RuntimeError` or `OSError` for wrong
-    arguments, and the native part is built. `start` starts the ranks otherwise than once.
+    Before the ranks start, `check` raises `ValueError`, `RuntimeError` or `OSError` for invalid
+    arguments, and the native part is built. `start` replaces the default of starting ranks once.
     """
     if is_rank():
         exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)

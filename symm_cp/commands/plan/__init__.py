@@ -1,4 +1,4 @@
-"""`symm-cp plan`: predicted step times of a model on machines that are not at hand."""
+"""`symm-cp plan`: predicts a model's step times on machines that you need not have."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from symm_cp.ranks import counts, positive
 from symm_cp.schedule.machine import MACHINES, Machine, machine
 from symm_cp.schedule.trace import load_pyplot, plain_numbers, save_figure
 
-_MAX_DOUBLINGS = 10  # of the hosts, in the search for a layout that fits
-#: Of which layers the activations are computed again.
+_MAX_DOUBLINGS = 10  # of the number of hosts, in the search for a layout that fits
+#: Which layers compute their activations again.
 CHECKPOINTING = ("auto", "none", "all")
 
 
@@ -180,7 +180,7 @@ _Rows: TypeAlias = list[tuple[int, int, Prediction]]
 
 
 def _predictions(args: argparse.Namespace, model: Model, host: Machine, gpus: int) -> _Rows:
-    """Returns the predictions for all numbers of hosts that are asked for, or the least that do."""
+    """Returns predictions for the requested numbers of hosts, or for the least that fits."""
     rows: _Rows = []
     for hosts in args.hosts or [1 << n for n in range(_MAX_DOUBLINGS)]:
         predictions = best(
@@ -192,7 +192,7 @@ def _predictions(args: argparse.Namespace, model: Model, host: Machine, gpus: in
         elif any(prediction.fits for prediction in predictions):
             return of_hosts
         else:
-            rows = rows or of_hosts  # the least, if nothing ever fits
+            rows = rows or of_hosts  # of the least number, if nothing ever fits
     return rows
 
 
@@ -219,9 +219,9 @@ def _fail(reason: str, code: int) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prints the best layouts for each number of hosts; returns 1 if none is possible, or fits.
+    """Prints the best layouts for each number of hosts; returns 1 if no layout is possible or fits.
 
-    Returns 2 for wrong arguments.
+    Returns 2 for invalid arguments.
     """
     model = MODELS[args.model]
     try:

@@ -1,18 +1,18 @@
 """Predicts times and memory of a training step from the schedules of the ops.
 
 A step is a forward and a backward pass of `batch` sequences of `sequence` tokens on tp x cp GPUs.
-Layers are tensor-parallel with sequence-parallel activations (each matmul pair an all-gather-matmul
-and a matmul-reduce-scatter); attention is context-parallel, causal and head-tail. Each op is
-simulated on its schedule; between hosts attention passes shards around a ring.
+Layers are tensor-parallel with sequence-parallel activations (each matmul pair is an
+all-gather-matmul and a matmul-reduce-scatter); attention is context-parallel, causal and head-tail.
+Each op is simulated on its schedule; between hosts attention passes shards around a ring.
 
 With fully sharded data parallelism (FSDP, ZeRO-3) each rank of a shard group keeps 1/fsdp of the
-weights, gradients and optimizer state that it has under tensor parallelism. A layer's weights are
-gathered in bfloat16 before its forward and again before its backward pass, while the preceding
-layer is computed; its gradients are reduce-scattered in float32 during the next one. These
-transfers are assumed to share one link with the ops' transfers, so a layer takes at least as long
-as all of them; the first gather and the last reduce-scatter cannot be hidden.
+weights, gradients and optimizer state that it has under tensor parallelism. Ranks gather a layer's
+weights in bfloat16 before its forward and again before its backward pass, while they compute the
+preceding layer; they reduce-scatter its gradients in float32 during the next one. The prediction
+assumes that these transfers share one link with the ops' transfers, so a layer takes at least as
+long as all of them; the first gather and the last reduce-scatter cannot be hidden.
 
-With activation checkpointing a layer keeps its input alone, and its forward pass, communication
+With activation checkpointing a layer keeps only its input, and its forward pass, communication
 included, runs a second time just before its backward pass (Chen et al., 2016).
 
 Not included: the reduction of gradients over replicas that hold the same shard, and the optimizer's
@@ -37,17 +37,17 @@ from symm_cp.schedule.simulate import simulate
 from symm_cp.schedule.steps import Compute, Copy, Step
 
 _ITEM = 2  # bytes of bfloat16
-_WIDE = 4  # of float32, in which gradients of keys and values are sent
-# Bytes of a layer's saved activations for each token and hidden feature, with sequence parallelism
+_WIDE = 4  # bytes of float32, the dtype in which gradients of keys and values are sent
+# Bytes of a layer's saved activations per token and hidden feature, with sequence parallelism
 # and attention that saves no scores (Korthikanti et al., 2022).
 _ACTIVATION_BYTES = 34
-# Bytes of a parameter: 2 of the weight, 4 of its gradient, 12 of Adam's state in float32.
+# Bytes per parameter: 2 for the weight, 4 for its gradient, 12 for Adam's state in float32.
 _STATE_BYTES, _OPTIMIZER_BYTES = 6, 12
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of an op: fused, its kernels alone, and its communication alone."""
+    """Seconds of an op: of the fused op, of its kernels alone, and of its communication alone."""
 
     fused: float = 0.0
     compute: float = 0.0
@@ -72,7 +72,7 @@ class ParallelLayout:
     cp: int
     dp: int
     cp_hosts: int
-    #: Ranks that share one copy of their weights, of the dp x cp ranks with the same weights.
+    #: The number of ranks, among the dp x cp ranks with the same weights, that share one copy.
     fsdp: int = 1
     fsdp_hosts: int = 1
 
@@ -111,7 +111,7 @@ def _op(
     partial: float,
     machine: Machine,
 ) -> Times:
-    """Simulates an op with `kernel` seconds for each shard of `shard` bytes; sums are `partial`."""
+    """Simulates an op: `kernel` seconds for each shard of `shard` bytes; sums have `partial`."""
 
     def cost(rank: int, step: Step) -> float:
         if isinstance(step, Compute):
@@ -143,7 +143,7 @@ def _scatter(ranks: int, flops: float, partial: float, machine: Machine) -> Time
 def _attention(
     layout: ParallelLayout, flops: float, shard: float, partial: float, machine: Machine
 ) -> Times:
-    """Predicts attention of a rank over the keys of all hosts."""
+    """Predicts a rank's attention to the keys of all hosts."""
     hosts = layout.cp_hosts
     local = layout.cp // hosts
     # A rank has 1/cp of the queries, and a kernel takes 1/cp of the keys.
@@ -153,7 +153,7 @@ def _attention(
     if hosts == 1:
         return turn
     network = machine.network * machine.link_reached
-    # The ring has one turn less than hosts; one more message returns the sums to their owners.
+    # The ring has hosts - 1 turns; one more message returns the sums to their owners.
     message, last = (shard + partial) / network, partial / network
     fused = (hosts - 1) * max(turn.fused, message) + turn.fused + last
     between = (hosts - 1) * message + last
@@ -182,7 +182,7 @@ def _layer(
         flops = 2 * tokens * model.hidden * features / tp
         forward += _scatter(tp, flops, shard, machine)
         backward += _gather(tp, 2 * flops, shard, machine)
-    # Causal: half of the pairs of query and key, two matmuls forward and five backward.
+    # Causal: half of the query-key pairs, in two matmuls forward and five backward.
     flops = 2 * batch * sequence**2 * model.query / tp
     keys = 2 * tokens * model.shared / tp
     forward += _attention(layout, flops, keys * _ITEM, 0.0, machine)
@@ -197,7 +197,7 @@ def _layer(
 def _sharded(layout: ParallelLayout, nbytes: float, machine: Machine) -> float:
     """Returns the seconds of an all-gather or reduce-scatter of `nbytes` in a shard group.
 
-    Assumes rings: each GPU of a host has its own through its own network adapter.
+    Assumes rings: each GPU of a host has its own ring through its own network adapter.
     """
     ranks, hosts = layout.fsdp, layout.fsdp_hosts
     moved = nbytes * (ranks - 1) / ranks
@@ -209,7 +209,7 @@ def _sharded(layout: ParallelLayout, nbytes: float, machine: Machine) -> float:
 
 
 def _beside(times: Times, seconds: float) -> Times:
-    """Returns the times of work with further, concurrent communication on the same link."""
+    """Adds concurrent communication on the same link to the times of work."""
     communication = times.communication + seconds
     return Times(max(times.fused, communication), times.compute, communication)
 
@@ -229,12 +229,12 @@ def memory_of(
     state = parameters * (_STATE_BYTES + _OPTIMIZER_BYTES / (layout.dp * layout.cp))
     if layout.fsdp > 1:
         state = parameters * (_STATE_BYTES + _OPTIMIZER_BYTES) / layout.fsdp
-        # The weights in use, those gathered ahead, and the gradients of the former.
+        # The weights in use, the weights gathered ahead, and the gradients of the weights in use.
         largest = max(model.layer_parameters, model.vocabulary * model.hidden)
         state += 3 * largest / layout.tp * _ITEM
     of_layer = tokens * model.hidden / layout.tp
     activations = model.layers * of_layer * _ACTIVATION_BYTES
-    if checkpointing:  # the inputs of all layers, and everything of the one under way
+    if checkpointing:  # the inputs of all layers, and all activations of the current layer
         activations = of_layer * (model.layers * _ITEM + _ACTIVATION_BYTES)
     logits = tokens * model.vocabulary * _WIDE / layout.tp
     return state + activations + logits
@@ -270,7 +270,7 @@ def predict(
 
         gather, scatter = seconds_of(model.layer_parameters)
         layer, ends = _beside(layer, 2 * gather + scatter), Times(gather + scatter)
-        # The head like a layer, and the embedding, which is gathered once.
+        # The head's transfers like a layer's, plus the embedding's, which is gathered once.
         gather, scatter = seconds_of(model.vocabulary * model.hidden)
         head = _beside(head, 3 * gather + 2 * scatter)
     total = layer * model.layers + head + ends
@@ -296,7 +296,7 @@ def layouts(
 ) -> list[ParallelLayout]:
     """Returns all possible layouts: tp divides a host and the key heads, cp is a power of two.
 
-    Weights are sharded over `fsdp` ranks, or `ALL`, a number that must divide dp x cp.
+    Weights are sharded over `fsdp` ranks, which must divide dp x cp; `ALL` means dp x cp ranks.
     """
     possible = []
     for tp in (2**n for n in range(8)):

@@ -1,8 +1,8 @@
-"""`symm-cp run`: torchrun, with this package's backend in place of gloo on CPU.
+"""`symm-cp run`: torchrun, with this package's backend instead of gloo on CPU.
 
-`symm-cp exec` is the same for a program that starts its ranks by itself, or has one only. Programs
-need no edit. What makes the exchange is `startup/sitecustomize.py`, a folder that comes first in
-the `PYTHONPATH` of the programs started here, so Python runs them, and all that they start, just as
+`symm-cp exec` does the same for a program that starts its ranks itself, or has only one. Programs
+need no edit. `startup/sitecustomize.py` replaces the backend: its folder comes first in the
+`PYTHONPATH` of the programs started here, so Python runs them, and all their children, just as
 it would have.
 """
 
@@ -19,11 +19,11 @@ from pathlib import Path
 from symm_cp import cores
 
 HELP = "start a program as torchrun does; gloo's groups on CPU use shared memory instead"
-EXEC_HELP = "start any program; gloo's groups on CPU, of all it starts, use shared memory instead"
+EXEC_HELP = "start any program; gloo's groups on CPU, also in children, use shared memory instead"
 _EPILOG = (
-    "Process groups for which the program asks gloo, or no backend on a machine without "
-    "accelerators, get the backend symm_cp for CPU tensors. dist.get_backend() still says what the "
-    "program asked for. Groups of nccl, and tensors on accelerators, are left as they are."
+    "Process groups that the program requests with gloo, or without a backend on a machine without "
+    "accelerators, get the backend symm_cp for CPU tensors. dist.get_backend() still returns the "
+    "requested backend. Groups of nccl, and tensors on accelerators, do not change."
 )
 _STARTUP = Path(__file__).resolve().parent / "startup"
 
@@ -61,7 +61,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--cuda-on-cpu",
         type=int,
         metavar="DEVICES",
-        help='what asks for "cuda" gets the CPU, as if there were so many GPUs: for tests',
+        help='use the CPU for "cuda", as if there were this many GPUs: for tests',
     )
 
 
@@ -88,7 +88,7 @@ def add_exec(parser: argparse.ArgumentParser) -> None:
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of programs that are started, and the program."""
+    """Adds the program, and the options for starting it."""
     _add_options(parser)
     parser.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="COMMAND", help="a program and its arguments"
@@ -96,7 +96,7 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def _check() -> None:
-    """Raises `RuntimeError` if process groups could not be made as asked."""
+    """Raises `RuntimeError` if process groups could not get the requested backend."""
     import torch
     from torch.distributed import distributed_c10d
 
@@ -109,7 +109,7 @@ def _check() -> None:
 
 @contextmanager
 def environment(args: argparse.Namespace) -> Iterator[None]:
-    """Sets the environment that programs inherit, inside; `args` are the options of programs."""
+    """Sets the environment that programs inherit, in the `with` block, as `args` say."""
     names, cuda_on_cpu = args.backend_for, args.cuda_on_cpu
     names = "" if names == "none" else names
     path = os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH")]))
@@ -128,7 +128,7 @@ def environment(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _could_build(command: str, names: str) -> bool:
-    """Whether groups can be made of symm_cp, or need not be; prints why not."""
+    """Tells whether groups can use symm_cp, or need not; prints why not."""
     try:
         if names != "none":
             _check()
@@ -143,7 +143,7 @@ def _could_build(command: str, names: str) -> bool:
 
 
 def _shares(args: argparse.Namespace) -> list[cores.Share] | None:
-    """Returns the cores of each rank on this host, as asked; prints why there are none for it."""
+    """Returns the cores of each rank on this host, as `--numa` says; prints an error, if any."""
     from torch.distributed.run import determine_local_world_size
 
     if args.numa == "none":
@@ -161,7 +161,7 @@ def _shares(args: argparse.Namespace) -> list[cores.Share] | None:
 
 
 def _isolated(program: str, arguments: Sequence[str]) -> str:
-    """Returns the option by which Python ignores the environment, "" for other programs."""
+    """Returns the option that makes Python ignore the environment, or "" if there is none."""
     path, options = Path(program), list(arguments)
     try:
         with path.open("rb") as file:
@@ -183,7 +183,7 @@ def _isolated(program: str, arguments: Sequence[str]) -> str:
 
 
 def command_of(name: str, args: argparse.Namespace) -> tuple[list[str], int]:
-    """Returns the program and its arguments, for the command `name`; or none, and an exit code."""
+    """Returns the program with its arguments, and 0; or an empty list, and an exit code."""
     command = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not command:
         print(f"symm-cp {name}: COMMAND is missing: symm-cp {name} -- COMMAND ...", file=sys.stderr)
@@ -226,14 +226,14 @@ def main(arguments: Sequence[str]) -> int:
     if shares is None or not _could_build("run", names):
         return 2
     with environment(args):
-        if shares:  # torchrun says so otherwise, and takes 1
+        if shares:  # otherwise torchrun sets 1, with a warning
             os.environ.setdefault("OMP_NUM_THREADS", str(shares[0].threads))
         try:
             record(torchrun.run)(args)
         except ChildFailedError as error:
             print(error, file=sys.stderr)
             return 1
-        except SignalException as error:  # the ranks have been sent it, too
+        except SignalException as error:  # torchrun has sent the signal to the ranks, too
             print(f"\nsymm-cp run: ended by {error.sigval.name}", file=sys.stderr)
             return 128 + error.sigval
     return 0

@@ -1,4 +1,4 @@
-"""Process groups of programs that `symm-cp run` or `exec` started: symm_cp instead of gloo."""
+"""Gives programs that `symm-cp run` or `exec` started process groups of symm_cp instead of gloo."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _NAME = "symm_cp"
 
 
 def replaced(requested: str, names: Collection[str]) -> str | None:
-    """Returns the backends to make instead of the requested ones; None: those.
+    """Returns the backends to make instead of the requested ones, or None to keep these.
 
-    `requested` is the backend that a program gives to `init_process_group`: "gloo",
+    `requested` is the backend that a program passes to `init_process_group`: "gloo",
     "cpu:gloo,cuda:nccl", or "undefined", which torch resolves by the machine's accelerator.
     """
     backends = dict(c10d.BackendConfig(c10d.Backend(requested)).get_device_backend_map())
     if backends.get("cpu") not in names:
         return None
     backends["cpu"] = _NAME
-    # Not `is_available`, after which forked processes cannot use GPUs.
+    # Not `is_available`: after it, forked processes cannot use GPUs.
     if ":" not in requested and torch.cuda.device_count() == 0:
-        backends.pop("cuda", None)  # gloo by itself stands for both
+        backends.pop("cuda", None)  # plain "gloo" means both devices
     if len(backends) == 1:
         return _NAME
     return ",".join(f"{device}:{backend}" for device, backend in backends.items())
@@ -36,9 +36,9 @@ def replaced(requested: str, names: Collection[str]) -> str | None:
 def make_group(
     make: Callable[..., tuple[object, dist.Store | None]], *args: object, **kwargs: object
 ) -> tuple[object, dist.Store | None]:
-    """Calls torch's `_new_process_group_helper` with the backends that are to be made.
+    """Calls torch's `_new_process_group_helper` with the replaced backends.
 
-    Raises `native.BuildError` where symm_cp cannot be built.
+    Raises `native.BuildError` if symm_cp cannot be built.
     """
     call = inspect.signature(make).bind(*args, **kwargs)
     requested = c10d.Backend(str(call.arguments["backend"]))
@@ -50,7 +50,7 @@ def make_group(
     if is_world and call.arguments["group_rank"] == 0:
         _say(requested)
     call.arguments["backend"] = c10d.Backend(backends)
-    call.arguments["backend_options"] = None  # of gloo, which ignores them
+    call.arguments["backend_options"] = None  # gloo's, which gloo ignores
     group, store = make(*call.args, **call.kwargs)
     if isinstance(group, dist.ProcessGroup):
         _record(group, store, requested, backends)
@@ -60,11 +60,11 @@ def make_group(
 def _record(
     group: dist.ProcessGroup, store: dist.Store | None, requested: str, backends: str
 ) -> None:
-    """Has `get_backend` return the backend that the program asked for.
+    """Makes `get_backend` return the backend that the program requested.
 
-    Programs compare it with "gloo", as do `monitored_barrier` and others of torch's functions.
+    Programs compare it with "gloo", and so do `monitored_barrier` and others of torch's functions.
     """
-    if ":" in backends and "nccl" not in backends:  # torch takes a default only from one backend
+    if ":" in backends and "nccl" not in backends:  # torch sets a default only for one backend
         group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     world = c10d._world
     world.pg_map[group] = (requested, store)

@@ -1,8 +1,9 @@
-"""Attention over the whole sequence, where diffusers calls its own.
+"""Attention over the whole sequence, instead of diffusers' own.
 
-Shapes as diffusers has them: query (B, S_q, H, E), key and value (B, S_k, G, E), of which this rank
-holds S_q and S_k positions: a part of the text, then a part of the image, in models that attend to
-both together. The order of all positions makes no difference, since queries see the same keys.
+Shapes are those of diffusers: query (B, S_q, H, E), key and value (B, S_k, G, E). This rank holds
+S_q and S_k positions: in models that attend to text and image together, a part of the text, then a
+part of the image. The order of all positions makes no difference, since all queries see the same
+keys.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from symm_cp.integrations.diffusers.spread import Spread, gathered, spread_of, s
 
 _OP = "diffusers' context parallelism"
 
-# What diffusers' backends with torch's kernels compute. Ours would not be what the others are
-# chosen for.
+# The forward ops of diffusers' backends with torch's kernels. Users choose other backends for their
+# kernels, so those are not replaced.
 _OF_TORCH = {
     getattr(attention_dispatch, f"{name}_attention_forward_op")
     for name in ("_native", "_native_flash", "_cudnn")
@@ -54,7 +55,7 @@ def attend(
 
         F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
 
-    `attn_mask` is of this rank's keys, (B or 1, G or 1, 1, S_k), and of bool or added to the
+    `attn_mask`, (B or 1, G or 1, 1, S_k), covers this rank's keys; it is of bool, or added to the
     scores. Returns (B, S_q, H, E) and, with `return_lse`, the log-sum-exp of the scores (B, S_q,
     H). Raises `ValueError` and `NotImplementedError` before any communication.
     """
@@ -74,7 +75,7 @@ def attend(
 
 
 def refusing(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a backend of diffusers' attention that would ignore the other ranks, and refuses."""
+    """Wraps a backend of diffusers that ignores other ranks: it refuses context parallelism."""
 
     @functools.wraps(backend)
     def attention(*args: Any, _parallel_config: ParallelConfig | None = None, **kwargs: Any) -> Any:
@@ -111,7 +112,7 @@ def _attend(
         layouts = spread_over(spread.group, query.shape[2], key.shape[2])
     if mask is not None and mask.dtype == torch.bool and mask.shape[1] == 1 and not spread.uneven:
         key_mask = gathered(mask[:, 0, 0].T, spread.group).T
-    elif mask is not None:  # also where graphs do not know how much the others hold
+    elif mask is not None:  # also if graphs have no lengths of the other ranks' parts
         if options["scale"] is None:
             options["scale"] = query.shape[3] ** -0.5
         query, key, value = _with_bias(query, key, value, mask, options["scale"])
@@ -133,15 +134,15 @@ def _attend(
 def _with_bias(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> _Tensors:
-    """Returns tensors with one more feature, a constant in queries, which adds the mask to scores.
+    """Returns tensors with one more feature, constant in queries, that adds the mask to scores.
 
-    So the mask travels with the keys that it is about.
+    So the mask travels with its keys.
     """
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=key.dtype).masked_fill(~mask, -torch.inf)
     # CUDA kernels need a multiple of 8 features.
     padding = 1 if query.device.type == "cpu" else -query.shape[3] % 8 or 8
-    # About 1 / scale, so that the mask keeps its range, and a power of two, which does not round.
+    # About 1 / scale, so that the mask keeps its range; a power of two, so that it does not round.
     constant = 2.0 ** round(-math.log2(scale))
     of_keys = (mask / (scale * constant)).to(key.dtype).mT.expand(*key.shape[:3], 1)
     query = F.pad(F.pad(query, (0, 1), value=constant), (0, padding - 1))
@@ -153,8 +154,8 @@ def _check(refused: dict[str, Any], forward_op: Any) -> None:
     for name, given in refused.items():
         if given:
             raise NotImplementedError(
-                f"{_OP}: {name}={given} is not supported: a rank does not know where in the "
-                "sequence its positions are, since text and image are cut separately"
+                f"{_OP}: {name}={given} is not supported: text and image are cut separately, so "
+                "the places of a rank's positions in the sequence are unknown"
             )
     if forward_op not in _OF_TORCH:
         raise NotImplementedError(
@@ -169,7 +170,7 @@ def _check_mask(mask: torch.Tensor, key: torch.Tensor, scale: float | None) -> N
     if not fits or mask.shape[2:] != (1, S_k):
         raise NotImplementedError(
             f"{_OP}: attn_mask has shape {list(mask.shape)}, must be ({B} or 1, {G} or 1, 1, "
-            f"{S_k}): of the keys of this rank, equal for all queries"
+            f"{S_k}): for this rank's keys, equal for all queries"
         )
     if scale is not None and scale <= 0:
         raise NotImplementedError(f"{_OP}: {scale=} with attn_mask, must be positive")

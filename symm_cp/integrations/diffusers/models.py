@@ -22,7 +22,7 @@ from symm_cp.integrations.diffusers.spread import spread_of
 _OP = "enable_parallelism"
 _CPU = torch.device("cpu")
 
-# Models, and what in their plans is not cut once at the beginning and gathered once at the end.
+# Models whose plan does not cut once at the beginning and gather once at the end, and the reason.
 _WITHOUT_GRADIENTS = {
     "HeliosTransformer3DModel": "cuts and gathers the sequence in every block",
 }
@@ -35,7 +35,7 @@ def _context_parallel(config: Any) -> ContextParallelConfig | None:
 
 
 def checking(enable_parallelism: Callable[..., None]) -> Callable[..., None]:
-    """Returns `enable_parallelism`, which refuses models whose attention knows of no ranks."""
+    """Wraps `enable_parallelism` to refuse models whose attention ignores other ranks."""
 
     @functools.wraps(enable_parallelism)
     def enabled(self: ModelMixin, *, config: Any, cp_plan: Any = None) -> None:
@@ -50,7 +50,7 @@ def checking(enable_parallelism: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_gradients(model: ModelMixin, args: tuple[Any, ...]) -> None:
-    """Raises where the sum of gradients over ranks would not be those of one process."""
+    """Raises if the sum of gradients over ranks would differ from the gradients of one process."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
         name = type(model).__name__
         raise NotImplementedError(
@@ -60,7 +60,7 @@ def _refuse_gradients(model: ModelMixin, args: tuple[Any, ...]) -> None:
 
 
 def _find_parameters(model: ModelMixin) -> None:
-    """Has the hooks that cut sequences look up parameters now: Dynamo cannot trace that."""
+    """Makes the hooks that cut sequences look up parameters now: Dynamo cannot trace the lookup."""
     for module in model.modules():
         registry = getattr(module, "_diffusers_hook", None)
         for hook in registry.hooks.values() if registry is not None else ():
@@ -78,13 +78,13 @@ def _check_processors(model: ModelMixin) -> None:
             if processor is not None and not hasattr(processor, "_parallel_config"):
                 raise NotImplementedError(
                     f"{_OP}: {type(model).__name__}.{name} attends by "
-                    f"{type(processor).__name__}, which knows of no other ranks: it would see only "
+                    f"{type(processor).__name__}, which ignores other ranks: it would see only "
                     "this rank's part of the sequence"
                 )
 
 
 def resolving(resolve: Callable[..., ParallelConfig]) -> Callable[..., ParallelConfig]:
-    """Returns `_resolve_parallel_config`, for ranks without an accelerator, too."""
+    """Wraps `_resolve_parallel_config` to support ranks without an accelerator, too."""
 
     @functools.wraps(resolve)
     def resolved(self: ModelMixin, config: Any) -> ParallelConfig:
@@ -99,9 +99,9 @@ def resolving(resolve: Callable[..., ParallelConfig]) -> Callable[..., ParallelC
 
 
 def _on_cpu() -> bool:
-    """Whether the default group has no accelerator, or there is none."""
+    """Tells whether the default group or the machine has no accelerator."""
     if not dist.is_available() or not dist.is_initialized():
-        return False  # diffusers says what is missing
+        return False  # diffusers reports the missing part
     accelerator = accelerators.available()
     return accelerator is None or all(
         device.type != accelerator.type for device in dist.group.WORLD._device_types
@@ -109,7 +109,7 @@ def _on_cpu() -> bool:
 
 
 def _resolve_on_cpu(model: ModelMixin, given: ContextParallelConfig) -> ParallelConfig:
-    """As diffusers does with an accelerator: makes the mesh, and records the config."""
+    """Makes the mesh and records the config, as diffusers does with an accelerator."""
     config = ParallelConfig(context_parallel_config=given)
     mesh = given.mesh or init_device_mesh(
         "cpu", given.mesh_shape, mesh_dim_names=given.mesh_dim_names

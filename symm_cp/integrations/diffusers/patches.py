@@ -1,7 +1,7 @@
 """Replacements for functions of diffusers: `enable` installs them, `disable` removes them.
 
 diffusers has no extension point for attention over several ranks. All its attention backends that
-know of ranks call one function, by its global name in the module `attention_dispatch`.
+support several ranks call one function, by its global name in the module `attention_dispatch`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from symm_cp.integrations.diffusers import attention, models, spread
 _OP = "symm_cp.integrations.diffusers"
 _KNOWN = "0.42"
 
-# The function that is there, to the one that takes its place.
+# Maps diffusers' function to its replacement.
 _Replacing = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class _Patch:
-    """A function of diffusers, and what replaces it.
-
-    The function must have these `parameters`.
-    """
+    """A function of diffusers, which must have these `parameters`, and its replacement."""
 
     owner: Any
     name: str
@@ -38,7 +35,7 @@ class _Patch:
     replacing: _Replacing
 
     def check(self) -> None:
-        """Raises `NotImplementedError` unless diffusers has the function that we know."""
+        """Raises `NotImplementedError` unless diffusers has the expected function."""
         function = getattr(self.owner, self.name, None)
         has = None if function is None else " ".join(inspect.signature(function).parameters)
         if has != self.parameters:
@@ -49,7 +46,7 @@ class _Patch:
             )
 
     def apply(self) -> Callable[[], None]:
-        """Replaces the function; returns what puts it back."""
+        """Replaces the function; returns a function that restores it."""
         before = inspect.getattr_static(self.owner, self.name)
         setattr(self.owner, self.name, self.replacing(before))
         return lambda: setattr(self.owner, self.name, before)
@@ -81,7 +78,7 @@ _PATCHES = (
 
 
 def _refuse_other_backends() -> Callable[[], None]:
-    """Has backends that know of no ranks refuse them; returns what undoes it."""
+    """Makes backends for one rank refuse context parallelism; returns a function that undoes it."""
     registry = attention_dispatch._AttentionBackendRegistry
     before = dict(registry._backends)
     for name, backend in before.items():
@@ -94,13 +91,13 @@ _undo: list[Callable[[], None]] = []
 
 
 def enable() -> None:
-    """Has diffusers' context parallelism run on this package's ops, for all models and configs.
+    """Runs diffusers' context parallelism on this package's ops, for all models and configs.
 
-    Same result as diffusers' own, where that works. On CPU its `enable_parallelism` fails, and so
-    does `ring_degree` with torch's attention; `ring_anything` and `ulysses_anything` have no
-    gradients there. Models may be parallelised before or after. The second call does nothing.
-    Raises `NotImplementedError`, having changed nothing, if the installed diffusers has other
-    functions than we know. Source: `_templated_context_parallel_attention` of diffusers.
+    Where diffusers' own works, the result is the same. On CPU its `enable_parallelism` fails, and
+    so does `ring_degree` with torch's attention; its `ring_anything` and `ulysses_anything` have no
+    gradients. Models may be parallelised before or after this call. A second call does nothing.
+    Raises `NotImplementedError`, and changes nothing, if the installed diffusers has unexpected
+    functions. Source: `_templated_context_parallel_attention` of diffusers.
     """
     if _undo:
         return
@@ -111,9 +108,9 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Puts back what `enable` replaced; does nothing when nothing is replaced.
+    """Restores the functions that `enable` replaced, if any.
 
-    Models that were parallelised go on with diffusers' own functions.
+    Models that were parallelised continue with diffusers' own functions.
     """
     while _undo:
         _undo.pop()()

@@ -1,7 +1,7 @@
-"""How diffusers spreads sequences, as our ops take it: over which ranks, in parts of which lengths.
+"""Describes for our ops how diffusers spreads sequences: over which ranks, in which parts.
 
-W is the world size. diffusers cuts a sequence into W parts in rank order: equal ones, or with
-`ring_anything` and `ulysses_anything` those of `torch.tensor_split`.
+W is the world size. diffusers cuts a sequence into W parts in rank order: equal parts or, with
+`ring_anything` and `ulysses_anything`, the parts of `torch.tensor_split`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Spread:
 
 
 def spread_of(config: ContextParallelConfig) -> Spread:
-    """Returns how a config spreads sequences; kept with it, for graphs that hold no meshes."""
+    """Returns how a config spreads sequences; cached in it, since graphs cannot hold meshes."""
     kept: Spread | None = getattr(config, _KEPT, None)
     if kept is None:
         kept = _spread_of(config)
@@ -60,14 +60,15 @@ def gathered(shard: torch.Tensor, group: str, sizes: list[int] | None = None) ->
 
 
 def lengths_of(length: int, group: str) -> torch.Tensor:
-    """Returns how many positions each rank holds, (W,) of int64 on CPU. Collective."""
+    """Returns the number of positions on each rank, (W,) of int64 on CPU. Collective."""
     return gathered(torch.full((1,), length, dtype=torch.int64), group)
 
 
 def spread_over(group: str, queries: int, keys: int) -> torch.Tensor:
-    """Returns how keys and queries are spread, of which this rank holds so many. Collective.
+    """Returns how keys and queries are spread, from this rank's numbers of both. Collective.
 
-    As a tensor that attention takes for a load balancer, of values that graphs need not know.
+    The result is a tensor that attention accepts as a load balancer; graphs need not have its
+    values.
     """
     of_keys = lengths_of(keys, group)
     if queries == keys:
@@ -76,7 +77,7 @@ def spread_over(group: str, queries: int, keys: int) -> torch.Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """The gradient is this rank's part of what flows back, as diffusers has it.
+    """Gathers; the gradient is this rank's part of the incoming gradient, as in diffusers.
 
     So a loss that every rank computes from the whole output counts once, not once for each rank.
     """
@@ -97,12 +98,12 @@ class _Whole(torch.autograd.Function):
 
 
 def unshard_even(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
-    """`EquipartitionSharder.unshard` of diffusers: equal parts of all ranks along a dimension."""
+    """Replaces diffusers' `EquipartitionSharder.unshard`: gathers equal parts along a dimension."""
     return _Whole.apply(tensor, dim, group_name(mesh.get_group()), None)
 
 
 def unshard_uneven(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
-    """`PartitionAnythingSharder.unshard_anything` of diffusers: parts of any lengths."""
+    """Replaces diffusers' `PartitionAnythingSharder.unshard_anything`: gathers any parts."""
     group = group_name(mesh.get_group())
     sizes = lengths_of(tensor.shape[dim], group).tolist()
     return _Whole.apply(tensor, dim, group, sizes)

@@ -1,9 +1,9 @@
-"""torchtitan's context parallelism on symm_cp: functions with the names and arguments of its own.
+"""torchtitan's context parallelism on symm_cp: functions with torchtitan's names and arguments.
 
-torchtitan is not imported. Its inner attentions are recognised by the names of their classes
-(`FlexAttention`, `ScaledDotProductAttention`, `VarlenAttention`, and those of newer releases, which
-end in `InnerAttention`). They take queries, keys and values as (batch, sequence, heads, features),
-or as (tokens, heads, features).
+This does not import torchtitan. It recognises inner attentions by the names of their classes
+(`FlexAttention`, `ScaledDotProductAttention`, `VarlenAttention`; in newer releases they end in
+`InnerAttention`). They take queries, keys and values as (batch, sequence, heads, features), or as
+(tokens, heads, features).
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def prepare_context_parallel_input(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Cuts inputs, labels, positions and block masks of a batch to this rank's part.
 
-    Same result as torchtitan's function of this name, for which it may be imported instead; for the
-    arguments see `cp_shard`. `labels` are those of the positions, as torchtitan's data loaders make
-    them: already shifted. `extra_kwargs` must have "positions".
+    Replaces torchtitan's function of this name, with the same result; for the arguments see
+    `cp_shard`. `labels` must be shifted already, as torchtitan's data loaders make them.
+    `extra_kwargs` must have "positions".
     """
     tensors = (inputs, labels, extra_kwargs["positions"])
     masks = extra_kwargs.get("attention_masks")
@@ -90,12 +90,12 @@ def cp_shard(
     Args:
         cp_mesh: the ranks that share a sequence.
         inputs: tensors of the whole sequence, or of several lengths (images and texts).
-        attention_masks: None, a `BlockMask` or several by name, which are cut; offsets of documents
-            (`VarlenMetadata`) stay those of the whole sequence.
-        load_balancer_type: "headtail", "ptrr" (dealt by the work of a `BlockMask`), None
+        attention_masks: None, or one `BlockMask` or several by name, which are cut. Offsets of
+            documents (`VarlenMetadata`) are kept for the whole sequence.
+        load_balancer_type: "headtail", "ptrr" (balances the work of a `BlockMask`), None
             (sequential), or a load balancer of symm_cp.
         input_seq_dim: the sequence dimension of all inputs.
-        ptrr_mask_key: which of several masks "ptrr" counts.
+        ptrr_mask_key: the mask, if there are several, whose work "ptrr" balances.
 
     Any length works. Raises `ValueError` for another `load_balancer_type`, or "ptrr" without a
     mask. Source: torchtitan's `cp_shard`.
@@ -147,7 +147,7 @@ def _balancer(
 
 
 class _LastLayout:
-    """A function of how many positions this rank holds; no method where a class has it."""
+    """A function of the number of positions on this rank; as a class attribute not a method."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -158,10 +158,10 @@ class _LastLayout:
 
 
 def last_layout(cp_mesh: GroupLike) -> Callable[[int], LoadBalancer]:
-    """Returns the `load_balancer` for batches that are cut each in another way ("ptrr").
+    """Returns the `load_balancer` for batches whose layouts differ ("ptrr").
 
-    Attention then has the layout of the last batch that was cut on this group for as many positions
-    of this rank, head-tail if there was none.
+    Attention then uses the layout of the last batch that was cut on this group and gave this rank
+    the same number of positions, or head-tail if there was none.
     """
     return _LastLayout(_process_group(cp_mesh, None))
 
@@ -176,19 +176,19 @@ def apply_cp_to_forward(
     load_balancer: Balancers | None = None,
     method: MethodLike | None = None,
 ) -> None:
-    """Has inner attentions attend to the whole sequence, of which they get this rank's part.
+    """Makes inner attentions attend to the whole sequence, from this rank's part.
 
-    Same result as torchtitan's function of this name, for which it may be imported instead; also
-    with `score_mod`, for packed documents (`VarlenAttention`), and on CPU.
+    Replaces torchtitan's function of this name, with the same result. This one also supports
+    `score_mod`, packed documents (`VarlenAttention`), and CPU.
 
     Args:
-        attention_modules: those of all layers; of several kinds if need be.
+        attention_modules: the inner attentions of all layers, of one kind or several.
         cp_mesh: the ranks that share a sequence; a 2-D DeviceMesh for two methods.
         load_balancer: as in `context_parallel`; by default head-tail, as in torchtitan. For
             `load_balancer_type=None` pass `Sequential`, for "ptrr" `last_layout(cp_mesh)`.
         method: as in `context_parallel`.
 
-    Raises `NotImplementedError` for another kind of module, before any is changed.
+    Raises `NotImplementedError` for another kind of module, before it changes any.
     """
     for module in attention_modules:
         _kind(module)
@@ -199,7 +199,7 @@ def apply_cp_to_forward(
 
 
 class OverSequence:
-    """Makes an inner attention of torchtitan attend to the whole sequence, in front of its class.
+    """Makes an inner attention of torchtitan attend to the whole sequence, as its first base class.
 
     For releases in which a subclass of `CPInnerAttention` owns context parallelism::
 
@@ -211,20 +211,20 @@ class OverSequence:
             def cp_group(self):
                 return spmd_mesh_group(MeshAxisName.CP)
 
-    Masks stay those of the whole sequence. `cp_load_balancer` must be how torchtitan spreads the
-    tokens; it (a function as a `staticmethod`) and `cp_method` are as in `apply_cp_to_forward`.
+    Masks still cover the whole sequence. `cp_load_balancer` must match how torchtitan spreads the
+    tokens. It and `cp_method` are as in `apply_cp_to_forward`; make a function a `staticmethod`.
     """
 
     cp_load_balancer: Balancers | None = None
     cp_method: MethodLike | None = None
 
     def cp_group(self) -> GroupLike:
-        """The ranks that share a sequence: to be overridden."""
+        """Returns the ranks that share a sequence; subclasses must override it."""
         raise NotImplementedError(f"{_OP}: {type(self).__name__} must override cp_group")
 
     @classmethod
     def prepare_cp_metadata(cls, attention_metadata: Masks, *, permutation: Any = None) -> Masks:
-        """Returns the masks as they are: of the whole sequence, in the order of its positions."""
+        """Returns the masks unchanged: for the whole sequence, in the order of its positions."""
         return attention_metadata
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ class OverSequence:
 
 
 _VARLEN = "varlen"
-# What the names of their classes begin with.
+# Inner attentions by the beginning of their classes' names.
 _KINDS = {
     "Flex": ContextParallel.AttentionType.FLEX.value,
     "ScaledDotProduct": ContextParallel.AttentionType.SDPA.value,
@@ -252,14 +252,14 @@ _KINDS = {
 
 
 def _kind(module: nn.Module) -> str:
-    """Returns the function that an inner attention calls."""
+    """Returns the kind of function that an inner attention calls."""
     for base in type(module).__mro__:
         for begin, kind in _KINDS.items():
             if base.__name__.startswith(begin):
                 return kind
     raise NotImplementedError(
-        f"{_OP}: {type(module).__name__} is no inner attention that is known here: none of its "
-        f"classes has a name that begins with {sorted(_KINDS)}"
+        f"{_OP}: {type(module).__name__} is not a known inner attention: the name of one of its "
+        f"classes must begin with one of {sorted(_KINDS)}"
     )
 
 
@@ -324,7 +324,7 @@ class _Varlen:
 
 
 def _documents(metadata: Any, samples: int, length: int) -> dict[str, torch.Tensor]:
-    """Returns documents of samples that follow one another, as the attention op takes them."""
+    """Converts the documents of concatenated samples to arguments of the attention op."""
     offsets = metadata.cu_seq_q
     if offsets is not metadata.cu_seq_k and not torch.equal(offsets, metadata.cu_seq_k):
         raise NotImplementedError(f"{_OP}: documents of queries and keys must be equal")
@@ -335,7 +335,7 @@ def _documents(metadata: Any, samples: int, length: int) -> dict[str, torch.Tens
     if total != samples * length or not bool(torch.isin(begins, offsets).all()):
         raise ValueError(
             f"{_OP}: cu_seq_q ends at {total}, must cover {samples} samples of {length} positions "
-            "of the whole sequence, each of which begins a document"
+            "(the whole sequence), and each sample must begin a document"
         )
     rows = torch.arange(total, device=offsets.device)
     ids = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)

@@ -2,9 +2,9 @@
 
     --override.imports symm_cp.integrations.torchtitan.experts.token_dispatcher
 
-Experts that torchtitan spreads over the mesh "ep" then get their tokens by `symm_cp.moe`: sorted by
-expert as they are sent, and added up as they come back, where torchtitan's all-to-alls take a sort
-and a permutation on both sides.
+`symm_cp.moe` then sends tokens to the experts that torchtitan spreads over the mesh "ep". It sorts
+tokens by expert while it sends them, and adds results up as they come back; torchtitan's
+all-to-alls need a sort and a permutation on both sides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["SymmTokenDispatcher", "token_dispatcher"]
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """What `combine` needs: where tokens went, and the weights of their experts (T, K)."""
+    """The metadata for `combine`: where tokens went, and the weights of their experts (T, K)."""
 
     routing: moe.Routing
     scores: torch.Tensor
@@ -34,8 +34,8 @@ class Dispatched:
 class SymmTokenDispatcher(AllToAllTokenDispatcher):
     """Sends tokens to the ranks of their experts, and results back.
 
-    Without a mesh "ep" it does what torchtitan's does. T tokens of this rank with K experts each,
-    D features, R rows of this rank's experts.
+    Without a mesh "ep" it behaves like torchtitan's. Shapes: T tokens of this rank with K experts
+    each, D features, R rows of this rank's experts.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class SymmTokenDispatcher(AllToAllTokenDispatcher):
         topk_expert_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Returns the rows (R, D) of this rank's experts, how many each has, and what they need."""
+        """Returns the rows (R, D) of this rank's experts, the count of each, and the metadata."""
         if self.ep_mesh is None:
             return super().dispatch(
                 x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E

@@ -2,9 +2,9 @@
 
     --override.imports symm_cp.integrations.torchtitan.overrides.flex_attention
 
-torchtitan's own trainer and models then attend on symm_cp: over the ranks of the mesh "cp" where
-there is one, else each rank by itself. On CPU they can train at all only so, since torch has no
-backward pass of flex attention there, and no `varlen_attn`.
+torchtitan's own trainer and models then attend on symm_cp: over the ranks of the mesh "cp" if there
+is one, else each rank alone. On CPU they need these overrides to train, since torch has no backward
+pass of flex attention and no `varlen_attn` there.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = ["flex_attention", "varlen_attention"]
 
 
 class _Attends:
-    """Attends with symm_cp, in front of a class of torchtitan."""
+    """Makes a class of torchtitan attend with symm_cp, as its first base class."""
 
     def _symm_cp_over(
         self, group: GroupLike, load_balancer: Balancers | None = None
     ) -> Callable[..., Any]:
-        """From now on attends over a group; returns the forward pass."""
+        """Makes the module attend over a group from now on; returns the forward pass."""
         forward = ours.attending(self, super().forward, group, load_balancer)  # type: ignore
         object.__setattr__(self, "_symm_cp_forward", forward)
         return forward
 
     def _symm_cp_attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attends over the mesh that was applied, in a group of this rank alone before."""
+        """Attends over the applied mesh; without one, over `spmd_types`' "cp", or on this rank."""
         forward = vars(self).get("_symm_cp_forward")
         if forward is None:
             group = _shared_by_ranks()
@@ -58,7 +58,7 @@ class _Attends:
 
 
 def _with_the_arguments_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward method with its signature: torchtitan reads names of arguments there."""
+    """Returns a forward method with the signature of `original`, which torchtitan inspects."""
 
     @functools.wraps(original)
     def forward(self: _Attends, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -83,7 +83,7 @@ class SymmVarlenAttention(_Attends, VarlenAttention):
     forward = _with_the_arguments_of(VarlenAttention.forward)
 
     def __init__(self, config: VarlenAttention.Config) -> None:
-        super(VarlenAttention, self).__init__()  # theirs loads a kernel for GPUs
+        super(VarlenAttention, self).__init__()  # torchtitan's own loads a kernel for GPUs
         self.window_size = config.window_size
 
     @dataclass(kw_only=True, slots=True)
@@ -100,13 +100,13 @@ def flex_attention(config: FlexAttention.Config) -> FlexAttention.Config:
 
 @override(target=VarlenAttention.Config, description="varlen attention on symm_cp")
 def varlen_attention(config: VarlenAttention.Config) -> VarlenAttention.Config:
-    """Replaces torchtitan's `VarlenAttention`; its own models refuse it with a mesh "cp"."""
+    """Replaces torchtitan's `VarlenAttention`; torchtitan's models refuse it with a mesh "cp"."""
     _take_over()
     return derive(config, SymmVarlenAttention.Config, sharding_config=_in_parts(config))
 
 
 def _alone() -> dist.ProcessGroup:
-    """Returns a group of this rank, made once for each default group."""
+    """Returns a group of this rank alone, made once for each default group."""
     world = dist.group.WORLD
     if _GROUPS.get("world") is not world:
         _GROUPS["world"] = world
@@ -130,7 +130,7 @@ def _shared_by_ranks() -> dist.ProcessGroup | None:
 
 
 def _in_parts(config: Any) -> Any:
-    """Returns how inputs are sharded, with keys and values left in their parts, as queries are.
+    """Returns the sharding of inputs that leaves keys and values in parts, like queries.
 
     torchtitan's `spmd_types` gathers them over "cp" before the module; here attention does.
     """
@@ -160,7 +160,7 @@ _APPLY: Callable[..., None] = theirs.apply_cp_to_forward
 
 
 def _take_over() -> None:
-    """Has all that torchtitan has loaded cut batches, and apply a mesh, by symm_cp's functions."""
+    """Makes all loaded modules of torchtitan cut batches and apply a mesh with symm_cp."""
     for name, function in (
         ("apply_cp_to_forward", _apply_cp_to_forward),
         ("cp_shard", ours.cp_shard),

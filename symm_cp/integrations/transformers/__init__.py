@@ -1,9 +1,8 @@
-"""Models of Hugging Face's transformers under `context_parallel`: `attn_implementation="symm_cp"`.
+"""Runs Hugging Face's transformers in `context_parallel`: `attn_implementation="symm_cp"`.
 
-Importing this registers the implementation with `AttentionInterface` and `AttentionMaskInterface`;
-that of experts with `EPImplementationInterface`, fused styles with `ALL_PARALLEL_STYLES`, and the
-backend as the one that transformers gives groups on CPU which it starts itself, where the release
-has them.
+Importing this registers the implementation with `AttentionInterface` and `AttentionMaskInterface`.
+If the release has them, it also registers experts with `EPImplementationInterface`, fused styles
+with `ALL_PARALLEL_STYLES`, and the backend for the groups that transformers itself starts on CPU.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from contextlib import suppress
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-# First: with releases whose masks are not known, of which the next import raises, models are still
-# judged.
+# First: for releases with unknown masks the next import raises, but models are still checked.
 from symm_cp.integrations.transformers import inspector as _inspector  # noqa: F401
 from symm_cp.integrations.transformers.attention import NAME, attention_function, mask_function
 from symm_cp.integrations.transformers.models import attending
@@ -30,5 +28,5 @@ with suppress(ImportError):
 with suppress(ImportError):
     from transformers.distributed.utils import DISTRIBUTED_BACKEND_MAP
 
-    if DISTRIBUTED_BACKEND_MAP.get("cpu") == "gloo":  # and no other choice of the user's
+    if DISTRIBUTED_BACKEND_MAP.get("cpu") == "gloo":  # the user has chosen no other
         DISTRIBUTED_BACKEND_MAP["cpu"] = NAME

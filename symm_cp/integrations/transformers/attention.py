@@ -39,7 +39,7 @@ def mask_function(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> SequenceMask | torch.Tensor | None:
-    """The mask of a model's layers; within a region the whole sequence's mask, not as a matrix."""
+    """Returns the mask of a model's layers; within a region a description of the whole sequence."""
     within = current_region()
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset)
     if within is None or (within[0].world_size == 1 and _is_step(*arguments[1:])):
@@ -52,7 +52,7 @@ def mask_function(
 
 
 def _is_step(q_length: int, kv_length: int, q_offset: int | torch.Tensor, kv_offset: int) -> bool:
-    """Whether keys of earlier calls are in a cache, so that queries do not begin at position 0."""
+    """Whether a cache holds keys of earlier calls, so that queries begin after position 0."""
     return isinstance(q_offset, torch.Tensor) or q_offset != 0 or kv_offset != 0
 
 
@@ -62,13 +62,13 @@ def mask_of_region(
     arguments: tuple[Any, ...],
     attention_mask: torch.Tensor | None,
 ) -> SequenceMask:
-    """The mask of the whole sequence for the arguments of a mask function. Collective."""
+    """Returns the mask of the whole sequence for a mask function's arguments. Collective."""
     _, q_length, kv_length, q_offset, kv_offset = arguments
     if _is_step(q_length, kv_length, q_offset, kv_offset):
         raise NotImplementedError(
-            f"{OP}: a cache holds keys of earlier calls ({q_offset=}), each rank's those of its "
-            "part: generation within context_parallel is not supported. Generate outside of it, "
-            'where attn_implementation="symm_cp" attends as usual'
+            f"{OP}: a cache holds keys of earlier calls ({q_offset=}), on each rank only those of "
+            "its part: generation within context_parallel is not supported. Generate outside of "
+            'it, where attn_implementation="symm_cp" attends as usual'
         )
     return sequence_mask(region, function, (q_length, kv_length), attention_mask)
 
@@ -84,10 +84,10 @@ def attention_function(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of one layer: within a region over the whole sequence, outside of any as usual.
+    """Computes attention of one layer: within a region over the whole sequence, else as usual.
 
-    Shapes as transformers has them: query (B, H, S, E), key and value (B, G, S, E); returns
-    (B, S, H, E) and no weights. What was made within a region is recomputed in that region.
+    Shapes are transformers': query (B, H, S, E), key and value (B, G, S, E); returns (B, S, H, E)
+    and no weights. Checkpoints recompute in the region of their mask.
     """
     if (part := spread.part_of(module, key)) is not None:
         options = {"dropout": dropout, "scaling": scaling}
@@ -139,7 +139,7 @@ def _attend(
     name = type(module).__name__
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
-            f"{NAME}: {name} was asked for output_attentions, but weights are not kept within "
+            f"{NAME}: {name} got output_attentions=True, but weights are not kept within "
             "context_parallel: call it without, or outside of the context"
         )
     if kwargs.get("cache") is not None:
@@ -170,7 +170,7 @@ def _attend(
 def _with_documents(
     mask: SequenceMask, edges: torch.Tensor, edges_of_keys: torch.Tensor | None, query: torch.Tensor
 ) -> SequenceMask:
-    """Returns a mask with the documents that `cu_seq_lens_q` of the whole batch gives."""
+    """Adds the documents in `cu_seq_lens_q` of the whole batch to a mask."""
     if query.shape[0] != 1:
         raise NotImplementedError(
             f"{NAME}: cu_seq_lens_q with {query.shape[0]} samples is not supported within "
@@ -195,15 +195,15 @@ def _attend_given(
     mask: torch.Tensor | BlockMask,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attends with a mask of the whole sequence that the caller of the model made."""
+    """Attends with a mask of the whole sequence that the model's caller passed."""
     more = {key: options.pop(key) for key in ("softcap", "sinks", "bias", "dropout_p")}
     features = [key for key, value in more.items() if _given(value)]
     if features:
         raise NotImplementedError(
-            f"{NAME}: {name} was called with a mask that was made before, which within "
-            f"context_parallel excludes {', '.join(features)}: pass a mask of (batch, sequence)"
+            f"{NAME}: {name} got a complete mask, which within context_parallel cannot be combined "
+            f"with {', '.join(features)}: pass a mask of (batch, sequence)"
         )
     if isinstance(mask, BlockMask):
-        # Redirected within a region, also where Dynamo traces it.
+        # Redirected within a region, also while Dynamo traces it.
         return torch_flex.flex_attention(*tensors, block_mask=mask, **options)  # type: ignore[return-value]
     return sdpa.attend(region, *tensors, mask, **options)

@@ -1,6 +1,6 @@
-"""What a model of transformers makes of a batch: decoder inputs, positions, shifted labels.
+"""Makes tensors that transformers' models derive from a batch: decoder inputs, positions, labels.
 
-Models are recognised by their attributes; transformers is not imported.
+This recognises models by their attributes, and does not import transformers.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class ModelBatchRules(BatchRules):
         return _has_decoder(self.model)
 
     def add_decoder_input(self, batch: dict[str, Any]) -> None:
-        """Adds `decoder_input_ids` made from the labels: models would make it from their part."""
+        """Adds `decoder_input_ids` from the whole labels: models would use their part."""
         given = (batch.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds"))
         if not self.has_decoder or any(value is not None for value in given):
             return
         make = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
         if make is None or batch.get("labels") is None:
             raise ValueError(
-                f"{self.op}: {type(self.model).__name__} makes decoder_input_ids of its part of "
-                "the sequence: pass those of the whole sequence, or labels"
+                f"{self.op}: {type(self.model).__name__} makes decoder_input_ids from its part of "
+                "the sequence: pass decoder_input_ids of the whole sequence, or labels"
             )
         batch["decoder_input_ids"] = make(labels=batch["labels"])
 
@@ -49,7 +49,7 @@ class ModelBatchRules(BatchRules):
     def _counted_positions(
         self, ids: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Returns the positions that the model counts by padding; None if it counts all alike."""
+        """Returns the positions of a model that skips padding; None for other models."""
         by_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
         for part in modules_of(self.model):
             if ids is not None and hasattr(type(part), "create_position_ids_from_input_ids"):
@@ -76,10 +76,10 @@ class ModelBatchRules(BatchRules):
 
 
 def _counts_by_mask(module: nn.Module) -> bool:
-    """Tells whether a module counts the positions that `attention_mask` shows (OPT).
+    """Tells whether a module counts only the positions that `attention_mask` shows (OPT).
 
-    It embeds them by a table that takes the mask. BioGPT has such a table, too, but always gives it
-    positions that it counts itself, by `arange`.
+    Its embedding takes the mask. BioGPT has such an embedding, too, but always passes it positions
+    made with `arange`.
     """
     tables = (child for child in module.children() if isinstance(child, nn.Embedding))
     wanted = {"attention_mask", "position_ids"}
@@ -94,7 +94,7 @@ def _has_decoder(model: nn.Module) -> bool:
 
 
 def would_shift_labels(model: nn.Module) -> bool:
-    """Tells whether a model of transformers is known to shift labels unless it gets others."""
+    """Tells whether a model of transformers shifts labels unless it gets `shift_labels`."""
     inner = plain(model)
     if _has_decoder(inner) or not _uses_loss_function(inner):
         return False
@@ -103,7 +103,7 @@ def would_shift_labels(model: nn.Module) -> bool:
 
 
 def _uses_loss_function(inner: Any) -> bool:
-    """Tells whether `loss_function`, which the model's class or user chose, makes the loss."""
+    """Tells whether `loss_function`, set by the model's class or user, computes the loss."""
     forward = inspect.unwrap(type(inner).forward)
     loss = getattr(inner, "loss_function", None)
     return loss is not None and "loss_function" in forward.__code__.co_names

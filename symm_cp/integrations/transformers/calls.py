@@ -35,10 +35,10 @@ def _argument(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
 def check_call(
     watch: Watch, module: nn.Module, args: Any, kwargs: Any, *, masks_are_whole: bool, first: int
 ) -> None:
-    """Refuses calls of a model that take this rank's part for the whole.
+    """Refuses calls in which a model would treat this rank's part as the whole sequence.
 
-    `masks_are_whole`: its masks are those of the whole sequence, made from the parts of all ranks;
-    `first` is the first position that it counts.
+    `masks_are_whole`: the model's masks cover the whole sequence, gathered from all ranks. `first`:
+    the number of its first position.
     """
     asked = [n for n in WATCHED if kwargs.get(n) is not None and kwargs[n] is not False]
     for limit in call_limits(module, asked) if asked else ():
@@ -50,7 +50,7 @@ def check_call(
 
 
 def _check_documents(watch: Watch, module: nn.Module, kwargs: Any) -> None:
-    """Refuses documents that have not reached recurrent layers: those of Mamba 2 with its head."""
+    """Refuses documents that did not reach recurrent layers, as in Mamba 2 with its head."""
     if kwargs.get("cu_seq_lens_q") is None or not watch.recurred_without_documents:
         return
     if any(getattr(part, SEES_ALL_RANKS, False) for part in module.modules()):
@@ -62,7 +62,7 @@ def _check_documents(watch: Watch, module: nn.Module, kwargs: Any) -> None:
 
 
 def _check_cache(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Refuses generation: `generate` passes its cache to the model; models make their own else."""
+    """Refuses generation, recognised by a cache argument, which only `generate` passes."""
     generates = getattr(module, "can_generate", None)
     if generates is None or not generates():
         return
@@ -76,7 +76,7 @@ def _check_cache(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _check_kept(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Refuses a choice of positions, which the model would make in this rank's part."""
+    """Refuses `logits_to_keep`, which would choose positions in this rank's part."""
     if "logits_to_keep" not in _parameters(module.__class__):
         return
     kept = _argument(module, "logits_to_keep", args, kwargs)
@@ -92,7 +92,7 @@ def _check_kept(module: nn.Module, args: Any, kwargs: Any) -> None:
 def _check_positions(
     watch: Watch, module: nn.Module, args: Any, kwargs: Any, masks_are_whole: bool, first: int
 ) -> None:
-    """Refuses a language model that counts its positions from 0 on each rank."""
+    """Refuses language models that count positions from 0 on each rank."""
     name, names = type(module).__name__, _parameters(module.__class__)
     if "position_ids" in names:
         positions = _argument(module, "position_ids", args, kwargs)
@@ -105,7 +105,7 @@ def _check_positions(
                 "makes them"
             )
         watch.has_positions = True
-        # Documents packed by position_ids are told from the whole sequence then.
+        # With whole masks, packed documents are found in the whole sequence.
         unmasked = not masks_are_whole and (
             _argument(module, "attention_mask", args, kwargs) is None
         )
@@ -113,8 +113,8 @@ def _check_positions(
             _check_values(watch, first, name, positions, unmasked)
     elif "input_ids" in names and not watch.has_positions and not positions_known(module):
         raise NotImplementedError(
-            f"context_parallel: {name} takes no position_ids, so it counts from 0 on each rank: "
-            "it is not supported (of those that are, pass the model to context_parallel(model=...))"
+            f"context_parallel: {name} takes no position_ids, so it counts from 0 on each rank. "
+            "Pass the model to context_parallel(model=...), which supports some such models"
         )
 
 
@@ -124,12 +124,12 @@ _read_positions: HostReads[list[bool]] = HostReads()
 def _check_values(
     watch: Watch, first: int, name: str, positions: torch.Tensor, unmasked: bool
 ) -> None:
-    """Refuses positions that the model, which counts from `first`, would misinterpret: (B, S)."""
+    """Refuses positions (B, S) that a model which counts from `first` would misinterpret."""
     if positions.dim() != 2:  # several positions for each token
         return
     if not first and not unmasked:
         return
-    if capturing(positions.device):  # the host cannot read them; it did when the call was warmed up
+    if capturing(positions.device):  # the host cannot read them now; it did in the warm-up call
         return
     rank = resolve(watch.group).rank
     held = (b for b in watch.balancers if b.lengths[rank] == positions.shape[1])

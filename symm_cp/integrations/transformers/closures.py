@@ -1,9 +1,9 @@
-"""What a function captures, also of one that compiled code makes and uses while it is traced.
+"""Reads the variables that a function captures, also while Dynamo traces the code that makes it.
 
-Dynamo has no `__closure__` of the functions that traced code makes, such as the masks that models
-of transformers compose. `captured` reads what they capture from Dynamo itself (closures_trace.py),
-so that a mask can be taken apart without breaking the graph. Compare `__code__` to tell what a
-function is: Dynamo guards it, and one function is traced once for all values that it captures.
+Functions that traced code makes, such as the masks that models of transformers compose, have no
+`__closure__` in Dynamo. `captured` reads their variables from Dynamo itself (closures_trace.py), so
+that taking a mask apart does not break the graph. Identify functions by `__code__`: Dynamo guards
+it, and traces a function once for all values that it captures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def captured(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns what a Python function captures, by name.
+    """Returns the variables that a Python function captures, by name.
 
     Same result as::
 

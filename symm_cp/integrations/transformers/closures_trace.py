@@ -1,4 +1,4 @@
-"""How Dynamo reads what a function captures. Imported while it traces."""
+"""Reads the variables that a function captures in Dynamo. Imported while Dynamo traces."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`generate` with a cache that is spread over ranks (decode context parallelism).
 
-Every rank runs the model on all new tokens; of the keys and values that it caches, each rank keeps
-its part only (context_parallel/spread_keys.py), and attends to these for all ranks. So the ranks
-hold a longer context together, and share the work of attending to it.
+Every rank runs the model on all new tokens, caches only its part of the keys and values
+(context_parallel/spread_keys.py), and attends to this part for all ranks. Together the ranks hold a
+longer context, and share the work of attending to it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SAME_TOKENS = (
 
 
 class SpreadLayer(DynamicLayer):
-    """A layer of `SpreadCache`: this rank's part of the keys and values of all positions."""
+    """A layer of `SpreadCache`: this rank's part of all keys and values."""
 
     def __init__(self, cache: SpreadCache, number: int, kept: SpreadKeys) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ class SpreadLayer(DynamicLayer):
         self._config, self._part = cache.config, Part(cache.group, kept, cache.turn, cache.config)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Does nothing but note that there are keys."""
+        """Records only the device and dtype, and that there are keys."""
         self.device, self.dtype = key_states.device, key_states.dtype
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values; returns this rank's part of all, for attention over the ranks."""
+        """Adds keys and values; returns this rank's part of all, for attention over all ranks."""
         self._check_attention()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -58,7 +58,7 @@ class SpreadLayer(DynamicLayer):
         return self._part.mark(self.keys), self.values
 
     def _check_attention(self) -> None:
-        """Raises if the model takes this rank's keys for all: attention knows that they are not."""
+        """Raises if the model would treat this rank's keys as all keys."""
         chosen, layer = self._config._attn_implementation, self._part.turn.layer
         if chosen != SYMM_CP:
             raise ValueError(
@@ -69,32 +69,32 @@ class SpreadLayer(DynamicLayer):
         if layer is not None:
             raise NotImplementedError(
                 f"{_OP}: the model did not attend to the keys of layer {layer} through "
-                "transformers' AttentionInterface, so it has seen this rank's keys only: it is "
-                "not supported"
+                "transformers' AttentionInterface, so it has seen this rank's keys only: such "
+                "models are not supported"
             )
 
     def get_seq_length(self) -> int:
-        """Returns how many positions all ranks together have."""
+        """Returns the number of positions on all ranks together."""
         return self._kept.length
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes all positions."""
         self._kept.reset()
         self._part.turn.layer = None
         self.keys = self.values = None
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last positions, as many as a negative number says."""
+        """Removes the last positions; `tokens_to_remove` is minus their number, or 0."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"{_OP}: crop({tokens_to_remove}) must be negative or 0: how many tokens to forget"
+                f"{_OP}: crop({tokens_to_remove}) must be 0 or negative: minus the tokens to remove"
             )
         self._kept.crop(max(0, self._kept.length + tokens_to_remove))
         self._show()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Takes the samples of these beams."""
+        """Keeps the samples of these beams."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -118,22 +118,22 @@ class SpreadLayer(DynamicLayer):
 
 
 class SpreadCache(DynamicCache):
-    """A cache of a decoder of transformers of which each rank of a mesh keeps a part.
+    """A cache for a decoder of transformers, spread over the ranks of a mesh.
 
-    Same tokens as `DynamicCache(config=config)` gives in one process, but for rounding. All ranks
-    make the same calls, with the same inputs. Positions are dealt to the ranks in blocks of
-    `block_size`, in turns. Layers with a sliding window, and others that do not grow with the
-    sequence, are kept whole on every rank.
+    Up to rounding, tokens are the same as with `DynamicCache(config=config)` in one process. All
+    ranks make the same calls, with the same inputs. Blocks of `block_size` positions go to the
+    ranks in turn. Every rank keeps the whole cache of layers that do not grow with the sequence,
+    such as layers with a sliding window.
 
     Args:
-        config: the model's, which must attend by `attn_implementation="symm_cp"`, as it does
-            within `decoding`.
+        config: the model's configuration. The model must have `attn_implementation="symm_cp"`, as
+            it does within `decoding`.
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
-        block_size: how many positions a block has.
-        capacity: positions to have room for from the start; the cache grows beyond.
+        block_size: the number of positions in a block.
+        capacity: the number of positions to allocate at the start; the cache grows beyond it.
 
     Raises `ValueError` for a model without layers of full attention, `NotImplementedError` for
-    one with an encoder.
+    a model with an encoder.
     """
 
     def __init__(
@@ -174,14 +174,14 @@ class SpreadCache(DynamicCache):
 def decoding(
     model: nn.Module, mesh: GroupLike, *, block_size: int = 64, capacity: int = 0
 ) -> Iterator[SpreadCache]:
-    """Within it, a decoder of transformers may be called with a `SpreadCache`; yields an empty one.
+    """Lets a decoder of transformers use a `SpreadCache` in the `with` block; yields an empty one.
 
-    Until the end the model attends with `attn_implementation="symm_cp"`. Ranks compare the inputs
-    of calls with such a cache, and all raise `RuntimeError` if they differ: tokens sampled with
-    other seeds, say. `SYMM_CP_COMPARE_INPUTS=0` turns that off.
+    In the block the model attends with `attn_implementation="symm_cp"`. Ranks compare the inputs of
+    calls with such a cache, and all raise `RuntimeError` if they differ, for example for tokens
+    sampled with different seeds. `SYMM_CP_COMPARE_INPUTS=0` turns that off.
 
-    Raises `ValueError` if there is no model of transformers, `NotImplementedError` for one that
-    does not attend through transformers' `AttentionInterface`.
+    Raises `ValueError` if `model` has no model of transformers, `NotImplementedError` for a model
+    that does not attend through transformers' `AttentionInterface`.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     with attending(model):

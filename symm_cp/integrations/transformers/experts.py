@@ -1,7 +1,7 @@
-"""Experts of transformers' models over the ranks: `ep_implementation="symm_cp"`.
+"""Spreads the experts of transformers' models over ranks: `ep_implementation="symm_cp"`.
 
-`DistributedConfig(ep_size=W, ep_implementation="symm_cp")` has tokens sent to their experts, and
-results back, by `symm_cp.moe`: fused with the experts' matmuls where their module leaves these to
+With `DistributedConfig(ep_size=W, ep_implementation="symm_cp")`, `symm_cp.moe` sends tokens to
+their experts, and results back: fused with the experts' matmuls if their module leaves these to
 transformers' `ExpertsInterface`, else around the module. Source: transformers' "all_to_all", which
 sorts, copies and permutes the rows on both sides of each exchange; `grouped_mm_experts_forward`.
 """
@@ -21,20 +21,20 @@ from symm_cp.integrations.transformers.attention import NAME
 from symm_cp.tensors.dtypes import one_of, wide
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Implementations of `ExpertsInterface` that are other ways to compute the same.
+# Implementations of `ExpertsInterface` that compute the same results.
 _SAME_RESULTS = (None, "eager", "grouped_mm", "batched_mm")
 
 
 def why_not_fused(experts: nn.Module, tokens: torch.Tensor) -> str | None:
-    """Returns why a module of experts is called between dispatch and combine; None: it is fused."""
+    """Returns the reason why a module of experts is not fused, or None if it is."""
     forward = getattr(type(experts).forward, "__code__", None)
     if forward is None or "experts_interface" not in forward.co_freevars:
-        return "its forward is not that of transformers' ExpertsInterface"
+        return "its forward does not use transformers' ExpertsInterface"
     implementation = getattr(experts.config, "_experts_implementation", None)
     if implementation not in _SAME_RESULTS:
         return f"experts_implementation={implementation!r} has kernels of its own"
     if experts.has_post_expert_norm:
-        return "it has a norm behind the last matmul"
+        return "it has a norm after the last matmul"
     for name, weight in (("up", _up(experts)), ("down_proj", experts.down_proj)):
         if type(weight) not in (torch.Tensor, nn.Parameter):
             return f"its weight {name} is a {type(weight).__name__}, not a plain tensor"
@@ -51,16 +51,16 @@ def _up(experts: nn.Module) -> torch.Tensor:
 
 
 class DispatchedExperts(EPImplementation):
-    """Sends tokens to the ranks of their experts; of a batch that ranks share, each sends a part.
+    """Sends tokens to the ranks of their experts; ranks that share a batch send a part of it each.
 
-    Called with the tokens (T, D) of this rank, their experts (T, K) and weights (T, K); returns the
-    weighted sums (T, D).
+    Takes this rank's tokens (T, D), their experts (T, K) and weights (T, K); returns the weighted
+    sums (T, D).
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self._module = experts
-        # transformers replaces the instance's forward next; another replacement goes on being used.
+        # transformers replaces the instance's forward next; an earlier replacement stays in use.
         self._replaced = "forward" in vars(experts)
         self._reasons: set[str] = set()
 
@@ -83,7 +83,7 @@ class DispatchedExperts(EPImplementation):
         return parts.full_tensor()
 
     def _own_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of what the ranks of a TP group share; its gradient is whole."""
+        """Returns this rank's part of a tensor that a TP group shares; the gradient is whole."""
         shared = DTensor.from_local(tensor, self.tp_mesh, [Replicate()], run_check=False)
         return shared.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
@@ -109,14 +109,14 @@ class DispatchedExperts(EPImplementation):
 
     @property
     def _count(self) -> int:
-        """The number of experts of all ranks."""
+        """The number of experts on all ranks."""
         count: int = self.num_local_experts * self.ep_mesh.size()
         return count
 
     def _fused(
         self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """What `ExpertsInterface` asks of an implementation, with the matmuls in the two ops."""
+        """Computes the same as an `ExpertsInterface` implementation, with the two fused ops."""
         experts = self._module
 
         def factor(weight: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class DispatchedExperts(EPImplementation):
         if experts.has_bias:
             bias = experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias
             counts = torch.diff(routing.ends, prepend=routing.ends.new_zeros(1))
-            # Gradients of the rows' biases are added up in float32, if they are of 16 bits.
+            # Gradients of 16-bit biases are summed over the rows in float32.
             each = bias.to(wide(bias.dtype)).repeat_interleave(
                 counts, 0, output_size=hidden.shape[0]
             )
@@ -142,9 +142,9 @@ class DispatchedExperts(EPImplementation):
         return moe.matmul_combine((hidden, ones), (down, bias), weights, routing)
 
     def _experts(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Each row has one expert, with weight 1: `combine` weighs the results."""
+        """Calls the experts with one expert per row and weight 1: `combine` applies the weights."""
         nothing = rows.shape[0] == 0
-        if nothing:  # zeros that nobody gets: gradients of experts are zeros rather than None
+        if nothing:  # a row of zeros, cut off below: experts get gradients of zeros, not None
             rows = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])
             ends = ends + 1
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()

@@ -1,4 +1,4 @@
-"""Masks for transformers' own flex attention, within a region those of the whole sequence."""
+"""Masks for transformers' own flex attention; within a region they cover the whole sequence."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from symm_cp.integrations.transformers.masks import with_packing
 
 
 def register() -> Callable[[], None] | None:
-    """Has models with flex attention use `flex_mask_function`; returns what undoes it.
+    """Makes models with flex attention use `flex_mask_function`; returns a function that undoes it.
 
-    None if somebody else has registered a function of theirs: it stays.
+    Returns None and changes nothing if another function is registered already.
     """
     if (
         AttentionMaskInterface._global_mapping[FLEX_ATTENTION]
@@ -47,9 +47,9 @@ def flex_mask_function(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> BlockMask:
-    """The mask of a model's layers, as transformers' `flex_attention_mask` makes it.
+    """Returns the mask of a model's layers, as transformers' `flex_attention_mask` does.
 
-    Within a region that of the whole sequence. Collective there.
+    Within a region the mask covers the whole sequence, and the call is collective.
     """
     region = spread_region()
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset)
@@ -72,14 +72,14 @@ def _as_blocks(
     local: tuple[int, int],
     device: torch.device,
 ) -> BlockMask:
-    """A mask of the whole sequence as flex attention takes it."""
+    """Converts a mask of the whole sequence to a `BlockMask`."""
     lengths = region.whole_length(local[0]), region.whole_length_of_keys(*local)
     if not flex.in_tiles(device):
         return create_block_mask(
             mask.as_mask_mod(), batch_size, None, *lengths, device=device, _compile=True
         )
-    # One block, which the function describes: each rank evaluates the tiles of its own queries,
-    # and blocks would take all pairs of positions.
+    # One block with a mask function: each rank evaluates it for tiles of its own queries only;
+    # computing more blocks would evaluate all pairs of positions.
     count = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
     first = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
     return BlockMask(

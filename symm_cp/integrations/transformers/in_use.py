@@ -1,4 +1,4 @@
-"""Attributes of objects that are changed while contexts use them."""
+"""Changes attributes of objects while contexts use them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class InUse:
-    """Changes to objects while they are in use, by several threads or nested contexts."""
+    """Changes objects while several threads or nested contexts use them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By id: configurations are not hashable. Kept alive as long as they are here.
+        # By id, since configurations are not hashable; the entries keep them alive.
         self._users: dict[int, tuple[Any, dict[str, Any], int]] = {}
 
     def acquire(self, owner: Any, name: str, value: Any) -> None:
@@ -24,7 +24,7 @@ class InUse:
             self._users[id(owner)] = owner, before, count + 1
 
     def release(self, owner: Any, name: str) -> None:
-        """Restores the attribute when nobody uses the object any longer."""
+        """Restores the attribute when the last user releases the object."""
         with self._lock:
             _, before, count = self._users.pop(id(owner))
             if count > 1:

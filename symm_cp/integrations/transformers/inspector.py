@@ -1,7 +1,7 @@
-"""What context_parallel has to know of transformers' models: see `Inspector`.
+"""Tells context_parallel about transformers' models: see `Inspector`.
 
-transformers itself is imported only by what models passed to `context_parallel` need. A release of
-it whose masks are not known raises there; models are still judged.
+This imports transformers only for models passed to `context_parallel`. A release with unknown masks
+raises there; models are still checked.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from symm_cp.integrations.transformers.limits import (
 
 
 class _FlexMasks:
-    """Has models with their own flex attention use masks of the whole sequence.
+    """Makes models with their own flex attention use masks of the whole sequence.
 
-    transformers makes a mask of what the model sees, which is this rank's part. While a context is
-    active, the function that it has registered for `attn_implementation="flex_attention"` is
-    replaced in its registry by that of flex_masks.py, which makes transformers' own masks in
-    threads outside of any region.
+    transformers makes masks only of the model's input, this rank's part. While a context is active,
+    flex_masks.py's function replaces the one that transformers registered for
+    `attn_implementation="flex_attention"`. In threads outside of any region it still makes
+    transformers' own masks.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class _FlexMasks:
 
     @property
     def whole(self) -> bool:
-        """Whether masks of models with flex attention are those of the whole sequence."""
+        """Whether masks of models with flex attention cover the whole sequence."""
         return self._restore is not None
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within it, masks are those of the whole sequence."""
+        """Makes masks cover the whole sequence in the `with` block."""
         with self._lock:
             self._users += 1
             if self._restore is None:
@@ -69,9 +69,9 @@ class _FlexMasks:
 
 
 def _replace() -> Callable[[], None] | None:
-    """Returns what undoes it, or None if nothing was replaced.
+    """Returns a function that undoes the replacement, or None if nothing was replaced.
 
-    Attention then refuses masks that do not depend on positions alone.
+    If None, attention refuses masks that do not depend on positions alone.
     """
     module = _flex_masks_module()
     restore: Callable[[], None] | None = None if module is None else module.register()
@@ -80,7 +80,7 @@ def _replace() -> Callable[[], None] | None:
 
 @functools.cache
 def _flex_masks_module() -> types.ModuleType | None:
-    """None with a release of transformers whose masks are not known."""
+    """Returns the module, or None for a release of transformers with unknown masks."""
     try:
         from symm_cp.integrations.transformers import flex_masks
     except ImportError:
@@ -92,10 +92,10 @@ _flex_masks = _FlexMasks()
 
 
 class _State(NamedTuple):
-    """What the models that have run in a region say of the modules that run later."""
+    """What models that have run in a region say about modules that run later."""
 
-    chosen: str | None  # how the last one attends
-    first_position: int  # that it counts
+    chosen: str | None  # the last model's attention implementation
+    first_position: int  # the number from which it counts positions
 
 
 class _Inspector(inspectors.Inspector):
@@ -125,7 +125,7 @@ class _Inspector(inspectors.Inspector):
     def attending(
         self, models: Sequence[nn.Module], *, spread: bool
     ) -> Iterator[list[nn.Module] | None]:
-        """Within it, models attend by `attn_implementation="symm_cp"`, or by masks of the whole."""
+        """Makes models attend with symm_cp, or with masks of the whole, in the `with` block."""
         with ExitStack() as stack:
             if spread:
                 stack.enter_context(_flex_masks.in_use())

@@ -1,7 +1,7 @@
-"""The kinds of functions that transformers composes masks from, told apart by their code.
+"""The kinds of functions that transformers composes masks from, identified by their code.
 
-All functions of a kind share one code object, also when Dynamo makes them while it traces. What a
-kind means is checked once, on import: another release of transformers may change it.
+All functions of a kind share one code object, also when Dynamo makes them while it traces. The
+import checks the meaning of each kind once: another release of transformers may change it.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ PACKED = _code(made.packed_sequence_mask_function(_IDS))
 REMAPPED = _code(made.remap_positions_for_packed_sequence(made.causal_mask_function, _IDS))
 BLOCKS = _code(made.blockwise_overlay(_IDS))
 
-# Since 5.24 blocks that attend in both directions end with their document; before, they do not.
+# Bidirectional blocks end with their document since 5.24, but not before.
 BLOCKS_END_WITH_DOCUMENTS = not hasattr(made, "packed_sequence_compatibility_function")
-# Since 5.24 the functions that compose masks call their cache so.
+# The name that functions which compose masks give the cache; 5.24 changed it.
 CACHE = "cache" if BLOCKS_END_WITH_DOCUMENTS else "past_key_values"
 
 
 def check_meanings() -> None:
-    """Raises `ImportError` if a mask function shows other keys than its kind is taken for."""
+    """Raises `ImportError` if a mask function shows other keys than its kind should."""
     length = 6
     positions = torch.arange(length, device="cpu")
     ids = positions[None] // 2

@@ -1,7 +1,7 @@
-"""What a module requires of attention that a region does not apply: windows, sinks, soft caps, ...
+"""Finds features of modules that a region does not apply: windows, sinks, soft caps, ...
 
-Models of transformers state it in their `config`, their attention modules also in attributes.
-transformers is not imported.
+transformers' models state them in their `config`, attention modules also in attributes. This module
+does not import transformers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import nn
 from symm_cp.context_parallel.inspectors import Limit
 from symm_cp.integrations.transformers.batches import would_shift_labels
 
-#: The name of our implementation of attention in configurations of transformers.
+#: The name of our attention implementation in transformers' configurations.
 SYMM_CP = "symm_cp"
-#: That of transformers which calls torch's `flex_attention`.
+#: The name of transformers' implementation that calls torch's `flex_attention`.
 FLEX_ATTENTION = "flex_attention"
-#: An attribute of modules that mix positions, and of their parts: they see those of all ranks.
+#: An attribute of modules that mix positions, and of their parts: they see all ranks' positions.
 SEES_ALL_RANKS = "_symm_cp_sees_all_ranks"
-#: An attribute of modules with a configuration: the recurrent layers that it lists do so.
+#: An attribute of modules whose configuration lists recurrent layers: these see all ranks, too.
 RECURRENCE_KNOWN = "_symm_cp_recurrence_known"
 
 # Layer types of transformers' configurations, and the attributes with their lengths.
@@ -32,7 +32,7 @@ _RECURRENT = {"linear_attention"}
 _POINTWISE = {"moe", "mlp"}
 _WINDOWS = ("sliding_window", "sliding_window_size", "local_attention", "attention_window_size")
 _CHUNKS = ("attention_chunk_size",)
-# Sparse attention: the number of keys that each query picks among those of this rank.
+# Sparse attention: the number of keys that each query picks among this rank's keys.
 _PICKED = ("index_topk", "keep_window_size")
 _SOFT_CAPS = (
     "attn_logit_softcapping",
@@ -41,7 +41,7 @@ _SOFT_CAPS = (
     "attention_logits_soft_cap",
 )
 _SINKS = ("sinks", "s_aux", "attention_sinks")
-# Attention implementations that call neither function that a region sees, or mask local keys.
+# Attention implementations that call no function that a region replaces, or mask local keys.
 _HIDDEN = ("eager", "flash", "paged", "/")
 _MIXERS = (nn.RNNBase, nn.Conv1d)
 # Heads that read one position of the sequence, or one of each sample.
@@ -75,20 +75,20 @@ def uses_transformers(module: nn.Module) -> bool:
 
 
 def implementation_of(module: nn.Module) -> str | None:
-    """Returns how a module attends by its own configuration, if it has one."""
+    """Returns the attention implementation of a module's own configuration, if it has one."""
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return chosen if isinstance(chosen, str) else None
 
 
 def attends_with_symm_cp(module: nn.Module) -> bool:
-    """Tells whether a module attends as symm_cp.integrations.transformers does."""
+    """Tells whether a module's attention implementation is symm_cp's."""
     return implementation_of(module) == SYMM_CP
 
 
 def limits_of(module: nn.Module, chosen: str | None) -> Iterator[Limit]:
-    """Yields what a part of a model itself, not its children, requires and a region does not apply.
+    """Yields the features of one module, without its children, that a region does not apply.
 
-    `chosen` is how the model attends that it is part of, if it has no configuration itself.
+    If the module has no configuration, `chosen` is the attention implementation of its model.
     """
     yield from _input_and_output_limits(module)
     if uses_transformers(module):
@@ -107,7 +107,7 @@ def limits_of(module: nn.Module, chosen: str | None) -> Iterator[Limit]:
 
 
 def makes_own_sequence(module: nn.Module) -> bool:
-    """Tells whether a model of transformers makes its sequence of images or sounds."""
+    """Tells whether a model of transformers makes its sequence from images or sounds."""
     name = getattr(module, "main_input_name", None)
     if not hasattr(module, "base_model_prefix") or not isinstance(name, str):
         return False
@@ -116,13 +116,13 @@ def makes_own_sequence(module: nn.Module) -> bool:
 
 
 def _input_and_output_limits(module: nn.Module) -> Iterator[Limit]:
-    """Sequences that are not cut, and results of whole samples."""
+    """Yields limits of inputs that are not cut, and of results for whole samples."""
     if makes_own_sequence(module):
         yield Limit(
             f"main_input_name={module.main_input_name!r}",
-            "every rank would make the whole sequence of it, and attend to it as to a part",
-            "Run it outside of context_parallel, and pass on what it returns, as encoder_outputs "
-            "or inputs_embeds, which symm_cp.shard_batch cuts differentiably",
+            "every rank would make the whole sequence from it, and attend to it as to a part",
+            "Run it outside of context_parallel, and pass its result on as encoder_outputs or "
+            "inputs_embeds, which symm_cp.shard_batch cuts differentiably",
         )
     adapter = getattr(module, "active_peft_config", None)  # of PEFT
     if getattr(adapter, "is_prompt_learning", False):
@@ -138,14 +138,15 @@ def _input_and_output_limits(module: nn.Module) -> Iterator[Limit]:
         yield Limit(
             f"a pooled result ({returned.rpartition('.')[2].rstrip(chr(39) + '>')})",
             "it is computed from a position of this rank's part only",
-            "Make the model with add_pooling_layer=False, if it has that",
+            "Make the model with add_pooling_layer=False, if it takes that argument",
         )
 
 
 def positions_known(module: nn.Module) -> bool:
-    """Tells whether a model sees positions in the whole sequence.
+    """Tells whether a model uses positions in the whole sequence, or none.
 
-    The integration makes a part of it see them, or it has recurrent layers alone and counts none.
+    The first holds if the integration passes them to a part of it, the second if all of its layers
+    are recurrent.
     """
     types = getattr(getattr(module, "config", None), "layer_types", None)
     listed = {*types} if isinstance(types, (list, tuple)) else set()
@@ -159,7 +160,7 @@ def positions_known(module: nn.Module) -> bool:
 
 
 def length_dependent_rotary(module: nn.Module) -> bool:
-    """Tells whether a module embeds positions by the longest of them."""
+    """Tells whether a module's rotary embedding depends on the longest position."""
     kinds = getattr(module, "rope_type", None)
     types = kinds.values() if isinstance(kinds, dict) else (kinds,)
     return any(isinstance(kind, str) and _is_length_dependent(kind) for kind in types)
@@ -170,13 +171,13 @@ def _is_length_dependent(rope_type: str) -> bool:
 
 
 def position_scaled(module: nn.Module) -> bool:
-    """Tells whether an attention module scales queries by their place in the tensor (Llama 4)."""
+    """Tells whether an attention module scales queries by their index in the tensor (Llama 4)."""
     tuned = getattr(module, "attn_temperature_tuning", None)
     return bool(tuned) and not getattr(module, "use_rope", True)
 
 
 def first_position(module: nn.Module) -> int:
-    """Returns the first position of a module with embedded positions: RoBERTa skips padding."""
+    """Returns the number of a module's first position: RoBERTa skips the padding id."""
     table = getattr(module, "position_embeddings", None)
     padding = table.padding_idx if isinstance(table, nn.Embedding) else None
     return 0 if padding is None else int(padding) + 1
@@ -229,20 +230,20 @@ def _config_limits(config: Any, *, continues: bool) -> Iterator[Limit]:
     name = f"config.model_type={getattr(config, 'model_type', None)!r}"
     remedy = "Use longer sequences or fewer ranks"
     if chosen == SYMM_CP:
-        why = "models of transformers cannot reshape empty tensors, and a rank holds no position"
+        why = "a rank holds no position, and models of transformers cannot reshape empty tensors"
         yield Limit(name, why, remedy, shortest=1)
         return
     yield Limit(
         name,
-        "transformers takes a sequence of one position for a step of decoding, without a causal "
-        "mask, and a rank holds one position or none",
+        "a rank holds one position or none, and transformers treats a sequence of one position as "
+        "a step of decoding, without a causal mask",
         remedy,
         shortest=2,
     )
 
 
 def _layer_limits(config: Any, *, continues: bool) -> Iterator[Limit]:
-    """`continues`: recurrent layers continue what the ranks before ended with."""
+    """Yields limits of layer types; `continues`: recurrent layers get the previous ranks' state."""
     listed = [getattr(config, name, None) for name in ("layer_types", "layers_block_type")]
     types = {kind for kinds in listed if isinstance(kinds, (list, tuple)) for kind in kinds}
     types = {kind for kind in types if isinstance(kind, str)}
@@ -271,8 +272,8 @@ def _layer_limits(config: Any, *, continues: bool) -> Iterator[Limit]:
 def _router_loss(asked_by: str) -> Limit:
     return Limit(
         asked_by,
-        "the loss that balances experts is no sum over positions: it would be that of this rank's "
-        "part of the sequence",
+        "the loss that balances experts is not a sum over positions: it would cover only this "
+        "rank's part of the sequence",
         "Leave it out; or call the model without its head, gather its router_logits with "
         "symm_cp.low_contention_all_gather, and add transformers' load_balancing_loss_func of "
         "them, divided by the number of ranks, to the loss",
@@ -293,7 +294,7 @@ def _head_limits(module: nn.Module) -> Iterator[Limit]:
 
 
 def call_limits(module: nn.Module, asked: Collection[str]) -> Iterator[Limit]:
-    """Yields what the arguments of a call require: `asked` are those of `WATCHED` that are set."""
+    """Yields the limits of a call that sets the arguments `asked`, a subset of `WATCHED`."""
     # Without a head there is no loss.
     if _ROUTER_LOGITS in asked and hasattr(module, "lm_head"):
         yield _router_loss(f"{_ROUTER_LOGITS}=True")
@@ -306,22 +307,22 @@ def call_limits(module: nn.Module, asked: Collection[str]) -> Iterator[Limit]:
     if "labels" in asked and "shift_labels" not in asked and would_shift_labels(module):
         yield Limit(
             "labels without shift_labels",
-            "it shifts them by one position within this rank's part of the sequence, also those "
-            "that symm_cp.shard_batch has shifted already",
+            "it shifts labels by one position within this rank's part of the sequence, even if "
+            "symm_cp.shard_batch has shifted them already",
             "Use symm_cp.training_step, or pass model= to symm_cp.shard_batch, which adds "
             "shift_labels; or leave the labels out and compute the loss from the logits",
         )
 
 
 def _position_limits(module: nn.Module) -> Iterator[Limit]:
-    """What depends on the longest position, or on the place in a tensor."""
+    """Yields limits of modules that use the longest position, or the index in a tensor."""
     hooks = module._forward_pre_hooks.values()
     completed = any(getattr(hook, "sees_all_ranks", False) for hook in hooks)
     if length_dependent_rotary(module) and not completed:
         reach = _rotary_reach(module)
         yield Limit(
             f"rope_type={module.rope_type!r}",
-            "frequencies depend on the longest position, and each rank sees that of its part",
+            "frequencies depend on the longest position, and each rank sees only its own part",
             f"{_OURS}, or use sequences of at most {reach} positions",
             harmless_up_to=reach,
         )
@@ -329,7 +330,7 @@ def _position_limits(module: nn.Module) -> Iterator[Limit]:
         reach = int(module.floor_scale) - 1
         yield Limit(
             f"attn_temperature_tuning={module.attn_temperature_tuning}",
-            "queries are scaled by their place in this rank's part of the sequence",
+            "queries are scaled by their index in this rank's part of the sequence",
             f"{_OURS}, or use sequences of at most {reach} positions",
             harmless_up_to=reach,
         )
@@ -337,15 +338,15 @@ def _position_limits(module: nn.Module) -> Iterator[Limit]:
     if hasattr(module, _RELATIVE) and not getattr(computed, "sees_all_ranks", False):
         yield Limit(
             _RELATIVE,
-            "it is looked up for the distances within this rank's part of the sequence",
+            "it is looked up for distances within this rank's part of the sequence",
             _OURS,
         )
 
 
 def _rotary_reach(module: nn.Module) -> int:
-    """The length up to which rotary embeddings do not depend on the longest position."""
+    """Returns the length up to which rotary embeddings ignore the longest position."""
     parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-    # One entry, or one for each type of layers.
+    # One entry, or one for each layer type.
     entries = [parameters, *(entry for entry in parameters.values() if isinstance(entry, dict))]
     found = [entry.get("original_max_position_embeddings") for entry in entries]
     found += [getattr(module, "original_max_seq_len", None)]
@@ -353,7 +354,7 @@ def _rotary_reach(module: nn.Module) -> int:
 
 
 def _attribute_limits(module: nn.Module, chosen: str | None) -> Iterator[Limit]:
-    # These implementations get windows as mask functions of positions in the whole sequence.
+    # These implementations receive windows as mask functions over the whole sequence.
     masked = chosen in (SYMM_CP, FLEX_ATTENTION)
     if getattr(module, "is_sliding", True) and not masked:
         for name, value in _positive(module, ("sliding_window",)):

@@ -1,10 +1,10 @@
 """Masks of transformers' models, as descriptions over positions in the whole sequence.
 
-transformers composes a mask from functions of `(batch, head, query, key)` indices and hands the
-composition, with what it captures of this rank's part of the batch, to the mask function of the
-attention implementation. Here it is taken apart: functions are recognised by their code, tensors of
-this rank's part are gathered to the whole sequence, and what depends on the whole (where documents
-begin, how much padding precedes) is computed anew.
+transformers composes a mask from functions of `(batch, head, query, key)` indices, which capture
+tensors of this rank's part of the batch, and hands the composition to the attention
+implementation's mask function. This module takes it apart: it recognises functions by their code,
+gathers captured tensors to the whole sequence, and recomputes from the whole where documents begin
+and how much padding precedes.
 
 Shapes: B samples, S positions of the whole sequence.
 """
@@ -35,7 +35,7 @@ _UNPOSITIONED = ("create_bidirectional_mask", "create_bidirectional_sliding_wind
 
 @dataclass
 class _Whole:
-    """What masks of one call refer to, gathered from all ranks when it is first needed."""
+    """Tensors that the masks of one call need, gathered from all ranks at first use."""
 
     region: ParallelRegion
     #: How many queries and keys this rank has.
@@ -48,13 +48,13 @@ class _Whole:
     _blocks: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def gathered(self, name: str, shard: torch.Tensor, *, keys: bool = False) -> torch.Tensor:
-        """Returns the whole of a tensor over queries or keys."""
+        """Gathers a tensor over queries or keys from all ranks."""
         queries = self.lengths[0]
         lengths = self.lengths if keys else (queries, queries)
         return gather_sequence(OP, name, shard, self.region, lengths)
 
     def blocks(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the whole of a tensor of the blocks that positions are in."""
+        """Gathers the block ids of positions from all ranks."""
         if self._blocks is not None and self._blocks[0] is ids:
             return self._blocks[1]
         whole = self.gathered("block_sequence_ids", ids)
@@ -69,20 +69,20 @@ class _Whole:
 
     @property
     def key_mask(self) -> torch.Tensor | None:
-        """Keys that are no padding: (B, S_k) of bool."""
+        """Which keys are not padding: (B, S_k) of bool."""
         if self.padding is None:
             return None
         return self._once("attention_mask", self.padding, keys=True)
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """(B, S), counted from the begin of each document."""
+        """(B, S), counted from the beginning of each document."""
         assert self.positions is not None
         return self._once("position_ids", self.positions)
 
     @property
     def documents(self) -> torch.Tensor | None:
-        """(B, S): a new document begins where positions do not count on, as transformers has it."""
+        """(B, S) document ids: as in transformers, a jump in positions begins a document."""
         if self.positions is None:
             return None
         positions = self.position_ids
@@ -92,7 +92,7 @@ class _Whole:
         return jumps.cumsum(-1)
 
     def left_padding(self) -> torch.Tensor:
-        """(B,): the number of padded positions before the first that is not."""
+        """(B,): the number of padded positions before the first unpadded one."""
         if self.key_mask is None:
             return torch.zeros(1, dtype=torch.int64)
         return (self.key_mask.cumsum(-1) == 0).sum(-1)
@@ -107,19 +107,19 @@ class _Whole:
         documents = self.documents
         if documents is None:
             return (counted.to(positions.device) // size).expand_as(positions)
-        # Without a jump transformers counts from the begin, whatever the first position is.
+        # Without a jump transformers counts from index 0, whatever the first position is.
         one = (documents[:, -1:] == documents[:, :1]).all()
         return torch.where(one, counted.to(positions.device), positions) // size
 
 
 def _traced(tensor: torch.Tensor) -> bool:
-    """Whether the host cannot read a tensor, or must not: as transformers decides it."""
+    """Whether the host cannot or must not read a tensor; the same test as in transformers."""
     return torch.compiler.is_compiling() or is_tracing(tensor)
 
 
 @dataclass
 class _Parts:
-    """What a composition of mask functions requires: all of it."""
+    """The conditions that a composition of mask functions combines with "and"."""
 
     causal: bool = False
     left: int | None = None
@@ -132,7 +132,7 @@ class _Parts:
 
     @property
     def relates_positions(self) -> bool:
-        """Whether queries and keys must be of one sequence."""
+        """Whether queries and keys must belong to the same sequence."""
         return self.causal or self.packed or self.limited or bool(self.prefixed)
 
     @property
@@ -152,8 +152,8 @@ class _Parts:
     ) -> None:
         """Adds a function of indices.
 
-        With `packed` it is one of several that packing composes; with `remapped` its indices are
-        positions within documents, where these count like indices.
+        `packed`: packing composes it with others. `remapped`: its indices are positions within
+        documents.
         """
         code = _kind(function)
         if code is kinds.AND:
@@ -186,7 +186,7 @@ class _Parts:
         for function, lengths in self.prefixed:
             if len(self.prefixed) == 1 and not self.limited:
                 self.causal, prefixes = True, lengths
-            else:  # other limits hold for the prefix, too
+            else:  # other limits apply to the prefix, too
                 self.rest.append(rebuilt(whole, function))
         ids = [whole.chunks(size, remapped=remapped) for size, remapped in self.chunks]
         if self.packed and whole.documents is not None:
@@ -212,9 +212,9 @@ def _with_holes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _prefixes(whole: _Whole, function: Any) -> torch.Tensor | None:
-    """Returns how many first positions of each sample a causal mask joins into a block, (B,).
+    """Returns the length of the bidirectional block that begins each sample of a causal mask, (B,).
 
-    None for any other function, and if there are further blocks or the host cannot read them.
+    Returns None for other functions, for further blocks, and if the host cannot read the ids.
     """
     if _kind(function) is not kinds.OR:
         return None
@@ -243,7 +243,7 @@ def _packs(function: Any) -> bool:
 
 
 def _remapped(whole: _Whole, function: Any) -> Any:
-    """Returns a mask function for positions within documents as one for the whole sequence."""
+    """Converts a mask function over positions within documents to the whole sequence."""
     if whole.documents is None:
         return function
     return made.remap_positions_for_packed_sequence(function, whole.position_ids)
@@ -252,9 +252,8 @@ def _remapped(whole: _Whole, function: Any) -> Any:
 def rebuilt(whole: _Whole, function: Any, *, packed: bool = False) -> Callable[..., Any]:
     """Returns a mask function over positions in the whole sequence.
 
-    With `packed` it is one of several that packing composes. Raises `NotImplementedError` for a
-    function that captures tensors and that is none of transformers' own: which positions these
-    belong to is unknown.
+    `packed`: packing composes it with others. Raises `NotImplementedError` for a function that
+    captures tensors, unless it is transformers' own: the tensors' positions are unknown.
     """
     code = _kind(function)
     if code is kinds.AND:
@@ -288,8 +287,8 @@ def rebuilt(whole: _Whole, function: Any, *, packed: bool = False) -> Callable[.
         name = getattr(function, "__qualname__", repr(function))
         where = getattr(function, "__module__", "")
         raise NotImplementedError(
-            f"{OP}: {where}.{name} captures tensors of this rank's part of the sequence, and which "
-            "positions they belong to is unknown. Use attn_implementation="
+            f"{OP}: {where}.{name} captures tensors of this rank's part of the sequence, whose "
+            "positions are unknown. Use attn_implementation="
             '"flex_attention" and pass a BlockMask of the whole sequence as attention_mask'
         )
     return function  # type: ignore[no-any-return]
@@ -315,30 +314,30 @@ def _holds_tensors(function: Any) -> bool:
 
 
 def with_packing(function: Any, caller: types.FrameType, batch: int) -> Any:
-    """Returns a mask function as transformers composes it for packed documents, if it may see some.
+    """Composes a mask function with transformers' for packed documents, if there may be some.
 
-    It looks for jumps in `position_ids` in each rank's part, where some ranks may see none, and its
-    mask functions do not tell whether it looked: `caller`, the function that composed them, does.
+    transformers looks for jumps in `position_ids` of each rank's part, and some ranks may see none.
+    Its mask functions do not show whether it looked; `caller`, the frame that composed them, does.
     """
     if positions_in(function) is not None:
         return function
     if caller.f_globals.get("__name__") != made.__name__:
-        return function  # composed elsewhere, with all that there is
+        return function  # composed elsewhere, and complete
     factory, names = caller.f_code.co_name, caller.f_locals
     if factory in _UNPOSITIONED:
         return function
     needed = ("position_ids", "attention_mask", kinds.CACHE, "block_sequence_ids")
     if any(name not in names for name in needed):
         raise NotImplementedError(
-            f"{OP}: whether {factory} of transformers {transformers.__version__} looked for packed "
-            f"documents is unknown, it has the variables {sorted(names)}: use another version of "
-            "transformers, or another attn_implementation"
+            f"{OP}: cannot tell whether {factory} of transformers {transformers.__version__} "
+            f"looked for packed documents: it has the variables {sorted(names)}. Use another "
+            "version of transformers, or another attn_implementation"
         )
     positions, mask, cache, blocks = (names[name] for name in needed)
     if positions is None or mask is not None or cache is not None:
         return function
 
-    # Which positions belong to which document is made anew from the whole.
+    # The documents of all positions are recomputed from the whole sequence.
     ids = positions.expand(batch, -1)
     documents = made.packed_sequence_mask_function(ids)
     if blocks is None:
@@ -367,10 +366,10 @@ def positions_in(function: Any) -> torch.Tensor | None:
 def sequence_mask(
     region: ParallelRegion, function: Any, lengths: tuple[int, int], padding: torch.Tensor | None
 ) -> SequenceMask:
-    """Returns the mask of the whole sequence that a mask function of transformers stands for.
+    """Converts a mask function of transformers to a mask of the whole sequence.
 
-    Collective: each rank passes what it has of its own part. `lengths` are the numbers of its
-    queries and keys, `padding` (B, keys) is its part of the attention mask.
+    Collective: each rank passes the numbers of its queries and keys as `lengths`, and its part of
+    the attention mask, (B, keys), as `padding`.
     """
     positions = positions_in(function)
     whole = _Whole(region, lengths, padding, positions)
@@ -379,7 +378,7 @@ def sequence_mask(
     if parts.relates_positions and lengths[0] != lengths[1]:
         given = "" if padding is None else f"attention_mask of shape {list(padding.shape)} gives "
         raise ValueError(
-            f"{OP}: {given}{lengths[1]} keys for {lengths[0]} queries, must be as many: it is this "
-            "rank's part of the sequence, which symm_cp.shard_batch cuts"
+            f"{OP}: {given}{lengths[1]} keys for {lengths[0]} queries; the numbers must be equal: "
+            "pass this rank's part of the sequence, which symm_cp.shard_batch cuts"
         )
     return parts.mask(whole)

@@ -1,4 +1,4 @@
-"""Models that attend with symm_cp while they are in use by `context_parallel(model=...)`."""
+"""Makes models attend with symm_cp while `context_parallel(model=...)` uses them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHOSEN = "_attn_implementation_internal"  # what `_attn_implementation` sets in
 
 
 def _configurations(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-    """Returns the configurations of modules, and the configurations that these contain."""
+    """Returns the configurations of modules, with all sub-configurations."""
     found: dict[int, PreTrainedConfig] = {}
     pending = {id(module.config): module.config for module in modules}
     while pending:
@@ -68,10 +68,10 @@ def _refusing(module: nn.Module) -> Any:
 
 @contextmanager
 def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Within it, models attend with symm_cp; yields the modules that must run within it.
+    """Makes models attend with symm_cp; yields the modules that must run in the `with` block.
 
-    Raises `ValueError` if none of them is a model of transformers, `NotImplementedError` for one
-    that does not attend through transformers' `AttentionInterface`.
+    Raises `ValueError` if no model is transformers', `NotImplementedError` for a model that does
+    not attend through transformers' `AttentionInterface`.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     known = [known_of(each) for each in models]
@@ -90,7 +90,7 @@ def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module
             'AttentionInterface, so attn_implementation="symm_cp" has no effect on it. If it '
             "calls F.scaled_dot_product_attention, leave out model="
         )
-    # What makes sequences of images or sounds may run outside: it is refused when it runs within.
+    # Modules that make sequences from images or sounds may run outside; running them within raises.
     elsewhere = {id(inner) for part in select(makes_own_sequence) for inner in part.modules()}
     generators = select(_generates)
     for config in configs:

@@ -1,4 +1,4 @@
-"""What models with our attention compute outside of any context: as transformers does."""
+"""Attention of models with our implementation outside of any context: the same as transformers'."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`F.scaled_dot_product_attention`, or the model's eager attention where that cannot."""
+    """Calls `F.scaled_dot_product_attention`, or eager attention for soft caps and sinks."""
     if kwargs.get("softcap") is None and not has_sinks(module, kwargs):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, is_causal=is_causal, **kwargs
@@ -41,14 +41,14 @@ def attend(
 
 
 def has_sinks(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether attention has a logit in its softmax that belongs to no key."""
+    """Tells whether the softmax of attention has a logit that belongs to no key."""
     return kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None
 
 
 def _additive(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool
 ) -> torch.Tensor | None:
-    """Returns the mask that eager attention adds, from one of `F.scaled_dot_product_attention`."""
+    """Converts a mask of `F.scaled_dot_product_attention` to the one that eager attention adds."""
     rows, keys = query.shape[2], key.shape[2]
     if mask is None and is_causal and rows > 1:
         q, k = (torch.arange(size, device=query.device) for size in (rows, keys))

@@ -1,8 +1,8 @@
-"""What models compute from the positions that they see, made right for the whole sequence.
+"""Corrects computations that depend on a rank's positions, for the whole sequence.
 
 Rotary embeddings of type "dynamic" and "longrope" choose their frequencies by the longest position,
-which differs from rank to rank. Llama 4 scales queries of layers without rotary embeddings by how
-many positions come before them in the tensor, whatever `position_ids` say.
+which differs from rank to rank. Llama 4 scales queries of layers without rotary embeddings by their
+index in the tensor, and ignores `position_ids`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NAME = "position_ids"
 
 @contextmanager
 def by_longest_position(select: Select) -> Iterator[None]:
-    """Within it, and within a region, rotary embeddings see the longest position of all ranks.
+    """Makes rotary embeddings use all ranks' longest position within a region, in the `with` block.
 
-    A further column with it is added to `position_ids`, and removed from the results.
+    Hooks append that position to `position_ids` as a column, and remove its column from results.
     """
     with ExitStack() as stack:
         for module in select(length_dependent_rotary):
@@ -52,7 +52,7 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return (args[0], _with_longest(region, args[1]), *args[2:]), kwargs
 
 
-#: How limits.py knows that a module needs no refusal.
+#: limits.py does not refuse modules that have this mark.
 _before.sees_all_ranks = True  # type: ignore[attr-defined]
 
 
@@ -76,8 +76,8 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         if part.dim() < 2 or part.shape[-2] != columns:
             raise NotImplementedError(
                 f"context_parallel: {type(module).__name__} returned a tensor of shape "
-                f"{list(part.shape)} for {columns} positions, must be (..., positions, features): "
-                "rotary embeddings that depend on the length are not supported otherwise"
+                f"{list(part.shape)} for {columns} positions; with rotary embeddings that depend "
+                "on the length, the shape must be (..., positions, features)"
             )
     cut = tuple(part[..., :-1, :] for part in parts)
     return cut if isinstance(result, tuple) else cut[0]
@@ -87,9 +87,9 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def rescaled(region: ParallelRegion, module: nn.Module, query: torch.Tensor) -> torch.Tensor:
-    """Returns queries (B, H, S, E) with the scales of their positions in the whole sequence.
+    """Returns queries (B, H, S, E) scaled by their positions in the whole sequence.
 
-    Only those of attention that scales them by position in the tensor: of Llama 4.
+    Changes only queries that Llama 4's attention has scaled by their index in the tensor.
     """
     if region.world_size == 1 or not position_scaled(module):
         return query
@@ -101,6 +101,6 @@ def rescaled(region: ParallelRegion, module: nn.Module, query: torch.Tensor) -> 
 
 
 def _scales(module: Any, positions: torch.Tensor) -> torch.Tensor:
-    """As in transformers' `Llama4TextAttention.forward`."""
+    """Returns the scales of positions, as `Llama4TextAttention.forward` of transformers does."""
     floors = torch.floor((positions.float() + 1.0) / module.floor_scale)
     return torch.log1p(floors) * module.attn_scale + 1.0

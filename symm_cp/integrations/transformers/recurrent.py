@@ -1,10 +1,10 @@
 """Recurrent layers of transformers' models over a sequence that is spread over ranks.
 
-The forward methods of gated delta nets and Mamba 2 call two functions of their module that mix
-positions: a causal convolution, and a recurrence in chunks (the gated delta rule, with a decay of
-each head or, in Kimi Linear, of each feature; the scan of Mamba 2). Within a context their
-instances run the same code with functions that, within a region, see the positions before this
-rank's, wherever the layout has them.
+The forward methods of gated delta nets and Mamba 2 call two functions that mix positions: a causal
+convolution, and a recurrence in chunks (the gated delta rule, with a decay per head or, in Kimi
+Linear, per feature; the scan of Mamba 2). Within a context, instances run the same code with
+replaced functions. Within a region these continue from the positions before each of this rank's
+fragments, whichever rank holds them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CONVOLUTION = "causal_conv1d_fn"
 _DELTA_RULES = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"}
 _SCAN = "mamba2_chunk_scan"
 _RECURRENCES = {*_DELTA_RULES, _SCAN}
-# Convolution, scan, norm and projection of Mamba 2 in one kernel, which models try in training.
+# One kernel for convolution, scan, norm and projection of Mamba 2, which models try in training.
 _ALL_IN_ONE = "mamba2_split_conv1d_scan_combined"
 
 _forwards, _marks, _known = InUse(), InUse(), InUse()
@@ -50,9 +50,9 @@ _forwards, _marks, _known = InUse(), InUse(), InUse()
 
 @contextmanager
 def by_sequence_before(select: Select) -> Iterator[None]:
-    """Within it, and within a region, recurrent layers continue what the ranks before ended with.
+    """Makes recurrent layers continue across ranks within a region, in the `with` block.
 
-    Other modules of the models that have a convolution are still refused.
+    Other modules with a convolution are still refused.
     """
     nets = select(_is_recurrent)
     with ExitStack() as stack:
@@ -78,9 +78,9 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 @functools.cache
 def _spread(function: Any) -> types.FunctionType:
-    """The same code, with the functions that mix positions replaced."""
+    """Returns a copy of a forward method in which the functions that mix positions are replaced."""
     known = function.__globals__
-    # Without a name of a module, in which Dynamo would look the functions up.
+    # Without `__name__`: Dynamo would look the functions up in the module of that name.
     scope = {name: value for name, value in known.items() if name != "__name__"}
     scope[_CONVOLUTION] = _Convolution(known[_CONVOLUTION])
     for name in _DELTA_RULES & scope.keys():
@@ -103,15 +103,15 @@ class _Spread(NamedTuple):
     balancer: LoadBalancer
 
     def arguments(self, samples: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns documents and layout as arguments of ops, and notes if there are no documents."""
+        """Returns documents and layout as arguments of ops; records missing documents."""
         edges = _edges(kwargs)
         self.watch.recurred_without_documents = edges is None
         layout = None if in_rank_order(self.balancer) else self.balancer.layout
         sizes = None if self.region.even or layout is not None else self.balancer.lengths
         if edges is None and kwargs.get("seq_idx") is not None:
             raise NotImplementedError(
-                f"{_OP}: a recurrent layer was called with seq_idx alone, the documents of this "
-                "rank's part. Pass the cu_seq_lens_q of the whole batch, too"
+                f"{_OP}: a recurrent layer was called with seq_idx alone, which has only the "
+                "documents of this rank's part. Pass the cu_seq_lens_q of the whole batch, too"
             )
         if edges is not None and samples != 1:
             raise NotImplementedError(
@@ -127,10 +127,9 @@ def _edges(kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
-    """The region of a call for so many positions, unless there is none.
+    """Returns the region of a call with `length` positions, or None to run transformers' own code.
 
-    One rank runs transformers' own code, unless there are documents, which that keeps apart with
-    kernels for GPUs only.
+    A single rank runs transformers' code only without documents: on CPU that code mixes them.
     """
     within = current_region()
     if within is None or (within[0].world_size == 1 and _edges(kwargs) is None):
@@ -140,7 +139,7 @@ def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
     lengths = balancer.lengths
     if lengths[region.rank] != length:
         raise NotImplementedError(
-            f"{_OP}: a convolution of {length} positions, of which this rank holds "
+            f"{_OP}: a convolution got {length} positions, but this rank holds "
             f"{lengths[region.rank]}: transformers fills the cache of a short sequence with zeros. "
             "Call the model with use_cache=False"
         )
@@ -151,13 +150,13 @@ def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
 def _check_state(state: torch.Tensor | None) -> None:
     if state is not None:
         raise NotImplementedError(
-            f"{_OP}: a recurrent layer was called with the state of a cache, which belongs to "
-            "the first rank only. Call the model with use_cache=False"
+            f"{_OP}: a recurrent layer got a cache's state, which only the first rank may "
+            "continue. Call the model with use_cache=False"
         )
 
 
 class _Convolution:
-    """`causal_conv1d_fn` of transformers; within a region it sees the ranks before this one."""
+    """transformers' `causal_conv1d_fn`; within a region it sees positions before each fragment."""
 
     def __init__(self, alone: Any) -> None:
         self._alone = alone
@@ -189,9 +188,9 @@ class _Convolution:
 
 
 class _DeltaRule:
-    """A gated delta rule of transformers; within a region it continues the rank before.
+    """A gated delta rule of transformers; within a region it continues across ranks.
 
-    In float32, as there, or float64.
+    Computes in float32, as transformers does, or float64.
     """
 
     def __init__(self, alone: Any) -> None:
@@ -228,10 +227,10 @@ class _DeltaRule:
 
 
 class _Scan:
-    """The scan of Mamba 2 in transformers; within a region it continues the rank before.
+    """The scan of Mamba 2 in transformers; within a region it continues across ranks.
 
     Shapes: hidden_states (B, S, H, P), dt (B, S, H), A and D (H,), B and C (B, S, groups, N),
-    states (B, H, P, N). In float32, as there, or float64.
+    states (B, H, P, N). Computes in float32, as transformers does, or float64.
     """
 
     def __init__(self, alone: Any) -> None:
@@ -272,14 +271,14 @@ class _Scan:
         )
         if (skipped := kwargs.get("D")) is not None:
             out = out + skipped[:, None] * values
-        out = out.contiguous()  # Falcon H1 takes a view of it
+        out = out.contiguous()  # Falcon H1 calls view on it
         return (out, final.mT) if kwargs.get("return_final_states") else out
 
 
 class _AllInOne:
-    """The kernel of a whole layer of Mamba 2, which sees this rank only: within a region None.
+    """The kernel of a whole layer of Mamba 2, which sees only this rank: returns None in a region.
 
-    Models call the convolution and the scan then.
+    Models then call the convolution and the scan.
     """
 
     def __init__(self, alone: Any) -> None:

@@ -1,4 +1,4 @@
-"""Attention to a cache that is spread over ranks: what a layer of `SpreadCache` returns."""
+"""Attention to a cache that is spread over ranks: to the keys that `SpreadCache` returns."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PART, _COLUMNS = "_symm_cp_part", "_symm_cp_columns"
 
 @dataclass
 class Turn:
-    """Whether the model has attended to what its cache returned last: `layer` is that layer."""
+    """The layer whose keys the cache returned last; None once the model has attended to them."""
 
     layer: int | None = None
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's keys of a layer, as the model gets them from its cache."""
+    """This rank's part of a layer's keys, as the cache returns it to the model."""
 
     group: str
     kept: SpreadKeys
@@ -35,13 +35,13 @@ class Part:
     config: Any  # of the model
 
     def mark(self, keys: torch.Tensor) -> torch.Tensor:
-        """Returns the keys, from which `part_of` tells that they are a part."""
+        """Marks keys as a part, for `part_of`, and returns them."""
         setattr(keys, _PART, self)
         _waiting.part = self
         return keys
 
     def made(self, module: Any, keys: torch.Tensor) -> bool:
-        """Whether a module has made keys of those it got, as multi-head latent attention does."""
+        """Tells whether a module made `keys` from cached ones, as multi-head latent attention."""
         return (
             self.turn.layer is not None
             and getattr(module, "layer_idx", None) == self.turn.layer
@@ -51,7 +51,7 @@ class Part:
         )
 
     def columns(self, mask: torch.Tensor) -> torch.Tensor:
-        """Returns a mask of the whole sequence for this rank's keys. Layers share masks."""
+        """Returns the columns of a mask for this rank's keys; kept with the mask for all layers."""
         if mask.dim() != 4 or mask.shape[3] != self.kept.length:
             raise ValueError(
                 f"{_OP}: attention_mask has shape {list(mask.shape)}, must be (batch, heads, "
@@ -66,11 +66,11 @@ class Part:
         return own
 
 
-_waiting = threading.local()  # `part`: what a cache returned last
+_waiting = threading.local()  # `part`: the part that a cache returned last
 
 
 def part_of(module: Any, keys: torch.Tensor) -> Part | None:
-    """Returns what a cache knows of the keys that it returned; None for all other tensors."""
+    """Returns the part that keys from a cache belong to; None for all other tensors."""
     part: Part | None = getattr(keys, _PART, None)
     if part is None and (last := getattr(_waiting, "part", None)) is not None:
         part = last if last.made(module, keys) else None
@@ -86,7 +86,7 @@ def attend(
     is_causal: bool | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attends to the keys of all ranks; arguments and results as transformers has them."""
+    """Attends to the keys of all ranks; arguments and results are those of transformers."""
     part.turn.layer = None
     out = reporting_to_peers(
         part.group, _attend, part, module, tensors, mask, options, is_causal, kwargs
@@ -107,7 +107,8 @@ def _attend(
     if current_region() is not None:
         raise NotImplementedError(
             f"{_OP}: {name} was called within context_parallel, where each rank has a part of the "
-            "sequence, but every rank decodes all new tokens: use it outside of that context"
+            "sequence, but with this cache every rank decodes all new tokens: call it outside of "
+            "that context"
         )
     bias = kwargs.get("position_bias")
     for feature, asked in (

@@ -1,11 +1,11 @@
 """`from_pretrained(..., tp_plan="auto")` on fused ops: "rowwise" and both kinds of "colwise".
 
-Over process groups of this backend, as under `symm-cp run`, a linear split by its input features is
-a matmul whose products are summed as they are made, and the gradient of one split by its output
-features likewise; gathered outputs are gathered in one native call, and the last token of a prompt
-is multiplied without a copy of the weight (tensor_parallel/replicated.py). Everything else computes
-as transformers has it: other groups and devices, quantized weights, wrapped linears, uneven numbers
-of features.
+This applies to process groups of this backend, as under `symm-cp run`. The matmul of a linear that
+is split by input features sums its products while it computes them, and so does the input gradient
+of a linear that is split by output features. One native call gathers outputs, and the last token of
+a prompt is multiplied without a copy of the weight (tensor_parallel/replicated.py). transformers
+still computes the rest: other groups and devices, quantized weights, wrapped linears, uneven
+numbers of features.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from symm_cp.tensor_parallel.whole import Seat, gather
 
 _BACKEND = "symm_cp"
 Forward = Callable[..., Any]
-#: Computes one input by the fused form: its local weight and bias, and the group's name.
+#: The fused form: computes the output from an input, the local weight and bias, and a group's name.
 Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
 
 
 def _group_name(module: nn.Linear, mesh: DeviceMesh, features: int) -> str:
-    """Returns the group to fuse over, "" where a linear is left to transformers."""
+    """Returns the group to fuse over, or "" to leave a linear to transformers."""
     if type(module) is not nn.Linear or "forward" in vars(module):
-        return ""  # somebody else has a part in what it computes
+        return ""  # other code has changed what it computes
     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
     if group.size() == 1 or features % group.size() != 0:
         return ""
@@ -48,7 +48,7 @@ def _group_name(module: nn.Linear, mesh: DeviceMesh, features: int) -> str:
 
 
 def _install(module: nn.Linear, group: str, split: Shard, fused: Fused) -> None:
-    """Has a linear, whose parameters are `split`, compute by the fused form what that takes."""
+    """Makes a linear with parameters `split` use the fused form for inputs that this supports."""
     usual: Forward = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def _gathered_columns(
 
 
 class _Fusing:
-    """A style of transformers whose linears compute by `_fused`, split along `_features`."""
+    """A style of transformers whose linears, split along `_features`, compute with `_fused`."""
 
     _features: str
     _split: Shard
@@ -115,13 +115,13 @@ class FusedRowwise(_Fusing, RowwiseParallel):  # type: ignore[misc]
 
 
 class FusedColwise(_Fusing, ColwiseParallel):  # type: ignore[misc]
-    """transformers' "colwise": the gradient of its input is summed as it is made."""
+    """transformers' "colwise": the sum of its input's gradient is part of the matmul."""
 
     _features, _split, _fused = "out_features", Shard(0), staticmethod(_columns)
 
 
 class FusedColwiseGathered(_Fusing, ColwiseParallel):  # type: ignore[misc]
-    """transformers' "colwise_gather_output", as of logits: gathered in one native call."""
+    """transformers' "colwise_gather_output", used for logits: one native call gathers."""
 
     _features, _split, _fused = "out_features", Shard(0), staticmethod(_gathered_columns)
 

@@ -1,9 +1,8 @@
-"""Positions that models look up by the length of a tensor: tables of embeddings, relative biases.
+"""Makes models that derive positions from a tensor's length look up those of the whole sequence.
 
-T5 and its kin add a bias to the scores that they look up by distance, for each pair of positions of
-a tensor; within a region the bias of each distance in the whole sequence takes its place, which
-attention takes as it is. BART and others look up the embeddings of the positions that they count in
-a tensor.
+T5 and similar models look up a bias by distance, for each pair of positions of a tensor; within a
+region they look it up for each distance in the whole sequence instead, and attention takes these
+biases directly. BART and others count the positions of a tensor and look up their embeddings.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _computed, _has_table = InUse(), InUse()
 
 @contextmanager
 def by_position_in_sequence(select: Select) -> Iterator[None]:
-    """Within it, and within a region, tables of positions are those of the whole sequence."""
+    """Makes tables use the whole sequence's positions within a region, in the `with` block."""
     with ExitStack() as stack:
         for module in select(_has_relative_bias):
             _computed.acquire(module, _COMPUTE, types.MethodType(_compute_bias, module))
             stack.callback(_computed.release, module, _COMPUTE)
-            # Without a table transformers would allocate zeros for each pair of positions.
+            # False makes transformers allocate zeros for each pair of positions.
             _has_table.acquire(module, _HAS_TABLE, True)
             stack.callback(_has_table.release, module, _HAS_TABLE)
         for module in select(_counted_tables):
@@ -64,9 +63,9 @@ def _compute_bias(
     device: torch.device | None = None,
     past_seen_tokens: int = 0,
 ) -> torch.Tensor:
-    """A `compute_bias` that within a region returns the biases by distance."""
+    """Replaces `compute_bias`; within a region returns the biases by distance."""
     within = current_region()
-    # Past tokens are those of a cache; cross-attention, without a table, counts those just added.
+    # Past tokens are in a cache; cross-attention, without a table, counts the tokens just added.
     if within is not None and not (past_seen_tokens and hasattr(self, _TABLE)):
         return _by_distance(self, within[0], query_length, key_length)
     if hasattr(self, _TABLE):
@@ -80,9 +79,9 @@ _compute_bias.sees_all_ranks = True  # type: ignore[attr-defined]
 
 
 def _by_distance(module: Any, region: ParallelRegion, queries: int, keys: int) -> torch.Tensor:
-    """The bias of each distance between positions of the whole sequences: (H, S_q + S_k - 1).
+    """Returns the bias of each distance in the whole sequences: (H, S_q + S_k - 1).
 
-    Empty if the module has none. Entry [h, k - q + S_q - 1] is for query q and key k.
+    Empty if the module has no table. Entry [h, k - q + S_q - 1] is for query q and key k.
     """
     table = getattr(module, _TABLE, None)
     if table is None:
@@ -102,7 +101,7 @@ def _by_distance(module: Any, region: ParallelRegion, queries: int, keys: int) -
 
 
 def bias_by_distance(name: str, position_bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a layer's bias as attention takes it; refuses one for each pair of positions."""
+    """Returns a layer's bias in the form for attention; refuses a bias per pair of positions."""
     if position_bias is None or position_bias.numel() == 0:
         return None
     if position_bias.dim() != 2:
@@ -117,14 +116,14 @@ def bias_by_distance(name: str, position_bias: torch.Tensor | None) -> torch.Ten
 
 
 def _counted_tables(module: nn.Module) -> list[nn.Module]:
-    """Returns a module's tables of positions that it counts in its tensor, having no others."""
+    """Returns a module's position tables, unless its forward takes `position_ids`."""
     tables = [child for child in module.children() if _takes_positions(child)]
     given = tables and "position_ids" in inspect.signature(module.forward).parameters
     return [] if given else tables
 
 
 def _takes_positions(module: nn.Module) -> bool:
-    """Whether a module embeds a tensor's positions, or positions passed to it."""
+    """Tells whether a module embeds the positions of a tensor, or positions passed to it."""
     if not isinstance(module, nn.Embedding) or type(module) is nn.Embedding:
         return False
     names = tuple(inspect.signature(module.forward).parameters)
@@ -176,6 +175,6 @@ def _check_decoder_input(module: nn.Module, args: Any, kwargs: Any) -> None:
     if all(given.get(name) is None for name in _DECODER):
         raise NotImplementedError(
             f"{_OP}: {type(module).__name__} was called without decoder_input_ids, so it would "
-            "shift this rank's part of the labels. symm_cp.shard_batch(model=...) makes those of "
-            "the whole sequence"
+            "shift this rank's part of the labels. symm_cp.shard_batch(model=...) makes "
+            "decoder_input_ids of the whole sequence"
         )

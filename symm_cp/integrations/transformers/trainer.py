@@ -1,8 +1,8 @@
 """transformers' `Trainer` under context parallelism.
 
-Ranks of a context-parallel group get the same batches, each cuts its part, and the gradients are
-those of the whole sequence. DDP or FSDP, which accelerate wraps the model in, averages gradients
-over all ranks, so `shard_batch` scales the loss.
+Ranks of a context-parallel group get the same batches, and each cuts its part; gradients are those
+of the whole sequence. accelerate wraps the model in DDP or FSDP, which averages gradients over all
+ranks, so `shard_batch` scales the loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OP = "ContextParallelTrainer"
 
 
 def check_loss(op: str, trainer: Any) -> None:
-    """Raises `NotImplementedError` for losses that would get labels that are shifted already."""
+    """Raises `NotImplementedError` for losses that would shift shifted labels again."""
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
         raise NotImplementedError(
             f"{op}: label_smoothing_factor and compute_loss_func would get labels that are "
@@ -37,10 +37,10 @@ def check_loss(op: str, trainer: Any) -> None:
 
 
 def check_prediction(op: str, prediction_loss_only: bool) -> None:
-    """Raises `NotImplementedError` unless only the loss of a prediction is asked for."""
+    """Raises `NotImplementedError` unless `prediction_loss_only`."""
     if not prediction_loss_only:
         raise NotImplementedError(
-            f"{op}: predictions would be those of this rank's part: predict with a Trainer"
+            f"{op}: predictions would cover only this rank's part: predict with a Trainer"
         )
 
 
@@ -66,10 +66,10 @@ def computed_loss(
     return_outputs: bool,
     items: torch.Tensor | int | None,
 ) -> Any:
-    """Returns what `Trainer.compute_loss` does, of the whole batch.
+    """Returns the result of `Trainer.compute_loss` for the whole batch.
 
-    `compute` returns it for this rank's part, by its argument with the outputs or without: TRL's
-    trainers compute the logits in another forward pass for them.
+    `compute` returns the result for this rank's part; its argument says whether to add the outputs,
+    for which TRL's trainers compute the logits in another forward pass.
     """
     if not return_outputs:
         return _loss_of_step(trainer, reduce_loss, compute(False), items)
@@ -80,10 +80,10 @@ def computed_loss(
 def _loss_of_step(
     trainer: Any, reduce_loss: LossReduction, loss: torch.Tensor, items: torch.Tensor | int | None
 ) -> torch.Tensor:
-    """Returns the share of a batch in the loss of a step, from the mean over this rank's labels.
+    """Returns a batch's share of the loss of a step, from the mean over this rank's labels.
 
-    `items` is what `Trainer` counted: the labels of all batches of the step, of all replicas or of
-    this one, divided by the number of ranks that get the same batches.
+    `items` is `Trainer`'s count of labels: of all batches of the step, on all replicas or on this
+    one, divided by the number of ranks that get the same batches.
     """
     loss = reduce_loss(loss)
     if items is None:
@@ -92,13 +92,13 @@ def _loss_of_step(
     ranks = trainer.get_cp_size() * trainer.get_tp_size()
     if trainer.args.average_tokens_across_devices:
         return loss * (trainer.accelerator.num_processes // ranks)
-    # transformers divides by the number of ranks also where it counted only one's labels.
+    # transformers divides by the number of ranks even if it counted the labels of only one.
     return loss / ranks if torch.is_tensor(items) else loss
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What accelerate's data loaders read of a device mesh: which processes get one batch."""
+    """The part of a device mesh that accelerate's data loaders read: who gets the same batch."""
 
     sizes: Mapping[str, int]
 
@@ -115,19 +115,19 @@ class _Sizes:
 
 
 class ContextParallelMixin:
-    """Makes a `Trainer` run context parallel, as `class MyTrainer(ContextParallelMixin, Trainer)`.
+    """Makes a `Trainer` context parallel: `class MyTrainer(ContextParallelMixin, Trainer)`.
 
-    Further arguments, by keyword:
+    Adds keyword arguments:
 
-    cp_mesh: a 1-D DeviceMesh, a ProcessGroup or a group name (a 2-D DeviceMesh for two methods):
-        the ranks that share a sequence. They must be consecutive, and started so that accelerate
-        knows them (torchrun). Further ranks are replicas with other batches.
+    cp_mesh: the ranks that share a sequence: a 1-D DeviceMesh, a ProcessGroup or a group name (a
+        2-D DeviceMesh for two methods). The ranks must be consecutive, and accelerate must see
+        them (torchrun). Further ranks are replicas with other batches.
     cp_load_balancer: a function of the length of a whole sequence and the number of ranks, such as
         the class `symm_cp.Sequential`; `symm_cp.HeadTail` by default.
     cp_method: how attention is split over the ranks, as in `context_parallel`.
 
-    Batches are those of one process, of any model that `context_parallel(model=...)` takes; see
-    `shard_batch`. The loss is the mean over all labels, as accelerate and gradient accumulation
+    Batches are the same as in one process, for any model that `context_parallel(model=...)` takes;
+    see `shard_batch`. The loss is the mean over all labels, as accelerate and gradient accumulation
     count them. Evaluation computes the loss only. Refused with `NotImplementedError`: label
     smoothing, `compute_loss_func`, and metrics, which would get this rank's logits.
     """
@@ -168,13 +168,13 @@ class ContextParallelMixin:
         if ranks != list(range(ranks[0], ranks[0] + size)) or ranks[0] % size or processes % size:
             raise ValueError(
                 f"{_OP}: cp_mesh has ranks {ranks} of {processes}, must be {size} consecutive "
-                f"ones from a multiple of {size}"
+                f"ranks that begin at a multiple of {size}"
             )
         sizes = _Sizes({"dp_replicate": processes // size, "cp": size})
         trainer.accelerator._prepare_device_mesh = lambda: sizes
 
     def get_cp_size(self) -> int:
-        """The number of ranks that share a sequence."""
+        """Returns the number of ranks that share a sequence."""
         return self._cp_group.size()
 
     def _prepare_context_parallel_inputs(
@@ -201,7 +201,7 @@ class ContextParallelMixin:
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The loss of the whole batch, from the mean over this rank's labels."""
+        """Computes the loss of the whole batch, from the mean over this rank's labels."""
         reduce_loss, self._cp_reduce_loss = self._cp_reduce_loss, None
         if reduce_loss is None:
             raise RuntimeError(f"{_OP}: compute_loss was called with a batch that was not cut")
@@ -215,7 +215,7 @@ class ContextParallelMixin:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """The loss of a batch; predictions are refused."""
+        """Computes the loss of a batch; refuses predictions."""
         check_prediction(_OP, prediction_loss_only)
         return super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
 
@@ -223,7 +223,7 @@ class ContextParallelMixin:
 class ContextParallelTrainer(ContextParallelMixin, Trainer):
     """transformers' `Trainer`, context parallel: see `ContextParallelMixin`.
 
-    Same losses and weights as with one process::
+    Gives the same losses and weights as one process::
 
         trainer = ContextParallelTrainer(model, args, train_dataset=data, cp_mesh=mesh["cp"])
         trainer.train()

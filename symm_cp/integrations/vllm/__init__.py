@@ -1,10 +1,10 @@
 """vLLM on CPU over symm_cp: a general plug-in that vLLM loads by its entry point.
 
-In every process of an engine on CPU, `register` sets two answers of vLLM's platform object: the
+In every process of an engine on CPU, `register` sets two attributes of vLLM's platform object: the
 backend of its device groups is symm_cp instead of gloo, and its device communicator is
-`communicator.SymmCommunicator`. No class of vLLM is changed. vLLM's `VLLM_PLUGINS` leaves it out
-(`VLLM_PLUGINS=""` all plug-ins). On other platforms, and where another plug-in has chosen a backend
-or a communicator, nothing is set.
+`communicator.SymmCommunicator`. It changes no class of vLLM. vLLM's `VLLM_PLUGINS` can leave it out
+(`VLLM_PLUGINS=""` leaves out all plug-ins). It sets nothing on other platforms, or if another
+plug-in has chosen a backend or a communicator.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _VLLMS = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator
 
 
 def register() -> None:
-    """Has vLLM's CPU platform use this package; once more does no harm.
+    """Makes vLLM's CPU platform use this package; further calls do nothing.
 
-    vLLM calls it. Where the native part cannot be built, vLLM's own choices stay, with a warning.
+    vLLM calls it. If the native part cannot be built, it keeps vLLM's own choices and warns.
     """
     from vllm.logger import init_logger
     from vllm.platforms import current_platform

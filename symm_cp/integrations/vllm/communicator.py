@@ -1,12 +1,12 @@
 """vLLM's device communicator for CPU tensors over shared memory.
 
-Of `DeviceCommunicatorBase` it keeps what runs well over the backend symm_cp (`all_gather`,
-`reduce_scatter`, `gather`, `send`, `recv`, `broadcast`), and adds what the base class and vLLM's
-`CpuCommunicator` lack: gathers and reduce-scatters of unequal parts, and dictionaries with any
-values, on any CPU.
+It keeps the methods of `DeviceCommunicatorBase` that run well over the backend symm_cp
+(`all_gather`, `reduce_scatter`, `gather`, `send`, `recv`, `broadcast`). It adds functions that the
+base class and vLLM's `CpuCommunicator` lack: gathers and reduce-scatters of unequal parts, and
+dictionaries with any values, on any CPU.
 
-A call with sizes that do not fit raises `ValueError`, before any communication, and the other ranks
-of the group hear of it.
+A call with invalid sizes raises `ValueError` before any communication, and the error is reported to
+the other ranks of the group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 class SymmCommunicator(DeviceCommunicatorBase):
     """Communication of one of vLLM's groups, over a `device_group` with the backend symm_cp.
 
-    Made by all ranks of the group together. Ranks in arguments are ranks in the group.
+    All ranks of the group must construct it together. Ranks in arguments are ranks in the group.
     """
 
     #: vLLM's `GroupCoordinator` then sends dictionaries through this class.
@@ -48,7 +48,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
         self.device_group = cpu_group if device_group is None else device_group
         self._group_name = self.device_group.group_name
         self._on_one_host = hosts_of(resolve(self.device_group), _CPU) is None
-        if self.use_all2all:  # as vLLM's CPU communicator: gathers out, reduce-scatters back
+        if self.use_all2all:  # as in vLLM's CPU communicator: gathers, then reduce-scatters
             from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 
             self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
@@ -57,7 +57,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
         """Returns the sum over the ranks, in new memory; on several hosts in the input's memory."""
         if not self._on_one_host:
             return super().all_reduce(input_)
-        # Native from the dispatcher to memory, and one opaque op to vLLM's compiler.
+        # Native code from the dispatcher on, and one opaque op for vLLM's compiler.
         total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
             input_, "sum", self._group_name
         )
@@ -69,14 +69,14 @@ class SymmCommunicator(DeviceCommunicatorBase):
         dim: int = 0,
         sizes: list[int] | None = None,
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Gathers parts whose lengths along `dim` are `sizes`, by default all as this rank's.
+        """Gathers parts whose lengths along `dim` are `sizes`, by default this rank's length each.
 
-        Of a list, all tensors are gathered, and their parts have the same lengths.
+        With a list it gathers all tensors, whose parts must have the same lengths.
         """
         inputs = [input_] if isinstance(input_, torch.Tensor) else list(input_)
         lengths = parts.lengths_to_gather("all_gatherv", inputs, dim, sizes, self.device_group)
         outputs = []
-        for x in inputs:  # all are checked: a rank that refuses them makes none of these calls
+        for x in inputs:  # all are checked: a rank that refuses one makes none of these calls
             shape = list(x.shape)
             shape[dim] = sum(lengths)
             outputs.append(x.new_empty(shape))
@@ -99,7 +99,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
         dim: int = -1,
         sizes: list[int] | None = None,
     ) -> torch.Tensor:
-        """`reduce_scatterv` into memory that is given; returns it."""
+        """Writes the result of `reduce_scatterv` to `output`, and returns it."""
         return self._reduce_scatter("reduce_scatterv_into_output", input_, output, dim, sizes)
 
     def _reduce_scatter(
@@ -137,7 +137,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
                 work.wait()
 
     def recv_tensor_dict(self, src: int) -> dict[str, Any]:
-        """Receives what rank `src` passes to `send_tensor_dict`."""
+        """Receives the dictionary that rank `src` passes to `send_tensor_dict`."""
         _check_peer("recv_tensor_dict", "src", src, self.rank_in_group, self.world_size)
         text_bytes = torch.empty(1, dtype=torch.int64)
         dist.recv(text_bytes, group=self.device_group, group_src=src)
@@ -157,8 +157,8 @@ class SymmCommunicator(DeviceCommunicatorBase):
                 work.wait()
         return received
 
-    # To the experts' ranks and back, by vLLM's manager: its gathers are those above. Without one
-    # the base class returns what it is given.
+    # vLLM's manager sends to the experts' ranks and back, with the gathers above. Without a manager
+    # the base class returns its input.
 
     def dispatch_router_logits(
         self,
@@ -198,7 +198,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
         output: torch.Tensor,
         is_sequence_parallel: bool = False,
     ) -> torch.Tensor:
-        """`combine` into memory that is given; returns it."""
+        """Writes the result of `combine` to `output`, and returns it."""
         combined: torch.Tensor = self._experts.combine_into_output(
             hidden_states, output, is_sequence_parallel
         )

@@ -1,4 +1,4 @@
-"""The arguments of `symm-cp demo --decode`, parsed and checked; checks that both demos share."""
+"""The arguments of `symm-cp demo --decode`, parsed and checked, and checks that both demos use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from symm_cp.ranks import is_rank, positive
 
-if TYPE_CHECKING:  # `symm-cp --help` does without
+if TYPE_CHECKING:  # `symm-cp --help` does not import it
     import torch
 
 HEAD_DIMS = (64, 32, 16, 8)
 _HIDDEN_UNIT = 32  # the hidden features of a rank are a multiple of this
 DTYPES = ("bfloat16", "float32", "float64")
-#: The arguments that only --decode has, and the arguments that only training has.
+#: Arguments only for --decode, and arguments only for training.
 ONLY = ("prompt", "tokens", "config")
 _NEVER = ("cp", "steps", "most_steps", "text", "seq", "batch")
 _DEFAULTS = {"dim": 1024, "layers": 8, "prompt": 32, "tokens": 64}
@@ -79,14 +79,14 @@ def world_size(ranks: int | None, default: int, environment: Mapping[str, str] |
         return ranks or default
     started = int(environment["WORLD_SIZE"])
     if ranks not in (None, started):
-        raise ValueError(f"--ranks {ranks} must be WORLD_SIZE={started}, as the ranks are running")
+        raise ValueError(f"--ranks {ranks} must equal WORLD_SIZE={started}, the running ranks")
     return started
 
 
 def check(
     arguments: argparse.Namespace, environment: Mapping[str, str] | None = None
 ) -> DecodeOptions:
-    """Returns checked options; raises `ValueError` for values that do not go together."""
+    """Returns checked options; raises `ValueError` for invalid combinations of values."""
     import torch
 
     for name in _NEVER:
@@ -116,10 +116,10 @@ def check(
 
 
 def config_of(options: DecodeOptions) -> Any:
-    """Returns the model's configuration, as transformers has it.
+    """Returns the model's configuration, an object of transformers.
 
-    Raises `ValueError` without transformers, for a file that is none, and for sizes that the number
-    of ranks does not divide.
+    Raises `ValueError` without transformers, for a file without a configuration, and for sizes that
+    are not divisible by the number of ranks.
     """
     from symm_cp.commands.harness import llama
 

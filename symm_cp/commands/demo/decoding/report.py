@@ -20,19 +20,20 @@ from symm_cp.commands.harness.paired import (
 )
 from symm_cp.parsing import STDOUT, write_json
 
-#: Of the steps after the prompt: the first compiles or allocates workspaces, the next ones warm up.
+#: Steps after the prompt that are not timed: the first compiles or allocates workspaces, the
+#: others warm up.
 WARM_UP = 3
 _NAME_WIDTH = 24
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the tokens and logits of a variant compare with those of the one process."""
+    """Compares the tokens and logits of a variant with those of the one process."""
 
-    equal: int  # tokens
-    tied: int  # other tokens, whose logits in the one process differ by less than rounding
-    wrong: int  # other tokens
-    largest: float  # difference of logits
+    equal: int  # equal tokens
+    tied: int  # different tokens whose logits in the one process differ by less than rounding
+    wrong: int  # all other different tokens
+    largest: float  # largest difference of logits
     ranks_agree: bool
 
 
@@ -55,7 +56,7 @@ class DecodeResult:
         )
 
     def timed(self, name: str) -> list[float]:
-        """Returns the seconds of all steps but the first ones, unless there are no others."""
+        """Returns the seconds of all steps after the warm-up, or of all if there are no others."""
         steps = self.seconds[name][1:]
         return steps[WARM_UP:] or steps
 
@@ -69,9 +70,9 @@ class DecodeResult:
 
 
 def tolerance_of(logits: torch.Tensor, dtype: torch.dtype) -> float:
-    """Returns how much logits may differ between variants, which sum in other orders.
+    """Returns how much logits may differ between variants, which sum in different orders.
 
-    The error of a sum in `dtype`, some tens of units in the last place of the largest logit.
+    It is the error of a sum in `dtype`: some tens of units in the last place of the largest logit.
     """
     return 50 * torch.finfo(dtype).eps * max(1.0, float(logits.abs().max()))
 
@@ -79,9 +80,9 @@ def tolerance_of(logits: torch.Tensor, dtype: torch.dtype) -> float:
 def compare(
     tokens: list[int], logits: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float
 ) -> tuple[int, int, int, float]:
-    """Returns how many tokens are equal, tied and wrong, and the largest difference of logits.
+    """Returns the numbers of equal, tied and wrong tokens, and the largest difference of logits.
 
-    A token is tied if the wanted logits of both differ by twice the tolerance at most.
+    A token is tied if its wanted logit is at most twice the tolerance below the largest one.
     """
     equal = tied = 0
     for token, reference in zip(tokens, wanted, strict=True):

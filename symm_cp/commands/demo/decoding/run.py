@@ -1,4 +1,4 @@
-"""Generates greedily with all variants, a token of each in turn; compares tokens and times."""
+"""Generates greedily with all variants, one token each in turn; compares tokens and times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Generator:
-    """Generates with one variant: its tokens so far, and how long each took."""
+    """Generates with one variant; holds its tokens so far, and the seconds that each took."""
 
     def __init__(self, variant: DecodeVariant, prompt: torch.Tensor, tokens: int) -> None:
         self.variant = variant
@@ -42,7 +42,7 @@ class Generator:
 
     def prefill(self) -> None:
         """Processes the prompt, which gives the first token."""
-        # As it is written, also for compiled variants: it happens once, with a shape of its own.
+        # Uncompiled, even for compiled variants: the prompt's shape occurs only once.
         self._take(self.variant.model, self._prompt, 0)
 
     def step(self, token: int) -> None:
@@ -101,7 +101,7 @@ class DecodeRun:
         )
 
     def generator(self, variant: DecodeVariant) -> Generator:
-        """Returns a generator that has seen nothing yet."""
+        """Returns a generator in its initial state."""
         return Generator(variant, self.prompt, self.options.tokens)
 
     def generate_dense(self, count: int) -> Generator:
@@ -120,7 +120,7 @@ class DecodeRun:
         return generator
 
     def generate_spread(self, tokens: list[int]) -> list[Generator]:
-        """Generates with the other variants, each of which is given `tokens` one by one.
+        """Generates with the other variants; each receives `tokens` one by one.
 
         They take turns, so that drift of the machine's speed affects them equally.
         """
@@ -137,7 +137,7 @@ class DecodeRun:
         return generators
 
     def agreement(self, own: Generator, dense: Generator, tolerance: float) -> Agreement:
-        """Compares a variant's tokens on all ranks; on rank 0 with those of the one process too."""
+        """Compares a variant's tokens on all ranks, and on rank 0 with the one process's tokens."""
         tokens = torch.tensor(own.tokens)
         everywhere = [torch.empty_like(tokens) for _ in range(self.group.size())]
         dist.all_gather(everywhere, tokens, group=self.group)
@@ -198,5 +198,5 @@ def run_rank(options: DecodeOptions, group: dist.ProcessGroup) -> int:
     result = DecodeRun(options, group).result()
     if group.rank() == 0:
         show(result)
-    # All ranks have the same result; torchrun takes the exit code from any of them.
+    # All ranks have the same result; torchrun uses the exit code of any rank.
     return 0 if result.agree() else 1

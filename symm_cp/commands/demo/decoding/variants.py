@@ -1,13 +1,13 @@
 """The variants of a model that is split over ranks, and how their ranks exchange activations.
 
-| variant | how products are summed, and logits gathered |
+| variant | how ranks sum products and gather logits |
 |---|---|
 | `unfused` | by torch's collectives |
 | `fused` | inside the linears, by `symm_cp.tensor_parallel.apply`; with --compile, by the passes |
 | `compute alone` | not at all |
 
-The tokens of `compute alone` are meaningless; its time is the time of the others if communication
-took no time.
+The tokens of `compute alone` are meaningless; its time is what the others would take without
+communication.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DecodeVariant:
 
 
 def over(group: dist.ProcessGroup) -> Exchanges:
-    """Returns torch's collectives as a program calls them that is not compiled."""
+    """Returns torch's collectives as uncompiled programs call them."""
 
     def all_reduce(partial: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(partial, group=group)
@@ -59,7 +59,7 @@ def over(group: dist.ProcessGroup) -> Exchanges:
 
 
 def functional(group: dist.ProcessGroup) -> Exchanges:
-    """Returns torch's collectives as torch.compile knows them."""
+    """Returns torch's functional collectives, which torch.compile can trace."""
     return Exchanges(
         lambda partial: funcol.all_reduce(partial, "sum", group),
         lambda part: _gather_functional(part, part.dim() - 1, group),
@@ -67,13 +67,13 @@ def functional(group: dist.ProcessGroup) -> Exchanges:
 
 
 def none(group: dist.ProcessGroup) -> Exchanges:
-    """Returns exchanges without communication, of the right shapes."""
+    """Returns exchanges without communication, with results of the right shapes."""
     size = group.size()
     return Exchanges(lambda partial: partial, lambda part: torch.cat([part] * size, -1))
 
 
 def eager(name: str, model: nn.Module) -> DecodeVariant:
-    """Returns a variant that runs as it is written."""
+    """Returns a variant that runs uncompiled."""
     return DecodeVariant(name, model, model)
 
 

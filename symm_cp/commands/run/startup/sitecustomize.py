@@ -1,9 +1,9 @@
 """Python imports this file when it starts programs of `symm-cp run` or `exec`, and their children.
 
-The program runs as without it, but once it has imported `torch.distributed`, its process groups are
-made by `symm_cp.commands.run.redirect`; with `--cuda-on-cpu`, once it has imported torch, the CPU
-stands for GPUs; with `--numa` a rank runs on cores of its own. Until then nothing of torch or
-symm_cp is imported, so that the program can set variables first.
+The program runs as without it, with three exceptions. Once it has imported `torch.distributed`,
+`symm_cp.commands.run.redirect` makes its process groups. With `--cuda-on-cpu`, once it has imported
+torch, the CPU stands in for GPUs. With `--numa`, a rank runs on its own cores. Until then this file
+imports nothing of torch or symm_cp, so that the program can set variables first.
 """
 
 import importlib
@@ -25,7 +25,7 @@ def _find_symm_cp() -> None:
 
 
 def _redirect(c10d: ModuleType) -> None:
-    """Has all process groups made through `symm_cp.commands.run.redirect`."""
+    """Makes `symm_cp.commands.run.redirect` create all process groups."""
     make = c10d._new_process_group_helper
 
     def make_redirected(*args: object, **kwargs: object) -> object:
@@ -38,18 +38,18 @@ def _redirect(c10d: ModuleType) -> None:
 
 
 def _map_cuda(torch: ModuleType) -> None:
-    """Has the program get the CPU for CUDA, as long as it runs."""
+    """Gives the program the CPU for CUDA, as long as it runs."""
     _find_symm_cp()
     from symm_cp.testing.gpu_programs import cuda_on_cpu
 
     devices = int(os.environ["SYMM_CP_CUDA_ON_CPU"])
     mapping = cuda_on_cpu(devices, int(os.environ.get("LOCAL_RANK", 0)))
     mapping.__enter__()
-    _kept.append(mapping)  # it would end with its context manager
+    _kept.append(mapping)  # the mapping ends when its context manager is freed
 
 
 def _explain(_: ModuleType) -> None:
-    """Has the graphs that the program compiles noted (`symm-cp explain`)."""
+    """Records the graphs that the program compiles (`symm-cp explain`)."""
     _find_symm_cp()
     from symm_cp.inductor.notes import begin
 
@@ -57,7 +57,7 @@ def _explain(_: ModuleType) -> None:
 
 
 def _explain_eager(c10d: ModuleType) -> None:
-    """Has the collectives that the program calls noted, from its first group on."""
+    """Records the collectives that the program calls, from its first group on."""
     make = c10d._new_process_group_helper
 
     def make_noting(*args: object, **kwargs: object) -> object:
@@ -72,7 +72,7 @@ def _explain_eager(c10d: ModuleType) -> None:
 
 
 class _Finder:
-    """Finds a module as Python does, and acts when it has been executed."""
+    """Finds a module as Python does, and calls `act` after the module has been executed."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name, self._act = name, act
@@ -97,7 +97,7 @@ class _Finder:
 
 
 def _bind() -> None:
-    """Has a rank run on its cores; ends the program if there are too few."""
+    """Binds a rank to its cores; ends the program if there are too few."""
     path = os.path.join(_FOLDER, "..", "..", "..", "cores.py")
     spec = importlib.util.spec_from_file_location("_cores", path)
     assert spec is not None
@@ -107,14 +107,14 @@ def _bind() -> None:
     try:
         cores.bind()
     except (OSError, ValueError) as error:
-        # An exception would be passed over, or end in a traceback of Python's start.
+        # Python would ignore an exception here, or print a traceback of its own start.
         sys.stderr.write(f"symm-cp: --numa: {error}\n")
         sys.stderr.flush()
         os._exit(2)
 
 
 def _import_hidden() -> None:
-    """Imports the sitecustomize.py that this one stands in front of, if there is one."""
+    """Imports the sitecustomize.py that this one hides, if there is one."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
     this = sys.modules.pop("sitecustomize")
     try:

@@ -92,6 +92,31 @@ def broadcasts_and_writes_there(r: Rank) -> None:
         r.own.fill_(2)
 
 
+def broadcasts_between_two_others(r: Rank) -> None:
+    """A broadcast orders its root before the others, and not these among themselves."""
+    if r.rank == 1:
+        r.own.fill_(1)
+    dist.broadcast(torch.ones(1), 0, group=r.group)
+    if r.rank == 2:
+        r.handle.get_buffer(1, (16,), torch.float32).sum()
+
+
+def reduces_between_two_others(r: Rank) -> None:
+    if r.rank == 1:
+        r.own.fill_(1)
+    dist.reduce(torch.ones(1), 0, group=r.group)
+    if r.rank == 2:
+        r.handle.get_buffer(1, (16,), torch.float32).sum()
+
+
+def reduces_to_0(r: Rank) -> None:
+    if r.rank > 0:
+        r.own.fill_(1)
+    dist.reduce(torch.ones(1), 0, group=r.group)
+    if r.rank == 0:
+        r.handle.get_buffer(1, (16,), torch.float32).sum()
+
+
 def sends(r: Rank) -> None:
     r.peer.fill_(1.0)
     if r.rank % 2:
@@ -263,7 +288,7 @@ def asks_for_pads_of_no_rank(r: Rank) -> None:
 
 RIGHT = [
     *(reads_behind_a_barrier, signals, all_reduces, broadcasts_from_0, columns, only_views, ops),
-    puts_between_barriers,
+    *(reduces_to_0, puts_between_barriers),
     puts_with_signals,
     puts_with_signals_in_pads,
     sends,
@@ -279,6 +304,8 @@ WRONG = {
     writes_again_too_soon: "reads there in aten.sum",
     signals_on_another_channel: "reads there in aten.sum",
     broadcasts_and_writes_there: "rank 0 writes .* in aten.fill_ .*; rank [12] reads",
+    broadcasts_between_two_others: "rank 1 writes .* in aten.fill_ .*; rank 2 reads",
+    reduces_between_two_others: "rank 1 writes .* in aten.fill_ .*; rank 2 reads",
     rows_and_a_column: "rank 0 writes bytes 32 to 48 .*; rank 1 writes there, too",
     puts: "symm_mem.nvshmem_put at",
     subgroup: "rank 2",

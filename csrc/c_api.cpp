@@ -1,6 +1,6 @@
-// The functions that native.py calls through ctypes. They only translate: each returns 0 (or a
-// value) on success and -1 on failure; symm_cp_error() in the same thread returns the failure's
-// text.
+// The functions that symm_cp/native/library.py calls through ctypes. They only translate: each
+// returns 0 (or a value) on success and -1 on failure; symm_cp_error() in the same thread returns
+// the failure's text.
 #include <algorithm>
 #include <stdexcept>
 #include <string>

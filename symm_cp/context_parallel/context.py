@@ -270,7 +270,7 @@ def _enter_models(
             if watch is not None and module not in watch.judged:
                 watch.saw(module)
     if model is not None and not is_known:
-        names = ", ".join(sorted({type(each).__name__ for each in models[:1]}))
+        names = ", ".join(sorted({type(each).__name__ for each in models}))
         raise ValueError(f"context_parallel: model={names} has no model of transformers in it")
 
 

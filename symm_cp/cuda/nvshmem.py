@@ -63,8 +63,8 @@ class Heap:
             begin = offset + size
         if self.memory.numel() - begin < wanted:
             raise RuntimeError(
-                f"symm_cp.nvshmem: a workspace needs {wanted} bytes, but of the heap's "
-                f"{self.memory.numel()} bytes {begin} are in use: pass init() more heap_bytes"
+                f"symm_cp.nvshmem: a workspace needs {wanted} bytes in a row, more than are free "
+                f"in the heap of {self.memory.numel()} bytes: pass init() more heap_bytes"
             )
         self.taken.append((begin, wanted))
         return begin

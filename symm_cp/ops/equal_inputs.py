@@ -165,7 +165,7 @@ def text_hash(value: Any) -> int:
 
 @kept(maxsize=16)
 def _weights(device: torch.device, count: int) -> torch.Tensor:
-    """Odd numbers in no line: the outer two of three neighbours do not add up to the inner."""
+    """Odd numbers in no line: the outer two of three neighbours are not twice the inner."""
     numbers = torch.arange(1, count + 1, device=device) * _MIX[0]
     return ((numbers ^ (numbers >> 29)) * _MIX[1]) | 1
 

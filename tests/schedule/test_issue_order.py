@@ -206,7 +206,7 @@ def test_calls_that_do_not_fit_together_are_refused() -> None:
     variant = PRODUCE_AND_REDUCE_SCATTER.staged()
     with pytest.raises(ValueError, match=r"all on the same number of ranks"):
         check_issue_order([])
-    with pytest.raises(ValueError, match=r"calls of \[2, 3\] ranks"):
+    with pytest.raises(ValueError, match=r"on the same number of ranks; got \[2, 3\]"):
         check_issue_order([Call.of(variant, 2), Call.of(variant, 3)])
 
 

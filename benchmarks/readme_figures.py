@@ -128,17 +128,24 @@ def head() -> str:
         lines.append([text, *(ratio(row, variant) for variant in variants)])
     below = below_one([line[1] for line in lines])
     text = (
-        f"{against_one_process()} Below: two ranks, one thread each, {machine()}; time divided by "
-        f"that of the *limit*, the compute alone ([all figures](benchmarks/README.md)){below}:"
+        f"{against_one_process()} {against_unfused()} Below: 2 ranks of 1 thread, {machine()}; time "
+        f"by the *limit*'s, the compute alone ([all figures](benchmarks/README.md)){below}:"
     )
     return "\n".join([*textwrap.wrap(text, 110), "", *table(["", "fused", *UNFUSED], lines)])
+
+
+def against_unfused() -> str:
+    """How far fused ops are behind their unfused form at worst."""
+    _, rows = load("never_behind")
+    worst = max(row["behind"] for row in rows.values())
+    return f"Fused ops: at most {worst:.2f} of unfused ones ({len(rows)} cases)."
 
 
 def below_one(fused: Sequence[str]) -> str:
     """What fused ops do otherwise than their compute alone, if one is faster."""
     if not any(cell and float(cell) < 1 for cell in fused):
         return ""
-    return ". Below 1: fused ops write to memory that they keep"
+    return ". Below 1: results go to kept memory"
 
 
 #: What ranks are compared with in README.md: text, file, case, the variant of the ranks.

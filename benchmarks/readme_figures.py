@@ -128,8 +128,8 @@ def head() -> str:
         lines.append([text, *(ratio(row, variant) for variant in variants)])
     below = below_one([line[1] for line in lines])
     text = (
-        f"{against_one_process()} {against_unfused()} Below: 2 ranks of 1 thread, {machine()}; time "
-        f"by the *limit*'s, the compute alone ([all figures](benchmarks/README.md)){below}:"
+        f"{against_one_process()} {against_unfused()} Below: 2 ranks of 1 thread, {machine()}; "
+        f"time by the *limit*'s, the compute alone ([all figures](benchmarks/README.md)){below}:"
     )
     return "\n".join([*textwrap.wrap(text, 110), "", *table(["", "fused", *UNFUSED], lines)])
 

@@ -34,6 +34,15 @@ def test_native_masks_are_those_of_the_definition(features: int) -> None:
     assert torch.equal(position_noise._mask_by_torch(ROWS, p, seed, place), mask)
 
 
+@pytest.mark.parametrize("halves", [16384.5, 16385.5])
+def test_halves_are_rounded_to_even(halves: float) -> None:
+    """Otherwise a few of a million numbers are dropped by one kernel and kept by another."""
+    seed, p, rows = int(torch.randint(2**62, ())), halves / 65536, torch.arange(1024)[None]
+    place = Place(1, 1024, rows, whole=1024)
+    mask = position_noise.dropout_mask((1, 1024, 1024), CPU, p, seed, place)
+    assert torch.equal(mask, position_noise._mask_by_torch(rows, p, seed, place))
+
+
 def test_masks_keep_as_many_as_they_should() -> None:
     number = 1 << 20
     for p in (0.1, 0.5, 0.9):

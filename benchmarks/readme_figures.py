@@ -25,6 +25,7 @@ from symm_cp.commands.harness.paired import ratio as ratio_of_steps
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = (
+    "never_behind",
     "matmul",
     "few_rows",
     "attention",

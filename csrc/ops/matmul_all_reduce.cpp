@@ -17,6 +17,7 @@ namespace symm_cp {
 namespace {
 
 using namespace kernels;
+using matmul_parts::as_matrix;
 using matmul_parts::has_native_matmul;
 using matmul_parts::may_serve;
 using matmul_parts::Terms;
@@ -24,10 +25,6 @@ using torch::jit::Stack;
 
 constexpr const char* kMatmulAllReduce = "fused_matmul_all_reduce";
 constexpr const char* kSum = "_fused_matmuls_all_reduce";
-
-at::Tensor matrix(const at::Tensor& tensor) {
-  return tensor.dim() == 2 ? tensor : tensor.flatten(0, -2);
-}
 
 // Returns an undefined tensor if the kernel in Python is needed; this does not depend on K, which
 // may differ from rank to rank.
@@ -42,8 +39,8 @@ at::Tensor add_up_and_all_reduce(Group& group, const char* op, Terms terms,
   // The bias is added once: by rank 0 to its contribution, or by all ranks to the average.
   if (mean || group.rank() != 0) terms.bias = at::Tensor();
   recorded(group, Kind::kProduce, op, [&] {
-    for (at::Tensor& left : terms.lefts) left = matrix(left);
-    terms.add_up(matrix(output));
+    for (at::Tensor& left : terms.lefts) left = as_matrix(left);
+    terms.add_up(as_matrix(output));
   });
   matmul_parts::all_reduce(group, op, output, reduce_op, bias.defined() ? " bias" : "");
   if (mean && bias.defined()) after_exchange(group, op, [&] { output.add_(bias); });

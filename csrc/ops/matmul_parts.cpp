@@ -80,8 +80,7 @@ at::DimVector with_length(at::IntArrayRef shape, int64_t dim, int64_t length) {
 }
 
 at::Tensor as_rows(const at::Tensor& tensor, int64_t dim) {
-  const at::Tensor front = moved(tensor, dim, 0);
-  return front.dim() == 2 ? front : front.flatten(0, -2);
+  return as_matrix(moved(tensor, dim, 0));
 }
 
 at::Tensor aligned(const at::Tensor& tensor) {

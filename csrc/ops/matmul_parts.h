@@ -24,7 +24,11 @@ bool is_plain(const at::Tensor& tensor, at::ScalarType dtype);
 bool is_matrix(const at::Tensor& tensor, at::ScalarType dtype, int64_t rows);
 
 at::DimVector with_length(at::IntArrayRef shape, int64_t dim, int64_t length);
-// Returns the tensor as a matrix of its last dimension, with the rows in the order of `dim`.
+// Returns the tensor as a matrix of its last dimension; a matrix at once, without the dispatcher.
+inline at::Tensor as_matrix(const at::Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor : tensor.flatten(0, -2);
+}
+// The same with the rows in the order of `dim`.
 at::Tensor as_rows(const at::Tensor& tensor, int64_t dim);
 // Returns a contiguous tensor at a multiple of 64 bytes: results must not depend on addresses, see
 // tensors/alignment.py.
@@ -66,14 +70,14 @@ class Gathered {
   // `keep`: with one rank, the result must not be the shard itself.
   void gather(Group& group, bool keep);
 
-  at::Tensor rows() const { return shape_.size() == 2 ? whole_ : whole_.flatten(0, -2); }
+  at::Tensor rows() const { return as_matrix(whole_); }
   // The gathered tensor, with the shard's order of dimensions.
   at::Tensor whole() const { return as_given(whole_); }
   // A product of the rows, in the same order.
   at::Tensor product(const at::Tensor& rows) const;
   // Rows of a tensor whose dimensions match the gathered tensor's, except the last.
   at::Tensor rows_like(const at::Tensor& tensor) const {
-    return by_columns_ ? tensor.flatten(0, -2) : as_rows(tensor, division_.dim);
+    return by_columns_ ? as_matrix(tensor) : as_rows(tensor, division_.dim);
   }
   bool by_columns() const { return by_columns_; }
 
@@ -126,7 +130,7 @@ class Scattered {
   }
   // Rows of a tensor whose dimensions match the whole's except the last, in the order of the parts.
   at::Tensor rows_of(const at::Tensor& tensor) const {
-    return by_columns_ ? tensor.flatten(0, -2) : as_rows(tensor, division_.dim);
+    return by_columns_ ? as_matrix(tensor) : as_rows(tensor, division_.dim);
   }
   // Calls `write(part, begin, length)` for the columns of each rank's part in `whole`, a matrix
   // with the rows of the whole. Only if columns are scattered.

@@ -287,8 +287,7 @@ void multiply_parts(const at::Tensor& out, const ScatterArguments& given, at::In
   const at::Tensor scale =
       given.scale.numel() == 1 ? given.scale.reshape({1, 1}) : with_rows(given.scale, 1);
   if (!scattered.by_columns() || ranks == 1)
-    return multiply_scaled(out.dim() == 2 ? out : out.view({-1, weight.columns()}), rows, scale,
-                           weight);
+    return multiply_scaled(as_matrix(out), rows, scale, weight);
   // One product per rank's columns would have torch convert A once per rank.
   const at::Tensor product = new_output(out, {rows.size(0), weight.columns()});
   multiply_scaled(product, rows, scale, weight);
@@ -369,9 +368,9 @@ at::Tensor scaled_matmul_all_reduce(Group& group, const at::Tensor& a, const at:
       total.zero_();
       return;
     }
-    const at::Tensor rows = a.flatten(0, -2);
+    const at::Tensor rows = as_matrix(a);
     const auto scales = scale.numel() == 1 ? at::DimVector{1, 1} : at::DimVector{rows.size(0), 1};
-    multiply_scaled(total.flatten(0, -2), rows, scale.reshape(scales), weight.alone());
+    multiply_scaled(as_matrix(total), rows, scale.reshape(scales), weight.alone());
   });
   all_reduce(group, kScaledReduce, total, reduce_op);
   at::Tensor output;

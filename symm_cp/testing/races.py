@@ -140,10 +140,10 @@ class _Replay:
         arrived = self.met[event.key, turn]
         arrived.setdefault(rank, dict(self.clocks[rank]))
         awaited: Sequence[int] = event.members
-        if event.root is not None and event.to_root and rank != event.root:
+        if event.root is not None and (rank == event.root) != event.to_root:
             awaited = ()
         elif event.root is not None and not event.to_root:
-            awaited = () if rank == event.root else (event.root,)
+            awaited = (event.root,)
         if any(member not in arrived for member in awaited if member in self.logs):
             return False
         for member in awaited:

@@ -257,12 +257,12 @@ class Forward:
     def _so_far(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._merged is None:
             query, on_streams = self._query, has_streams(self._query.device)
-            like, kind = self._like, {"dtype": self._dtype, "device": query.device}
-            # On CPU `result` zeroes rows that see no key, if there are any.
-            if on_streams:
-                out = torch.zeros_like(like, **kind)
-            else:  # one call; empty_like of a tensor on another device makes 75 in Python
-                out = torch.empty_strided(like.shape, like.stride(), **kind)
+            # One call; empty_like of a tensor on another device makes 75 in Python.
+            out = torch.empty_strided(
+                self._like.shape, self._like.stride(), dtype=self._dtype, device=query.device
+            )
+            if on_streams:  # on CPU `result` zeroes rows that see no key, if there are any
+                out.zero_()
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
             if not on_streams and self._sinks is not None:
                 # Starting with the sinks, like a first key, saves a pass over the output.

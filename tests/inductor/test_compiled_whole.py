@@ -131,7 +131,9 @@ def spread(group: dist.ProcessGroup, name: str, per: str, checkpointed: bool) ->
     plain = inductor_config.patch(fallback_by_default=True, force_disable_caches=True)
     allowed = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=checkpointed)
     with plain, allowed, inductor.enable(strict=True), recording() as report:
-        check_client(group, client, causal_batch(48), prepare=prepare)
+        # What is recomputed is in float32, out of the modes of the forward pass.
+        tolerance = client.tolerance if checkpointed else None
+        check_client(group, client, causal_batch(48), prepare=prepare, tolerance=tolerance)
     assert not counters["graph_break"]
     fused = [str(decision.fused_into) for decision in report.decisions]
     assert set(fused) >= FUSED_ATTENTION, report

@@ -21,6 +21,7 @@ from tests.context_parallel.common import mesh_of
 from tests.exhaustive import some
 from tests.integrations.common import (
     Client,
+    WideTensors,
     assert_near,
     assert_same,
     causal_batch,
@@ -29,7 +30,6 @@ from tests.integrations.common import (
     summed_grads,
     target_loss,
     under_context_parallel,
-    wide_softmax,
 )
 
 LLAMA = Client("Llama")
@@ -336,10 +336,10 @@ def test_outside_of_a_context_models_compute_as_usual(client: Client) -> None:
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
-        with wide_softmax(), torch.no_grad():
+        with WideTensors(), torch.no_grad():
             got, want = (model(**batch).logits for model in (ours, theirs))
         assert_near("logits", got[:, 5:], want[:, 5:], 2e-5)
-    with wide_softmax():
+    with WideTensors():
         got, want = (
             model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
             for model in (ours, theirs)

@@ -19,6 +19,7 @@ from tests.integrations.common import (
     Result,
     assert_same,
     in_one_process,
+    recomputing,
     under_context_parallel,
 )
 from tests.integrations.decoders import CLIENTS, STRANGERS
@@ -32,7 +33,7 @@ from tests.integrations.encoders import (
     seen_batch,
 )
 from tests.integrations.test_compiled_encoders import compiled
-from tests.integrations.test_decoders import LENGTH, batch_of, recomputing
+from tests.integrations.test_decoders import LENGTH, batch_of
 
 RATE, SEED = 0.1, 7
 # From their configurations: what the families call their probabilities.

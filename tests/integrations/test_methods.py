@@ -12,11 +12,11 @@ import symm_cp
 from symm_cp.testing import Ranks
 from tests.context_parallel.test_methods import MIXED, exchanges, mesh_2d
 from tests.exhaustive import exhaustive, pairs, some
-from tests.integrations.common import causal_batch, check_client
+from tests.integrations.common import causal_batch, check_client, recomputing
 from tests.integrations.decoders import CLIENTS
 from tests.integrations.encoders import ENCODERS, SEQ2SEQ, check_encoder, masked_batch, pair_batch
 from tests.integrations.test_compiled import at_most, compilable, layers_compiled
-from tests.integrations.test_decoders import LENGTH, batch_of, recomputing
+from tests.integrations.test_decoders import LENGTH, batch_of
 
 NAMES = ["llama", "gpt-oss", "gemma2", "deepseek-v3", "mistral"]
 KINDS = ["mask of ones", "packed", "padded left", "padded right"]

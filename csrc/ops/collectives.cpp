@@ -34,13 +34,14 @@ void all_reduce(const char* op, Group& group, const at::Tensor& given, std::stri
     in_place = false;
   }
   const int ranks = group.world_size();
-  CallKey key{reinterpret_cast<intptr_t>(op), ranks, static_cast<int64_t>(reduce_op),
-              in_place && onto_itself};
+  CallKey key{reinterpret_cast<intptr_t>(op), ranks, static_cast<int64_t>(reduce_op), in_place,
+              onto_itself};
   add_tensor(key, input);
   const auto call = CheckedCalls::of_this_thread().take(key, [&](CheckedCall& call) {
     call.exchange.call_name = name_call(op, dtype, input.sizes(), std::string(reduce_by));
     set_reduction(call.exchange, dtype, reduce_op);
-    call.set_all_reduce(static_cast<int64_t>(input.nbytes()), ranks, in_place && onto_itself);
+    const auto bytes = static_cast<int64_t>(input.nbytes());
+    call.set_all_reduce(bytes, ranks, in_place, in_place && onto_itself);
   });
   call->bind(input.const_data_ptr(), output.mutable_data_ptr());
   call->exchange.in_place = in_place;

@@ -11,9 +11,10 @@ import torch
 from symm_cp.tensors.alignment import ALIGN, part_offsets
 from symm_cp.tensors.shards import Split
 
-# Bytes that a rank would read in one shot, from which on two shots are faster (as in
-# csrc/exchange/exchange.h). A smaller number synchronises twice for small results; a larger one
-# reads each contribution W - 1 times where once would do.
+# Bytes that a rank would read in one shot, from which on two shots are faster if it has more than
+# one peer (as in csrc/exchange/exchange.h). A smaller number synchronises twice for small results;
+# a larger one reads each contribution W - 1 times where once would do. Results are computed in
+# slots, so that two ranks gain nothing by two shots.
 _TWO_SHOTS_FROM = 192 << 10
 
 

@@ -335,15 +335,16 @@ void Channel::copy_rows(const Command& command, void* const* operands, const Cal
   const char* from = static_cast<const char*>(resolve(command.source, operands, call));
   if (to == from) return;
   if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
+  const bool to_slot = command.to.space == Space::kSlot;
   const auto copy = [&](bool past_caches) {
     divide_rows(command.rows, command.rows * command.bytes, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row)
         copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes,
-                   past_caches);
+                   past_caches, to_slot);
     });
     return command.rows * command.bytes;
   };
-  if (command.to.space == Space::kSlot)
+  if (to_slot)
     slot_stores_.run(command.rows * command.bytes, copy);
   else
     copy(false);
@@ -364,7 +365,8 @@ void Channel::reduce_rows(const Command& command, const Reference* references,
         row_of[i] = static_cast<const char*>(sources[i]) + row * command.from_pitch;
       reduce(to + row * command.to_pitch, row_of.data(), command.sources,
              command.bytes / element_bytes(dtype), dtype,
-             command.mean != 0 ? ReduceOp::kAvg : ReduceOp::kSum, false);
+             command.mean != 0 ? ReduceOp::kAvg : ReduceOp::kSum, false,
+             command.to.space == Space::kSlot);
     }
   });
 }

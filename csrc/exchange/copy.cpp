@@ -168,7 +168,7 @@ namespace {
 
 // Avoids memcpy, which uses string instructions for large blocks: page faults slow these down, and
 // memcpy page by page takes longer.
-void copy_part(char* out, const char* in, int64_t bytes, bool streaming) {
+void copy_part(char* out, const char* in, int64_t bytes, bool streaming, bool to_slot) {
   int64_t at = 0;
   const bool large = bytes >= 2 * kBlock;
   if (large) {
@@ -181,16 +181,19 @@ void copy_part(char* out, const char* in, int64_t bytes, bool streaming) {
     for (; at + kBlock <= bytes; at += kBlock) copy_block<true>(out + at, in + at);
     finish_streams();
   }
-  for (; at + kBlock <= bytes; at += kBlock) copy_block<false>(out + at, in + at);
+  for (; at + kBlock <= bytes; at += kBlock) {
+    if (to_slot) claim_ahead(out, at, bytes, kBlock);
+    copy_block<false>(out + at, in + at);
+  }
   std::memcpy(out + at, in + at, static_cast<size_t>(bytes - at));
 }
 
 }  // namespace
 
-void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming) {
+void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming, bool to_slot) {
   divide_bytes(to, bytes, 1, [&](int64_t begin, int64_t end) {
     copy_part(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin, end - begin,
-              streaming);
+              streaming, to_slot);
   });
 }
 

@@ -214,6 +214,7 @@ int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& st
     address(channel, call, {Buffer::kOutput, rank_, step.to.chunk}, piece, &given);
   bytes = std::min(bytes, given);
   if (bytes <= 0 || to == from) return bytes;
+  const bool to_slot = step.to.buffer == Buffer::kPeerSlot;
   const auto copy = [&](bool past_caches) {
     divide_bytes(to, bytes, 1, [&](int64_t begin, int64_t end) {
       const int64_t offset = piece * room_ + begin;
@@ -221,7 +222,7 @@ int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& st
       Cursor source(const_cast<char*>(from) + begin, extent_of(step.source), offset);
       for (int64_t left = end - begin; left > 0;) {
         const int64_t run = std::min({left, target.left(), source.left()});
-        copy_bytes(target.at(), source.at(), run, past_caches);
+        copy_bytes(target.at(), source.at(), run, past_caches, to_slot);
         target.advance(run);
         source.advance(run);
         left -= run;
@@ -254,7 +255,8 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
         address(channel, call, loop_->sources[step.first_source + i], piece, &unused));
   const auto sum = [&](bool past_caches) {
     reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_->dtype),
-           exchange_->dtype, exchange_->reduce_op, past_caches);
+           exchange_->dtype, exchange_->reduce_op, past_caches,
+           step.to.buffer == Buffer::kPeerSlot);
     return bytes;
   };
   return stored(channel, step.to, bytes, sum);

@@ -193,6 +193,7 @@ struct Operands {
   int count;
   int64_t bytes;
   bool streaming;
+  bool to_slot;
 };
 
 // kVectors vectors side by side, which begin at byte `at` of each source.
@@ -261,6 +262,7 @@ void pass(const Operands& given) {
   Bytes results[kVectors];
   for (; at + kBlock <= given.bytes; at += kBlock) {
     if constexpr (Format::kFetchesAhead) fetch_ahead(given, at, kBlock);
+    if (given.to_slot && !streaming) claim_ahead(given.out, at, given.bytes, kBlock);
     reduce_vectors<Format, Op, kVectors>(given, at, results);
     for (int v = 0; v < kVectors; ++v) {
       if (streaming)
@@ -375,7 +377,7 @@ int64_t element_bytes(DType dtype) {
 bool reducible(DType dtype, ReduceOp op) { return pass_of(dtype, op) != nullptr; }
 
 void reduce(void* out, const void* const* sources, int count, int64_t elements, DType dtype,
-            ReduceOp op, bool streaming) {
+            ReduceOp op, bool streaming, bool to_slot) {
   const Pass run = pass_of(dtype, op);
   if (run == nullptr)
     throw std::invalid_argument("scalar type " + std::to_string(static_cast<int>(dtype)) +
@@ -384,10 +386,10 @@ void reduce(void* out, const void* const* sources, int count, int64_t elements, 
   char* to = static_cast<char*>(out);
   const char* const* all = reinterpret_cast<const char* const*>(sources);
   divide_bytes(out, elements * size, size, [&](int64_t begin, int64_t end) {
-    if (begin == 0) return run({to, all, count, end, streaming});
+    if (begin == 0) return run({to, all, count, end, streaming, to_slot});
     std::vector<const char*> part(all, all + count);
     for (const char*& source : part) source += begin;
-    run({to + begin, part.data(), count, end - begin, streaming});
+    run({to + begin, part.data(), count, end - begin, streaming, to_slot});
   });
 }
 

@@ -26,8 +26,9 @@ bool reducible(DType dtype, ReduceOp op);
 // both signs meet. The sum of bools is their `or`, and the product their `and`, as in gloo.
 //
 // `streaming` writes `out` past the caches, for results that they cannot hold; as without it, other
-// threads may read `out` once this has returned and they were signalled.
+// threads may read `out` once this has returned and they were signalled. `to_slot` says that peers
+// have read that memory.
 void reduce(void* out, const void* const* sources, int count, int64_t elements, DType dtype,
-            ReduceOp op, bool streaming);
+            ReduceOp op, bool streaming, bool to_slot = false);
 
 }  // namespace symm_cp

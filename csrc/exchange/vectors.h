@@ -2,6 +2,7 @@
 // Arithmetic on them is the compiler's own (its vector extension), whatever the processor.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -43,6 +44,15 @@ inline Bytes load_bytes(const char* from) {
 inline void store_bytes(char* to, Bytes bytes) {
   typedef uint8_t Anywhere __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
   *reinterpret_cast<Anywhere*>(to) = bytes;
+}
+
+// Claims the cache lines that are stored to 4 KiB behind `at`, but none past the last block. Where
+// a peer's core has read them, the processor itself claims too few at a time: on two cores of an
+// Intel Xeon an all-reduce of 512 KiB took 10% longer without, and with 2 or 8 KiB up to 5%. Only
+// for slots: in memory that was never touched, each claim looks for its page in vain.
+inline void claim_ahead(char* to, int64_t at, int64_t bytes, int64_t block) {
+  char* ahead = to + std::min(at + 4096, bytes - block);
+  for (int64_t line = 0; line < block; line += 64) __builtin_prefetch(ahead + line, 1);
 }
 
 // Stores past the caches, at a multiple of kVectorBytes; an ordinary store if the processor has no

@@ -198,7 +198,7 @@ class CopiedRows : public Combination {
       divide_rows(count, bytes, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i)
           copy_bytes(slot + numbers[i] * row_bytes(), input_.data + numbers[i] * input_.pitch,
-                     row_bytes(), past_caches);
+                     row_bytes(), past_caches, true);
       });
       return bytes;
     });

@@ -1,8 +1,8 @@
 """One-shot all-reduce: every rank sums all ranks' inputs, in rank order, into ``"output"``.
 
 For sums of small tensors, where an exchange costs more than reading W times as much, and for two
-ranks whose inputs are symmetric, where TWO_SHOT_ALL_REDUCE neither reads nor writes less. ALL_REDUCE runs in the calling thread,
-BACKGROUND_ALL_REDUCE in lane ``"copy"``.
+ranks whose inputs are symmetric, where TWO_SHOT_ALL_REDUCE neither reads nor writes less.
+ALL_REDUCE runs in the calling thread, BACKGROUND_ALL_REDUCE in lane ``"copy"``.
 
 Options
     ``in_place``  the inputs are symmetric tensors, which peers read where they lie

@@ -17,6 +17,7 @@ from tests.integrations.common import (
     Batch,
     Client,
     Result,
+    WideTensors,
     assert_same,
     in_one_process,
     recomputing,
@@ -89,7 +90,8 @@ def decodes(
     batch = batch_of(kind)
     balancer = BALANCERS[layout](LENGTH, group.size())
     before = training(*prepare)
-    return under_context_parallel(group, client, batch, balancer=balancer, prepare=before)
+    with WideTensors():
+        return under_context_parallel(group, client, batch, balancer=balancer, prepare=before)
 
 
 def encoder_batch(name: str, *, padding: bool = True) -> Batch:

@@ -18,6 +18,8 @@ from tests.context_parallel.common import mesh_of
 from tests.integrations.common import (
     Batch,
     Client,
+    Result,
+    WideTensors,
     assert_near,
     assert_same,
     causal_batch,
@@ -65,12 +67,27 @@ def test_inference_then_training(ranks: Ranks) -> None:
 # --- autocast and deterministic algorithms -------------------------------------------------------
 
 
+def largest_error(found: Result, exact: Result, batch: Batch) -> float:
+    """The largest error of all tensors, each by its norm over that of the exact tensor."""
+    seen = batch["attention_mask"].bool()
+    pairs = [(found.logits[seen], exact.logits[seen]), (found.loss, exact.loss)]
+    pairs += [(found.grads[name], want) for name, want in exact.grads.items()]
+    return max(float((got.double() - want).norm() / want.norm()) for got, want in pairs)
+
+
 def in_autocast(group: dist.ProcessGroup) -> None:
     client = Client("Llama", dtype=torch.float32)
     around = partial(torch.autocast, "cpu", torch.bfloat16)
-    # Of bfloat16's 8 bits, over two layers; gradients add up over positions.
     batch = causal_batch(LENGTH, padding="right")
-    check_client(group, client, batch, tolerance=0.06, around=around)
+    with WideTensors():
+        exact = in_one_process(client, batch)
+        with around():
+            alone = in_one_process(client, batch)
+        spread = under_context_parallel(
+            group, client, batch, balancer=balancer(group), around=around
+        )
+    # Both round as bfloat16 does, in another order: over 150 seeds, up to 1.6 times as much.
+    assert largest_error(spread, exact, batch) <= 3 * largest_error(alone, exact, batch)
 
 
 @pytest.mark.exhaustive

@@ -378,7 +378,8 @@ def choose_attention(
     """
     way = _forced.get(ATTENTION_WAYS) or env.attention()
     if way is not None:
-        choice = Choice(way if way in ways else ways[0], "forced")
+        served, source = (way, "forced") if way in ways else (ways[0], f"{way} cannot serve it")
+        choice = Choice(served, source)
     else:
         choice = _attention_choice(group, device, key, ways, work)
     if _listening is not None:

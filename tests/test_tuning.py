@@ -315,18 +315,20 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
     state, rank, W = memory.resolve(group), group.rank(), group.size()
     gpu, key = torch.device("cuda", 0), "all_gather_attention bfloat16 1x2x1x8x8x64 full 1 chunks"
     patch = unittest.mock.patch
-    tuned = tuning.tuned_path
+    tuned_path = tuning.tuned_path
 
-    def choice(measured: str | None, *, shared: bool = False) -> tuple[str, str]:
-        ways = {} if measured is None else {f"GPU X: {key}": measured, key: "nothing"}
-        Path(folder, f"{rank}.json").write_text(json.dumps(ways if rank == 0 else {}))
+    def choice(
+        measured: str | None, *, shared: bool = False, ways: tuple[str, ...] = tuning.ATTENTION_WAYS
+    ) -> tuple[str, str]:
+        tuned = {} if measured is None else {f"GPU X: {key}": measured, key: "nothing"}
+        Path(folder, f"{rank}.json").write_text(json.dumps(tuned if rank == 0 else {}))
         dist.barrier(group)
         tuning.relearn(state)
         about = types.SimpleNamespace(uuid="one" if shared else f"number {rank}")
         with patch.object(torch.cuda, "get_device_properties", return_value=about):
             for _ in range(2):
                 with tuning.listening() as heard:
-                    way = tuning.choose_attention(state, gpu, key)
+                    way = tuning.choose_attention(state, gpu, key, ways)
         assert heard[f"GPU X: {key}"].way == way
         dist.barrier(group)
         return way, heard[f"GPU X: {key}"].source
@@ -346,12 +348,14 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
             assert heard[f"GPU X: {KEY}"].source == "simulated as an H100"
         with tuning.forced("arrival"), tuning.forced("whole"):
             assert choice("pipeline", shared=True) == ("arrival", "forced")
+            served = ("pipeline", "together")
+            assert choice("pipeline", ways=served) == ("pipeline", "arrival cannot serve it")
             assert tuning.forced_ways() == {tuning.ATTENTION_WAYS: "arrival", tuning.WAYS: "whole"}
             with tuning.forced(None):
                 assert choice("pipeline") == ("pipeline", "measured")
         with patch.dict(os.environ, {"SYMM_CP_ATTENTION": "arrival"}):
             assert choice("pipeline") == ("arrival", "forced")
-    assert tuning.tuned_path is tuned
+    assert tuning.tuned_path is tuned_path
     tuning.relearn(state)
 
 

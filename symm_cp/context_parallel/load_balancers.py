@@ -26,10 +26,17 @@ from symm_cp.schedule.layout import SequenceLayout, even_lengths, head_tail, in_
 class LoadBalancer:
     """Spreads a sequence of `seq_length` positions over `world_size` ranks, as in `layout`.
 
-    Use the base class for a custom layout.
+    Use the base class for a custom layout, or for one of each sample of a batch, by which each rank
+    holds the same number of positions of every sample.
     """
 
     def __init__(self, *layouts: SequenceLayout) -> None:
+        held = {layout.lengths for layout in layouts}
+        if len(held) != 1:
+            raise ValueError(
+                "LoadBalancer: layouts must be at least one, which all give the ranks the same "
+                f"numbers of positions; got {sorted(held)}"
+            )
         self._layouts = layouts
 
     def __repr__(self) -> str:

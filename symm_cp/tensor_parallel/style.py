@@ -104,17 +104,22 @@ def _features(
 
 
 def _distribute(
-    module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement, source: int | None
+    style: str,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    weight: Placement,
+    bias: Placement,
+    source: int | None,
 ) -> None:
     for name, placement in (("weight", weight), ("bias", bias)):
         parameter = getattr(module, name, None)
         if parameter is not None:
-            new = _sharded(parameter, mesh, placement, source)
+            new = _sharded(f"{style}: {name}", parameter, mesh, placement, source)
             module.register_parameter(name, new)
 
 
 def _sharded(
-    parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement, source: int | None
+    what: str, parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement, source: int | None
 ) -> nn.Parameter:
     """Returns a parameter's DTensor; the same one for all modules that it is tied to."""
     known: nn.Parameter | None = getattr(parameter, _SHARDED, None)
@@ -122,7 +127,7 @@ def _sharded(
         assert isinstance(known, DTensor)
         if known.placements != (placement,) or known.device_mesh != mesh:
             raise ValueError(
-                f"a parameter of shape {list(parameter.shape)} is tied to a parameter placed "
+                f"{what} of shape {list(parameter.shape)} is tied to a parameter placed "
                 f"{known.placements} on {known.device_mesh}, and cannot be placed {(placement,)} "
                 f"on {mesh} as well"
             )
@@ -205,7 +210,7 @@ class FusedColwiseParallel(ParallelStyle):
         group = group_name(device_mesh)
         linear = _check_linear(style, module)
         features = _features(linear, device_mesh, self)
-        _distribute(linear, device_mesh, Shard(0), Shard(0), self.src_data_rank)
+        _distribute(style, linear, device_mesh, Shard(0), Shard(0), self.src_data_rank)
         _become(linear, FusedColwiseLinear, features, group, self)
         linear.gathers_output = self.gathers_output
         linear.shared = None
@@ -377,7 +382,7 @@ class FusedRowwiseParallel(ParallelStyle):
         group = group_name(device_mesh)
         linear = _check_linear(style, module)
         features = _features(linear, device_mesh, self)
-        _distribute(linear, device_mesh, Shard(1), Replicate(), self.src_data_rank)
+        _distribute(style, linear, device_mesh, Shard(1), Replicate(), self.src_data_rank)
         _become(linear, FusedRowwiseLinear, features, group, self)
         return linear
 
@@ -387,7 +392,7 @@ class FusedRowwiseParallel(ParallelStyle):
         if self.multiple_of != 1:
             raise ValueError(f"{style}: multiple_of={self.multiple_of} is for linears only")
         features = Features.divided(module.num_embeddings, mesh.get_local_rank(), mesh.size())
-        _distribute(module, mesh, Shard(0), Shard(0), self.src_data_rank)
+        _distribute(style, module, mesh, Shard(0), Shard(0), self.src_data_rank)
         _become(module, VocabParallelEmbedding, features, group, self)
         return module
 

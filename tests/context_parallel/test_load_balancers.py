@@ -117,6 +117,11 @@ def test_errors() -> None:
     crossed = create_block_mask(causal, None, None, 32, 64, device="cpu", BLOCK_SIZE=16)
     with pytest.raises(ValueError, match="32 queries and 64 keys"):
         symm_cp.ProcessingTimeRoundRobin(crossed, 2)
+    halves, quarters = symm_cp.Sequential(8, 2).layout, symm_cp.Sequential(8, 4).layout
+    with pytest.raises(ValueError, match=r"got \[\(2, 2, 2, 2\), \(4, 4\)\]"):
+        symm_cp.LoadBalancer(halves, quarters)
+    with pytest.raises(ValueError, match="must be at least one"):
+        symm_cp.LoadBalancer()
     with pytest.raises(ValueError, match="must not be negative"):
         symm_cp.HeadTail(-1, 2)
     assert symm_cp.HeadTail(8, 2) == symm_cp.HeadTail(8, 2) != symm_cp.Sequential(8, 2)

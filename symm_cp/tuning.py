@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 
@@ -43,15 +43,9 @@ from symm_cp.group.hosts import hosts_of
 from symm_cp.group.liveness import read, share
 from symm_cp.group.memory import Group, StateKey, on_first_use
 from symm_cp.measured import machine_key
-from symm_cp.runtime.all_reduce import in_one_shot
 from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
-from symm_cp.schedule.patterns import (
-    ALL_GATHER_AND_CONSUME,
-    PRODUCE_AND_ALL_REDUCE,
-    PRODUCE_AND_REDUCE_SCATTER,
-)
-from symm_cp.schedule.work import Work
+from symm_cp.schedule.matmul_work import MatmulWork
 
 WAYS = ("shards", "whole")
 #: The way of fused matmuls that only GPUs have.
@@ -60,9 +54,6 @@ ATTENTION_WAYS = ("pipeline", "together", "arrival")
 # Cached choices of a group; beyond it, all are dropped and simulated again. Without a bound,
 # programs with ever new shapes would leak memory.
 _MAX_CHOICES = 4096
-
-#: A matmul as (rows of the result, inner dimension, columns of the result).
-Product: TypeAlias = "tuple[int, int, int]"
 
 
 @dataclass(frozen=True)
@@ -83,87 +74,8 @@ class Choice:
         return f"{self.way} ({self.source}{f'; simulated: {times}' if times else ''})"
 
 
-#: The choice of work that runs in one native call, which asks no question.
+#: The choice of work that runs in one native call, which calls nothing here.
 IN_ONE_CALL = Choice("whole", "one native call")
-
-
-@dataclass(frozen=True)
-class Question:
-    """The work of a call: `products` for one rank's shard, in `dtype`.
-
-    Each peer reads `shard` bytes of a rank, or a rank computes partial sums of `partial` bytes for
-    each peer; with `everywhere`, all ranks get the sum. `accumulated` is the size of the results to
-    which each shard's product is added.
-    """
-
-    op: str
-    dtype: torch.dtype
-    products: tuple[Product, ...]
-    shard: int = 0
-    partial: int = 0
-    accumulated: int = 0
-    everywhere: bool = False
-
-    @property
-    def key(self) -> str:
-        """Names the question in the file of measurements."""
-        shapes = ",".join("x".join(map(str, product)) for product in self.products)
-        return f"{self.op} {str(self.dtype)[6:]} {shapes}"
-
-    def seconds(self, machine: Machine, ranks: int, *, device: str = "cpu") -> dict[str, float]:
-        """Returns the predicted seconds of each way."""
-        one, all_at_once = (self._kernels(machine, times) for times in (1, ranks))
-        if self.everywhere:
-            return self._seconds_of_all_reduce(machine, ranks, one, all_at_once, device)
-        if self.partial:
-            produce = PRODUCE_AND_REDUCE_SCATTER
-            scatter = produce.direct() if device == "cpu" else produce.staged()
-            copy = machine.copy(self.partial)
-            by_shards = Work(self.op, scatter, lambda _: one, partial=self.partial)
-            whole = Work(self.op, scatter, lambda _: copy, partial=self.partial)
-        else:
-            consume = ALL_GATHER_AND_CONSUME
-            gather = consume.direct if device == "cpu" else consume.staged
-            by_shards = Work(self.op, gather(), lambda _: one, shard=self.shard)
-            whole = Work(self.op, gather(keep=True), _nothing, self.shard, fresh=ranks * self.shard)
-        return {
-            "shards": by_shards.predict(machine, ranks).total,
-            "whole": whole.predict(machine, ranks).total + all_at_once,
-        }
-
-    def _seconds_of_all_reduce(
-        self, machine: Machine, ranks: int, one: float, all_at_once: float, device: str
-    ) -> dict[str, float]:
-        reduce, nbytes = PRODUCE_AND_ALL_REDUCE, self.partial * ranks
-        form = reduce.direct if device == "cpu" else reduce.staged
-        one_shot = in_one_shot(nbytes, ranks)
-        way = {"one_shot" if one_shot else "whole": True}
-        summed = nbytes if one_shot else self.partial
-        by_shards = Work(self.op, form(), lambda _: one, self.partial, self.partial)
-        whole = Work(self.op, form(**way), lambda _: all_at_once, summed, summed)
-        return {
-            "shards": by_shards.predict(machine, ranks).total,
-            "whole": whole.predict(machine, ranks).total,
-        }
-
-    def _kernels(self, machine: Machine, shards: int) -> float:
-        dtype, item = str(self.dtype)[6:], self.dtype.itemsize
-        total = 0.0
-        for rows, inner, columns in self.products:
-            # The dimension that grows with the shards: the summed dimension, or rows.
-            whole = (rows, shards * inner) if self.accumulated else (shards * rows, inner)
-            total += machine.product(*whole, columns, dtype, item)
-        if self.accumulated and shards == 1:
-            # Adding to the result reads it again. In 16 bits, each product is also rounded to a
-            # buffer, then added to a float32 sum: five times the bytes of the result in all (a
-            # copy moves two), and the sum's memory is new in each call.
-            total += machine.copy(self.accumulated * (2.5 if item == 2 else 0.5))
-            total += machine.fresh(self.accumulated) if item == 2 else 0.0
-        return total
-
-
-def _nothing(machine: Machine) -> float:
-    return 0.0
 
 
 def calibrated(text: str) -> Machine:
@@ -182,13 +94,13 @@ class Facts:
         #: Whether each rank has its own GPU; None: not known yet.
         self.apart: bool | None = None
 
-    def choice(self, question: Hashable, choose: Callable[[], Choice]) -> Choice:
-        """Returns the choice for a question; calls `choose` the first time."""
-        known = self.choices.get(question)
+    def choice(self, key: Hashable, choose: Callable[[], Choice]) -> Choice:
+        """Returns the choice for a key; calls `choose` the first time."""
+        known = self.choices.get(key)
         if known is None:
             if len(self.choices) >= _MAX_CHOICES:
                 self.choices.clear()
-            known = self.choices[question] = choose()
+            known = self.choices[key] = choose()
         return known
 
 
@@ -246,7 +158,7 @@ def _unkeyed(path: Path, ranks: int) -> Path:
 
 
 def parse_tuned(text: str, name: str) -> dict[str, str]:
-    """Returns the fastest way by `Question.key`, from the text of file `name`.
+    """Returns the fastest way by `MatmulWork.key`, from the text of file `name`.
 
     Raises `ValueError` for a damaged file.
     """
@@ -340,7 +252,7 @@ def _machine_of(device: torch.device, measured: Machine) -> tuple[Machine, str]:
     return MACHINES["h100"], "simulated as an H100"
 
 
-def choose(group: Group, device: torch.device, question: Question, *, tiles: bool = False) -> str:
+def choose(group: Group, device: torch.device, work: MatmulWork, *, tiles: bool = False) -> str:
     """Returns "shards" or "whole"; or "tiles", if `tiles` says that it can serve the call.
 
     All ranks pass the same `tiles`. Collective at the first call for a group, and at the first call
@@ -353,13 +265,13 @@ def choose(group: Group, device: torch.device, question: Question, *, tiles: boo
         choice = Choice(way, "forced")
     else:
         facts = facts_of(group)
-        # Ranks may ask different questions, so all of them compare GPUs at their first call.
+        # Ranks may choose for different work, so all of them compare GPUs at their first call.
         shared = tiles and TILES in facts.tuned.values() and not _apart(group, device, facts)
         choice = facts.choice(
-            (question, tiles), lambda: _choice(group, device, question, facts, tiles, shared)
+            (work, tiles), lambda: _choice(group, device, work, facts, tiles, shared)
         )
     if _listening is not None:
-        _listening[_on(device, question.key)] = choice
+        _listening[_on(device, work.key)] = choice
     return choice.way
 
 
@@ -442,13 +354,13 @@ def _apart(group: Group, device: torch.device, facts: Facts) -> bool:
 
 
 def _on(device: torch.device, key: str) -> str:
-    """Returns the key of a question in the file of measurements."""
+    """Returns the key of work on a device in the file of measurements."""
     return key if device.type == "cpu" else f"{accelerators.name_of(device)}: {key}"
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[dict[str, Choice]]:
-    """Yields the choices made in the `with` block, by `Question.key`, in all threads.
+    """Yields the choices made in the `with` block, by `MatmulWork.key`, in all threads.
 
     Products small enough for one native call are listed by the name of that call.
     """
@@ -477,14 +389,14 @@ def _note(call_name: bytes) -> None:
 def _choice(
     group: Group,
     device: torch.device,
-    question: Question,
+    work: MatmulWork,
     facts: Facts,
     tiles: bool,
     shared: bool,
 ) -> Choice:
     machine, simulated = _machine_of(device, facts.machine)
-    predicted = question.seconds(machine, group.world_size, device=device.type)
-    measured = facts.tuned.get(_on(device, question.key))
+    predicted = work.seconds(machine, group.world_size, device=device.type)
+    measured = facts.tuned.get(_on(device, work.key))
     if measured in WAYS:
         return Choice(measured, "measured", predicted)
     if measured == TILES and tiles and not shared:

@@ -18,34 +18,43 @@ from symm_cp import tuning
 from symm_cp.group import memory
 from symm_cp.runtime import cpu
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Curve, to_toml
+from symm_cp.schedule.matmul_work import MatmulWork
+from symm_cp.tensors.dtypes import dtype_name
 from symm_cp.testing import Ranks
-from symm_cp.tuning import Question
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def faster(question: Question, ranks: int = 2) -> str:
-    seconds = question.seconds(TYPICAL_CPU, ranks)
+def faster(work: MatmulWork, ranks: int = 2) -> str:
+    seconds = work.seconds(TYPICAL_CPU, ranks)
     return min(seconds, key=seconds.__getitem__)
 
 
 ROWS = 1_100_000  # native kernels serve fewer, without a choice
 
 
-def gather(rows: int, inner: int, columns: int, dtype: torch.dtype = F32) -> Question:
+def gather(rows: int, inner: int, columns: int, dtype: torch.dtype = F32) -> MatmulWork:
     shard = rows * inner * dtype.itemsize
-    return Question("all_gather_matmul", dtype, ((rows, inner, columns),), shard=shard)
+    return MatmulWork(
+        "all_gather_matmul",
+        dtype_name(dtype),
+        dtype.itemsize,
+        ((rows, inner, columns),),
+        shard=shard,
+    )
 
 
-def scatter(rows: int, inner: int, columns: int) -> Question:
+def scatter(rows: int, inner: int, columns: int) -> MatmulWork:
     partial = rows * columns * 4
-    return Question("matmul_reduce_scatter", F32, ((rows, inner, columns),), partial=partial)
+    return MatmulWork(
+        "matmul_reduce_scatter", "float32", 4, ((rows, inner, columns),), partial=partial
+    )
 
 
-def all_reduce(rows: int, columns: int) -> Question:
+def all_reduce(rows: int, columns: int) -> MatmulWork:
     nbytes = rows * columns * 4
     products = ((rows, columns, columns),)
-    return Question("matmul_all_reduce", F32, products, partial=nbytes, everywhere=True)
+    return MatmulWork("matmul_all_reduce", "float32", 4, products, partial=nbytes, everywhere=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -97,10 +106,17 @@ def test_gpus_are_predicted_as_others_measured_them(
 
 
 def test_results_that_are_added_to_are_read_again() -> None:
-    def weight_gradient(dtype: torch.dtype, rows: int, size: int) -> Question:
+    def weight_gradient(dtype: torch.dtype, rows: int, size: int) -> MatmulWork:
         item = dtype.itemsize
         products, shard = ((size, rows, size),), rows * size * item
-        return Question("weight_grad", dtype, products, shard, accumulated=size * size * item)
+        return MatmulWork(
+            "weight_grad",
+            dtype_name(dtype),
+            dtype.itemsize,
+            products,
+            shard,
+            accumulated=size * size * item,
+        )
 
     assert faster(weight_gradient(BF16, 128, 4096)) == "whole"
     assert faster(weight_gradient(F32, 128, 4096)) == "whole"

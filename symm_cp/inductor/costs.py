@@ -25,6 +25,7 @@ from symm_cp.schedule.patterns import (
 )
 from symm_cp.schedule.steps import Compute
 from symm_cp.schedule.work import Work
+from symm_cp.tensors.dtypes import dtype_name
 
 #: By kind of collective: the bytes that a rank receives, from its input's bytes and the group size.
 _RECEIVED = {
@@ -100,7 +101,7 @@ def computing_us(node: Node, on: Machine) -> float:
         flops = _counted(flop_registry[packet], node, results)
         if flops:
             name = str(packet)
-            dtype = str(results[0].dtype).removeprefix("torch.")
+            dtype = dtype_name(results[0].dtype)
             if "attention" in name:
                 return on.attention(flops, dtype) * 1e6
             return on.matmul(flops, dtype, size_of(_right_operand(node))) * 1e6
@@ -155,7 +156,7 @@ def _product_us(left: torch.Tensor, right: torch.Tensor, parts: int, on: Machine
     rows = math.prod(left.shape[:-1]) * parts
     if not all(isinstance(each, int) for each in (columns, inner, rows)):
         return 0.0
-    dtype = str(left.dtype).removeprefix("torch.")
+    dtype = dtype_name(left.dtype)
     return on.product(rows, inner, columns, dtype, left.element_size()) * 1e6
 
 
@@ -165,7 +166,7 @@ def _attention_us(tensors: list[torch.Tensor], on: Machine, ranks: int, *, backw
         return 0.0
     query, key = tensors[:2]
     flops = 4.0 * query.numel() * key.shape[-2] * ranks * (_BACKWARD if backward else 1)
-    return on.attention(flops, str(query.dtype).removeprefix("torch.")) * 1e6
+    return on.attention(flops, dtype_name(query.dtype)) * 1e6
 
 
 def _counted(count: Any, node: Node, results: list[torch.Tensor]) -> float:

@@ -29,7 +29,7 @@ from symm_cp.ops.op import Kernel
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory
 from symm_cp.runtime import process_group
 from symm_cp.runtime.calls import Collective
-from symm_cp.tensors.dtypes import SUMMABLE, summable
+from symm_cp.tensors.dtypes import SUMMABLE, dtype_name, summable
 from symm_cp.tensors.shards import Split
 
 P = ParamSpec("P")
@@ -152,7 +152,7 @@ def _name_of(
         wholes = [split.whole_shape(shape) for shape in wholes]
         detail += sizes_text(split)
     shapes = " ".join(
-        f"{str(dtype)[6:]}{whole}" for (dtype, _), whole in zip(kinds, wholes, strict=True)
+        f"{dtype_name(dtype)}{whole}" for (dtype, _), whole in zip(kinds, wholes, strict=True)
     )
     return f"{op} {shapes} {detail}".encode()[: wire.MAX_CALL_NAME]
 

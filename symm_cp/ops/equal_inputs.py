@@ -29,6 +29,7 @@ from symm_cp.modes import ordinary_tensors
 from symm_cp.ops.direct import decoding_call, direct
 from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
+from symm_cp.tensors.dtypes import dtype_name
 
 #: The text in errors that says how to turn the comparison off.
 OFF = "SYMM_CP_COMPARE_INPUTS=0 turns this check off"
@@ -153,7 +154,7 @@ def _record(items: Sequence[Item], device: torch.device) -> tuple[torch.Tensor, 
 
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype)[6:]}{list(value.shape)}"
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

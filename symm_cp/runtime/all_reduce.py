@@ -8,14 +8,9 @@ from enum import Enum
 
 import torch
 
+from symm_cp.schedule.patterns.produce_and_all_reduce import in_one_shot
 from symm_cp.tensors.alignment import ALIGN, part_offsets
 from symm_cp.tensors.shards import Split
-
-# Bytes that a rank would read in one shot, from which on two shots are faster if it has more than
-# one peer (as in csrc/exchange/exchange.h). A smaller number synchronises twice for small results;
-# a larger one reads each contribution W - 1 times where once would do. Results are computed in
-# slots, so that two ranks gain nothing by two shots.
-_TWO_SHOTS_FROM = 192 << 10
 
 
 class AllReduceVariant(Enum):
@@ -35,11 +30,6 @@ class AllReduceVariant(Enum):
         if self is AllReduceVariant.CHUNKS:
             return part_offsets(chunks)
         return tuple(itertools.accumulate((0, *chunks)))
-
-
-def in_one_shot(nbytes: int, ranks: int) -> bool:
-    """Whether every rank sums all of a result that ranks produce as a whole."""
-    return ranks <= 2 or nbytes * (ranks - 1) < _TWO_SHOTS_FROM
 
 
 def all_reduce_variant(

@@ -40,9 +40,14 @@ SCALED_RESULTS = tuple(dtype for dtype in FLOATING if dtype.itemsize <= 4)
 _MULTIPLIED = (*FLOATING, torch.complex64, torch.complex128)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
 def names(dtypes: tuple[torch.dtype, ...]) -> str:
     """Returns the names of dtypes for messages."""
-    return ", ".join(str(dtype)[6:] for dtype in dtypes)
+    return ", ".join(map(dtype_name, dtypes))
 
 
 def one_of(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -14,6 +14,7 @@ import symm_cp
 from symm_cp import tuning
 from symm_cp.group import memory
 from symm_cp.ops.matmul import by_tiles
+from symm_cp.schedule.matmul_work import MatmulWork
 from symm_cp.testing import Ranks
 from tests.cuda import test_plans
 from tests.exhaustive import exhaustive, some
@@ -176,7 +177,7 @@ def test_where_kernels_and_streams_cannot_wait_for_each_other(
 
 def chosen(group: dist.ProcessGroup, apart: bool) -> None:
     """Without force, tiles are taken where they were measured, by ranks with a GPU each."""
-    question = tuning.Question("all_gather_matmul", torch.float32, ((64, 8, 3),), shard=2048)
+    question = MatmulWork("all_gather_matmul", "float32", 4, ((64, 8, 3),), shard=2048)
     state, device = memory.resolve(group), torch.device("cpu")
     facts = tuning.facts_of(state)
     facts.tuned = {question.key: "tiles"}

@@ -43,6 +43,7 @@ from symm_cp.schedule.patterns import (
     Variant,
 )
 from symm_cp.schedule.work import Work
+from symm_cp.tensors.dtypes import dtype_name
 
 IN_PLACE, TORCH = "fused, in place", "torch"
 
@@ -97,7 +98,7 @@ class Setting:
         """Returns a case that waits for the device before and after timings."""
         if self.cuda:
             options["synchronize"] = torch.cuda.synchronize
-        return Case(f"{name}, {str(self.dtype)[6:]}", variants, **options)
+        return Case(f"{name}, {dtype_name(self.dtype)}", variants, **options)
 
     def op(self, name: str) -> Callable[..., Any]:
         """Returns our kernel for one of torch's ops."""
@@ -234,7 +235,7 @@ def _variant(setting: Setting, pattern: Pattern) -> Variant:
 
 
 def _matmul(setting: Setting, rows: int, inner: int, columns: int) -> Callable[[Machine], float]:
-    dtype, item = str(setting.dtype)[6:], setting.dtype.itemsize
+    dtype, item = dtype_name(setting.dtype), setting.dtype.itemsize
     return lambda machine: machine.product(rows, inner, columns, dtype, item)
 
 
@@ -255,7 +256,7 @@ def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim
         return all_gather_attention(q, k, v, group=setting.group, enable_gqa=grouped)
 
     item = q.element_size()
-    dtype = str(setting.dtype)[6:]
+    dtype = dtype_name(setting.dtype)
     work = Work(
         "all_gather_attention",
         _variant(setting, ALL_GATHER_AND_CONSUME),
@@ -401,7 +402,7 @@ def train(setting: Setting, dim: int, layers: int, tokens: int) -> Job:
     """Returns a training step of the demo's model, spread over features; on CPU."""
     from symm_cp.commands.demo.train import DemoRun, Trainer, trainers
 
-    options = train_options(setting.ranks, dim, layers, tokens, str(setting.dtype)[6:])
+    options = train_options(setting.ranks, dim, layers, tokens, dtype_name(setting.dtype))
     run = DemoRun(options, setting.group, quiet=True)
     *over_backends, fused, alone = trainers(run, variants)
     unfused = over_backends[-1]  # over gloo

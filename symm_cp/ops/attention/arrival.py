@@ -14,7 +14,7 @@ from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import CAUSAL, NO_MASK
 from symm_cp.schedule.patterns import peers
-from symm_cp.tensors.dtypes import NARROW
+from symm_cp.tensors.dtypes import NARROW, dtype_name
 
 _FEATURES = (64, 128)
 
@@ -32,7 +32,7 @@ def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str
     B, H, _, E = query.shape
     sizes = f"{B}x{H}x{key.shape[1]}x{key.shape[2]}x{key.shape[2]}x{E}"
     kind, chunks = "causal" if spec.mask else "full", len(spec.layout.chunks(0))
-    return f"all_gather_attention {str(query.dtype)[6:]} {sizes} {kind} {chunks} chunks"
+    return f"all_gather_attention {dtype_name(query.dtype)} {sizes} {kind} {chunks} chunks"
 
 
 def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:

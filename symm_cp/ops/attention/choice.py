@@ -14,6 +14,7 @@ from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import Mask
+from symm_cp.tensors.dtypes import dtype_name
 
 
 def settled(
@@ -82,7 +83,7 @@ def _work_of(
         kv_heads=key.shape[1],
         features=query.shape[3],
         value_features=spec.features(key),
-        dtype=str(query.dtype)[6:],
+        dtype=dtype_name(query.dtype),
         item=query.dtype.itemsize,
         queries=queries or spec.queries or spec.layout,
         keys=spec.layout,

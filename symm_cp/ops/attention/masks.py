@@ -22,6 +22,7 @@ from symm_cp.cuda.kept import HostReads, capturing, kept
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import Tile
+from symm_cp.tensors.dtypes import dtype_name
 
 Bools: TypeAlias = np.ndarray
 Edges: TypeAlias = tuple[int, ...]
@@ -347,7 +348,7 @@ def _check_over_sequence(
 ) -> None:
     """Raises unless a tensor has an entry of these dtypes for each position of each sample."""
     if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype)[6:] for dtype in dtypes)
+        expected = " or ".join(map(dtype_name, dtypes))
         raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {expected}")
     batch = query.shape[0]
     if tensor.dim() != 2 or tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:

@@ -30,6 +30,7 @@ from symm_cp.ops.common import call_signature
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import NO_MASK, Mask
 from symm_cp.schedule.tiles import Tile, for_samples, seen_by_peers, tiles
+from symm_cp.tensors.dtypes import dtype_name
 
 # With more than this many distinct per-sample masks, send every key: finding the subset that peers
 # see costs more than it saves.
@@ -186,7 +187,7 @@ class AttentionSpec:
         `details` are further hashable values that must be identical on all ranks.
         """
         B, G, _, E = key.shape
-        return _call_name(op, str(key.dtype)[6:], (B, G, E), self, details)
+        return _call_name(op, dtype_name(key.dtype), (B, G, E), self, details)
 
 
 @lru_cache(maxsize=512)

@@ -36,9 +36,11 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Terms
 from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.schedule.matmul_work import MatmulWork
+from symm_cp.tensors.dtypes import dtype_name
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import Question, choose
+from symm_cp.tuning import choose
 
 ALL_REDUCE = "fused_matmul_all_reduce"
 SUM = "_fused_matmuls_all_reduce"
@@ -111,14 +113,15 @@ def produce_and_all_reduce(
     split = _by_rows(group, out)
     rows, columns = split.sizes[0], out.shape[1]
     # A nominal inner dimension: the real one may differ, and all ranks must choose the same way.
-    question = Question(
+    work = MatmulWork(
         "matmul_all_reduce",
-        out.dtype,
+        dtype_name(out.dtype),
+        out.dtype.itemsize,
         ((rows, columns, columns),),
         partial=rows * columns * out.element_size(),
         everywhere=True,
     )
-    whole = choose(group, out.device, question) == "whole"
+    whole = choose(group, out.device, work) == "whole"
     runtime.of(out, group).produce_and_all_reduce(
         group,
         lambda rank, partial: produce(None if whole else rank, partial),

@@ -24,10 +24,12 @@ from symm_cp.ops.matmul.derivatives import (
 )
 from symm_cp.ops.matmul.products import Sum, as_rows, at_last
 from symm_cp.ops.op import ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.schedule.matmul_work import MatmulWork
 from symm_cp.tensors.alignment import aligned
+from symm_cp.tensors.dtypes import dtype_name
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import Question, choose
+from symm_cp.tuning import choose
 
 _WEIGHT_GRAD = "_fused_all_gather_weight_grad"
 _BACKWARD = "_fused_matmul_reduce_scatter_backward"
@@ -97,14 +99,15 @@ def _weight_grad_rows(
     """Gathers another dimension: the results are sums over shards."""
     shard, front = x_shard.movedim(split.dim, 0), split.along(0)
     *lead, inner = largest = front.largest_shape(shard.shape)
-    question = Question(
+    work = MatmulWork(
         "weight_grad",
-        x_shard.dtype,
+        dtype_name(x_shard.dtype),
+        x_shard.dtype.itemsize,
         tuple((inner, math.prod(lead), grad.shape[-1]) for grad in grads),
         shard=math.prod(largest) * x_shard.element_size(),
         accumulated=sum(nbytes_of(out) for out in outs),
     )
-    whole = choose(group, x_shard.device, question) == "whole"
+    whole = choose(group, x_shard.device, work) == "whole"
     gathered = new_result(x_shard, front.whole_shape(shard.shape)) if whole else None
     sums = [] if whole else [Sum(out, group.world_size) for out in outs]
 
@@ -217,15 +220,16 @@ def _backward_rows(
     shard, front = grad_shard.movedim(split.dim, 0), split.along(0)
     *lead, outer = largest = front.largest_shape(shard.shape)
     rows, inner = math.prod(lead), weight.shape[0]
-    question = Question(
+    work = MatmulWork(
         "matmul_reduce_scatter_backward",
-        shard.dtype,
+        dtype_name(shard.dtype),
+        shard.dtype.itemsize,
         ((rows, outer, inner),) * (grad_a is not None)
         + ((inner, rows, outer),) * (grad_weight is not None),
         shard=math.prod(largest) * shard.element_size(),
         accumulated=0 if grad_weight is None else nbytes_of(grad_weight),
     )
-    whole = choose(group, shard.device, question) == "whole"
+    whole = choose(group, shard.device, work) == "whole"
     gathered = new_result(shard, front.whole_shape(shard.shape)) if whole else None
     sums = [] if whole or grad_weight is None else [Sum(grad_weight, group.world_size)]
 

@@ -59,10 +59,11 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
-from symm_cp.tensors.dtypes import real
+from symm_cp.schedule.matmul_work import MatmulWork
+from symm_cp.tensors.dtypes import dtype_name, real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import TILES, Question, choose
+from symm_cp.tuning import TILES, choose
 
 SCATTER = "fused_matmul_reduce_scatter"
 SUM = "_fused_matmuls_reduce_scatter"
@@ -102,8 +103,14 @@ def _way(group: Group, terms: Terms) -> str:
         for left, right in zip(terms.lefts, terms.rights, strict=True)
     )
     nbytes = rows * columns * like.element_size()
-    question = Question("matmul_reduce_scatter", like.dtype, products, partial=nbytes)
-    return choose(group, like.device, question, tiles=by_tiles.scatters(group, terms))
+    work = MatmulWork(
+        "matmul_reduce_scatter",
+        dtype_name(like.dtype),
+        like.dtype.itemsize,
+        products,
+        partial=nbytes,
+    )
+    return choose(group, like.device, work, tiles=by_tiles.scatters(group, terms))
 
 
 def _multiply_and_reduce_scatter(

@@ -20,6 +20,17 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
 _COMBINATIONS = (frozenset[str](), frozenset({"whole"}), frozenset({"one_shot"}))
 
+# Bytes that a rank would read in one shot, from which on two shots are faster if it has more than
+# one peer (as in csrc/exchange/exchange.h). A smaller number synchronises twice for small results;
+# a larger one reads each contribution W - 1 times where once would do. Results are computed in
+# slots, so that two ranks gain nothing by two shots.
+_TWO_SHOTS_FROM = 192 << 10
+
+
+def in_one_shot(nbytes: int, ranks: int) -> bool:
+    """Whether every rank sums all of a result that ranks produce as a whole."""
+    return ranks <= 2 or nbytes * (ranks - 1) < _TWO_SHOTS_FROM
+
 
 def _produce_alone(draft: Draft) -> None:
     draft.compute(Compute("produce", draft.rank, (), (draft.own("output"),)))

@@ -1,6 +1,7 @@
 """Runs torch's own suite of torch.distributed, which its wheel carries, over one backend.
 
     python -m tests.backend.torch_suite symm_cp --cases test_gather test_scatter
+    python -m tests.backend.torch_suite symm_cp --part 0/4
 
 Prints a line of JSON for each case: its name, "passed", "skipped" or "failed", and what the ranks
 reported. `redirected` is gloo by name, where groups of gloo are made as `symm-cp run` makes them.
@@ -168,11 +169,13 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("backend", choices=BACKENDS)
     parser.add_argument("--cases", nargs="+", help="all of them, unless given")
+    parser.add_argument("--part", default="0/1", help="of all cases, as 0/4: each fourth")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="symm-cp-torch-suite-") as folder:
         distributed_test = load(options.backend, folder)
         suite = suite_of(distributed_test)
-        for case in options.cases or cases_of(suite):
+        part, parts = map(int, options.part.split("/"))
+        for case in options.cases or cases_of(suite)[part::parts]:
             print(json.dumps(run(distributed_test, suite, case)), flush=True)
 
 

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from symm_cp import native
-from symm_cp.native.sources import Sources
+from symm_cp.native.sources import Sources, Unit
 from symm_cp.native.wire import FLAGS
 from tests.native import plans
 
@@ -33,6 +33,7 @@ SANITIZERS = {
 }
 #: To compile with AddressSanitizer takes three times as long at -O1; some warnings need that.
 LEVEL = {"thread": ("-O1", "-g"), "address,undefined": ("-O0", "-g1")}
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
 CALLS = 200
 #: Flags: without waiting for them ranks race, in plans and in exchanges.
 NEEDED = ("partial", "reduced", "done")
@@ -87,25 +88,61 @@ def why_not(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path
     return built.stdout if built.returncode != 0 else _run([*prefix, program]).stdout
 
 
-def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
-    """Compiles the programs here with all of csrc/ that does without torch and CUDA."""
-    csrc = native.source_dir()
-    names = [name for unit in Sources(csrc).plain for name in unit.sources]
-    names = [name for name in names if name != "c_api.cpp" and not name.startswith("cuda/")]
-    sources = [*(csrc / name for name in names), *HERE.glob("*.cpp")]
-    flags = ["-std=c++20", *LEVEL[sanitizer], "-Wall", "-Wextra", "-Werror", f"-I{csrc}"]
-    flags.append(f"-fsanitize={sanitizer}")
-    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
+def _plain_units() -> list[Unit]:
+    """What of csrc/ does without torch, CUDA and Python."""
+    units = Sources(native.source_dir()).plain
+    return [unit for unit in units if not unit.name.startswith(("c_api", "cuda_"))]
 
-    def compile_one(source: Path, target: Path) -> None:
-        done = _run([*compiler, *flags, "-c", str(source), "-o", str(target)])
+
+def _compile_all(command: Sequence[str], arguments: Sequence[Sequence[str]]) -> None:
+    def compile_one(each: Sequence[str]) -> None:
+        done = _run([*command, *each])
         _expect(done, done.returncode == 0)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        list(pool.map(compile_one, sources, objects))
+        list(pool.map(compile_one, arguments))
+
+
+def check_warnings(compiler: list[str]) -> None:
+    """Ends this program unless csrc/ compiles without warnings.
+
+    The library's own flags, which optimise for this processor, give false ones.
+    """
+    csrc = native.source_dir()
+    command = [*compiler, "-std=c++20", *WARNINGS, f"-I{csrc}", "-fsyntax-only"]
+    _compile_all(command, [[str(csrc / name)] for unit in _plain_units() for name in unit.sources])
+    print(f"{time.monotonic() - _BEGIN:4.0f} s: no warnings", flush=True)
+
+
+def build_library(compiler: list[str], sanitizer: str, folder: Path) -> dict[str, str]:
+    """Builds the library into a folder; returns the environment in which Python finds it.
+
+    What does no arithmetic is not optimised: compiling took most of the time.
+    """
+    program = folder / "compiler"
+    instrumenting = shlex.join([*compiler, f"-fsanitize={sanitizer}", "-g1"])
+    program.write_text(f'#!/usr/bin/env bash\nexec {instrumenting} "${{@/#-O1/-O0}}"\n')
+    program.chmod(0o755)
+    environment = {"CXX": shlex.quote(str(program)), "SYMM_CP_BUILD_DIR": str(folder)}
+    # Without the sanitizer's runtime it cannot be loaded, but it is built.
+    done = _run([sys.executable, "-c", "from symm_cp import native; native.build()"], environment)
+    _expect(done, len(list(folder.glob("*/*.so"))) == 1)
+    return environment
+
+
+def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
+    """Links the programs here with the library's objects that do without torch and CUDA."""
+    units = _plain_units()
+    built = [str(path) for unit in units for path in folder.glob(f"objects/{unit.name}-*.o")]
+    assert len(built) == len(units), (built, units)
+    sources = [str(path) for path in HERE.glob("*.cpp")]
+    flags = ["-std=c++20", *LEVEL[sanitizer], *WARNINGS, f"-I{native.source_dir()}"]
+    command = [*compiler, *flags, f"-fsanitize={sanitizer}"]
+    objects = {source: str(folder / f"{Path(source).stem}.o") for source in sources}
+    _compile_all(command, [["-c", source, "-o", to] for source, to in objects.items()])
     program = str(folder / "ranks")
     wrapped = "-Wl,--wrap=mmap,--wrap=munmap"
-    done = _run([*compiler, *flags, wrapped, *map(str, objects), "-pthread", "-o", program])
+    done = _run([*command, wrapped, *objects.values(), *built, "-pthread", "-o", program])
     _expect(done, done.returncode == 0)
     return program
 
@@ -157,25 +194,16 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         expect_race(*([*exchanges, str(plan), skip] for plan in range(seed, seed + 5)))
 
 
-def run_library(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:
-    """The library's own tests, in Python.
-
-    What does no arithmetic is not optimised: compiling took most of the time.
-    """
+def run_library(
+    compiler: list[str],
+    sanitizer: str,
+    prefix: list[str],
+    folder: Path,
+    environment: Mapping[str, str],
+) -> None:
+    """The library's own tests, in Python."""
     tests = TESTS if sanitizer == "thread" else (*TESTS, *ALONE)
     _say(sanitizer, f"the library: {' '.join(tests)}")
-    program = folder / "compiler"
-    instrumenting = shlex.join([*compiler, f"-fsanitize={sanitizer}", "-g1"])
-    program.write_text(f'#!/usr/bin/env bash\nexec {instrumenting} "${{@/#-O1/-O0}}"\n')
-    program.chmod(0o755)
-    environment = {
-        "CXX": shlex.quote(str(program)),
-        "SYMM_CP_BUILD_DIR": str(folder),
-    }
-    # Without the sanitizer's runtime it cannot be loaded, but it is built.
-    done = _run([sys.executable, "-c", "from symm_cp import native; native.build()"], environment)
-    _expect(done, len(list(folder.glob("*/*.so"))) == 1)
-    _say(sanitizer, "the library is built")
     runtimes = [
         _run([*compiler, f"-print-file-name={name}"]).stdout.strip()
         for name in SANITIZERS[sanitizer]
@@ -197,8 +225,10 @@ def _check(compiler: list[str], sanitizer: str, prefix: list[str]) -> None:
         if reason := why_not(compiler, sanitizer, prefix, folder):
             _say(sanitizer, f"it cannot be used here: {reason}")
             return
+        environment = build_library(compiler, sanitizer, folder)
+        _say(sanitizer, "the library is built")
         run_ranks(compiler, sanitizer, prefix, folder)
-        run_library(compiler, sanitizer, prefix, folder)
+        run_library(compiler, sanitizer, prefix, folder, environment)
     _say(sanitizer, "nothing found")
 
 
@@ -209,6 +239,7 @@ def main() -> None:
     prefix = ["setarch", "-R"]
     if shutil.which("setarch") is None or _run([*prefix, "true"]).returncode != 0:
         prefix = []
+    check_warnings(compiler)
     with ThreadPoolExecutor() as pool:
         checks = [pool.submit(_check, compiler, sanitizer, prefix) for sanitizer in SANITIZERS]
         for check in checks:

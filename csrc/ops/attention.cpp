@@ -141,6 +141,10 @@ at::Tensor with_dense_features(const at::Tensor& tensor) {
   return dense ? tensor : tensor.contiguous();
 }
 
+at::ScalarType wide(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 struct KeysAndValues {
   at::Tensor keys, values;
 };
@@ -159,6 +163,8 @@ struct Call {
   at::DimVector shape(int64_t positions) const {
     return {2, key.size(0), key.size(1), positions, key.size(3)};
   }
+  // The options of sums over ranks.
+  at::TensorOptions wide_options() const { return key.options().dtype(wide(key)); }
   TileOptions options() const {
     TileOptions options;
     options.scale = scale.value_or(1 / std::sqrt(static_cast<double>(query.size(3))));
@@ -210,34 +216,23 @@ std::optional<Call> planned(const char* op, Group& group, const Arguments& argum
   return call;
 }
 
-// Returns the keys followed by the values.
-at::Tensor packed(const Call& call) {
-  const at::Tensor shard = new_output(call.key, call.shape(call.key.size(2)));
-  const size_t bytes = call.key.nbytes();
-  if (bytes > 0 && call.key.is_contiguous() && call.value.is_contiguous()) {
-    // torch's copies take two microseconds each.
-    auto* const begin = static_cast<char*>(shard.mutable_data_ptr());
-    std::memcpy(begin, call.key.const_data_ptr(), bytes);
-    std::memcpy(begin + bytes, call.value.const_data_ptr(), bytes);
-  } else {
-    shard.select(0, 0).copy_(call.key);
-    shard.select(0, 1).copy_(call.value);
-  }
-  return shard;
+// Has the exchange read the keys, and then the values, where they lie: two rows.
+void bind_in_place(Extent& input, const at::Tensor& keys, const at::Tensor& values) {
+  auto* const begin = static_cast<char*>(const_cast<void*>(keys.const_data_ptr()));
+  input.data = begin;
+  input.row = static_cast<int64_t>(keys.nbytes());
+  input.pitch = static_cast<const char*>(values.const_data_ptr()) - begin;
 }
 
 KeysAndValues gather(const Call& call) {
   if (call.group.world_size() == 1)
     return {with_dense_features(call.key), with_dense_features(call.value)};
-  const at::Tensor shard = packed(call);
+  const at::Tensor keys = call.key.contiguous(), values = call.value.contiguous();
   const at::Tensor whole = new_output(call.key, call.shape(total(call.plan().lengths)));
-  call.gather->bind(shard.const_data_ptr(), whole.mutable_data_ptr());
+  call.gather->bind(nullptr, whole.mutable_data_ptr());
+  if (keys.numel() > 0) bind_in_place(call.gather->exchange.input[0], keys, values);
   run(call.group, call.gather->exchange);
   return {whole.select(0, 0), whole.select(0, 1)};
-}
-
-at::ScalarType wide(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 // The mask for torch's kernel.
@@ -368,19 +363,19 @@ void check_saved(const char* name, const at::Tensor& tensor, const at::Tensor& q
                     tensor.sizes(), ", must be the shape of query, ", query.sizes());
 }
 
-// The gradients of this rank's queries, and of all keys and values by these queries, (2, B, G,
-// keys, E).
-struct OfAll {
-  at::Tensor query, keys_and_values;
-};
-
-OfAll gradients_of_all(const Call& call, const Saved& saved, const KeysAndValues& all) {
+// The gradients of this rank's queries, and of all keys and values, (B, G, keys, E), by these
+// queries.
+Gradients gradients_of_all(const Call& call, const Saved& saved, const KeysAndValues& all) {
   const Plan& plan = call.plan();
   const at::Tensor query = with_dense_features(call.query);
   const at::Tensor grad_out = with_dense_features(saved.grad_out);
-  const at::Tensor of_keys =
-      at::zeros(call.shape(total(plan.lengths)), call.key.options().dtype(wide(call.key)));
-  if (query.numel() == 0) return {at::empty_like(query), of_keys};
+  const auto zeros = [&] {
+    return pooled_empty(call.shape(total(plan.lengths)), call.wide_options()).zero_();
+  };
+  if (query.numel() == 0) {
+    const at::Tensor none = zeros();
+    return {at::empty_like(query), none.select(0, 0), none.select(0, 1)};
+  }
   // With the strides that torch's kernel returns. inf gives zero weights to rows that see no key.
   at::Tensor lse = saved.lse.to(wide(query)).transpose(1, 2).contiguous().transpose(1, 2);
   if (plan.blind.defined()) lse = lse.masked_fill(plan.blind, INFINITY);
@@ -389,10 +384,9 @@ OfAll gradients_of_all(const Call& call, const Saved& saved, const KeysAndValues
         at::_scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, all.keys, all.values, saved.out, lse, /*dropout_p=*/0.0,
             /*is_causal=*/false, mask_of(plan), call.scale);
-    of_keys.select(0, 0).copy_(of_key);
-    of_keys.select(0, 1).copy_(of_value);
-    return {of_query, of_keys};
+    return {of_query, of_key, of_value};
   }
+  const at::Tensor of_keys = zeros();
   const at::Tensor of_query = rows_first(query, wide(query)).zero_();
   const at::Tensor inner = attention_inner(grad_out, saved.out, saved.grad_lse);
   for_tiles(call, [&](const auto& rows, const auto& keys, const TileOptions& options) {
@@ -400,7 +394,7 @@ OfAll gradients_of_all(const Call& call, const Saved& saved, const KeysAndValues
         rows(grad_out), rows(query), keys(all.keys), keys(all.values), rows(lse), rows(inner),
         {rows(of_query), keys(of_keys.select(0, 0)), keys(of_keys.select(0, 1))}, options);
   });
-  return {of_query, of_keys};
+  return {of_query, of_keys.select(0, 0), of_keys.select(0, 1)};
 }
 
 // Plans consecutive parts, one for each rank.
@@ -421,25 +415,26 @@ void prepare_scatter(CheckedCall& scatter, const Call& call) {
 }
 
 // Adds up the gradients of this rank's keys and values from all ranks' queries.
-at::Tensor reduce_scatter(const Call& call, const at::Tensor& of_all) {
+KeysAndValues reduce_scatter(const Call& call, const KeysAndValues& of_all) {
   if (call.group.world_size() == 1) return of_all;
   CallKey key = call.call_key;
   key.push_back(1);  // the second exchange of such calls
   const auto scatter = CheckedCalls::of_this_thread().take(
       key, [&](CheckedCall& scatter) { prepare_scatter(scatter, call); });
-  const at::Tensor parts = new_output(of_all, {of_all.numel()});
-  int64_t begin = 0, position = 0;
+  const int64_t each = c10::multiply_integers(call.shape(1));  // elements of a position
+  const at::Tensor parts = pooled_empty({each * total(call.plan().lengths)}, call.wide_options());
+  int64_t position = 0;
   for (const int64_t length : call.plan().lengths) {
     const auto shape = call.shape(length);
-    const int64_t count = c10::multiply_integers(shape);
-    parts.narrow(0, begin, count).view(shape).copy_(of_all.narrow(3, position, length));
-    begin += count;
+    const at::Tensor part = parts.narrow(0, each * position, each * length).view(shape);
+    part.select(0, 0).copy_(of_all.keys.narrow(2, position, length));
+    part.select(0, 1).copy_(of_all.values.narrow(2, position, length));
     position += length;
   }
-  const at::Tensor own = new_output(of_all, call.shape(call.key.size(2)));
+  const at::Tensor own = pooled_empty(call.shape(call.key.size(2)), call.wide_options());
   scatter->bind(parts.const_data_ptr(), own.mutable_data_ptr());
   run(call.group, scatter->exchange);
-  return own;
+  return {own.select(0, 0), own.select(0, 1)};
 }
 
 // Returns undefined tensors if the kernel in Python is needed.
@@ -452,15 +447,15 @@ Gradients attend_backward(Group& group, const Arguments& arguments) {
   const Saved saved{arguments.tensor(kGradOut), arguments.tensor(kOut), arguments.tensor(kLse),
                     arguments.at(kGradLse).toOptional<at::Tensor>()};
   const KeysAndValues all = gather(*call);
-  OfAll of_all;
+  Gradients of_all;
   // Peers wait for the gradients, so an error here is reported to them.
   recorded(group, Kind::kConsume, kBackward, [&] { of_all = gradients_of_all(*call, saved, all); });
-  const at::Tensor own = reduce_scatter(*call, of_all.keys_and_values);
+  const KeysAndValues own = reduce_scatter(*call, {of_all.key, of_all.value});
   Gradients grads;
   after_exchange(group, kBackward, [&] {
     const auto dtype = call->query.scalar_type();
-    grads = {as_result(of_all.query, dtype), as_result(own.select(0, 0), dtype),
-             as_result(own.select(0, 1), dtype)};
+    grads = {as_result(of_all.query, dtype), as_result(own.keys, dtype),
+             as_result(own.values, dtype)};
   });
   return grads;
 }

@@ -1,4 +1,4 @@
-"""Groups of the backend symm_cp beside the pool's groups of gloo, and inputs."""
+"""Groups of the backend symm_cp next to the pool's gloo groups, and inputs for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 REDUCED = (*FLOATING, *INTEGERS, *COMPLEX, torch.bool)
 MOVED = (*REDUCED, *FLOAT8, torch.uint16, torch.uint64)
 
-#: Torch renamed them in 2.13; before, these names do not exist.
+#: Torch 2.13 renamed these functions; older versions lack the new names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -26,9 +26,9 @@ _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def shared(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group of the same ranks with the backend symm_cp; made once.
+    """A group of the same ranks with the backend symm_cp, created once.
 
-    `new_group` would need the pool's other ranks, or the same earlier groups on all of these.
+    `new_group` would need the pool's other ranks, or the same earlier groups on all these ranks.
     """
     if group not in _groups:
         ranks = dist.get_process_group_ranks(group)
@@ -54,7 +54,7 @@ def fresh(group: dist.ProcessGroup, timeout: datetime.timedelta | None = None) -
 
 
 def small_integers(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
-    """Values whose sums and products over four ranks are exact in any dtype; other on each rank."""
+    """Values whose sums and products over four ranks are exact in any dtype; ranks differ."""
     generator = torch.Generator().manual_seed(1234 + rank)
     values = torch.randint(0, 4, shape, generator=generator)
     return values.bool() if dtype is torch.bool else values.to(dtype)
@@ -71,7 +71,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(group: dist.ProcessGroup, value: object) -> list[object]:
-    """What each rank passes, through gloo."""
+    """The values of all ranks, gathered through gloo."""
     values: list[object] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
@@ -80,7 +80,7 @@ def gathered(group: dist.ProcessGroup, value: object) -> list[object]:
 def settle(
     how: str, collective: Callable[..., dist.Work | None], *args: object, **kwargs: object
 ) -> None:
-    """Makes a call at once, or in the background: waits for its work or future, or polls."""
+    """Makes a blocking call, or an asynchronous one and waits for its work or future, or polls."""
     work = collective(*args, async_op=how != "sync", **kwargs)
     if how == "sync":
         assert work is None

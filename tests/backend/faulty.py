@@ -1,4 +1,4 @@
-"""What ranks do of which one dies, stops, is interrupted, disagrees or aborts; for `ranks.own`."""
+"""Functions for `ranks.own` in which one rank dies, stops, is interrupted, disagrees or aborts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _lists(group: dist.ProcessGroup, elements: int) -> list[torch.Tensor]:
 
 
 def _to_and_from_the_last(group: dist.ProcessGroup) -> None:
-    # The last rank is the one that fails. Others must not wait for each other: one that has heard
-    # of the failure sends no more, and who waits for it would do so until the time-out.
+    # The last rank is the one that fails. The others must not wait for each other: a rank that has
+    # been told of the failure sends nothing more, and its peers would wait until the time-out.
     size, rank = group.size(), group.rank()
     works = []
     for peer in range(size - 1) if rank == size - 1 else (size - 1,):
@@ -59,7 +59,7 @@ CALLS: dict[str, Call] = {
 
 
 def until_told(call: Call, group: dist.ProcessGroup) -> tuple[str, float]:
-    """The text and time of the first error."""
+    """Repeats a call until it fails; returns the text and time of the error."""
     while True:
         try:
             call(group)
@@ -90,28 +90,28 @@ def _go_on(group: dist.ProcessGroup, call: Call, told: tuple[str, float]) -> tup
 
 
 def death_of_a_sender(group: dist.ProcessGroup, name: str, *, first: bool) -> tuple[str, float]:
-    """The last rank sends to rank 0, then dies in a call of all; the message is lost with it.
+    """The last rank sends to rank 0, then dies in a collective call; its message is lost.
 
-    Rank 0 hears of it as it receives, and does not come to the call; all others have.
+    Rank 0 is told while it receives, and never joins the call; all other ranks have joined it.
     """
     ours, call = fresh(group, 10 * SHORT), CALLS[name]
     last, x = group.size() - 1, torch.ones(3)
     if not first:
         call(ours)
-    # Until the last rank is in the call, which takes it longer on a busy machine.
+    # Seconds until the last rank has entered the call; it takes longer on a busy machine.
     until_there = torch.tensor(min(patient(0.3), 1.5))
     dist.broadcast(until_there, 0, group)
     if group.rank() == 0:
         time.sleep(2 * until_there.item())
         return _go_on(group, call, until_told(lambda group: dist.recv(x, last, group), ours))
     if group.rank() == last:
-        dist.send(x, 0, ours)  # which has ended before rank 0 is there
+        dist.send(x, 0, ours)  # returns before rank 0 receives
         threading.Timer(until_there.item(), os.kill, (os.getpid(), signal.SIGKILL)).start()
     return _go_on(group, call, until_told(call, ours))
 
 
 def stopped(group: dist.ProcessGroup, name: str) -> tuple[str, float, float]:
-    """The last rank stops; the others wait as long as the group's time-out."""
+    """The last rank is stopped; the others wait until the group's time-out."""
     ours, call = fresh(group, SHORT), CALLS[name]
     call(ours)
     dist.barrier(group)
@@ -124,7 +124,7 @@ def stopped(group: dist.ProcessGroup, name: str) -> tuple[str, float, float]:
 
 
 def interrupted(group: dist.ProcessGroup, name: str) -> str:
-    """Ctrl-C on rank 0, which waits in a call that the others do not make yet."""
+    """Interrupts rank 0 with Ctrl-C in a call that the other ranks have not made yet."""
     ours, call = fresh(group), CALLS[name]
     call(ours)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -150,7 +150,7 @@ def interrupted(group: dist.ProcessGroup, name: str) -> str:
 
 
 def interrupted_receive(group: dist.ProcessGroup) -> str:
-    """Ctrl-C on rank 0, which waits for a message; the next one arrives."""
+    """Interrupts rank 0 with Ctrl-C while it waits for a message; the next message arrives."""
     ours, message = fresh(group), "not interrupted"
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if group.rank() == 0:
@@ -178,13 +178,13 @@ def told(call: Callable[[], object]) -> str:
 
 
 def disagreement(group: dist.ProcessGroup) -> dict[str, str]:
-    """Rank 0 makes another call than the others."""
+    """Rank 0 makes a different call from the other ranks."""
     ours, first = shared(group), group.rank() == 0
     size = group.size()
     x, y = torch.ones(4), torch.ones(6 if first else 4)
     integers = torch.ones(4, dtype=torch.int32) if first else x
     op = dist.ReduceOp.MAX if first else dist.ReduceOp.SUM
-    # What rank 0 gives to each rank, and what the others give and take, do not fit.
+    # Rank 0's split sizes do not match those of the other ranks.
     splits = [2] * size if first else [1] * size
     rows = torch.ones(sum(splits))
     calls: dict[str, Callable[[], object]] = {
@@ -206,7 +206,7 @@ def disagreement(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
-    """Rank 0 gives what a collective cannot take."""
+    """Rank 0 passes arguments that a collective refuses."""
     ours, first, size = shared(group), group.rank() == 0, group.size()
     x = torch.ones(4)
     expanded = torch.ones(1).expand(4) if first else x
@@ -242,7 +242,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def aborted(group: dist.ProcessGroup, name: str) -> tuple[str, float, str]:
-    """Rank 0 aborts a group in which another of its threads waits."""
+    """Rank 0 aborts a group while another of its threads waits in a call."""
     ours, call = fresh(group), CALLS[name]
     call(ours)
     messages = []
@@ -267,7 +267,7 @@ def aborted(group: dist.ProcessGroup, name: str) -> tuple[str, float, str]:
 
 
 def late_for_the_first_call(group: dist.ProcessGroup) -> tuple[str, float]:
-    """Rank 0 waits for a rank that does not come to a group's first call."""
+    """Rank 0 waits for a rank that does not join a group's first call."""
     ours, begin, message = fresh(group, SHORT), time.monotonic(), ""
     if group.rank() == 0:
         message = told(lambda: dist.all_reduce(torch.ones(3), group=ours))
@@ -277,7 +277,7 @@ def late_for_the_first_call(group: dist.ProcessGroup) -> tuple[str, float]:
 
 
 def destroyed(group: dist.ProcessGroup) -> float:
-    """Groups are destroyed with works in flight, of which some can never end."""
+    """Destroys groups with works in flight, some of which can never complete."""
     begin = time.monotonic()
     for elements in (10, 300_000):
         ours = fresh(group)
@@ -303,7 +303,7 @@ def late_for_barrier(group: dist.ProcessGroup) -> str:
 
 
 def first_barrier(group: dist.ProcessGroup) -> tuple[list[str], float]:
-    """Rank 0 alone calls a monitored barrier of a group with a long time-out, then without one."""
+    """Rank 0 alone calls a monitored barrier with a short time-out, then with one of zero."""
     ours, begin, messages = fresh(group), time.monotonic(), []
     if group.rank() == 0:
         messages.append(told(lambda: ours.monitored_barrier(SHORT, True)))
@@ -315,7 +315,7 @@ def first_barrier(group: dist.ProcessGroup) -> tuple[list[str], float]:
 
 
 def time_outs(group: dist.ProcessGroup) -> list[float]:
-    """How long rank 0 waits with time-outs of the group, changed and of the call."""
+    """Seconds that rank 0 waits: by the group's time-out, a changed one, and the call's own."""
     ours = fresh(group, SHORT)
     seconds = []
 
@@ -327,7 +327,7 @@ def time_outs(group: dist.ProcessGroup) -> list[float]:
             seconds.append(time.monotonic() - begin)
         dist.barrier(group)
         if group.rank() != 0:
-            told(call)  # which rank 0 has given up
+            told(call)  # rank 0 has given up this call
 
     measure(lambda: dist.all_reduce(torch.ones(3), group=ours))
     ours.set_timeout(2 * SHORT)
@@ -339,7 +339,7 @@ def time_outs(group: dist.ProcessGroup) -> list[float]:
 
 
 def missing(group: dist.ProcessGroup) -> str:
-    """A rank does not come when a group is made."""
+    """Rank 1 does not take part in making a group."""
     if group.rank() == 1:
         dist.barrier(group)
         return ""

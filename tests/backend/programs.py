@@ -1,6 +1,6 @@
-"""Programs of torch.distributed, as users write them; each returns what may be compared.
+"""Programs of torch.distributed, as users write them; each returns results to compare.
 
-They run on every rank of the world, know nothing of symm_cp, and draw all random numbers from
+They run on every rank of the world, do not refer to symm_cp, and draw all random numbers from
 torch's generator, which starts from the same seed on all ranks.
 """
 
@@ -100,7 +100,7 @@ def ddp_no_sync() -> Results:
 
 
 def in_bfloat16(state, bucket):  # torch compares annotations with types, not with their names
-    """As torch's bf16_compress_hook, which wants NCCL."""
+    """Compresses like torch's bf16_compress_hook, which requires NCCL."""
     work = dist.all_reduce(bucket.buffer().to(torch.bfloat16), async_op=True)
     assert work is not None
     size = dist.get_world_size()
@@ -108,7 +108,7 @@ def in_bfloat16(state, bucket):  # torch compares annotations with types, not wi
 
 
 class Embedded(nn.Module):
-    """Embeddings with sparse gradients, of which a step may use one or none."""
+    """An embedding and an embedding bag with sparse gradients, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def ddp_hooks() -> Results:
 
 
 def ddp_uneven() -> Results:
-    """Ranks with different numbers of batches."""
+    """Trains on ranks with different numbers of batches."""
     model = DistributedDataParallel(nn.Linear(8, 8))
     with Join([model]):
         for x, _ in batches()[: 1 + dist.get_rank() % STEPS]:

@@ -1,4 +1,4 @@
-"""Programs of torch's sharded tensors and models; as `programs`, with references in one process."""
+"""Programs with torch's sharded tensors and models, like `programs`, and one-process references."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Results = Any
 
 
 class FeedForward(nn.Module):
-    """With a residual connection and a norm in front."""
+    """A feed-forward layer with a residual connection, preceded by a norm."""
 
     def __init__(self, features: int = 8) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _fsdp(mesh: DeviceMesh, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Returns the state after some steps, and that of one process with the whole batch."""
+    """Trains sharded, and in one process with the whole batch; returns both states."""
     alone, model, size = stack(), stack(), dist.get_world_size()
     model.load_state_dict(alone.state_dict())
     for layer in model:
@@ -121,7 +121,7 @@ def fsdp_training() -> Results:
     fully_shard([model[1], model[2]], mesh=mesh)
     fully_shard(model, mesh=mesh)
     model[0].set_modules_to_forward_prefetch([model[1]])
-    for each in (model, model[0], model[1]):  # not those below it
+    for each in (model, model[0], model[1]):  # these setters do not recurse
         each.set_force_sum_reduction_for_comms(True)
         each.set_gradient_divide_factor(2.0 * size)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, foreach=True) for m in (alone, model)]
@@ -152,7 +152,7 @@ def _placements(shape: Sequence[int]) -> list[Placement]:
 
 
 def _pairs(mesh: DeviceMesh, shape: Sequence[int]) -> Iterator[tuple[list[Placement], ...]]:
-    """All pairs of layouts. Nothing but itself can be made a partial of a maximum or a mean."""
+    """All pairs of layouts with at most one kind of partial, not made from other placements."""
     layouts = list(itertools.product(_placements(shape), repeat=mesh.ndim))
     for source, target in itertools.product(layouts, layouts):
         sums = {type(p).__name__ + str(p) for p in (*source, *target) if isinstance(p, Partial)}
@@ -194,14 +194,14 @@ def redistribute_1d() -> Results:
 
 
 def redistribute_2d() -> Results:
-    """Hundreds of pairs of placements: of even parts, too, where one dimension has one rank."""
+    """Hundreds of pairs of placements, with even parts, too, if one mesh dimension has size 1."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     shapes = ((4, 8), (5, 3)) if mesh.size(1) == 1 else ((5, 3),)
     return [_redistribute(mesh, shape) for shape in shapes]
 
 
 def dtensor_ops() -> Results:
-    """Operators that redistribute by themselves."""
+    """Operators that redistribute their operands themselves."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     a, b = torch.randn(8, 8), torch.randn(8, 12)
     results = []
@@ -275,7 +275,7 @@ def fsdp_compiled() -> Results:
 
 
 def save(folder: str) -> Results:
-    """Trains sharded, and saves."""
+    """Trains a sharded model and saves a checkpoint."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = stack()
     fully_shard(model, mesh=mesh)
@@ -287,7 +287,7 @@ def save(folder: str) -> Results:
 
 
 def load(folder: str) -> Results:
-    """Loads into a model that is sharded over other numbers of ranks."""
+    """Loads a checkpoint into a model sharded over a different number of ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = stack()
     fully_shard(model, mesh=mesh)
@@ -381,7 +381,7 @@ def pipeline_1f1b() -> Results:
 
 
 def llama(folder: str) -> Results:
-    """tp_plan="auto" of a small Llama, which rank 0 has saved, against the same in one process."""
+    """A small Llama saved by rank 0 and loaded with tp_plan="auto", against one process."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -394,7 +394,7 @@ def llama(folder: str) -> Results:
         LlamaForCausalLM(config).save_pretrained(folder)
     dist.barrier()
     ids = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    # It asks for accelerate, which is not used when one device holds what a rank has of the model.
+    # transformers requires accelerate, but does not use it if a rank's part is on one device.
     check = mock.patch("transformers.integrations.accelerate.is_accelerate_available")
     with mock.patch.dict(os.environ, ids), check:
         model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")

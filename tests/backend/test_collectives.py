@@ -29,7 +29,7 @@ from tests.backend.common import (
 from tests.exhaustive import pairs, some
 
 HOWS = ("sync", "async", "future", "poll")
-#: The last ones take several pieces, and with more than two ranks two shots.
+#: The last ones are sent in several pieces, and in two shots if there are more than two ranks.
 SHAPES = ((), (0, 3), (5,), (3, 2, 4), (40_000,), (300_000,))
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -38,7 +38,7 @@ Op = dist.ReduceOp
 
 
 def dense(op: Op.RedOpType, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """What a reduction returns, from all ranks' inputs; exact for small integers."""
+    """The expected result of a reduction of all ranks' inputs; exact for small integers."""
     dtype = inputs[0].dtype
     stacked = torch.stack(inputs)
     if dtype is torch.bool:
@@ -245,7 +245,7 @@ def check_all_to_all(group: dist.ProcessGroup, how: str) -> None:
 
 
 def multiplied(factor: Any) -> Any:
-    """Sums after a multiplication, as FSDP2 asks NCCL for; torch 2.15 has another name for it."""
+    """The op that multiplies before it sums, which FSDP2 uses with NCCL; torch 2.15 renamed it."""
     make = getattr(dist, "_make_nccl_premul_sum", None) or Op.PREMUL_SUM
     return make(factor)
 
@@ -344,7 +344,7 @@ def test_coalesced(ranks: Ranks, world_size: int) -> None:
 
 
 def repeated(group: dist.ProcessGroup) -> None:
-    """Tensors that are in a list twice, or share memory: as gloo, which copies them together."""
+    """Tensors that occur twice in a list, or share memory, give the results that gloo gives."""
     ours, size, rank = shared(group), group.size(), group.rank()
 
     def of(peer: int, count: int, step: float = 1.0) -> torch.Tensor:
@@ -370,7 +370,7 @@ def repeated(group: dist.ProcessGroup) -> None:
     manager.wait()
     assert torch.equal(t, total), t
 
-    # Of outputs that share memory the last one stays, on all ranks the same.
+    # Outputs that share memory hold the last one's values, the same on all ranks.
     t = torch.zeros(2)
     dist.all_gather([t] * size, of(rank, 2), group=ours)
     check(t, lambda last: of(last, 2), "all_gather")
@@ -386,7 +386,7 @@ def repeated(group: dist.ProcessGroup) -> None:
     pair = [of(rank, 2), of(rank, 2, step=3.0)]
     dist.all_gather_coalesced([[t, t] for _ in range(size)], pair, ours)
     check(t, lambda last: of(last, 2, step=3.0), "all_gather_coalesced")
-    # What one exchange writes and another one reads is read first.
+    # If one exchange writes memory that another one reads, the read comes first.
     one, other = torch.zeros(2 * size), torch.zeros(2 * size)
     one[:2] = of(rank, 2, step=5.0)
     with dist._coalescing_manager(ours):
@@ -463,7 +463,7 @@ def messages(group: dist.ProcessGroup) -> None:
         assert seen == set(range(1, size))
     else:
         dist.send(torch.full((2,), float(rank)), group=ours, group_dst=0)
-    # By tag, not by order; and through a future.
+    # Messages are matched by tag, not by order; here they are waited for through a future.
     if rank == 0:
         dist.isend(torch.tensor([1.0]), group=ours, group_dst=1, tag=1)
         dist.isend(torch.tensor([2.0]), group=ours, group_dst=1, tag=2)
@@ -481,7 +481,7 @@ def test_messages(ranks: Ranks, world_size: int) -> None:
 
 
 def overlapping(group: dist.ProcessGroup) -> None:
-    """Works in flight are waited for in any order, dropped, and interleave with calls at once."""
+    """Works in flight are waited for in any order or dropped, and mix with blocking calls."""
     ours, size, rank = shared(group), group.size(), group.rank()
     tensors = [small_integers((1 + 50_000 * (i % 3),), torch.float32, rank) for i in range(12)]
     expected = [
@@ -512,7 +512,7 @@ def test_works_in_flight(ranks: Ranks, world_size: int) -> None:
 
 
 def sub_groups(group: dist.ProcessGroup) -> None:
-    """Groups of other ranks in other orders, used by several threads at once."""
+    """Groups of different ranks in different orders, used by several threads at once."""
     world = dist.get_process_group_ranks(group)
     members = [world, world[:2], world[1:], world[::-1]]
     made = [dist.new_group(each, backend="symm_cp") for each in members]

@@ -19,7 +19,7 @@ def test_the_entry_point_registers_the_backend(monkeypatch: pytest.MonkeyPatch) 
     found = tomllib.loads(PROJECT.read_text())["project"]["entry-points"][GROUP]
     assert set(found) == {"symm_cp"}
     register = EntryPoint("symm_cp", found["symm_cp"], GROUP).load()
-    register()  # once more does no harm
+    register()  # registering it again does no harm
     before = list(dist.Backend.backend_list)
     monkeypatch.setattr(dist.Backend, "backend_list", [n for n in before if n != "symm_cp"])
     monkeypatch.delattr(dist.Backend, "SYMM_CP")

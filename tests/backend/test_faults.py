@@ -28,7 +28,7 @@ def test_a_dead_rank(ranks: Ranks, name: str, first: bool) -> None:
         assert outcome.result is not None, outcome
         message, at = outcome.result
         assert re.search(r"rank 2\b.*(ended|died|gone|left)", message), message
-        # Those of a first call wait before they make it.
+        # Survivors of a death before the first call sleep 0.5 s before they make it.
         assert at - killed.died_at < patient(LIMIT), (at - killed.died_at, message)
 
 
@@ -43,7 +43,7 @@ COLLECTIVES = [name for name in faulty.CALLS if name != "recv"]
     ("name", "first"), some(("barrier", False), of=itertools.product(COLLECTIVES, (True, False)))
 )
 def test_a_message_that_is_lost_with_its_sender(ranks: Ranks, name: str, first: bool) -> None:
-    """Who waits for its receiver is told, too, although the dead rank has come to the call."""
+    """Ranks that wait for the receiver are told, too, though the dead rank had joined the call."""
     with ranks.own(3, _death_of_a_sender, name, first) as running:
         receiver, other, _ = running.outcomes()
     assert receiver.result is not None, receiver
@@ -68,7 +68,7 @@ def test_a_rank_that_stops(ranks: Ranks, name: str) -> None:
     assert any("rank 2" in outcome.result[0] for outcome in survivors)
 
 
-#: torch's futures leave Ctrl-C until they are complete; peers are not told of a receive given up.
+#: torch's futures defer Ctrl-C until they complete; peers are not told of an abandoned receive.
 INTERRUPTIBLE = [name for name in faulty.CALLS if name not in ("future of all_reduce", "recv")]
 
 
@@ -129,7 +129,7 @@ def test_destruction_with_works_in_flight(ranks: Ranks) -> None:
 def test_late_for_a_monitored_barrier(ranks: Ranks) -> None:
     with ranks.own(3, faulty.late_for_barrier) as running:
         first, second, third = (outcome.result for outcome in running.outcomes())
-    # In gloo's words.
+    # The errors use gloo's wording.
     assert "Rank 1 failed to pass monitoredBarrier in 600 ms" in first, first
     assert "Rank 2 successfully reached monitoredBarrier, but" in third, third
     assert "Rank 1 failed to pass monitoredBarrier" in third, third

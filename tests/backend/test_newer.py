@@ -1,4 +1,4 @@
-"""What process groups have since torch 2.14: hooks and windows; collected from there on only."""
+"""Hooks and windows of process groups; these tests are collected from torch 2.14 on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.exhaustive import some
 if hasattr(dist.ProcessGroup, "register_pre_hook"):
 
     def hooked(group: dist.ProcessGroup) -> tuple[list[int], list[int], list[bool], torch.Tensor]:
-        """Hooks see a call that waits and one that does not, and then no more."""
+        """Hooks see a blocking and an asynchronous call, and none after they are unregistered."""
         ours: Any = shared(group)
         x = torch.ones(3)
         before: list[int] = []
@@ -51,7 +51,7 @@ if hasattr(dist.ProcessGroup, "register_pre_hook"):
         return [told(ours.new_window), told(lambda: ours.register_abort_hook(7, print))]
 
     def test_windows_and_abort_hooks_are_refused(ranks: Ranks) -> None:
-        """By torch, in the backend's name; gloo has none either."""
+        """Torch refuses both in the backend's name; gloo does not support them either."""
         for window, hook in ranks.run(2, refused):
             assert "symm_cp does not support new_window" in window
             assert "symm_cp does not support registerAbortHook" in hook

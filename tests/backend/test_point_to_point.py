@@ -1,4 +1,4 @@
-"""Sends and receives of the backend: the same results as gloo's, and what goes wrong with them."""
+"""Sends and receives of the backend: the same results as with gloo, and their errors."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_same_as_gloo(ranks: Ranks, program: str, world_size: int) -> None:
 
 
 def _long(group: dist.ProcessGroup, reads: str) -> None:
-    """Messages of up to 20 MiB, both ways at once; `reads`: of each rank, by their numbers."""
+    """Messages of up to 20 MiB, both ways at once; `reads[rank]` sets SYMM_CP_READ_MESSAGES."""
     os.environ["SYMM_CP_READ_MESSAGES"] = reads[group.rank()]
     try:
         with world(group, "symm_cp"):
@@ -163,7 +163,7 @@ def _sizes_differ(group: dist.ProcessGroup, elements: int) -> str:
                 dist.recv(torch.empty(4), 1, tag=5)
             else:
                 dist.send(torch.empty(2, elements // 2), 0, tag=5)
-                dist.recv(torch.empty(1), 0)  # a short message has left
+                dist.recv(torch.empty(1), 0)  # the send of a short message has already returned
         except RuntimeError as error:
             return str(error)
     return ""

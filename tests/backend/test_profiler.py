@@ -20,7 +20,7 @@ Shapes = list[list[int]]
 
 
 def calls(group: dist.ProcessGroup) -> dict[str, tuple[Callable[..., dist.Work | None], Shapes]]:
-    """Calls by the names of their events, and the shapes of their inputs."""
+    """Calls and the shapes of their inputs, by the names of their events."""
     size = group.size()
     x, whole = torch.ones(3, 2), torch.ones(3 * size, 2)
     parts = [torch.ones(3, 2) for _ in range(size)]
@@ -90,7 +90,7 @@ def observed(group: dist.ProcessGroup) -> None:
         found = events(profile, name)
         assert len(found) == counts.get(name, 0), name
         assert all(event.input_shapes == [[4]] for event in found)
-    # A call that is refused has an event that ends.
+    # The event of a refused call ends, too.
     with torch.profiler.profile() as profile:
         try:
             dist.all_reduce(torch.ones(3 + rank), group=ours)
@@ -109,7 +109,7 @@ _DELAY = 0.2  # seconds by which rank 1 comes late
 
 
 def in_background(group: dist.ProcessGroup) -> dict[str, Callable[[], Callable[[], object]]]:
-    """Calls that return what waits for their transfer, by the names of their events."""
+    """Functions that start a transfer and return a function that waits for it, by event name."""
     ours, wait = shared(group), torch.ops._c10d_functional.wait_tensor
     small, large = torch.ones(64), torch.ones(300_000)
     whole = torch.ones(2 * small.numel())
@@ -133,7 +133,7 @@ def in_background(group: dist.ProcessGroup) -> dict[str, Callable[[], Callable[[
         "_low_contention_reduce_scatter": transfer(
             ops._low_contention_reduce_scatter, large, "sum", name
         ),
-        # Such a small one is carried out by the thread that waits for it.
+        # A transfer this small is carried out by the thread that waits for it.
         "_low_contention_all_gather_out": transfer(
             ops._low_contention_all_gather_out, small, name, whole
         ),
@@ -169,7 +169,7 @@ def test_events_of_the_background(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def ends_after_the_profile(group: dist.ProcessGroup) -> None:
-    """A profiler that is stopped first does no harm, nor does the call to one that follows it."""
+    """A call that outlives its profiler harms neither that profile nor the next one."""
     for name, start in in_background(group).items():
         start()()  # ranks find each other
         for _ in range(5):
@@ -195,7 +195,7 @@ def test_an_event_that_ends_after_the_profile(ranks: Ranks) -> None:
 
 
 def ops_observed(group: dist.ProcessGroup) -> None:
-    """Ops have the names of `torch.ops.symm_mem`, in both passes, called by functions, too."""
+    """Events have the ops' names in `torch.ops.symm_mem`, also if public functions call the ops."""
 
     def named(run: Callable[[], object]) -> set[str]:
         with torch.profiler.profile() as profile:

@@ -19,7 +19,7 @@ from tests.backend.world import world
 from tests.exhaustive import exhaustive, some
 
 BACKEND = "symm_cp"
-#: Of sums in 16 bits, which gloo rounds after each rank: three steps at a learning rate of 0.1.
+#: Tolerances for 16-bit sums, which gloo rounds after each rank, after three steps at lr=0.1.
 ROUNDED = {"ddp_hooks": 1e-2}
 Program = Callable[..., Any]
 #: Programs in which some groups have two of the four ranks. On two hosts all run on four ranks.

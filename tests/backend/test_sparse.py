@@ -40,7 +40,7 @@ def cases(rank: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 def sums(group: dist.ProcessGroup, how: str) -> None:
     ours, size, rank = shared(group), group.size(), group.rank()
-    # Of complex tensors torch hands a backend a copy (as pairs), which it then drops.
+    # Not complex dtypes: torch passes a backend a copy of them (as pairs), which it then drops.
     for dtype in (*FLOATING, *INTEGERS):
         parts = zip(*[list(cases(peer, dtype)) for peer in range(size)], strict=True)
         for place, inputs in enumerate(parts):
@@ -48,14 +48,14 @@ def sums(group: dist.ProcessGroup, how: str) -> None:
             if place % 2:
                 x = x.coalesce()
             settle(how, dist.all_reduce, x, group=ours)
-            # Small numbers, of which a sum is exact up to 256 in any dtype.
+            # The numbers are small: sums of up to 256 are exact in any dtype.
             total = torch.stack([each.to_dense().double() for each in inputs]).sum(0)
             exact = total.abs() <= 256
             assert x.is_sparse
             assert x.is_coalesced() or x._values().numel() == 0
             assert x.dtype == dtype
             assert torch.equal(x.to_dense()[exact], total.to(dtype)[exact]), (dtype, place)
-    # In the background, between others and several at once.
+    # Several at once in the background, mixed with dense calls.
     x, y, dense = *[next(cases(rank, torch.float32)) for _ in range(2)], torch.ones(10)
     works = [
         dist.all_reduce(each, group=ours, async_op=True) for each in (x, dense, y, dense.clone())

@@ -1,4 +1,4 @@
-"""Torch's own suite of torch.distributed: what passes over gloo passes over symm_cp."""
+"""Torch's own suite of torch.distributed: cases that pass over gloo pass over symm_cp."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ROOT = Path(__file__).resolve().parents[2]
 EXCEPT = {
     "test_ddp_logging_data_cpu": "torch calls every backend that is not its own 'custom' there",
 }
-#: By its own name, torch skips the cases that it has for gloo alone: of monitored barriers,
-#: time-outs of barriers, coalesced and sparse all-reduces, and of futures. Redirected, they run.
+#: For the name symm_cp, torch skips the cases that it has for gloo alone: monitored barriers,
+#: barrier time-outs, coalesced and sparse all-reduces, and futures. Redirected, they run.
 MOST_SKIPPED = 40
 #: The suite is run in parts, so that CI can draw some of them.
 PARTS = 4
 
 
 def run(backend: str, *chosen: str) -> dict[str, dict[str, Any]]:
-    """What became of each case, by name; `chosen` are arguments of the program."""
+    """The results of all cases, by name; `chosen` are arguments of the program."""
     command = [sys.executable, "-m", "tests.backend.torch_suite", backend, *chosen]
     # With some GPUs, but fewer than ranks, torch skips all cases.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -55,7 +55,7 @@ def test_every_case_that_passes_over_gloo(part: int) -> None:
     results = run("redirected", "--part", f"{part}/{PARTS}")
     passed = which(results, "passed")
     assert len(passed) > 80 // PARTS
-    # Neither those that fail here nor those that are skipped may pass there.
+    # Cases that do not pass redirected must not pass over gloo, except those in EXCEPT.
     others = [name for name in results if name not in passed]
     ours = set(which(run("gloo", "--cases", *others), "passed")) if others else set()
     excepted = EXCEPT.keys() & results.keys()

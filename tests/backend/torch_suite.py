@@ -4,7 +4,7 @@
     python -m tests.backend.torch_suite symm_cp --part 0/4
 
 Prints a line of JSON for each case: its name, "passed", "skipped" or "failed", and what the ranks
-reported. `redirected` is gloo by name, where groups of gloo are made as `symm-cp run` makes them.
+reported. `redirected` uses the name gloo, but makes gloo groups as `symm-cp run` makes them.
 Each case runs in processes of its own, forked from this one, which has imported torch.
 """
 
@@ -32,7 +32,7 @@ BARRIER_LIMIT = 60
 
 
 def load(backend: str, folder: str) -> Any:
-    """Imports torch's module, which reads at its import which backend it is to test."""
+    """Imports torch's module, which reads the backend to test when it is imported."""
     os.environ.update(
         BACKEND="gloo" if backend == "redirected" else backend,
         WORLD_SIZE=str(WORLD_SIZE),
@@ -63,7 +63,7 @@ def load(backend: str, folder: str) -> Any:
 
 
 def redirect(distributed_test: Any) -> None:
-    """Has groups of gloo made as `symm-cp run` does, and their events found by gloo's name."""
+    """Makes gloo groups as `symm-cp run` makes them, and finds their events under gloo's name."""
     from torch.distributed import distributed_c10d
 
     from symm_cp.commands.run.redirect import make_group
@@ -86,7 +86,7 @@ def suite_of(distributed_test: Any) -> type:
     """The class of torch's cases, as torch's own test files make it."""
     bases = (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase)
     suite = type("Suite", bases, {})
-    # Pickled by none, but torch's messages name it.
+    # Nothing pickles the class, but torch's messages name its module.
     suite.__module__ = __name__
     return suite
 
@@ -99,7 +99,7 @@ def _rank(suite: Any, rank: int, case: str, meeting: str, pipe: Any, log: str) -
 
 
 def run(distributed_test: Any, suite: type, case: str) -> dict[str, Any]:
-    """Runs one case on all ranks, and returns what became of it."""
+    """Runs one case on all ranks, and returns its result."""
     from torch.testing._internal.common_distributed import (
         TEST_SKIPS,
         cleanup_temp_dir,
@@ -141,7 +141,7 @@ def run(distributed_test: Any, suite: type, case: str) -> dict[str, Any]:
 
 
 def _reports(processes: list[Any], pipes: list[Any], until: float) -> Iterator[tuple[int, str]]:
-    """What failing ranks report, until all have ended; a failure ends the others soon."""
+    """Yields reports of failing ranks until all have ended; a failure soon ends the others."""
     while running := [process.sentinel for process in processes if process.is_alive()]:
         multiprocessing.connection.wait(running, timeout=0.1)
         for rank, pipe in enumerate(pipes):

@@ -17,17 +17,17 @@ _GROUPS_OF_A_WORLD = 100
 
 
 def _forget_meshes() -> None:
-    """DTensor's caches hold meshes of one world, which are equal to those of another one."""
+    """Clears DTensor's caches: a mesh of one world compares equal to a mesh of another world."""
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
 
 
 @contextmanager
 def world(group: dist.ProcessGroup, backend: str) -> Iterator[dist.ProcessGroup]:
-    """Inside, the ranks of `group` are the world, with another backend; `group` is out of reach."""
+    """Makes the ranks of `group` the world, with another backend; `group` cannot be used inside."""
     outer = c10d._world
     rank, size, timeout = group.rank(), group.size(), c10d._get_default_timeout(backend)
-    # Groups are named by this counter; names must not come back within the life of a process.
+    # This counter names groups; names must not be reused within the life of a process.
     outer.group_count += _GROUPS_OF_A_WORLD
     count, before = outer.group_count, outer.default_pg
     store = dist.PrefixStore(f"world {count} of {size}", c10d._get_default_store())

@@ -1,9 +1,9 @@
 """A matrix library whose last bits depend on addresses, as MKL's do on some processors.
 
 `watched()` records every product that an op computes in a pipeline: where its operands and its
-result begin, modulo 64 bytes, and with which strides. With `ulps` it moves the result by a number
-of last places that depends on just that, so that on any processor a comparison of bits fails where
-the same product was computed elsewhere.
+result begin, modulo 64 bytes, and with which strides. With `ulps` it shifts the result by a number
+of ulps that depends on this record only, so that on any processor a comparison of bits fails if the
+same product was computed with other addresses or strides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRODUCTS = (
 )
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
-#: Where a tensor lies as far as a matrix library may care: its address modulo 64, its strides.
+#: A tensor's layout as a matrix library may see it: address modulo 64, shape and strides.
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
@@ -45,7 +45,7 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 class Watch(TorchDispatchMode):
-    """Records products, and has their last bits depend on what it records."""
+    """Records products, and makes their last bits depend on the recorded layouts."""
 
     def __init__(self, ulps: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Runtime:
 
 @contextmanager
 def watched(ulps: int = 0) -> Iterator[list[tuple[str, tuple[Place, ...]]]]:
-    """Inside, products of pipelines are recorded in the list that it gives."""
+    """Records the products of pipelines in the list that it yields."""
     watch, chosen = Watch(ulps), runtime.of
     of = mock.patch.object(runtime, "of", lambda *args: _Runtime(chosen(*args), watch))
     with by_python(), of:

@@ -30,7 +30,7 @@ from tests.bits.products import watched
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
 
-#: Several, so that two places seldom err alike.
+#: Many, so that two layouts rarely get the same error.
 ULPS = 1000
 Run = Callable[[], Any]
 
@@ -41,7 +41,7 @@ pytestmark = test_device.devices("cpu", "simulated")
 
 @contextmanager
 def moved(group: dist.ProcessGroup, unit: int = alignment.ALIGN) -> Iterator[None]:
-    """Inside, slots and scratch lie at other multiples of `unit`."""
+    """Places slots and scratch at other multiples of `unit`."""
     state, streams = memory.resolve(group), test_device.chosen() == "simulated"
     with (
         mock.patch.dict(os.environ, {"SYMM_CP_DEBUG_OFFSETS": "7"}),
@@ -67,7 +67,7 @@ def flattened(results: Any) -> list[torch.Tensor]:
 
 def same(one: Any, other: Any) -> bool:
     pairs = zip(flattened(one), flattened(other), strict=True)
-    # By bytes: NaN has bits, too.
+    # Compares bytes, so that NaNs with the same bits are equal.
     return all(
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         for a, b in pairs
@@ -145,7 +145,7 @@ def rotating(method: str, run: Run) -> Run:
 def attentions(group: dist.ProcessGroup) -> dict[str, Run]:
     runs: dict[str, Run] = {}
     for length, features, rotate in ((33, 7, "allgather"), (17, 5, "alltoall"), (5, 3, "alltoall")):
-        # Heads within a row, as a projection gives them; and the other way round.
+        # q and v have the heads within a row, as a projection returns them; k is contiguous.
         q, k, v = (torch.randn(1, length, 2, features).transpose(1, 2) for _ in range(3))
 
         def attend(*qkv: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def attentions(group: dist.ProcessGroup) -> dict[str, Run]:
 
 
 def all_ops(group: dist.ProcessGroup) -> dict[str, tuple[Run, tuple[str | None, ...]]]:
-    """The ops, with the ways that they can go; None: that of what is so small, natively."""
+    """The ops and the ways to run them; None: natively, the default at these sizes."""
     return {
         **{name: (run, (*tuning.WAYS, None)) for name, run in matmuls(group).items()},
         **{name: (run, (*tuning.WAYS[:1], None)) for name, run in scaled(group).items()},
@@ -167,7 +167,7 @@ def all_ops(group: dist.ProcessGroup) -> dict[str, tuple[Run, tuple[str | None, 
 
 
 def repeated(group: dist.ProcessGroup, unit: int) -> list[str]:
-    """The ops of which a call gave other bits than the same call before, or had other operands."""
+    """The ops for which a repeated call gave different bits, or multiplied different operands."""
     differ = []
     torch.manual_seed(group.rank())
     torch_scales_rows_on_cpu()  # it multiplies to find out
@@ -201,11 +201,11 @@ def test_other_offsets_would_be_noticed(ranks: Ranks) -> None:
 
 
 def elsewhere(x: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """The same numbers at another place, or with other strides."""
+    """The same values at another address, or with other strides."""
     offset = {"view": 1, "symmetric": 0, "symmetric view": 1 + group.rank()}.get(kind)
     if kind == "transposed":
         return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if kind == "strides of 1":  # of a dimension of length 1, where x has one
+    if kind == "strides of 1":  # for dimensions of length 1, if x has any
         strides = zip(x.stride(), x.shape, strict=True)
         return x.as_strided(x.shape, [stride if size > 1 else 1 for stride, size in strides])
     assert offset is not None
@@ -220,7 +220,7 @@ def elsewhere(x: torch.Tensor, kind: str, group: dist.ProcessGroup) -> torch.Ten
 def gather(
     group: dist.ProcessGroup, dtype: torch.dtype, dim: int, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """This rank's shard, and what an all-gather-matmul and its gradient make of it."""
+    """This rank's shard, and a function that returns its all-gather-matmul and its gradient."""
     torch.manual_seed(0)
     x = [torch.randn(shape, dtype=dtype) for _ in range(group.size())][group.rank()]
     w = torch.randn(shape[-1] * (group.size() if dim == -1 else 1), 3, dtype=dtype)
@@ -241,7 +241,7 @@ def gather(
 def scatter_backward(
     group: dist.ProcessGroup, dtype: torch.dtype, dim: int, shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    """This rank's gradient, and what the gradient of a matmul-reduce-scatter makes of it."""
+    """This rank's gradient, and the backward pass of a matmul-reduce-scatter for it."""
     longer = list(shape)
     longer[dim] *= group.size()
     x = torch.randn(*longer[:-1], 5, dtype=dtype, requires_grad=True)
@@ -263,7 +263,7 @@ def variants(group: dist.ProcessGroup) -> None:
                 plain = run(x)
                 for kind in kinds:
                     assert same(plain, run(elsewhere(x, kind, group))), (*case, kind)
-            # Equal weights give equal rows on all ranks, but where each adds its own part first.
+            # Equal weights give equal rows on all ranks, unless each rank adds its own part first.
             if op is gather and (dim != -1 or dtype == torch.bfloat16):
                 found: list[Any] = [None] * group.size()
                 dist.all_gather_object(found, plain[0], group)
@@ -277,7 +277,7 @@ def test_where_a_shard_lies_changes_no_bit(ranks: Ranks, world_size: int) -> Non
 
 
 def operands(group: dist.ProcessGroup) -> None:
-    """What the ops of shards multiply begins at multiples of 64 bytes and has a shape's strides."""
+    """Operands of sharded matmuls begin at multiples of 64 bytes and have contiguous strides."""
     torch_scales_rows_on_cpu()  # it multiplies to find out
     for kind in ("view", "symmetric view"):
         with moved(group), tuning.forced("shards"), watched() as calls:
@@ -296,7 +296,7 @@ def operands(group: dist.ProcessGroup) -> None:
                 assert address == 0, (name, shard)
                 assert strides == alignment.contiguous_strides(shape), (name, shard)
             assert all(call[1][2][0] == 0 for call in calls if call[0] == "_scaled_mm")
-            # Partial sums: of 45 bytes in float32 and 90 in float64, for each rank.
+            # Each rank's partial sum has 36 bytes in float32 and 72 in float64.
             for dtype in (torch.float32, torch.float64):
                 calls.clear()
                 y = torch.randn(3 * group.size(), 7, dtype=dtype)
@@ -310,7 +310,7 @@ def test_operands_are_aligned(ranks: Ranks, world_size: int) -> None:
 
 
 def by_the_library(group: dist.ProcessGroup) -> None:
-    """What the matrix library itself makes of it, where its sums depend on addresses."""
+    """Bits are equal with the real matrix library, too, whose sums may depend on addresses."""
     with simulation(delays_us=0), tuning.forced("shards"):
         for _ in range(200):
             inner = random.choice([7, 16, 33, 132])

@@ -1,4 +1,4 @@
-"""Calls of the ops that are right or nearly so, and what they should return."""
+"""Calls of the ops that are right or nearly so, and their expected results."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def _attention_with_options(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
     own, (sinks, bias) = ranks[rank][:3], ranks[rank][3:]
-    _attention([tensors[:3] for tensors in ranks], rank, case)  # refuses what is not alike
+    _attention([tensors[:3] for tensors in ranks], rank, case)  # raises if the tensors do not fit
     q, k, v = wide(own[0]), wide(gathered(ranks, 2, 1)), wide(gathered(ranks, 2, 2))
     heads, queries, keys = q.shape[1], q.shape[2] * len(ranks), k.shape[2]
     if q.shape[2] != own[1].shape[2]:
@@ -252,7 +252,7 @@ def _option(draw: st.DrawFn, kind: Kind) -> list[tuple[str, Any]]:
 
 @st.composite
 def cases(draw: st.DrawFn, world_size: int) -> Case:
-    """A right call, changed up to twice; or one that is right on each rank, but not the same."""
+    """A valid call with up to two changes; or a valid call that differs on the last rank."""
     op = draw(st.sampled_from(sorted(KINDS)))
     sizes = [draw(st.integers(1, 4)) for _ in range(3)]
     tensors = [Given(shape) for shape in KINDS[op].good(world_size, *sizes)]
@@ -281,14 +281,14 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
             tensors[index] = _changed_tensor(draw, change, tensors[index])
     recurrent = ("scan_states", "gated_delta_rule", "gated_linear_attention", "causal_convolution")
     if case.flag or op in ("attention_options", *recurrent):
-        # Kernels multiply what a mask hides, and states that are zero, by nothing or leave it out,
-        # and nothing times infinity is no number.
+        # Kernels multiply masked values and zero states by zero or skip them, and zero times
+        # infinity is NaN.
         tensors = [replace(tensor, special=False) for tensor in tensors]
     return replace(case, tensors=tuple(tensors))
 
 
 def group_argument(case: Case, group: dist.ProcessGroup) -> Any:
-    """What is given as the group."""
+    """The value passed as the group."""
     by_name = hasattr(OPS, case.op) and not hasattr(symm_cp, case.op)
     this: Any = group.group_name if by_name else group
     return {"this": this, "nobody": "nobody", "none": None, "number": 3}[case.group]

@@ -1,6 +1,6 @@
 """Calls of the ops for recurrent layers and of exchanges of heads: see bad_input.py.
 
-Shapes: of W ranks each holds S positions; H heads, E, K or V features.
+Shapes: each of W ranks holds S positions; H heads; E, K or V features.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def _scan(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
 
 
 def _small(tensors: Tensors) -> Tensors:
-    """Of which a recurrence does not grow without bounds."""
+    """Scales tensors down, so that a recurrence does not grow without bounds."""
     return [t / 10 if t.dtype in _FLOATS else t for t in tensors]
 
 
 def _delta_rule(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
-    """The delta rule, or without beta linear attention."""
+    """The delta rule, or linear attention if there is no beta."""
     ranks = [_small(own) for own in ranks]
     for own in ranks:
         query, key, value, g, *strength = own
@@ -113,7 +113,7 @@ def _call_scan(t: Tensors, case: Case, group: Any) -> torch.Tensor:
 
 
 def _ranges(case: Case, heads: int, world_size: int) -> list[tuple[int, int]]:
-    """The heads of each rank; `heads` is the number of all."""
+    """The range of heads of each rank; `heads` is the total number."""
     ranges = case.option("heads")
     if ranges is None:
         _require(heads % world_size == 0, "heads")
@@ -193,13 +193,13 @@ _HEADS = (
 
 
 def _heads_of(case: Case, tensors: int) -> Any:
-    """As the entry points take them: the same for each tensor."""
+    """The heads as the entry points take them: the same for each tensor."""
     heads = case.option("heads")
     return None if heads is None else [heads] * tensors
 
 
 def _exchange(good: Any, op: Callable[..., Any], expected: Any) -> Kind:
-    """One of the two ways between sequence and heads, of two tensors."""
+    """One of the two exchanges between sequence and heads, with two tensors."""
     return Kind(
         "exchange_heads",
         ("tensors", "positions", "heads", "head_ranges", "group"),
@@ -224,7 +224,7 @@ KINDS: dict[str, Kind] = {
     "scan_states": Kind(
         "scan_states",
         ("state", "decay", "transition", "group"),
-        lambda W, r, k, n: ((r, k, k), (r, k, k)),  # right for both
+        lambda W, r, k, n: ((r, k, k), (r, k, k)),  # valid as a decay and as a transition
         _call_scan,
         _scan,
     ),
@@ -255,7 +255,7 @@ KINDS: dict[str, Kind] = {
     "causal_convolution": Kind(
         "causal_convolution",
         ("x", "weight", "bias", "group"),
-        lambda W, r, k, n: ((2, r, 3), (r, k + 1), (r,)),  # of one tap no rank needs another
+        lambda W, r, k, n: ((2, r, 3), (r, k + 1), (r,)),  # with one tap no rank needs another
         lambda t, case, group: symm_cp.causal_convolution(*t, group=group),
         _convolution,
     ),
@@ -290,7 +290,7 @@ KINDS: dict[str, Kind] = {
 
 
 def attention_methods(attention: Callable[[list[Tensors], int, Case], Tensors]) -> Kind:
-    """Attention by heads, by a method that is chosen, and by methods that do not exist."""
+    """Attention by heads, by an automatically chosen method, and by methods that do not exist."""
 
     def expected(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
         method = case.option("method", "ulysses")

@@ -1,4 +1,4 @@
-"""Calls of ops as plain data, which hypothesis draws and ranks are given."""
+"""Calls of ops as plain data, drawn by hypothesis and passed to ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor."""
+    """Describes a tensor."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     strided: bool = False  # not contiguous
-    special: bool = False  # holds infinity and what is no number
+    special: bool = False  # holds infinity and NaN
     device: str = "cpu"
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
@@ -45,16 +45,16 @@ class Case:
     reduce_op: Any = "sum"
     flag: bool = False
     group: str = "this"
-    differs: tuple[Given, ...] = ()  # what the last rank gives, if something else
+    differs: tuple[Given, ...] = ()  # the last rank's tensors, if they differ
     seed: int = 0
-    options: tuple[tuple[str, Any], ...] = ()  # those of `Kind.options` that are given
+    options: tuple[tuple[str, Any], ...] = ()  # the options passed, out of `Kind.options`
 
     def option(self, name: str, otherwise: Any = None) -> Any:
         """An option of the op."""
         return dict(self.options).get(name, otherwise)
 
     def inputs(self, world_size: int) -> list[Tensors]:
-        """The tensors of all ranks: each rank can tell those of the others."""
+        """The tensors of all ranks, which every rank can compute from the seed."""
         made = []
         for rank in range(world_size):
             generator = torch.Generator().manual_seed(self.seed * 8 + rank)
@@ -67,7 +67,7 @@ class Case:
 class Kind:
     """An op."""
 
-    name: str  # as errors call it
+    name: str  # the op's name in errors
     arguments: tuple[str, ...]
     good: Callable[[int, int, int, int], tuple[tuple[int, ...], ...]]  # shapes, by W and sizes
     call: Callable[[Tensors, Case, Any], Any]
@@ -76,12 +76,12 @@ class Kind:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """For references: in the highest precision of its kind."""
+    """The tensor in the highest precision of its kind, for references."""
     return x.to(torch.complex128) if x.is_complex() else x.double() if x.is_floating_point() else x
 
 
 def total(parts: Tensors, reduce_op: object) -> torch.Tensor:
-    """What a reduction gives."""
+    """The expected result of a reduction."""
     if reduce_op not in ("sum", "avg"):
         raise ValueError(reduce_op)
     summed = sum(parts[1:], parts[0])

@@ -1,4 +1,4 @@
-"""What ranks do of which one is killed or stopped: functions for `ranks.own`."""
+"""Functions for `ranks.own` in which one rank is killed or stopped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from symm_cp.group import memory
 from symm_cp.runtime.program import probing
 from tests.faults.ops import ALL
 
-TIMEOUT_MS = 400  # for those who wait for a rank that was stopped
+TIMEOUT_MS = 400  # for ranks that wait for a stopped rank
 
 
 def count_steps(group: dist.ProcessGroup, op: str) -> int:
@@ -34,7 +34,7 @@ def go_on(group: dist.ProcessGroup) -> None:
 
 
 def barrier(group: dist.ProcessGroup) -> None:
-    """A barrier from which all have returned when the last rank does: it may stop then."""
+    """A barrier that the last rank leaves after all others have left it: it may then stop."""
     store = _get_process_group_store(group)
     dist.barrier(group)
     store.set(f"left the barrier/{group.rank()}", "")
@@ -63,7 +63,7 @@ def killed_before(group: dist.ProcessGroup, op: str, step: int) -> dict[str, Any
 def stopped(group: dist.ProcessGroup, op: str) -> dict[str, Any]:
     """The last rank stops instead of calling an op; the others wait."""
     ALL[op](group)
-    # Not before: the first call may take longer, as ranks do not begin it together.
+    # Set only now: the first call may take longer, as ranks do not start it together.
     memory.resolve(group).set_timeout(TIMEOUT_MS)
     barrier(group)
     if group.rank() == group.size() - 1:
@@ -77,7 +77,7 @@ def stopped(group: dist.ProcessGroup, op: str) -> dict[str, Any]:
 
 
 def killed_while_others_sleep(group: dist.ProcessGroup, kind: str) -> dict[str, Any]:
-    """The last rank dies while the others wait, in one of the ways that symmetric memory has."""
+    """The last rank dies while the others wait in a barrier, for a signal, or in a rendezvous."""
     peer = group.size() - 1
     shared = symm_mem.empty(16, device="cpu")
     handle = symm_mem.rendezvous(shared, group)
@@ -94,6 +94,6 @@ def killed_while_others_sleep(group: dist.ProcessGroup, kind: str) -> dict[str, 
             symm_mem.rendezvous(symm_mem.empty(16, device="cpu"), group)
     except RuntimeError as error:
         said = {"at": time.monotonic(), "message": str(error)}
-        time.sleep(0.5)  # alive, so that the others find that one rank alone
+        time.sleep(0.5)  # stays alive, so that the others find only one dead rank
         return said
     return {}

@@ -23,7 +23,7 @@ def _tensor(rows: int, columns: int, dtype: str) -> torch.Tensor:
 
 
 def _symmetric(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
-    """Of all ranks, at the begin: a rendezvous is a call, too."""
+    """Memory of all ranks, made before the calls: a rendezvous is a call, too."""
     key = (group.group_name, like.shape, like.dtype)
     if key not in _shared:
         _shared[key] = symm_mem.empty(like.shape, dtype=like.dtype, device="cpu")
@@ -35,7 +35,7 @@ _shared: dict[Any, torch.Tensor] = {}
 
 
 def call_of(spec: tuple[Any, ...]) -> Call:
-    """The call that a description stands for."""
+    """The call that `spec` describes."""
     op, rows, columns, dtype, in_place = spec
 
     def run(group: dist.ProcessGroup) -> Any:
@@ -55,7 +55,7 @@ def call_of(spec: tuple[Any, ...]) -> Call:
     return run
 
 
-#: What ranks may call at the same time, each with flags of its own.
+#: Ops that ranks may call at the same time; each has its own flags.
 OPS_OF_RANKS = ("all_reduce", "two_shot", "gather", "scatter", "background")
 
 
@@ -70,7 +70,7 @@ def random_pair(random_: random.Random) -> list[tuple[Any, ...]]:
         return op, rows, columns, random_.choice(("float32", "float64")), in_place
 
     first, second = one(), one()
-    if random_.random() < 0.5:  # in one thing only
+    if random_.random() < 0.5:  # change one field only
         place = random_.randrange(5)
         second = (*first[:place], second[place], *first[place + 1 :])
     plain = ("scatter", "background", "wrong")
@@ -86,7 +86,7 @@ SAME = call_of(("all_reduce", 2, 4, "float32", False))
 
 
 def attempt(call: Call, group: dist.ProcessGroup) -> dict[str, Any]:
-    """What comes of a call."""
+    """Makes a call; returns its error, if any, and its duration."""
     begin, said = time.monotonic(), ""
     try:
         call(group)
@@ -96,11 +96,11 @@ def attempt(call: Call, group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def unequal(group: dist.ProcessGroup, pair: list[tuple[Any, ...]], warm: bool) -> list[Any]:
-    """What comes of a pair of calls, and of equal ones after it; `warm`: after a first call."""
+    """Outcomes of a mismatched pair of calls, then of equal ones; `warm`: after a first call."""
     for _, rows, columns, dtype, in_place in pair:
         if in_place:
             _symmetric(group, _tensor(rows, columns, dtype))
     found = [attempt(SAME, group)] if warm else []
     found += [attempt(call_of(pair[group.rank()]), group), attempt(SAME, group)]
-    dist.barrier(group)  # nobody leaves before the other has its answer
+    dist.barrier(group)  # no rank leaves before its peer has an answer
     return found[-2:]

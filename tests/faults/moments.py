@@ -17,7 +17,7 @@ from tests.faults.ops import ALL, backend_group, ulysses_on_a_mesh
 
 OPS = torch.ops.symm_mem
 EVENTS = ("kill", "stop", "interrupt", "raise")
-TIMEOUT_MS = 700  # for those who wait for a rank that was stopped
+TIMEOUT_MS = 700  # for ranks that wait for a stopped rank
 
 
 def grow(group: dist.ProcessGroup, elements: int) -> None:
@@ -26,9 +26,9 @@ def grow(group: dist.ProcessGroup, elements: int) -> None:
 
 
 def calls(group: dist.ProcessGroup) -> None:
-    """All ops, and workspaces that grow, until something raises."""
+    """Calls all ops and grows workspaces until something raises."""
     elements = 1000
-    # Not on meshes: torch's making of their groups waits for ranks that are gone.
+    # Not on meshes: torch waits for dead ranks when it makes their groups.
     ops = [run for run in ALL.values() if run is not ulysses_on_a_mesh]
     while True:
         for run in ops:
@@ -38,7 +38,7 @@ def calls(group: dist.ProcessGroup) -> None:
 
 
 def strike(event: str, delay: float) -> None:
-    """Lets something happen to this process after a while."""
+    """Sends this process the signal of an event after a delay."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("no luck")
@@ -51,10 +51,10 @@ def strike(event: str, delay: float) -> None:
 
 
 def until_told(group: dist.ProcessGroup, event: str, delay: float) -> dict[str, Any]:
-    """Something happens to the last rank; the others go on until they are told, then without it.
+    """An event hits the last rank; the others go on until they are told, then go on without it.
 
-    The first moments fall into rendezvous and tuning, later ones into calls, growth of workspaces
-    and the time between calls.
+    Short delays hit rendezvous and tuning, longer ones hit calls, growing workspaces and the time
+    between calls.
     """
     os.environ["SYMM_CP_TIMEOUT_MS"] = str(TIMEOUT_MS if event == "stop" else 30_000)
     backend_group(group)
@@ -64,7 +64,7 @@ def until_told(group: dist.ProcessGroup, event: str, delay: float) -> dict[str, 
         strike(event, delay)
         with contextlib.suppress(KeyboardInterrupt, RuntimeError):
             calls(group)
-        os._exit(1)  # as a program ends that catches nothing
+        os._exit(1)  # ends like a program that catches nothing
     try:
         calls(group)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Small calls of every op, for tests that disturb them; inputs follow from torch's generator."""
+"""Small calls of every op, for tests that disturb them; inputs are drawn from torch's generator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def matmul_scatter(group: dist.ProcessGroup) -> Results:
 
 
 def scaled_gather_matmul(group: dist.ProcessGroup) -> Results:
-    """Natively: one exchange of the matrix, and one of its rows' scales."""
+    """Native, with one exchange of the matrix and one of its rows' scales."""
     x, w = (torch.randn(n, 16).to(torch.float8_e4m3fn) for n in (5, 4))
     gathered, product = symm_cp.scaled_all_gather_matmul(
         x, w.t(), torch.rand(5, 1), torch.ones(1, 4), group=group, out_dtype=torch.float32
@@ -58,7 +58,7 @@ def matmul_all_reduce(group: dist.ProcessGroup) -> Results:
 
 
 def matmuls_all_reduce(group: dist.ProcessGroup) -> Results:
-    """By the kernel in Python, part by part."""
+    """Uses the kernel in Python, part by part."""
     args = [torch.randn(5, 6)], [torch.randn(6, 4)], None, None, "sum", group.group_name
     with tuning.forced("shards"):
         return [OPS._fused_matmuls_all_reduce(*args)]
@@ -94,7 +94,7 @@ _meshes: dict[dist.ProcessGroup, DeviceMesh] = {}
 
 
 def ulysses_on_a_mesh(group: dist.ProcessGroup) -> Results:
-    """By heads along the last dimension of a mesh, whose first gathers keys."""
+    """Attention on a mesh: by heads along its last dimension, gathering keys along its first."""
     W = group.size()
     if group not in _meshes:
         ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, 2 if W % 2 == 0 else W)
@@ -108,7 +108,7 @@ def ulysses_on_a_mesh(group: dist.ProcessGroup) -> Results:
 
 def low_contention(group: dist.ProcessGroup) -> Results:
     name = group.group_name
-    # Large enough for the copy engine to be woken.
+    # Large enough to wake the copy engine.
     gathered = OPS._low_contention_all_gather(torch.randn(1 << 15), name)
     scattered = OPS._low_contention_reduce_scatter(torch.randn(group.size() << 15), "sum", name)
     return [wait_tensor(scattered), wait_tensor(gathered)]
@@ -151,7 +151,7 @@ def scatter_out(group: dist.ProcessGroup) -> Results:
 
 
 def experts(group: dist.ProcessGroup) -> Results:
-    """Fused with their matmuls, of which those of rank 0 are made in two parts; both passes."""
+    """Experts fused with their matmuls, in both passes; rank 0's matmuls run in two parts."""
     W = group.size()
     chosen = torch.zeros(600, 1, dtype=torch.int64)
     chosen[:40] = W - 1
@@ -188,7 +188,7 @@ def backend(group: dist.ProcessGroup) -> Results:
 
 
 def backend_async(group: dist.ProcessGroup) -> Results:
-    """In the background, with messages between neighbours."""
+    """Background collectives of the backend, with messages between neighbours."""
     shared, W, rank = backend_group(group), group.size(), group.rank()
     total, whole, received = torch.randn(1 << 15), torch.empty(50 * W), torch.empty(30)
     works = [
@@ -200,7 +200,7 @@ def backend_async(group: dist.ProcessGroup) -> Results:
     for work in works:
         assert work is not None
         work.wait()
-    dist.barrier(shared)  # a message may be lost with its sender
+    dist.barrier(shared)  # a message may be lost if its sender dies
     return [total, whole, received]
 
 
@@ -217,6 +217,6 @@ ALL: dict[str, Callable[[dist.ProcessGroup], Results]] = {
 
 
 def results(group: dist.ProcessGroup, names: list[str], seed: int) -> list[torch.Tensor]:
-    """What the ops return, one after the other."""
+    """The results of the ops, called one after another."""
     torch.manual_seed(seed + group.rank())
     return [result for name in names for result in ALL[name](group)]

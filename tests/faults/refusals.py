@@ -31,7 +31,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Calls on a new group, and by how much each rank delays what it does between them."""
+    """Calls on a new group, and the delays of each rank between their steps."""
 
     steps: tuple[Step, ...]
     delay_us: int
@@ -39,7 +39,7 @@ class Program:
 
 
 def _gather(group: dist.ProcessGroup, x: torch.Tensor, bad: bool) -> torch.Tensor:
-    """By steps between which Python runs."""
+    """All-gather in steps between which Python runs."""
     with tuning.forced("shards"):
         gathered: torch.Tensor = symm_cp.all_gather_matmul(
             x, torch.eye(x.shape[1] + bad, x.shape[1], dtype=x.dtype), group=group
@@ -54,13 +54,13 @@ def _gather_in_place(group: dist.ProcessGroup, x: torch.Tensor, bad: bool) -> to
 
 
 def _all_reduce(group: dist.ProcessGroup, x: torch.Tensor, bad: bool) -> torch.Tensor:
-    """By one native call."""
+    """All-reduce by one native call."""
     total: torch.Tensor = OPS.one_shot_all_reduce(x, "nothing" if bad else "sum", group.group_name)
     return total
 
 
 def _in_background(group: dist.ProcessGroup, x: torch.Tensor, bad: bool) -> torch.Tensor:
-    """On the other channel."""
+    """Reduce-scatter in the background, on the other channel."""
     op = "nothing" if bad else "sum"
     whole = x.repeat(group.size(), 1)
     pending = OPS._low_contention_reduce_scatter(whole, op, group.group_name)
@@ -68,7 +68,7 @@ def _in_background(group: dist.ProcessGroup, x: torch.Tensor, bad: bool) -> torc
 
 
 def _by_heads(group: dist.ProcessGroup, x: torch.Tensor, bad: bool) -> torch.Tensor:
-    """Ulysses: several exchanges a call."""
+    """Ulysses attention, with several exchanges per call."""
     heads = group.size() - 1 if bad else group.size()
     query = x[:, :1].expand(1, heads, *x[:, :1].shape).contiguous()
     out: torch.Tensor = symm_cp.all_gather_attention(
@@ -109,7 +109,7 @@ def _expected(step: Step, ranks: list[torch.Tensor], rank: int) -> torch.Tensor:
 
 
 def drawn(world_size: int, count: int) -> list[Program]:
-    """Programs, most of whose calls come right after one that was refused."""
+    """Programs in which many calls come right after a refused one."""
     programs = []
     for _ in range(count):
         steps = []
@@ -128,7 +128,7 @@ def drawn(world_size: int, count: int) -> list[Program]:
 
 def _run_step(group: dist.ProcessGroup, step: Step, number: int) -> None:
     rank, W = group.rank(), group.size()
-    # Different data in each call, so that none passes for that of another one.
+    # Each call has different data, so that data of another call cannot pass for it.
     row = torch.linspace(0, 1, _COLUMNS, dtype=torch.float64)
     ranks = [row.repeat(step.rows, 1) + number + 10 * r for r in range(W)]
     bad = rank in step.refused_by

@@ -28,9 +28,9 @@ import symm_cp
 from symm_cp.testing import Ranks, say
 
 OPS = torch.ops.symm_mem
-#: How many times groups come and go between two looks at what a rank holds.
+#: How many times groups are made and destroyed between two footprints of a rank.
 GENERATIONS = 8
-#: Elements of an op's input: from a cache line to memory that the copy engine is woken for.
+#: Elements of an op's input: from a cache line to a size that wakes the copy engine.
 SMALLEST, LARGEST = 16, 1 << 17
 #: One op in this many is always the same, and timed.
 TIMED = 10
@@ -49,7 +49,7 @@ class Footprint:
 
 
 def footprint(ops: int) -> Footprint:
-    """Looks at this process."""
+    """Measures this process."""
     with open("/proc/self/maps") as maps:
         mappings = sum("symm_cp" in line for line in maps)
     with open("/proc/self/statm") as statm:
@@ -92,7 +92,7 @@ def _collectives(group: dist.ProcessGroup, rows: int) -> None:
         OPS._low_contention_reduce_scatter(x, "sum", name),
         OPS._low_contention_all_gather(x[:16], name),
     ]
-    # torch keeps what is never waited for.
+    # torch keeps results that are never waited for.
     assert wait_tensor(pending[1])[-1] == W
     assert wait_tensor(pending[0]).numel() == wait_tensor(pending[2]).numel() * rows * group.size()
 
@@ -105,7 +105,7 @@ def _all_reduce(group: dist.ProcessGroup, rows: int) -> None:
 
 
 def _backend(group: dist.ProcessGroup, rows: int) -> None:
-    """What programs of torch.distributed do; over the package's backend in all groups but one."""
+    """Typical calls of torch.distributed, over the package's backend in all groups but one."""
     W, rank, elements = group.size(), group.rank(), rows * 16
     x, whole = torch.ones(elements), torch.ones(elements * W)
     works = [
@@ -143,7 +143,7 @@ KINDS: tuple[tuple[Callable[[dist.ProcessGroup, int], None], int], ...] = (
 
 
 def _new_groups(choose: random.Random) -> list[dist.ProcessGroup]:
-    """The world, all ranks again, and pairs of ranks: those that this rank is in."""
+    """The world, a new group of all ranks, and the half of the ranks that includes this one."""
     world = dist.group.WORLD
     assert world is not None
     everyone = list(range(world.size()))
@@ -155,7 +155,7 @@ def _new_groups(choose: random.Random) -> list[dist.ProcessGroup]:
 
 
 def soak(world: dist.ProcessGroup, ops: int, seed: int, looks: int) -> None:
-    """Runs this many ops, and says what it held and how long ops took, as JSON."""
+    """Runs `ops` ops, and reports footprints and latencies as JSON."""
     everywhere = random.Random(seed)  # the same choices on all ranks
     samples, latencies, done = [], [], 0
     torch.manual_seed(seed)
@@ -187,7 +187,7 @@ def soak(world: dist.ProcessGroup, ops: int, seed: int, looks: int) -> None:
 
 
 def percentiles(latencies: list[tuple[int, float]]) -> dict[str, float]:
-    """The median, and what 90% and 99% stay below, in microseconds."""
+    """The 50th, 90th and 99th percentiles, in microseconds."""
     ordered = sorted(us for _, us in latencies)
     return {f"p{p}": round(ordered[len(ordered) * p // 100], 1) for p in (50, 90, 99)}
 
@@ -195,7 +195,7 @@ def percentiles(latencies: list[tuple[int, float]]) -> dict[str, float]:
 def run(
     ranks: int, ops: int, seed: int, *, looks: int = 20, progress: bool = False
 ) -> dict[str, Any]:
-    """Soaks `ranks` new ranks; returns each rank's samples, and latencies early and late."""
+    """Soaks `ranks` new ranks; returns each rank's samples, and early and late latencies."""
     limit = datetime.timedelta(minutes=5)
     start = time.monotonic()
     with Ranks(seed).own(ranks, soak, ops, seed, looks, group_timeout=limit) as running:
@@ -212,7 +212,7 @@ def run(
         "date": datetime.date.today().isoformat(),
         "seconds": round(time.monotonic() - start, 1),
         "ops": found[0]["samples"][-1]["ops"],
-        # The first fifth warms up.
+        # The first fifth is warm-up.
         "us_in_the_second_fifth": percentiles(latencies[fifth : 2 * fifth]),
         "us_in_the_last_fifth": percentiles(latencies[-fifth:]),
         "samples_by_rank": [one["samples"] for one in found],
@@ -220,7 +220,7 @@ def run(
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--ops", type=int, default=200_000)

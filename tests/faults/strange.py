@@ -71,7 +71,7 @@ def _deleted(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shrunk(x: torch.Tensor) -> torch.Tensor:
-    """Its storage is half of what it says."""
+    """A tensor whose storage has half the bytes that it needs."""
     x = x.clone()
     x.untyped_storage().resize_(x.nbytes // 2)
     return x
@@ -145,7 +145,7 @@ def _overlapping(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(x.numel() + 8.0).as_strided(x.shape, (1,) * x.dim())
 
 
-#: By name: makes a strange tensor of a plain one. Raises where there is none of that shape.
+#: Functions that make a strange tensor from a plain one, or raise if that shape allows none.
 MAKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "nested": lambda x: torch.nested.nested_tensor([x, x]),
     "jagged": _jagged,
@@ -197,14 +197,14 @@ MAKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
-#: Those of which no kernel of ours knows: refused wherever they come.
+#: Kinds that no kernel of ours supports: refused in every argument.
 WITHOUT_DENSE_MEMORY = (
     "nested", "jagged", "sparse", "sparse_hybrid", "csr", "csc", "bsr", "mkldnn", "quantised",
     "quantised_by_channel", "quint4x2",
 )  # fmt: skip
-#: Those whose storage is not there.
+#: Kinds whose storage is missing or too small.
 WITHOUT_STORAGE = ("deleted", "shrunk")
-#: Those that stand for shapes only: a call with them returns others, and nobody takes part.
+#: Kinds that have shapes only: a call with them returns such tensors, and no peer takes part.
 STAND_INS = ("fake", "meta")
 
 
@@ -410,10 +410,10 @@ def _entry_points() -> dict[str, Op]:
 
 
 def _collectives() -> dict[str, Op]:
-    """Of torch.distributed, over a group of the backend symm_cp.
+    """Collectives of torch.distributed, over a group of the backend symm_cp.
 
-    Functional ones copy their input before they call a backend: torch crashes where its storage was
-    freed.
+    Functional ones are left out: they copy their input before they call a backend, and torch
+    crashes if the input's storage was freed.
     """
 
     def all_reduce(t: Tensors, g: dist.ProcessGroup) -> Any:

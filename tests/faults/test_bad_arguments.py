@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind for ops on sequences: refused on all ranks, or told to the others."""
+"""Arguments of the wrong kind for ops on sequences: refused by all ranks, or reported to peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _linear_attention(*, group: Any, **changed: Any) -> object:
 
 
 def bad_calls(group: dist.ProcessGroup) -> list[tuple[type[Exception], str, Callable[[], object]]]:
-    """Calls, and how they are refused: with errors that name op, argument and what is required."""
+    """Bad calls and their errors, which name the op, the argument and the requirement."""
     W = group.size()
     x, rows, weight = torch.randn(1, 2 * W, 2 * W, 2), torch.randn(1, 2, 3), torch.randn(3, 4 * W)
     out_weight, to_heads = torch.randn(4 * W, 3), symm_cp.sequence_to_heads
@@ -106,7 +106,7 @@ def bad_calls(group: dist.ProcessGroup) -> list[tuple[type[Exception], str, Call
 
 
 def refused_by(group: dist.ProcessGroup, ranks: list[int]) -> None:
-    """Bad calls on some ranks while the others make good ones: these are told at once."""
+    """Some ranks make bad calls while the others make good ones; the others are told at once."""
     mine, good = group.rank() in ranks, torch.randn(1, 2 * group.size(), 2, 2)
     for kind, message, call in bad_calls(group):
         if mine:
@@ -125,7 +125,7 @@ def test_arguments_of_the_wrong_kind(ranks: Ranks, world_size: int) -> None:
 
 
 def on_meshes(group: dist.ProcessGroup) -> None:
-    """A group of too many or too few dimensions."""
+    """Meshes of too many or too few dimensions are refused."""
     mesh = init_device_mesh("cpu", (2, group.size() // 2), mesh_dim_names=("a", "b"))
     x, rows, weight = torch.randn(1, 4, 4, 2), torch.randn(1, 2, 3), torch.randn(3, 8)
     one = "group: a device mesh must have one dimension, this one has 2: pick one"

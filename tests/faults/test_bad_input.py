@@ -1,6 +1,6 @@
-"""Thousands of calls, most of them wrong: each an error that says what is wrong, or a right answer.
+"""Thousands of calls, most of them invalid: each raises a precise error or returns a right result.
 
-And a good call after each, so that nothing of what was refused is left behind.
+A good call follows each of them, to show that a refused call leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Outcome = tuple[str, str]
 
 
 def same(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str:
-    """What is wrong, if anything."""
+    """Describes how a result differs from the expected one; empty if it does not."""
     if found.shape != expected.shape:
         return f"shape {list(found.shape)}, not {list(expected.shape)}"
     if "meta" in (found.device.type, expected.device.type):
@@ -42,7 +42,7 @@ def same(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str
 
 
 def attempt(case: Case, group: dist.ProcessGroup) -> Outcome:
-    """What comes of a call on this rank."""
+    """Makes a call on this rank; returns its outcome."""
     inputs = case.inputs(group.size())
     kind = KINDS[case.op]
     expected: list[torch.Tensor] | None = None
@@ -60,7 +60,7 @@ def attempt(case: Case, group: dist.ProcessGroup) -> Outcome:
     found = [found] if isinstance(found, torch.Tensor) else found
     dtype = inputs[group.rank()][0].dtype
     if kind.name.endswith("attention"):
-        # A weight may be rounded to nothing, and nothing times infinity is no number.
+        # A weight may be rounded to zero, and zero times infinity is NaN.
         found, expected = ([x.where(x.isfinite(), nan) for x in xs] for xs in (found, expected))
     for one, other in zip(found, expected, strict=True):
         if wrong := same(one, other, dtype):
@@ -82,7 +82,7 @@ def _told(text: str) -> bool:
 
 
 def fault(case: Case, outcomes: list[Outcome]) -> str:
-    """What is wrong with what came of a call on all ranks."""
+    """Describes the fault in all ranks' outcomes of a call; empty if there is none."""
     kinds, kind = {kind for kind, _ in outcomes}, KINDS[case.op]
     if "wrong" in kinds:
         return "a wrong answer"
@@ -91,7 +91,7 @@ def fault(case: Case, outcomes: list[Outcome]) -> str:
     if case.differs:
         told = kinds == {"RuntimeError"} and any("ranks disagree" in text for _, text in outcomes)
         return "" if told else "ranks differ, and are not told"
-    # What is no string is refused by torch, where the schema says so.
+    # Torch refuses groups that are not strings, where the schema requires one.
     by_torch = {"RuntimeError"} if case.group in ("none", "number") else set()
     if not {kind for kind, text in outcomes if not _told(text)} <= _REFUSALS | by_torch:
         return "not an error of its type"

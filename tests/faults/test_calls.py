@@ -35,7 +35,7 @@ def works(group: dist.ProcessGroup) -> None:
 
 
 def refused_by_one(group: dist.ProcessGroup) -> None:
-    """The others hear at once, at the first call and later, and nobody is out of step."""
+    """A refusal is reported to peers at once, in the first call and later; all stay in step."""
     own, x = fresh(group), torch.ones(4, 6)
     for _ in range(3):
         begin, bad = time.monotonic(), own.rank() == 0
@@ -53,7 +53,7 @@ def test_arguments_that_one_rank_refuses(ranks: Ranks, world_size: int) -> None:
 
 
 def refused_twice(group: dist.ProcessGroup) -> None:
-    """A rank that comes late to a group's first call hears why that one was refused."""
+    """A rank that is late for a group's first call is told why its peer refused that call."""
     own, x = fresh(group), torch.ones(4, 6)
     late = own.rank() == 0
     if late:
@@ -72,13 +72,13 @@ def test_refusals_of_several_calls(ranks: Ranks) -> None:
 
 
 def test_refusals_of_several_calls_before_anybody_has_called(ranks: Ranks) -> None:
-    """In new processes: nobody waits to hear on which hosts the others are."""
+    """In new processes nobody waits to learn which hosts the others are on."""
     with ranks.own(2, refused_twice) as running:
         assert [outcome.failure for outcome in running.outcomes()] == ["", ""]
 
 
 def differ_after_a_refusal(group: dist.ProcessGroup) -> None:
-    """Rank 1 refuses a call like one that worked, and then makes another call than rank 0."""
+    """Rank 1 refuses a call like one that worked, then makes a different call from rank 0."""
     own = fresh(group)
     works(own)
     x, name = torch.ones(50), own.group_name
@@ -116,9 +116,9 @@ def test_a_call_that_only_one_rank_made(ranks: Ranks) -> None:
 
 
 def interrupted(group: dist.ProcessGroup, new_host: bool) -> None:
-    """Ctrl-C ends a wait, of the first call and of a later one."""
+    """Ctrl-C ends a wait in the first call and in a later one."""
     own = fresh(group)
-    if new_host:  # so nobody knows yet where the others are
+    if new_host:  # so no rank knows yet which hosts the others are on
         os.environ["SYMM_CP_HOST"] = own.group_name
     try:
         interrupted_twice(own, group)
@@ -155,7 +155,7 @@ def test_ctrl_c(ranks: Ranks, new_host: bool) -> None:
 
 
 def opposite_order(group: dist.ProcessGroup) -> None:
-    """Asynchronous ops of two groups, whose first use is in another order on each rank."""
+    """Asynchronous ops of two groups, which rank 0 first uses in the opposite order."""
     for elements in (1 << 10, 1 << 18, 1 << 19):  # small ones, large ones, and growth
         groups = [fresh(group), fresh(group)]
         x = torch.full((elements,), float(group.rank()))
@@ -172,7 +172,7 @@ def test_first_uses_in_any_order(ranks: Ranks, world_size: int) -> None:
 
 
 def in_two_threads(group: dist.ProcessGroup, pause: float) -> None:
-    """Each thread uses its channel; the one that comes first on a rank comes last on the other."""
+    """Each thread uses its own channel; the channel used first differs between the ranks."""
     own = dist.new_group(list(range(group.size())), backend="symm_cp")
     x, errors = torch.full((50,), 1.0), []
 

@@ -1,4 +1,4 @@
-"""A group's first call under the caller's modes, while a peer is late: it is waited for."""
+"""A group's first call waits for a late peer, whatever modes the caller has set."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def inference(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def after_a_refusal(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """No transform serves the op: all ranks refuse the first call, and none tells of a death."""
+    """The op does not support jvp: all ranks refuse the first call, and none reports a death."""
     with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
         torch.func.jvp(lambda x: call(x, group), (x,), (x,))
     return call(x, group)
@@ -63,7 +63,7 @@ def first(group: dist.ProcessGroup, make: Callable[..., torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("make", [plain, mapped, counted, inference, after_a_refusal])
 def test_a_late_peer_is_not_a_dead_one(ranks: Ranks, make: Callable[..., torch.Tensor]) -> None:
-    # In new processes: where ranks are is known to all groups after the first call of one.
+    # In new processes: after the first call of one group, all groups know the ranks' hosts.
     with ranks.own(2, first, make) as running:
         assert [outcome.failure for outcome in running.outcomes()] == ["", ""]
 
@@ -71,7 +71,7 @@ def test_a_late_peer_is_not_a_dead_one(ranks: Ranks, make: Callable[..., torch.T
 def refused_by_one(group: dist.ProcessGroup, name: str) -> None:
     """Rank 0 refuses the first call of a group, while the other has not come to it."""
     op = strange.ALL[name]
-    # Where the user names the hosts, no group knows them from another one.
+    # If the user names the hosts, a group does not learn them from another group.
     with mock.patch.dict(os.environ, {"SYMM_CP_HOST": "here"}):
         own = dist.new_group(list(range(group.size())))
         tensors = op.tensors(group.size())

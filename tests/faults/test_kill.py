@@ -15,7 +15,7 @@ from tests.faults import kills
 from tests.faults.ops import ALL
 from tests.patience import patient
 
-#: What the errors call the ops.
+#: The ops' names in errors.
 NAMES = {
     "gather_matmul": "fused_all_gather_matmul",
     "gather_matmul_whole": "fused_all_gather_matmul",
@@ -39,12 +39,12 @@ NAMES = {
     "backend": "(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier)",
     "backend_async": "(barrier|all_reduce|all_gather|send|recv)",
 }
-#: Seconds from a death to the last survivor's error. Sleepers look around every 50 ms.
+#: Seconds from a death to the last survivor's error. Sleeping ranks check for deaths every 50 ms.
 LIMIT = 2.0
-#: Of the steps of an op on more than two ranks.
+#: How many steps of an op are tried on more than two ranks.
 SAMPLE = 4
 PLAIN = ((2, "attention_ring"),)
-#: With --all every op on 3 ranks, where those that go on are several, and one of each kind on 4.
+#: With --all, every op on 3 ranks, which leaves several survivors, and one of each kind on 4.
 OPS = some(
     *PLAIN,
     of=[
@@ -63,7 +63,7 @@ OPS = some(
 
 
 def named_memory() -> set[str]:
-    """What is in /dev/shm, apart from semaphores: other programs come and go with theirs."""
+    """The files in /dev/shm, except semaphores, which other programs create and remove, too."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
@@ -73,7 +73,7 @@ def test_a_rank_that_is_killed(ranks: Ranks, world_size: int, op: str) -> None:
     with ranks.own(world_size, kills.count_steps, op) as running:
         steps = running.outcomes()[-1].result
     assert steps
-    # Each step on two ranks; on more, other ones in each session.
+    # On two ranks every step is tried, on more ranks a random sample.
     tried = range(steps) if world_size == 2 else random.sample(range(steps), min(steps, SAMPLE))
     for step in tried:
         before = named_memory()
@@ -101,7 +101,7 @@ def test_a_rank_that_is_killed_while_the_others_sleep(ranks: Ranks, kind: str) -
 
 
 def test_a_rank_that_is_stopped_is_no_dead_one(ranks: Ranks) -> None:
-    """It may go on: the others' time is over, and their error says so."""
+    """A stopped rank may go on, so the others' errors report a time-out, not a death."""
     with ranks.own(3, kills.stopped, "gather_matmul") as running:
         *survivors, _ = running.outcomes(apart_from=[2])
     for outcome in survivors:

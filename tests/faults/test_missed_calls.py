@@ -1,4 +1,4 @@
-"""A rank that misses calls which its peers make fails as many of its own, and no more."""
+"""A rank that misses calls of its peers fails as many of its own calls, and no more."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def misses(
     call: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor],
     missed_by: dict[int, list[int]],
 ) -> list[int]:
-    """Returns which of the calls failed; those that worked are right."""
+    """Makes all calls but the missed ones; checks results, and returns the calls that failed."""
     backend = "symm_cp" if call is by_torch else None
     own = dist.new_group(list(range(group.size())), backend=backend)
     failed, W = [], own.size()

@@ -18,14 +18,14 @@ OPS = re.compile(
     r"fused_\w+|_low_contention_\w+|one_shot_\w+|two_shot_\w+|reduce_scatter_out|symm_mem.rendezvous|"
     r"_route_to_experts"
 )
-#: Seconds until each rank has heard of it.
+#: Seconds until each rank has been told.
 LIMIT = 2.0
 
 
 @pytest.mark.parametrize("event", moments.EVENTS)
 @pytest.mark.parametrize("count", some(1, of=(1, 12)))
 def test_at_any_moment(ranks: Ranks, event: str, count: int) -> None:
-    """The others hear within two seconds who it was, in which op, and go on without it."""
+    """The others are told within two seconds which rank it was, in which op, and go on."""
     for _ in range(count):
         world_size = random.randint(2, 4)
         delay = random.choice((0.02, 0.1, 0.4)) * random.random()
@@ -36,7 +36,7 @@ def test_at_any_moment(ranks: Ranks, event: str, count: int) -> None:
         assert all(outcome.result is not None for outcome in survivors), case
         messages = [outcome.result["message"] for outcome in survivors]
         named = [f"rank {world_size - 1}" in message for message in messages]
-        # Of a rank that was stopped only those know that wait for it; others wait for them.
+        # Only ranks that wait for a stopped rank can name it; others wait for those ranks.
         assert any(named) if event == "stop" else all(named), case
         assert all(OPS.search(message) for message in messages), case
         assert all(outcome.result["seconds"] < patient(LIMIT) for outcome in survivors), case
@@ -46,7 +46,7 @@ def test_at_any_moment(ranks: Ranks, event: str, count: int) -> None:
     "ops", list(itertools.combinations(mismatches.OPS_OF_RANKS, 2)), ids="-".join
 )
 def test_different_ops(ranks: Ranks, ops: tuple[str, str]) -> None:
-    """Also where no flag that one rank awaits is one that the other raises."""
+    """Ranks are told that they disagree, even if neither raises a flag that the other awaits."""
     pair = [(op, 4, 4, "float32", False) for op in ops]
     with ranks.own(2, mismatches.unequal, pair, True) as running:
         outcomes = running.outcomes()
@@ -59,10 +59,10 @@ def test_different_ops(ranks: Ranks, ops: tuple[str, str]) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [50])
 def test_different_calls(ranks: Ranks, count: int) -> None:
-    """Both ranks hear of it within two seconds, and the next call is as good as ever.
+    """Both ranks are told within two seconds, and the next call works.
 
-    Of first calls on two channels they hear ten seconds later (kSecondThreadTime in csrc/): these
-    might come from two threads.
+    For first calls on two channels they are told ten seconds later (kSecondThreadTime in csrc/),
+    because these calls might come from two threads.
     """
     for _ in range(count):
         pair, warm = mismatches.random_pair(random.Random(random.random())), random.random() < 0.7
@@ -70,7 +70,7 @@ def test_different_calls(ranks: Ranks, count: int) -> None:
             outcomes = running.outcomes()
         case = pair, warm, outcomes
         assert all(outcome.result is not None for outcome in outcomes), case
-        # One rank may give a gather symmetric memory and the other one not.
+        # One rank may pass symmetric memory to a gather while the other one does not.
         right = pair[0][:4] == pair[1][:4] and pair[0][0] == "gather"
         apart = not warm and (pair[0][0] == "background") != (pair[1][0] == "background")
         for bad, good in (outcome.result for outcome in outcomes):

@@ -28,7 +28,7 @@ def holds_no_more(samples: list[dict[str, float]], margin_mib: float, margin: in
 def test_nothing_grows(ops: int) -> None:
     report = soak.run(4, ops, random.randrange(1 << 24), looks=3)
     for samples in report["samples_by_rank"]:
-        # Less than one thing a group: there were 32 of them since.
+        # Fewer than one per group: 32 groups were made in between.
         holds_no_more(samples, _MEMORY_MIB, margin=8)
 
 

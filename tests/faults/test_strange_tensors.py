@@ -22,7 +22,7 @@ from tests.exhaustive import exhaustive
 from tests.faults import strange
 from tests.faults.calls_as_data import wide
 
-AT_ONCE = 3.0  # seconds, on a busy machine; of the time-out below
+AT_ONCE = 3.0  # seconds, even on a busy machine; well below the time-out
 TIMEOUT_MS = 10_000
 WORLD_SIZE = 2
 KINDS = list(strange.MAKE)
@@ -40,12 +40,12 @@ class Given(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What comes of a call on a rank: "right", "wrong" or the type of an error."""
+    """The outcome of a call on a rank: "right", "wrong" or the type of an error."""
 
     what: str
     text: str = ""
     seconds: float = 0.0
-    after: str = ""  # what is wrong with the good call after it
+    after: str = ""  # the fault of the good call after it, if any
 
 
 def _difference(found: Any, expected: list[torch.Tensor]) -> str:
@@ -67,7 +67,7 @@ def _difference(found: Any, expected: list[torch.Tensor]) -> str:
 def _attempt(
     case: Given, plain: strange.Tensors, good: strange.Tensors, group: dist.ProcessGroup
 ) -> Outcome | None:
-    """What comes of a call, whose result with ordinary tensors is `good`; None without such one."""
+    """The outcome of a call that returns `good` for ordinary tensors; None if it cannot be made."""
     op, mine = strange.ALL[case.op], group.rank() == 0 or not case.alone
     tensors, same = [x.clone() for x in plain], [x.clone() for x in plain]
     expected: Any = None
@@ -115,9 +115,9 @@ def _group_for(op: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
 def attempts(
     group: dist.ProcessGroup, op: str, kinds: list[str], several: int
 ) -> list[tuple[Given, Outcome]]:
-    """The calls of an op, each followed by a good one; ends with the first that does not work.
+    """Makes calls of an op, each followed by a good one; stops at the first good call that fails.
 
-    `several`: in how many places of the op each kind is put, another one first for each kind.
+    `several`: how many arguments each kind replaces in turn; each kind starts at another argument.
     """
     own, outcomes = _group_for(op, group), []
     plain = strange.ALL[op].tensors(group.size())
@@ -127,7 +127,7 @@ def attempts(
         for place in range(min(several, len(plain))):
             for alone in (False, True):
                 case = Given(op, kind, (number + place) % len(plain), alone)
-                # One rank alone gives, or takes, what these have in their lists.
+                # In gather and scatter only the root has the list.
                 if (alone or op in ("gather", "scatter")) and not _is_told(case):
                     continue
                 if kind in NOT_STRANGE and _is_accepted(case):
@@ -193,10 +193,9 @@ def _is_refused_by_varlen(case: Given) -> bool:
     return case.op == "varlen_attn" and case.kind in kinds
 
 
-#: What torch's front end of collectives hands on; those without dense memory thanks to kernels that
-#: the backend has for them (csrc/backend/without_memory.cpp). Lists of several dtypes it refuses.
-#: A tensor that is conjugated or negated by a bit it replaces by a copy, to which the result is
-#: written: with any backend.
+#: Kinds that torch's collectives pass on to the backend, which has kernels for those without dense
+#: memory (csrc/backend/without_memory.cpp). Torch refuses lists of several dtypes. For any backend
+#: it copies a tensor with a conjugate or negative bit, and writes the result to the copy.
 BY_THE_BACKEND = (
     "deleted", "shrunk", "lazy_clone", "inference", "expanded", "overlapping", "spread",
     "nested", "sparse", "sparse_hybrid", "csr", "csc", "bsr", "mkldnn",
@@ -207,7 +206,7 @@ BITS = ("conj", "negative")
 
 
 def fault(case: Given, outcomes: list[Outcome]) -> str:
-    """What is wrong with what came of a call on all ranks."""
+    """Describes the fault in all ranks' outcomes of a call; empty if there is none."""
     first = outcomes[0]
     if any(outcome.after for outcome in outcomes):
         return "the next call does not work"
@@ -223,10 +222,10 @@ def fault(case: Given, outcomes: list[Outcome]) -> str:
         return "was not refused" if case.kind in kinds else ""
     if case.op in (*strange.COLLECTIVES, "_all_reduce", "_one_shot_all_reduce", "_reduce_scatter"):
         return ""
-    # Before or after the op; and wrappers of functorch that have left their function.
+    # Torch refuses them before or after the op, as it does functorch's leaked wrappers.
     by_torch = "no rule for aten" in first.text or "INTERNAL ASSERT" in first.text
     by_torch = by_torch or "Tensor subclass Careless" in first.text
-    # It adds its bias after the op.
+    # This function adds its bias after the op.
     by_torch = by_torch or case.op == "ulysses_output_projection" or _is_refused_by_varlen(case)
     if not by_torch and not any(name in first.text for name in ("symm_mem", *OPS)):
         return "the error does not name the op"
@@ -247,7 +246,7 @@ def _faults(ranks: Ranks, ops: list[str], kinds: list[str], several: int) -> lis
     return faults
 
 
-#: For plain runs: those that brought down ranks or left them out of step, and some that are right.
+#: For plain runs: kinds that crashed ranks or left them out of step, and some valid kinds.
 FEW_KINDS = [
     "nested", "sparse", "csr", "mkldnn", "quantised", "deleted", "shrunk", "named", "refusing",
     "unwrapping", "fake", "conj", "negative", "expanded", "enormous", "view_of_leaf",

@@ -3,7 +3,7 @@
 Each has an address, a network of its own and no sockets in common with the others, so that ranks in
 two of them cannot share memory, as on two machines. Where namespaces cannot be made (that takes
 rights which some containers lack), ranks are told that they are on several hosts, and a link is cut
-by killing who is behind it.
+by killing the ranks behind it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Fabric:
             self._in(name, "link", "set", "lo", "up")
 
     def remove(self) -> None:
-        """Removes all that there is of it."""
+        """Removes the namespaces that exist."""
         for name in (*self._names, self._hub):
             with contextlib.suppress(OSError, subprocess.CalledProcessError):
                 _ip("netns", "del", name)
 
     def cut(self, host: int, ranks: Running, per_host: int) -> list[int]:
-        """Takes the link of a host down; returns the ranks that live to tell."""
+        """Cuts the link of a host; returns the surviving ranks."""
         everybody = range(self.hosts * per_host)
         if self.real:
             self._in(self._hub, "link", "set", f"port{host}", "down")
@@ -64,7 +64,7 @@ class Fabric:
         return [rank for rank in everybody if rank // per_host != host]
 
     def place(self, host: int) -> Place:
-        """Where the ranks of a host run."""
+        """The place where the ranks of a host run."""
         if not self.real:
             return Place(environment={"SYMM_CP_HOST": f"host {host}"})
         return Place(self._names[host], {"GLOO_SOCKET_IFNAME": "eth0"})
@@ -72,7 +72,7 @@ class Fabric:
 
 @contextlib.contextmanager
 def fabric(hosts: int) -> Iterator[Fabric]:
-    """Hosts on a switch, inside."""
+    """Builds hosts on a switch, and removes them at the end."""
     made = Fabric(hosts)
     try:
         try:

@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex6
 
 @contextmanager
 def on_hosts(group: dist.ProcessGroup, hosts: str) -> Iterator[None]:
-    """Groups that are made inside take their ranks for ranks of these hosts."""
+    """Groups created inside treat their ranks as ranks of these hosts."""
     with mock.patch.dict(os.environ, SYMM_CP_HOST=f"host {hosts[group.rank()]}"):
         yield
 
@@ -50,7 +50,7 @@ def spanning(
 
 
 def inputs(W: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """One for each rank, whose sums and products are exact; the same on all ranks."""
+    """One tensor for each rank, with exact sums and products; all ranks draw the same ones."""
     values = torch.randint(0, 3, (W, *shape))
     return list((values.bool() if dtype is torch.bool else values.to(dtype)).unbind())
 
@@ -146,7 +146,7 @@ def sum_sparse(span: dist.ProcessGroup) -> None:
 
 
 def sum_multiplied(span: dist.ProcessGroup) -> None:
-    """Each rank multiplies by a factor of its own first, as FSDP2 has NCCL do."""
+    """Each rank multiplies by its own factor before the sum, as FSDP2 does with NCCL."""
     rank, W = span.rank(), span.size()
     op, factors = multiplied(0.5**rank), [0.5**each for each in range(W)]
     xs = [8.0 * x for x in inputs(W, (W, 3, 5), torch.float32)]
@@ -183,7 +183,7 @@ def test_collectives(ranks: Ranks, hosts: str) -> None:
 
 
 def many(group: dist.ProcessGroup, hosts: str) -> None:
-    """Calls in the background, in order, with other groups' and the package's ops between."""
+    """Background calls in order, mixed with calls of another group and the package's ops."""
     with spanning(group, hosts) as span, spanning(group, hosts) as other:
         rank, W = span.rank(), span.size()
         tensors = [torch.full((100 + 50 * index,), float(rank)) for index in range(20)]
@@ -230,7 +230,7 @@ def test_programs(ranks: Ranks, name: str) -> None:
 
 
 def one_refuses(group: dist.ProcessGroup, hosts: str) -> None:
-    """The others hear of it at once, and the group goes on."""
+    """If one rank refuses a call, the others are told at once, and the group remains usable."""
     with spanning(group, hosts) as span:
         rank, W = span.rank(), span.size()
 
@@ -317,7 +317,7 @@ def gives_up_for_one_on_its_host(group: dist.ProcessGroup) -> None:
     if group.rank() == 3:
         time.sleep(60)
     try:
-        dist.broadcast(x, src=0, group=span)  # rank 0 hears from nobody
+        dist.broadcast(x, src=0, group=span)  # the source, rank 0, waits for nobody
         dist.all_reduce(x, group=span)
     except RuntimeError as error:
         say(str(error))

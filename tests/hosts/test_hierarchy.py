@@ -42,18 +42,18 @@ from tests.ops import (
 
 CPU = torch.device("cpu")
 wait = torch.ops._c10d_functional.wait_tensor
-#: Ranks, and how many of them are on a host.
+#: World sizes, and numbers of ranks per host.
 SPREADS = pytest.mark.parametrize(
     ("world_size", "per_host"), some((4, 2), of=[(2, 1), (3, 1), (4, 2), (4, 1)])
 )
 
 
-#: What was found out about a group of the pool, which lives on: its ranks on so many a host.
+#: Facts found about the pool's groups, which outlive a test; by group name and ranks per host.
 _found: dict[tuple[str, int], dict[str, hosts.Hosts | None]] = {}
 
 
 def _forget(group: dist.ProcessGroup) -> None:
-    """The store remembers who is where, which changes in these tests alone."""
+    """Deletes the ranks' hosts from the store; they change in these tests only."""
     dist.barrier(group)
     store = dist.distributed_c10d._get_process_group_store(group)
     for key in ("host/cpu", "local/cpu"):
@@ -64,7 +64,7 @@ def _forget(group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def spread_out(group: dist.ProcessGroup, per_host: int) -> Iterator[dist.ProcessGroup]:
-    """Ranks take each other for ranks of several hosts, inside."""
+    """Inside, ranks treat each other as ranks of several hosts."""
     state, key = memory.resolve(group), (group.group_name, per_host)
     before = state.state(hosts.SPREADS, dict)
     state.put(hosts.SPREADS, _found.setdefault(key, {}))
@@ -82,7 +82,7 @@ def spread_out(group: dist.ProcessGroup, per_host: int) -> Iterator[dist.Process
 
 
 def all_ops(group: dist.ProcessGroup, seed: int, layouts: int = 2) -> None:
-    """Forward and backward."""
+    """Runs all ops, forward and backward."""
     for index in range(4):
         test_random.gathers(group, index)
         test_random.scatters(group, index)
@@ -188,7 +188,7 @@ def test_sums_do_not_depend_on_timing(ranks: Ranks) -> None:
 
 
 def refuses(group: dist.ProcessGroup) -> None:
-    """Three ranks of which two are on a host."""
+    """Three ranks are refused if two of them are on one host."""
     with spread_out(group, 2) as wide:
         tensor = torch.randn(2, 2)
         with pytest.raises(
@@ -196,7 +196,7 @@ def refuses(group: dist.ProcessGroup) -> None:
             match=r"\[\[0, 1\], \[2\]\]; every host must hold the same",
         ):
             symm_cp.all_gather_matmul(tensor, tensor, group=wide)
-    # The group that they came from is as good as before.
+    # On one host the same group still works.
     symm_cp.all_gather_matmul(tensor, tensor, group=group)
 
 
@@ -233,7 +233,7 @@ def test_spread() -> None:
 
 
 def connected(links: str, host: str = "aaaa") -> list[hosts.Place]:
-    """Ranks with a GPU each, whose links are as "01 12"; one sees all the GPUs of its host."""
+    """Ranks with one GPU each and links such as "01 12"; a rank sees all GPUs of its host."""
     known = {frozenset(link) for link in links.split()}
     ranks = [str(rank) for rank in range(len(host))]
 
@@ -252,13 +252,13 @@ def test_gpus_that_do_not_reach_each_other_are_as_on_several_hosts() -> None:
         assert hosts.spread(connected(others)) == ((0,), (1,), (2,), (3,))
     assert hosts.spread(connected("01 23", "aabb")) == ((0, 1), (2, 3))
     assert hosts.spread(connected("01", "aabb")) == ((0,), (1,), (2,), (3,))
-    # What one does not see it may reach; and ranks that share a GPU do.
+    # A rank may reach a GPU that it does not see, and ranks that share a GPU reach each other.
     assert hosts.spread([hosts.Place("a", gpu) for gpu in "0123"]) == ((0, 1, 2, 3),)
     assert hosts.spread([hosts.Place("a", gpu, ("1",)) for gpu in "00"]) == ((0, 1),)
 
 
 def gpus_apart(group: dist.ProcessGroup, seed: int) -> None:
-    """Two pairs of GPUs on one host, with nothing between the pairs."""
+    """Two pairs of GPUs on one host, with no link between the pairs."""
     state, rank = memory.resolve(group), group.rank()
     before = state.state(hosts.SPREADS, dict)
     state.put(hosts.SPREADS, {})
@@ -311,7 +311,7 @@ def over_the_network(group: dist.ProcessGroup, seed: int) -> None:
 
 @pytest.mark.exhaustive
 def test_three_hosts_of_two_ranks_each(ranks: Ranks) -> None:
-    """Nothing tells the ranks that they are on several hosts, but what they find out."""
+    """The ranks find out by themselves that they are on several hosts."""
     with fabric(3) as made:
         places = [made.place(rank // 2) for rank in range(6)]
         with ranks.own(6, over_the_network, random.randrange(1 << 30), places=places) as running:

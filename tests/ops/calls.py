@@ -76,7 +76,7 @@ def is_real(tensor: torch.Tensor) -> bool:
 
 
 def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[str, Call]:
-    """Ops that have a gradient, on inputs which are the same on all ranks but for a factor."""
+    """Ops that have a gradient, on inputs that differ between ranks by a factor only."""
     W, name = group.size(), group.group_name
 
     def rand(*shape: int) -> torch.Tensor:
@@ -108,7 +108,7 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
         return lambda *inputs: run(*inputs)[:1]
 
     collect = found["project_from_heads"]
-    # Longer sequences, a mask; a buffer that is no input, a copy to be overwritten.
+    # These need longer sequences, a mask, a buffer that is not an input, or a copy to overwrite.
     return found | {
         "project_from_heads": Call(first(collect.run), collect.inputs),
         "one_shot_all_reduce_copy": Call(of_copy, [rand(2 * W, 4)]),

@@ -1,4 +1,4 @@
-"""What the oldest torch that is supported lacks."""
+"""Ops that the oldest supported torch lacks."""
 
 import torch
 

@@ -43,7 +43,7 @@ class Case:
     left: int | None = None
     right: int | None = None
     documents: tuple[int, ...] | None = None
-    queries: int | None = None  # a rank's, where they are not of the keys' sequence
+    queries: int | None = None  # per rank, if they are not of the keys' sequence
     scale: float | None = None
     with_lse: bool = False
     rotate: str = "allgather"
@@ -85,7 +85,7 @@ class Case:
 
 
 def strided(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values in other places."""
+    """The same values in another memory layout."""
     if how == "rows first":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if how == "features apart":
@@ -149,7 +149,7 @@ def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
     for which, result in results.items():
         name = which.rpartition(" ")[2]
         at = rows if name in ("out", "lse", "q") else keys
-        # The log-sum-exp is of products in float32 also where inputs have 16 bits.
+        # The log-sum-exp is computed from float32 products even if inputs have 16 bits.
         dtype = result.dtype
         size = sizes.get(name, 1.0)
         check(f"{which} of {case}", result, exact[name], dense[name], at, dtype, size=size)
@@ -176,7 +176,7 @@ def masks(layout: SequenceLayout) -> list[dict[str, Any]]:
 
 
 def layouts(world_size: int) -> list[SequenceLayout]:
-    """Even, uneven and odd ones."""
+    """Even, uneven and unusual layouts."""
     order = list(range(3 * world_size))
     random.Random(world_size).shuffle(order)
     lengths = [(5, 0, 9)[i % 3] for i in range(3 * world_size)]
@@ -331,7 +331,7 @@ def test_errors_in_16_bits_do_not_grow_with_the_number_of_ranks(ranks: Ranks) ->
     for world_size in (1, 2, 4):
         found = ranks.run(world_size, error_in_bfloat16, 512, seed)
         errors[world_size] = [sum(parts) ** 0.5 for parts in zip(*found, strict=True)]
-    # More parts are rounded, of which each is smaller: the mean error stays what it is.
+    # More parts are rounded, but each part is smaller: the mean error stays the same.
     for world_size in (2, 4):
         for alone, spread in zip(errors[1], errors[world_size], strict=True):
             assert spread <= 1.3 * alone, errors

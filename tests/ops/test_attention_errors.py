@@ -1,4 +1,4 @@
-"""Bad input of attention: refused on every rank before anything is sent, and all is well after."""
+"""Bad input of attention: refused on every rank before anything is sent; the next call works."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_failing_kernel_is_an_error_on_all_ranks(ranks: Ranks) -> None:
 
 
 def native_kernel_fails(group: dist.ProcessGroup) -> None:
-    """Between the exchanges of keys and of their gradients, which peers have begun."""
+    """One rank fails between the exchanges of keys and of gradients, which peers have begun."""
     q = torch.randn(1, 2, 8, 8)
     out, lse = OP(q, q, q, group.group_name)
     backward = torch.ops.symm_mem.fused_all_gather_attention_backward

@@ -1,4 +1,4 @@
-"""Fake kernels of attention: `opcheck`, and shapes and strides as those of real results."""
+"""Fake kernels of attention: `opcheck`, and the shapes and strides of real results."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def options_of(length: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def serves_all_lengths(group: dist.ProcessGroup, number: int) -> None:
-    """One graph for other lengths, of which options are made in the graph."""
+    """One graph serves all lengths, from which it computes the options."""
     torch._dynamo.reset()
     counters.clear()
     name, size = group.group_name, group.size()
@@ -164,7 +164,7 @@ def test_fake_results_are_like_real_ones(ranks: Ranks, world_size: int) -> None:
 
 
 def test_edges_on_the_host_for_tensors_on_a_gpu() -> None:
-    """As `torch.compile` traces it: a tensor on the CPU beside those on a GPU, or ints."""
+    """`torch.compile` traces edges as a CPU tensor next to GPU tensors, or as ints."""
     edges: list[dict[str, Any]] = [
         {"cu_seqlens": torch.tensor([0, 3, 8])},
         {"document_edges": [0, 3, 8]},

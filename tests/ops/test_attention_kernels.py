@@ -93,7 +93,7 @@ Choose = Callable[[int], list[tuple[Any, bool]]]
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
-    """Makes torch choose a kernel; returns the list of what it will be asked."""
+    """Makes torch choose a given kernel; the returned list records the arguments of each choice."""
 
     def by_number(number: int) -> list[tuple[Any, bool]]:
         asked: list[tuple[Any, bool]] = []

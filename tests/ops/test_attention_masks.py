@@ -32,7 +32,7 @@ class Case:
     document_ids: torch.Tensor | None = None  # (B or 1, S)
     key_mask: torch.Tensor | None = None  # (B or 1, S)
     options: dict[str, Any] = field(default_factory=dict)
-    queries: int | None = None  # a rank's, where they are of another sequence
+    queries: int | None = None  # per rank, if they are of another sequence
     dtype: torch.dtype = torch.float64
     with_lse: bool = False
 
@@ -123,7 +123,7 @@ def packed(batch: int, length: int) -> torch.Tensor:
 
 
 def padded(batch: int, length: int, side: str) -> torch.Tensor:
-    """Samples of different lengths, the first a whole one and the last without any key."""
+    """Samples of different lengths, the first of full length and the last without keys."""
     position = torch.arange(length)
     lengths = [length, *(random.randrange(length + 1) for _ in range(batch - 2)), 0][:batch]
     shown = torch.tensor(lengths).unsqueeze(1)
@@ -131,7 +131,7 @@ def padded(batch: int, length: int, side: str) -> torch.Tensor:
 
 
 def layouts(world_size: int) -> list[SequenceLayout]:
-    """Even and uneven ones, one in random order, and one with ranks without keys."""
+    """Even and uneven layouts, one in random order, and one with ranks without keys."""
     order = list(range(3 * world_size))
     random.shuffle(order)
     lengths = [random.choice([0, 5, 9]) for _ in order]
@@ -148,7 +148,7 @@ def cases_of(layout: SequenceLayout) -> list[Case]:
     length = layout.length
     batch = random.randrange(3, 5)
     holes = torch.rand(batch, length) < 0.5
-    holes[0] = holes[1, 0] = holes[1, -1] = True  # one with and one without gaps share tiles
+    holes[0] = holes[1, 0] = holes[1, -1] = True  # samples with and without gaps share tiles
     holes[-1] = False  # a sample without a key
     chunks = torch.arange(length).div(7, rounding_mode="floor").unsqueeze(0)  # Llama 4's
     causal, window = {"is_causal": True}, {"is_causal": True, "window_left": 5}
@@ -182,7 +182,7 @@ def cases_of(layout: SequenceLayout) -> list[Case]:
 @pytest.mark.exhaustive
 def test_masks_of_each_sample(ranks: Ranks, world_size: int) -> None:
     cases = [case for layout in layouts(world_size) for case in cases_of(layout)]
-    # Gaps of two keys and more are cut out of tiles, as long ones of real sequences are.
+    # Gaps of two keys and more are cut out of tiles, like long gaps of real sequences.
     for gap in (2, SHORT_GAP):
         some_cases = random.sample(cases, 12) if gap == 2 else cases
         ranks.run(world_size, run_all, some_cases, gap, int(torch.randint(1 << 30, ())))
@@ -208,7 +208,7 @@ def test_queries_of_another_sequence_see_unpadded_keys(ranks: Ranks, world_size:
     ids=str,
 )
 def test_dtypes_in_longer_sequences(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
-    """Rows enough for several bands, and gaps on both sides of the bound between short and long."""
+    """Enough rows for several bands, and gaps on both sides of the limit between short and long."""
     layout = head_tail(700, world_size)
     ids = torch.zeros(2, 700, dtype=torch.int64)
     ids[0, 130:], ids[1, 5:], ids[1, 600:] = 1, 1, 2
@@ -325,7 +325,7 @@ def test_peers_are_sent_the_rows_that_they_may_see() -> None:
 
 @exhaustive
 def test_a_key_that_was_not_sent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a mask kind that only the tiles know would need one."""
+    """A mask kind that only the tiles support would need such a key."""
     spec = AttentionSpec(layout=sequential(16, 2), mask=Mask(left=3, right=0))
     tiles = spec.tiles(1, 0, 8)
     assert spec.first_sent(1, 0, tiles) == 5

@@ -22,7 +22,7 @@ def measure(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
     q, k, v = (torch.randn(B, H, S, E) for _ in range(3))
     name, op = group.group_name, torch.ops.symm_mem.fused_all_gather_attention
     peaks = {}
-    with tuning.forced("pipeline"):  # so few tokens would be gathered
+    with tuning.forced("pipeline"):  # by default so few tokens would be gathered
         for causal in (False, True):
             op(q, k, v, name, is_causal=causal)  # makes the workspace
             dist.barrier(group)
@@ -51,7 +51,7 @@ def test_memory_does_not_depend_on_the_number_of_ranks(ranks: Ranks) -> None:
     for world_size in (3, 4):
         assert found[world_size][1] == slots
         for name, peak in found[world_size][0].items():
-            # From three parts on they are merged in a buffer of their own, whatever their number.
+            # Three or more parts are merged in a buffer of their own, whatever their number.
             assert peak <= peaks[name] + 2 * shard, (world_size, name, peak, peaks)
     assert found[3][0] == found[4][0]
 
@@ -60,7 +60,7 @@ LONG = 4096  # of the whole sequence
 
 
 def peak_with_options(group: dist.ProcessGroup) -> tuple[int, int]:
-    """The most bytes of a forward and of a backward pass with all options."""
+    """Peak bytes of a forward and of a backward pass with all options."""
     W, H, features = group.size(), 2, 16
     q, k = (torch.randn(1, H, LONG // W, features, requires_grad=True) for _ in range(2))
     v = torch.randn(1, H, LONG // W, 2 * features, requires_grad=True)
@@ -101,7 +101,7 @@ BY_HEADS = (4, 8, 256, 64)
 
 
 def method_peaks(group: dist.ProcessGroup, method: str) -> tuple[list[int], int]:
-    """The most bytes of a forward and of a backward pass, and those of a slot."""
+    """Peak bytes of a forward and of a backward pass, and the bytes of a slot."""
     group = dist.new_group(list(range(group.size())))  # with a workspace of its own
     q, k, v = (torch.randn(BY_HEADS, requires_grad=True) for _ in range(3))
 
@@ -126,7 +126,7 @@ def method_peaks(group: dist.ProcessGroup, method: str) -> tuple[list[int], int]
 
 @exhaustive
 def test_memory_of_each_method(ranks: Ranks) -> None:
-    """In shards, tensors of all heads of this rank's part of the sequence: what the README says."""
+    """Memory in shards (all heads of a rank's part of the sequence), as the README states it."""
     shard = 4 * math.prod(BY_HEADS)
     kernels = 5 * shard // 8  # log-sum-exps, and buffers that do not depend on the sizes
     for world_size in (2, 4):
@@ -137,7 +137,7 @@ def test_memory_of_each_method(ranks: Ranks) -> None:
         for (forward, backward), slot in ranks.run(world_size, method_peaks, "ulysses"):
             # Queries, keys, values and the output of this rank's heads; or instead the output.
             assert forward <= 4 * shard + kernels, (world_size, forward / shard)
-            # What the forward pass had, the gradient of the output, which the kernel copies, and
+            # The forward pass's tensors, the output's gradient, which the kernel copies, and
             # the other gradients twice: as kernels return them, and as sums.
             assert backward <= 12 * shard + kernels, (world_size, backward / shard)
             assert slot <= 1 << 20, (world_size, slot)  # exchanged in pieces

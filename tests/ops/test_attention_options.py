@@ -28,7 +28,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 @dataclass(frozen=True)
 class Case:
     layout: SequenceLayout
-    queries: SequenceLayout | None = None  # where they are of another sequence, or otherwise spread
+    queries: SequenceLayout | None = None  # if of another sequence, or spread differently
     batch: int = 2
     heads: int = 2
     kv_heads: int = 2
@@ -179,7 +179,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def layouts(world_size: int) -> list[SequenceLayout]:
-    """An even one, an uneven one in random order, and one with ranks without keys."""
+    """An even layout, an uneven one in random order, and one with ranks without keys."""
     order = list(range(3 * world_size))
     random.shuffle(order)
     lengths = [(5, 0, 9)[i % 3] for i in order]
@@ -220,7 +220,7 @@ def test_each_option_with_each_mask(ranks: Ranks, world_size: int) -> None:
 
 
 def combined(layout: SequenceLayout, chosen: random.Random) -> Case:
-    """Any options together."""
+    """A random combination of options."""
     pick, kv_heads = chosen.choice, chosen.choice([1, 2])
     return Case(
         layout,
@@ -256,7 +256,7 @@ def test_combinations(ranks: Ranks, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
 @pytest.mark.exhaustive
 def test_many_rows(ranks: Ranks, world_size: int) -> None:
-    """Rows and keys enough for several blocks of the kernels, and tiles with bands."""
+    """Enough rows and keys for several blocks of the kernels, and tiles with bands."""
     layout = head_tail(300 * world_size + 1, world_size)
     cases = [
         Case(layout, batch=1, dtype=dtype, causal=True, features=16, value_features=24, **more)
@@ -276,7 +276,7 @@ def test_many_rows(ranks: Ranks, world_size: int) -> None:
 def test_queries_of_another_layout(ranks: Ranks, world_size: int) -> None:
     W = world_size
     keys, uneven = head_tail(11 * W + 2, W), sequential(7 * W + 1, W)
-    same = sequential(11 * W + 2, W)  # the sequence of the keys, otherwise spread
+    same = sequential(11 * W + 2, W)  # the keys' sequence, spread differently
     cases = [
         Case(keys, uneven, bias=True, dropout_p=0.2, sinks=True, softcap=1.0),
         Case(keys, uneven, bias=True, padded=True, with_lse=True),
@@ -298,7 +298,7 @@ def test_queries_of_another_layout(ranks: Ranks, world_size: int) -> None:
 def masks_of_dropout(
     group: dist.ProcessGroup, layout: SequenceLayout, rotate: str, seed: int
 ) -> None:
-    """What forward, backward and a recomputed forward pass drop, read off one-hot vectors."""
+    """One-hot values show which weights forward, backward and recomputed passes drop."""
     B, H, S, p, rank = 2, 3, layout.length, 0.4, group.rank()
     rows = positions(layout, rank)
     weights = philox.kept(*map(torch.arange, (B, H, S, S)), p=p, seed=seed).double()  # type: ignore[arg-type]
@@ -342,7 +342,7 @@ def test_the_same_weights_are_dropped_in_every_layout(ranks: Ranks, world_size: 
 
 
 def heads_apart(group: dist.ProcessGroup, seed: int) -> None:
-    """Attention of the last heads of several, and its gradients, is their part of that of all."""
+    """The last heads alone give their part of the attention and gradients of all heads."""
     rank, W, first = group.rank(), group.size(), 1
     generator = torch.Generator().manual_seed(seed)
     q, k, v, grad = torch.randn(
@@ -425,7 +425,7 @@ def differentiates(group: dist.ProcessGroup, seed: int) -> None:
         return OP(q, k, v, name, sinks=sinks, bias=bias, is_causal=True, enable_gqa=True, **options)
 
     assert torch.autograd.gradcheck(attend, inputs)
-    # Some inputs, some outputs.
+    # Gradients of some inputs through some outputs.
     for wanted in (3, 4):
         given = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
         lse = attend(*given)[1]

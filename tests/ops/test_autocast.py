@@ -1,4 +1,4 @@
-"""Under autocast ops give bit for bit what they give for inputs that were cast by hand."""
+"""Under autocast, ops give the same bits as for inputs that were cast by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASTING = (
     "fused_dispatch_grouped_matmul",
     "fused_grouped_matmul_combine",
 )
-#: The last tensors are the weights of sums, which stay as they are.
+#: Ops whose last tensor is the weights of a sum, which autocast does not cast.
 KEEPING = ("fused_grouped_matmul_combine",)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 

@@ -25,7 +25,7 @@ K = 64  # numbers in a row: 2 blocks of MXFP8, 4 of NVFP4
 
 
 class Blocks(NamedTuple):
-    """Rows with a scale for each block, and what they say, in float64."""
+    """Rows with a scale for each block, and their dequantised values in float64."""
 
     rows: torch.Tensor
     scale: torch.Tensor
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
 
 def float4(code: int) -> float:
-    """The number of a sign, two bits of exponent and one of mantissa."""
+    """The value of a sign bit, two exponent bits and one mantissa bit."""
     sign, exponent, mantissa = -1.0 if code & 8 else 1.0, code >> 1 & 3, code & 1
     return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
 
@@ -60,7 +60,7 @@ def products(
     group: dist.ProcessGroup, kind: str, dim: int, uneven: bool, dtype: torch.dtype, seed: int
 ) -> None:
     """All three ops, on the drawn parts of all ranks."""
-    torch.manual_seed(seed)  # all ranks draw what each of them has
+    torch.manual_seed(seed)  # every rank draws the data of all ranks
     rank, W = group.rank(), group.size()
     options: Any = {"group": group, "out_dtype": dtype}
     split = Split(tuple(lengths(group, uneven)), dim)
@@ -138,7 +138,7 @@ def test_modes(ranks: Ranks, world_size: int, kind: str) -> None:
 
 
 def refused(group: dist.ProcessGroup) -> None:
-    """By all ranks and by one, which tells the others; the next call works."""
+    """All ranks refuse a call, or one rank does and tells the others; the next call works."""
     W, rank = group.size(), group.rank()
     x, weight, narrow = drawn("MXFP8", 2 * W), drawn("MXFP8", 8), drawn("NVFP4", 2 * W)
     good: dict[str, Any] = {
@@ -189,7 +189,7 @@ def test_wrong_arguments(ranks: Ranks, world_size: int) -> None:
 
 
 def they_differ(group: dist.ProcessGroup) -> None:
-    """One rank has a scale for each row, the other for each block, of which a row has one."""
+    """One rank has a scale per row, the other a scale per block, with one block in each row."""
     x, weight = float8(4, 32), float8(8, 32)
     of_x, of_weight = torch.ones(4, 1), torch.ones(1, 8)
     if group.rank() == 0:

@@ -24,14 +24,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.compl
 
 
 def numbers(group: dist.ProcessGroup, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What the ranks give; each rank knows all of it, as generators start alike."""
+    """The inputs of all ranks; each rank knows them all, as generators start with the same seed."""
     if dtype.is_floating_point or dtype.is_complex:
         return [torch.randn(length, dtype=dtype) for _ in range(group.size())]
     return [torch.randint(-100, 100, (length,)).to(dtype) for _ in range(group.size())]
 
 
 def reduced(parts: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
-    """The sum in rank order, 16-bit types in float32."""
+    """The sum in rank order, computed in float32 for 16-bit types."""
     dtype = parts[0].dtype
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
     total = parts[0].to(wide)
@@ -43,7 +43,7 @@ def reduced(parts: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
 
 
 def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A copy in symmetric memory, at another place on each rank."""
+    """A copy in symmetric memory, at a different offset on each rank."""
     block = symm_mem.empty(like.numel() + group.size(), dtype=like.dtype, device="cpu")
     symm_mem.rendezvous(block, group)
     return block.narrow(0, group.rank(), like.numel()).view(like.shape).copy_(like)
@@ -93,7 +93,7 @@ def test_all_reduces(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
 
 
 def writes_over_its_input(group: dist.ProcessGroup) -> None:
-    """Results in the memory of inputs, exactly or in part."""
+    """Writes results into the memory of inputs, exactly or in part."""
     name, rank, W = group.group_name, group.rank(), group.size()
     for place in (torch.clone, lambda x: symmetric(x, group)):
         for length in (5_000, 300_000):
@@ -134,7 +134,7 @@ def test_reduce_scatter(ranks: Ranks, world_size: int) -> None:
 
 
 def overwrites(group: dist.ProcessGroup) -> None:
-    """A plain input may be overwritten at once, whatever is under way."""
+    """A plain input may be overwritten at once, even while transfers are in flight."""
     name, rank, W = group.group_name, group.rank(), group.size()
     for length in (10, 60_000, 150_001, *([700_003] if W == 2 else [])):
         given = numbers(group, length * W, torch.float32)
@@ -165,7 +165,7 @@ def test_inputs_of_background_collectives_may_be_overwritten(ranks: Ranks, world
 
 
 def gathers_kv(group: dist.ProcessGroup) -> None:
-    """Rows that pieces cut anywhere."""
+    """Rows are right wherever pieces cut them."""
     W, rank = group.size(), group.rank()
     for length, uneven in ((1000, None), (3, None), (500, [500, *(rank for rank in range(1, W))])):
         sizes = uneven or [length] * W
@@ -210,7 +210,7 @@ def test_gradients(ranks: Ranks, world_size: int) -> None:
 
 
 def refuses(group: dist.ProcessGroup) -> None:
-    """On one rank, whose peers hear of it; then all make a good call."""
+    """One rank refuses a call and its peers are told; then all ranks make a good call."""
     name, ones = group.group_name, torch.ones
     x, out = ones(4), ones(4)
     half, gaps = ones(4).half(), ones(4, 2)[:, 0]

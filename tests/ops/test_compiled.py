@@ -1,4 +1,4 @@
-"""Collectives under `torch.compile` on CPU, those that write to an argument as well."""
+"""Collectives under `torch.compile` on CPU, including those that write to an argument."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def collectives(group: dist.ProcessGroup, backend: str) -> None:
         dist.barrier(group)  # before memory that peers read is freed
 
 
-# Inductor compiles some twenty kernels for them; `test_gradients` has the usual ones each time.
+# Inductor compiles some twenty kernels here; each run has the usual ones in `test_gradients`.
 @pytest.mark.parametrize(
     ("backend", "world_size"), some(("aot_eager", 3), of=[("aot_eager", 3), ("inductor", 2)])
 )
@@ -109,7 +109,7 @@ def test_refuses_another_shape(ranks: Ranks) -> None:
 
 
 def remote(group: dist.ProcessGroup) -> None:
-    """Peers' memory is only read: the compiler takes no tensor of it for results of its own."""
+    """Peers' memory is only read: the compiler never reuses it for its own results."""
     W, rank, name = group.size(), group.rank(), group.group_name
     own = symmetric(torch.full((4, 4), rank + 1.0), group)
     handle = torch_symm_mem.rendezvous(own, name)

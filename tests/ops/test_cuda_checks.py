@@ -1,4 +1,4 @@
-"""What the matmuls refuse on CUDA before they communicate: fake tensors, or CPUs taken for GPUs."""
+"""Arguments that matmuls refuse on CUDA before they communicate, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     for error, match, call in _REFUSED.values():
         with FakeTensorMode(), torch.device("cuda"), pytest.raises(error, match=match):
             call(name)
-    # The kernels in Python make the same checks; here they take their tensors for those of a GPU.
+    # The kernels in Python make the same checks; here they treat their tensors as GPU tensors.
     gpu = torch.device("cuda", 0)
     with (
         tuning.forced("shards"),
@@ -130,7 +130,7 @@ def test_what_gpus_do_not_multiply_is_refused_first(ranks: Ranks) -> None:
 
 
 def scaled_refuses(group: dist.ProcessGroup) -> None:
-    """What `_scaled_mm` takes nowhere."""
+    """Arguments that `_scaled_mm` accepts on no device."""
     name, a, b = group.group_name, float8(4, 16), by_columns(16, 16)
     for error, match, call in (
         (TypeError, "A is torch.bfloat16: must be float8",
@@ -151,7 +151,7 @@ def test_scaled_matmuls_refuse_what_has_no_kernel(ranks: Ranks) -> None:
 
 
 def same_without_sizes(group: dist.ProcessGroup) -> None:
-    """The ops that functions and passes call on CUDA, where torch's run torch's kernels."""
+    """On CUDA, functions and passes call these ops, as torch's ops run torch's kernels there."""
     name, wait = group.group_name, torch.ops._c10d_functional.wait_tensor
     torch.manual_seed(0)
     x, w = torch.randn(4, 8), torch.randn(8, 6)

@@ -1,4 +1,4 @@
-"""Decisions that ranks make alike: correct programs never hear "ranks disagree"."""
+"""Ranks make the same decisions: correct programs never fail with "ranks disagree"."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
 from tests.ops.worlds import Rank, World, check_alike
 
-#: Numbers of queries and keys of each rank; on some ranks only they are equally many.
+#: Numbers of queries and keys of each rank, which are often equal on some ranks only.
 LENGTHS: dict[int, list[tuple[list[int], list[int]]]] = {
     2: [([3, 1], [3, 3]), ([4, 4], [4, 2]), ([0, 5], [5, 5]), ([2, 3], [2, 3])],
     3: [([2, 4, 3], [3, 3, 3]), ([3, 3, 3], [3, 5, 1]), ([1, 0, 2], [4, 0, 2])],
@@ -71,12 +71,12 @@ def attend(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
 def test_queries_of_another_sequence(ranks: Ranks, world_size: int) -> None:
-    """How many each rank holds, the ranks tell each other where nothing else says it."""
+    """Ranks exchange how many queries each holds, unless something else determines it."""
     ranks.run(world_size, attend)
 
 
 def attend_over_mesh(group: dist.ProcessGroup) -> None:
-    """The ranks of a column tell each other how many queries they hold, then those of a row."""
+    """The ranks of a column exchange how many queries they hold, then the ranks of a row do."""
     rank, size = group.rank(), group.size()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "keys"))
     for of_queries, of_keys in (*LENGTHS[size], ([1, 7, 4, 0], [3, 3, 3, 3])):
@@ -137,14 +137,14 @@ Op = Callable[[Rank], object]
 
 
 def sizes_of(rng: random.Random, ranks: int) -> list[int]:
-    """Equal parts, or parts of any lengths, of which some may be empty and some have one row."""
+    """Equal parts, or parts of random lengths, some of which are empty or have one row."""
     if rng.random() < 0.3:
         return [rng.choice([1, 3, 40])] * ranks
     return [rng.choice([0, 1, 1, 2, 5, 40]) for _ in range(ranks)]
 
 
 def placed(rank: Rank, rng: random.Random, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that lies as only this rank knows: strided, cut out, or in symmetric memory."""
+    """A tensor in this rank's own random layout: strided, cut out, or in symmetric memory."""
     own = random.Random(rng.random() + rank.rank)
     kind = own.choice(["plain", "transposed", "gaps", "rows", "channels last"])
     if kind == "transposed" and len(shape) > 1:
@@ -185,7 +185,7 @@ def matmuls(rng: random.Random, ranks: int) -> Op:
         if kind == 1:
             grads = [torch.zeros(*whole[:-1], N, dtype=dtype)]
             return backward._weight_grad_kernel(placed(rank, rng, own, dtype), grads, dim, *last)
-        # K and what is needed differ between ranks.
+        # K and the gradients needed differ between ranks.
         a = placed(rank, rng, [*whole[:-1], N], dtype)
         weight = torch.zeros(N, whole[-1], dtype=dtype)
         if kind == 2:
@@ -287,7 +287,7 @@ def scaled(rng: random.Random, ranks: int) -> Op:
 
 
 def note_plan(rank: Rank, plan: Callable[..., few_tokens.Plan], *given: Any) -> None:
-    """What the native kernel does with a call whose options are no tensors."""
+    """Notes how the native kernel plans a call, unless an option is a tensor."""
     *tensors, options = given
     if not any(isinstance(option, torch.Tensor) for option in options.values()):
         made = plan(*tensors, "world", **options)
@@ -308,7 +308,7 @@ def attentions(rng: random.Random, ranks: int) -> Op:
         options |= {"window_left": 2, "window_right": 0, "dropout_p": 0.5}
         options["dropout_seed"] = torch.tensor([3])
     elif rng.random() < 0.7:
-        # Of another sequence, or of this one as only some ranks can believe.
+        # Queries of another sequence; some ranks may hold as many queries as keys.
         of_queries = [rng.choice([size, size, 2, 0]) for size in sizes]
     if masked == 3:
         options["key_mask"] = torch.arange(sum(sizes))[None] % 7 > 2
@@ -347,8 +347,8 @@ def test_all_ranks_decide_the_same(family: Callable[[random.Random, int], Op]) -
     assert decided > 40  # a halo of no rows needs nobody
 
 
-#: Ops without decisions of their own: plain collectives, whose native exchange depends on what all
-#: ranks compare only; and torch's op that runs `_all_gather_matmul_split`.
+#: Ops without decisions of their own: plain collectives, whose native exchange depends only on
+#: values that all ranks compare; and torch's op that runs `_all_gather_matmul_split`.
 DECIDE_NOTHING = {
     "fused_all_gather_matmul",
     "one_shot_all_reduce", "one_shot_all_reduce_out",
@@ -367,7 +367,7 @@ DECIDE = [op for op in declared() if op.name not in DECIDE_NOTHING]
 @pytest.mark.parametrize("op", DECIDE, ids=lambda op: op.name)
 @pytest.mark.parametrize("sizes", [[3, 1], [2, 2, 2], [1, 0, 3, 2]], ids=str)
 def test_all_ranks_decide_the_same_of_every_op(op: DeclaredOp, sizes: list[int]) -> None:
-    """By the example of its declaration, so that a new op is here at once."""
+    """Each op runs its declared example, so that new ops are covered automatically."""
     seed = torch.initial_seed()
 
     def run(rank: Rank) -> None:
@@ -391,7 +391,7 @@ def test_all_ranks_decide_the_same_of_every_op(op: DeclaredOp, sizes: list[int])
 
 
 class Memory:
-    """Blocks of symmetric memory, of which each rank takes what it likes, or none."""
+    """Blocks of symmetric memory; each rank places tensors in them at random, or not at all."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.blocks = [symm_mem.empty(60_000, dtype=torch.float32, device="cpu") for _ in range(5)]
@@ -400,7 +400,7 @@ class Memory:
         self.turn = 0
 
     def place(self, x: torch.Tensor) -> torch.Tensor:
-        """The same values, lying as this rank's own generator of numbers says."""
+        """The same values in a layout drawn by this rank's own random generator."""
         kind = random.choice(["plain", "transposed", "gaps", "symmetric", "symmetric", "cut"])
         if kind == "transposed" and x.dim() > 1:
             return x.transpose(0, -1).contiguous().transpose(0, -1)
@@ -482,7 +482,7 @@ def step(group: dist.ProcessGroup, memory: Memory, alike: random.Random, seed: i
         close(out, sum(x @ y for x, y in zip(a, b, strict=True)))
     elif kind == 5:
         of_all = [tensor(3, 17) for _ in range(W)]
-        # Of symmetric memory on all ranks or on none: in the background nobody is asked.
+        # Symmetric memory on all ranks or on none: background calls do not ask peers about it.
         out = symm_cp.low_contention_all_gather(of_all[rank].clone(), group=group)
         own = memory.place(tensor(2, 3))
         symm_cp.all_gather_matmul(own, tensor(3, 2), group=group)
@@ -524,12 +524,12 @@ def programs(group: dist.ProcessGroup, seed: int, steps: int) -> None:
 
 @pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
 def test_random_programs(ranks: Ranks, world_size: int) -> None:
-    """Tensors lie on each rank as it likes; parts are uneven, and queries of any sequence."""
+    """Each rank lays out its tensors at random; parts are uneven, and queries of any sequence."""
     ranks.run(world_size, programs, torch.initial_seed() % 100_000, 80)
 
 
 def further_ops(group: dist.ProcessGroup, seed: int, rounds: int) -> None:
-    """Ops of which `step` has none: the same result wherever a rank's own tensors lie."""
+    """Ops that `step` does not cover give the same results in any layout of a rank's tensors."""
     W, memory, alike = group.size(), Memory(group), random.Random(seed)
     random.seed(seed * 10 + group.rank())
     numbers = torch.Generator().manual_seed(seed * 10 + group.rank())
@@ -602,7 +602,7 @@ def test_further_ops_wherever_tensors_lie(ranks: Ranks, world_size: int) -> None
 
 
 def gather_cut_out(group: dist.ProcessGroup) -> None:
-    """Columns of symmetric memory in the background: of one row they are contiguous."""
+    """A background gather of columns of symmetric memory, which are contiguous in a single row."""
     W, rank, columns = group.size(), group.rank(), 20_000
     block = symm_mem.empty(3 * (columns + 5), dtype=torch.float32, device="cpu")
     symm_mem.rendezvous(block, group)

@@ -38,7 +38,7 @@ OPS = [op.name for op in declared()]
 
 
 def lacks(op: Op, table: str = TABLE) -> list[str]:
-    """The parts that a declaration, or what is written of it, lacks."""
+    """The parts that a declaration or its documentation lacks."""
     missing = missing_parts(op)
     if not op.internal and f"`{op.name}`" not in table:
         missing.append("README's table")
@@ -78,7 +78,7 @@ def test_no_op_of_ours_is_undeclared() -> None:
 
 
 def test_every_op_of_the_namespace_runs_on_cpu() -> None:
-    """torch's too. The handle that `nccl_wait_signal` takes says on which device it runs."""
+    """Torch's own ops, too; `nccl_wait_signal` runs on the device of its handle."""
     keys = ("CPU", "CompositeExplicitAutograd", "BackendSelect")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     schemas = torch._C._jit_get_all_schemas()
@@ -100,7 +100,7 @@ def test_what_is_declared_is_registered(name: str) -> None:
     assert (op.functional is None) or has(qualified, "Functionalize")
     if op.schema not in (None, TORCHS):
         assert str(torch._C.parse_schema(qualified + op.schema)) == str(op.overload._schema)
-    # Kernels in Python that C++ calls, where its own or a plan does not serve.
+    # C++ calls kernels in Python where neither its own kernel nor a plan applies.
     planned = not op.cpu_only
     in_python = torch._C._dispatch_get_all_op_names()
     assert (op.native or planned) == (f"symm_cp::{name}" in in_python)
@@ -108,7 +108,7 @@ def test_what_is_declared_is_registered(name: str) -> None:
 
 
 def test_the_lists_of_tests_have_every_op() -> None:
-    """Tests of strange tensors take all ops, those of modes and vmap those with a gradient."""
+    """Tests of strange tensors cover all ops except those in `LEFT_OUT`."""
     assert {*OPS} - {*strange.LEFT_OUT} == set(strange.RAW)
 
 
@@ -176,7 +176,7 @@ def test_examples_run(ranks: Ranks, world_size: int) -> None:
 
 
 def refused_by_one(group: dist.ProcessGroup) -> None:
-    """An argument that one rank refuses: the op is named there, and the peers hear of it."""
+    """One rank refuses an argument; its error, which names an op, reaches its peers, too."""
     for op in declared():
         if op.name == "get_remote_tensors" or op.one_sided:  # no call of peers
             continue
@@ -197,7 +197,7 @@ def refused_by_one(group: dist.ProcessGroup) -> None:
             storage.resize_(nbytes)  # a traceback prints the tensor
         dist.barrier(group)  # peers keep the reasons of a few calls
         text = str(caught.value)
-        # Native kernels of a family call it by one name.
+        # Native kernels of a family share one name in errors.
         assert any(each.name in text for each in declared()), text
         assert "bytes of storage" in text, text
 
@@ -219,7 +219,7 @@ def test_autocast_rules_are_those_of_autocast() -> None:
 
 
 def test_gradients_by_hand_are_of_attention() -> None:
-    """`register_autograd` takes no op with tensors among its keyword arguments."""
+    """Only attention needs them: `register_autograd` rejects ops with tensor keyword arguments."""
     by_hand = {op.name for op in declared() if isinstance(op.gradient, GradientByHand)}
     assert all("attention" in name for name in by_hand)
 
@@ -242,7 +242,7 @@ def with_gaps(x: Any) -> Any:
 def any_strides(group: dist.ProcessGroup) -> None:
     """Results do not depend on how inputs are laid out; sums have at most 24 terms."""
     for op in declared():
-        # Those that write to an argument require a dense one; `symm_buffer` is dense as well.
+        # Ops that write to an argument require it to be dense; `symm_buffer` is dense as well.
         if op.overload._schema.is_mutable or op.one_sided or op.name in DENSE:
             continue
         assert op.example is not None

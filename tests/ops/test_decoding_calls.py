@@ -1,4 +1,4 @@
-"""What decoding calls natively (csrc/ops/decoding_glue.cpp): as in Python, or left to it."""
+"""Native calls of decoding (csrc/ops/decoding_glue.cpp): the same as in Python, or left to it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def agrees(group: dist.ProcessGroup) -> None:
 
 
 def agree_whoever_counts(group: dist.ProcessGroup) -> None:
-    """Where one rank is left to Python, all of them compare all they have."""
+    """If one rank falls back to Python, all ranks compare all their values."""
     odd, ids, name = group.rank() == group.size() - 1, torch.arange(4)[None], group_name(group)
     compared = mock.Mock(wraps=equal_inputs.compare)
     mode: AbstractContextManager[Any] = Mode() if odd else nullcontext()

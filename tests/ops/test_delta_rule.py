@@ -32,9 +32,9 @@ def recurrence(
     beta: torch.Tensor | None = None,
     edges: Sequence[int] = (),
 ) -> tuple[torch.Tensor, Tensors]:
-    """The output, and the states after each position, by one process.
+    """The output and the states after each position, computed in one process.
 
-    Of linear attention without `beta`.
+    Without `beta`, the rule is linear attention.
     """
     repeats = v.shape[2] // k.shape[2]
     q, k = (t.repeat_interleave(repeats, 2) for t in (q, k))
@@ -62,7 +62,7 @@ def inputs(
 ) -> Tensors:
     """The same on all ranks: q, k, v, g, beta of two samples; fast and slow decays.
 
-    Without beta if not `erasing`.
+    There is no beta unless `erasing`.
     """
     q, k = (torch.nn.functional.normalize(torch.randn(2, length, 2, 5), dim=-1) for _ in range(2))
     v = torch.randn(2, length, heads, 3)
@@ -153,7 +153,7 @@ def test_compiled(ranks: Ranks, by_feature: bool, edges: list[int], erasing: boo
 
 
 def other_dtypes(group: dist.ProcessGroup) -> None:
-    """16-bit inputs are computed in float32: only they and the output are rounded."""
+    """16-bit inputs are computed in float32: only inputs and output are rounded."""
     rank = group.rank()
     dtypes = (torch.float32, torch.bfloat16)
     for dtype, by_feature, erasing in itertools.product(dtypes, (False, True), (False, True)):
@@ -208,7 +208,7 @@ def test_refuses_what_it_cannot_do(ranks: Ranks) -> None:
 
 
 def disagree(group: dist.ProcessGroup) -> None:
-    """Parts of 8 and 4 positions; on rank 1 with what a user forgot."""
+    """Parts of 8 and 4 positions; rank 1 passes arguments with a user's mistake."""
     rank = group.rank()
     mine = [t.split([8, 4], 1)[rank] for t in inputs(12, torch.float32)]
     right: dict[str, Any] = {"cu_seqlens": [0, 4, 12], "sizes": [8, 4]}
@@ -228,7 +228,7 @@ def disagree(group: dist.ProcessGroup) -> None:
     assert torch.equal(out, again)
 
 
-@device.devices("cpu")  # on others ranks compare with SYMM_CP_DEBUG=1
+@device.devices("cpu")  # on other devices ranks compare only if SYMM_CP_DEBUG=1
 def test_ranks_that_disagree_on_documents(ranks: Ranks) -> None:
     ranks.run(2, disagree)
 

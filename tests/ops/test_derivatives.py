@@ -1,4 +1,4 @@
-"""Second derivatives against the dense computation; and what is refused rather than lost."""
+"""Second derivatives against the dense computation; derivatives that would be lost are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rand(*shape: int) -> torch.Tensor:
 def twice(outputs: list[Tensors], inputs: list[Tensors]) -> Tensors:
     """The gradient of a function of gradients, by all inputs of `inputs`.
 
-    With cubes, so that the second derivatives depend on everything.
+    The loss has cubes, so that the second derivatives depend on everything.
     """
     flat = [t for ts in inputs for t in ts]
     loss = sum((out + 0.3 * out**3).sum() for outs in outputs for out in outs)
@@ -191,7 +191,7 @@ def refuses_transforms(group: dist.ProcessGroup) -> None:
             dual = [forward_ad.make_dual(t, d) for t, d in zip(call.inputs, tangents, strict=True)]
             with pytest.raises(NotImplementedError, match=f"{name}: forward-mode derivatives"):
                 call.run(*dual)
-            call.run(*call.inputs)  # nothing to lose
+            call.run(*call.inputs)  # no derivative could be lost
         with pytest.raises(NotImplementedError, match=rf"{name}: torch\.func\.grad"):
             torch.func.grad(lambda *t, call=call: call.run(*t)[0].sum())(*call.inputs)
         with pytest.raises(NotImplementedError, match=rf"{name}: torch\.func\.grad"):
@@ -277,7 +277,7 @@ def test_scaled_matmuls_have_no_gradient(ranks: Ranks) -> None:
 
 
 def counts_modifications(group: dist.ProcessGroup) -> None:
-    """Autograd notices that what it saved was overwritten."""
+    """Autograd notices when an op overwrites a saved tensor."""
     W, name = group.size(), group.group_name
     x = torch.randn(2 * W, 3, requires_grad=True)
     writes = (
@@ -312,7 +312,7 @@ def modified(group: dist.ProcessGroup) -> None:
         if not name.startswith(("_low_contention", "flex")):
             for out in outputs:
                 out.mul_(factor)
-        # Their backward passes read the result; what torch's wait_tensor returns is a view.
+        # Their backward passes read the result; torch's wait_tensor returns a view.
         reads = (*ATTENTION, "scan_states", "fused_dispatch_grouped_matmul")
         if name in reads or name.startswith("_low_contention"):
             continue

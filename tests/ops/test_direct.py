@@ -33,7 +33,7 @@ A = torch.ones(2)
 
 
 class Torchs:
-    """Stands for torch's callable, of which calls are counted."""
+    """Stands in for torch's callable and counts its calls."""
 
     def __init__(self, op: Any) -> None:
         self.op, self.calls = op, 0
@@ -86,7 +86,7 @@ USUAL: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "tuples": ((A, (A,), None, 1, 2, (3,)), {}),
     "a size": ((A, [], None, 1, 2, A.shape), {}),
     "keywords": ((A, []), {"text": "b", "b": A, "last": -(2**63), "dtype": torch.int8}),
-    # As dicts have them whose keys were put together: other objects than those of the source.
+    # Keys composed at run time, as in some dicts, are not the objects of literals in the source.
     "composed keywords": ((A, []), {"".join(("te", "xt")): "b", "".join(("la", "st")): 5}),
     "a parameter": ((torch.nn.Parameter(A), []), {}),
     "lists with none": (
@@ -160,7 +160,7 @@ def _attention(**options: Any) -> Op:
 
 
 def slow_calls(group: dist.ProcessGroup) -> dict[str, str]:
-    """What calls of the public functions leave to torch's callable, by function."""
+    """The ops that public functions leave to torch's callable, by function."""
     balancer = symm_cp.HeadTail(4 * group.size(), group.size())
     calls = ENTRY_POINTS | {
         "balanced": _attention(is_causal=True, load_balancer=balancer),
@@ -262,7 +262,7 @@ def test_torch_compiles_the_op_itself() -> None:
 
 
 def test_a_call_never_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The other ranks would wait for that: torch's callables serve, as they do without headers."""
+    """The other ranks would wait for a build, so torch's callables are used, as without headers."""
     monkeypatch.setattr(libraries, "_loaded", [tmp_path / "libsymm_cp.so"])
     monkeypatch.setattr(libraries, "load_glue", building.build_glue)
     monkeypatch.setattr(building, "_build", None)

@@ -1,4 +1,4 @@
-"""What the ops refuse, what they say, and that they work right after; and ranks that fail."""
+"""Arguments that ops refuse, their errors, and good calls right after; and ranks that fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 
 def works(group: dist.ProcessGroup) -> None:
-    """A good call, of a size that other ones did not have."""
+    """Makes a good call, of a size that the other calls do not have."""
     x = torch.randn(7, 5) + group.rank()
     w = torch.randn(5, 3)
     full = [torch.empty_like(x) for _ in range(group.size())]

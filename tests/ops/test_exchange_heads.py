@@ -35,7 +35,7 @@ def balancers(W: int) -> list[symm_cp.LoadBalancer | None]:
 
 
 def heads_of(W: int) -> list[tuple[int, Any, Ranges]]:
-    """How many heads there are, what the caller gives, and what that means."""
+    """The number of heads, the caller's argument, and the heads that each rank gets."""
     uneven = Split.nearly_equal(2 * W - 1, W)
     fewer = Split((1,) + (0,) * (W - 1))
     replicated = [(rank // 2, rank // 2 + 1) for rank in range(W)]
@@ -113,7 +113,7 @@ def several(group: dist.ProcessGroup) -> None:
     assert torch.equal(got[0], q[:, 2 * rank : 2 * rank + 2])
     assert torch.equal(got[1], k)
     assert torch.equal(got[2], v)
-    # The gradient of one of them only.
+    # Only one of them gets a gradient.
     got[1].sum().backward()
     assert torch.equal(local[1].grad, torch.full_like(local[1], W))
     assert torch.equal(local[0].grad, torch.zeros_like(local[0]))
@@ -124,7 +124,7 @@ def test_several_tensors_travel_together(ranks: Ranks) -> None:
 
 
 def long(group: dist.ProcessGroup) -> None:
-    """More than one piece of the slot holds, rows that a piece cannot hold, and tensors of both."""
+    """Tensors that need several pieces of the slot, some with rows larger than a piece."""
     W, rank = group.size(), group.rank()
     for shape in ((1, 2 * W, 700 * W, 64), (3, W, 8 * W, 40000), (70, W, 20 * W, 8)):
         whole = torch.randn(shape)

@@ -55,7 +55,7 @@ def under_load(group: dist.ProcessGroup, load: str, seed: int) -> None:
         (Case(W, [TOKENS] * W, 2 * W, TOP_K, seed=seed), test_experts.agrees),
         (Layer(W, [TOKENS] * W, 2 * W, TOP_K, seed=seed), test_grouped_matmuls.agrees),
     ):
-        # Equal on all ranks: the largest number is that of the last expert.
+        # On all ranks the largest number is the last expert's.
         for chosen in case.experts:
             chosen[0, 0] = 2 * W - 1
         case.experts = [change(chosen).to(chosen) for chosen in case.experts]
@@ -95,7 +95,7 @@ def part_of_layer(
 @everywhere
 @pytest.mark.parametrize("capacity", [None, 3])
 def test_results_do_not_depend_on_the_world_size(ranks: Ranks, capacity: int | None) -> None:
-    """To the bit, but for matmuls, whose last bits may follow from where their operands lie."""
+    """Results are equal to the bit, except matmuls, whose last bits may depend on addresses."""
     seed = drawn()
     parts = [ranks.run(W, part_of_layer, seed, capacity) for W in (1, 2, 3, 4)]
     whole = [

@@ -155,13 +155,13 @@ def test_every_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
 @everywhere
 @pytest.mark.parametrize("world_size", some(of=[2, 3, 4]))
 def test_500_random_routings(ranks: Ranks, world_size: int) -> None:
-    """Of all dtypes, 500 in all."""
+    """Random routings with all dtypes, 500 in total."""
     seed = drawn()
     ranks.run(world_size, many_agree, range(seed, seed + 167), FLOATS)
 
 
 def compiled(group: dist.ProcessGroup) -> None:
-    """In one graph; also with other numbers of rows than when it was compiled."""
+    """Compiles to one graph, which also works for other numbers of rows."""
     W, rank = group.size(), group.rank()
 
     def step(tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_compiled(ranks: Ranks, world_size: int) -> None:
 
 
 def refused(group: dist.ProcessGroup) -> None:
-    """By all ranks, or by one, which tells the others; the next call works."""
+    """All ranks refuse a call, or one rank does and tells the others; the next call works."""
     W, rank = group.size(), group.rank()
     case = Case(W, [4] * W, 2 * W, 2, features=(3,))
     tokens, experts, weights = case.tokens[rank], case.experts[rank], case.weights[rank]

@@ -42,7 +42,7 @@ TOLERANCE = {
 
 @dataclass
 class Case:
-    """A mask as `mask_mod` and written out; a `score_mod` and what it does to all scores."""
+    """A mask as `mask_mod` and written out; a `score_mod` and its effect on all scores."""
 
     visible: torch.Tensor  # (B or 1, H or 1, S_q, S_k)
     mask_mod: Callable[..., torch.Tensor] | None = None
@@ -50,7 +50,7 @@ class Case:
     score_mod: Callable[..., torch.Tensor] | None = None
     written: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda scores: scores)
     learnt: tuple[torch.Tensor, ...] = ()
-    keys: int | None = None  # their number where it is not that of the queries
+    keys: int | None = None  # number of keys, if it differs from the queries'
 
     def block_mask(self) -> BlockMask | None:
         if self.block_size is None or self.mask_mod is None:
@@ -168,7 +168,7 @@ def plain(
     cases: Callable[[], Iterator[tuple[str, Case]]],
     by: Method = ALLGATHER,
 ) -> None:
-    """Each case with two balancers; they and the options take turns."""
+    """Runs each case with two balancers; balancers and options take turns."""
     turn = group.size()
     for name, case in cases():
         mask = case.block_mask()
@@ -336,7 +336,7 @@ def test_dtypes(ranks: Ranks) -> None:
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[int, int, int]]]:
-    """How many queries and keys each evaluation of a mask was for, and its elements."""
+    """Records the numbers of queries, keys and elements of each evaluation of a mask."""
     calls: list[tuple[int, int, int]] = []
     original = flex_mask.evaluate
 
@@ -367,17 +367,17 @@ def evaluations(group: dist.ProcessGroup) -> None:
                 block_mask=mask,
             )  # fmt: skip
             out.sum().backward()
-        assert calls[0][:2] == (1, 1)  # finds out on what the mask depends
+        assert calls[0][:2] == (1, 1)  # finds out what the mask depends on
         assert all(elements <= flex_mask.AREA for _, _, elements in calls)
         return calls[1:]
 
-    # Whole blocks of 128: nothing is left to ask.
+    # Whole blocks of 128: the mask is not evaluated again.
     assert not count(lambda b, h, i, j: i // 2048 == j // 2048, 1, 1, True)
     assert not count(lambda b, h, i, j: (i // 512 + j // 128) % 2 == 0, 1, 1, True)
-    # A causal mask is asked for the diagonal only: eight squares, forward and backward.
+    # A causal mask is evaluated on the diagonal only: eight squares, forward and backward.
     causal = count(lambda b, h, i, j: i >= j, 1, 1, True)
     assert causal == [(256, 256, 256 * 256)] * 16
-    # Without blocks, everything once; then only what is neither empty nor full.
+    # Without blocks, all elements once; then only parts that are neither empty nor full.
     unknown = count(lambda b, h, i, j: i >= j, 1, 1, False)
     assert sum(elements for _, _, elements in unknown) == 2048 * S + 8 * 256 * 256
     assert max(count(lambda b, h, i, j: i + h >= j, 1, 2, False))[2] == flex_mask.AREA
@@ -422,7 +422,7 @@ def test_hand_made_blocks(ranks: Ranks) -> None:
 
 
 def heads_apart(group: dist.ProcessGroup) -> None:
-    """Attention of the last heads of several, and its gradients, is their part of that of all."""
+    """The last heads alone give their part of the attention and gradients of all heads."""
     first, length = 2, 8 * group.size()
     at = torch.tensor(list(HeadTail(length, group.size()).layout.positions(group.rank())))
     generator = torch.Generator().manual_seed(group.size())
@@ -535,12 +535,12 @@ def negated(x: torch.Tensor) -> torch.Tensor:
 
 
 def not_yet_here(x: torch.Tensor) -> torch.Tensor:
-    """The values as the result of a functional collective that nobody has waited for."""
+    """The values as the result of a functional collective that has not been waited for."""
     return AsyncCollectiveTensor(x.clone())
 
 
 def values_elsewhere(group: dist.ProcessGroup) -> None:
-    """Tensors whose values are not in their memory; the dispatcher sees to those of other ops."""
+    """Tensors whose values are not in their memory; other ops leave these to the dispatcher."""
     state, layout = resolve(group), Sequential(8 * group.size(), group.size()).layout
     options: dict[str, Any] = {"group": state, "layout": layout}
     plain = torch.randn(3, 1, 2, 8, 4)

@@ -34,7 +34,7 @@ def layout_of(kind: str, ranks: int) -> SequenceLayout:
         return symm_cp.PerDocumentHeadTail(lengths, ranks).layout
     if kind == "in order":
         return sequential(LENGTH, ranks)
-    # In turns, as blocks of a mask are dealt, and some are empty; rank 0 has two in a row.
+    # Dealt in turns, like blocks of a mask; some are empty, and rank 0 has two in a row.
     order = [c for rank in range(ranks) for c in range(4 * ranks) if (c // 2) % ranks == rank]
     lengths = [3, 0, 1, 2] * ranks
     return SequenceLayout(ranks, tuple(order), (LENGTH - sum(lengths[1:]), *lengths[1:]))
@@ -104,7 +104,7 @@ def test_compiled(ranks: Ranks, edges: str) -> None:
 
 
 def convolves(group: dist.ProcessGroup, kind: str, edges: Sequence[int]) -> None:
-    """With more taps than some fragments have positions; also its second derivative."""
+    """Convolutions with more taps than some fragments have positions; also second derivatives."""
     rank, layout = group.rank(), layout_of(kind, group.size())
     for taps in (1, 4, 9):
         x = torch.randn(2, 3, LENGTH, dtype=torch.float64, requires_grad=True)
@@ -131,7 +131,7 @@ def convolves(group: dist.ProcessGroup, kind: str, edges: Sequence[int]) -> None
         dist.all_reduce(summed, group=group)
         torch.testing.assert_close(summed, of_weight)
         torch.testing.assert_close(got, part(needed, layout, rank, -1))
-        # The gradient is linear in that of the output: its derivative is the convolution.
+        # The gradient is linear in the output's gradient: its derivative is the convolution.
         (again,) = torch.autograd.grad(got, grad_out, mine.detach())
         torch.testing.assert_close(again + bias[:, None], out.detach())
 
@@ -154,7 +154,7 @@ def test_convolutions(ranks: Ranks, world_size: int, kind: str, edges: str) -> N
 
 
 def refuses(group: dist.ProcessGroup) -> None:
-    """On all ranks alike, before anything is sent, or with an error of both."""
+    """All ranks refuse layouts that do not fit, and then make a good call."""
     args, layout = inputs(8, torch.float32), head_tail(16, 2)
 
     def call(**how: Any) -> Any:

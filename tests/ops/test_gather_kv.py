@@ -21,7 +21,7 @@ def gathers(group: dist.ProcessGroup, seed: int) -> None:
         for dim in (2, 0, -1, -3):
             shapes = [[2, 3, 4, 5], [2, 3, 4, 5]]
             if dim % 4 != 3:
-                shapes[1][3] = 7  # other features of values
+                shapes[1][3] = 7  # values have another number of features
             parts = [
                 [torch.randn(shape, generator=generator).to(dtype) for _ in range(W)]
                 for shape in shapes

@@ -1,6 +1,6 @@
-"""torch's ops that torch has on GPUs only, on CPU: against what one process computes of all inputs.
+"""Ops that torch has on GPUs only, on CPU, against one process that has all inputs.
 
-Every rank knows all inputs, as generators start alike.
+Every rank knows all inputs, as generators start with the same seed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
 def symmetric(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """A copy in symmetric memory; at another place on each rank of a group."""
+    """A copy in symmetric memory, at a different offset on each rank of a group."""
     if group is None:
         return symm_mem.empty(*x.shape, dtype=x.dtype, device="cpu").copy_(x)
     block = symm_mem.empty(group.size() + x.numel(), dtype=x.dtype, device="cpu")
@@ -137,7 +137,7 @@ def all_to_all_refusals(group: dist.ProcessGroup) -> None:
     refused("out is torch.float64", rows, symmetric(out.double()), splits, found)
     refused(r"has 3 rows|has \d+ rows", rows[:3], out, splits, found)
     refused("is -1 rows", rows, out, symmetric(splits - 3), found)
-    # What a rank sends is known to the others only when they meet: all of them fail.
+    # Ranks learn what a peer sends only when they meet, so all of them fail.
     too_much = out[: 2 * W - 1] if rank == W - 1 else out
     refused(
         rf"rank {W - 1} gets rows up to row {2 * W}, but its out", rows, too_much, splits, found
@@ -155,7 +155,7 @@ def all_to_all_refusals(group: dist.ProcessGroup) -> None:
     with pytest.raises((ValueError, RuntimeError), match="are of different rendezvous"):
         OPS.all_to_all_vdev(given, out, splits, found, name)
     OPS.all_to_all_vdev(rows, out, splits, found, name)
-    # A rank without rows, whose own part of the others' rendezvous is there, or was freed.
+    # A rank without rows, whose own part of the others' rendezvous still exists, or was freed.
     nothing = symm_mem.empty(0, 3, device="cpu")
     none = symmetric(torch.zeros(W, dtype=torch.int64))
     args = (nothing, out, none) if rank == 0 else (rows, out, splits)
@@ -186,7 +186,7 @@ def numbers(group: dist.ProcessGroup, *shape: int, dtype: torch.dtype) -> list[t
 
 
 def total(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in rank order, 16-bit types in float32."""
+    """The sum in rank order, computed in float32 for 16-bit types."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     found = parts[0].to(wide)
     for part in parts[1:]:

@@ -31,7 +31,7 @@ def total(grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather_gradients(group: dist.ProcessGroup) -> None:
-    """Each rank's loss is its own: a weight's dense gradient is the sum of those of all ranks."""
+    """Each rank has its own loss: a weight's dense gradient is the sum of all ranks' gradients."""
     W, rank = group.size(), group.rank()
     ways = itertools.cycle((*tuning.WAYS, tuning.WAYS[1]))  # of no length that others have
     for shape in SHAPES:
@@ -174,7 +174,7 @@ def test_low_precision(ranks: Ranks, world_size: int, way: str) -> None:
 
 
 def complex_gradients(group: dist.ProcessGroup, way: str) -> None:
-    """Of complex numbers, where a gradient is conjugate."""
+    """Gradients of complex numbers, which are conjugated."""
     W, rank = group.size(), group.rank()
 
     def random(*shape: int) -> torch.Tensor:
@@ -206,7 +206,7 @@ def test_complex(ranks: Ranks, world_size: int, way: str) -> None:
 
 
 def gradients_lie_like_weights(group: dist.ProcessGroup) -> None:
-    """Autograd would copy them into place otherwise; `nn.Linear` gives its weight transposed."""
+    """Gradients have the strides of their weights, so that autograd need not copy them."""
     W = group.size()
     shapes = ((8, 6), (1, 6), (8, 1))  # one row or column is contiguous either way
     for way, linear, shape in itertools.product(tuning.WAYS, (False, True), shapes):
@@ -244,7 +244,7 @@ class Undefined(torch.autograd.Function):
 
 
 def undefined_gradients(group: dist.ProcessGroup) -> None:
-    """Ranks without gradients take part: on the last rank alone there are some."""
+    """Ranks without gradients take part; only the last rank has gradients, or none has."""
     W, rank = group.size(), group.rank()
     for dim, sizes in ((0, None), (1, None), (0, [2 + r for r in range(W)])):
         shape = [3, 4] if sizes is None else [sizes[rank], 4]
@@ -271,7 +271,7 @@ def test_gradients_that_are_undefined(ranks: Ranks, world_size: int) -> None:
 
 
 def losses_of_other_outputs(group: dist.ProcessGroup, seed: int) -> None:
-    """Each rank's loss is of one output: the gathered input, or a product."""
+    """Each rank's loss depends on one output: the gathered input, or a product."""
     W, rank = group.size(), group.rank()
     torch.manual_seed(seed)
     x, weights = rand(4 * W, 6 * W), [rand(6 * W, 5), rand(6 * W, 7)]
@@ -286,7 +286,7 @@ def losses_of_other_outputs(group: dist.ProcessGroup, seed: int) -> None:
             shard, own, dim, group.group_name
         )
         loss = [gathered, *products][(rank + turn) % 3].square().sum()
-        # Whether all is multiplied at once follows from a rank's gradients, and may differ, too.
+        # Whether a rank multiplies all at once depends on its gradients, and may differ, too.
         with tuning.forced(tuning.WAYS[(rank + turn) % 2] if mixed else None):
             grads = torch.autograd.grad(loss, [shard, *own], allow_unused=True)
         full = x.clone().requires_grad_()

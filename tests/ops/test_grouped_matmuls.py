@@ -23,7 +23,7 @@ from tests.ops.test_experts import FLOATS, Case, drawn, routed
 everywhere = device.devices(*device.NAMES)
 HIDDEN, WIDTH = 6, 5
 
-#: Tokens of a rank: their rows take larger slots than the first calls have.
+#: Tokens of a rank: their rows need larger slots than the first calls have.
 MANY = 1300
 
 
@@ -103,7 +103,7 @@ def dense(
 
 
 def close(found: torch.Tensor, want: torch.Tensor, terms: int, what: str) -> None:
-    """Each of the products is rounded to the dtype, and as many terms are added."""
+    """Compares with a tolerance for `terms` roundings to the dtype."""
     eps = torch.finfo(found.dtype).eps
     scale = 1 + float(want.abs().max()) if want.numel() else 1.0
     torch.testing.assert_close(
@@ -167,7 +167,7 @@ def test_every_dtype(ranks: Ranks, dtype: torch.dtype) -> None:
 @everywhere
 @pytest.mark.parametrize("world_size", some(of=[2, 3, 4]))
 def test_many_random_routings(ranks: Ranks, world_size: int) -> None:
-    """Of all dtypes, 300 in all."""
+    """Random routings with all dtypes, 300 in total."""
     seed = drawn()
     ranks.run(world_size, many_agree, range(seed, seed + 100), FLOATS)
 
@@ -183,7 +183,7 @@ def unfused(
     down: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The same by `dispatch`, a matmul for each expert, and `combine`."""
+    """The same layer by `dispatch`, a matmul for each expert, and `combine`."""
     rows, routing = moe.dispatch(tokens, experts, num_experts, group=group, capacity=capacity)
 
     def grouped(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ def unfused(
 
 
 def as_the_unfused_ops(group: dist.ProcessGroup, sizes: list[int], seed: int, dtype: Any) -> None:
-    """Twice, as slots take turns."""
+    """The fused ops run twice, as slots take turns."""
     W, rank = group.size(), group.rank()
     for skew in (0.0, 5.0):
         case = Layer(W, sizes, 2 * W, 2, seed=seed, skew=skew, dtype=dtype)
@@ -229,7 +229,7 @@ def test_many_rows(ranks: Ranks, sizes: list[int], dtype: torch.dtype) -> None:
 
 
 def beyond_the_slots(group: dist.ProcessGroup) -> None:
-    """Rows that no slot takes go through it in pieces."""
+    """Rows that do not fit into a slot go through it in pieces."""
     W, rank = group.size(), group.rank()
     tokens = torch.randn(1100, 1 << 15)  # 256 MiB of rows for the first rank
     experts = torch.zeros(len(tokens), 1, dtype=torch.int64)
@@ -277,7 +277,7 @@ def test_modes(ranks: Ranks, world_size: int) -> None:
 
 
 def compiled(group: dist.ProcessGroup) -> None:
-    """In one graph; also with other numbers of rows than when it was compiled."""
+    """Compiles to one graph, which also works for other numbers of rows."""
     W, rank = group.size(), group.rank()
 
     def step(experts: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -323,7 +323,7 @@ def test_some_gradients(ranks: Ranks, world_size: int) -> None:
 
 
 def refused(group: dist.ProcessGroup) -> None:
-    """By all ranks, or by one, which tells the others; the next call works."""
+    """All ranks refuse a call, or one rank does and tells the others; the next call works."""
     W, rank = group.size(), group.rank()
     case = Layer(W, [4] * W, 2 * W, 2)
     tokens, gate, up, down, weights = (x.detach() for x in case.of_rank(rank, W))
@@ -381,7 +381,7 @@ def test_wrong_arguments(ranks: Ranks, world_size: int) -> None:
 
 
 def differing(group: dist.ProcessGroup) -> None:
-    """Ranks whose weights have different columns hear of it."""
+    """Ranks whose weights have different columns are told that they disagree."""
     W, rank = group.size(), group.rank()
     case = Layer(W, [4] * W, W, 1)
     tokens, _, _, down, _ = (x.detach() for x in case.of_rank(rank, W))

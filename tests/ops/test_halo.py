@@ -20,7 +20,7 @@ OPS = torch.ops.symm_mem
 def padded_parts(
     whole: torch.Tensor, sizes: list[int], left: int, right: int, dim: int
 ) -> list[torch.Tensor]:
-    """What each rank gets, by one process."""
+    """The expected result of each rank, computed in one process."""
     dim %= whole.dim()
     zeros = [
         whole.new_zeros([*whole.shape[:dim], n, *whole.shape[dim + 1 :]]) for n in (left, right)
@@ -49,7 +49,7 @@ def exchanges(group: dist.ProcessGroup, sizes: list[int], dtypes: list[torch.dty
             whole = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
             wanted = padded_parts(whole, sizes, left, right, dim)
             parts = whole.detach().split(sizes, dim)
-            # Strides of another order: what a transposed projection gives.
+            # Strides in another order, as a transposed projection has them.
             mine = parts[rank].transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
             found = symm_cp.exchange_halo(mine, left, right, dim, group=group, sizes=sizes)
             assert found.is_contiguous()
@@ -60,7 +60,7 @@ def exchanges(group: dist.ProcessGroup, sizes: list[int], dtypes: list[torch.dty
             exact.requires_grad_()
             wide = [grad.to(exact.dtype) for grad in grads]
             (want,) = torch.autograd.grad(padded_parts(exact, sizes, left, right, dim), exact, wide)
-            # Sums of at most W terms: rounded once to the dtype, before that in float32.
+            # Sums of at most W terms, computed in float32 and rounded once to the dtype.
             torch.testing.assert_close(
                 grad.to(exact.dtype),
                 want.split(sizes, dim)[rank],

@@ -20,7 +20,7 @@ D, E = 10, 4
 
 
 def heads_of(W: int, uneven: bool) -> tuple[list[int], Any, list[list[tuple[int, int]]]]:
-    """The heads of queries, and of keys and values; what the caller gives, and what it means."""
+    """Numbers of query and key heads, the caller's argument, and the heads that each rank gets."""
     if not uneven:
         each = [(2 * r, 2 * r + 2) for r in range(W)]
         return [2 * W, 2 * W], None, [each, each]

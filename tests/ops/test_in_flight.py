@@ -64,7 +64,7 @@ def test_outputs_that_nobody_waits_for(ranks: Ranks, world_size: int) -> None:
 
 
 def waited_for_at_other_times(group: dist.ProcessGroup) -> None:
-    """Waiting is a rank's own business: the peers may be in another op meanwhile."""
+    """Each rank may wait at its own time, while its peers are in another op."""
     name, W = group.group_name, group.size()
     for elements in (4 * W, 50_000 * W):
         for shard in inputs(group, elements):
@@ -82,7 +82,7 @@ def test_ranks_may_wait_at_different_times(ranks: Ranks, world_size: int) -> Non
 
 
 def mix(group: dist.ProcessGroup, count: int, seed: int) -> list[float]:
-    """Random ops of random sizes, all ranks alike; returns a sum of each result."""
+    """Random ops of random sizes, the same on all ranks; returns the sum of each result."""
     choose = random.Random(seed)
     generator = torch.Generator().manual_seed(seed * 100 + group.rank())
     name, W = group.group_name, group.size()
@@ -134,7 +134,7 @@ def test_mixes_are_deterministic(ranks: Ranks, world_size: int) -> None:
 
 
 def in_two_groups(group: dist.ProcessGroup) -> None:
-    """Ops on overlapping groups in turn, then in two threads that start in another order."""
+    """Ops on overlapping groups in turn, then in two threads started in different orders."""
     ranks = list(range(group.size()))
     groups = [dist.new_group(ranks) for _ in range(2)]
     for seed in range(3):

@@ -1,7 +1,7 @@
 """An example: a block in the style of Mamba 2 over a spread sequence, by two ops.
 
 A causal convolution takes a halo. The recurrence takes the state of the ranks before this one, and
-nothing is computed twice: what a rank begins with only adds to its states, decayed.
+nothing is computed twice: a rank's initial state, decayed, is only added to its states.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def recurrence(
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)[:, :, None]
     pairs = (decay[:, :, :, None] - decay[:, :, None]).masked_fill(above, -torch.inf).exp()
     within = torch.einsum("bcin,bcjn,bcijh,bcjhp->bcihp", queries, keys, pairs, x)
-    # What each chunk adds to the states, and what is left of it at the end of each later one.
+    # The state that each chunk adds, and the part of it left at the end of each later chunk.
     to_end = (decay[:, :, -1:] - decay).exp()
     added = torch.einsum("bcjh,bcjhp,bcjn->bchpn", to_end, x, keys)
     total = F.pad(decay[:, :, -1].cumsum(1), (0, 0, 1, 0))  # (B, chunks + 1, H), from 0 on
@@ -81,7 +81,7 @@ def recurrence(
 
 
 def in_one_process(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-    """Position by position."""
+    """The same block in one process, position by position."""
     inner = HEADS * WIDTH
     gate, mixed, steps = block.inputs(hidden).split([inner, inner + 2 * STATE, HEADS], -1)
     mixed = F.silu(block.convolution(F.pad(mixed.transpose(1, 2), (KERNEL - 1, 0)))).transpose(1, 2)

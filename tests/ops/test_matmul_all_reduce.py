@@ -76,14 +76,14 @@ def test_forward(ranks: Ranks, world_size: int) -> None:
 
 
 def sums(group: dist.ProcessGroup) -> None:
-    """Of products and an addend; and what is there already."""
+    """Sums of products and an addend; and of addends alone."""
     W, rank, name = group.size(), group.rank(), group.group_name
     for way, op, dtype in itertools.product(WAYS, ("sum", "avg"), FLOATING[1:3]):
         As = [[torch.randn(2, 5, k).to(dtype) for k in (3, 4)] for _ in range(W)]
         Bs = [[torch.randn(k, 6).to(dtype) for k in (3, 4)] for _ in range(W)]
         addends = [torch.randn(2, 5, 6).to(dtype) for _ in range(W)]
         bias = torch.randn(6).to(dtype)
-        # One product of what lies side by side; the addend is multiplied with 1.
+        # One product of the concatenated operands; the addend is multiplied by the identity.
         joint_A = [torch.cat([*a, c], -1) for a, c in zip(As, addends, strict=True)]
         joint_B = [torch.cat([*b, torch.eye(6).to(dtype)]) for b in Bs]
         exact = reference.matmul_all_reduce(joint_A, joint_B, op, bias)
@@ -201,7 +201,7 @@ def test_gradients(ranks: Ranks, world_size: int) -> None:
 
 
 def definition(group: dist.ProcessGroup) -> None:
-    """torch's test mode runs the unfused program; its gradient is that of the op."""
+    """torch's test mode runs the unfused program, with the op's results and gradients."""
     name = group.group_name
     A, B, bias = torch.randn(5, 3), torch.randn(3, 4), torch.randn(4)
     dist.broadcast(bias, group_src=0, group=group)
@@ -223,7 +223,7 @@ def test_test_mode(ranks: Ranks, world_size: int) -> None:
 def compiled(group: dist.ProcessGroup, backend: str) -> None:
     """Eager and compiled are equal, also under autocast and with recomputation."""
     name, rank = group.group_name, group.rank()
-    # Two widths, not one for each rank: each takes Inductor kernels of its own.
+    # Two widths, not one for each rank: each width needs Inductor kernels of its own.
     features = 6 + rank % 2
     weights = [torch.randn(8, features), torch.randn(features, 8), torch.randn(8)]
 
@@ -265,7 +265,7 @@ def test_compiled_by_inductor(ranks: Ranks, world_size: int) -> None:
 
 
 def modes(group: dist.ProcessGroup) -> None:
-    """inference_mode, then training with what it made; deterministic mode; vmap."""
+    """inference_mode, then training with the state it left; deterministic mode; vmap."""
     name, rank, W = group.group_name, group.rank(), group.size()
     A, B = torch.randn(4, 3) + rank, torch.randn(3, 4)
     with torch.inference_mode():
@@ -339,7 +339,7 @@ def test_refusals(ranks: Ranks) -> None:
 
 
 def one_refuses(group: dist.ProcessGroup) -> None:
-    """What one rank alone gets wrong, its peers hear of."""
+    """A mistake of one rank is reported to its peers."""
     name, rank = group.group_name, group.rank()
     A, B = torch.randn(4, 3), torch.randn(3 + (rank == 1), 5)
     with pytest.raises((ValueError, RuntimeError), match=r"needs 3 rows to follow A"):

@@ -142,7 +142,7 @@ def test_checkpoint(ranks: Ranks) -> None:
 
 
 def in_thread(group: dist.ProcessGroup) -> None:
-    """Forward in a thread, in inference mode there or not, backward here."""
+    """Forward passes in a thread, first in inference mode; backward passes in this thread."""
     for name, call in calls(group).items():
         expected = trained(call)
         given, outputs = leaves(call.inputs), []
@@ -165,7 +165,7 @@ def test_other_thread(ranks: Ranks) -> None:
 
 
 def like_real(group: dist.ProcessGroup) -> None:
-    """Shapes, strides and dtypes of fake results, forward and backward."""
+    """Fake results have the shapes, strides and dtypes of real ones, forward and backward."""
     for dtype in (torch.float32, torch.bfloat16):
         for name, call in calls(group, dtype).items():
             outputs, grads = trained(call)

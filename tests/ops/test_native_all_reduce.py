@@ -1,6 +1,6 @@
-"""Matmul-all-reduce, natively: right, the same on all ranks, and left by all together.
+"""Native matmul-all-reduce: right, the same on all ranks, and left by all ranks together.
 
-What it has in common with the kernel in Python is in test_matmul_all_reduce.py.
+Tests that it shares with the kernel in Python are in test_matmul_all_reduce.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @contextmanager
 def natively() -> Iterator[None]:
-    """Fails where a call is served by the kernel in Python."""
+    """Fails if a call runs the kernel in Python."""
     calls: list[str] = []
     check = all_reduce._check
 
@@ -54,7 +54,7 @@ def strided(matrix: torch.Tensor) -> torch.Tensor:
 def results(
     group: dist.ProcessGroup, lead: tuple[int, ...], columns: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """All that a rank gets; compares it with the products of all ranks, which each rank knows."""
+    """All results of a rank, compared with the products of all ranks, which each rank knows."""
     name, rank, W = group.group_name, group.rank(), group.size()
     inner = [5 * r for r in range(W)] if columns == 33 else [64] * W
     lefts = [torch.randn(*lead, k).to(dtype) for k in inner]
@@ -81,7 +81,7 @@ def expected(
     bias: torch.Tensor | None,
     reduce_op: str,
 ) -> reference.Expected:
-    """Partial sums are rounded, one of them with the bias; an average before it is added."""
+    """Partial sums are rounded, one of them with the bias; an average before the bias is added."""
     parts = [reference.matmul(a, b) for a, b in zip(lefts, rights, strict=True)]
     share = len(parts) if reduce_op == "avg" else 1
     value = sum(part.value for part in parts) / share
@@ -116,12 +116,12 @@ def who_serves(group: dist.ProcessGroup) -> None:
         a, w = torch.ones(rows, 2), torch.ones(2, 200)
         with natively():
             found = OP(a, w, None, "sum", name)
-        for way in ("shards", "whole"):  # what is forced is asked of Python
+        for way in ("shards", "whole"):  # forced ways run in Python
             with tuning.forced(way), pytest.raises(AssertionError), natively():
                 OP(a, w, None, "sum", name)
             with tuning.forced(way):
                 assert torch.equal(OP(a, w, None, "sum", name), found)
-    with natively(), tuning.forced("pipeline"):  # of attention
+    with natively(), tuning.forced("pipeline"):  # a way of attention
         OP(torch.ones(1, 1), torch.ones(1, 1), None, "sum", name)
 
 
@@ -137,7 +137,7 @@ def works(group: dist.ProcessGroup) -> None:
 def fails_on_one_rank(group: dist.ProcessGroup, failing: int) -> None:
     name, fails = group.group_name, group.rank() == failing
     works(group)
-    # More memory than there are addresses, which MKL would need a copy of.
+    # MKL would copy this matrix, which is larger than the address space.
     inner = 1 << 46 if fails else 4
     a, w = torch.ones(1).expand(2, inner), torch.ones(1).expand(inner, 3)
     for _ in range(3):
@@ -197,7 +197,7 @@ def test_ranks_that_disagree_hear_of_it(ranks: Ranks) -> None:
 
 
 def modes(group: dist.ProcessGroup) -> None:
-    """Inference first: what it keeps must not reach calls with gradients."""
+    """Inference runs first: tensors that it keeps must not reach calls with gradients."""
     name, W = group.group_name, group.size()
     a, w, b = torch.randn(2, 3, 4), torch.randn(4, 5), torch.randn(5)
     with torch.inference_mode():

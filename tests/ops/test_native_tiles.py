@@ -53,7 +53,7 @@ def _is_kept(sample: int, head: int, q: int, k: int, scoring: Scoring) -> bool:
 
 @dataclass
 class Tile:
-    """One problem: what kernels take, and what flows back."""
+    """One problem: the inputs of kernels, and the gradients that flow back."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -126,7 +126,7 @@ class Tile:
         return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=False))
 
     def run(self, kernel: Any) -> dict[str, torch.Tensor]:
-        """The same by a kernel."""
+        """Results and gradients by a kernel."""
         out, lse = forward(kernel, self.q, self.k, self.v, self.scoring, self.tile_mask)
         grads = _backward(kernel, self, out, lse)
         names = ("out", "lse", "query", "key", "value", "bias")
@@ -159,7 +159,7 @@ def _random_tile(
     features: str = "",
     heads: tuple[int, int, int] | None = None,
 ) -> Tile:
-    """With some of softcap, bias, mask, band, positions and dropout: those named.
+    """A random tile with the named ones of softcap, bias, mask, band, positions and dropout.
 
     `heads` are B, G and H / G.
     """
@@ -214,7 +214,7 @@ def _spans(length: int, most: int) -> torch.Tensor:
 
 
 def _mask(B: int, H: int, rows: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive, of any shape that broadcasts; expanded dimensions have stride 0."""
+    """A random additive mask of a shape that broadcasts; expanded dimensions have stride 0."""
     sizes = [random.choice([1, size]) for size in (B, H, rows)]
     mask = torch.randn(*sizes, keys, dtype=dtype)
     mask = mask.masked_fill(torch.rand(mask.shape) < 0.3, -torch.inf)
@@ -231,7 +231,7 @@ def _check(
         scale = max(1.0, float(expected.nan_to_num(neginf=0.0).abs().max()))
         if name in ("key", "value"):  # sums over rows, which may cancel
             scale = max(scale, float(found["out"].shape[2]) ** 0.5)
-        # lse comes of scores, of which none is rounded to the dtype.
+        # lse is computed from scores, which are not rounded to the dtype.
         tolerance = TOLERANCE[wide if name == "lse" else dtype] * scale
         actual = found[name].double()
         torch.testing.assert_close(
@@ -308,7 +308,7 @@ def test_window_moves_on(width: int, features: str, dtype: torch.dtype, shape: A
 
 @pytest.mark.parametrize("dtype", some(torch.float32, of=TOLERANCE), ids=str)
 def test_corner_of_a_window(dtype: torch.dtype) -> None:
-    # Behind or before the window: what is left of it in a peer's keys, or a short causal tile.
+    # One-sided limits: the rest of a window in a peer's keys, or a short causal tile.
     for side in ("low", "high"):
         tile = _random_tile(dtype, random.randint(130, 600), random.randint(130, 600))
         tile_mask = TileMask(**{side: random.randint(-100, 100)})
@@ -436,7 +436,7 @@ def test_bits_do_not_depend_on_threads(dtype: torch.dtype) -> None:
 def _kept_by(
     kernel: Any, scoring: Scoring, queries: range, keys: range, heads: int
 ) -> torch.Tensor:
-    """What a kernel keeps, (heads, S, K): equal weights of values that are one each."""
+    """The weights that a kernel keeps, (heads, S, K), from equal weights and one-hot values."""
     K = len(keys)
     q = torch.zeros(1, heads, len(queries), 8)
     k, v = torch.zeros(1, heads, K, 8), torch.eye(K).expand(1, heads, K, K)

@@ -36,7 +36,7 @@ def test_native_masks_are_those_of_the_definition(features: int) -> None:
 
 @pytest.mark.parametrize("halves", [16384.5, 16385.5])
 def test_halves_are_rounded_to_even(halves: float) -> None:
-    """Otherwise a few of a million numbers are dropped by one kernel and kept by another."""
+    """Otherwise one kernel drops a few of a million numbers that another one keeps."""
     seed, p, rows = int(torch.randint(2**62, ())), halves / 65536, torch.arange(1024)[None]
     place = Place(1, 1024, rows, whole=1024)
     mask = position_noise.dropout_mask((1, 1024, 1024), CPU, p, seed, place)

@@ -34,7 +34,7 @@ def laid_out(x: torch.Tensor, group: dist.ProcessGroup, kind: int) -> torch.Tens
         gaps[..., ::2] = x
         return gaps[..., ::2]
     if kind == 3 and x.numel() > 0:
-        # At another place in the block on each rank.
+        # At a different offset in the block on each rank.
         block = symm_mem.empty(x.numel() + group.size(), dtype=x.dtype, device=device.name())
         part = block.narrow(0, group.rank(), x.numel()).view(x.shape).copy_(x)
         state = memory.resolve(group)
@@ -100,7 +100,7 @@ def scatters(group: dist.ProcessGroup, index: int) -> None:
 
 
 def all_reduces(group: dist.ProcessGroup, index: int) -> None:
-    """Every rank has another inner dimension, perhaps none."""
+    """Every rank has its own inner dimension, which may be 0."""
     W, rank, name = group.size(), group.rank(), group.group_name
     dtype, columns = random.choice(FLOATING), random.choice([1, 3, 8, 17])
     lead = random_shape(random.choice([1, 2, 3]), [1, 2, 3, 5], [1, 4, 7, 33])
@@ -111,7 +111,7 @@ def all_reduces(group: dist.ProcessGroup, index: int) -> None:
     reduce_op = random.choice(["sum", "avg"])
     given = laid_out(a[rank], group, random.randrange(3))
     with tuning.forced(random.choice(tuning.WAYS)):
-        # The second goes the way that is forced, however few rows there are.
+        # The second op takes the forced way, however few rows there are.
         outputs = [
             OPS.fused_matmul_all_reduce(given, b[rank], bias, reduce_op, name),
             OPS._fused_matmuls_all_reduce([given], [b[rank]], None, bias, reduce_op, name),
@@ -122,7 +122,7 @@ def all_reduces(group: dist.ProcessGroup, index: int) -> None:
 
 
 def scaled_dtype() -> torch.dtype:
-    """What products of float8 are rounded to: cuBLAS knows only one type for rows with scales."""
+    """The dtype of float8 products: cuBLAS supports only one for rows with scales."""
     on_cpu = device.name() == "cpu"
     return random.choice([torch.bfloat16, torch.float32]) if on_cpu else torch.bfloat16
 
@@ -191,7 +191,7 @@ def scaled_scatters(group: dist.ProcessGroup, index: int) -> None:
 
 
 def check_sum(actual: torch.Tensor, exact: reference.Expected) -> None:
-    """Integers wrap, as they do in torch."""
+    """Compares a sum; integers wrap, as they do in torch."""
     if actual.dtype.is_floating_point:
         exact.check(actual)
     else:

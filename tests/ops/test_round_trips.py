@@ -47,7 +47,7 @@ def pipelines(group: dist.ProcessGroup, groups: int, dtype: torch.dtype) -> None
         back = head_exchange(rank, False, parts[1:])
 
         def work(arrived: Tensors) -> Tensors:
-            # Every position with all others: wrong unless all of them are there, in order.
+            # Mixes all positions: wrong unless all of them have arrived, in order.
             worked.append(index)
             return [arrived[0].cumsum(2)[..., :3].flip(2) * arrived[1]]
 

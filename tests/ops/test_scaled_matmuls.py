@@ -44,7 +44,7 @@ def scales(*shape: int) -> torch.Tensor:
 
 
 def native_for(*scales: torch.Tensor) -> bool:
-    """Whether a native kernel serves such scales: with torch 2.11, only of whole matrices."""
+    """Whether a native kernel supports these scales: with torch 2.11, only one per matrix."""
     return torch_scales_rows_on_cpu() or all(scale.numel() == 1 for scale in scales)
 
 
@@ -55,7 +55,7 @@ def part_of(split: Split, rank: int, whole: reference.Expected) -> reference.Exp
 
 
 def check_result(actual: torch.Tensor, exact: reference.Expected, divisor: float) -> None:
-    """Results in float8 are divided, clamped to what it holds, and rounded once."""
+    """Results in float8 are divided, clamped to the range of float8, and rounded once."""
     if actual.dtype != E4:
         exact.check(actual)
         return
@@ -68,7 +68,7 @@ def check_result(actual: torch.Tensor, exact: reference.Expected, divisor: float
 def gathers(
     group: dist.ProcessGroup, dtype: torch.dtype, dim: int, uneven: bool, kind: str, seed: int
 ) -> None:
-    torch.manual_seed(seed)  # all ranks draw what each of them has
+    torch.manual_seed(seed)  # every rank draws the data of all ranks
     rank, last = group.rank(), dim == 2
     split = Split(tuple(lengths(group, uneven)), dim)
     shards = [float8(*split.shape_of(r, [2, 3, 16])) for r in range(group.size())]
@@ -234,7 +234,7 @@ def test_large_matrices(ranks: Ranks, world_size: int) -> None:
 
 
 def biases(group: dist.ProcessGroup) -> None:
-    """Of any shape and dtype that torch adds; also where only one rank has such a bias."""
+    """Biases of any shape and dtype that torch can add; also if only one rank has such a bias."""
     size, rank = group.size(), group.rank()
     x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
     a, row, f32 = float8(4 * size, 16), torch.arange(8.0), torch.float32
@@ -270,7 +270,7 @@ def test_biases(ranks: Ranks) -> None:
 
 
 def left_to_python(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    """What the native kernels leave to those in Python, and the results' shapes."""
+    """Calls that native kernels leave to kernels in Python, and the shapes of their results."""
     size = group.size()
     x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
     a, f32 = float8(4 * size, 16), torch.float32
@@ -303,7 +303,7 @@ def python_serves(group: dist.ProcessGroup) -> None:
 
 
 def test_what_python_serves(ranks: Ranks) -> None:
-    """Groups that span hosts, too: tests/hosts."""
+    """Python also serves groups that span hosts: see tests/hosts."""
     ranks.run(2, python_serves)
 
 
@@ -329,7 +329,7 @@ def test_a_rank_that_refuses(ranks: Ranks, world_size: int) -> None:
 
 
 def they_differ(group: dist.ProcessGroup) -> None:
-    """Ranks whose scales are of another kind, or whose results are of another dtype, hear of it."""
+    """Ranks are told if their scales differ in kind, or their results in dtype."""
     size, rank = group.size(), group.rank()
     x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
     a = float8(4 * size, 16)
@@ -350,7 +350,7 @@ def test_ranks_that_differ(ranks: Ranks) -> None:
 
 
 def elsewhere(group: dist.ProcessGroup, x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The same numbers at other places, and with other strides."""
+    """The same values at other addresses, and with other strides."""
     yield x.t().contiguous().t()
     yield torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     yield torch.empty(x.shape[0], x.shape[1] + 3, dtype=x.dtype)[:, :-3].copy_(x)
@@ -360,7 +360,7 @@ def elsewhere(group: dist.ProcessGroup, x: torch.Tensor) -> Iterator[torch.Tenso
 
 
 def views(group: dist.ProcessGroup) -> None:
-    """Results depend on no place and no strides of what travels, and may be modified."""
+    """Results do not depend on addresses or strides of the operands, and may be modified."""
     size = group.size()
     x, a, w = float8(4, 16), float8(4 * size, 16), float8(8, 16).t()
     rows, all_rows, columns = scales(4, 1), scales(4 * size, 1), scales(1, 8)

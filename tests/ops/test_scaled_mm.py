@@ -48,7 +48,7 @@ def test_rows_have_scales(
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Torch's kernel, with what cuBLAS demands of its operands."""
+    """Makes torch's kernel check cuBLAS's requirements for its operands."""
     own = torch.ops.aten._scaled_mm.out
 
     def strict(a: Any, b: Any, scale_a: Any, scale_b: Any, *options: Any, out: Any) -> Any:
@@ -77,7 +77,7 @@ def test_operands_may_begin_anywhere() -> None:
 
 
 def slices_of_scales(group: dist.ProcessGroup) -> None:
-    """Of 6 rows a rank: the scales of the second rank's rows begin 24 bytes behind the first's."""
+    """With 6 rows per rank, the second rank's scales begin 24 bytes after the first rank's."""
     W, rank = group.size(), group.rank()
     torch.manual_seed(0)
     whole, weight = torch.randn(6 * W, 32).to(FLOAT8), torch.randn(16 * W, 32).to(FLOAT8).t()

@@ -21,7 +21,7 @@ Tensors = list[torch.Tensor]
 
 
 def scanned(states: Tensors, factors: Tensors, *, matrices: bool, reverse: bool) -> Tensors:
-    """What each rank begins with, by one process."""
+    """The state that each rank begins with, computed in one process."""
     order = list(range(len(states)))
     begins: dict[int, torch.Tensor] = {}
     begin = states[0] * 0
@@ -35,7 +35,7 @@ def scanned(states: Tensors, factors: Tensors, *, matrices: bool, reverse: bool)
 def given(
     W: int, shape: list[int], factor: list[int], dtype: torch.dtype
 ) -> tuple[Tensors, Tensors]:
-    """The same on all ranks: states, and factors that do not grow."""
+    """States, and factors that do not make them grow; the same on all ranks."""
     generator = torch.Generator(device.name()).manual_seed(sum(shape) * W)
     wide = torch.complex128 if dtype.is_complex else torch.float64
 
@@ -189,7 +189,7 @@ def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
 
 
 def fails_in_the_middle(group: dist.ProcessGroup) -> None:
-    """A rank that fails, and the ranks of a chain that do not hear from it directly."""
+    """A rank of a chain fails; later ranks that do not hear from it directly are told, too."""
     from symm_cp import runtime
     from symm_cp.group.memory import resolve
 
@@ -200,7 +200,7 @@ def fails_in_the_middle(group: dist.ProcessGroup) -> None:
             if group.rank() == failing and piece == 1:
                 raise ValueError("for a test")
 
-        # Those before it in the chain may have done their part already.
+        # Ranks before it in the chain may have finished already.
         needs_it = group.rank() >= failing
         raises = pytest.raises((ValueError, RuntimeError), match="for a test")
         with raises if needs_it else contextlib.suppress(RuntimeError):

@@ -23,7 +23,7 @@ NEAR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.f
 
 
 def gathered(group: dist.ProcessGroup, shard: torch.Tensor, dim: int) -> torch.Tensor:
-    """The tensors of all ranks, which are equal but for their lengths along `dim`."""
+    """The concatenated tensors of all ranks, whose shapes differ along `dim` only."""
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, shard, group=group)
     return torch.cat(parts, dim)
@@ -186,7 +186,7 @@ def test_nothing_of_python_runs_between_call_and_result(ranks: Ranks) -> None:
 
 
 def other_columns(group: dist.ProcessGroup) -> None:
-    """Columns of the weight and inner dimensions that differ by rank decide nothing."""
+    """Weight columns and inner dimensions that differ between ranks do not affect decisions."""
     rank, size = group.rank(), group.size()
     x = torch.ones(2, 8)
     large = 4096 if rank == 0 else 1  # by itself this product would be worth a pipeline

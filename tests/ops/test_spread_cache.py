@@ -166,7 +166,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
             symm_cp.spread_cache_attention(**given)
         errors.append(str(error.value))
     symm_cp.spread_cache_attention(q, k, k, group=group)  # the group can still be used
-    if device.chosen() == "cpu":  # ranks compare calls on streams only where they are asked to
+    if device.chosen() == "cpu":  # on streams, ranks compare calls only if asked to
         with pytest.raises(RuntimeError, match="first_query"):
             symm_cp.spread_cache_attention(
                 q, k, k, group=group, key_positions=at, first_query=6 + group.rank()

@@ -35,7 +35,7 @@ def transfers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     for length in LENGTHS:
         for of in (None, group):
             given = torch.randint(-5, 5, (W, length)).to(dtype)
-            # The shard somewhere else, and at its place.
+            # The shard outside the output, then at its place in the output.
             shard, out = place(length, dtype, of), place(length * W, dtype, of)
             found = GATHER(shard.copy_(given[rank]), name, out)
             assert found is out
@@ -89,7 +89,7 @@ def test_compiled(ranks: Ranks, backend: str) -> None:
 
 
 def refuses(group: dist.ProcessGroup) -> None:
-    """On one rank, whose peers hear of it; then all make a good call."""
+    """One rank refuses a call and its peers are told; then all ranks make a good call."""
     W, rank, name = group.size(), group.rank(), group.group_name
     x, out, leaf = torch.ones(4), torch.ones(4 * W), torch.ones(4, requires_grad=True)
     spaced = torch.ones(4 * W, 2)[:, 0]

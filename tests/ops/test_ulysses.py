@@ -110,7 +110,7 @@ def test_combinations(ranks: Ranks, world_size: int) -> None:
 @exhaustive
 @pytest.mark.parametrize("world_size", [3])
 def test_many_rows(ranks: Ranks, world_size: int) -> None:
-    """Rows and keys enough for several blocks of the kernels, and tiles with bands."""
+    """Enough rows and keys for several blocks of the kernels, and tiles with bands."""
     layout = head_tail(600, world_size)
     options = {"softcap": 2.0, "sinks": True, "bias": True, "dropout_p": 0.2, "with_lse": True}
     cases = [
@@ -129,7 +129,7 @@ def test_many_rows(ranks: Ranks, world_size: int) -> None:
 def test_queries_of_another_layout(ranks: Ranks, world_size: int) -> None:
     W = world_size
     keys, uneven = head_tail(11 * W + 2, W), sequential(7 * W + 1, W)
-    same = sequential(11 * W + 2, W)  # the sequence of the keys, otherwise spread
+    same = sequential(11 * W + 2, W)  # the keys' sequence, spread differently
     heads = {"heads": 4, "kv_heads": 2}
     cases = [
         Case(keys, uneven, bias=True, dropout_p=0.2, sinks=True, softcap=1.0, **heads),
@@ -250,7 +250,7 @@ def test_one_group_of_heads_after_the_other(ranks: Ranks, world_size: int) -> No
 
 
 def dropped(group: dist.ProcessGroup, layout: SequenceLayout, heads: tuple[int, int]) -> None:
-    """What both methods drop in forward and backward passes, read off one-hot vectors."""
+    """One-hot values show which weights both methods drop in forward and backward passes."""
     (H, G), S, at = heads, layout.length, positions(layout, group.rank())
     q, k = torch.zeros(2, H, len(at), 4), torch.zeros(2, G, len(at), 4)
     v = torch.eye(S)[at].expand(2, G, -1, -1).clone().requires_grad_()
@@ -332,7 +332,7 @@ def test_bad_calls_are_refused_on_all_ranks(ranks: Ranks) -> None:
 
 
 def refused_in_a_mesh(group: dist.ProcessGroup) -> None:
-    """A rank that fails tells those that exchange heads with it, and those that gather keys."""
+    """A rank that fails tells the ranks that exchange heads with it and those that gather keys."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     name, method = split_by("op", mesh, ("ulysses", "allgather"))
     q = torch.randn(1, 2, 4, 8)

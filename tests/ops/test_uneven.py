@@ -213,7 +213,7 @@ def twice(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch
 
 
 def second_derivatives(group: dist.ProcessGroup) -> None:
-    """Every rank computes what all compute, so that its dense reference is its own."""
+    """Every rank computes the dense reference of all ranks by itself."""
     W, rank = group.size(), group.rank()
     for dim in (0, 1):
         split = Split(tuple(1 + 2 * (r % 2) for r in range(W)), dim)
@@ -403,7 +403,7 @@ def test_gradients_of_collectives(ranks: Ranks, world_size: int) -> None:
 
 
 def in_test_mode(group: dist.ProcessGroup) -> None:
-    """torch's `_test_mode()` asks for the unfused definitions."""
+    """torch's `_test_mode()` selects the unfused definitions."""
     W, rank = group.size(), group.rank()
     for dim, split in itertools.product((0, 1), splits(W)[:2]):
         split = split.along(dim)
@@ -585,7 +585,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match=message):
             call()
         torch.testing.assert_close(gather([2, 1]).shape, torch.Size([3, 4]))
-    # One rank's mistake, of which the others hear at once.
+    # A mistake of one rank is reported to the others at once.
     with pytest.raises((ValueError, RuntimeError), match="must not be negative"):
         gather([2, 1] if rank else [2, -1])
     with pytest.raises(RuntimeError, match="ranks disagree"):
@@ -598,7 +598,7 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 
 def scaled_errors(group: dist.ProcessGroup, shard: torch.Tensor, weight: torch.Tensor) -> None:
-    """A scale of shape (1, 1) is that of a row for the rank that has one, of all for the other."""
+    """A scale of shape (1, 1) is per row on a rank with one row, and per tensor on the other."""
     scale = torch.ones(1, 1)
     with pytest.raises((ValueError, RuntimeError), match="needs one number of no dimensions"):
         symm_cp.scaled_all_gather_matmul(

@@ -17,7 +17,7 @@ from tests.ops.test_scaled_matmuls import KERNELS
 
 
 def counted(frame: FrameType) -> bool:
-    """Not torch's functions, generated ones, and comprehensions, which Python 3.12 inlines."""
+    """Excludes torch's functions, generated ones, and comprehensions, which Python 3.12 inlines."""
     code = frame.f_code
     return not code.co_name.startswith("<") and not any(
         part in code.co_filename for part in ("/torch/", "<string>", "tests/")
@@ -55,7 +55,7 @@ def walk(group: dist.ProcessGroup, rows: int, inner: int) -> list[str]:
 def walk_scaled(group: dist.ProcessGroup, rows: int, inner: int, scatters: bool) -> list[str]:
     size = group.size() if scatters else 1
     x, weight = (torch.randn(n, inner).to(torch.float8_e4m3fn) for n in (rows * size, 64))
-    by_rows = torch_scales_rows_on_cpu()  # else the native kernels serve one scale for a matrix
+    by_rows = torch_scales_rows_on_cpu()  # otherwise native kernels take one scale per matrix
     scales = (torch.ones(rows * size, 1), torch.ones(1, 64)) if by_rows else (torch.ones(()),) * 2
     options = {"out_dtype": torch.bfloat16}
     op = symm_cp.scaled_matmul_reduce_scatter if scatters else symm_cp.scaled_all_gather_matmul
@@ -86,7 +86,7 @@ def walk_attention(group: dist.ProcessGroup, tokens: int) -> list[str]:
     [(16, 12, True), (512, 215, False)],  # few tokens: csrc/ops/attention.cpp
 )
 def test_all_gather_attention(ranks: Ranks, tokens: int, most: int, native: bool) -> None:
-    """Forward, at 2 ranks."""
+    """Limits the Python functions called by a forward pass on 2 ranks."""
     for calls in ranks.run(2, walk_attention, tokens):
         assert len(calls) <= most, "\n".join(calls)
         in_python = any("_attention_kernel" in call for call in calls)
@@ -98,7 +98,7 @@ def test_all_gather_attention(ranks: Ranks, tokens: int, most: int, native: bool
     [(128, 256, 6, True), (8320, 1024, 45, False)],  # up to 64 MiB: csrc/ops/fused_matmuls.cpp
 )
 def test_all_gather_matmul(ranks: Ranks, rows: int, inner: int, most: int, native: bool) -> None:
-    """Forward, at 2 ranks."""
+    """Limits the Python functions called by a forward pass on 2 ranks."""
     for calls in ranks.run(2, walk, rows, inner):
         assert len(calls) <= most, "\n".join(calls)
         in_python = any("all_gather_matmul_kernel" in call for call in calls)
@@ -108,7 +108,7 @@ def test_all_gather_matmul(ranks: Ranks, rows: int, inner: int, most: int, nativ
 @pytest.mark.parametrize(("rows", "inner"), [(128, 256), (1024, 1024)])
 @pytest.mark.parametrize("scatters", [False, True])
 def test_scaled_matmuls(ranks: Ranks, rows: int, inner: int, scatters: bool) -> None:
-    """Of any size: csrc/ops/scaled_matmuls.cpp."""
+    """Native kernels serve any size: csrc/ops/scaled_matmuls.cpp."""
     for calls in ranks.run(2, walk_scaled, rows, inner, scatters):
         assert len(calls) <= 7, "\n".join(calls)
         assert not any(name in call for call in calls for name in KERNELS)

@@ -1,8 +1,8 @@
 """All ranks of a world as threads of one process: what each op decides there, without memory.
 
-Every rank runs an op's kernel with its own arguments, on a runtime that carries nothing out: it
-notes the bytes of the slot, the name of the call and the signals and waits of each program. What
-ranks tell each other (`numbers_of_all`) they really do.
+Every rank runs an op's kernel with its own arguments, on a runtime that executes nothing: it
+notes the bytes of the slot, the name of the call and the signals and waits of each program. Ranks
+really exchange the numbers that they tell each other (`numbers_of_all`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from symm_cp.native import wire
 from symm_cp.ops import common
 from symm_cp.runtime import cpu, program
 
-#: What a rank decided: what kind, and what all ranks must share of it.
+#: A decision of a rank: its kind, and the values on which all ranks must agree.
 Note = tuple[Any, ...]
 
 
 class Rank:
-    """Stands for the `Group` of a rank."""
+    """Stands in for the `Group` of a rank."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.name, self.rank, self.world_size, self.world = "world", rank, world.size, world
@@ -165,7 +165,7 @@ class _Runtime(cpu.CpuRuntime):
     def exchange(  # type: ignore[override]
         self, group: Rank, parcels: Any, tensors: Any, outputs: Any, call_name: bytes
     ) -> None:
-        """Notes what each rank gives to each, and in how many pieces."""
+        """Notes an exchange; checks that peers agree on the pieces that they give and take."""
         strides = tuple([t.stride() for t in (*tensors, *outputs)])
         given, taken = parcels.boxes(strides, 4096)
         group.notes.append(("exchange", parcels.sizes, call_name, parcels.joins))
@@ -182,7 +182,7 @@ class _Runtime(cpu.CpuRuntime):
 
 
 def check_alike(ranks: list[Rank], case: str) -> None:
-    """All ranks noted the same, and each signal has its wait."""
+    """Checks that all ranks noted the same, and that each wait has its signal."""
     for rank in ranks[1:]:
         assert rank.notes == ranks[0].notes, (
             f"{case}: rank {rank.rank} decides {rank.notes}, rank 0 {ranks[0].notes}"
@@ -196,6 +196,6 @@ def check_alike(ranks: list[Rank], case: str) -> None:
         )
         for kind in ("signal", "wait")
     )
-    # A relay signals "done" for nobody; what is awaited must be signalled.
+    # A relay sends "done" signals that nobody awaits; but each awaited signal must be sent.
     missing = [wait for wait in set(waits) if wait not in set(signals)]
     assert not missing, f"{case}: nobody signals {missing}"

@@ -12,7 +12,7 @@ def allocated(run: Callable[[], Any]) -> list[int]:
     """The bytes that are allocated (or freed, then negative) on the CPU, in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    # `profiler.events()` leaves out what is allocated within an op.
+    # `profiler.events()` omits allocations within an op.
     found = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     events = [event for event in found if event.name() == "[memory]"]
     assert events

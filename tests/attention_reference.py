@@ -4,13 +4,13 @@ No bound of attention's error is both simple and sharp, so results are held agai
 torch's own dense attention *in the same dtype on the same inputs*: `SLACK` times its largest error,
 plus `SLACK` round-offs of the largest value. A result in parts differs from a dense one by the
 rounding of each part to the dtype and of the merged sum: for W parts of one row, with weights that
-add up to 1, at most twice what a dense result rounds. A further factor of 2 is for largest errors
-of a few hundred elements differing by chance. In float64 the reference errs as well, so nothing is
-known of the dense error there: it is taken to grow as the root of the number of terms.
+add up to 1, at most twice the rounding of a dense result. A further factor of 2 is for largest
+errors of a few hundred elements differing by chance. In float64 the reference errs as well, so the
+dense error is unknown: it is assumed to grow as the root of the number of terms.
 
 The gradient of a score is the difference of two sums over the features of a value. Where a row sees
-one key these are equal, and what is left of them is their rounding, which has the size not of the
-result but of the terms (`Problem.terms`).
+one key these are equal, and only their rounding is left, which is as large as rounding the terms
+(`Problem.terms`), not the result.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def check(
 ) -> None:
     """Raises `AssertionError` unless these rows of a result are right to what the dtype allows.
 
-    `terms` are those of a sum over rows, by default those of a row. `dropped` is the share of
-    weights that dropout drops: what is left of a row with one key is multiplied by the others.
-    `size` is that of the terms of a sum, if they may be larger than the result.
+    `terms`: the number of terms of a sum over rows, by default of a row. `dropped`: the share of
+    weights that dropout drops, so that kept ones are divided by 1 - `dropped`. `size`: the size of
+    the terms of a sum, if they may be larger than the result.
     """
     expected, reference = exact.detach()[:, :, rows], dense.detach().double()
     assert actual.shape == expected.shape, (name, actual.shape, expected.shape)

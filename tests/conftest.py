@@ -24,7 +24,7 @@ SIZE = 4
 
 _SETUP = Setup(
     backend="cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo",
-    # What many tests import at first use.
+    # Modules that many tests import at first use.
     preload=(
         *("pytest", "hypothesis", "numpy.random", "torch._inductor.compile_fx"),
         *("torch.distributed.tensor", "transformers.modeling_utils"),
@@ -37,7 +37,7 @@ _SETUP = Setup(
 def pytest_configure(config: pytest.Config) -> None:
     if not 0 < (part := config.getoption("--draw")) <= 1:
         raise pytest.UsageError(f"--draw: got {part:g}, must be above 0, and at most 1")
-    if config.option.hypothesis_seed is None:  # what hypothesis draws is repeated with it, too
+    if config.option.hypothesis_seed is None:  # repeats the draws of hypothesis, too
         config.option.hypothesis_seed = str(session_seed(config))
     # A shell that starts pytest in the background has it, and all that it starts, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -75,9 +75,9 @@ def _parameter(item: pytest.Item, name: str) -> Any:
 
 
 def _rare_world_sizes(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of a test on several numbers of ranks, all but one of them, more than 1 if possible.
+    """Returns each test's cases for all numbers of ranks but one, kept above 1 if possible.
 
-    Which one is another choice for each test, and for each of its other parameters.
+    The kept one differs between tests, and between the values of their other parameters.
     """
     families: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -98,14 +98,14 @@ def _rare_world_sizes(items: list[pytest.Item]) -> list[pytest.Item]:
 def _is_left_out(item: pytest.Item, everything: bool, rare: Collection[pytest.Item]) -> bool:
     if not everything:
         return item.get_closest_marker("exhaustive") is not None
-    # The simulator repeats what plain runs have on the CPU, and not each rare value besides.
+    # The simulator repeats the cases that plain runs have on the CPU, without rare values.
     if _parameter(item, "device_name") != "simulated":
         return False
     return sum(mark.name == "exhaustive" for mark in item.callspec.marks) > 1 or item in rare  # type: ignore[attr-defined]
 
 
 def _not_drawn(items: list[pytest.Item], part: float, seed: int) -> set[pytest.Item]:
-    """All but a random part of the exhaustive cases of each test, of which one stays at least."""
+    """Returns the exhaustive cases of each test except for a random part of at least one case."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("exhaustive"):
@@ -145,7 +145,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries look at the end whether all their objects have gone
+    gc.unfreeze()  # libraries check at exit that all their objects are gone
 
 
 @pytest.fixture(scope="session")
@@ -181,7 +181,7 @@ def _seed(request: pytest.FixtureRequest) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives workers tests that stand together: they share modules and compiled functions."""
+    """Gives each worker neighbouring tests, which share modules and compiled functions."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)

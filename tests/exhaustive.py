@@ -1,4 +1,4 @@
-"""What runs with ``pytest --all`` only: the marker `exhaustive`, and parameters that carry it."""
+"""Cases for ``pytest --all`` only: the marker `exhaustive`, and parameters that carry it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ exhaustive = pytest.mark.exhaustive
 
 
 def some(*plain: Any, of: Iterable[Any]) -> list[Any]:
-    """Parameters for `pytest.mark.parametrize`: these always, the others `of` all with --all.
+    """Parameters for `pytest.mark.parametrize`: `plain` always, the others in `of` with --all.
 
     A tuple is one set of parameters.
     """
@@ -28,15 +28,15 @@ def some(*plain: Any, of: Iterable[Any]) -> list[Any]:
 
 
 def in_turns(values: Iterable[Any], others: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Each value with one of the others, which take turns: where the two do not interact."""
+    """Pairs each value with one of the others in turn, for axes that do not interact."""
     return list(zip(values, itertools.cycle(others), strict=False))
 
 
 def pairs(*axes: Iterable[Any], also: Iterable[tuple[Any, ...]] = ()) -> list[tuple[Any, ...]]:
-    """Few combinations of a value of each axis, in which any two values of two axes meet.
+    """Few combinations of the axes' values, in which any two values of different axes meet.
 
-    What goes wrong with a model, a world size and a layout alone, or with two of them, shows in
-    these; the whole product repeats each pair. Combinations that are to be there are named `also`.
+    Faults that need one or two values show in these; the whole product repeats each pair. The
+    combinations in `also` are always among them.
     """
     left = list(itertools.product(*map(list, axes)))
     chosen = [tuple(combination) for combination in also]

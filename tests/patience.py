@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def patient(seconds: float) -> float:
-    """Returns what takes some seconds on an idle machine, times the tasks for each processor.
+    """Returns `seconds`, the time on an idle machine, times the tasks for each processor.
 
-    Those that want to run now, or wanted to in the last minute, whichever are more.
+    Counts tasks that are runnable now, or were on average in the last minute, whichever is more.
     """
     average, _, _, running, *_ = Path("/proc/loadavg").read_text().split()
     tasks = max(float(average), float(running.partition("/")[0]))

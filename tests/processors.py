@@ -40,9 +40,9 @@ def main() -> int:
             print(f"{described}: left out, no {' '.join(sorted(missing))}", flush=True)
             continue
         start = time.monotonic()
-        # Every setting finds the buffers elsewhere, too.
+        # Each setting also places the buffers elsewhere.
         environment = {**os.environ, **settings, "SYMM_CP_DEBUG_OFFSETS": str(seed)}
-        # The exhaustive cases, which are other world sizes and devices, once.
+        # The exhaustive cases, with other world sizes and devices, run once.
         command = [sys.executable, "-m", "pytest", "-n", "2", *TESTS]
         if seed == 1:
             command.append("--all")

@@ -1,7 +1,7 @@
 """A plugin of pytest: tests in a random order, and a record of each, for `python -m tests.repeat`.
 
-The files come in random order, and so do the tests of each file. Those of a file stay together, as
-fixtures of a module are made once.
+The files come in random order, and so do the tests of each file. Tests of a file stay together,
+as fixtures of a module are made once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dense single-process references in float64, with error bounds that are derived.
 
 Letters: W ranks; a shard list holds the tensor of each rank, in rank order. A reference returns
-`Expected`: the exact value and what is needed to bound the error of a correct implementation.
+`Expected`: the exact value, and the sums that bound the error of a correct implementation.
 
 The bound, for each element of ``sum over k of a[k] * b[k]`` with K terms (u: unit round-off):
 
@@ -84,7 +84,7 @@ def gather(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def scatter(full: torch.Tensor, world_size: int, dim: int) -> list[torch.Tensor]:
-    """Returns what each rank keeps of `full`: equal parts along `dim`."""
+    """Returns each rank's part of `full`: equal parts along `dim`."""
     assert full.shape[dim] % world_size == 0, f"{full.shape=} {dim=} {world_size=}"
     return list(full.tensor_split(world_size, dim))
 

@@ -51,7 +51,7 @@ if os.getppid() == {parent}:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a run of the tests had to live with."""
+    """The conditions of a run of the tests."""
 
     seed: int
     busy: bool
@@ -85,7 +85,7 @@ class Run:
 
 @contextlib.contextmanager
 def busy_loops(wanted: bool) -> Iterator[None]:
-    """Inside, one process for each core does nothing but count."""
+    """Inside, a busy loop runs for each core."""
     command = [sys.executable, "-S", "-c", _LOOP.format(parent=os.getpid())]
     count = len(os.sched_getaffinity(0)) if wanted else 0
     loops = [subprocess.Popen(command) for _ in range(count)]
@@ -98,7 +98,7 @@ def busy_loops(wanted: bool) -> Iterator[None]:
 
 
 def read(record: Path, run: Run) -> None:
-    """What became of each test; those that had begun and did not end have failed."""
+    """Reads the outcomes of tests into `run`; tests that began and did not end have failed."""
     running: dict[str, None] = {}
     lines = record.read_text().splitlines() if record.exists() else []
     for what, test in (json.loads(line) for line in lines):
@@ -135,7 +135,7 @@ def signals_later() -> Iterator[None]:
 
 @contextlib.contextmanager
 def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Inside, a process runs; at the end, Ctrl-C too, it is killed with all that it has started."""
+    """Inside, a process runs; at the end, also on Ctrl-C, it is killed with its descendants."""
     process = None
     try:
         with signals_later():

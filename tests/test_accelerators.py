@@ -1,4 +1,4 @@
-"""What torch tells about accelerators, on builds of torch for GPUs that the machine lacks, too."""
+"""Which accelerator is found, also on builds of torch for GPUs that the machine lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE = Path(symm_cp.__file__).parent
 
 
 def cuda_without_gpu(check_available: bool = False) -> torch.device | None:
-    """What `torch.accelerator.current_accelerator` returns there."""
+    """Stands in for `torch.accelerator.current_accelerator` of such a build."""
     return None if check_available else torch.device("cuda")
 
 

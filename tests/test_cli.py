@@ -43,7 +43,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n    {command}" in shown for command in commands)
 
 
-#: As pip writes it.
+#: The command's script as pip writes it.
 SCRIPT = """import sys
 from symm_cp.cli import main
 if __name__ == "__main__":
@@ -82,14 +82,14 @@ def test_help_takes_neither_torch_nor_a_build(script: bool, tmp_path: Path) -> N
         assert done.stdout.startswith("symm_cp 0." if "version" in arguments[0] else "usage: ")
     wrong = over_torch(tmp_path, "raise ImportError", "bench", "--nonsense", script=script)
     assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
-    # All else takes it.
+    # Other commands do import torch.
     assert "ImportError" in over_torch(tmp_path, "raise ImportError", "plan").stderr
     assert not (tmp_path / "built").exists()
 
 
 @pytest.mark.exhaustive
 def test_help_of_run_takes_no_build(tmp_path: Path) -> None:
-    """It is torchrun's."""
+    """The help is torchrun's."""
     done = subprocess.run(
         [sys.executable, "-m", "symm_cp", "run", "--help"],
         capture_output=True, text=True, timeout=120, check=False,
@@ -106,7 +106,7 @@ def test_an_interrupt_while_torch_is_imported(tmp_path: Path) -> None:
 
 
 def interrupted(arguments: Sequence[str], begun: str) -> tuple[int, str]:
-    """The exit code and stderr of a command that gets Ctrl-C, as do its ranks, once it says so."""
+    """Sends Ctrl-C to a command and its ranks once it prints `begun`; returns code and stderr."""
     process = subprocess.Popen(
         [sys.executable, "-m", "symm_cp", *arguments],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -134,7 +134,7 @@ def test_an_interrupt_ends_a_command_and_its_ranks_in_a_line(tmp_path: Path) -> 
 
 
 def test_a_terminal_interrupts_no_rank(tmp_path: Path) -> None:
-    """Else each prints where it was, also while Python starts; the command ends them."""
+    """Else each rank prints a traceback, even while Python starts; the command ends its ranks."""
     program = (
         "import os, pathlib, signal, sys\n"
         "blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())\n"
@@ -162,7 +162,7 @@ sys.exit(ranks.run_program("waiting", 2, sys.argv[:2]))
 
 
 def test_ranks_end_with_the_command_that_started_them(tmp_path: Path) -> None:
-    """However it ends: else they keep the cores busy, or wait for each other."""
+    """Even if it is killed: else ranks keep the cores busy, or wait for each other."""
     program, pids = tmp_path / "waiting.py", tmp_path / "pids"
     program.write_text(WAITING_RANKS)
     pids.mkdir()
@@ -209,7 +209,7 @@ def test_only_all_variables_together_make_a_rank() -> None:
 def test_a_wrappers_rank_is_ignored(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Slurm's and Kubernetes' wrappers set it in processes that are no ranks."""
+    """Wrappers of Slurm and Kubernetes set RANK in processes that are not ranks."""
     started: list[object] = []
     for name in RANK:
         monkeypatch.delenv(name, raising=False)

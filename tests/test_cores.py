@@ -69,7 +69,7 @@ def test_several_nodes_in_a_socket(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_machine(tmp_path: Path) -> None:
-    """As a container, or taskset, leaves it."""
+    """The allowed CPUs are a part of the machine, as in a container or under taskset."""
     system = machine(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15"}, siblings=8)
     assert given("node", 2, [2, 3, 10, 13], system) == [
         ("node 0", "2-3,10", 2),
@@ -111,7 +111,7 @@ PROGRAM = """
 def test_ranks_are_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, threads: str
 ) -> None:
-    """With what they start, whose variables say that they are ranks, too."""
+    """Processes that ranks start are bound as well, though they inherit the ranks' variables."""
     allowed = sorted(os.sched_getaffinity(0))
     ranks = min(ranks, len(cores.cores(allowed)))
     (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM))

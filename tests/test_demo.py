@@ -45,7 +45,7 @@ GLOO = unfused_over("gloo")
 
 
 def started(world_size: int) -> dict[str, str]:
-    """What torchrun tells its ranks."""
+    """The variables that torchrun sets for its ranks."""
     others = {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
     return {"WORLD_SIZE": str(world_size), **others}
 
@@ -57,7 +57,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 
 def names_the_threads(printed: str, ranks: int = 2) -> None:
-    """The table has one process with one thread, and one with those of all ranks."""
+    """Checks that the table has one process with one thread, and one with all ranks' threads."""
     rows = dict(re.findall(r"^(one process[^0-9\n]*(?:\d+ threads)?) +(1 +\d+) ", printed, re.M))
     found = {name.strip(): cells.split() for name, cells in rows.items()}
     threads = threads_of(ranks)
@@ -318,7 +318,7 @@ def test_wrong_arguments(
 ) -> None:
     try:
         code = main(["demo", *arguments])
-    except SystemExit as ended:  # argparse's way
+    except SystemExit as ended:  # raised by argparse
         code = int(ended.code or 0)
     assert code == 2
     assert message in capsys.readouterr().err
@@ -333,7 +333,7 @@ def test_batches_are_windows_of_the_text() -> None:
 
 
 def test_a_ratio_is_that_of_paired_steps() -> None:
-    """A machine that is twice as slow in some steps is so for both."""
+    """If the machine is slower in some steps, it is slower for both variants."""
     slow = [1.0, 2.0, 1.0, 2.0, 4.0, 1.0, 2.0, 1.0, 1.0, 2.0]
     found = ratio([1.5 * second for second in slow], slow)
     assert found.median == pytest.approx(1.5)
@@ -354,7 +354,7 @@ def test_an_interval_holds_the_median_of_what_it_was_drawn_from() -> None:
 
 @pytest.mark.exhaustive
 def test_steps_go_on_until_times_are_certain(capfd: pytest.CaptureFixture[str]) -> None:
-    """Five steps never are, which leaves three without those to warm up: the bound ends it."""
+    """Five steps, of which two are warm-up, are never certain: the bound ends the run."""
     assert main(["demo", *TINY, "--most-steps", "5", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)  # and nothing else is printed
     assert {len(losses) for losses in report["losses"].values()} == {3}

@@ -50,14 +50,14 @@ def exchange(
 
 
 def given(dtype: torch.dtype, rank: int, part: int, size: int) -> torch.Tensor:
-    """What a rank gives for a part; all ranks know it."""
+    """A rank's input for a part, which all ranks can compute."""
     generator = torch.Generator().manual_seed(1 + rank * 64 + part * 8 + size * 1024)
     numbers = torch.randint(-128, 128, (size,), generator=generator, dtype=torch.int64)
     return (numbers / 16 if dtype.is_floating_point else numbers).to(dtype)
 
 
 def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """In rank order and in the type of the accumulator, rounded once."""
+    """The reduction in rank order and in the accumulator's type, rounded once."""
     dtype = parts[0].dtype
     wide = [part.float() if dtype is torch.bfloat16 else part for part in parts]
     total = wide[0]

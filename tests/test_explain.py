@@ -1,4 +1,4 @@
-"""`symm-cp explain`: a program's compiled graphs, on all ranks, and nothing of it changed."""
+"""`symm-cp explain` reports a program's compiled graphs on all ranks, and changes nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_program_of_two_ranks(tmp_path: Path) -> None:
         assert text in done.stdout
 
 
-#: The same block uncompiled, twice; and a sum that is not one of products any more.
+#: The same block uncompiled, twice; and a sum that is no longer a sum of products.
 EAGER = """
     import torch
     import torch.distributed as dist

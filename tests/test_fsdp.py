@@ -1,4 +1,4 @@
-"""FSDP2 with `symm_cp.fsdp.use`: as without it, as one process with the whole batch, and faults."""
+"""FSDP2 with `symm_cp.fsdp.use` gives the results of FSDP2 and of one process; and faults."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Results = list[torch.Tensor]
 
 
 class FeedForward(nn.Module):
-    """With a residual connection and a norm in front, perhaps recomputed in the backward pass."""
+    """A layer with a residual connection and a norm; the backward pass may recompute it."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class FeedForward(nn.Module):
 
 
 class Network(nn.Module):
-    """Parameters of its own in front of its layers and behind them."""
+    """A model that has parameters of its own before and after its layers."""
 
     def __init__(self, features: int = FEATURES) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def groups_of(model: Model) -> list[Any]:
 
 
 def buffer_bytes(model: Model) -> tuple[int, int]:
-    """Of the all-gathers, of the reduce-scatters."""
+    """The bytes of the buffers of all-gathers, and of reduce-scatters."""
     group = groups_of(model)[0]
     comms = group._all_gather_comm, group._reduce_scatter_comm
     return comms[0].buffers.nbytes, comms[1].buffers.nbytes
@@ -427,7 +427,7 @@ def test_compiled(ranks: Ranks, whole_model: bool) -> None:
 
 
 def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> None:
-    """A checkpoint is FSDP2's own, whether it is written with `use` or without."""
+    """A checkpoint written with `use` is an ordinary one of FSDP2, and loads without `use`."""
     mesh, inputs = DeviceMesh.from_group(group, "cpu"), batches(group.size())
     model, other = shard(network(), mesh), shard(network(), mesh)
     symm_cp.fsdp.use(model)
@@ -461,7 +461,7 @@ def many_steps(group: dist.ProcessGroup, steps: int) -> None:
     for _ in range(5):
         one_backward(model, x)
     gc.collect()
-    # Two are prefetched at a time; one reduces. Each has what the largest needs.
+    # Two gathers are prefetched at a time, one reduction runs; each buffer fits the largest layer.
     largest = sum(p.numel() for p in network().layers[0].parameters()) * 4
     padded = largest + 8 * FEATURES * 4 * group.size()
     assert 2 * largest <= buffer_bytes(model)[0] <= 2 * padded
@@ -469,7 +469,7 @@ def many_steps(group: dist.ProcessGroup, steps: int) -> None:
     before = buffer_bytes(model), result_memory().in_use, resident_bytes()
     for _ in range(steps):
         one_backward(model, x)
-        gc.collect()  # of itself Python does so seldom here: see symm_cp/testing/process.py
+        gc.collect()  # Python itself collects seldom here: see symm_cp/testing/process.py
     after = buffer_bytes(model), result_memory().in_use, resident_bytes()
     assert after[:2] == before[:2]
     # Less than a gather, a reduction or a gradient in each step.
@@ -483,7 +483,7 @@ def test_memory_does_not_grow(ranks: Ranks, world_size: int, steps: int) -> None
 
 
 def used_and_stopped(group: dist.ProcessGroup) -> None:
-    """Buffers go without the other ranks, and torch's collectives are back."""
+    """`stop` frees buffers without the other ranks, and brings torch's collectives back."""
     mesh, x = DeviceMesh.from_group(group, "cpu"), batches(group.size())[0][group.rank()]
     model = shard(network(), mesh)
     symm_cp.fsdp.use(model.layers[0])

@@ -1,4 +1,4 @@
-"""Importing symm_cp: only what is needed, and it never fails."""
+"""Importing symm_cp loads only the modules that it needs, and never fails."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ for call in (
     assert done.stdout.count("call torch.distributed.init_process_group first") == 3
 
 
-# What is wrong, said in code that runs before the import; and what the one line has to say.
+# Code that causes trouble before the import; and a pattern that the one line must match.
 _ODD = {
     "no home": (
         "import pwd; del os.environ['HOME'], os.environ['SYMM_CP_BUILD_DIR']\n"
@@ -114,7 +114,7 @@ _ODD = {
 @pytest.mark.parametrize("odd", some("no home", of=_ODD))
 @pytest.mark.exhaustive
 def test_an_import_never_fails(odd: str, tmp_path: Path) -> None:
-    """One line says what is wrong; what needs the native part raises an error with the same."""
+    """One line names the problem; loading the native part raises an error with the same text."""
     before, message = _ODD[odd]
     cache = str(tmp_path / "b\udcff" / "built")  # no UTF-8
     os.mkdir(os.path.dirname(cache))

@@ -1,4 +1,4 @@
-"""What an import loads: schedules alone anywhere, and all the rest once somebody asks for it."""
+"""An import of schedules alone works anywhere; everything else is loaded at first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.exhaustive import some
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Before the code of a test, a system without some modules, or of another name.
+#: Code to run before a test's: simulates a system without some modules, or with another name.
 WITHOUT = """
 import importlib.abc, sys
 class Without(importlib.abc.MetaPathFinder):
@@ -31,7 +31,7 @@ MAC = "import os, sys\nsys.platform = 'darwin'\ndel os.O_PATH\n"
 
 
 def run(code: str) -> str:
-    """What the code prints in a process of its own."""
+    """Returns the output of code in a new process."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -103,7 +103,7 @@ for statement in ("import symm_cp", "import symm_cp.schedule", "symm_cp.all_gath
     assert "import symm_cp.schedule" not in out
 
 
-#: What comes after `import symm_cp.schedule`, each of which loads everything.
+#: Code to run after `import symm_cp.schedule`, each of which loads everything.
 ASKING = {
     "torch": "import torch",
     "symm_cp, then torch": "import symm_cp, torch",
@@ -223,7 +223,7 @@ print(dist.get_backend(), summed.tolist(), sys.modules["symm_cp"]._everything)
 
 
 def test_torch_knows_the_backend_by_name() -> None:
-    """Its import loads nothing of ours; the first group does."""
+    """Importing torch loads nothing of symm_cp; the first group does."""
     out = run(f"""
 import sys
 import torch

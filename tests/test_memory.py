@@ -85,7 +85,7 @@ def stays_flat(group: dist.ProcessGroup, calls: int) -> None:
             symm_cp.low_contention_all_gather(x, group=group).sum()
         if index == 500:
             before = footprint()
-    # What tests before this one have left may go meanwhile.
+    # Leftovers of earlier tests may be freed meanwhile.
     assert all(now <= then for now, then in zip(footprint(), before, strict=True))
 
 
@@ -95,7 +95,7 @@ def test_10000_calls(ranks: Ranks) -> None:
 
 
 def grows_late(group: dist.ProcessGroup) -> None:
-    """The last rank pauses when it knows its peers' new memory, and has not taken its own."""
+    """The last rank pauses after it learns of its peers' new memory, before it takes its own."""
     own = dist.new_group(list(range(group.size())))
     rows = 10
     for _ in range(2):  # the first workspace, and a larger one
@@ -128,8 +128,8 @@ _PAUSES_SECOND = 163
 def refused_then_grows(group: dist.ProcessGroup) -> None:
     """All ranks refuse a call, rank 1 tells rank 2 of it late, and the next call takes more memory.
 
-    So rank 0 is in that call, and knows that its memory is too small, while rank 2 still waits for
-    rank 1 to come to the one before.
+    So rank 0 is in the next call, and knows that its memory is too small, while rank 2 still waits
+    for rank 1 to reach the refused call.
     """
     own = dist.new_group(list(range(group.size())))
     W, rank = own.size(), own.rank()
@@ -332,7 +332,7 @@ HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 
 
 def free_huge_pages() -> int:
-    """How many there are, after an attempt to have some."""
+    """Tries to reserve huge pages; returns how many are free."""
     with contextlib.suppress(OSError):
         HUGE_PAGES.write_text(str(max(64, int(HUGE_PAGES.read_text()))))
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -341,7 +341,7 @@ def free_huge_pages() -> int:
 
 @pytest.mark.parametrize("asking", [[], [0], [0, 1]])
 def test_reserved_huge_pages(ranks: Ranks, asking: list[int]) -> None:
-    """Taken where a rank asks and they are free; otherwise small ones are."""
+    """A rank gets huge pages if it asks and enough are free, otherwise small pages."""
     before = HUGE_PAGES.read_text() if HUGE_PAGES.exists() else "0"
     try:
         has_free = free_huge_pages() >= 3 * len(asking)

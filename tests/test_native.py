@@ -220,13 +220,13 @@ def test_a_compiler_that_is_none(
 
 
 def test_the_cpp_runtime_is_that_of_torch(tmp_path: Path) -> None:
-    """With a compiler that would link its own, as some toolchains for servers do."""
+    """Even with a compiler that would link its own, as some toolchains for servers do."""
     source, library = tmp_path / "text.cpp", tmp_path / "libtext.so"
     source.write_text('#include <iostream>\nvoid text() { std::cout << "text"; }\n')
     compiler = [*shlex.split(native.find_compiler()), "-static-libstdc++", "-shared", "-fPIC"]
     line = [*compiler, str(source), "-o", str(library), *link_flags("c10")]
     subprocess.run(line, check=True)
-    assert b"libstdc++.so.6\0" in library.read_bytes()  # among what it needs
+    assert b"libstdc++.so.6\0" in library.read_bytes()  # among the libraries that it needs
 
 
 def test_what_the_compiler_says_may_be_no_text(compiler: Compiler) -> None:
@@ -291,7 +291,7 @@ def test_a_folder_that_others_can_write_is_not_trusted(compiler: Compiler, mode:
 
 @pytest.mark.parametrize("name", ["libsymm_cp.so", "libsymm_cp.sha256"])
 def test_a_file_that_others_can_write_is_not_trusted(compiler: Compiler, name: str) -> None:
-    """Whoever can write the library and its digest can have both fit."""
+    """Whoever can write the library and its digest can make the two match."""
     folder = native.build().parent
     folder.chmod(0o755)
     (folder / name).chmod(0o666)
@@ -426,7 +426,7 @@ def test_a_change_of_a_header_compiles_what_includes_it(compiler: Compiler, chec
 def test_sources_with_torch_are_compiled_one_by_one_once_they_change(
     compiler: Compiler, checkout: Path
 ) -> None:
-    """With torch's headers precompiled; those of the unit that did not change stay one unit."""
+    """The first change compiles all sources of the unit, with torch's headers precompiled."""
     change(checkout / "ops" / "gradients.cpp")
     *parts, header = sorted(built_again(compiler), key=lambda name: name.endswith(".h"))
     assert header.endswith(".h")
@@ -617,7 +617,7 @@ _Reordered = IntEnum("_Reordered", ["OPERAND", "SHARD", "SLOT"], start=0)
 
 
 def _put(entry: type, other: type) -> tuple[str, object]:
-    """Where an entry of wire.py stands, and the same with another one under its name."""
+    """The list in wire.py that has an entry, and that list with another one under its name."""
     other.__name__ = entry.__name__
     name = "ENUMS" if issubclass(entry, IntEnum) else "STRUCTS"
     return name, tuple(other if each is entry else each for each in getattr(wire, name))
@@ -719,7 +719,7 @@ for use in (
 @pytest.mark.parametrize("chosen", some(None, of=[None, "/nonexistent/c++"]))
 @pytest.mark.exhaustive
 def test_without_a_compiler(chosen: str | None, tmp_path: Path) -> None:
-    """The import succeeds and says what to install; so does what needs the native part."""
+    """The import succeeds and says what to install; so does the error of the native part."""
     environment = {
         **os.environ,
         "PATH": str(tmp_path),

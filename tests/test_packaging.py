@@ -1,4 +1,4 @@
-"""What is installed from: the wheel, whose tag says Linux, and the source distribution."""
+"""The files to install from: the wheel, whose tag says Linux, and the source distribution."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(getattr(build_meta, {hook!r})({out!r}))
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy, as builds leave files in the checkout."""
+    """A copy of the checkout, as builds leave files in it."""
     copy = tmp_path_factory.mktemp("checkout")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
     for name in ("symm_cp", "csrc", "tests"):

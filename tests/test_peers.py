@@ -61,7 +61,7 @@ def meet(name: str) -> None:
 def gives_up(group: dist.ProcessGroup, quitter: int) -> None:
     """One rank gives up at each of its steps: all are told, and the next rendezvous succeeds."""
     choose = random.Random(torch.initial_seed() + group.rank())
-    # torch keeps a group's name as long as the process lives, which may run this again.
+    # torch keeps a group's name until the process ends, and a process may run this again.
     time_of = _times[group.size(), quitter] = _times[group.size(), quitter] + 1
     for point in range(1, POINTS + 1):
         name = f"rank {quitter} of {group.size()} gives up at {point}, time {time_of}"

@@ -19,9 +19,9 @@ from symm_cp.commands.doctor.placement import Owned, memory_of_ranks, owned
 from symm_cp.testing import Ranks
 
 _MIB = 1 << 20
-#: set_mempolicy of x86-64 and of the others, and its policy by which all memory is of some nodes.
+#: The number of set_mempolicy on x86-64 and elsewhere; the policy that binds memory to nodes.
 _SET_MEMPOLICY, _MPOL_BIND = 238 if platform.machine() == "x86_64" else 237, 2
-#: As Linux 6.1 writes them, on a machine with two nodes, under `numactl --membind 1` in part.
+#: As Linux 6.1 writes it on a machine with two nodes, partly under `numactl --membind 1`.
 NUMA_MAPS = r"""
 7f00 default file=/memfd:symm_cp:41:group\0400\040(deleted) N0=512 N1=256 kernelpagesize_kB=4
 7f04 default file=/memfd:symm_cp:41:group\0400\040(deleted) N1=1 kernelpagesize_kB=2048
@@ -99,7 +99,7 @@ def test_running_ranks_are_seen_from_any_process(ranks: Ranks) -> None:
 
 
 def under_a_policy(group: dist.ProcessGroup) -> list[str]:
-    """As `numactl --membind 0` does, before the memory is taken."""
+    """Binds memory to node 0 before it is taken, as `numactl --membind 0` does."""
     libc, nodes = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(1)
     if libc.syscall(_SET_MEMPOLICY, _MPOL_BIND, ctypes.byref(nodes), ctypes.c_ulong(64)):
         return [os.strerror(ctypes.get_errno())]

@@ -1,4 +1,4 @@
-"""What the READMEs promise: examples run, tables and links are true, the main one stays short."""
+"""The READMEs: examples run, tables and links are true, the main one stays short."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_links_and_paths_exist(page: Path) -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", text):
         assert (page.parent / target).exists(), target
     for path in re.findall(r"\b(?:benchmarks|csrc|symm_cp|tests)/[\w./]*\w", text):
-        # The result of a run on GPUs, which nobody has made yet.
+        # The result of a run on GPUs, which is still to be made.
         assert (ROOT / path).exists() or path == "benchmarks/results/cuda_suite.json", path
 
 

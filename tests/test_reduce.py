@@ -28,12 +28,12 @@ TYPES = {
     for dtype in (*FLOATS, *INTEGERS, *COMPLEX, torch.bool)
 }
 BITWISE = {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}
-#: Bytes around what is written, which stay as they were.
+#: Bytes around the output, which must not change.
 GUARD = 64
 
 
 def operators(dtype: torch.dtype) -> set[ReduceOp]:
-    """What gloo reduces, with averages of what can be divided, and bools as its bytes."""
+    """The reductions of a dtype that gloo has, and averages of floating and complex numbers."""
     if dtype in COMPLEX:
         return {ReduceOp.SUM, ReduceOp.AVG}
     return set(ReduceOp) - (BITWISE if dtype in FLOATS else {ReduceOp.AVG})
@@ -60,7 +60,7 @@ COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
 
 
 def expected(sources: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """In rank order; 16-bit floats in float32, rounded once; complex numbers by their parts."""
+    """Reduces in rank order: 16-bit floats in float32, rounded once; complex numbers by parts."""
     dtype = sources[0].dtype
     if dtype in COMPLEX:  # torch multiplies them by a complex 1 when it adds: inf becomes NaN
         return torch.view_as_complex(expected([torch.view_as_real(x) for x in sources], op))
@@ -70,7 +70,7 @@ def expected(sources: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 
 def numbers(dtype: torch.dtype, elements: int) -> torch.Tensor:
-    """Any bits there are: denormal, infinite and no numbers too, and many of usual size."""
+    """Random bits, including denormals, infinities and NaN, among numbers of usual size."""
     if dtype == torch.bool:
         return torch.rand(elements) < 0.5
     if dtype in COMPLEX:
@@ -88,7 +88,7 @@ def numbers(dtype: torch.dtype, elements: int) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all elements are the same bits, or both are NaN."""
+    """Whether all elements have the same bits, or are both NaN."""
     if a.dtype in COMPLEX:
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     equal = (a.view(torch.uint8) == b.view(torch.uint8)).view(*a.shape, a.itemsize).all(-1)
@@ -121,7 +121,7 @@ class Memory:
 def check_reduction(
     library: ctypes.CDLL, dtype: torch.dtype, op: ReduceOp, count: int, streaming: bool
 ) -> None:
-    """Once, with a random number of elements at random addresses; `out` may be a source."""
+    """Reduces a random number of elements at random addresses; `out` may be a source."""
     elements = random.choice((0, 1, random.randrange(2, 40), random.randrange(40, 1200)))
     aligned = random.random() < 0.3
     sources = [numbers(dtype, elements) for _ in range(count)]
@@ -151,7 +151,7 @@ def test_a_reduction_is_torchs_in_rank_order(dtype: torch.dtype) -> None:
 
 
 def test_bools_are_true_unless_their_byte_is_0() -> None:
-    """As in a view of bytes as bools. Results are 0 and 1."""
+    """As when torch views bytes as bools; results are 0 or 1."""
     values = [torch.randint(0, 3, (100,), dtype=torch.uint8) for _ in range(2)]
     places, out = [Memory(x, 0) for x in values], Memory(torch.zeros(100, dtype=torch.uint8), 0)
     addresses = (ctypes.c_void_p * 2)(*(place.address for place in places))
@@ -165,7 +165,7 @@ def test_what_is_not_reducible_is_refused() -> None:
     library = native.load()
     source = Memory(torch.zeros(4, dtype=torch.complex128), 0)
     addresses = (ctypes.c_void_p * 1)(source.address)
-    float8 = 24  # of torch's scalar types
+    float8 = 24  # torch's number of the type
     pairs = [(number, operators(dtype)) for dtype, number in TYPES.items()]
     for number, allowed in [*pairs, (float8, set())]:
         for op in ReduceOp:

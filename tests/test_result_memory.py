@@ -41,13 +41,13 @@ def result(mib: float) -> torch.Tensor:
 
 
 def pooled(tensor: torch.Tensor) -> bool:
-    """No allocation of torch's lies at a multiple of 2 MiB: it has a header in front."""
+    """Whether a tensor is in a block: torch's own memory never lies at a multiple of 2 MiB."""
     return tensor.untyped_storage().data_ptr() % BLOCK == 0
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """What lived before these tests is not searched again for each of them."""
+    """Collections in these tests do not search objects that existed before."""
     gc.collect()
     gc.freeze()
     yield
@@ -124,7 +124,7 @@ def test_no_more_is_kept_than_the_bound(limit: Callable[[int], None]) -> None:
     again = [result(6).data_ptr(), result(6).data_ptr()]
     assert again == [addresses[3]] * 2  # the last that was freed, each time
     del again
-    large = result(17)  # more than the bound: what is kept stays
+    large = result(17)  # more than the bound: kept blocks stay
     del large
     assert result_memory().kept == 12 * MIB
     limit(6)
@@ -156,7 +156,7 @@ def test_empty_cache_returns_memory_to_the_system() -> None:
     del kept
     assert resident() - before > 39 * MIB
     used = result(8)
-    assert symm_cp.empty_cache() == 32 * MIB  # one of the two blocks served the third result
+    assert symm_cp.empty_cache() == 32 * MIB  # `used` has the other block
     assert resident() - before < 12 * MIB
     used.fill_(1)
     assert symm_cp.empty_cache() == 0
@@ -212,7 +212,7 @@ def resized(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def resized_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """As FSDP2 frees the memory of parameters that it has gathered, and takes it again."""
+    """Frees the memory and takes it again, as FSDP2 does with gathered parameters."""
     storage, values, before = tensor.untyped_storage(), tensor.clone(), in_use()
     size = storage.nbytes()
     storage.resize_(0)
@@ -336,7 +336,7 @@ def forked(child: Callable[[], bool]) -> bool:
 
 @pytest.mark.exhaustive
 def test_forked_processes() -> None:
-    """While another thread uses blocks, so that some forks happen within its calls."""
+    """Another thread uses blocks meanwhile, so some forks happen within its calls."""
     held, kept = result(4), result(6)
     held[0], address = 7.0, kept.data_ptr()
     del kept
@@ -474,7 +474,7 @@ def results_of_ops(group: dist.ProcessGroup) -> dict[str, list[torch.Tensor]]:
 
 
 def not_pooled(group: dist.ProcessGroup) -> list[str]:
-    gc.collect()  # what earlier functions have left in this process
+    gc.collect()  # leftovers of earlier functions
     before = in_use()
     found = results_of_ops(group)
     wrong = [

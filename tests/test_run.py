@@ -21,7 +21,7 @@ from tests.exhaustive import exhaustive
 
 SAID = "symm_cp: process groups of"
 
-#: Its arguments are a folder, where it writes what it sees, and those of init_process_group.
+#: Takes a folder, to which it writes its observations, and arguments of init_process_group.
 PROGRAM = """
     import json, os, sys
     sys_path, imported = sys.path[0], [name for name in sys.modules if name.startswith("torch")]
@@ -302,7 +302,7 @@ def test_commands_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.exhaustive
 def test_isolated_programs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Python would ignore the environment that redirects its groups, and say nothing."""
+    """Python would silently ignore the environment that redirects its groups."""
     for flag in ("-I", "-E", "-sI"):
         assert cli.main(["exec", "--", sys.executable, flag, "-c", "print(1)"]) == 2
         told = capsys.readouterr()

@@ -12,7 +12,7 @@ FAST, SLOW = 1e-10, 4e-10
 
 
 def chosen(usual: Sequence[float], past: Sequence[float]) -> list[bool]:
-    """Whether each of some stores goes past the caches, if it takes that long either way."""
+    """For each store, whether it goes past the caches, given the times of both ways."""
     count = len(usual)
     paces = ctypes.c_double * count
     answers = (ctypes.c_uint8 * count)()

@@ -30,7 +30,7 @@ OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX)
 
 @contextmanager
 def spread(group: dist.ProcessGroup, sockets: int) -> Iterator[dist.ProcessGroup]:
-    """A group of the same ranks, as if on so many sockets."""
+    """A group of the same ranks, as if on `sockets` sockets."""
     os.environ["SYMM_CP_SOCKETS"] = str(sockets)
     own = dist.new_group(list(range(group.size())), backend="symm_cp")
     try:
@@ -41,7 +41,7 @@ def spread(group: dist.ProcessGroup, sockets: int) -> Iterator[dist.ProcessGroup
 
 
 def flags_raised(group: dist.ProcessGroup, nbytes: int) -> set[str]:
-    """The flags that this rank raises in an all-reduce of ones, of which it checks the result."""
+    """Checks an all-reduce of ones; returns the flags that this rank raises in it."""
     x = torch.ones(nbytes // 4)
     with symm_cp.trace() as recording:
         dist.all_reduce(x, group=group)
@@ -100,7 +100,7 @@ def check_where_it_runs(group: dist.ProcessGroup, sockets: int, divides: bool) -
         flags = flags_raised(own, PIECE)
         assert ("relayed" in flags) is divides, flags
         assert "relayed" not in flags_raised(own, 1024)  # in one shot
-        # A symmetric tensor is reduced where it lies.
+        # A symmetric tensor is reduced in place.
         symmetric = symm_mem.empty((PIECE,), device="cpu").fill_(1)
         symm_mem.rendezvous(symmetric, own)
         torch.ops.symm_mem.two_shot_all_reduce_(symmetric, "sum", own.group_name)
@@ -145,7 +145,7 @@ def test_in_the_background(ranks: Ranks) -> None:
 
 
 def disagree(group: dist.ProcessGroup) -> None:
-    """Sizes that differ on the other socket, in another place."""
+    """Rank 3 of 4 passes another size; it is neither on rank 0's socket nor its twin."""
     with spread(group, 2) as own:
         for _ in range(2):
             x = torch.ones(PIECE + (group.rank() == 3))

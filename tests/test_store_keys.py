@@ -1,4 +1,4 @@
-"""What ranks tell each other in a group's store, which may hold what an earlier group wrote.
+"""Exchanges through a group's store, which may still hold keys of an earlier group.
 
 An earlier group of the same name and store is a `memory.Group` of the same process group: that is
 all that its keys depend on.
@@ -23,7 +23,7 @@ from tests.patience import patient
 
 
 def late(group: dist.ProcessGroup, rank: int) -> None:
-    """One rank comes later, when the others have read what they find."""
+    """Delays one rank, so that the others have read the store before."""
     dist.barrier(group)
     if group.rank() == rank:
         time.sleep(0.1)

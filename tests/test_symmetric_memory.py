@@ -26,7 +26,7 @@ is_symmetric = getattr(symm_mem, "is_symm_mem_tensor", None)
 
 
 def make(group: dist.ProcessGroup, *size: int, dtype: torch.dtype = torch.float32):
-    """Returns a symmetric tensor that holds the rank, and its handle; every rank is that far."""
+    """Returns a symmetric tensor filled with the rank, and its handle, after a barrier."""
     tensor = symm_mem.empty(*size, dtype=dtype, device="cpu")
     tensor.fill_(group.rank())
     handle = symm_mem.rendezvous(tensor, group)
@@ -208,7 +208,7 @@ def rendezvous_ordinary(group: dist.ProcessGroup) -> None:
     assert result is None
     with pytest.raises(RuntimeError, match="no_such_group"):
         symm_mem.rendezvous(symm_mem.empty(4, device="cpu"), "no_such_group")
-    make(group, 4)  # the group is as good as before
+    make(group, 4)  # the group still works
 
 
 def test_rendezvous_of_what_cannot_be(ranks: Ranks) -> None:
@@ -216,7 +216,7 @@ def test_rendezvous_of_what_cannot_be(ranks: Ranks) -> None:
 
 
 def two_groups(group: dist.ProcessGroup) -> None:
-    """The world and a group of two ranks in turned order of creation share one allocation."""
+    """The world and a group of two ranks share one allocation."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[group.rank() // 2]
     tensor, everyone = make(group, 1024)
@@ -378,7 +378,7 @@ def test_enabling_a_group_is_harmless(ranks: Ranks) -> None:
 
 
 def by_group_info(group: dist.ProcessGroup) -> None:
-    """A group that is known to symmetric memory alone, by its own store."""
+    """A group that only symmetric memory knows, with a store of its own."""
     store = dist.PrefixStore("by_group_info", dist.distributed_c10d._get_process_group_store(group))
     _SymmetricMemory.set_group_info("by_group_info", group.rank(), group.size(), store)
     tensor = symm_mem.empty(32, device="cpu").fill_(group.rank())

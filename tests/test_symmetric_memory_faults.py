@@ -1,4 +1,4 @@
-"""Symmetric memory on CPU when things go wrong, and what is left afterwards."""
+"""Failures of symmetric memory on CPU, and the resources left afterwards."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def mismatched(group: dist.ProcessGroup) -> None:
     message = str(caught.value)
     for part in (f"rank {group.rank()}", "4096", "8192"):
         assert part in message, f"{part!r} is missing: {message}"
-    make(group)  # the group is as good as before
+    make(group)  # the group still works
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -90,7 +90,7 @@ def out_of_address_space(group: dist.ProcessGroup) -> None:
     make(group)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    # Only this limit: really taking all memory would have the kernel kill whom it likes.
+    # Only a limit: if memory really ran out, the kernel could kill any process.
     resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), hard))
     try:
         before = footprint()
@@ -138,8 +138,8 @@ def groups_come_and_go(group: dist.ProcessGroup) -> None:
         make(made)
         dist.destroy_process_group(made)
 
-    # gloo's threads end some time after their group: count what is of shared memory and sockets
-    # between the ranks only.
+    # gloo's threads end some time after their group: count only descriptors of shared memory and
+    # of processes.
     cycle()
     gc.collect()
     before = shared_descriptors()
@@ -243,7 +243,7 @@ def world_again(group: dist.ProcessGroup, port: int) -> None:
     old = make(group)
     for count in range(3):
         dist.destroy_process_group()
-        # gloo itself trips over its keys of an earlier group in the same store.
+        # gloo itself fails on its keys of an earlier group in the same store.
         store = dist.PrefixStore(str(count), dist.TCPStore("127.0.0.1", port, is_master=False))
         rank, world_size = old[1].rank, old[1].world_size
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

@@ -23,7 +23,7 @@ from tests.exhaustive import exhaustive, some
 from tests.test_run import symm_cp_in
 
 OPS = torch.ops.symm_mem
-#: As csrc/base/team.h numbers them.
+#: Numbered as in csrc/base/team.h.
 ONE, WHERE_CORES_SUFFICE, ALL = 0, 1, 2
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
@@ -35,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 
 @contextmanager
 def threads(count: int, choice: int = ALL, background: int = 1) -> Iterator[Callable[[], int]]:
-    """Has ranks divide among so many threads; yields what counts how often they have divided."""
+    """Has ranks divide work among `count` threads; yields a function that counts divisions."""
     library, before = native.load(), torch.get_num_threads()
     torch.set_num_threads(count)
     library.symm_cp_set_threads(choice, background)
@@ -202,10 +202,10 @@ def divides(group: dist.ProcessGroup, count: int, cores: list[int], choice: int)
     """Returns how often a rank on these cores divides in its later calls."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
-    mine = dist.new_group(list(range(group.size())))  # which no earlier test has used
+    mine = dist.new_group(list(range(group.size())))  # a group that no earlier test has used
     x = torch.ones(1 << 18)
     with threads(count, choice) as divisions:
-        for _ in range(2):  # ranks hear of each other's cores
+        for _ in range(2):  # ranks learn of each other's cores
             OPS.one_shot_all_reduce(x, "sum", mine.group_name)
             dist.barrier(group)
         earlier = divisions()
@@ -216,7 +216,7 @@ def divides(group: dist.ProcessGroup, count: int, cores: list[int], choice: int)
 
 
 def test_work_is_divided_where_the_ranks_have_cores_for_it(ranks: Ranks) -> None:
-    """In new processes: the threads of a pool keep the cores of the thread that started it."""
+    """Uses new processes, as threads of a pool keep the cores of the thread that started it."""
     cores = sorted(os.sched_getaffinity(0))
     for world_size, count, choice, divided in [
         (1, len(cores), WHERE_CORES_SUFFICE, len(cores) > 1),
@@ -276,7 +276,7 @@ def exchanges_heads(group: dist.ProcessGroup) -> None:
 
 
 def copies(divisions: Callable[[], int], nbytes: int) -> bool:
-    """Copies to and from addresses that begin no page; tells whether the work was divided."""
+    """Copies to an address within a page; returns whether the work was divided."""
     before, start = divisions(), random.randrange(1, 4096)
     x = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     out = torch.zeros(nbytes + 4096, dtype=torch.uint8)

@@ -28,7 +28,7 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
 def told(step: Step) -> tuple[object, ...]:
-    """What a recording keeps of a step."""
+    """The parts of a step that a recording keeps."""
     if isinstance(step, Signal):
         return ("signal", step.to, step.flag)
     if isinstance(step, Wait):
@@ -82,7 +82,7 @@ def test_a_recording_has_the_steps_of_the_schedule(ranks: Ranks, world_size: int
 
 
 def native_products(group: dist.ProcessGroup) -> None:
-    """One collective before or after a product: what was proven is what runs."""
+    """A collective before or after a product runs the steps of its proven schedule."""
     W, rank, name = group.size(), group.rank(), group.group_name
     gather, scatter = (
         pattern.direct().schedule(rank, W)
@@ -140,7 +140,7 @@ def engine(group: dist.ProcessGroup) -> None:
         again = symm_cp.low_contention_all_gather(x, group=group)
         torch.ops._c10d_functional.wait_tensor(again)
     events = recording.timeline.events
-    # What is published, is so by the caller; the rest is done by whoever comes first.
+    # The caller publishes; the rest is done by the caller or the engine, whichever comes first.
     published = [event for event in events if isinstance(event.step, Signal)]
     assert all(event.lane == "compute" for event in published)
     assert len(published) == 2 * (group.size() - 1)
@@ -214,7 +214,7 @@ def test_recordings_do_not_mix(ranks: Ranks) -> None:
 
 
 def strided(group: dist.ProcessGroup) -> None:
-    """A copy that Python makes is a copy."""
+    """A copy that Python makes is recorded as a copy."""
     a = torch.randn(4, 6).t()
     plain = mock.patch.object(cpu, "has_symmetric", return_value=False)
     with symm_cp.trace() as recording, tuning.forced("shards"), plain:

@@ -123,7 +123,7 @@ def test_a_folder_on_the_way_that_others_can_write(
 
 
 def test_a_private_group_is_nobody_else(place: Path, users: Users) -> None:
-    """As where the umask is 002, and so the mode of ~/.cache 775."""
+    """As under a umask of 002, by which ~/.cache has mode 775."""
     before = os.umask(0o002)
     try:
         cache = place.parent / ".cache"
@@ -153,7 +153,7 @@ def test_groups_that_are_not_private(
     refused("group 'me' with next")
     users.users.pop()
     users.group.gr_name = "staff"
-    refused("group 'staff'")  # whose members a database of the network may not list
+    refused("group 'staff'")  # a network's database may not list its members
     users.group.gr_name, users.me.pw_gid = "me", users.me.pw_gid + 1
     refused("group 'me'")
     users.group.gr_gid += 1

@@ -30,7 +30,7 @@ def faster(work: MatmulWork, ranks: int = 2) -> str:
     return min(seconds, key=seconds.__getitem__)
 
 
-ROWS = 1_100_000  # native kernels serve fewer, without a choice
+ROWS = 1_100_000  # with fewer, native kernels run without a choice
 
 
 def gather(rows: int, inner: int, columns: int, dtype: torch.dtype = F32) -> MatmulWork:
@@ -282,7 +282,7 @@ def forced(group: dist.ProcessGroup) -> None:
     tuning.relearn(state)
     dist.barrier(group)
     for way in tuning.WAYS:
-        # Whether earlier tests have left symmetric memory in the group or not, nobody asks for it.
+        # Ignores symmetric memory that earlier tests may have left in the group.
         plain = unittest.mock.patch.object(cpu, "has_symmetric", return_value=False)
         with symm_cp.trace() as recording, tuning.forced(way), plain:
             run(group)

@@ -34,7 +34,7 @@ def ids_of(seed: int) -> torch.Tensor:
 
 
 def other_batches(group: dist.ProcessGroup) -> None:
-    """Rank 1 has another batch, in one thing at a time."""
+    """Rank 1 has another batch, which differs in one tensor at a time."""
     mesh, other = mesh_of(group), group.rank() == 1
     ids, floats = ids_of(0), torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(1))
     whole: dict[str, Any] = {
@@ -65,7 +65,7 @@ def other_batches(group: dist.ProcessGroup) -> None:
             assert "DistributedSampler" in text
             assert "SYMM_CP_COMPARE_INPUTS=0" in text
     local, _ = symm_cp.shard_batch(mesh, whole)  # in step after all this
-    # How it is cut counts, too, and so do embeddings, but not their rounding.
+    # The layout is compared, too, and so are embeddings, but not their rounding.
     with pytest.raises(RuntimeError, match="the layout and options"):
         symm_cp.shard_batch(mesh, whole, average_gradients=other)
     kind = symm_cp.Sequential if other else symm_cp.HeadTail
@@ -123,14 +123,14 @@ def other_weights(group: dist.ProcessGroup) -> None:
         assert f"and rank {group.size() - 1} in" in str(caught.value)
     model.load_state_dict(good)
     expected = step(model, group, batch)
-    # What is loaded later is compared again.
+    # Weights that are loaded later are compared again.
     state = {name: value + 1e-3 * other for name, value in good.items()}
     model.load_state_dict(state)
     with pytest.raises(RuntimeError, match="load one checkpoint on all"):
         step(model, group, batch)
     model.load_state_dict(good)
     assert step(model, group, batch) == expected
-    # By shard_batch(model=...) and context_parallel(model=...), too.
+    # shard_batch(model=...) and context_parallel(model=...) compare weights, too.
     seeded = model_of("LlamaForCausalLM", num_hidden_layers=2)
     if other:
         nn.init.normal_(seeded.lm_head.weight)
@@ -158,7 +158,7 @@ def test_other_weights_are_refused_on_all_ranks(ranks: Ranks, world_size: int) -
 
 def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
     """Trains some steps; returns the warnings."""
-    agreement._known.clear()  # models of other tests, which wait for their first step
+    agreement._known.clear()  # forget models of other tests that wait for a first step
     model: Any = model_of("LlamaForCausalLM")
     batch, averaged = batch_of(), how in ("ddp", "fsdp")
     trained = model
@@ -232,7 +232,7 @@ class SumsInStep(torch.optim.SGD):
 
 
 def correct_programs(group: dist.ProcessGroup) -> None:
-    """None of what some ranks or optimizers may do by themselves raises or warns."""
+    """Programs in which ranks or optimizers rightly act by themselves raise and warn nothing."""
     agreement._known.clear()
     batch, model = batch_of(), model_of("LlamaForCausalLM")
     step(model, group, batch)  # an optimizer that sums
@@ -240,7 +240,7 @@ def correct_programs(group: dist.ProcessGroup) -> None:
     optimizer.step()
     optimizer.zero_grad()
     step(model, group, batch)
-    model = model_of("LlamaForCausalLM")  # two, of which each gets its sums before its step
+    model = model_of("LlamaForCausalLM")  # two optimizers, each with its sums just before its step
     parameters = list(model.parameters())
     for _ in range(2):
         step(model, group, batch)
@@ -278,7 +278,7 @@ def without_warnings(group: dist.ProcessGroup, program: Any) -> None:
 
 
 def modules_without_a_model(group: dist.ProcessGroup) -> None:
-    """A program that calls modules of torch one by one: compared when the next batch is cut."""
+    """A program without a model calls torch's modules; weights are compared at the next cut."""
     mesh, other = mesh_of(group), group.rank() == 1
 
     def run(embed: nn.Module, head: nn.Module) -> list[str]:
@@ -299,7 +299,7 @@ def modules_without_a_model(group: dist.ProcessGroup) -> None:
 
     torch.manual_seed(0)
     embed, head = nn.Embedding(31, 8), nn.Linear(8, 31)
-    (message,) = run(embed, head)  # nobody sums
+    (message,) = run(embed, head)  # gradients are not summed
     assert "Linear 1.weight" in message
     head = nn.Linear(8, 31)
     nn.init.normal_(head.weight, std=1.0 + other)
@@ -456,7 +456,7 @@ def test_a_loss_that_is_not_reduced_is_noticed(ranks: Ranks) -> None:
 
 
 def wrapped(group: dist.ProcessGroup) -> None:
-    """Whether gradients are averaged follows from what the model is wrapped in."""
+    """The model's wrapper (DDP or FSDP2) tells whether gradients are averaged."""
     mesh, batch = mesh_of(group), batch_of()
     dense = model_of("LlamaForCausalLM")
     dense(**batch).loss.backward()

@@ -1,4 +1,4 @@
-"""`shard_batch`: labels, positions, and a loss that is that of the whole batch."""
+"""`shard_batch`: labels, positions, and a loss that equals the whole batch's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_loss_is_that_of_the_whole_batch(ranks: Ranks, world_size: int, leng
 
 
 def rank_without_labels(group: dist.ProcessGroup) -> None:
-    """All labels are in the first quarter: in parts of two ranks, or of one, or anywhere."""
+    """All labels are in the first quarter, or there are none."""
     mesh, W = mesh_of(group), group.size()
     generator = torch.Generator().manual_seed(W)
     ids = torch.randint(11, (2, 4 * W), generator=generator)
@@ -115,7 +115,7 @@ def cuts_what_batches_hold(group: dist.ProcessGroup) -> None:
         "my_weights": ids.float(),
     }
     whole = {
-        # Of the length of the sequence by chance: as many boundaries, heads, channels.
+        # As long as the sequence by chance: numbers of boundaries, heads, channels.
         "cu_seq_lens_q": torch.arange(S),
         "cu_seq_lens_k": torch.arange(S).expand(2, -1),
         "max_length_q": 7,
@@ -136,7 +136,7 @@ def cuts_what_batches_hold(group: dist.ProcessGroup) -> None:
     local, _ = symm_cp.shard_batch(mesh, batch)
     assert local["attention_mask"] is mask
     assert torch.equal(local["position_ids"], several[..., rows])
-    # What collates a batch may have shifted the labels.
+    # The collator may have shifted the labels.
     batch = {"input_ids": ids, "labels": ids, "shift_labels": ids + 7}
     local, _ = symm_cp.shard_batch(mesh, batch)
     assert torch.equal(local["labels"], (ids + 7)[:, rows])

@@ -36,7 +36,7 @@ MaskMod = Callable[..., torch.Tensor]
 
 
 def mask_mods(length: int) -> Iterator[tuple[str, MaskMod, int, int]]:
-    """Masks with the batch and heads that they depend on."""
+    """Masks, with the numbers of samples and heads that they distinguish."""
     document = torch.bucketize(torch.arange(length), torch.tensor([length // 3, length // 2]))
     drawn = torch.rand(length, length) < 0.1
     reach = torch.tensor([[3, 40, length], [0, 17, 2]])
@@ -61,7 +61,7 @@ def balancers(mask: BlockMask, W: int) -> Iterator[LoadBalancer]:
 
 
 def expected_states(mask: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """What torch says of the blocks of a dense mask, one block at a time."""
+    """The states of a dense mask's blocks, computed one block at a time."""
     B, H, Q, K = mask.shape
     shape = (B, H, -(-Q // size[0]), -(-K // size[1]))
     states = torch.full(shape, PARTIAL, dtype=torch.int8)
@@ -84,7 +84,7 @@ def check_local(
     assert local.symm_cp_global is mask
     exact = dense[:, :, balancer.positions(rank)][..., balancer.permutation()]
     assert torch.equal(block_states(local), expected_states(exact, mask.BLOCK_SIZE)), what
-    # torch's kernels ask for whole blocks: beyond the end there is nothing to see.
+    # torch's kernels evaluate whole blocks: the mask hides positions beyond the end.
     again = create_mask(local.mask_mod, B, H, rows + 5, dense.shape[3] + 3, "cpu")
     assert torch.equal(again, F.pad(exact, (0, 3, 0, 5))), what
 
@@ -155,7 +155,7 @@ def test_cross_attention() -> None:
 
 
 def test_blocks_without_a_mask() -> None:
-    """Blocks that were listed by hand are cut through where chunks end within them."""
+    """Blocks listed by hand are split where a chunk ends within them."""
     counts, indices = torch.tensor([[[1, 2, 0, 1]]]), torch.arange(4).int().expand(1, 1, 4, 4)
     mask = BlockMask.from_kv_blocks(counts.int(), indices.contiguous(), BLOCK_SIZE=8)
     dense = (torch.arange(4) < counts.unsqueeze(-1)).repeat_interleave(8, -1)
@@ -171,7 +171,7 @@ def test_blocks_without_a_mask() -> None:
 
 
 def test_one_block_for_everything() -> None:
-    """What torch makes where no mask is given."""
+    """torch makes such a block mask where none is given."""
     ones = torch.ones(1, 1, 1, dtype=torch.int32)
     mask = BlockMask.from_kv_blocks(
         ones, torch.zeros(1, 1, 1, 1, dtype=torch.int32), BLOCK_SIZE=1 << 30, seq_lengths=(33, 33)
@@ -274,7 +274,7 @@ def test_a_mask_that_all_layers_use_is_cut_once() -> None:
     for _ in range(3):
         assert cuts.get(masks[0], balancer, balancer, 1) is cut
         assert cuts.get(masks[1], balancer, balancer, 1) is other
-    masks[0].kv_num_blocks.zero_()  # and those of full blocks stay
+    masks[0].kv_num_blocks.zero_()  # the numbers of full blocks stay
     changed = cuts.get(masks[0], balancer, balancer, 1)
     assert not torch.equal(block_states(changed), block_states(cut))
     assert cuts.get(masks[1], Sequential(64, 2), balancer, 1) is not other
@@ -295,7 +295,7 @@ def test_a_mask_that_was_cut_before_is_not_cut_again() -> None:
 
 
 def test_local_masks_are_made_on_the_device() -> None:
-    """Not copied there, for which the host would wait."""
+    """A copy from the host would make the host wait."""
     for balancer in (HeadTail(61, 3), PerDocumentHeadTail([[12, 6], [6, 12]], 3)):
         made = balancer.positions(1, device="meta"), balancer.permutation(device="meta")
         for on_device, plain in zip(

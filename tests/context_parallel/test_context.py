@@ -1,4 +1,4 @@
-"""`context_parallel`: buffers, which calls run context parallel, and what is left behind."""
+"""`context_parallel`: buffers, which calls run context parallel, and the state afterwards."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def recomputes_outside(group: dist.ProcessGroup, seed: int) -> None:
                 assert_all_close(grads(layers, where), expected)
     tensors = [t.clone().requires_grad_() for t in whole(seed, 8)[:3]]
     with symm_cp.context_parallel(mesh):
-        pass  # nothing of it is left: checkpoints of plain attention recompute plain attention
+        pass  # once it has ended, checkpoints of plain attention recompute plain attention
     for reentrant in (False, True):
         out = checkpoint(F.scaled_dot_product_attention, *tensors, use_reentrant=reentrant)
         given = whole(seed, 8)
@@ -335,7 +335,7 @@ def test_other_threads_are_left_alone(ranks: Ranks) -> None:
 
 
 def unshards_only_what_is_known(group: dist.ProcessGroup) -> None:
-    # A group of its own: which layouts were used goes with the group.
+    # A new group: the layouts in use are remembered by group.
     mesh, W = mesh_of(dist.new_group(list(range(group.size())))), group.size()
     x = torch.arange(12.0 * W)
     straight = symm_cp.Sequential(12 * W, W)
@@ -379,7 +379,7 @@ def remembers(group: dist.ProcessGroup) -> None:
             shard = local["input_ids"][0].float()
         assert isinstance(shard, torch.Tensor)
         assert torch.equal(symm_cp.context_parallel_unshard(mesh, [shard], [0])[0], x)
-        # Nor does attention take these shards for those of another load balancer.
+        # Nor does attention accept these shards as cut by another load balancer.
         q = shard.view(1, 1, -1, 1)
         if W > 1:
             with (

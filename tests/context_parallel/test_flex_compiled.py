@@ -78,26 +78,26 @@ class _Records(logging.Handler):
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        # With CUDA's compiler and no GPU, torch says so once, whatever is compiled.
+        # torch warns once if CUDA's compiler is there without a GPU, whatever is compiled.
         if record.name != "torch.utils.cpp_extension":
             self.found.append(record.getMessage())
 
 
 @contextmanager
 def one_graph(*, breaks: int = 0) -> Iterator[None]:
-    """No graph break, no warning, nothing logged."""
+    """Checks that there are `breaks` graph breaks, no warning and no message."""
     records = _Records()
     logging.getLogger("torch").addHandler(records)
     before = sum(counters["graph_break"].values())
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            # A region ignores this one (guards.py); the line above has undone that.
+            # A region ignores this warning (guards.py); the line above has undone that.
             warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
             yield
     finally:
         logging.getLogger("torch").removeHandler(records)
-    # Modules of torch use what is deprecated, when they are imported.
+    # Importing torch's modules gives deprecation warnings.
     found = [str(w.message) for w in caught if w.category is not DeprecationWarning]
     assert not found, found
     assert not records.found, records.found
@@ -109,7 +109,7 @@ def graphs() -> int:
 
 
 class Problem:
-    """One rank's part of an attention, and what one process finds."""
+    """One rank's part of an attention, and the results of one process."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Problem:
     def check(
         self, out: torch.Tensor, lse: torch.Tensor | None = None, *, tolerance: float = 1e-9
     ) -> None:
-        """The output, the log-sum-exp and all gradients."""
+        """Checks the output, the log-sum-exp and all gradients."""
         inputs = [t for t in (self.q, self.k, self.v, self.slopes) if t is not None]
         grads = list(torch.autograd.grad(out, inputs, self.upstream))
         close = {"rtol": tolerance, "atol": tolerance}
@@ -353,7 +353,7 @@ def checkpointed(group: dist.ProcessGroup) -> None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     for attend in (flex, sdpa):
-        torch._dynamo.reset()  # which otherwise leaves code alone that it could not compile once
+        torch._dynamo.reset()  # else Dynamo skips code that it once failed to compile
 
         @torch.compile(backend="aot_eager")
         def step(*inputs: torch.Tensor, attend: Any = attend) -> torch.Tensor:
@@ -381,7 +381,7 @@ def refuses(group: dist.ProcessGroup) -> None:
             fn(q, k, v, return_aux=AuxRequest(max_scores=True))
         with pytest.raises(ValueError, match="pass a load_balancer, which knows the length"):
             fn(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:])
-        # Nothing of that is left behind.
+        # The refused calls leave no trace.
         problem.check(fn(*problem.arguments()))
     style = symm_cp.ContextParallel(2, symm_cp.ContextParallel.AttentionType.SDPA)
     attention = parallelize_module(Attention(problem.mask), mesh_of(group), style)

@@ -96,13 +96,13 @@ def test_trains_as_one_process(ranks: Ranks, world_size: int, length: int) -> No
 
 
 def restores(group: dist.ProcessGroup) -> None:
-    # Modules of other tests, which redirect it for as long as they live.
+    # Free other tests' modules, which redirect the function as long as they exist.
     torch._dynamo.reset()
     gc.collect()
     code, results = flex_attention.__code__, []
     q = torch.randn(1, 2, 16, 8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of being slow
+        warnings.simplefilter("ignore")  # torch's own warning, of being slow
         before = flex_attention(q, q, q)
         with symm_cp.context_parallel(mesh_of(group)):
             assert flex_attention.__code__ is not code

@@ -44,7 +44,7 @@ LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 NO_WINDOW = ["full_attention"] * 2
 
-# What is harmless must work: windows that reach over the whole sequence, windows that are not used.
+# Harmless settings must work: windows over the whole sequence, windows that are not used.
 RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {}),
     ("Mistral", {"sliding_window": LENGTH}),
@@ -118,7 +118,7 @@ def assert_same(
     call: Callable[..., Any] | None = None,
     balancer: symm_cp.LoadBalancer | None = None,
 ) -> None:
-    """Compares logits and gradients with those of one process."""
+    """Compares logits and gradients with one process."""
     dense, batch = copy.deepcopy(model), local_batch(group)
     rows = layout(group).positions(group.rank())
     full = dense(input_ids=tokens(), attention_mask=torch.ones_like(tokens())).logits
@@ -127,7 +127,7 @@ def assert_same(
     with symm_cp.context_parallel(mesh_of(group), load_balancer=balancer):
         logits = (call or model)(**batch).logits
         (logits * weights[:, rows]).sum().backward()
-    # Rotary embeddings of transformers are computed in float32, and some models are.
+    # transformers computes rotary embeddings in float32, and some models as a whole.
     torch.testing.assert_close(logits, full[:, rows], rtol=1e-4, atol=1e-4)
     for (name, got), want in zip(model.named_parameters(), dense.parameters(), strict=True):
         if want.grad is not None:
@@ -140,7 +140,7 @@ def assert_same(
 def are_right(group: dist.ProcessGroup) -> None:
     for name, options in RIGHT:
         assert_same(group, build(name, **options), balancer=layout(group))
-    # Without a load balancer attention tells the length.
+    # Without a load balancer, the length follows from the call of attention.
     assert_same(group, build("Mistral", sliding_window=LENGTH))
     assert not _has_any_global_hook()
 
@@ -211,7 +211,7 @@ def positions(group: dist.ProcessGroup) -> None:
     straight = symm_cp.Sequential(LENGTH, 2)
     cases: list[tuple[symm_cp.LoadBalancer, dict[str, Any], str]] = [
         (layout(group), {"attention_mask": ones}, "LlamaModel was called without position_ids"),
-        # Two documents, one a rank: no rank sees a jump, and attention would be across them.
+        # Two documents, one on each rank: no rank sees a jump, and attention would cross them.
         (straight, {"position_ids": torch.arange(LENGTH // 2).expand(2, -1)}, "packed documents"),
         (symm_cp.HeadTail(3, 2), {"position_ids": at, "attention_mask": ones}, "one position"),
     ]
@@ -222,7 +222,7 @@ def positions(group: dist.ProcessGroup) -> None:
             with pytest.raises(RuntimeError, match="rank 1 failed: NotImplementedError on rank 1"):
                 symm_cp.all_gather_attention(q, q, q, group=group)
             continue
-        # No collectives where the other rank is not here.
+        # No layers, so no collectives, where the other rank does not call the model.
         model.model.config.num_hidden_layers = 0 if packed else 2
         with (
             pytest.raises(NotImplementedError, match=message),
@@ -249,7 +249,7 @@ def kept(group: dist.ProcessGroup) -> None:
 
 
 def test_positions_are_not_chosen_from_a_part(ranks: Ranks) -> None:
-    """`logits_to_keep=1` would give another token on each rank."""
+    """`logits_to_keep=1` would keep another token on each rank."""
     ranks.run(2, kept)
 
 

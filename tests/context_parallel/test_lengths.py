@@ -1,4 +1,4 @@
-"""Sequences of several lengths in one context: each is spread as its own load balancer says."""
+"""Sequences of several lengths in one context, each with its own load balancer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shards(group: dist.ProcessGroup, whole: list[torch.Tensor], by: Balancers) -
 
 
 def earlier(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    """Uses the positions of queries and keys of different sequences."""
+    """A mask by the positions of queries and keys, which belong to different sequences."""
     return (kv_idx <= 2 * q_idx) & (kv_idx % 5 != 3)
 
 
@@ -119,7 +119,7 @@ def test_each_length_has_its_layout(
 
 
 def every_length_is_head_tail(group: dist.ProcessGroup) -> None:
-    """Without load balancers, as `shard_batch` and `context_parallel_shard` cut by default."""
+    """Without load balancers, each length is cut as `shard_batch` cuts it by default."""
     W = group.size()
     by = {n * W: symm_cp.HeadTail(n * W, W) for n in (4, 6)}
     whole, mask = tensors(3, 4 * W, 6 * W), visible(4 * W, 6 * W)
@@ -178,7 +178,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     refused(ValueError, "is an empty mapping", {})
     refused(TypeError, "of 8 positions is a str", {8: "head-tail"})
     refused(TypeError, "load_balancer is a str", "head-tail")
-    # 9 positions are 5 and 4, 10 are 5 and 5: rank 0 could not tell them apart, rank 1 could.
+    # 9 positions are cut into 5 and 4, 10 into 5 and 5: rank 0 could not tell the lengths apart.
     close = {9: symm_cp.Sequential(9, W), 10: symm_cp.Sequential(10, W)}
     refused(ValueError, "rank 0 holds 5 positions of .*9.* and of .*10.*pad the sequence", close)
     buffers = {"buffers": [torch.zeros(9)], "buffer_seq_dims": [0]}
@@ -198,7 +198,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         within(lambda length: by[12], q, k, v, mask)
     with pytest.raises(TypeError, match=r"load_balancer\(4\) returned a NoneType"):
         within(lambda length: None, q, k, v, mask)
-    # One load balancer says nothing of keys of another length, whose order counts here ...
+    # One load balancer does not give the order of keys of another length, which matters here ...
     with pytest.raises(ValueError, match=r"4 queries and 6 keys.*is for sequences of one length"):
         within(by[8], q, k, v, mask)
     within(by[8], q, k, v)  # ... and not here
@@ -246,7 +246,7 @@ def test_the_style_takes_several_lengths(ranks: Ranks, compiled: bool) -> None:
 
 
 def compiled_once(group: dist.ProcessGroup, dynamic: bool) -> None:
-    """One compiled function serves several regions; each gets the layouts of its own."""
+    """One compiled function runs in several regions, in each with the region's layouts."""
     torch._dynamo.reset()
     queries, keys, W = 12, 22, group.size()
     whole = tensors(7, queries, keys)

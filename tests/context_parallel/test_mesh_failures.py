@@ -25,7 +25,7 @@ from tests.exhaustive import some
 
 
 class Trouble(Exception):
-    """What a rank's own code raises."""
+    """An error in a rank's own code."""
 
 
 class Fails(nn.Module):
@@ -34,7 +34,7 @@ class Fails(nn.Module):
 
 
 def fails_on_a_mesh(group: dist.ProcessGroup, names: Any, failing: int) -> None:
-    """All ranks hear of it at once, and go on with the mesh and with the group of all ranks."""
+    """All ranks learn of a failure at once, and can use the mesh and the whole group again."""
     q = torch.randn(1, 4, 8, 4, dtype=torch.float64)
     mask = torch.ones(3, 3, dtype=torch.bool)
     trouble: list[Callable[[DeviceMesh], Any]] = [
@@ -62,7 +62,7 @@ def fails_on_a_mesh(group: dist.ProcessGroup, names: Any, failing: int) -> None:
             step(attend, fail if fails else None)
         told = rf"Error on global rank {failing}: .*along mesh dimension '(one|other)', ranks \["
         assert fails or re.search(told, str(caught.value)), str(caught.value)
-        # Nothing of what failed is in later results.
+        # The failed call does not affect later results.
         assert torch.equal(step(attend, None), expected)
         x = torch.ones(4, 4)
         assert symm_cp.all_gather_matmul(x, x, group=group)[0, 0] == 4
@@ -78,7 +78,7 @@ def test_a_rank_that_fails_on_a_mesh(ranks: Ranks, keys_first: bool, failing: in
 def failing_at(
     original: Callable[..., Any], call: int, kind: type[BaseException], afterwards: bool
 ) -> Callable[..., Any]:
-    """Returns a function that fails at a call, before or after it has done what it does."""
+    """Returns `original` made to fail at one call, before or after it does its work."""
     calls = itertools.count(1)
 
     def fails(*args: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ def failing_at(
 
 
 def fails_within_calls(group: dist.ProcessGroup, failing: int) -> None:
-    """A rank fails before, between and after the calls that one call over a mesh consists of."""
+    """A rank fails before, between and after the inner calls of one call over a mesh."""
     q, mesh = torch.randn(1, 4, 8, 4, dtype=torch.float64, requires_grad=True), mesh_2d((2, 2))
 
     def step() -> torch.Tensor:
@@ -114,7 +114,7 @@ def fails_within_calls(group: dist.ProcessGroup, failing: int) -> None:
             told = None if mine else kind.__name__
             fails = failing_at(getattr(where, name), at, kind, afterwards)
             last = at == 4 or (name == "attend_backward" and afterwards)
-            if last and (group.rank() - failing) % 2:  # not of its column: had all it needed
+            if last and (group.rank() - failing) % 2:  # not of its column: had all its data
                 assert torch.equal(step(), expected)
             error = pytest.raises(kind if mine else RuntimeError, match=told)
             with mock.patch.object(where, name, fails if mine else getattr(where, name)), error:

@@ -59,7 +59,7 @@ def mesh_2d(shape: tuple[int, int], ranks: list[int] | None = None) -> DeviceMes
 def trains(
     mesh: DeviceMesh, method: Any, balancer: symm_cp.LoadBalancer | None, *, is_causal: bool
 ) -> None:
-    """Raises unless attention in a context gives what it gives in one process."""
+    """Raises unless attention in a context gives the results of one process."""
     W = mesh.size()
     length = 8 * W if balancer is None else balancer.seq_length
     given = whole(3, length, kv_heads=2)
@@ -340,7 +340,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         region = symm_cp.context_parallel(mesh, method="ulysses")
         with region, pytest.raises(ValueError, match=heads):
             attend(q, q, q)
-    # What was refused leaves the group as it was.
+    # The refused calls leave the group as it was.
     trains(mesh, "ulysses", None, is_causal=True)
 
 
@@ -349,7 +349,7 @@ def test_methods_that_do_not_fit_are_refused_by_name(ranks: Ranks) -> None:
 
 
 def differ(group: dist.ProcessGroup) -> None:
-    """Ranks with other methods, heads or calls hear of each other in words, and go on."""
+    """Ranks whose methods, heads or calls differ raise clear errors, and can go on."""
     W, rank = group.size(), group.rank()
     q, x = torch.randn(1, 2 * W, 8, 4, dtype=torch.float64), torch.ones(4, 4)
     for first, other in (

@@ -1,4 +1,4 @@
-"""Dropout and other random numbers within a context: those of one rank, on any number of ranks."""
+"""Random numbers within a context, as in dropout, do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, Callable[[int, int], symm_cp.LoadBalancer]] = {
     "documents": lambda length, ranks: symm_cp.PerDocumentHeadTail([length - 8, 8], ranks),
 }
 
-# What is called with this rank's part, (SAMPLES, positions, FEATURES).
+# Functions of this rank's part of the sequence, (SAMPLES, positions, FEATURES).
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "module": lambda x: nn.Dropout(0.3)(x),
@@ -69,7 +69,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         .flatten(2)
     ),
 }
-# What is the same on all ranks: (SAMPLES, FEATURES), a parameter, depths of samples, numbers.
+# Draws that are the same on all ranks: (SAMPLES, FEATURES), a parameter, depths, numbers.
 ALIKE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pooled": lambda x: F.dropout(torch.ones(SAMPLES, FEATURES), 0.3),
     "parameter": lambda x: F.dropout(nn.Parameter(torch.ones(x.shape[1], 5)), 0.3),
@@ -94,7 +94,7 @@ def within(
     step: Callable[[torch.Tensor], Any],
     length: int = LENGTH,
 ) -> Any:
-    """Calls a function of this rank's part within a context."""
+    """Calls a function within a context, with this rank's part of the sequence."""
     mesh = mesh_of(group)
     balancer = LAYOUTS[layout](length, group.size())
     (x,) = symm_cp.context_parallel_shard(mesh, [sequence(length)], [1], balancer)
@@ -157,7 +157,7 @@ def test_tokens_are_dropped_by_themselves_and_parameters_alike(ranks: Ranks) -> 
     assert torch.equal(parameter, also)
 
 
-# --- what is decided by one number -------------------------------------------------------------
+# --- decisions by one number --------------------------------------------------------------------
 
 
 class Layers(nn.Module):
@@ -261,7 +261,7 @@ def test_other_seeds_are_refused(ranks: Ranks) -> None:
 
 
 def routes(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Experts of which ranks call different numbers, with different numbers of tokens."""
+    """Ranks call different numbers of experts, with different numbers of tokens."""
     rank = group.rank()
 
     def step(x: torch.Tensor) -> list[torch.Tensor]:
@@ -333,7 +333,7 @@ def drops_dtensors(group: dist.ProcessGroup) -> list[torch.Tensor]:
 
 
 def test_dtensors(ranks: Ranks) -> None:
-    """Ranks of "tp" that hold the same drop the same, all others their own."""
+    """Ranks of "tp" with the same data drop the same elements; all others drop their own."""
     drawn = ranks.run(4, drops_dtensors)
     for index in range(4):
         replicated = index in (0, 3)
@@ -411,7 +411,7 @@ def compiled_by_inductor(group: dist.ProcessGroup, layout: str) -> torch.Tensor:
 
 @exhaustive
 def test_inductor(ranks: Ranks) -> None:
-    """Its seeds are others than those of eager code, but the same at every world size."""
+    """Inductor's seeds differ from eager code's, but are the same at every world size."""
     (alone,) = ranks.run(1, compiled_by_inductor, "HeadTail", timeout=600)
     for spread in ranks.run(2, compiled_by_inductor, "Sequential", timeout=600):
         torch.testing.assert_close(spread, alone)

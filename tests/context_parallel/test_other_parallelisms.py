@@ -88,7 +88,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def batch_of(replica: int) -> Batch:
-    """Samples of one replica; how many labels count differs from part to part of the sequence."""
+    """One replica's samples; the number of labels that count differs between parts."""
     generator = torch.Generator().manual_seed(100 + replica)
     ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
     labels = ids.clone()
@@ -130,14 +130,14 @@ def run_step(
 
 
 def sum_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """What a program does where nobody adds up the gradients of the parts of a sequence."""
+    """Sums gradients over the parts of a sequence, as programs do if no wrapper does so."""
     for parameter in model.parameters():
         grad = parameter.grad
         dist.all_reduce(grad.to_local() if isinstance(grad, DTensor) else grad, group=group)
 
 
-# Each changes the model for a mesh, and returns what to call, whether gradients are averaged over
-# the ranks that share samples, and what to do after the backward pass.
+# Each changes the model for a mesh, and returns the module to call, whether gradients are averaged
+# over the ranks that share samples, and a function to call after the backward pass.
 Parallelism = Callable[[nn.Module, DeviceMesh], tuple[nn.Module, bool, Callable[[], None]]]
 
 
@@ -332,7 +332,7 @@ def test_a_model_of_transformers_by_its_plan(
 
 
 def mixed_precision_as_in_one_process(group: dist.ProcessGroup) -> None:
-    """FSDP2 casts the inputs of layers, masks among them; to their own dtype here."""
+    """FSDP2 casts the inputs of layers, masks included; here to the dtype that they have."""
     client, batch = Client("Mistral", {"sliding_window": 5}), causal_batch(LENGTH, padding="left")
     expected = in_one_process_of(client, batch)
     with world(group, "symm_cp"):

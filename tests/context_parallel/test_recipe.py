@@ -1,4 +1,4 @@
-"""`training_step`: the loss and gradients of one process, whoever sums gradients."""
+"""`training_step` gives the loss and gradients of one process, however gradients are summed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def as_in_one_process(
         model = decoder(recompute)
         named_like_the_batch(model)
         model, averaged, _ = {**OVER_DATA, **OVER_WEIGHTS}[kind](model, mesh)
-        # That FSDP2 divides by another number cannot be found out.
+        # training_step cannot find out that FSDP2 divides by another number.
         told = {"average_gradients": averaged} if kind == "fsdp_summing" else {}
         for number in (1, 2):  # gradients add up over steps
             with symm_cp.training_step(
@@ -112,7 +112,7 @@ IGNORED = -100
 
 
 def trains_llama(group: dist.ProcessGroup, method: Any) -> None:
-    """A model that computes its loss; weights after three steps, and what it gives."""
+    """A model that computes its loss: compares weights after three steps, and steps' results."""
     model, dense = (model_of("LlamaForCausalLM", sliding_window=None) for _ in range(2))
     ids = torch.randint(2, 31, (2, 12 * group.size()), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()
@@ -155,7 +155,7 @@ def test_a_model_that_computes_its_loss(ranks: Ranks, world_size: int, method: A
 
 
 class Mixed(nn.Module):
-    """Attention, a table that one rank needs only, and no positions."""
+    """Attention, and a table that only one rank needs; takes no positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def sums_what_one_rank_has(group: dist.ProcessGroup) -> None:
         with symm_cp.training_step(model, batch, mesh, **options) as step:
             then(step)
 
-    # Refused: no backward pass; and what one rank raises, the others hear of at once.
+    # A step without a backward pass is refused; the others learn at once of one rank's error.
     with pytest.raises(RuntimeError, match=r"without a backward pass of step\.loss"):
         run(model, batch, lambda step: None, **options)
 
@@ -233,7 +233,7 @@ def test_steps_that_differ_from_rank_to_rank(ranks: Ranks, world_size: int) -> N
 
 
 def trains_others(group: dist.ProcessGroup) -> None:
-    """RoBERTa with a loss of the user, whose positions are its own; T5, with two lengths."""
+    """RoBERTa, which makes its own positions, with the user's loss; T5, with two lengths."""
     ids = torch.randint(2, 31, (2, 8 * group.size()), generator=torch.Generator().manual_seed(3))
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     labels = ids[:, : 5 * group.size()].contiguous()

@@ -1,4 +1,4 @@
-"""What one rank refuses before it calls an op: its peers hear of it at once."""
+"""If one rank refuses a call before it calls an op, its peers learn of it at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Call = Callable[[bool], object]
 
 
 def calls(mesh: Any) -> dict[str, tuple[Call, str]]:
-    """Calls that are refused when they are `bad`, and why."""
+    """Calls by name, each with the error that it raises if called with `bad`."""
     q = torch.randn(1, 2, 8, 16)
     sharded = DTensor.from_local(q, mesh, [Shard(2)])
     crossed = DTensor.from_local(q, mesh, [Shard(1)])
@@ -88,7 +88,7 @@ def test_peers_hear_of_a_refusal_at_once(ranks: Ranks, world_size: int) -> None:
 
 
 def recomputed(group: dist.ProcessGroup) -> None:
-    """A checkpoint ends its recomputation by an exception, which refuses nothing."""
+    """A checkpoint ends its recomputation by an exception, which is not told as a refusal."""
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
     told: list[BaseException] = []
     refuse = error_reports.refuse

@@ -200,7 +200,7 @@ def test_a_bias_with_functions_of_positions_in_graphs(ranks: Ranks, softcap: flo
 
 
 def dropped(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
-    """The whole outputs of masks that the op and that tiles attend with."""
+    """Whole outputs with dropout, with a mask of the op's and with one that tiles compute."""
     length = 32
     given = whole(seed, length)
     balancer = symm_cp.HeadTail(length, group.size())

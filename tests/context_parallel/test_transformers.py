@@ -138,7 +138,7 @@ def flex_model(window: int | None = None) -> tuple[torch.nn.Module, torch.nn.Mod
 
 @contextlib.contextmanager
 def quick_masks() -> Iterator[None]:
-    """transformers compiles how it makes masks, which takes ten times as long as all else here."""
+    """Leaves transformers' mask creation uncompiled: compiling it takes most of the time."""
     create = masking_utils.create_block_mask
 
     def uncompiled(*args: Any, _compile: bool = False, **kwargs: Any) -> BlockMask:
@@ -216,7 +216,7 @@ def flex_refuses_packing(group: dist.ProcessGroup) -> None:
     split, _ = flex_model()
     for forward in (split, torch.compile(split, backend="aot_eager")):
         with (
-            # As with releases of transformers whose masks are not known.
+            # As in releases of transformers whose mask functions are unknown here.
             unittest.mock.patch.object(inspector, "_replace", return_value=None),
             quick_masks(),
             symm_cp.context_parallel(mesh_of(group)),

@@ -56,7 +56,7 @@ def says_so(group: dist.ProcessGroup) -> None:
         in_context(group, local, on_unfused="ignore")
         for how in ("function", "direct"):
             in_context(group, Attention(how, group))
-        # No module ran: somebody cuts buffers only, or computes by hand.
+        # No module ran: the program only cuts buffers, or computes without modules.
         x = torch.zeros(16)
         with symm_cp.context_parallel(mesh_of(group), buffers=[x], buffer_seq_dims=[0]):
             assert x.sin().shape == (8,)

@@ -36,7 +36,7 @@ LAYOUTS: dict[str, Callable[[list[int], int], symm_cp.LoadBalancer]] = {
 }
 Tensors = list[torch.Tensor]
 _TAKEN = inspect.signature(varlen_attn).parameters
-#: torch 2.11 takes fewer key heads without being told.
+#: torch 2.11 accepts fewer key heads without an option.
 FEWER_KEY_HEADS = {"enable_gqa": True} if "enable_gqa" in _TAKEN else {}
 
 
@@ -75,7 +75,7 @@ def dense(
 def results(
     given: Tensors, rows: torch.Tensor, cu_seq: torch.Tensor, window: tuple[int, int], scale: float
 ) -> Tensors:
-    """Output, log-sum-exp and gradients that these rows should have."""
+    """The expected output, log-sum-exp and gradients of these rows."""
     whole = learning(given[:3])
     out, lse = dense(whole, cu_seq, window, scale)
     grads = torch.autograd.grad((out, lse), whole, given[3:])
@@ -137,7 +137,7 @@ def test_documents_are_those_of_one_process(
 
 
 def compiles(group: dist.ProcessGroup, backend: str, seed: int) -> None:
-    """One graph, for every layout and all documents."""
+    """One graph is enough for all layouts and documents."""
     torch.manual_seed(seed)
     torch.compiler.reset()
     before = graphs()
@@ -160,7 +160,7 @@ def test_compiled_calls_are_in_one_graph(ranks: Ranks, world_size: int, backend:
 
 
 def in_a_row(group: dist.ProcessGroup, of_samples: bool, seed: int) -> None:
-    """A batch whose samples are cut, and then flattened by the model."""
+    """A batch whose samples are cut, and which the model then flattens."""
     torch.manual_seed(seed)
     torch.compiler.reset()
     W, rank = group.size(), group.rank()
@@ -278,7 +278,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     W = group.size()
     torch.manual_seed(5)
     q, k, whole = torch.randn(8, HEADS, 4), torch.randn(8, KEY_HEADS, 4), cumulative([3, 8 * W - 3])
-    own, given = cumulative([3, 5]), inputs(8 * W)  # a context would spread them
+    own, given = cumulative([3, 5]), inputs(8 * W)  # a context would spread the draws
     balancer = symm_cp.HeadTail(8 * W, W)
 
     def refused(kind: type[Exception], match: str, *args: Any, **options: Any) -> None:
@@ -336,7 +336,7 @@ def test_peers_hear_of_a_refusal_at_once(ranks: Ranks) -> None:
 
 
 def on_one_rank(group: dist.ProcessGroup) -> None:
-    """What the context does not serve is left to torch, which has no such kernel on CPU."""
+    """Unsupported options are left to torch, which has no such kernel on CPU."""
     q, whole = torch.randn(8, HEADS, 4), cumulative([3, 5])
     with (
         symm_cp.context_parallel(group, on_unfused="ignore"),
@@ -345,7 +345,7 @@ def on_one_rank(group: dist.ProcessGroup) -> None:
         varlen_attn(q, q, q, whole, whole, 8, 8, num_splits=1)
 
 
-if "num_splits" in _TAKEN:  # the context serves all options that torch 2.11's varlen_attn has
+if "num_splits" in _TAKEN:  # the context supports all options of torch 2.11's varlen_attn
 
     def test_one_rank_refuses_nothing(ranks: Ranks) -> None:
         ranks.run(1, on_one_rank)

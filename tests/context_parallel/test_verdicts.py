@@ -1,4 +1,4 @@
-"""What inspectors say of a model is kept with it, until something changes that it depends on."""
+"""Inspectors' verdicts are kept with a model until something changes that they depend on."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_models_of_a_release_with_other_masks_are_judged() -> None:
 
 
 def step(group: dist.ProcessGroup, model: nn.Module, *, passed: bool) -> Callable[[], None]:
-    """A forward and a backward pass of this rank's part of a batch."""
+    """Returns a function that runs forward and backward on this rank's part of a batch."""
     ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     mesh = mesh_of(group)
@@ -277,7 +277,7 @@ def test_a_warm_step_takes_few_calls(ranks: Ranks) -> None:
 
 
 def calls_of_a_training_step(group: dist.ProcessGroup) -> None:
-    """Which also cuts the batch and sums the gradients of 75 parameters."""
+    """The step also cuts the batch and sums the gradients of 75 parameters."""
     model, mesh = llama(layers=8), mesh_of(group)
     ids = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 

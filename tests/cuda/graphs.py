@@ -1,9 +1,9 @@
-"""Captured graphs of the simulated device: what is captured runs when the graph is replayed.
+"""Captured graphs of the simulated device: captured work runs when the graph is replayed.
 
 Torch's ops that are called while a stream is captured are recorded one by one, on the stream of
-their lane, between the driver's commands. They are carried out once meanwhile, only to learn what
-shapes their results have; then tensors that were there before are as they were, and those of the
-graph's own ("private pool") are garbage until the first replay.
+their lane, between the driver's commands. They also run once during the capture, only to get the
+shapes of their results; afterwards existing tensors are as they were, and the graph's own tensors
+("private pool") are garbage until the first replay.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _LEAVES = (
     *("merge_attention", "new_result"),
     *("attention_tile", "attention_inner", "attention_tile_backward"),
 )
-#: What needs the values of tensors on the host.
+#: Ops that need the values of tensors on the host.
 _SYNCHRONIZING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "_to_cpu")
 _ALLOCATING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 
 def refuse(what: str) -> Any:
-    """Raises what torch raises when the host waits for a stream that is captured."""
+    """Raises torch's error for a host that waits for a stream under capture."""
     raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
 
 
@@ -80,14 +80,14 @@ class Graph:
     def __init__(self, device: SimulatedDevice) -> None:
         self.device, self.library = device, device.library
         self.handle = ctypes.c_void_p()
-        self.kept: list[Any] = []  # tensors, and what the driver calls
+        self.kept: list[Any] = []  # tensors, and functions that the driver calls
         self._own: dict[int, torch.UntypedStorage] = {}
 
     # --- capture
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Captures what is done inside."""
+        """Captures the work of this thread inside."""
         stream = self.device.current_stream()
         assert self.library.simulated_capture_begin(stream) == 0
         self.device.graph = self
@@ -96,7 +96,7 @@ class Graph:
                 _Recorder(self),
                 mock.patch.object(torch.Tensor, "tolist", _refused),
                 mock.patch.object(torch.Tensor, "numpy", _refused),
-                # A stream that is captured does not care for torch's modes.
+                # A captured stream takes no notice of torch's modes.
                 mock.patch("symm_cp.modes._disable_current_modes", contextlib.nullcontext),
             ):
                 yield
@@ -112,7 +112,7 @@ class Graph:
             raise RuntimeError(f"CUDA error: {(name.value or b'').decode()}: the capture is lost")
 
     def record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Carries out an op for its shapes, and has the stream carry it out at every replay."""
+        """Runs an op to get its results' shapes, and has the stream run it at every replay."""
         given, written = _tensors((args, kwargs)), _written(func, args, kwargs)
         before = [(t, t.clone()) for t in written if _storage(t) not in self._own]
         result = func(*args, **kwargs)
@@ -153,7 +153,7 @@ class Graph:
 
 
 def graphed(device: SimulatedDevice, function: Callable[[], Any]) -> tuple[Graph, Any]:
-    """Returns the graph of what a function does, and its result, which the replays fill."""
+    """Captures a function; returns the graph and the function's result, which replays fill."""
     graph = Graph(device)
     with graph.capturing():
         result = function()

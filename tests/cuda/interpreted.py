@@ -10,11 +10,11 @@ from triton.runtime import interpreter
 def mend() -> None:
     """Call this before the first launch, and launch on CPU tensors only.
 
-    Lets tensors be bounds of loops: Triton 3.6 takes `int` of arrays, which NumPy 2.4 refuses; 3.9
-    does not. Leaves out that all memory is copied back when a kernel has ended. That of CPU tensors
-    is the kernel's own: a workspace that is copied over itself loses the flags which peers raise
-    meanwhile. And leaves Triton's language as the interpreter changes it: the end of one kernel
-    would take it away from another that runs in another thread.
+    Lets tensors be loop bounds: Triton 3.6 calls `int` on arrays, which NumPy 2.4 refuses; 3.9 does
+    not. Skips copying all memory back at the end of a kernel: kernels work on the memory of CPU
+    tensors itself, and a workspace copied over itself loses flags that peers raise meanwhile. Keeps
+    Triton's language patched: restoring it at the end of one kernel would break a kernel that runs
+    in another thread.
     """
     plain = interpreter._patch_lang_tensor
 

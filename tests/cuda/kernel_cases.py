@@ -1,4 +1,4 @@
-"""What test_kernels.py runs in a process with Triton's interpreter: `python -m ... CASES`."""
+"""The cases that test_kernels.py runs with Triton's interpreter: `python -m ... CASES`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_rows() -> int:
                 for row in rows[1:]:
                     total = total + row
                 total = total / count if mean else total
-                # The interpreter cuts off where a GPU rounds to bfloat16: one last place.
+                # The interpreter truncates to bfloat16 where a GPU rounds: one ulp of difference.
                 ulp = 2**-7 if dtype == torch.bfloat16 else 0.0
                 torch.testing.assert_close(out, total.to(dtype), rtol=ulp, atol=0.0)
                 cases += 1
@@ -70,7 +70,7 @@ def merge_attention() -> int:
             lse, part_lse = (torch.randn(B, H, S, dtype=lse_dtype) for _ in range(2))
             lse[0, 0, :3] = -torch.inf
             part_lse[0, 0, 1:4] = -torch.inf
-            part[0, 0, 1:4] = torch.nan  # nobody may look at it
+            part[0, 0, 1:4] = torch.nan  # must not be read
             weights = torch.stack([lse, part_lse]).softmax(0).nan_to_num()
             values = torch.stack([out, part.to(lse_dtype).nan_to_num()])
             expected = (weights.unsqueeze(-1) * values).sum(0)
@@ -114,7 +114,7 @@ class Case:
         H: int,
         G: int,
         E: int,
-        # Not bfloat16: the interpreter's dot takes that for integers.
+        # Not bfloat16, which the interpreter's dot treats as integers.
         dtype: torch.dtype = torch.float16,
     ) -> None:
         B, length, ranks = 2, layout.length, layout.world_size
@@ -191,9 +191,9 @@ def arrival_attention() -> int:
 
 
 def late_arrivals() -> int:
-    """The kernel begins before anything has come, and waits for what has not."""
+    """The kernel begins before any shard has arrived, and waits for each of them."""
     case = Case(head_tail(48, 3), 1, causal=True, H=2, G=2, E=64)
-    case.words[:] = 4  # of the call before
+    case.words[:] = 4  # of the previous call
     finished: list[tuple[torch.Tensor, torch.Tensor]] = []
     thread = threading.Thread(target=lambda: finished.append(case.run(5)))
     thread.start()
@@ -218,7 +218,7 @@ SIZES = [
 
 
 def close(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Sums in float32, rounded once."""
+    """Compares with float64; allows for sums in float32 that are rounded once."""
     eps = torch.finfo(found.dtype).eps
     exact = a.double() @ b.double()
     torch.testing.assert_close(found.double(), exact, rtol=eps, atol=a.shape[-1] * 2**-22)
@@ -249,11 +249,11 @@ def arrival_matmul() -> int:
 
 
 def late_shards() -> int:
-    """The kernel begins before anything has come, and waits for what has not."""
+    """The kernel begins before any shard has arrived, and waits for each of them."""
     W, M, K, N, rank = 3, 20, 8, 24, 1
     shards, weight = torch.randn(W, M, K), torch.randn(K, N)
     pulled = torch.full((W - 1, M, K), torch.nan)
-    words = torch.full((W, 16), 4, dtype=torch.int32)  # of the call before
+    words = torch.full((W, 16), 4, dtype=torch.int32)  # of the previous call
     out = torch.full((W * M, N), torch.nan)
     ended: list[bool] = []
 
@@ -285,7 +285,7 @@ def counted_matmul() -> int:
             rank, a = random.randrange(W), torch.randn(W * M, K).to(dtype)
             weight, parts = torch.randn(N, K).to(dtype).t(), torch.empty(W, M + 1, N, dtype=dtype)
             words, own = torch.zeros(W, 16, dtype=torch.int32), torch.empty(M, N, dtype=dtype)
-            for epoch in (3, 4):  # with the counters that the call before has left
+            for epoch in (3, 4):  # with the counters as the previous call has left them
                 parts.fill_(torch.nan)
                 raised: list[int] = []
                 seen = threading.Thread(target=watch, args=(words, epoch, parts, rank, raised))
@@ -305,7 +305,7 @@ def counted_matmul() -> int:
 
 
 def watch(words: Any, epoch: int, parts: Any, rank: int, raised: list[int]) -> None:
-    """Waits for one word after the other; notes those whose part is complete by then."""
+    """Waits for one word after the other; notes each peer whose part is complete by then."""
     deadline = time.monotonic() + 60
     for turn, peer in enumerate(peers(rank, len(words))):
         while words[turn, 0] != epoch and time.monotonic() < deadline:
@@ -341,7 +341,7 @@ def signals() -> int:
 
 
 def late_signals() -> int:
-    """A wait for several ranks is for all of them, whatever their order."""
+    """A wait for several ranks ends when all of them have signalled, in any order."""
     flags = torch.zeros(4, 16, dtype=torch.int32)[:, 0]
     ended: list[bool] = []
 

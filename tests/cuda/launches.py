@@ -24,7 +24,7 @@ def target(capability: int) -> GPUTarget:
 
 
 class _Driver:
-    """A GPU of which there is only the compute capability."""
+    """A stand-in for a GPU, which has a compute capability and nothing else."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -41,7 +41,7 @@ class _Driver:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes; `stack` (bytes) holds the registers that spill."""
+    """The resources of a compiled kernel; `stack` (bytes) holds spilled registers."""
 
     registers: int
     stack: int
@@ -50,14 +50,14 @@ class Resources:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: `variant` tells launches apart that need code of their own."""
+    """One launch; launches that need different code differ in `variant`."""
 
     kernel: Any
     variant: str
     details: dict[str, Any]
 
     def compiled(self, capability: int) -> Any:
-        """Returns what Triton makes of it, down to machine code."""
+        """Compiles the launched kernel with Triton, down to machine code."""
         source = ASTSource(
             self.kernel, self.details["signature"], self.details["constants"],
             self.details["configs"][0],
@@ -87,7 +87,7 @@ def recorded(capability: int = 90) -> Iterator[list[Launch]]:
 
 
 def resources(binary: bytes, folder: Path) -> Resources:
-    """Returns what the one kernel of a binary takes."""
+    """Returns the resources of the only kernel of a binary."""
     path = folder / "kernel.cubin"
     path.write_bytes(binary)
     command = [str(TOOLS / "cuobjdump"), "-res-usage", str(path)]

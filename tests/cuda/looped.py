@@ -18,7 +18,7 @@ from tests.cuda.simulated import SimulatedDevice, simulation
 class SimulatedLoopback(Loopback, SimulatedDevice):
     """A simulated device whose peers are itself."""
 
-    graphs = 0  # of `SimulatedLab.in_graph`
+    graphs = 0  # made by `SimulatedLab.in_graph`
 
     def capture_id(self) -> int:
         """All replays of a graph count as one capture: they take its workspace."""

@@ -26,7 +26,7 @@ from symm_cp import native
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("driver.cpp", "driver_streams.cpp", "driver_capture.cpp", "driver_memory.cpp")
-_BATCHES = {0: 0, 12080: 9, 13000: 8}  # the arguments of a batched copy, from a version on
+_BATCHES = {0: 0, 12080: 9, 13000: 8}  # arguments of a batched copy, by first driver version
 _TORCH = Path(torch.__file__).parent
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-pthread", f"-I{native.source_dir()}")
 
@@ -34,7 +34,7 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-pthread", f"-I{native.source_dir()}")
 SETTINGS = ("delays_us", "driver_version", "patience_ms", "one_queue", "multiprocessors",
             "contexts", "counts_deadlocks", "copy_engines",
             "write", "wait", "batch", "peer_copy")  # fmt: skip
-#: What may happen to the last four of them, instead of what should; "reorder" to waits only.
+#: Values of the last four settings: how such commands misbehave; "reorder" is for waits only.
 FAULTS = ("", "refuse", "hang", "ignore", "reorder")
 
 #: A function that a stream calls.
@@ -113,7 +113,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def thread_state() -> Callable[[], AbstractContextManager[None]]:
-    """Returns what makes another thread treat torch's ops as the calling one does now."""
+    """Returns a context for another thread, in which torch's ops run as in the calling one now."""
     # While a mode's handler runs, torch excludes this key; its snapshot is of one thread.
     snapshot = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
     excluded = torch._C._dispatch_tls_local_exclude_set() - snapshot
@@ -147,7 +147,7 @@ def thread_state() -> Callable[[], AbstractContextManager[None]]:
 
 
 def _call(held: list[tuple[Callable[[], object], Any]], *, forget: bool) -> None:
-    """Calls a function; what it alone holds is freed when it returns."""
+    """Calls a function; objects that only it holds are freed when it returns."""
     function, state = held.pop() if forget else held[0]
     with state():
         function()
@@ -177,14 +177,14 @@ class Machine:
         self.names: dict[str, bytes] = {}
         self.kernels_loaded: set[str] = set()
         self.lazy_loading = False
-        self.polling_kernels = 0  # that were launched
+        self.polling_kernels = 0  # how many were launched
         self.mode: Any = None  # of the devices
         self.errors: list[BaseException] = []
         self._calls: deque[tuple[Any, list[bool]]] = deque()
         self._defaults: dict[int, int] = {}
 
     def stream(self, device: int) -> int:
-        """Makes a stream, which a thread of Python's serves: its kernels are in Python."""
+        """Makes a stream with a Python thread that runs its commands: its kernels are in Python."""
         made: int = self.library.simulated_stream(device, 0)
         threading.Thread(target=self.library.simulated_serve, args=(made,), daemon=True).start()
         return made
@@ -198,10 +198,10 @@ class Machine:
 
     def call(self, stream: int, function: Callable[[], object], *, kind: int = 0,
              name: str = "a kernel", keep: list[Any] | None = None) -> None:  # fmt: skip
-        """Has a stream call a function in the state of this thread: 1 as a kernel, 2 a polling one.
+        """Has a stream call a function in this thread's state; kind 1: a kernel, 2: a polling one.
 
-        Where it raises, what this thread had its streams call afterwards is not called. `keep`: a
-        list that lives as long as the stream may call it; otherwise it is called once.
+        If it raises, functions that streams are yet to call are skipped. `keep`: a list that lives
+        as long as the stream may call the function; without it, the function is called once.
         """
         ended: list[bool] = []
         held = [(function, thread_state())]
@@ -235,7 +235,7 @@ class Machine:
             self.library.simulated_set(SETTINGS.index(name), number)
 
     def raise_errors(self) -> None:
-        """Raises what a kernel has raised since."""
+        """Raises the first error that kernels have raised since the last time, if any."""
         if self.errors:
             error = self.errors[0]
             self.errors.clear()
@@ -243,17 +243,17 @@ class Machine:
 
     @cached_property
     def poison(self) -> ctypes.CDLL:
-        """The allocator that fills freed memory with NaN, and finds what writes to it."""
+        """The allocator that fills freed memory with NaN, and finds writes to it."""
         return ctypes.CDLL(build_poison())
 
     def written_when_free(self) -> str:
-        """What has written to freed memory since the last time."""
+        """Describes the writes to freed memory since the last call."""
         text = ctypes.create_string_buffer(1 << 14)
         self.poison.poison_check(text, ctypes.c_size_t(len(text)))
         return text.value.decode()
 
     def pooling(self) -> bool:
-        """Whether what this thread allocates is counted, see `pool`."""
+        """Whether this thread's allocations are counted, see `pool`."""
         if "poison" not in self.__dict__:  # it was never built
             return False
         on = bool(self.poison.poison_pool(0))
@@ -262,7 +262,7 @@ class Machine:
 
     @contextlib.contextmanager
     def pool(self, on: bool = True) -> Iterator[None]:
-        """Inside, what this thread allocates is counted, or not; memory is poisoned."""
+        """Inside, this thread's allocations are counted, or not; memory must be poisoned."""
         if not on and "poison" not in self.__dict__:
             yield
             return
@@ -273,12 +273,12 @@ class Machine:
             self.poison.poison_pool(before)
 
     def pooled(self) -> int:
-        """How many blocks that were counted are allocated."""
+        """The number of counted blocks that are still allocated."""
         self.poison.poison_pooled.restype = ctypes.c_int64
         return int(self.poison.poison_pooled())
 
     def most(self) -> int:
-        """The most bytes allocated at a time since the last call; memory is poisoned."""
+        """The most bytes allocated at a time since the last call; memory must be poisoned."""
         self.poison.poison_most.restype = ctypes.c_int64
         return int(self.poison.poison_most())
 

@@ -16,7 +16,7 @@ _empty = symm_mem.empty
 def at(offset: int, *shape: int, dtype: torch.dtype = torch.float32, room: int = 0) -> torch.Tensor:
     """Returns a tensor of its own storage, `offset` bytes into symmetric memory.
 
-    That has `room` for other tensors, if that is more.
+    The memory is at least `room` bytes larger than the tensor, to hold others.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     segment = _empty(max(offset, room) + nbytes + 1, dtype=torch.uint8, device="cpu")

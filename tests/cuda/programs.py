@@ -115,14 +115,14 @@ class _Captured:
 
 @cache
 def side_streams(device: SimulatedDevice) -> tuple[int, int]:
-    """Two more streams of a process, which keeps them."""
+    """Two more streams, which the process keeps."""
     return device.machine.stream(0), device.machine.stream(0)
 
 
 def run_one(group: dist.ProcessGroup, seed: int) -> None:
-    """Runs a program, and says after each round how many graphs it has replayed.
+    """Runs a program, and reports after each round how many graphs it has replayed.
 
-    A round, since a program takes a minute where eight ranks with their streams share two cores.
+    After each round, since a program takes a minute where eight ranks share two cores.
     """
     program, W = Program.drawn(seed), group.size()
     choose, generator = random.Random(seed + 1), torch.Generator().manual_seed(seed)
@@ -154,14 +154,14 @@ def run_one(group: dist.ProcessGroup, seed: int) -> None:
                 graph.check(repeated=not fresh)
             for out in called:
                 check(str(eager), made[str(eager)], out)
-            for graph in captured:  # those that were left out know nothing of these inputs
+            for graph in captured:  # graphs left out have no results for these inputs
                 graph.before = graph.before if graph in order else []
             fresh = False
             say(len(order))
 
 
 def run_all(group: dist.ProcessGroup, seeds: list[int]) -> None:
-    """Runs programs one after the other, and says what each round has replayed.
+    """Runs programs one after the other, and reports the replays of each round.
 
     Each has a group of its own: graphs keep their workspaces as long as their group lives, and
     torch's pads have channels for a few graphs only.
@@ -174,9 +174,9 @@ def run_all(group: dist.ProcessGroup, seeds: list[int]) -> None:
 
 
 def run(world_size: int, seeds: list[int]) -> tuple[list[int], list[str]]:
-    """Runs programs on new ranks; returns what each has replayed, and what failed, if anything.
+    """Runs programs on new ranks; returns the replays of each, and any failures.
 
-    Programs behind one that failed are not run.
+    Programs after a failed one are not run.
     """
     replays: list[int] = []
     with Ranks(seeds[0]).own(world_size, run_all, seeds) as running:
@@ -192,7 +192,7 @@ def run(world_size: int, seeds: list[int]) -> tuple[list[int], list[str]]:
 
 
 def run_many(count: int, seed: int) -> dict[str, Any]:
-    """Runs that many programs; returns what was found, for a report."""
+    """Runs `count` programs; returns the results for a report."""
     choose, start = random.Random(seed), time.monotonic()
     failures: list[str] = []
     by_ranks: Counter[int] = Counter()

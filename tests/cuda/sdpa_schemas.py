@@ -15,7 +15,7 @@ from symm_cp.ops.attention import kernels
 
 RECORD = Path(__file__).with_name("sdpa_schemas.json")
 
-#: The ops that symm_cp calls, and what chooses between them.
+#: The ops that symm_cp calls, and torch's op that chooses between them.
 NAMES = sorted(
     {
         "_fused_sdp_choice",

@@ -53,7 +53,7 @@ _POLLING = "all_gather_and_poll"  # the runtime's method whose kernel polls
 
 
 class _Event:
-    """An event behind what a stream was given so far."""
+    """An event behind all work that a stream was given so far."""
 
     def __init__(self, device: SimulatedDevice, stream: int) -> None:
         self._device, self._driver = device, device.machine.library
@@ -88,16 +88,17 @@ class Mode:
     one_queue: commands of all streams begin in the order in which they were issued
     lazy_loading: the first launch of a kernel, and some others, wait for all that was issued before
         them, and no other thread may call the driver meanwhile
-    multiprocessors: a kernel that polls leaves none to others, nor to copies within the device
+    multiprocessors: a polling kernel takes all of them, so other kernels and copies within the
+        device wait for it
     contexts: threads have no current context until they set one
-    copy_engines: that many engines carry the copies between ranks, signals among them, each one
-        after the other; 0: as many as there are copies
+    copy_engines: the number of engines for copies between ranks, signals included; each engine runs
+        one copy at a time; 0: one engine for each copy
     stream_guard: signals by torch's kernels take turns on streams, as with torch 2.15
     deferred: calls return while their streams still run
     stepwise: kernels are waited for when they are launched, and exceptions raised there
     patience_ms: a wait that takes longer aborts the process
-    plan_at: which call of a kind is recorded, for later ones to be made without Python: the first
-        one is 0; below 0: none. Only where the mode allows it
+    plan_at: which call of a kind (from 0 on) is recorded, so that later calls run without Python;
+        below 0: none. Only where the mode allows it
     """
 
     delays_us: int = 100
@@ -140,9 +141,9 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self._times_in_capture = 0
         self.in_capture = self.mode.graph
         self.driver = build(self.mode.driver_version)
-        self._kept: list[Any] | None = None  # what a graph of `capture` calls
+        self._kept: list[Any] | None = None  # functions that a graph of `capture` calls
         self.poisoned = False
-        self.tree = False  # of graphs: torch.compile warms one up, or captures it
+        self.tree = False  # whether torch.compile warms up or captures a graph
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one
         self._groups: weakref.WeakKeyDictionary[cuda.DeviceWorkspace, str] = (
             weakref.WeakKeyDictionary()
@@ -153,7 +154,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
 
     @property
     def graph(self) -> Graph | None:
-        """What the calling thread captures."""
+        """The graph that the calling thread captures, if any."""
         return getattr(self._chosen, "graph", None)
 
     @graph.setter
@@ -231,7 +232,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
             keep = None if self.graph is None else self.graph.kept
             kind = 2 if _POLLING in name else 1
             self.machine.call(stream, kernel, kind=kind, name=name, keep=keep)
-        # The recording of a call ends with it: by then the kernel must have run.
+        # A call's recording ends with the call: by then the kernel must have run.
         recorded = lane != "compute" and plans.current() is not None
         if (self.mode.stepwise or recorded) and not self.capturing():
             self.library.simulated_drain(stream)
@@ -267,11 +268,11 @@ class SimulatedDevice(FlagKernels, cuda.Device):
 
     @contextlib.contextmanager
     def _guarded(self, stream: int, workspace: cuda.DeviceWorkspace | None) -> Iterator[None]:
-        """torch 2.15's GroupStreamGuard: one stream after the other signals in a group."""
+        """torch 2.15's GroupStreamGuard: the streams of a group signal one after the other."""
         if workspace is None or not self.mode.stream_guard or not self._by_torch(workspace):
             yield
             return
-        # Operations outside of captures are ordered among themselves, and so are those of one.
+        # Operations outside of captures are ordered among themselves, as are those within one.
         capture = id(self.graph) if self.graph is not None else self._captures * self.in_capture
         place = self._groups[workspace], capture
         last_stream, event = self._guards.get(place, (stream, None))
@@ -316,10 +317,10 @@ class SimulatedDevice(FlagKernels, cuda.Device):
     def copies_ended(self, channel: str) -> Any:
         return _Event(self, self._side("copy", channel))
 
-    # --- what a Device is asked
+    # --- what the runtime asks a Device
 
     def guard(self) -> AbstractContextManager[object]:
-        """As torch's: a thread whose current device is this one already keeps what it has."""
+        """As torch's guard: does nothing if this is already the thread's current device."""
         if self.library.simulated_get_device() == self.index:
             return contextlib.nullcontext()
         return self.current()
@@ -343,7 +344,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
 
     @property
     def in_capture(self) -> bool:
-        """Whether calls are captured, each for itself; together they count as one capture."""
+        """Whether each call is captured by itself; together they count as one capture."""
         return self._in_capture
 
     @in_capture.setter
@@ -375,15 +376,15 @@ class SimulatedDevice(FlagKernels, cuda.Device):
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
         return is_symmetric(tensor)
 
-    # --- what tests ask
+    # --- for tests
 
     def count(self) -> dict[str, int]:
-        """How often the driver was called since the last time."""
+        """The number of driver calls of each kind since this was last called."""
         kinds = ("copies", "batches", "2d", "mem_op_calls", "mem_ops")
         return {kind: self.library.simulated_count(i) for i, kind in enumerate(kinds)}
 
     def copied(self) -> dict[str, int]:
-        """The copies since the last time: with memory of a peer or not, flagged for overlap or not.
+        """Copies since the last call: with a peer's memory or local, flagged for overlap or not.
 
         Each copy of a batch counts.
         """
@@ -416,13 +417,13 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         return graph
 
     def poison(self, on: bool) -> None:
-        """Allocates tensors from memory that is filled with NaN when it is free, or does not."""
+        """Switches the allocator that fills free memory with NaN on or off."""
         if on != self.poisoned:
             self.machine.poison.poison_use(int(on))
         self.poisoned = on
 
     def enter(self, mode: Mode) -> None:
-        """Works in a mode from now on; no stream has work."""
+        """Switches to a mode; no stream may have work."""
         self.mode = self.machine.mode = mode
         self.machine.set(
             delays_us=mode.delays_us,
@@ -451,15 +452,15 @@ def simulated_device() -> SimulatedDevice:
 def simulation(**options: Any) -> Iterator[SimulatedDevice]:
     """Inside, ops on CPU tensors run on streams, in a `Mode`.
 
-    Other options than those of `Mode`:
+    Options besides the fields of `Mode`:
 
-    poison: memory is NaN until it is written, and from when it was freed; whoever writes to it
-        then is found at the end
+    poison: memory is NaN until it is written, and again once it is freed; writes to freed memory
+        are reported at the end
     offsets: tensors of `symm_mem.empty` lie at another offset of their memory on each rank, as
-        those of torch's memory pools may
+        tensors of torch's memory pools may
     faults: "write", "wait", "batch" or "peer_copy" to one of `machine.FAULTS`
 
-    Options that are not given are those in the environment, if any (see `SIMULATION`).
+    Options that are not given come from the environment, if it has any (see `SIMULATION`).
     """
     options = {**json.loads(os.environ.get(SIMULATION, "{}")), **options}
     poison, offsets = options.pop("poison", False), options.pop("offsets", False)
@@ -478,7 +479,7 @@ def simulation(**options: Any) -> Iterator[SimulatedDevice]:
         try:
             yield made
         finally:
-            made.machine.set(write="", wait="", batch="", peer_copy="")  # what hangs goes on
+            made.machine.set(write="", wait="", batch="", peer_copy="")  # hung commands go on
             made.synchronize()
             made.machine.errors.clear()
             made.enter(before)
@@ -490,7 +491,7 @@ def simulation(**options: Any) -> Iterator[SimulatedDevice]:
 
 @contextlib.contextmanager
 def by_python() -> Iterator[None]:
-    """Inside, Python makes all calls, for tests that look at what it does."""
+    """Inside, Python makes all calls, for tests that look at Python's part of a call."""
     record_at = native.load().symm_cp_plans_record_at
     record_at(-1)
     try:

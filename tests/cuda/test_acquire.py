@@ -1,9 +1,9 @@
-"""Waits of streams acquire: no op reads ahead of a wait, which these tests would notice if it did.
+"""Stream waits acquire: no op reads ahead of a wait, and these tests notice if one does.
 
-A driver whose waits only wait is what a schedule without the acquire amounts to. The proof notices
-it for each wait (`test_every_wait_acquires` in tests/schedule), the self-test for the driver
-(`test_selftest.py`), and here wrong results do for each op: so tests on the simulated driver notice
-copies that are handed out before a wait.
+A driver whose waits do not acquire acts like a schedule that lacks the acquire. The proof finds
+this for each wait (`test_every_wait_acquires` in tests/schedule), the self-test for the driver
+(`test_selftest.py`), and wrong results show it here for each op: so tests on the simulated driver
+notice copies that are handed out before a wait.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.cuda.graphs import graphed
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.exhaustive import some
 
-#: It gathers the same bytes in each call, but for those of a graph, which go through its slots.
+#: Gathers the same bytes in each call, so reading early is harmless; graphs use slots instead.
 SAME_BYTES = "all-gather-matmul of a symmetric tensor"
-#: It waits only for neighbours.
+#: Waits only for neighbours.
 HALO = "exchange of halos, gradients"
 PATIENCE = 20
-#: A replay's lanes run in any order, on threads: rank 0 may begin before all of them have got to
-#: their waits, and an op is right by chance.
+#: A replay's lanes run on threads in any order: rank 0 may begin before all lanes have reached
+#: their waits, and then an op is right by chance.
 ATTEMPTS = 10
 
 
@@ -51,9 +51,9 @@ def captured(made: SimulatedDevice, check: Check) -> Replayed:
 def beside_a_late_rank(
     group: dist.ProcessGroup, made: SimulatedDevice, check: Check, key: str, limit: float
 ) -> tuple[bool, str]:
-    """Whether copies ran ahead of waits on this rank, and what is wrong with the results.
+    """Returns whether copies ran ahead of waits on this rank, and the error of wrong results.
 
-    Rank 0 begins when all others only wait, after copies have run ahead or so many seconds.
+    Rank 0 begins when all others only wait: after copies ran ahead, or after `limit` seconds.
     """
     store, ahead = memory.resolve(group).store(), made.library.simulated_copies_ahead
     seen = []
@@ -91,10 +91,10 @@ def all_ops(
 ) -> dict[str, tuple[bool, str]]:
     own, found = memory.resolve(group), {}
     with simulation(delays_us=0) as made:
-        checks = list(cpu_checks(group))[2:]  # those of ops
+        checks = list(cpu_checks(group))[2:]  # the checks of ops
         cuda.reserve_on(own, made, 1 << 20, graphs=len(checks) if graphs else 0)
         for number, check in enumerate(checks):
-            # What ranks do together at a first call is not to wait for the late one.
+            # A first call, whose collective setup must not wait for the late rank.
             assert not check.wrong(check.run())
             if graphs:
                 check = captured(made, check)
@@ -103,7 +103,7 @@ def all_ops(
                 assert not check.wrong(results)
             made.synchronize()
             for attempt in range(ATTEMPTS if graphs and fault else 1):
-                # What is read too early must not be the same bytes of the call before.
+                # An early read must not find the same bytes, left by the previous call.
                 dist.barrier(group)
                 for workspace in workspaces_of(own).all():
                     workspace.memory[workspace.header_bytes :].zero_()

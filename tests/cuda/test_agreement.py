@@ -91,7 +91,7 @@ def misses(group: dist.ProcessGroup) -> None:
             with pytest.raises(RuntimeError, match=r"(?s)has not made its call .* 0\.3 s|gave up"):
                 good(group)
         dist.barrier(group=group)
-        for _ in range(2):  # the call that one rank missed does not shift those that follow
+        for _ in range(2):  # the call that one rank missed does not shift later calls
             good(group)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 
-# What the kernel does not compute.
+# Options that the kernel does not support.
 UNKNOWN: list[dict[str, Any]] = [
     {"softcap": 2.0},
     {"sinks": True},

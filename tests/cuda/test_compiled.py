@@ -104,7 +104,7 @@ LAUNCHES: dict[str, Callable[[int], None]] = {
 
 @cache
 def code_of(name: str, capability: int) -> list[Any]:
-    """What the launches are compiled to; it takes seconds, and several tests look at it."""
+    """The compiled launches, cached: compiling takes seconds, and several tests need them."""
     with recorded(capability) as launches:
         LAUNCHES[name](capability)
     assert launches
@@ -120,12 +120,12 @@ def test_resources(name: str, capability: int, tmp_path: Path) -> None:
         used = resources(made.asm["cubin"], tmp_path)
         assert made.metadata.shared + used.shared <= SHARED[capability]
         assert used.registers * 32 * made.metadata.num_warps <= REGISTERS
-        if name not in ATTENTION:  # there, loops count: see below
+        if name not in ATTENTION:  # attention's loops have a test of their own
             assert used.stack == 0, "registers spill"
 
 
 def innermost_loops(binary: bytes, folder: Path) -> list[list[str]]:
-    """The loops of a binary that have none inside: the names of their instructions."""
+    """The instruction names of each innermost loop of a binary."""
     path = folder / "kernel.cubin"
     path.write_bytes(binary)
     command = [str(TOOLS / "nvdisasm"), "-c", str(path)]
@@ -159,12 +159,12 @@ def test_loops_over_keys_stay_in_registers(
     over_keys = [
         names for names in innermost_loops(made.asm["cubin"], tmp_path) if product in names
     ]
-    # Of the own and of the pulled shards, each without masks and with them.
+    # One loop over the own shard and one over pulled shards, each without masks and with them.
     assert len(over_keys) == 4
     for names in over_keys:
         assert not {"LDL", "STL"} & set(names), "registers spill in the loop"
         assert "LDGSTS" in names, "the next keys are not loaded in the background"
-    # What a peer's copy has written is read behind the word that says so.
+    # A peer's data are read only after the word that says that their copy has ended.
     assert ".global.sys.acquire." in made.asm["ptx"]
     plain, masked = sorted(map(len, over_keys))[:2], sorted(map(len, over_keys))[2:]
     assert 1.15 * max(plain) < min(masked), "whole tiles pay for masks"
@@ -175,14 +175,14 @@ def test_tiles_are_read_behind_words_and_counted_when_stored(capability: int) ->
     (arrived,), (counted,) = (
         code_of(f"{kernel}-matmul-bfloat16", capability) for kernel in ("arrival", "counted")
     )
-    # What the copy stream has written is read behind the word that says so: the loop over tiles of
-    # peers' shards begins with it, and no tile of these is loaded before.
+    # Data written by the copy stream are read after the word that says so: the loop over tiles of
+    # peers' shards begins with the word, and none of these tiles is loaded before it.
     before, acquire, behind = re.split(r"(ld\.global\.sys\.acquire\S*)", arrived.asm["ptx"])
     assert acquire
-    assert "cp.async" in before.split("bra", 1)[-1]  # the own shard's, which nobody waits for
+    assert "cp.async" in before.split("bra", 1)[-1]  # the own shard's tiles, which need no wait
     assert behind.index("bar.sync") < behind.index("cp.async")
-    # All threads of a program have stored their part of a tile before one of them counts it; who
-    # counts the last one has seen the other counts, and then lets the stream go on.
+    # All threads of a program have stored their part of a tile before one of them counts it; the
+    # thread that counts the last tile has seen the other counts, and then lets the stream go on.
     text = counted.asm["ptx"]
     count = text.index("atom.global.gpu.acq_rel.add.u32")
     stored = text.rindex("st.global", 0, count)
@@ -205,7 +205,7 @@ def variants(*launches: Callable[[], None]) -> int:
 
 
 def test_no_epoch_compiles() -> None:
-    """Triton specialises integers that are 1 or multiples of 16: peers would wait meanwhile."""
+    """Triton specialises on 1 and multiples of 16: peers would wait for such a compilation."""
     epochs = [*range(1, 20), 32, 2**31 - 1]
     assert variants(*(partial(attention, 90, 64, True, epoch=epoch) for epoch in epochs)) == 1
 

@@ -58,7 +58,7 @@ def test_a_wait_acquires_what_the_peer_had_written(architecture: int, reset: boo
 
 
 def test_nothing_is_compiled_in_the_middle_of_training() -> None:
-    """What changes from call to call is not specialised, as 1 and multiples of 16 would be."""
+    """Arguments that change from call to call are not specialised on 1 and multiples of 16."""
     with recorded() as launches:
         for number in (1, 2, 16, 17, wire.LAST_EPOCH):
             signal(value=number)

@@ -1,6 +1,6 @@
-"""The simulated device is as unkind as it says: each of its switches, directly or by a bad program.
+"""Each switch of the simulated device does what it says, shown directly or by a faulty program.
 
-What the ops do in these modes is tested by those who run on the device.
+Ops in these modes are tested where they run on the device.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Driver:
         return result
 
     def deadlocks(self) -> int:
-        """How many waits did not end, once all streams are idle."""
+        """The number of waits that have not ended once all streams are idle."""
         self.library.simulated_drain_all()
         count: int = self.library.simulated_deadlocks()
         return count
@@ -99,7 +99,7 @@ def driver() -> Iterator[Driver]:
 
 @pytest.fixture
 def symmetric() -> Iterator[Callable[[bool], int]]:
-    """Makes memory as that of a rank itself, or as that of a peer which is mapped here."""
+    """Makes memory that looks like the rank's own, or like a peer's that is mapped here."""
     libc, made = ctypes.CDLL(None), []
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -185,7 +185,7 @@ def test_an_engine_carries_one_copy_after_the_other(
 ) -> None:
     machine().set(copy_engines=engines, patience_ms=30_000)
     library, peer, word = machine().library, symmetric(False), driver.word(7)
-    time.sleep(0.3)  # the driver looks again whose memory is whose
+    time.sleep(0.3)  # until the driver reads the memory map again
     first, second = driver.stream(), driver.stream()  # which have two engines, if there are two
     library.simulated_hold(1)
     try:
@@ -285,7 +285,7 @@ def test_a_stream_belongs_to_its_device(driver: Driver) -> None:
 
 
 def test_memory_of_a_stream_that_has_ended_is_freed_at_once(driver: Driver) -> None:
-    """And nobody waits for that stream: whoever did would wait forever."""
+    """Nothing waits for that stream, as such a wait would never end."""
     stream, freed = ctypes.c_void_p(driver.stream()), []
     driver.library.simulated_destroy(stream)
     free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(freed.append)
@@ -375,7 +375,7 @@ def test_a_capture_refuses_batches_waits_of_the_host_and_streams_left_behind(
     assert capture(lambda: driver.copy(stream, driver.word(), driver.word())) == (0, 0)
 
 
-# --- what is above the driver
+# --- above the driver
 
 
 def test_the_host_is_ahead_of_the_device() -> None:
@@ -492,7 +492,7 @@ def test_either_allocator_frees_what_the_other_has_allocated() -> None:
 
 
 def test_one_signal_of_a_group_waits_for_that_of_another_stream() -> None:
-    """As in torch 2.15: so a signal behind a wait that nobody ends is never given."""
+    """As in torch 2.15: a signal behind a wait that never ends is never given."""
     with simulation(delays_us=0, stream_guard=True) as made:
         made._by_torch = lambda _: True  # type: ignore[method-assign]
         may_end, order = threading.Event(), []

@@ -41,7 +41,7 @@ def version(header: Path) -> int:
 
 
 def names() -> tuple[dict[str, str], dict[str, str]]:
-    """What driver.cpp looks up, with the members of `Api`; the constants of driver.h."""
+    """The functions that driver.cpp looks up, with `Api`'s members; the constants of driver.h."""
     lookup = r'(?:require|find)\(library, (?:path, )?"(\w+)", api\.(\w+)\)'
     functions = dict(re.findall(lookup, (_CSRC / "cuda/driver.cpp").read_text()))
     text = (_CSRC / "cuda/driver.h").read_text()

@@ -28,7 +28,7 @@ from tests.exhaustive import pairs, some
 
 wait = torch.ops._c10d_functional.wait_tensor
 
-#: Calls an op, and compares its result with what it must be.
+#: Calls an op, and compares its result with the expected one.
 Op = Callable[[dist.ProcessGroup], None]
 
 
@@ -57,7 +57,7 @@ def scatter(group: dist.ProcessGroup) -> None:
 
 
 def attention(group: dist.ProcessGroup, rotate_method: str = "alltoall") -> None:
-    """Forward, and backward: by default as a ring."""
+    """Attention forward and backward; the backward pass is a ring by default."""
     q, k, v = (stacked(group, 1, 2, 4, 8).unbind() for _ in range(3))
     own = [t[group.rank()].clone().requires_grad_() for t in (q, k, v)]
     out = symm_cp.all_gather_attention(*own, group=group)
@@ -76,7 +76,7 @@ def attention(group: dist.ProcessGroup, rotate_method: str = "alltoall") -> None
 
 
 def attention_together(group: dist.ProcessGroup) -> None:
-    """To the keys of all peers at once, and with their gradients at once."""
+    """Attention to the keys of all peers at once; backward gets all their gradients at once."""
     with tuning.forced("together"):
         attention(group, "allgather")
 
@@ -96,7 +96,7 @@ OPS = (gather_rows, gather_columns, scatter, attention, attention_together, back
 
 @contextlib.contextmanager
 def no_memory(at: int) -> Iterator[list[int]]:
-    """The launch of that number fails, and all after it; yields a list of as many as there were."""
+    """Makes launch number `at` and all later ones fail; yields a list with an item per launch."""
     original, launches = SimulatedDevice.launch, []
 
     def launch(device: SimulatedDevice, lane: str, channel: str, kernel: Any) -> None:
@@ -149,12 +149,12 @@ def test_all_ranks_fail_at_any_step(ranks: Ranks, world_size: int, op: str, sign
 @pytest.mark.parametrize("op", some("gather_rows", of=["gather_rows", "gather_columns", "scatter"]))
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
 def test_ranks_fail_at_different_steps(ranks: Ranks, world_size: int, op: str) -> None:
-    """Of one call: some waits are for signals that do not come."""
+    """Some waits of the call are then for signals that never come."""
     ranks.run(world_size, fails_everywhere, BY_NAME[op], {}, True)
 
 
 def one_dies_one_fails(group: dist.ProcessGroup, op: Op, launch: int) -> str:
-    """The last rank dies; rank 0 fails in a call and lives on; the others wait for both."""
+    """The last rank dies; rank 0 fails in a call but survives; the others wait for both."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with simulation(patience_ms=20_000, plan_at=-1) as made:
         op(group)
@@ -213,7 +213,7 @@ def test_workspaces_are_not_freed_while_that_would_wait_or_abort(ranks: Ranks) -
 
 
 def hangs_before(group: dist.ProcessGroup) -> None:
-    """Work of the caller's that hangs holds up the first call as long as the group waits."""
+    """The first call waits for hung work of the caller until the group's time-out, then raises."""
     limit = datetime.timedelta(seconds=2)
     own = memory.resolve(dist.new_group(list(range(group.size())), timeout=limit))
     ends = threading.Event()

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def examined(group: dist.ProcessGroup, signals: str, broken: bool) -> dict[str, Any]:
-    """What a rank writes down, and what the function returns."""
+    """Returns the results that a rank reports, and the function's exit code."""
     said: dict[str, Any] = {}
 
     def say(name: str, known: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ def test_what_one_rank_finds_wrong_is_reported(ranks: Ranks) -> None:
 
 
 def test_ranks_that_hang_are_killed(tmp_path: Path) -> None:
-    """Also those that ignore the signals that can be ignored."""
+    """Ranks that ignore SIGTERM are killed, too."""
     program = (
         "import os, pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -113,7 +113,7 @@ def command(*arguments: str) -> argparse.Namespace:
 
 
 def started(results: dict[str, list[Item]], *arguments: str) -> tuple[int, list[tuple[str, Any]]]:
-    """The exit code, and the parts that were started with their way to signal."""
+    """The exit code, and each started part with its way to signal."""
     parts: list[tuple[str, Any]] = []
 
     def run(_: Any, part: str, ranks: int, seconds: float, variables: Mapping[str, str]) -> Part:

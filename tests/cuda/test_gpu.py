@@ -1,4 +1,4 @@
-"""What only a GPU can show, in one process. Ranks on GPUs: test_on_gpus.py."""
+"""Tests that need a GPU, in one process. Ranks on GPUs: test_on_gpus.py."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_flash_with_any_number_of_features() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("features", [64, 128])
 def test_arrival_attention(dtype: torch.dtype, causal: bool, features: int) -> None:
-    """Over shards that are all there; tests/cuda/test_arrivals.py has those that are not."""
+    """All shards have arrived; tests/cuda/test_arrivals.py has shards that are still pulled."""
     for layout in kernel_cases.layouts():
         with torch.device("cuda"):
             case = kernel_cases.Case(layout, 0, causal=causal, H=4, G=2, E=features, dtype=dtype)
@@ -110,7 +110,7 @@ def test_arrival_attention(dtype: torch.dtype, causal: bool, features: int) -> N
 
 @pytest.mark.parametrize("dtype", tile_matmul.DTYPES)
 def test_matmuls_by_tiles(dtype: torch.dtype) -> None:
-    """Over shards that are all there; tests/cuda/test_tiles.py has those that are not."""
+    """All shards have arrived; tests/cuda/test_tiles.py has shards that are still pulled."""
     W, M, K, N, rank = 3, 300, 264, 520, 1
     limit = 2**-6 if dtype.itemsize == 2 else 2**-18
     with torch.device("cuda"):

@@ -24,12 +24,12 @@ from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
 
-#: A call, and what it should return, for values that are the same on all ranks.
+#: A call, and a function that computes the expected result from values known to all ranks.
 Case = tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def cases(group: dist.ProcessGroup, values: dict[str, torch.Tensor]) -> dict[str, Case]:
-    """Of inputs by rank, all that exchange partial sums, and a gather."""
+    """Returns cases by op name; the ops' inputs are this rank's parts of `values`."""
     W, rank = group.size(), group.rank()
     weight, rows, full = values["weight"], values["rows"], values["full"]
     heads = values["heads"]
@@ -131,7 +131,7 @@ def test_graphs_of_more_ranks_finish_in_any_order(ranks: Ranks) -> None:
 
 
 def in_any_order(order: Any, rank: int) -> GraphOrder:
-    """No edges but those of lanes and own flags."""
+    """An order without added edges: only lanes and a rank's own flags order its steps."""
     return GraphOrder(tuple(Ordered(lane, step) for lane, step in order))
 
 

@@ -1,7 +1,7 @@
 """`torch.compile(mode="reduce-overhead")`: what it does around our ops, on the simulated device.
 
-Torch calls a compiled function once with all that it allocates in the pool of the graph to come
-(warm-up), refuses what survives but for results, captures the next call, and replays.
+Torch first calls a compiled function with all its allocations in the pool of the future graph
+(warm-up), refuses surviving memory other than results, captures the next call, and replays.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def values_of(group: dist.ProcessGroup, seed: int, rows: int = 3) -> dict[str, t
 
 
 def warm_up(made: SimulatedDevice, call: Callable[[], Any]) -> Any:
-    """A first call; what it leaves in the pool of the graph are its results."""
+    """Makes a first call, and checks that it leaves only its results in the graph's pool."""
     before = made.machine.pooled()
     with made.warming_up():
         result = call()
@@ -66,7 +66,7 @@ def trees(group: dist.ProcessGroup, names: list[str], signals: str, seed: int) -
         for turn in range(3):
             for name, value in values_of(group, seed + turn).items():
                 values[name].copy_(value)
-            # In whatever order, one after the other, with eager calls in between.
+            # In any order, one after the other, with eager calls in between.
             for graph, out, expected in random.sample(graphs, len(graphs)):
                 graph.replay()
                 torch.testing.assert_close(out, expected(), rtol=1e-4, atol=1e-4)
@@ -119,7 +119,7 @@ def growing(group: dist.ProcessGroup, seed: int) -> None:
         for graph, out, expected in captured:
             graph.replay()
             torch.testing.assert_close(out, expected(), rtol=1e-4, atol=1e-4)
-        # Graphs that users capture themselves may be replayed at the same time: they need more.
+        # Graphs captured by users may be replayed at the same time, so each needs a workspace.
         with pytest.raises(RuntimeError, match="there is none; none can be made while a graph"):
             graphed(made, call)
     dist.destroy_process_group(own)

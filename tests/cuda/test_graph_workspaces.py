@@ -113,7 +113,7 @@ def beyond_the_pads(group: dist.ProcessGroup, most: int) -> list[str]:
             step()
         errors.append(str(raised.value))
         assert mapped.call_count == met, "ranks met for a workspace that cannot signal"
-        # What is there goes on to serve.
+        # The existing workspaces still work.
         torch.testing.assert_close(step(), rows.flatten(0, 1) @ weight)
         graph, out = graphed(made, step)
         graph.replay()
@@ -124,7 +124,7 @@ def beyond_the_pads(group: dist.ProcessGroup, most: int) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_more_graphs_than_torchs_signal_pads_have_room_for(ranks: Ranks, world_size: int) -> None:
-    """The error says which, and what to do; on all ranks, before they meet."""
+    """All ranks raise before they meet; the error names the graph and says what to do."""
     # Eight channels of four bytes for each of two channels of a group.
     room = symm_mem.get_signal_pad_size() // (64 * world_size)
     enough = 64 * world_size * (room + 1)

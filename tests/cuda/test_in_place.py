@@ -38,7 +38,7 @@ def symmetric(*shape: int) -> torch.Tensor:
 
 
 def gathers(x: torch.Tensor, group: dist.ProcessGroup, turn: int) -> None:
-    """Each call's values are others, so that what a peer reads elsewhere shows."""
+    """Gathers values that differ from call to call, so that a read from elsewhere shows."""
     x.fill_(100 * turn + group.rank())
     out = symm_cp.all_gather_matmul(x, torch.eye(x.shape[1]), group=group)
     ranks = range(group.size())
@@ -66,10 +66,10 @@ def test_ranks_may_have_them_at_other_offsets(ranks: Ranks, world_size: int) -> 
 
 
 def alternates(group: dist.ProcessGroup) -> None:
-    """What is new to one rank is known to another; a later call pays for nothing."""
+    """Calls alternate between registered tensors and a plain one, and exchange nothing."""
     with simulation():
         x, y, plain = symmetric(4, 4), symmetric(4, 4), torch.empty(4, 4)
-        gathers(x, group, 0)  # symmetric on all ranks, but nobody said so: through the slot
+        gathers(x, group, 0)  # symmetric, but not registered: through the slot
         assert not is_in_place(x, group)
         symm_cp.read_in_place(x, group)
         symm_cp.read_in_place(y, group)
@@ -91,7 +91,7 @@ def test_a_call_looks_them_up_and_exchanges_nothing(ranks: Ranks) -> None:
 
 
 def forgets(group: dist.ProcessGroup) -> None:
-    """Allocators use addresses again, of memory and of storages; a new tensor is another one."""
+    """Allocators reuse addresses; a new tensor at an old one's address is not taken for it."""
     seen, again = set(), 0
     with simulation():
         for _ in range(20):
@@ -145,7 +145,7 @@ def mismatched(group: dist.ProcessGroup) -> None:
         x = symmetric(4, 4)
         symm_cp.read_in_place(x, group)
         plain = torch.empty(4, 4)
-        for turn in range(4):  # both have been passed by all before, in calls of either parity
+        for turn in range(4):  # all ranks have passed both before, in calls of either parity
             gathers(x if turn % 2 else plain, group, turn)
         gathers(plain if group.rank() else x, group, 4)
 

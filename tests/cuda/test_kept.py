@@ -32,14 +32,14 @@ def _forget() -> None:
 
 
 def test_what_a_capture_makes_is_its_own() -> None:
-    """It lies in the graph's memory, which holds nothing before the graph is replayed."""
+    """A mask made in a capture lies in the graph's memory, unfilled until the first replay."""
     with simulation():
         eager = _band(*BAND)
     with simulation(graph=True):
         captured = [_band(*BAND) for _ in range(2)]
     with simulation():
         assert _band(*BAND)[0] is eager[0], "a capture has replaced what is kept"
-    # Kept ones may be dropped while the graph lives, and each graph's memory is its own.
+    # Kept masks may be dropped while a graph still exists, and each graph has memory of its own.
     tensors = [made[0] for made in (eager, *captured)]
     assert len({tensor.data_ptr() for tensor in tensors}) == 3
     assert all(torch.equal(tensor, eager[0]) for tensor in tensors)
@@ -53,7 +53,7 @@ def test_a_capture_before_the_first_eager_call_leaves_nothing() -> None:
 
 
 def test_each_stream_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing orders the streams: what one makes may not be complete when another reads it."""
+    """Streams are unordered: a mask made on one may be incomplete when another reads it."""
     with simulation() as made:
         _, *side = made.streams("sync")
         kept = {}
@@ -99,7 +99,7 @@ def windows(group: dist.ProcessGroup, seed: int) -> None:
         cuda.reserve_on(memory.resolve(group), made, 1 << 16)
         graph, captured = graphed(made, call)
         for _ in range(2):
-            # What the capture made holds nothing yet, and belongs to the graph.
+            # The mask made in the capture is not filled yet, and belongs to the graph.
             torch.testing.assert_close(call(), expected, rtol=1e-5, atol=1e-5)
             graph.replay()
             torch.testing.assert_close(captured, expected, rtol=1e-5, atol=1e-5)
@@ -138,7 +138,7 @@ def test_edges_on_a_gpu_are_read_once_for_each_version() -> None:
         assert _host_edges("op", other, CPU) == [0, 5, 8]
     assert (tensor.reads, other.reads) == (1, 1)
     tensor.values = [0, 4, 8]
-    tensor.add_(1)  # as torch sees a write
+    tensor.add_(1)  # a write that torch sees
     for _ in range(2):
         assert _host_edges("op", tensor, CPU) == [0, 4, 8]
     assert tensor.reads == 2

@@ -27,7 +27,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def checked() -> subprocess.CompletedProcess[str]:
-    """What became of all of them, one after the other."""
+    """The ended process that ran all cases, one after the other."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.cuda.kernel_cases", *NAMES]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

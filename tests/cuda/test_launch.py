@@ -1,4 +1,4 @@
-"""What a schedule becomes: the commands, in the order in which the host hands them out."""
+"""The commands that a schedule becomes, in the order in which the host hands them out."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def described(launch: Launch) -> list[str]:
 
 
 def test_each_lane_has_a_word_to_signal_with() -> None:
-    """The word that holds 1 is behind them; the native part counts the lanes by it."""
+    """The word that holds 1 follows the lanes' words, so native code counts the lanes by it."""
     assert len(cuda.LANES) == wire.CONSTANT_ONE
 
 
 def test_events_take_the_place_of_flags_to_oneself() -> None:
     variant = patterns.ALL_GATHER_AND_CONSUME.staged()
     lines = described(lower(variant, 0, 2, BINDING))
-    # The copy lane starts where the caller's stream is, and that follows the call before, whose
-    # stream may have been another one.
+    # The copy lane starts behind the caller's stream, which follows the previous call, perhaps made
+    # on another stream.
     assert lines[:3] == ["compute: wait_event 2", "compute: record 0", "copy: wait_event 0"]
     # A stream cannot wait for an event that was not recorded.
     assert lines.index("copy: record 3") < lines.index("compute: wait_event 3")
@@ -76,12 +76,12 @@ def test_a_capture_waits_for_no_event_from_outside_of_it() -> None:
         for event in awaited:
             recorded = next(at for at, line in enumerate(lines) if f": record {event}" in line)
             assert recorded < next(at for at, li in enumerate(lines) if f"wait_event {event}" in li)
-        assert "compute: record 2" in lines  # for the next one, on another stream
+        assert "compute: record 2" in lines  # for the next call, on another stream
 
 
 def test_in_the_background_the_caller_copies_its_input_and_goes_on() -> None:
     lines = described(lower(patterns.BACKGROUND_ALL_GATHER.staged(), 0, 2, BINDING))
-    # The wait is for the call two before.
+    # The wait is for the call before the previous one.
     assert [line for line in lines if "compute" in line] == [
         "compute: record 0",
         "compute: wait",
@@ -104,7 +104,7 @@ def test_a_kernel_that_polls_comes_after_all_copies() -> None:
 
 
 def test_signals_behind_kernels_go_from_a_lane_of_their_own() -> None:
-    """They take an event and a wait for it each, and for all of them one at the end of the call."""
+    """Each takes an event and a wait for it; one more event for all of them ends the call."""
     parts = (Extent.even(None, 64, 3),), (Extent.even(0, 64, 3),)
     binding = Binding(dict(zip(("slot", "partials"), parts, strict=True)))
     variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
@@ -117,7 +117,7 @@ def test_signals_behind_kernels_go_from_a_lane_of_their_own() -> None:
         f"compute: {line}" for line in (*begin, *kernels)
     ]
     assert lines.index("compute: record 3") < lines.index("signal: wait_event 3")
-    # Nothing of it where there is nobody to signal, or nothing between kernels.
+    # The lane is unused where there is no peer, or no signal between kernels.
     for others in (lower(variant, 0, 1, binding), lower(GATHER.staged(), 0, 2, BINDING)):
         assert not any("signal: " in line for line in described(others))
 
@@ -146,7 +146,7 @@ def test_signals_by_kernels() -> None:
 
 
 def test_one_kernel_signals_all_peers() -> None:
-    """Steps of one kind that follow each other are one launch; pulls lie between the waits."""
+    """Consecutive steps of one kind are one launch; pulls may lie between the waits."""
     wider = {name: (Extent.even(i, 64, 4),) for i, name in enumerate(["gathered", "output"], 1)}
     binding = Binding({**BINDING.buffers, **wider})
     everyone = (2, 3, 0)
@@ -172,7 +172,7 @@ def test_copies_that_depend_on_each_other_are_not_batched(depends: bool) -> None
 
 
 def many_memory_operations(group: dist.ProcessGroup) -> int:
-    """How many calls of the driver a batch of 300 takes, after which all have been carried out."""
+    """Returns how many driver calls a batch of 300 takes; checks that all were carried out."""
     flag = wire.DEVICE_FLAGS.index("arrived")
     commands = [
         wire.StreamCommand(kind=wire.StreamKind.ARRIVED, lane=0, peer=0, flag=flag)

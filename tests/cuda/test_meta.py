@@ -21,7 +21,7 @@ _BACKWARD = {
 
 
 class Strict(TorchDispatchMode):
-    """The kernels as they are on a GPU: what they refuse there, and shapes do not tell."""
+    """Refuses arguments that the kernels refuse on a GPU, but accept without data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class Strict(TorchDispatchMode):
             tensors = [a for a in args if isinstance(a, torch.Tensor) and a.dim() == 4]
             assert all(t.shape[-1] % 8 == 0 and t.stride(-1) == 1 for t in tensors)
         if func is _FLASH_BACKWARD:
-            # A tensor that is there stands for a nested batch.
+            # With a tensor here the kernel would expect a nested batch.
             assert args[6] is args[7] is None
         if func is _CUDNN_BACKWARD:
             grad_out, query, key, value, out, lse = args[:6]
-            # torch keeps plans by the strides of query, key and value alone: with other strides of
-            # these it would use a plan that does not fit.
+            # torch caches plans by the strides of query, key and value alone: an output or gradient
+            # with other strides would get a plan that does not fit.
             assert query.stride() == out.stride() == grad_out.stride()
             assert 0 not in grad_out.stride()
             assert lse.is_contiguous()
@@ -76,7 +76,7 @@ def test_attention_kernels(kind: str, groups: int, causal: bool, rows: int, feat
 @pytest.mark.parametrize("grad", ["rows first", "heads first", "broadcast"])
 @pytest.mark.parametrize("rows", [slice(0, 64), slice(32, 64)])
 def test_gradients_by_cudnn_of_any_layout(grad: str, rows: slice) -> None:
-    """Of whole shards and of some rows of them, as the log-sum-exp of `Backward` is laid out."""
+    """Gradients of whole shards and of some of their rows, with lse laid out as in `Backward`."""
     B, H, S, E = 1, 4, 64, 64
     with Strict(), torch.device("meta"):
         q, k, v, out = (

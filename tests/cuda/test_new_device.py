@@ -67,7 +67,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(package: Path, script: str) -> Any:
-    """Runs a script after torch and symm_cp were imported; returns what it assigns to `result`."""
+    """Runs a script with torch and symm_cp imported; returns the value it assigns to `result`."""
     script = f"{VENDOR}\n{script}\nprint(json.dumps(result))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False,

@@ -36,7 +36,7 @@ wait = torch.ops._c10d_functional.wait_tensor
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest error, as a part of the largest value."""
+    """The largest error relative to the largest value."""
     return float((got.double() - want.double()).abs().max() / want.double().abs().max())
 
 
@@ -122,7 +122,7 @@ def replays(group: dist.ProcessGroup) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):  # what libraries allocate at first use
+            for _ in range(3):  # libraries allocate memory at first use
                 call.run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
@@ -167,13 +167,13 @@ def on_other_streams(group: dist.ProcessGroup) -> None:
         stream.wait_stream(streams[(turn - 1) % 3])
         with torch.cuda.stream(stream):
             for _ in range(3):
-                late = (late @ late).softmax(-1)  # what follows comes late
+                late = (late @ late).softmax(-1)  # delays the ops below
             x = torch.full((64, 32), float(turn + group.rank())) + late[0, 0] * 0
             if turn % 2:
                 out = symm_cp.all_gather_matmul(x, torch.eye(32), group=group)
             else:
                 out = wait(OPS._low_contention_all_gather(x, group.group_name))
-            x.fill_(-1.0)  # read by then
+            x.fill_(-1.0)  # the op has read it by then
             found = out.view(group.size(), 64, 32)[:, 0, 0].tolist()
         assert found == [float(turn + rank) for rank in range(group.size())]
 
@@ -206,7 +206,7 @@ def test_attention_that_polls(ranks: Ranks, world_size: int) -> None:
 
 
 def by_tiles(group: dist.ProcessGroup) -> None:
-    """Several calls: the number that kernels and streams compare is another in each."""
+    """Makes several calls: the number that kernels and streams compare differs in each."""
     W = group.size()
     torch.manual_seed(torch.initial_seed() + group.rank())
     for dtype in (torch.bfloat16, torch.float32):

@@ -1,4 +1,4 @@
-"""Calls on streams that were recorded, and are made without Python afterwards."""
+"""Plans: calls on streams that are recorded once and then made without Python."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ IN_PYTHON = {
 
 
 def runs() -> int:
-    """How many calls were made by plans since the last time."""
+    """The number of calls made by plans since this was last called."""
     return int(native.load().symm_cp_plans_run())
 
 
@@ -49,17 +49,17 @@ def refusal() -> str:
 
 
 def planned_ops() -> list[Op]:
-    # Streams serve the CPU tensors here of ops whose kernels for these are native.
+    # Here CPU tensors go through streams only for ops whose CPU kernels are native.
     return [op for op in declared() if not op.cpu_only and op.native]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors are the same, of any dtype; NaN is NaN."""
+    """Whether tensors of any dtype are equal; NaN equals NaN."""
     return bool(np.array_equal(one.float().numpy(), other.float().numpy(), equal_nan=True))
 
 
 def every_op(group: dist.ProcessGroup) -> dict[str, tuple[int, str]]:
-    """Each op is by plans what it is by Python, to the bit; how often it was made by one."""
+    """Compares each op by plans with Python, bit by bit; returns planned calls and refusals."""
     made = {}
     for op in planned_ops():
         assert op.example is not None
@@ -73,7 +73,7 @@ def every_op(group: dist.ProcessGroup) -> dict[str, tuple[int, str]]:
                 runs()
                 found = []
                 for args, kwargs in given:
-                    # Results in memory of the arguments are compared, too.
+                    # Arguments are compared, too: an op may write its results to them.
                     args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
                     result = completed(op, op.overload(*args, **kwargs))
                     leaves = tree_leaves((result, args, kwargs))
@@ -173,7 +173,7 @@ def test_transfers_in_the_background(ranks: Ranks, world_size: int) -> None:
 
 
 def layouts(group: dist.ProcessGroup) -> None:
-    """What distinguishes calls: strides, alignment, shared memory, settings."""
+    """Calls that differ in strides, alignment, shared memory or settings do not share plans."""
     rank, W, name = group.rank(), group.size(), group.group_name
     w = torch.randn(6, 5, dtype=torch.float64)
     dist.broadcast(w, 0, group=group)
@@ -203,7 +203,7 @@ def layouts(group: dist.ProcessGroup) -> None:
             assert found.shape == (sum(sizes), 5)
         runs()
         q = torch.randn(1, 2, 4, 8)
-        for number in range(4):  # options of the op count
+        for number in range(4):  # calls differ in options of the op
             scale = 0.3 + number % 2
             out = ATTENTION(q, q, q, name, scale=scale)[0]
             again = ATTENTION(q, q, q, name, scale=scale)[0]
@@ -216,7 +216,7 @@ def test_calls_that_differ_have_plans_of_their_own(ranks: Ranks) -> None:
 
 
 def memory_of_calls(group: dist.ProcessGroup) -> list[list[int]]:
-    """The most bytes that calls allocate at a time in all threads, by Python and by plans."""
+    """The peak memory of each call over all threads, by Python and by plans."""
     W, name = group.size(), group.group_name
     x, q = torch.randn(64, 64).bfloat16(), torch.randn(1, 4, 64, 32).bfloat16()
     weight, whole = torch.randn(64 * W, 64).bfloat16(), torch.randn(64 * W, 64).bfloat16()
@@ -228,7 +228,7 @@ def memory_of_calls(group: dist.ProcessGroup) -> list[list[int]]:
         lambda: torch.ops.symm_mem.fused_all_gather_attention_backward(q, q, q, q, out, lse, name),
     ]
     most: list[list[int]] = []
-    # A stream may give memory of the call before back late, and a call seems to take less.
+    # A stream may free memory of the previous call late; then a call seems to take less.
     for plan_at, of_turns in ((-1, max), (0, min)):
         with simulation(plan_at=plan_at, poison=True, delays_us=0) as made:
             most.append([])
@@ -250,7 +250,7 @@ def test_a_plan_takes_no_more_memory(ranks: Ranks) -> None:
 
 
 def changes(group: dist.ProcessGroup) -> None:
-    """What plans depend on may change."""
+    """Plans are dropped when settings, the workspace or tensors read in place change."""
     x, w = torch.randn(2, 6), torch.ones(6, 5)
 
     def call() -> int:
@@ -300,7 +300,7 @@ def test_plans_are_dropped_when_something_changes(ranks: Ranks) -> None:
 
 
 def in_python(group: dist.ProcessGroup) -> None:
-    """Calls that are not recorded, and settings by which none is."""
+    """Calls that are never recorded, and settings under which no call is."""
     name = group.group_name
     q = torch.randn(1, 2, 4, 8)
     with simulation(plan_at=0):
@@ -328,7 +328,7 @@ def test_what_stays_in_python(ranks: Ranks) -> None:
 
 
 def failing(group: dist.ProcessGroup) -> None:
-    """A call that fails gives its workspace up; a later one works."""
+    """A failing call gives up its workspace; later calls work."""
     x, w = torch.randn(2, 6), torch.randn(6, 5)
     with simulation(plan_at=0) as made:
         state = memory.resolve(group)

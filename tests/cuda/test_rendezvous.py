@@ -1,4 +1,4 @@
-"""Which GPU a rank has, and what torch's rendezvous finds in the environment."""
+"""The check that no ranks share a GPU, and the environment that torch's rendezvous sees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLES = (rendezvous.SHARE_GPUS, "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 
 
 def check(group: dist.ProcessGroup, gpus: list[str], allowed: list[str | None]) -> str:
-    """The error of a check in a group of its own; a check of the same GPUs follows a good one."""
+    """Returns the error of a check in a new group; repeats a check that passes."""
     own = memory.resolve(dist.new_group(list(range(group.size()))))
     device, mine = torch.device("cpu"), allowed[group.rank()]
     asked = []
@@ -59,7 +59,7 @@ def test_ranks_that_share_a_gpu_by_mistake_are_told(ranks: Ranks, world_size: in
 
 
 def seen_by_torch(group: dist.ProcessGroup) -> list[Any]:
-    """The variables as the C library has them: in a rendezvous, and after it."""
+    """The variables as the C library sees them during a rendezvous and after it."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
 

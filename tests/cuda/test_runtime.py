@@ -1,4 +1,4 @@
-"""What is particular to the CUDA runtime, over a simulated driver."""
+"""Behaviour specific to the CUDA runtime, over a simulated driver."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_low_contention(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> 
 
 
 def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
-    """Rank 0's stream is past two ops before the others have begun the first of them."""
+    """Rank 0's stream finishes its part of two ops before the other ranks begin the first."""
     rank, W, store = group.rank(), group.size(), dist.distributed_c10d._get_default_store()
     key = f"rank 0 went on {mode}"
     with simulation(**mode) as made:
@@ -122,9 +122,9 @@ def batches(group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def test_an_all_gather_is_one_batch_of_copies_and_two_of_signals(ranks: Ranks) -> None:
-    """Signals and waits before the copies; after them, in place, that they have ended.
+    """Signals and waits come before the copies; in place, signals of their end come after them.
 
-    A lane writes the number that it copies to the peers' flags, and keeps it for the whole call.
+    A lane writes the number that it copies to the peers' flags once for the whole call.
     """
     for counted in ranks.run(4, batches):
         assert counted == {
@@ -154,7 +154,7 @@ def in_place(group: dist.ProcessGroup) -> list[dict[str, int]]:
 def test_symmetric_tensors_are_read_in_place(ranks: Ranks, world_size: int) -> None:
     for counts in ranks.run(world_size, in_place):
         for count in counts:
-            # One for all signals that it is there, for each peer's, and that this has been read.
+            # One for all "ready" signals; for each peer, one for its shard and one for "done".
             assert count["batches"] == (1 + 2 * (world_size - 1) if world_size > 1 else 0)
             assert count["copies"] == 0
 
@@ -220,7 +220,7 @@ def capture_refuses(group: dist.ProcessGroup) -> None:
     rows = stacked(group, 4, 4)
     weight = torch.eye(4)
 
-    own = dist.new_group(list(range(group.size())))  # of the other, tests may have reserved some
+    own = dist.new_group(list(range(group.size())))  # tests may have reserved some of `group`
 
     def call() -> torch.Tensor:
         return symm_cp.all_gather_matmul(rows[group.rank()], weight, gather_dim=0, group=own)
@@ -241,7 +241,7 @@ def test_a_capture_does_not_grow_a_workspace(ranks: Ranks) -> None:
 
 
 def graph_workspaces_stay(group: dist.ProcessGroup) -> None:
-    """What a captured graph has in its commands must not be freed by a later, larger reserve."""
+    """A later, larger reserve must not free a workspace that a captured graph uses."""
     own = dist.new_group(list(range(group.size())))
     with simulation() as made:
         state = memory.resolve(own)
@@ -298,11 +298,11 @@ def test_override_puts_kernels_over_torchs_and_takes_them_back(
         assert "symm_cp/ops/override.py" in registered("AutocastCUDA")
         assert symm_cp.override_cuda_ops() is override
     assert not any("symm_cp" in registered(key) for key in keys)
-    override.undo()  # a second time: nothing
+    override.undo()  # a second call does nothing
 
 
 def waits_there(group: dist.ProcessGroup) -> None:
-    """The stream that waits is the current one of the op's device, not of the waiting thread's."""
+    """The waiting stream is the current one of the op's device, not of the thread's device."""
     x, inside = torch.randn(4, 4), []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Attention calls torch's kernels by position: their schemas are those that were read."""
+"""Attention passes torch's kernels positional arguments: their schemas must be as recorded."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ exhaustive = pytest.mark.exhaustive
 
 
 class Faulty(SimulatedDevice):
-    """A device on which rank 1 does something else with some commands."""
+    """A device on which rank 1 drops or alters some commands."""
 
     def fault(self, commands: Commands, *, single: bool, capturing: bool) -> Commands:
         return commands
@@ -85,7 +85,7 @@ class ShortensCopiesInGraphs(Faulty):
 
 
 class LosesAllSignals(LosesSignals):
-    """Kernels of symm_cp's own signal nobody either."""
+    """symm_cp's own kernels signal no peer, either."""
 
     def signal(self, *arguments: Any) -> None:
         pass
@@ -110,7 +110,7 @@ class Dies(Faulty):
 
 
 class Judged:
-    """What a device is asked goes by the self-test."""
+    """A device whose verdict is the self-test's."""
 
     def verdict(self, group: memory.Group) -> Verdict:
         assert isinstance(self, SimulatedDevice)
@@ -129,7 +129,7 @@ class IsSlowToReturn(Faulty):
 def judge(
     group: dist.ProcessGroup, kind: type[SimulatedDevice], modes: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """What the verdict allows, its reason, how long it took, and the warnings; or an error."""
+    """Returns the features that the verdict allows and its reason, or an error."""
     with (
         simulation(**modes) as made,
         mock.patch.multiple(selftest, LIMIT=1.0, STEP_LIMIT=2.0),
@@ -233,7 +233,7 @@ def captured_at_first(group: dist.ProcessGroup) -> None:
 
 
 def in_training(group: dist.ProcessGroup, kind: type[SimulatedDevice]) -> tuple[Any, list[str]]:
-    """The verdict at first use, and what is wrong with the ops afterwards."""
+    """The signals allowed at first use, and the errors of wrong results afterwards."""
     with (
         simulation(),
         mock.patch.multiple(selftest, LIMIT=1.0, STEP_LIMIT=2.0),
@@ -263,7 +263,7 @@ def in_training(group: dist.ProcessGroup, kind: type[SimulatedDevice]) -> tuple[
     ],
 )
 def test_what_is_broken_reaches_no_training_step(ranks: Ranks, kind: Any, signals: str) -> None:
-    """The device goes on to be broken after the self-test; ops do not use what is."""
+    """The device stays broken after the self-test; ops avoid its broken features."""
     with ranks.own(2, in_training, kind) as running:
         outcomes = running.outcomes(timeout=60)
     assert [outcome.result for outcome in outcomes] == [(signals, [])] * 2, outcomes
@@ -278,7 +278,7 @@ def streams_opened(group: dist.ProcessGroup) -> list[int]:
             opened.append(super()._open_stream())
             return opened[-1]
 
-    # Groups of its own: other tests find no verdict on that of the pool.
+    # New groups, so that other tests find no verdict on the pool's group.
     groups = [dist.new_group(list(range(group.size()))) for _ in range(2)]
     with simulation():
         device = Counts()
@@ -289,6 +289,6 @@ def streams_opened(group: dist.ProcessGroup) -> list[int]:
 
 
 def test_streams_of_self_tests_stay_open_for_the_next(ranks: Ranks) -> None:
-    """torch looks at the streams that pinned memory was used on when that is freed, later."""
+    """When pinned memory is freed later, torch looks at the streams that used it."""
     for first, both in ranks.run(2, streams_opened):
         assert first == both > 0

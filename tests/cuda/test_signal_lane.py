@@ -38,7 +38,7 @@ CHUNK = 256  # bytes
 
 
 class Case(NamedTuple):
-    """Pull `pull` (from 1 on) is held while kernel `kernel` (from 0 on) of the caller runs.
+    """Pull `pull` (counted from 1) is held while the caller's kernel `kernel` (from 0) runs.
 
     Peers let that pull begin before their kernel of that number, and the kernel after it does not
     depend on the pull.
@@ -57,7 +57,7 @@ CASES = [
     Case(PRODUCE_AND_REDUCE_SCATTER.staged(), 3, pull=1, kernel=1),  # of matmul-reduce-scatter
     Case(PRODUCE_AND_ALL_REDUCE.staged(), 3, pull=1, kernel=1),
     Case(EXCHANGE_AND_CONSUME.staged(), 3, pull=1, kernel=1),
-    # Of attention's backward: the shards of three peers are pulled one after the other.
+    # Attention's backward pass: the shards of three peers are pulled one after the other.
     Case(CONSUME_AND_REDUCE_SCATTER.staged(), 4, pull=3, kernel=1),
     # Two shards, a partial sum, and the third shard, once the first has been consumed.
     Case(CONSUME_AND_REDUCE_SCATTER.staged(ring=True), 4, pull=4, kernel=2),
@@ -65,7 +65,7 @@ CASES = [
 
 
 def in_the_callers_lane(order: IssueOrder) -> IssueOrder:
-    """The order with all signals in the callers' lane, behind their kernels."""
+    """Returns the order with all signals in the caller's lane, behind their kernels."""
     return tuple(
         ("compute" if lane == "signal" else lane, step)
         for lane, step in order
@@ -74,7 +74,7 @@ def in_the_callers_lane(order: IssueOrder) -> IssueOrder:
 
 
 def binding(world_size: int) -> Binding:
-    """Of the operands input, gathered, partials and output, one after the other."""
+    """Returns a binding of the operands input, gathered, partials and output, in this order."""
     chunks = {"input": 1, "gathered": world_size, "partials": world_size, "output": world_size}
     buffers = {
         name: (Extent.even(at, CHUNK, count),) for at, (name, count) in enumerate(chunks.items())
@@ -83,7 +83,7 @@ def binding(world_size: int) -> Binding:
 
 
 def next_kernel(group: dist.ProcessGroup, case: Case, beside: bool) -> str:
-    """What the kernel behind `case.kernel` does while the pull is held."""
+    """Returns whether the kernel after `case.kernel` begins or waits while the pull is held."""
     rank, world_size = group.rank(), group.size()
     order = case.variant.issue_order(rank, world_size)
     if not beside:
@@ -96,7 +96,7 @@ def next_kernel(group: dist.ProcessGroup, case: Case, beside: bool) -> str:
     with simulation(copy_engines=1, deferred=True) as made:
         library = made.machine.library
         space = workspace(memory.resolve(group), made, "sync", (world_size + 1) * CHUNK)
-        time.sleep(0.3)  # the driver looks again whose memory is whose
+        time.sleep(0.3)  # until the driver reads the memory map again
         dist.barrier(group)
 
         def kernel(_: int) -> None:
@@ -117,7 +117,7 @@ def next_kernel(group: dist.ProcessGroup, case: Case, beside: bool) -> str:
             launch.run(
                 space, space.next_epoch(), addresses, kernels, capturing=False, call_name=b"test"
             )
-            # The pull goes on only below, so whichever comes first is decided.
+            # The pull goes on only below, so the outcome does not depend on timing.
             until(lambda: is_held_up() or begun.is_set())
             held_up = not begun.is_set()
         finally:
@@ -134,6 +134,6 @@ def test_a_kernel_begins_while_a_pull_is_under_way(ranks: Ranks, case: Case) -> 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_with_signals_in_its_lane_it_would_wait(ranks: Ranks, case: Case) -> None:
-    """Or the tests above would pass whatever the lanes are."""
+    """So the test above depends on the lane of the signals."""
     expected = ["waits for the engine"] * case.world_size
     assert ranks.run(case.world_size, next_kernel, case, False) == expected

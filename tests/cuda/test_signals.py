@@ -30,7 +30,7 @@ SIGNALS = ("stream", "kernel", "torch")
 
 
 def a_call(group: dist.ProcessGroup) -> None:
-    """An op of both channels, whose lanes both signal, and its result."""
+    """Calls an op on each of the two channels, and checks the results."""
     rows, weight = torch.randn(group.size(), 4, 6), torch.randn(6, 5)
     gathered = all_gather(rows[group.rank()], group.group_name)
     full = torch.randn(group.size(), 2 * group.size(), 6)
@@ -50,7 +50,7 @@ def of_version(group: dist.ProcessGroup, version: int, graph: bool, signals: str
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("version", [12050, 13000, 13010])
 def test_signals_by_streams_on_each_driver(ranks: Ranks, version: int, graph: bool) -> None:
-    """Without batches; with them; where no stream writes to a peer's memory."""
+    """Drivers without batched copies, with them, and without writes to peers' memory."""
     ranks.run(2, of_version, version, graph, "stream")
 
 
@@ -78,7 +78,7 @@ def copied(group: dist.ProcessGroup) -> dict[str, int]:
     with simulation() as made:
         a_call(group)
         made.synchronize()
-        time.sleep(0.3)  # the driver looks again whose memory is whose
+        time.sleep(0.3)  # until the driver reads the memory map again
         made.copied()
         a_call(group)
         made.synchronize()
@@ -115,7 +115,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 
 
 def test_what_the_driver_refuses_is_raised(ranks: Ranks) -> None:
-    """Also that the peers cannot be told then."""
+    """If the peers cannot be notified either, the error says so."""
     not_told = "symm_cp: the peers cannot be notified: cuMemcpyAsync"
     refusal = "failed: CUDA_ERROR_NOT_SUPPORTED"
     expected = [
@@ -139,12 +139,12 @@ def guarded(group: dist.ProcessGroup, graph: bool, seed: int) -> None:
 def test_torchs_kernels_end_although_one_stream_follows_the_other(
     ranks: Ranks, world_size: int, graph: bool
 ) -> None:
-    """With the copy lane handed out first they would not, see tests/schedule."""
+    """They would hang if the copy lane were handed out first, see tests/schedule."""
     ranks.run(world_size, guarded, graph, random.randrange(1 << 30))
 
 
 def in_threads(group: dist.ProcessGroup, signals: str) -> None:
-    """As backward passes do: threads of autograd have no current context, or another device's."""
+    """Calls ops in threads without a current context, as threads of autograd do."""
     with simulation(contexts=True, signals=signals) as made:
         # Where a workspace is made, torch has just allocated its memory: there is a context.
         a_call(group)
@@ -172,7 +172,7 @@ def in_threads(group: dist.ProcessGroup, signals: str) -> None:
                     rows[group.rank()], rows[group.rank()], seq_dim=0, group=group
                 )
                 assert torch.equal(key, rows.flatten(0, 1))
-            # A thread keeps what it had: none.
+            # The thread still has no current context.
             made.library.cuCtxGetCurrent(ctypes.byref(context))
 
         alone(calls)
@@ -190,7 +190,7 @@ def test_threads_need_no_current_context(ranks: Ranks, signals: str) -> None:
 def test_the_device_is_current_when_torch_is_asked_about_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the stream of another GPU does, where that is current, says nothing."""
+    """A capture on the current stream of another GPU makes no difference."""
     current = [0]
 
     class Guard:

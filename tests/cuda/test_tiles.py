@@ -19,12 +19,12 @@ from symm_cp.testing import Ranks
 from tests.cuda import test_plans
 from tests.exhaustive import exhaustive, some
 
-# What runs another way although tiles are forced: the gathered dimension, the shape of a shard.
+# Calls that do not go by tiles even if forced: the gathered dimension, the shape of a shard.
 OTHERS: list[tuple[int, tuple[int, ...]]] = [(1, (4, 6)), (0, (0, 4))]
 
 
 def small_tiles() -> Any:
-    """Has kernels take tiles that the interpreter can afford; gives a context."""
+    """Returns a context in which kernels use tiles small enough for the interpreter."""
     # Triton chooses its interpreter when it is imported.
     from symm_cp.cuda.kernels import tile_matmul as module
     from tests.cuda import interpreted
@@ -35,7 +35,7 @@ def small_tiles() -> Any:
 
 
 def tolerances(dtype: torch.dtype, inner: int, terms: int = 1) -> dict[str, float]:
-    """Each of `terms` products is rounded once; sums of `inner` numbers in float32."""
+    """Tolerances for `terms` products, each rounded once, of sums of `inner` terms in float32."""
     return {"rtol": torch.finfo(dtype).eps, "atol": terms * inner * torch.finfo(dtype).eps}
 
 
@@ -109,7 +109,7 @@ def matmuls(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None:
     ):
         check_gather(group, choose)
         check_scatter(group, choose)
-        # No call is left to a plan, which would compare the number of the call it recorded.
+        # No call is made by a plan, which would compare the number of the recorded call.
         assert test_plans.refusal() == "a kernel compares the number of the call"
         assert (gathered.call_count, scattered.call_count) == (3, 3)
         assert made.machine.polling_kernels == 3
@@ -176,7 +176,7 @@ def test_where_kernels_and_streams_cannot_wait_for_each_other(
 
 
 def chosen(group: dist.ProcessGroup, apart: bool) -> None:
-    """Without force, tiles are taken where they were measured, by ranks with a GPU each."""
+    """Unless forced, tiles are chosen only if measured and if each rank has its own GPU."""
     question = MatmulWork("all_gather_matmul", "float32", 4, ((64, 8, 3),), shard=2048)
     state, device = memory.resolve(group), torch.device("cpu")
     facts = tuning.facts_of(state)

@@ -27,7 +27,7 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4])
 
 
 def pairs_of(layout: SequenceLayout, mask: Mask, rank: int) -> set[tuple[int, int]]:
-    """The positions of queries and keys that the tiles of the peers' keys pair."""
+    """The (query, key) positions that the tiles of the peers' keys cover."""
     queries = list(layout.positions(rank))
     keys = [
         position
@@ -73,7 +73,7 @@ def test_tiles_have_all_pairs_that_the_mask_allows(world_size: int) -> None:
 
 
 def test_few_tiles() -> None:
-    """One for a chunk of queries, where there were up to two for each peer."""
+    """There is one tile for each chunk of queries; by shards, there are more or as many."""
     for ranks in (2, 4, 8):
         for rank in range(ranks):
             assert len(tiles_of_others(sequential(64 * ranks, ranks), NO_MASK, rank)) == 1
@@ -92,7 +92,7 @@ def test_few_tiles() -> None:
 
 
 def called(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None:
-    """It is what runs where it is forced and fits, with so many kernels in each pass."""
+    """It runs where it is forced and fits, with the expected number of kernels in each pass."""
     W, rank = group.size(), group.rank()
     test_case = test_attention.Case
     causal = head_tail(12 * W, W)
@@ -159,7 +159,7 @@ def test_it_runs_where_it_is_forced(ranks: Ranks, world_size: int, mode: dict[st
 
 
 def options(group: dist.ProcessGroup, seed: int) -> None:
-    """Sinks, values of other features, prefixes and hidden keys: as by shards."""
+    """Sinks, prefixes, scales, hidden keys and documents give the same results as by shards."""
     W, rank = group.size(), group.rank()
     length = 20 * W
     torch.manual_seed(seed)
@@ -196,7 +196,7 @@ def test_options(ranks: Ranks, world_size: int) -> None:
 
 
 def refused(group: dist.ProcessGroup) -> None:
-    """Batches, soft caps and windows that peers are sent a part for go by shards."""
+    """Batches, soft caps, windows and calls that need too many bytes go by shards."""
     W, calls = group.size(), 0
 
     def consume_keys(*args: Any) -> Any:
@@ -226,7 +226,7 @@ def test_what_does_not_fit_goes_by_shards(ranks: Ranks, world_size: int) -> None
 
 
 def under_modes(group: dist.ProcessGroup, seed: int) -> None:
-    """Autocast, checkpoints, inference and graphs of torch.compile find what eager mode does."""
+    """Autocast, checkpoints, inference mode and torch.compile agree with dense attention."""
     W, rank = group.size(), group.rank()
     balancer = symm_cp.HeadTail(12 * W, W)
     rows = balancer.positions(rank)

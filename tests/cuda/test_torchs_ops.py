@@ -134,7 +134,7 @@ print(json.dumps([before, after, gradients]))
 
 @pytest.fixture(scope="module")
 def import_seen() -> list[Any]:
-    """What is seen before the import, after it, and the ops of gradients that it adds."""
+    """Torch's ops before and after the import, and the ops that the added gradients call."""
     done = subprocess.run(
         [sys.executable, "-c", _SEEN], capture_output=True, text=True, timeout=300, check=False
     )
@@ -156,7 +156,7 @@ def test_importing_leaves_torchs_cuda_ops_as_they_are(import_seen: list[Any]) ->
         "_low_contention_all_gather",
         "_low_contention_reduce_scatter",
     }
-    # It takes no tensor, so that its kernel for CPU is one for all devices, where torch has none.
+    # It takes no tensor, so our CPU kernel counts for all devices where torch has no kernel.
     assert before["kernels"].pop("nccl_wait_signal", "") == ""
     after["kernels"].pop("nccl_wait_signal", None)
     assert {**after, "autograd": 0} == {**before, "autograd": 0}

@@ -1,4 +1,4 @@
-"""Streams that wait for nothing: the process ends, saying which op, step and rank, and why."""
+"""Streams that wait in vain: the process aborts and names the op, step, rank and reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = devices("simulated", "cuda")
 
 
 def check(outcomes: Sequence[Outcome], op: str, why: str) -> None:
-    """All but the last rank have ended by themselves, saying why."""
+    """Checks that all ranks but the last have aborted, and said why."""
     *survivors, _ = outcomes
     waited = r"waiting for flag '\w+' of rank (\d) \(call \d+, seen \d+\)"
     last, causes = len(survivors), []
@@ -29,7 +29,7 @@ def check(outcomes: Sequence[Outcome], op: str, why: str) -> None:
         # Added in modes of the simulation in which the driver is held up.
         cause = re.sub(r" \(the driver did not answer for \d+ ms\)$", "", found[2])
         causes.append((int(found[1]), cause))
-    # A survivor that ended took others with it.
+    # A survivor that aborted may be the cause that others name.
     assert (last, why.format(last)) in causes, causes
     for peer, cause in causes:
         assert cause in (why.format(last), f"rank {peer} died"), causes

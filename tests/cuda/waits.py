@@ -19,7 +19,7 @@ import symm_cp
 from symm_cp import cuda
 from symm_cp.ops.common import device_kernels
 
-#: How long ranks wait for each other, where a time-out is to elapse, or not to.
+#: The time-out in cases that let it elapse, or that stay within it.
 SHORT_MS = 500
 
 
@@ -55,7 +55,7 @@ def stops(group: dist.ProcessGroup, op: Op) -> None:
 
 
 def fails(group: dist.ProcessGroup, op: Op) -> str:
-    """In the middle of the call, and lives on."""
+    """Fails in the middle of the call, but survives."""
     no_memory = MemoryError("no memory")
     kind = type(cuda.device_of(torch.empty(0).device))
     with unittest.mock.patch.object(kind, "launch", side_effect=no_memory):
@@ -70,7 +70,7 @@ def fails(group: dist.ProcessGroup, op: Op) -> str:
 def others_wait(
     group: dist.ProcessGroup, op: Op, act: Callable[[dist.ProcessGroup, Op], str]
 ) -> str:
-    """All ranks call the op, then all but the last, which acts."""
+    """All ranks call the op; then the last rank acts while the others call it again."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some will abort
     if act is stops:
         os.environ["SYMM_CP_TIMEOUT_MS"] = str(SHORT_MS)
@@ -78,7 +78,7 @@ def others_wait(
     dist.barrier(group)
     if group.rank() == group.size() - 1:
         return act(group, op)
-    for _ in range(3):  # what a rank has begun the others can complete
+    for _ in range(3):  # the others can complete a call that the last rank has begun
         op(group)
     return "done"
 

@@ -26,12 +26,12 @@ from tests.native import plans
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-#: Each with what must be loaded before Python: its runtime, and what that finds exceptions in.
+#: Libraries to load before Python: the sanitizer's runtime, and where that finds exceptions.
 SANITIZERS = {
     "thread": ("libtsan.so", "libstdc++.so"),
     "address,undefined": ("libasan.so", "libstdc++.so"),
 }
-#: To compile with AddressSanitizer takes three times as long at -O1; some warnings need that.
+#: With AddressSanitizer, compiling takes three times as long at -O1; some warnings need -O1.
 LEVEL = {"thread": ("-O1", "-g"), "address,undefined": ("-O0", "-g1")}
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 CALLS = 200
@@ -39,16 +39,16 @@ CALLS = 200
 NEEDED = ("partial", "reduced", "done")
 NEEDED_IN_EXCHANGES = ("ready", "reduced", "done")
 TESTS = ("tests/test_symmetric_memory.py", "tests/ops/test_in_flight.py", "tests/test_trace.py")
-#: One process with one thread: nothing in them can race.
+#: Tests of one process with one thread, in which nothing can race.
 ALONE = ("tests/ops/test_attention_kernels.py", "tests/ops/test_native_tiles.py")
-#: OpenMP's threads meet unseen.
+#: ThreadSanitizer does not see how OpenMP's threads synchronise.
 THREADED = "tests/ops/test_native_tiles.py::test_bits_do_not_depend_on_threads"
 OPTIONS = {
-    # Races within gloo, which was not built for this sanitizer, are its own.
+    # gloo was not built with this sanitizer: races within it are ignored.
     "TSAN_OPTIONS": f"suppressions={HERE / 'tsan.supp'}:halt_on_error=0:exitcode=66",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
 }
-# Python itself keeps memory to the end, and OpenMP's threads meet unseen.
+# Python keeps memory until it exits; sanitizers do not see how OpenMP's threads synchronise.
 IN_PYTHON = {"ASAN_OPTIONS": "detect_leaks=0"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
@@ -81,7 +81,7 @@ def _expect(done: subprocess.CompletedProcess[str], holds: bool) -> None:
 
 
 def why_not(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> str:
-    """Why a sanitizer cannot be used here: its library is not installed, or it may not run."""
+    """Returns why a sanitizer cannot be used here: its library is missing, or it may not run."""
     source, program = folder / "empty.cpp", str(folder / "empty")
     source.write_text("int main() {}\n")
     built = _run([*compiler, f"-fsanitize={sanitizer}", str(source), "-o", program])
@@ -89,7 +89,7 @@ def why_not(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path
 
 
 def _plain_units() -> list[Unit]:
-    """What of csrc/ does without torch, CUDA and Python."""
+    """The units of csrc/ that need no torch, CUDA or Python."""
     units = Sources(native.source_dir()).plain
     return [unit for unit in units if not unit.name.startswith(("c_api", "cuda_"))]
 
@@ -106,7 +106,7 @@ def _compile_all(command: Sequence[str], arguments: Sequence[Sequence[str]]) -> 
 def check_warnings(compiler: list[str]) -> None:
     """Ends this program unless csrc/ compiles without warnings.
 
-    The library's own flags, which optimise for this processor, give false ones.
+    The library's own flags, which optimise for this processor, give false warnings.
     """
     csrc = native.source_dir()
     command = [*compiler, "-std=c++20", *WARNINGS, f"-I{csrc}", "-fsyntax-only"]
@@ -117,7 +117,7 @@ def check_warnings(compiler: list[str]) -> None:
 def build_library(compiler: list[str], sanitizer: str, folder: Path) -> dict[str, str]:
     """Builds the library into a folder; returns the environment in which Python finds it.
 
-    Compiling takes most of the time: arithmetic is optimised little, all else not at all.
+    Compiling takes most of the time, so arithmetic is optimised little, and all else not at all.
     """
     program = folder / "compiler"
     instrumenting = shlex.join([*compiler, f"-fsanitize={sanitizer}", "-g1"])
@@ -127,14 +127,14 @@ def build_library(compiler: list[str], sanitizer: str, folder: Path) -> dict[str
     )
     program.chmod(0o755)
     environment = {"CXX": shlex.quote(str(program)), "SYMM_CP_BUILD_DIR": str(folder)}
-    # Without the sanitizer's runtime it cannot be loaded, but it is built.
+    # The library cannot be loaded without the sanitizer's runtime, but it is built.
     done = _run([sys.executable, "-c", "from symm_cp import native; native.build()"], environment)
     _expect(done, len(list(folder.glob("*/*.so"))) == 1)
     return environment
 
 
 def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
-    """Links the programs here with the library's objects that do without torch and CUDA."""
+    """Links the programs here with the library's objects that need no torch or CUDA."""
     units = _plain_units()
     built = [str(path) for unit in units for path in folder.glob(f"objects/{unit.name}-*.o")]
     assert len(built) == len(units), (built, units)
@@ -151,9 +151,9 @@ def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
 
 
 def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:
-    """Plans, exchanges, messages and faults on 1 to 4 ranks; left-out waits must show.
+    """Runs plans, exchanges, messages and faults on 1 to 4 ranks; omitted waits must show as races.
 
-    Exchanges also with several threads in each rank, also where it waits for its copy engine.
+    Exchanges also run with several threads in each rank, and with ranks on several sockets.
     """
     program = [*prefix, build_ranks(compiler, sanitizer, folder)]
     _say(sanitizer, "the ranks' program is built")
@@ -192,7 +192,7 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         expect_race(["calls", str(folder / "calls 3"), str(FLAGS.index(flag))])
     exchanges = "exchanges", str(folder / "loops 3")
     for flag in NEEDED_IN_EXCHANGES:
-        # Few exchanges of a plan may need the flag, and those can be in order by chance.
+        # Only few exchanges of a plan may need the flag, and their order may be right by chance.
         skip = str(FLAGS.index(flag))
         expect_race(*([*exchanges, str(plan), skip] for plan in range(seed, seed + 5)))
 
@@ -236,7 +236,7 @@ def _check(compiler: list[str], sanitizer: str, prefix: list[str]) -> None:
 
 
 def main() -> None:
-    """Runs everything with each sanitizer, one beside the other: both wait a lot."""
+    """Runs everything with all sanitizers at the same time: both wait a lot."""
     compiler = shlex.split(native.find_compiler())
     # ThreadSanitizer needs addresses where it expects them.
     prefix = ["setarch", "-R"]

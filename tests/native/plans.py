@@ -1,7 +1,7 @@
 """Writes calls of every variant of every pattern for `ranks.cpp`, which carries them out.
 
-Kernels become copies of what they read to memory of the rank's own, and of such memory to what
-they write: the accesses are those that `check` has proved to be ordered.
+Kernels become copies of their operands to the rank's own memory, and of such memory to their
+results, so that the program makes the accesses that `check` has proved to be ordered.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from symm_cp.tensors.shards import Extent
 
 CHUNK = 512
 _REDUCTIONS = ("reduce", "add", "combine")
-#: What `ranks.cpp` does with an operand.
+#: How `ranks.cpp` fills or checks an operand.
 INPUT, SYMMETRIC, SCRATCH, GATHERED, SUM = range(5)
-#: Patterns whose output it can foretell, when all elements of a rank's input are equal.
+#: Patterns whose output it can predict when all elements of a rank's input are equal.
 _RESULTS = {
     "BACKGROUND_ALL_GATHER": GATHERED,
     "BACKGROUND_REDUCE_SCATTER": SUM,
@@ -95,7 +95,7 @@ def _bytes(program: Program, operands: list[tuple[int, int]]) -> bytes:
 
 
 def write(world_size: int, calls: int, choose: random.Random) -> bytes:
-    """Every variant once, then others at random: `calls` in all, of both channels."""
+    """Writes every variant once, then random ones: `calls` calls in all, on both channels."""
     everything = [*variants("sync", "direct"), *variants("async", "direct")]
     chosen = [*everything, *choose.choices(everything, k=max(0, calls - len(everything)))]
     known = {variant: _lowered(variant, world_size) for variant in everything}

@@ -52,7 +52,7 @@ class Double:
     # --- nvshmem.core
 
     def get_unique_id(self) -> dict[str, str]:
-        """Anything that can be pickled; another one for each start."""
+        """Returns an id that can be pickled, a new one for each start."""
         return {"id": secrets.token_hex(8)}
 
     def init(
@@ -60,7 +60,7 @@ class Double:
     ) -> None:
         """As `nvshmem.core.init`, for a unique id."""
         drawn: list[Any] = [None] * nranks
-        dist.all_gather_object(drawn, uid)  # NVSHMEM would wait for the ranks that have this id
+        dist.all_gather_object(drawn, uid)  # NVSHMEM would wait for all ranks with this id
         assert drawn == [uid] * nranks
         assert uid not in _used, "the id of an earlier start"
         _used.append(uid)

@@ -25,7 +25,7 @@ from tests.exhaustive import some
 from tests.nvshmem.double import Double
 from tests.ops import test_attention, test_random
 
-#: Which memory is mapped: none, all, or that of pairs (0, 1) and (2, 3).
+#: Which memory is mapped: none, all, or within the pairs (0, 1) and (2, 3).
 MAPPED = {
     "none": lambda rank, pe: False,
     "all": lambda rank, pe: True,
@@ -120,7 +120,7 @@ def one_gather(
 def test_order_and_arguments_of_the_calls(ranks: Ranks) -> None:
     for rank, calls in enumerate(ranks.run(4, one_gather)):
         others = [(rank + turn) % 4 for turn in (1, 2, 3)]
-        # The shard is there for all peers; then each peer's, when it says so.
+        # Signals that the own shard is there, then a wait and a pull for each peer's shard.
         expected = [("signal", peer, 1, "side") for peer in others]
         for peer in others:
             expected += [("wait", 1, "side"), ("get", peer, 4 * 8 * 4, "side")]
@@ -128,7 +128,7 @@ def test_order_and_arguments_of_the_calls(ranks: Ranks) -> None:
 
 
 def test_on_old_drivers_signals_are_nvshmems(ranks: Ranks) -> None:
-    """Streams do not wait in mapped memory there."""
+    """On such drivers streams cannot wait in mapped memory."""
     for calls in ranks.run(4, one_gather, "all", 12040):
         assert [call[0] for call in calls] == ["signal"] * 3 + ["wait", "get"] * 3
     for calls in ranks.run(4, one_gather, "all", 12050):
@@ -158,7 +158,7 @@ def test_groups_that_overlap(ranks: Ranks) -> None:
 
 
 def heap_is_full_on_one(group: dist.ProcessGroup) -> None:
-    """Heaps are filled unequally where ranks are members of different groups."""
+    """Heaps fill unequally when ranks are members of different groups."""
     with running(group, "none", heap_bytes=1 << 16):
         heap = nvshmem.heap()
         assert heap is not None

@@ -16,7 +16,7 @@ from symm_cp.commands.plan.predict import ALL, ParallelLayout, layouts, memory_o
 from symm_cp.schedule.machine import MACHINES
 
 LLAMA = MODELS["llama3-70b"]
-#: No overheads: what is left are operations and bytes.
+#: No overheads: only operations and bytes take time.
 IDEAL = replace(
     MACHINES["h100"],
     matmul_reached=1.0,
@@ -242,7 +242,7 @@ def test_by_default_it_finds_the_hosts_that_fit(capsys: pytest.CaptureFixture[st
 def test_a_plan_ends_with_what_to_choose(
     arguments: str, code: int, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What does not work is said on stderr, with an exit code."""
+    """A plan that does not work is reported on stderr, with an exit code."""
     options = ["plan", "--model", "llama3-70b", "--hosts", "1..4", *arguments.split()]
     assert main(options) == code
     shown, error = capsys.readouterr()
@@ -253,7 +253,7 @@ def test_a_plan_ends_with_what_to_choose(
 def test_where_more_memory_is_what_helps(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """One host of a machine that no number of hosts makes fit, as it has little memory."""
+    """No number of hosts with so little memory is enough: another machine is named."""
     small = tmp_path / "small.toml"
     small.write_text('name = "small"\nmemory = 1e6\n')
     main(["plan", "--machine", str(small), "--hosts", "8"])

@@ -14,7 +14,7 @@ MIX = (0, 0, 0, 1, 0, 1, 1, 1, 0, 0)
 
 
 class Workspace(NamedTuple):
-    """What variants share: they follow one another on it in any order."""
+    """A workspace that variants share: calls of them follow one another in any order."""
 
     channel: Channel
     form: FormName
@@ -30,7 +30,7 @@ class Workspace(NamedTuple):
 
 
 CHANNELS: tuple[Channel, ...] = ("sync", "async")
-#: With the slots that runtimes use.
+#: With the numbers of slots that runtimes use.
 WORKSPACES = [
     *(Workspace(channel, "direct", 2) for channel in CHANNELS),
     *(Workspace(channel, "staged", slots) for channel in CHANNELS for slots in (1, 2)),
@@ -38,7 +38,7 @@ WORKSPACES = [
 
 
 class Place(NamedTuple):
-    """A variant on a workspace, in calls of that many pieces."""
+    """A variant on a workspace, in calls of `pieces` pieces."""
 
     variant: Variant
     workspace: Workspace
@@ -53,10 +53,10 @@ class Place(NamedTuple):
         return f"{self.variant}-{self.workspace.slots}{pieces}"
 
 
-#: Numbers of ranks, most of the time for the largest: up to 6, then up to 16.
+#: Numbers of ranks: up to 6, and, as the largest take most of the time, up to 16 with --all.
 SIZES = some(range(1, 7), of=[range(1, 7), range(7, 17)])
 PLACES = [Place(variant, space) for space in WORKSPACES for variant in space.variants]
-#: Piece p + 2 comes back to the half of piece p: all neighbourhoods of pieces are in these.
+#: Piece p + 2 reuses the half of piece p: these numbers have all neighbourhoods of pieces.
 LOOPS = [
     Place(place.variant, place.workspace, pieces)
     for place in PLACES

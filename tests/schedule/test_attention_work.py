@@ -11,11 +11,11 @@ from symm_cp.schedule.layout import head_tail, sequential
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Curve, Machine
 from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
 
-#: A multiplication or addition takes a second, moving anything nothing.
+#: A multiplication or addition takes a second; moving bytes takes no time.
 COMPUTING = Machine(
     "computing", 1.0, 0.0, 1e30, 1e30, attention_reached=1.0, kernel_seconds=0.0, signal_seconds=0.0
 )
-#: A byte takes a second, wherever it is copied from and to; kernels nothing.
+#: Copying a byte takes a second, wherever it goes; kernels take no time.
 MOVING = Machine(
     "moving", 1e30, 0.0, 2.0, 1.0, link_reached=1.0, kernel_seconds=0.0, signal_seconds=0.0,
     curves={"reduce": Curve((1.0,), (1e-30,))},
@@ -29,7 +29,7 @@ def work(length: int, ranks: int, heads: int = 4, mask: Mask = CAUSAL) -> Attent
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_kernels(ranks: int) -> None:
-    """Pairs of query and key, each of two products of E and V features, by all ranks at once."""
+    """Each pair of query and key takes two products, of E and V features; ranks share the pairs."""
     length = 16 * ranks
     operations = 2 * 2 * 4 * (3 + 5) * length * (length + 1) / 2 / ranks
     for backward, factor in ((False, 1.0), (True, 2.5)):
@@ -68,7 +68,7 @@ def test_what_moves_forward() -> None:
 
 
 def test_key_heads_that_ranks_share() -> None:
-    """Of one key head each rank gets all, of two on two ranks one each."""
+    """Two ranks both get a single key head; of two key heads each rank gets one."""
     shared = [replace(work(32, 2), kv_heads=kv).seconds(MOVING)["ulysses"] for kv in (1, 2, 4)]
     rows = 2 * 16 * 4
     assert shared[2] - shared[1] == pytest.approx(1.5 * rows * 2 * (3 + 5))
@@ -76,7 +76,7 @@ def test_key_heads_that_ranks_share() -> None:
 
 
 def test_what_moves_backward() -> None:
-    """Queries, keys, values, results and their gradients go; three gradients come back."""
+    """Queries, keys, values, results and their gradients are sent; three gradients come back."""
     given = replace(work(32, 2), backward=True)
     rows = 2 * 16 * 4
     there, back = 4 * (3 + 3 + 5) + 2 * 4 * 5, 4 * (3 + 3 + 5)
@@ -93,7 +93,7 @@ def test_calls_hosts_and_too_few_heads() -> None:
     assert set(work(64, 8, heads=6).seconds(COMPUTING)) == {"allgather"}
     slow = replace(TYPICAL_CPU, network=1.0)
     near, far = given.seconds(slow), given.seconds(slow, hosts=2)
-    # Half of the keys of one rank in turn, and half of what a rank exchanges, in 4 bytes each.
+    # Half of the keys, of one rank in turn, and half of the elements that a rank exchanges.
     assert far["allgather"] == pytest.approx(2 * 16 * 4 * (3 + 5) * 4)
     assert far["ulysses"] - near["ulysses"] == pytest.approx(2 * 16 * 4 * (6 + 5 + 5) * 4 / 2)
 
@@ -136,7 +136,7 @@ def test_what_the_page_on_devices_says_of_eight_gpus() -> None:
         "pipeline": 2.22,
         "together": 1.9,
     }
-    # Of short sequences the host's time counts.
+    # For short sequences, the host's time counts.
     short = replace(llama, queries=head_tail(2048, 8), keys=head_tail(2048, 8), backward=True)
     whole, device = (short.seconds_on_streams(MACHINES["h100"], on_device=d) for d in (False, True))
     assert whole["together"] < 0.7 * whole["pipeline"]

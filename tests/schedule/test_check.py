@@ -1,4 +1,4 @@
-"""``check`` finds what is wrong in schedules that are known to be."""
+"""``check`` finds the known errors of wrong schedules."""
 
 import re
 from dataclasses import replace
@@ -165,7 +165,7 @@ def test_chunks_tell_apart_within_a_call_only() -> None:
 def test_the_caller_overwrites_the_symmetric_tensor_after_the_call() -> None:
     def hasty(rank: int) -> Schedule:
         full = ALL_GATHER_AND_COMBINE.direct(in_place=True).schedule(rank, 2)
-        return schedule(rank, *full.lanes["compute"][:-1])  # less the wait for "done"
+        return schedule(rank, *full.lanes["compute"][:-1])  # without the wait for "done"
 
     report = check([[hasty(0), hasty(1)]])
     assert kinds(report) == {Race}
@@ -177,7 +177,7 @@ def test_the_caller_overwrites_the_symmetric_tensor_after_the_call() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_two_shot_without_the_slot_would_need_another_exchange(world_size: int) -> None:
-    """Why the pattern goes through the slot: peers would still read the tensor at return."""
+    """The pattern goes through the slot, else peers would still read the tensor at return."""
     in_place = TWO_SHOT_ALL_REDUCE.direct(in_place=True)
 
     def direct(rank: int) -> Schedule:
@@ -235,7 +235,7 @@ def test_a_signal_to_oneself_orders_two_lanes() -> None:
 
 
 def polling(rank: int, awaits: tuple[tuple[str, Region], ...], *reads: Region) -> Schedule:
-    """As `prefetch`, with a kernel that polls; it also reads its own input from the start."""
+    """Like `prefetch`, with a polling kernel, which also reads its own input from the start."""
     publish, signal, *pull = prefetch(rank, handed_over=True).lanes["copy"]
     copy = (publish, signal, Signal(rank, "offered"), *pull)
     kernel = Compute(
@@ -261,7 +261,7 @@ def test_a_kernel_that_polls_reads_what_it_polled_for() -> None:
 
 @pytest.mark.parametrize("missing", ["copy", "signal"])
 def test_a_kernel_that_polls_starts_when_the_peers_have_what_they_wait_for(missing: str) -> None:
-    """It may keep the multiprocessor that a copy within its rank, or a signal, needs."""
+    """The kernel may take the multiprocessor that a local copy or a signal needs."""
 
     def early(rank: int) -> Schedule:
         right = polling(rank, (("arrived", Region(rank, "pulled", 1 - rank)),))

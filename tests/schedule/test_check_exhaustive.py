@@ -117,7 +117,7 @@ def break_at_random(full: Schedule, choose: random.Random) -> Schedule:
 
 
 def of_several_events(variant: Variant) -> bool:
-    """Whether a kernel polls, or raises flags: it is several events to `check`."""
+    """Whether a kernel polls or raises flags; `check` takes such a kernel as several events."""
     return any(
         isinstance(step, Compute) and bool(step.awaits or step.raises)
         for lane in variant.schedule(0, 2).lanes.values()
@@ -170,7 +170,7 @@ def test_check_agrees_with_all_interleavings(
         found = {
             frozenset((place(p.first), place(p.second))) for p in problems if isinstance(p, Race)
         }
-        # Not all of them: check keeps the latest access of a kind, and one call of a pair.
+        # A part of them: check keeps the latest access of a kind, and one call of a pair.
         assert found <= races
         assert bool(found) == bool(races)
         assert {place(p.site) for p in problems if isinstance(p, Deadlock)} == stuck

@@ -43,7 +43,7 @@ def test_graphs_of_many_ops_finish_in_any_order() -> None:
 
 
 def bare(call: GraphCall) -> GraphCall:
-    """The call with the edges of lanes and of flags to oneself alone."""
+    """The call with only the edges of lanes and of a rank's own flags."""
     orders = (GraphOrder(tuple(replace(h, behind=()) for h in o.steps)) for o in call.orders)
     return replace(call, orders=tuple(orders))
 
@@ -51,7 +51,7 @@ def bare(call: GraphCall) -> GraphCall:
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_without_the_edges_ranks_may_hang(variant: Variant, world_size: int) -> None:
-    """Those that exchange partial sums, and what is captured behind those in the background."""
+    """So may calls that exchange partial sums, and calls captured behind background ones."""
     call, exchanging = GraphCall.of(variant, world_size), variant.name in EXCHANGING
     assert any(h.behind for h in call.orders[0].steps) is exchanging
     assert check_graph([bare(call)] * 3).ok is not exchanging
@@ -90,7 +90,7 @@ def test_a_report_names_the_wait_that_does_not_end() -> None:
 
 
 def test_waits_of_graphs_come_behind_all_earlier_signals() -> None:
-    """By search in the edges, where the proof relies on clocks."""
+    """Shown by a search in the edges; the proof relies on clocks instead."""
     for variant in VARIANTS:
         for rank, order in enumerate(GraphCall.of(variant, 3).orders):
             before: list[set[int]] = []

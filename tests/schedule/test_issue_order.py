@@ -21,7 +21,7 @@ from symm_cp.schedule.patterns import (
 from tests.exhaustive import some
 from tests.schedule.calls import MIX, PLACES, SIZES, WORKSPACES, Place, Workspace
 
-#: Those in which partial sums are exchanged.
+#: The patterns in which partial sums are exchanged.
 EXCHANGING = (
     CONSUME_AND_REDUCE_SCATTER.name,
     PRODUCE_AND_REDUCE_SCATTER.name,
@@ -33,7 +33,7 @@ EXCHANGING = (
 def partial_sums_in_turns(variant: Variant) -> bool:
     """Whether ranks wait for partial sums before the last kernel that others wait for.
 
-    In one shot, all that ranks wait for follows one kernel.
+    One-shot variants do not: all signals that ranks wait for follow one kernel.
     """
     return variant.name in EXCHANGING and "one_shot" not in variant.options
 
@@ -76,7 +76,7 @@ def test_both_channels_share_the_queue(world_size: int, slots: int) -> None:
 
 
 def copy_lane_first(order: IssueOrder, rank: int) -> IssueOrder:
-    """Hands out lane copy as far as own flags allow, then one kernel: how it was done at first."""
+    """The first, since replaced, order: lane copy as far as own flags allow, then one kernel."""
     names = ("copy", "compute", "signal")
     lanes = {lane: [step for name, step in order if name == lane] for lane in names}
     recorded: set[str] = set()
@@ -122,7 +122,7 @@ def test_handing_out_the_copy_lane_first_deadlocks_where_partial_sums_are_exchan
 
 
 def is_signal_like(step: Step, rank: int, wait: Wait, world_size: int) -> bool:
-    """Whether a rank's step is the signal that, at the peer it goes to, ends this very wait."""
+    """Whether a step is the counterpart of the signal that ends `wait`: same flag and distance."""
     distance = (rank - wait.source) % world_size
     return (
         isinstance(step, Signal)
@@ -132,7 +132,7 @@ def is_signal_like(step: Step, rank: int, wait: Wait, world_size: int) -> bool:
 
 
 def behind(order: IssueOrder, first: int, last: int) -> IssueOrder:
-    """Hands out step ``first`` and what follows it in its lane only behind step ``last``."""
+    """Hands out step ``first`` and later steps of its lane only behind step ``last``."""
     lane = order[first][0]
     late = [item for item in order[first:last] if item[0] == lane]
     early = [item for item in order[first:last] if item[0] != lane]
@@ -140,9 +140,9 @@ def behind(order: IssueOrder, first: int, last: int) -> IssueOrder:
 
 
 def late_signals(variant: Variant, world_size: int, slots: int) -> Iterator[list[IssueOrder]]:
-    """On all ranks alike, a kernel's signal is handed out behind a wait for its likes of the peers.
+    """On all ranks, hands out a kernel's signal behind the wait for the peers' same signals.
 
-    Only where the two are of different lanes: the order within a lane is that of the schedule.
+    Only where the two are in different lanes: the schedule fixes the order within a lane.
     """
     orders = variant.issue_orders(world_size, slots)
     for at, (lane, step) in enumerate(orders[0]):

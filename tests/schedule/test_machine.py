@@ -18,7 +18,7 @@ def test_a_curve_goes_through_its_points() -> None:
     for size, seconds in zip(CURVE.sizes, CURVE.seconds, strict=True):
         assert CURVE(size) == pytest.approx(seconds)
     assert CURVE(0) == 0.0
-    assert CURVE(1) == 1e-6  # what it takes at least
+    assert CURVE(1) == 1e-6  # the least that a call takes
     assert CURVE(4e9) == pytest.approx(4.0)  # at the last rate
     assert CURVE(1e6 * 1e3**0.5) == pytest.approx((2e-4 * 1.0) ** 0.5)
 
@@ -46,7 +46,7 @@ def test_what_is_no_curve(sizes: tuple[float, ...], seconds: tuple[float, ...]) 
 def test_figures_of_a_maker() -> None:
     h100 = MACHINES["h100"]
     assert h100.matmul(989e12) == pytest.approx(1 / 0.65)
-    assert h100.matmul(1.0, weight=3.35e12) == pytest.approx(1.0)  # as long as reading it takes
+    assert h100.matmul(1.0, weight=3.35e12) == pytest.approx(1.0)  # the time to read it
     assert h100.attention(989e12) == pytest.approx(1 / 0.65)
     assert h100.copy(3.35e12) == pytest.approx(2.0)  # read and written
     assert h100.transfer(450e9) == pytest.approx(1 / 0.8)
@@ -62,7 +62,7 @@ def test_products_are_computed_in_waves_of_tiles() -> None:
     # Half as many tiles in smaller ones, which are slower; few of the smallest take half a wave.
     assert h100.product(128 * 33, 8192, 256 * 2) == pytest.approx(wave / 2 / 0.8 + launch)
     assert h100.product(64, 8192, 128) == h100.product(64 * 132, 8192, 128)
-    assert h100.product(1, 8192, 65536) == pytest.approx(  # as long as reading the weight takes
+    assert h100.product(1, 8192, 65536) == pytest.approx(  # the time to read the weight
         launch + (8192 * 65536 + 8192 + 65536) * 2 / 3.35e12
     )
     flops, weight = 2.0 * 3 * 5 * 7, 5 * 7 * 4

@@ -54,7 +54,7 @@ def test_a_chain_is_right_for_any_number_of_pieces(place: Place) -> None:
 
 @pytest.mark.parametrize("place", LOOPS, ids=str)
 def test_the_pieces_of_a_loop_have_the_same_steps(place: Place) -> None:
-    """What runs is the steps of one piece, again and again."""
+    """The library runs the steps of one piece, again and again."""
     for world_size in (1, 2, 4):
         whole = place.variant.issue_order(0, world_size, 2, place.pieces)
         one = place.variant.issue_order(0, world_size)
@@ -65,7 +65,7 @@ def test_the_pieces_of_a_loop_have_the_same_steps(place: Place) -> None:
 
 
 def of_piece(step: Step, piece: int) -> Step:
-    """A step of piece 0, as it is in another piece."""
+    """Returns the step of another piece that corresponds to a step of piece 0."""
 
     def moved(region: Region) -> Region:
         return replace(region, piece=piece % 2 if region.buffer == "slot" else piece)
@@ -108,7 +108,7 @@ def test_a_long_random_mix(workspace: Workspace) -> None:
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_each_call_exchanges_signals_between_all_pairs(place: Place) -> None:
-    """The promise that makes two slots enough."""
+    """Two slots are enough because of this."""
     for world_size in range(1, 9):
         for schedule in place.variant.schedules(world_size, place.workspace.slots):
             steps = [step for lane in schedule.lanes.values() for step in lane]

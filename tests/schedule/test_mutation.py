@@ -34,10 +34,10 @@ def synchronisation(call: Sequence[Schedule]) -> Iterator[tuple[int, str, int]]:
 
 
 def implied(place: Place, rank: int, step: Step, world_size: int) -> bool:
-    """Whether other steps say as much, by way of other ranks.
+    """Whether other steps imply the order that this step gives, through other ranks.
 
-    Between ranks of a chain that are not neighbours, or ranks that are on two sockets and not in
-    the same place there. They stay for the failures of a call, which are not part of a schedule.
+    This holds between ranks of a chain that are not neighbours, and between ranks on different
+    sockets that are not twins. Such steps stay for calls that fail, which schedules do not model.
     """
     near = near_ranks(place.variant, rank, world_size)
     if near is not None and isinstance(step, Signal | Wait) and step.flag == "ready":
@@ -74,7 +74,7 @@ def test_no_signal_or_wait_is_redundant(place: Place, world_size: int) -> None:
 class _Relaxed(_Run):
     """A run in which one wait of some calls ends when it should, but does not acquire.
 
-    A machine may then carry out the steps behind it earlier, as far as nothing else orders them.
+    A machine may then run later steps before the wait, as far as nothing else orders them.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def waits(call: Sequence[Schedule]) -> Iterator[tuple[int, str, int, Wait]]:
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_every_wait_acquires(place: Place, world_size: int) -> None:
-    """The proof relies on it: a wait that only waits is a race, though no lane is stuck."""
+    """The proof relies on it: a wait without the acquire is a race, though no lane is stuck."""
     slots = place.workspace.slots
     call = place.variant.schedules(world_size, slots)
     others = [other.schedules(world_size, slots) for other in place.workspace.variants]
@@ -136,7 +136,7 @@ def test_every_wait_acquires(place: Place, world_size: int) -> None:
 
 @pytest.mark.parametrize("place", [place for place in LOOPS if place.pieces == 3], ids=str)
 def test_no_signal_or_wait_of_a_loop_is_redundant(place: Place) -> None:
-    """Without it in all pieces, as what runs is the steps of one piece."""
+    """Each is left out in all pieces, as the library runs the steps of one piece."""
     call, body = place.schedules(2), place.variant.schedules(2)
     for rank, lane, index in synchronisation(body):
         size = len(body[rank].lanes[lane])
@@ -146,7 +146,7 @@ def test_no_signal_or_wait_of_a_loop_is_redundant(place: Place) -> None:
 
 @pytest.mark.parametrize("place", [place for place in CHAINS if place.pieces == 3], ids=str)
 def test_every_piece_of_a_chain_is_awaited(place: Place) -> None:
-    """And the last one is signalled; without an earlier signal the next rank would begin later."""
+    """The last signal is needed, too; without an earlier one the next rank only begins later."""
     call = place.schedules(3)
     for rank, lane, index in synchronisation(call):
         steps = call[rank].lanes[lane]
@@ -182,7 +182,7 @@ def test_a_loop_needs_both_halves(place: Place) -> None:
         ((lane, steps),) = schedule.lanes.items()
         call[rank] = replace(schedule, lanes={lane: tuple(map(one_half, steps))})
     uses_slots = any("slot" in str(step) for step in steps)
-    # The second exchange of a piece does for the two-shot all-reduce what the other half does.
+    # In the two-shot all-reduce, the second exchange of a piece takes the place of the other half.
     two_exchanges = "TWO_SHOT" in place.variant.name
     assert check([call] * 2).ok is (not uses_slots or two_exchanges)
 
@@ -212,19 +212,19 @@ def test_a_flag_of_a_kernel_says_that_its_own_region_was_written(world_size: int
     kernel, *rest = call[0].lanes["compute"]
     assert isinstance(kernel, Compute)
     flags, regions = zip(*kernel.raises, strict=True)
-    # Whatever a kernel writes besides is done when it has ended, and nobody knows before.
+    # A kernel's other writes are known to be complete only when it has ended.
     unsaid = replace(kernel, writes=(*kernel.writes, regions[0]), raises=kernel.raises[1:])
     early = (Signal(0, flags[0]), unsaid, *rest)
     assert not check([with_lane(call, 0, "compute", early)] * 3).ok
     if world_size > 2:
-        # The flag of another region does not do, though both are raised by one kernel.
+        # The flag of another region does not suffice, though one kernel raises both.
         crossed = replace(kernel, raises=tuple(zip(flags, regions[::-1], strict=True)))
         assert not check([with_lane(call, 0, "compute", (crossed, *rest))] * 3).ok
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_may_differ_in_how_they_produce(world_size: int) -> None:
-    """Which follows from the inner dimension, and that may be another one on each rank."""
+    """The way depends on the inner dimension, which may differ from rank to rank."""
     ways = [PRODUCE_AND_REDUCE_SCATTER.staged(together=on) for on in (False, True)]
     mixes = [
         [ways[bits >> rank & 1].schedule(rank, world_size) for rank in range(world_size)]

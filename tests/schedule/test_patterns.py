@@ -1,4 +1,4 @@
-"""What is registered, and what ``check`` cannot say of it: order, counts, where kernels read."""
+"""The registered patterns, and properties that ``check`` does not cover: order, counts, reads."""
 
 import pickle
 from collections import Counter
@@ -23,7 +23,7 @@ from symm_cp.schedule.patterns import (
 from symm_cp.schedule.patterns.two_shot_all_reduce import SOCKETS
 from tests.schedule.calls import PLACES, Place, Workspace, near_ranks
 
-#: Of kernels that compare the number of a call.
+#: Variants with kernels that compare the number of a call.
 BY_EPOCH = (
     ALL_GATHER_AND_POLL.staged(),
     ALL_GATHER_AND_POLL.staged(keep=True),
@@ -58,7 +58,7 @@ def test_the_registry_lists_each_variant_once() -> None:
 
 
 def test_which_variants_run_on_one_slot() -> None:
-    """CUDA graphs: only staged ones, none in place, and no kernel that compares epochs."""
+    """CUDA graphs run staged variants that are not in place and whose kernels compare no epochs."""
     for form in ("direct", "staged"):
         for channel in ("sync", "async"):
             one, two = (set(registry.variants(channel, form, slots)) for slots in (1, 2))
@@ -159,7 +159,7 @@ def test_one_rank_waits_for_no_peer(place: Place) -> None:
     synchronising = [step for step in steps_of(schedule) if isinstance(step, Signal | Wait)]
     if place.workspace.form == "direct" or place.workspace.channel == "sync":
         assert not synchronising
-    else:  # its two lanes, unless it reads in place
+    else:  # only its two lanes, unless it reads in place
         in_place = "in_place" in place.variant.options
         own = [] if in_place else [Signal(0, "published"), Wait(0, "published")]
         assert synchronising == own
@@ -231,7 +231,7 @@ def test_flags_have_one_writer_lane_in_all_patterns(place: Place) -> None:
 
 @pytest.mark.parametrize("place", STAGED, ids=str)
 def test_no_kernel_waits_for_a_signal_to_a_peer(place: Place) -> None:
-    """Copy engines may keep one waiting: the lane that signals holds no other lane up."""
+    """Copy engines may delay a signal, so the lane that signals holds no other lane up."""
     for world_size in range(1, 6):
         for schedule in schedules(place, world_size):
             rank, lanes = schedule.rank, schedule.lanes
@@ -245,7 +245,7 @@ def test_no_kernel_waits_for_a_signal_to_a_peer(place: Place) -> None:
                 else:
                     assert isinstance(step, Signal)
                     assert step.to != rank
-            # What a launch relies on: it waits for nothing else of the call's beginning.
+            # A launch relies on this: the lane waits for nothing else at the call's beginning.
             assert all(isinstance(step, Wait) for step in signals[:1])
             for step in lanes.get("compute", ()):
                 assert not isinstance(step, Signal) or step.to == rank
@@ -303,7 +303,7 @@ def test_how_many_signals_a_call_costs(place: Place) -> None:
                 s for s in steps_of(schedule) if isinstance(s, Signal) and s.to != schedule.rank
             ]
             if "ring" in variant.options:
-                # "taken" for all but two; "ready" not for those that come late.
+                # "taken" goes to all but two peers, "ready" not to the late ones.
                 assert len(sent) <= (per_peer + 1) * (world_size - 1)
             elif near := near_ranks(variant, schedule.rank, world_size):
                 sockets = world_size // len(near)
@@ -341,7 +341,7 @@ def test_flags_can_be_taken_back(place: Place) -> None:
 
 @pytest.mark.parametrize("place", STAGED, ids=str)
 def test_kernels_touch_only_memory_of_their_rank(place: Place) -> None:
-    """Peers' memory is for the copy engines."""
+    """Only copy engines access peers' memory."""
     for schedule in schedules(place, 4):
         for kernel in kernels(schedule):
             reads, writes = accesses(kernel)
@@ -382,7 +382,7 @@ def test_ring_adds_in_the_order_of_the_ring() -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_where_consume_finds_a_shard(in_place: bool) -> None:
-    """One's own where the caller has it; a peer's in its slot or tensor, or where it was pulled."""
+    """The own shard is in the caller's tensor; a peer's in its slot or tensor, or where pulled."""
     own, theirs = ("symmetric", "symmetric") if in_place else ("input", "slot")
 
     def reads(variant: Variant) -> list[tuple[Region, ...]]:
@@ -411,7 +411,7 @@ def test_where_a_polling_kernel_finds_the_shards() -> None:
 
 
 def test_flags_that_a_kernel_polls_are_raised_in_the_order_of_the_pulls() -> None:
-    """So a program that has seen the flag of a shard may read it, whichever others it has seen."""
+    """So a program that has seen a shard's flag may read the shard, whatever other flags say."""
     for variant in BY_EPOCH[:2]:
         for schedule in variant.schedules(5):
             (kernel,) = kernels(schedule)
@@ -440,7 +440,7 @@ def test_one_kernel_produces_for_all_ranks() -> None:
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place.variant.looped], ids=str)
 def test_an_exchange_in_the_caller_is_the_one_in_the_background(place: Place) -> None:
-    """But that in the background the own chunk of a reduce-scatter is read from the slot."""
+    """With one exception: a background reduce-scatter reads its own chunk from the slot."""
     if place.variant.channel == "sync" and place.variant.name != "JOINING_ALL_TO_ALL":
         twin = getattr(registry, f"BACKGROUND_{place.variant.name}")
         options = dict.fromkeys(place.variant.options, True)
@@ -452,7 +452,7 @@ def test_an_exchange_in_the_caller_is_the_one_in_the_background(place: Place) ->
 
 
 def test_a_joining_all_to_all_takes_from_all_in_one_pass() -> None:
-    """And what it copies is what an all-to-all copies."""
+    """It makes the same copies as an all-to-all."""
     for rank in range(4):
         joining = steps_of(registry.JOINING_ALL_TO_ALL.direct().schedule(rank, 4))
         kinds = [type(step) for step in joining]
@@ -481,7 +481,7 @@ BACKGROUND = pytest.mark.parametrize(
 
 @BACKGROUND
 def test_in_the_background_the_input_is_read_before_the_signals(pattern: registry.Pattern) -> None:
-    """The caller has it back after them."""
+    """Once they are sent, the caller may use its input again."""
     for variant in pattern.variants("direct"):
         if "in_place" in variant.options:
             continue
@@ -501,7 +501,7 @@ def test_in_the_background_the_input_is_read_before_the_signals(pattern: registr
 def test_in_the_background_the_callers_lane_waits_for_no_call_under_way(
     pattern: registry.Pattern, slots: int
 ) -> None:
-    """But for the one whose slot it takes; and only it reads the input."""
+    """It waits only for the call whose slot it takes; no other lane reads the input."""
     for world_size in (1, 2, 4):
         (plain,) = (v for v in pattern.variants("staged") if "in_place" not in v.options)
         lanes = plain.schedule(0, world_size, slots).lanes

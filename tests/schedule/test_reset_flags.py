@@ -1,4 +1,4 @@
-"""Flags that the waiter resets: in graphs, which know no epochs, and by torch's kernels.
+"""Flags that the waiter resets: in graphs, which have no epochs, and by torch's kernels.
 
 Where a signal just writes 1, it would be lost if the last one was not reset yet. Torch's kernels
 wait for that instead, and from torch 2.15 on each of them also waits for the one before it of its
@@ -31,7 +31,7 @@ def _raises_flags(variant: Variant) -> bool:
     return any(isinstance(step, Compute) and bool(step.raises) for lane in lanes for step in lane)
 
 
-#: What runs with torch's kernels: in the background nothing is read in place then.
+#: The variants that run with torch's kernels: then background calls read nothing in place.
 BY_TORCH = [
     place
     for place in PLACES
@@ -49,7 +49,7 @@ class _Shared:
 
 
 def visible(schedule: Schedule) -> Schedule:
-    """Each signal and each reset as what it is as well: a write to the flag's memory."""
+    """Adds to each signal and each reset the write to the flag's memory that it is."""
 
     def write(owner: int, writer: int, flag: str) -> Compute:
         return Compute("write", 0, (), (Region(owner, f"flag {flag} {writer}"),))
@@ -74,7 +74,7 @@ def visible(schedule: Schedule) -> Schedule:
 def test_no_signal_of_a_graph_is_lost(
     workspace: Workspace, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flag is raised again only after, in every timing, the peer has reset it."""
+    """In every timing, a flag is raised again only after the peer has reset it."""
     monkeypatch.setattr(sys.modules[CheckReport.__module__], "SHARED_BUFFERS", _Shared())
     calls = [[visible(s) for s in v.schedules(world_size, 1)] for v in workspace.variants]
     for one in calls:
@@ -84,7 +84,7 @@ def test_no_signal_of_a_graph_is_lost(
 
 
 def test_a_signal_that_could_be_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting that the slot was read, a rank could be a call ahead."""
+    """Without the waits until the slot has been read, a rank could be a call ahead."""
     monkeypatch.setattr(sys.modules[CheckReport.__module__], "SHARED_BUFFERS", _Shared())
     call = []
     for schedule in PRODUCE_AND_REDUCE_SCATTER.staged().schedules(2, 1):
@@ -104,7 +104,7 @@ class _Op(NamedTuple):
     lane: str
     step: Step
     call: int
-    turn: int  # among the signals and waits of its rank, as they were handed out; -1: no such
+    turn: int  # index among its rank's signals and waits, in issue order; -1: neither
     pad: tuple[object, ...]
 
 

@@ -33,7 +33,7 @@ def test_what_a_rank_gets() -> None:
 
 
 def test_an_all_reduce_of_two_ranks_by_hand() -> None:
-    """Of one piece. Each publishes a half, adds two halves, takes a half, copies its own."""
+    """One piece: each rank publishes a half, adds two halves, pulls a half, copies its own."""
     half = 128 * 1024
     wanted = 2 * half / 40e9  # copy to the slot
     wanted += max(3 * half / 40e9, half / 25e9)  # sum into the slot
@@ -42,7 +42,7 @@ def test_an_all_reduce_of_two_ranks_by_hand() -> None:
 
 
 def test_a_slow_link_makes_sums_by_socket_faster() -> None:
-    """And one as fast as memory slower, as they move more: hence `kLeastOnSocket` in csrc/."""
+    """A link as fast as memory makes them slower, as they move more: see `kLeastOnSocket`."""
     slow, fast = (Server("", 2, 32, 1e12, 10e9, 400e9, link) for link in (20e9, 400e9))
     for ranks, server, faster in ((8, slow, True), (8, fast, False), (4, fast, False)):
         spread = Spread(server, ranks, 8)
@@ -51,7 +51,7 @@ def test_a_slow_link_makes_sums_by_socket_faster() -> None:
 
 
 def test_an_all_gather_by_hand() -> None:
-    """Of four ranks: publishes its bytes, and copies those of all, half of them over the link."""
+    """Each of four ranks publishes its bytes, and copies all ranks', half of them over the link."""
     spread, one = Spread(ROUND, 4, 4), 128 * 1024
     publish, copies = 2 * one / 40e9, 2 * 4 * one / 40e9
     assert all_gather(spread, one) == pytest.approx(publish + max(copies, 2 * one / 12.5e9))
@@ -61,7 +61,7 @@ def test_an_all_gather_by_hand() -> None:
 
 
 def test_gathers_by_socket_rarely_pay() -> None:
-    """Which is why the library has none; benchmarks/README.md has these figures."""
+    """So the library has no gathers by socket; benchmarks/README.md has these figures."""
 
     def ratio(name: str, on_socket: int) -> float:
         spread = Spread(SERVERS[name], 2 * on_socket, 16)

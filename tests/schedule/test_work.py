@@ -12,7 +12,7 @@ from symm_cp.schedule.machine import Curve, Machine
 from symm_cp.schedule.patterns import ALL_GATHER_AND_CONSUME, PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.work import Work
 
-#: A byte takes a second wherever it goes; reading at a peer's takes half a second more.
+#: Moving a byte takes a second; reading it from a peer takes half a second more.
 SLOW = Machine(
     "slow",
     1.0,
@@ -32,7 +32,7 @@ TIMES = st.floats(0.01, 100.0)
 @settings(deadline=None)  # the first example builds schedules
 @given(RANKS, TIMES, TIMES)
 def test_consuming_in_place(ranks: int, kernel: float, shard: float) -> None:
-    """A copy to the slot, W kernels, of which W - 1 read at peers."""
+    """A copy to the slot, then W kernels, of which W - 1 read from peers."""
     work = Work("op", CONSUME, lambda _: kernel, shard=shard)
     expected = ranks * kernel + (shard + (ranks - 1) * shard / 2 if ranks > 1 else 0.0)
     assert work.predict(SLOW, ranks).total == pytest.approx(expected)

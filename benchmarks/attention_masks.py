@@ -1,8 +1,8 @@
 """Attention under windows, documents and chunks against its share of full attention.
 
-A mask that leaves a tenth of the pairs of queries and keys should take a tenth of the time: that of
-"full", and that of "torch", full attention by torch's kernel to keys that are there already. Also
-what sinks and a soft cap cost. `--case masks` or `--case scores` runs a part.
+A mask that leaves a tenth of the pairs of queries and keys should take a tenth of the time of
+"full", and of "torch": full attention to local keys by torch's kernel. The cost of sinks and a soft
+cap is measured, too. `--case masks` or `--case scores` runs a part.
 
 python benchmarks/attention_masks.py --ranks 2 --json benchmarks/results/attention_masks.json
 """
@@ -45,7 +45,7 @@ def _masks() -> dict[str, dict[str, Any]]:
 
 
 def _visible(options: dict[str, Any], rows: torch.Tensor) -> torch.Tensor:
-    """Which keys some rows see: (rows, TOKENS)."""
+    """Returns a mask, (rows, TOKENS), of the keys that rows see."""
     offset = torch.arange(TOKENS) - rows.unsqueeze(1)
     seen = offset <= 0
     if "window_left" in options:
@@ -104,7 +104,7 @@ class _Calls:
         return run
 
     def by_torch(self, way: str) -> Callable[[], object]:
-        """Full attention of this rank's queries to all keys, which it has, by torch's kernel."""
+        """Full attention of this rank's queries to all keys, which are local, by torch's kernel."""
         inputs = [self._parts[0], *self.whole[1:]]
         if way == "forward":
             return lambda: F.scaled_dot_product_attention(*inputs)

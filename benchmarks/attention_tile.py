@@ -1,4 +1,4 @@
-"""Attention of one tile on CPU: torch's flash kernel, and this project's with what torch's lacks.
+"""Attention of one tile on CPU: torch's flash kernel, and ours with features that torch's lacks.
 
     python benchmarks/attention_tile.py --ranks 1 --json benchmarks/results/attention_tile.json
 
@@ -29,7 +29,7 @@ Run = Callable[[], object]
 
 
 def kinds() -> Kinds:
-    """What our kernel computes, by name."""
+    """Returns the kinds of attention that our kernel computes, by name."""
     scale = FEATURES**-0.5
     bias = torch.randn(HEADS, 2 * ROWS - 1)
     plain, everything = Scoring(scale=scale), TileMask()
@@ -44,7 +44,7 @@ def kinds() -> Kinds:
 
 
 def torch_masks() -> dict[str, dict[str, object]]:
-    """Options of torch's kernel by name: what it can do of the above."""
+    """Returns options of torch's kernel for the kinds that it can compute, by name."""
     offset = torch.arange(ROWS) - torch.arange(ROWS).unsqueeze(1)
     hidden = (offset > 0) | (offset <= -WINDOW)
     window = torch.zeros(ROWS, ROWS).masked_fill(hidden, -torch.inf)

@@ -96,8 +96,8 @@ class MpsError(RuntimeError):
 
 
 def _mps_variables() -> dict[str, str]:
-    # Not in the folder of the results: paths of sockets are short. The same place in each run, so
-    # that the next one finds what one that was killed has left.
+    # Not in the folder of the results: paths of sockets must be short. The same place in each run,
+    # so that a run finds the daemon of a killed run.
     place = Path(tempfile.gettempdir(), f"symm_cp_mps_{os.getuid()}")
     return {
         "CUDA_MPS_PIPE_DIRECTORY": str(place / "pipe"),
@@ -143,7 +143,7 @@ def mps() -> Iterator[dict[str, str]]:
     for place in variables.values():
         Path(place).mkdir(parents=True, exist_ok=True, mode=0o700)
     if any(Path(variables["CUDA_MPS_PIPE_DIRECTORY"]).iterdir()):
-        _stop_mps(variables)  # of a run that was killed
+        _stop_mps(variables)  # left by a killed run
     _control(variables, "-d")
     try:
         yield variables

@@ -26,10 +26,10 @@ from benchmarks.matmul import symmetric
 from benchmarks.rivals import NAMES, Call, Rival, TorchRival, groups_over
 
 _KIB = 1024
-#: Of a tensor to sum, of what a rank gives to an all-gather, or takes from a reduce-scatter.
+#: KiB of a tensor to sum, of a rank's input to an all-gather, or result of a reduce-scatter.
 SIZES = (1, 8, 64, 512, 4096, 32768)
 
-# Registers "fake", a backend that does nothing: what torch's wrappers take.
+# Registers "fake", a backend that does nothing: it shows the time of torch's wrappers.
 _FAKE = importlib.import_module("torch.testing._internal.distributed.fake_pg") and "fake"
 
 _ops = torch.ops.symm_mem
@@ -204,7 +204,7 @@ def cases(group: dist.ProcessGroup, rivals: Rivals) -> Iterator[Case]:
 
 
 def _cell(row: Mapping[str, Any], name: str, statistic: str) -> str:
-    """Returns microseconds, and the ratio to the best rival if this is none."""
+    """Returns microseconds and, for our variants, the ratio to the best rival."""
     if name not in row[statistic]:
         return ""
     took = row[statistic][name]

@@ -44,7 +44,7 @@ Over = Callable[[str], Block]
 
 
 class _InputOfColumns(torch.autograd.Function):
-    """What goes into column-parallel layers: its gradient is all-reduced."""
+    """The input of column-parallel layers: its gradient is all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, over: str) -> torch.Tensor:
@@ -57,7 +57,7 @@ class _InputOfColumns(torch.autograd.Function):
 
 
 class _OutputOfRows(torch.autograd.Function):
-    """What comes out of a row-parallel layer."""
+    """The output of a row-parallel layer: it is all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, over: str) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _variants(
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     """Yields the cases: forward and backward of one block, with and without sequence parallelism.
 
-    Without it every rank has all rows. Few rows are those of decoding, forward only.
+    Without it every rank has all rows. Cases of few rows are like decoding: forward only.
     """
     warnings.simplefilter("ignore", FutureWarning)
     torch._dynamo.config.recompile_limit = 64  # one function, many groups and sizes

@@ -32,7 +32,7 @@ Step = Callable[[], Any]
 
 
 class _Alone(Block):
-    """One rank's part of a block: what a gather or a scatter would do is an expansion or a view."""
+    """One rank's part of a block, with expansions or views instead of gathers and scatters."""
 
     def __init__(self, sizes: Sizes, group: dist.ProcessGroup) -> None:
         size = group.size()

@@ -8,8 +8,8 @@ ranks wait; "one process, all threads" has as many threads as there are ranks (o
 what a user has without ranks. It attends as transformers does: windows and packed documents by a
 mask of all pairs of positions, soft caps and sinks by "eager" attention, which keeps all scores.
 Before a case is timed, the loss and the gradient of every parameter are compared with those of the
-same weights in float32 in one process: they must be as near to them as what one process computes in
-bfloat16.
+same weights in float32 in one process: they must be as near to these as bfloat16 results of one
+process are.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Client:
 
     @property
     def label(self) -> str:
-        """What the case is called."""
+        """The name of the case."""
         packed = f", {self.documents} documents" if self.documents > 1 else ""
         window = self.options.get("sliding_window")
         return self.name + (f", window of {window}" if window else "") + packed
@@ -139,7 +139,7 @@ def _spread(
 def _errors(model: nn.Module, exact: nn.Module) -> torch.Tensor:
     """The relative error of each parameter's gradient, in the Frobenius norm.
 
-    Not of parameters with a few elements (a router's bias): there one rounding decides.
+    Leaves out parameters with a few elements (a router's bias), where one rounding decides.
     """
     return torch.stack(
         [

@@ -38,7 +38,7 @@ DEVICE = "cuda"
 # SYMM_CP_SUITE_SCALE divides every size, to try the suite out.
 SCALE = int(os.environ.get("SYMM_CP_SUITE_SCALE", "1"))
 DTYPE = torch.bfloat16
-#: (name, hidden size, feed-forward size) of models; a rank has 8192 rows over W.
+#: (name, hidden size, feed-forward size) of models; a rank has 8192 / W rows.
 MODELS = (("Llama-3 8B", 4096, 14336), ("Llama-3 70B", 8192, 28672))
 #: Other tilings of the kernel that polls: rows, keys, warps, stages.
 TILINGS = (
@@ -153,7 +153,7 @@ def by_tiles(run: Callable[[], object]) -> object:
 
 
 def tiles(group: dist.ProcessGroup) -> Iterator[Case]:
-    """The kernels by tiles alone, with shards that are there, and in other tilings."""
+    """The kernels by tiles alone, with shards that have arrived, and in other tilings."""
     W = 4
     words = torch.ones(W * 16, device=DEVICE, dtype=torch.int32)
     marks = tile_matmul.Words(words, 16, 1)
@@ -318,7 +318,7 @@ def polling(group: dist.ProcessGroup) -> Iterator[Case]:
         length = 8192 // SCALE
         part = length // shards
         q, k, v = (normal(1, 32, length, features) for _ in range(3))
-        # Shard 0 is the own one, the others were pulled.
+        # Shard 0 is this rank's, the others were pulled.
         own = [t[:, :, :part].contiguous() for t in (k, v)]
         pulled = [t.unflatten(2, (shards, part)).movedim(2, 0).contiguous() for t in (k, v)]
         words = torch.ones(shards, dtype=torch.int32, device=DEVICE)

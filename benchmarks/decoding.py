@@ -4,9 +4,9 @@
 
 Two layers of a Llama, with 16 heads of 64 features that share 8 key heads, in float32. The cache
 holds 32,768 random keys of each layer; each step adds a token and takes it back. "one rank" is the
-same cache on rank 0 alone, with one thread, while the others wait. "own keys only" is what a spread
-cache can reach: all ranks at once process the token with as many keys as a rank's part has, and
-exchange nothing. What every rank repeats (the weights), and the memory bus they share, is in it.
+same cache on rank 0 alone, with one thread, while the others wait. "own keys only" is the limit of
+a spread cache: all ranks at once process the token with as many keys as a rank's part has, and
+exchange nothing. It includes work that every rank repeats (the weights), and the shared memory bus.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _step(model: Any, cache: Any, context: int = CONTEXT) -> Step:
 
     _fill(cache, context)
     token, at = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), context)
-    model.set_attn_implementation("symm_cp")  # of transformers' own caches: sdpa
+    model.set_attn_implementation("symm_cp")  # transformers' own caches use sdpa
 
     @torch.no_grad()
     def step() -> torch.Tensor:

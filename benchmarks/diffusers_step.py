@@ -5,8 +5,8 @@
 256 positions of text and 3840 of image, weights in bfloat16, no gradients, as when an image is
 generated. "one process" is rank 0 alone, with one thread, while the other ranks wait. "their
 ulysses" is diffusers' own attention; its `ring_degree` does not run on CPU. Before they are timed,
-all outputs are compared with that of the same weights in float32 in one process: they must be as
-near to it as what one process computes in bfloat16.
+all outputs are compared with the output of the same weights in float32 in one process: they must be
+as near to it as the bfloat16 output of one process.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype, rows: int) ->
 
 
 def _microseconds(row: Row) -> dict[str, object]:
-    """What each variant takes longer than the matmul alone."""
+    """Returns the microseconds that each variant takes longer than the matmul alone."""
     limit = row.median(row.limit)
     return {"us_above": {name: (row.median(name) - limit) * 1e6 for name in row.seconds}}
 

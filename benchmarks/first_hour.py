@@ -1,7 +1,7 @@
 """All that needs a GPU, in order of worth and bounded in time: for the first hour on a machine.
 
     python benchmarks/first_hour.py                      # 45 minutes at most, then a report
-    python benchmarks/first_hour.py --list               # the steps, and what is known of them
+    python benchmarks/first_hour.py --list               # the steps, and their outcomes
     python benchmarks/first_hour.py --minutes 9          # where a call has a limit: call it again
     python benchmarks/first_hour.py --only loopback gpu --again
 
@@ -54,7 +54,7 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "gpus"
 
 @dataclass
 class Outcome:
-    """What a step has shown."""
+    """The outcome of a step."""
 
     verdict: str
     detail: str
@@ -67,7 +67,7 @@ class Outcome:
 
 @dataclass
 class State:
-    """What is known of the steps, in a file that each change is written to."""
+    """The outcomes of the steps, in a file that is rewritten at each change."""
 
     folder: Path
     machine: dict[str, Any] = field(default_factory=dict)
@@ -100,12 +100,12 @@ class State:
         scratch.replace(self.folder / _STATE)
 
     def finished(self, step: Step) -> bool:
-        """Whether a step, as it is now, has a result."""
+        """Tells whether a step with its present command has a result."""
         outcome = self.outcomes.get(step.name)
         return outcome is not None and outcome.verdict != SKIPPED and outcome.command == str(step)
 
     def take_over(self) -> None:
-        """Kills what a call that was killed has left running."""
+        """Kills the step that a killed call has left running."""
         if self.running is not None:
             if bounded.kill_group(self.running):
                 print("first_hour: killed the step that an earlier call has left running")
@@ -178,7 +178,7 @@ def run(steps: Sequence[Step], state: State, *, minutes: float, again: bool = Fa
         else:
             print(f"{begin}: {step.why} (at most {step.seconds:g} s)", flush=True)
             outcome = take(step, state)
-        # What is known from before says more than why it was not repeated.
+        # An earlier result says more than the reason for not repeating it.
         if outcome.verdict != SKIPPED or not state.finished(step):
             state.outcomes[step.name] = outcome
         state.write()

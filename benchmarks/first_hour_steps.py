@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 #: In a command: the folder of the results.
 RESULTS = "@results"
-#: What pytest says when a test has run and passed: it also succeeds where all were skipped.
+#: pytest's output if a test has passed: it also exits with 0 if all tests were skipped.
 _SOME_PASSED = r"\b[1-9]\d* passed"
 #: A wait that cannot end aborts a rank with a message well within any step's time.
 _WAITS = {"SYMM_CP_TIMEOUT_MS": "30000"}
@@ -21,7 +21,7 @@ class Step:
     """A command that ends within a number of seconds, or is killed.
 
     It passes if it exits with 0 and its output matches `expects`. `program` must be installed.
-    With `mps` NVIDIA's MPS runs meanwhile. `skip`: why it is not run at all.
+    With `mps`, NVIDIA's MPS runs meanwhile. `skip`: reason not to run it at all.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Step:
     skip: str = ""
 
     def __str__(self) -> str:
-        """The step as one would type it, but for the folder of the results."""
+        """The step as a shell command, except for the folder of the results."""
         variables = (f"{name}={shlex.quote(text)}" for name, text in self.variables.items())
         return " ".join([*variables, shlex.join(self.command)])
 
@@ -205,7 +205,7 @@ def _simulated(path: str, *arguments: str) -> tuple[str, ...]:
     return _pytest("--all", path, "-k", *arguments)
 
 
-#: What stands for a step on the simulated driver of the tests: a command, and variables.
+#: Commands and variables that replace steps on the simulated driver of the tests.
 _SHORTENED: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "doctor": (STEPS[0].command, {}),
     "selftest-2": (_pytest(*_ALL_OPS), {}),
@@ -222,7 +222,7 @@ _SHORTENED: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 
 def simulated() -> tuple[Step, ...]:
-    """Returns the steps as they run without a GPU, shortened, as far as they can."""
+    """Returns the steps for a run without a GPU: shortened, or skipped where that is impossible."""
     steps = []
     for step in STEPS:
         if step.name not in _SHORTENED:

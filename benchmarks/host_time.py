@@ -1,4 +1,4 @@
-"""What the host takes to issue an op on GPUs, measured without one; idle.py says what is stubbed.
+"""The host's time to issue an op on GPUs, measured without a GPU; idle.py lists what is stubbed.
 
     python benchmarks/host_time.py --json benchmarks/results/host_time.json
 
@@ -6,7 +6,7 @@ One process is a rank of a group whose other ranks do not exist. Each op, and to
 pipeline where it has one, is called over a driver and kernels that do nothing, in turn with a
 `torch.mm` of tiny matrices. Times are CPU time of the calling thread; of many blocks of
 calls the tenth percentile is taken, since other processes on the machine only make them longer.
-What is issued (kernels, driver calls, torch's barriers) is counted and depends on no machine.
+Issued kernels, driver calls and torch's barriers are counted; they do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from symm_cp import native
 from symm_cp.commands.harness import report
 from symm_cp.ranks import positive
 
-ROWS, INNER, COLUMNS = 16, 16, 16  # a rank's; rows begin at multiples of 64 bytes
-HEADS, KEYS, FEATURES = 2, 16, 16  # a rank's
+ROWS, INNER, COLUMNS = 16, 16, 16  # of a rank; rows begin at multiples of 64 bytes
+HEADS, KEYS, FEATURES = 2, 16, 16  # of a rank
 CALLS = 4  # in a block: the clock costs nothing, and other programs seldom interrupt one
 
 # Operators of torch that launch a kernel on a GPU; the others that ops here use make views.
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass
 class Row:
-    """What a case takes: microseconds, multiples of a `torch.mm`, and what is issued."""
+    """Costs of a case: microseconds, multiples of a `torch.mm`, and issued kernels and calls."""
 
     case: str
     ranks: int
@@ -71,7 +71,7 @@ class Row:
     kernels: int
     driver_calls: int
     target_us: float | None
-    #: Where Python makes the call, as it does for the first ones of a kind.
+    #: The time if Python makes the call, as for the first calls of a kind.
     python_us: float | None = None
     torch_us: float | None = None
     torch_kernels: int | None = None
@@ -152,7 +152,7 @@ def scaled_cases(group: dist.ProcessGroup) -> Iterator[Case]:
 
 def attention_cases(group: dist.ProcessGroup) -> Iterator[Case]:
     ranks, name, ops = group.size(), group.group_name, torch.ops.symm_mem
-    # As models have them: a row of heads after the other.
+    # Laid out as in models: positions before heads.
     q, k, v = (torch.randn(1, KEYS, HEADS, FEATURES).transpose(1, 2) for _ in range(3))
     attend = ops.fused_all_gather_attention
     yield Case("attention", lambda: attend(q, k, v, name), target=90)

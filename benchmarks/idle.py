@@ -8,8 +8,8 @@ What is stubbed, and nothing else:
   rank's memory, and nobody answers;
 - tensors are on CPU and tiny: torch's own CPU kernels run, on matrices that take next to no time,
   behind torch's dispatcher and shape checks. Launching a kernel on a GPU takes longer than that;
-- attention, the products of float8 matrices and what Triton computes: Python functions that return
-  at once. Theirs is the one dispatch that is left out, except of the products.
+- attention, the products of float8 matrices and Triton kernels: Python functions that return at
+  once. Only their dispatch is left out of the times, except for the products.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Workspace(cuda.DeviceWorkspace):
 
 
 class IdleDevice(AloneDevice, CudaDevice):
-    """What a CUDA device is to the ops, for CPU tensors."""
+    """Acts as a CUDA device for ops on CPU tensors."""
 
     workspaces = _Workspace
 
@@ -93,7 +93,7 @@ class IdleDevice(AloneDevice, CudaDevice):
         self.driver_calls: Callable[[], int] = ctypes.CDLL(driver).idle_calls
 
     def polls(self) -> bool:
-        """Whether it has the kernels that wait for streams: no kernel runs here."""
+        """Returns False: no kernels run here that wait for streams, or for which streams wait."""
         return False
 
     def synchronize(self) -> None:
@@ -148,7 +148,7 @@ class IdleKernels:
     def attention_backward(
         self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Takes the place of its gradient."""
+        """Takes the place of the gradient of attention on a tile."""
 
         def attend(given: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             self.count += 1
@@ -184,8 +184,7 @@ def idle() -> Iterator[IdleDevice]:
         "is_current_stream_capturing": lambda: False,
         "_sleep": _nothing,
     }
-    # Memory that nothing was copied to may hold denormal numbers, with which products take twice as
-    # long.
+    # Uninitialised memory may hold denormal numbers, with which products take twice as long.
     torch.set_flush_denormal(True)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -73,7 +73,7 @@ def layers(ranks: int, dtype: torch.dtype, batch: int) -> list[Layer]:
 def _forward(
     x: torch.Tensor, stack: list[Layer], batch: int, inward: Product, outward: Product
 ) -> torch.Tensor:
-    """Runs the layers on x, (tokens, DIM) or this rank's part; with `batch` 0 without a cache."""
+    """Runs the layers on x, (tokens, DIM) or this rank's part; `batch` 0 means no cache."""
     for layer in stack:
         q, k, v = inward(F.rms_norm(x, (DIM,)), layer.qkv).chunk(3, -1)
         if batch:

@@ -1,4 +1,4 @@
-"""What a device did in a call: kernels, copies, and how long no kernel ran in between.
+"""A device's work in a call: kernels, copies, and the longest time between kernels.
 
 Read from a trace of torch's profiler (GPUs), in which a spinning kernel precedes each call, or from
 `symm_cp.trace()` (any device), which sees the kernels of an op as one step.
@@ -39,7 +39,7 @@ class Profile:
 
 
 def gaps(spans: Iterable[Span]) -> tuple[list[float], float]:
-    """Returns the times between spans in which none lasts, and the time in which some one does."""
+    """Returns the gaps between spans, and the time that spans cover."""
     between, busy, end = [], 0.0, None
     for begin, until in sorted(spans):
         if end is None or begin > end:

@@ -3,7 +3,7 @@
 - `transformers (...)` is split by transformers itself, as `from_pretrained(..., tp_plan="auto")`
   does it, over a backend of torch.distributed; over `symm_cp` also with this package's
   styles, as programs get them (`fused`). Over `nothing`, a backend whose collectives return at
-  once, it shows what the code of transformers and torch takes around them.
+  once, it shows the time of transformers' and torch's code around them.
 - `apply` is split by `symm_cp.tensor_parallel.apply`.
 - `limit` has the same parts of the weights in plain modules, and no communication at all.
 - `one process, all threads` is the whole model on rank 0, with as many threads as there are ranks
@@ -31,7 +31,7 @@ from symm_cp.ranks import threads, threads_of
 
 HIDDEN, LAYERS, HEADS, FEED_FORWARD = 1024, 8, 16, 2816
 
-#: The variants whose results mean nothing.
+#: The variants whose results are meaningless.
 ALONE = ("limit", "transformers (nothing)")
 ONE_PROCESS = "one process, all threads"
 
@@ -104,7 +104,7 @@ def applied(model: nn.Module, over: dist.ProcessGroup, **options: Any) -> nn.Mod
 
 
 class _Gathered(torch.autograd.Function):
-    """As many features as all ranks have, from one rank's; without a copy after the first."""
+    """Repeats a rank's features to all ranks' number of features; copies only the first time."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, kept: dict[Any, torch.Tensor], size: int) -> Any:
@@ -128,7 +128,7 @@ def alone(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def in_one_process(step: Callable[[], Step], group: dist.ProcessGroup) -> dict[str, Step]:
-    """Returns the step that `step` makes of the whole model, on rank 0; none on the others."""
+    """Returns the step that `step` makes of the whole model on rank 0, an empty one on others."""
     if group.rank() > 0:
         return {ONE_PROCESS: lambda: torch.zeros(())}
     count, alone = threads_of(group.size()), step()
@@ -141,12 +141,12 @@ def in_one_process(step: Callable[[], Step], group: dist.ProcessGroup) -> dict[s
 
 
 def has_result(variant: str, group: dist.ProcessGroup) -> bool:
-    """Tells whether this rank has a result of a variant that means something."""
+    """Tells whether this rank has a meaningful result of a variant."""
     return variant not in ALONE and (variant != ONE_PROCESS or group.rank() == 0)
 
 
 def _with_own_weights(model: nn.Module) -> nn.Module:
-    """Copies weights of which a part, or all, is shared with the whole model; for training."""
+    """Copies weights that share memory with the whole model, for training."""
     for module in model.modules():
         for name, weight in module._parameters.items():
             if isinstance(weight, DTensor):

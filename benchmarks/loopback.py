@@ -4,7 +4,7 @@
 
 The process is a rank of a group whose other ranks do not exist; loopback_device.py says how the
 peers' memory comes to be its own. Streams, kernels and calls of the driver are those of a real
-call. Not measured are links: a copy from a "peer" stays within the GPU, and no peer is ever late.
+call. Links are not measured: a copy from a "peer" stays within the GPU, and no peer is ever late.
 
 For each op, at the shapes of a model's layer with 8192 tokens over the ranks:
 
@@ -76,13 +76,13 @@ class Lab(Protocol):
 
     @property
     def device(self) -> Loopback:
-        """The device that serves the ops."""
+        """The device that runs the ops."""
 
     def device_us(self, call: Call, host_us: float) -> float:
-        """Microseconds of a call, of `CALLS` in a row; the host takes `host_us` to issue one."""
+        """Returns microseconds per call, of `CALLS` in a row; the host issues one in `host_us`."""
 
     def profile(self, call: Call, host_us: float, trace: Path | None) -> Profile | None:
-        """Profiles calls, and writes the timeline to a file; None: `symm_cp.trace` shows more."""
+        """Profiles calls, and writes the timeline to a file; None if `symm_cp.trace` shows more."""
 
     def in_graph(self, group: Group, call: Call, nbytes: int) -> Call:
         """Captures a call with slots of `nbytes`; returns its replay, which gives the results."""
@@ -131,7 +131,7 @@ class Gpu:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            call()  # what libraries allocate at first use
+            call()  # libraries allocate memory at first use
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -146,7 +146,7 @@ class Gpu:
 
 @contextmanager
 def _trace_file(stem: Path | None, suffix: str) -> Iterator[Path]:
-    """Gives the file of a trace, or one that is gone afterwards."""
+    """Yields the file of a trace, or without `stem` a temporary file."""
     if stem is not None:
         yield stem.with_name(stem.name + suffix)
         return
@@ -156,7 +156,7 @@ def _trace_file(stem: Path | None, suffix: str) -> Iterator[Path]:
 
 @dataclass
 class Row:
-    """What a case takes, in microseconds: with an `error`, what was measured before it.
+    """Times of a case, in microseconds; with an `error`, only the times measured before it.
 
     `gap_us`, `busy_us`: the longest time without a kernel, the time with one. `driver`: calls and
     microseconds of each function of the driver.
@@ -224,7 +224,7 @@ def device_us(lab: Lab, call: Call, host: float, seconds: float) -> float:
 
 
 def check(lab: Lab, group: Group, case: Case, call: Call) -> None:
-    """Makes a call twice, which takes either slot, and checks the results of the case."""
+    """Makes a call twice, so that it uses both slots, and checks the results of the case."""
     for _ in range(2):
         lab.device.synchronize()
         forget_slots(group)
@@ -252,7 +252,7 @@ class Options:
     graphs: bool = False
 
     def stem(self, row: Row) -> Path | None:
-        """Returns the file of a row's traces, but for its suffix."""
+        """Returns the file of a row's traces, without its suffix."""
         if self.traces is None:
             return None
         name = f"{row.case} {row.model} {row.ranks} ranks {row.signals}"
@@ -282,7 +282,7 @@ def fill(row: Row, case: Case, lab: Lab, driver: TimedDriver, group: Group, how:
 def rows_of(
     ranks: int, model: Model, lab: Lab, driver: TimedDriver, signals: str, how: Options, only: str
 ) -> Iterator[Row]:
-    """Measures the cases of a model at a number of ranks; what fails is a row with its error."""
+    """Measures the cases of a model at a number of ranks; a failed case is a row with its error."""
     group = group_of(ranks, lab.kind)
     known, polls = resolve(group), lab.device.polls() and signals == cuda.Signals.STREAM.value
     try:

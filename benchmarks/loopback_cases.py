@@ -1,7 +1,7 @@
 """The ops that loopback.py measures, at the shapes of a layer of a model.
 
-Each peer's memory is this rank's own: what is gathered is W times this rank's shard, so results of
-gathers are known. Of what is scattered, only this rank's own part is known; the others are 0.
+Each peer's memory is this rank's own: gathers give W copies of this rank's shard, so their results
+are known. In scatters, only this rank's own part is known; the others are 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from symm_cp import tuning
 from symm_cp.schedule.layout import head_tail_order
 
 _DTYPE, _FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
-#: The largest error, as a part of the largest value: sums of products of rounded numbers.
+#: Allowed error relative to the largest value, for sums of products of rounded numbers.
 _TOLERANCE = 2**-5
 
 
@@ -37,12 +37,12 @@ class Model:
     tokens: int
 
 
-#: A rank has 8192 rows over W, and of matrices its part of the columns.
+#: A rank has 8192 / W rows, and its part of matrices' columns.
 MODELS = (
     Model("Llama-3 8B", 4096, 14336, 32, 8, 128, 8192),
     Model("Llama-3 70B", 8192, 28672, 64, 8, 128, 8192),
 )
-#: For a run that is to be short, at up to 16 ranks.
+#: For short runs, at up to 16 ranks.
 SMALL = Model("small", 64, 256, 16, 4, 16, 512)
 
 
@@ -87,7 +87,7 @@ class _Inputs:
         return torch.randn(shape, device=self.device, dtype=_DTYPE)
 
     def gathered(self, shard: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """What a gather of a shard returns here."""
+        """Returns the result of a gather of a shard in loopback."""
         return torch.cat([shard] * self.ranks, dim)
 
     def up(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +115,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def equals(expected: Callable[[], Any]) -> Callable[[Any], None]:
-    """Returns a check that results are those of a function, up to rounding."""
+    """Returns a check that results equal a function's, up to rounding."""
 
     def check(result: Any) -> None:
         for actual, wanted in zip(_tensors(result), _tensors(expected()), strict=True):

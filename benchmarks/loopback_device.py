@@ -10,8 +10,8 @@ in graphs        Waiters reset flags: each call raises them anew before it begin
                  the caller's stream, which becomes part of the graph.
 torch            Not supported: torch's kernels signal between processes that made a rendezvous.
 
-In gathers each peer's shard is a copy of this rank's. In scatters, what a peer adds up for this
-rank is what its slot held before: zeros after `forget_slots`.
+In gathers each peer's shard is a copy of this rank's. In scatters, a peer's part for this rank is
+the previous content of its slot: zeros after `forget_slots`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
 from symm_cp.native import wire
 
-#: What growing flags are raised to: a wait for call 1 to 2^30 passes.
+#: The value that growing flags are raised to: waits for calls 1 to 2^30 pass.
 PASSED = 1 << 30
 #: The ways to signal that work here.
 SIGNALS = (cuda.Signals.STREAM.value, cuda.Signals.KERNEL.value)
 
-# Each function of the driver, timed. All parameters are numbers and pointers, none has more than
-# nine: nine words are passed on, of which a function takes those that it knows.
+# Each function of the driver, timed. All parameters are numbers or pointers, and no function has
+# more than nine: nine words are passed on, and a function ignores any beyond its own.
 _SOURCE = """
 #include <atomic>
 #include <chrono>
@@ -121,7 +121,7 @@ class LoopbackWorkspace(cuda.DeviceWorkspace):
         return super().next_epoch()
 
     def _raise_flags(self, value: int) -> None:
-        """Raises what peers raise: neither what this rank's copies raise, nor that one gave up."""
+        """Raises peers' flags, but not flags of this rank's copies or of ranks that gave up."""
         end = wire.flag_offset(len(wire.FLAGS), 0, self.world_size)
         self.memory[:end].view(torch.int32).fill_(value)
         if value == PASSED:
@@ -133,7 +133,7 @@ class LoopbackWorkspace(cuda.DeviceWorkspace):
 
 
 class Loopback(AloneDevice):
-    """What a device with such workspaces is to the ops; before its own class among the bases."""
+    """A device with such workspaces; a mixin that precedes the device's class among the bases."""
 
     workspaces = LoopbackWorkspace
 

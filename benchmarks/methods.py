@@ -104,7 +104,7 @@ class _Calls:
         return run
 
     def check(self) -> None:
-        """Compares with one process; notes what was chosen, identically on all ranks."""
+        """Compares with one process; notes the chosen methods, which must be equal on all ranks."""
         q, k, v = (t.float() for t in self._whole)
         exact = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         for method in METHODS:
@@ -138,7 +138,7 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
 
 
 def table(rows: list[Written]) -> str:
-    """Returns what was chosen, and its time divided by that of the better method."""
+    """Returns the chosen methods, and their times divided by the better method's."""
     lines = [f"{row['case']}: {row['chosen']}, {row['of_better']:.2f}" for row in rows]
     return "\n".join(["method chosen, and its time divided by that of the better one", *lines])
 

@@ -41,10 +41,10 @@ SHAPES = [
     for inner, columns in sizes
 ]
 
-#: Of products of float8, whose kernel takes ten times as long on processors that only convert it.
+#: For float8 products, whose kernel takes ten times as long where processors only convert float8.
 SCALED_SHAPES = [(1, 64, 64), (16, 256, 256), (64, 256, 256), (64, 1024, 1024), (1024, 1024, 1024)]
 
-#: Of forward and backward passes.
+#: For forward and backward passes.
 TRAINED_SHAPES = [
     (1, 64, 64),
     (16, 256, 256),
@@ -53,7 +53,7 @@ TRAINED_SHAPES = [
     (1024, 1024, 1024),
 ]
 
-#: Of each rank; 8 heads of 64 features.
+#: On each rank; 8 heads of 64 features.
 TOKENS = (16, 64, 256, 1024)
 
 # Renamed in torch 2.13, where the old names warn.
@@ -82,7 +82,7 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
 
 
 def _scaled_shapes(by_row: bool) -> list[tuple[int, int, int]]:
-    """Two of `SCALED_SHAPES` where torch takes seconds for the others.
+    """Returns `SCALED_SHAPES`, or two of them where torch takes seconds for the others.
 
     oneDNN has only a reference kernel for one scale of a tensor on some processors (8 MFLOP in 80
     ms on an Intel Xeon with AMX); the fused ops do without it.
@@ -93,7 +93,7 @@ def _scaled_shapes(by_row: bool) -> list[tuple[int, int, int]]:
 
 
 class _Gathered(torch.autograd.Function):
-    """Shards one behind the other along the first dimension; their gradients are scattered."""
+    """Gathers shards along the first dimension; reduce-scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, over: dist.ProcessGroup) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _case(
     trained: Sequence[torch.Tensor] = (),
     trained_alone: Sequence[torch.Tensor] = (),
 ) -> Case:
-    """With the gradients of `trained`, if there are any, and those of the limit's inputs."""
+    """Makes a case: with gradients if there are `trained` inputs (`trained_alone`: the limit's)."""
     variants: dict[str, Callable[[], object]] = {**forwards}
     if trained:
         op += ", both passes"
@@ -167,7 +167,7 @@ def _case(
 
 
 def _behind(row: Row) -> dict[str, object]:
-    """The fused op's time by that of the unfused form, and microseconds above the limit."""
+    """Returns the ratio of fused to unfused time, and the microseconds above the limit."""
     over = {name: (row.median(name) - row.median(LIMIT)) * 1e6 for name in (FUSED, UNFUSED)}
     return {"behind": row.median(FUSED) / row.median(UNFUSED), "us_above": over}
 

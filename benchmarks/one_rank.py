@@ -28,7 +28,7 @@ Call = Callable[[], object]
 
 
 class _Shards(dict[str, str]):
-    """What `symm-cp tune` writes where matmuls by shards are faster, as they are for large ones."""
+    """Choices of `symm-cp tune` where matmuls by shards are faster, as they are for large ones."""
 
     def get(self, key: str, default: object = None) -> str:
         return "shards"
@@ -37,13 +37,13 @@ class _Shards(dict[str, str]):
 def group_of(ranks: int, device: str = "cpu") -> dist.ProcessGroup:
     """Returns a group of which this process is rank 0, and whose other ranks do not exist.
 
-    `device`: the type of the tensors for which all its ranks count as on one host.
+    `device`: type of the tensors for which all ranks count as being on one host.
     """
     if not dist.is_initialized():
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=_MOST_RANKS)
     group = dist.new_group(list(range(ranks)))
     known = memory.resolve(group)
-    # What ranks would ask each other.
+    # Facts that ranks would exchange.
     on_one_host: dict[str, Hosts | None] = {"cpu": None, device: None}
     known.put(SPREADS, on_one_host)
     known.put(liveness._PROCESSES, [-1] * ranks)
@@ -59,7 +59,7 @@ def _as_rank_0_says(
 
 @contextmanager
 def answered() -> Iterator[None]:
-    """Inside, the store has rank 0's answer for each rank: nobody waits for the others."""
+    """Inside, rank 0's answer stands for all ranks' entries in the store, so no call waits."""
     with ExitStack() as stack:
         for name, stub in {"generation": lambda group: "alone", "read": _as_rank_0_says}.items():
             stack.enter_context(mock.patch.object(liveness, name, stub))
@@ -68,18 +68,18 @@ def answered() -> Iterator[None]:
 
 @cache
 def _works(signals: cuda.Signals) -> cuda.Verdict:
-    """Kept, as that of a self-test is: making it is no part of issuing an op."""
+    """Cached like the verdict of a self-test: making it is not part of issuing an op."""
     return cuda.Verdict(signals)
 
 
 class AloneDevice(cuda.Device):
-    """A device with one rank; before the class of its kind among the bases."""
+    """A device with one rank; a mixin that precedes the device's class among the bases."""
 
     signals_by = cuda.Signals.STREAM
     workspaces: ClassVar[type[cuda.DeviceWorkspace]]
 
     def verdict(self, group: memory.Group) -> cuda.Verdict:
-        """Takes all to work: there are no ranks to compare with, as the self-test does."""
+        """Assumes that everything works: there are no peers for the self-test."""
         return _works(self.signals_by)
 
     def workspace(
@@ -95,7 +95,7 @@ class AloneDevice(cuda.Device):
         return self.workspaces(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
-        """Never: no other rank maps it."""
+        """Returns False: no other rank maps the tensor."""
         return False
 
 

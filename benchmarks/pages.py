@@ -23,7 +23,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from benchmarks.harness import Case, main
 
 SIZES = (4 << 20, 16 << 20, 64 << 20)
-#: As SYMM_CP_HUGE_PAGES says.
+#: Values of SYMM_CP_HUGE_PAGES.
 PAGES = {"4 KiB pages": "0", "huge pages": "1"}
 HUGE = 2 << 20
 
@@ -58,7 +58,7 @@ def _jobs(size: int, pages: str, group: dist.ProcessGroup) -> dict[str, Callable
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     """Yields all cases."""
     for size in SIZES:
-        # Of all ranks: what the jobs read, and what they take.
+        # On all ranks: memory that the jobs read, and memory that they allocate.
         if (needed := 2 * group.size() * size // HUGE) > _reserved():
             sys.exit(f"needs {needed} free huge pages, {_reserved()} are: see --help")
         jobs = {pages: _jobs(size, pages, group) for pages in PAGES}

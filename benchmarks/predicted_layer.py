@@ -7,12 +7,12 @@ pipeline, and this package's ways. For attention of a sequence spread over 8 GPU
 rank's keys, and one for those of all peers. All take the same costs, those of
 symm_cp/schedule/machine.py, by which the ops choose.
 
-- *unfused*: each peer's part, one after the other over the link, then one matmul, or before them.
+- *unfused*: the peers' parts, one after the other over the link, and one matmul after or before.
 - *torch*: the steps of torch's two streams. Kernels take turns on the GPU, and copies on the link;
   a barrier costs a kernel and a signal.
 - *shards*, *whole*, *tiles*: the op's own schedule, simulated. A kernel that polls or counts
-  is taken to be as fast as the library's, and to do equal shares of its work for each shard. That
-  flatters *tiles*: nobody has timed those kernels.
+  is taken to be as fast as the library's, and to do equal shares of its work for each shard. This
+  favours *tiles*: those kernels have not been timed.
 
 The host's time is left out (host_time.py measures it). Kernels, copies, signals to peers and waits
 for peers, events (which one stream records and another one waits for) and torch's barriers are
@@ -53,7 +53,7 @@ NAMES = ("llama3-8b", "llama3-70b")
 
 @dataclass(frozen=True)
 class Counts:
-    """What the driver is given for a call."""
+    """Numbers of kernels, copies and other commands that a call issues."""
 
     kernels: int = 0
     copies: int = 0
@@ -98,7 +98,7 @@ class Matmul:
 
 
 def matmuls(model: Model, ranks: int = RANKS) -> tuple[Matmul, ...]:
-    """Those of a layer on one rank; `up` and `gate` are one matmul."""
+    """Returns a layer's matmuls on one rank; `up` and `gate` are one matmul."""
     rows, hidden, d = TOKENS // ranks, model.hidden, model.head_dim
     return (
         Matmul("qkv", False, rows, hidden, (model.heads + 2 * model.kv_heads) * d // ranks),
@@ -158,7 +158,7 @@ def unfused(matmul: Matmul, machine: Machine, ranks: int) -> tuple[float, Counts
 
 
 class _TwoStreams:
-    """When torch's steps end: two streams, one GPU, one link, and nothing runs beside its like."""
+    """End times of torch's steps on two streams; the GPU and the link do one step at a time."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -235,7 +235,7 @@ def matmul_rows(model: Model, machine: Machine, ranks: int = RANKS) -> Iterator[
 
 
 def _attention_counts(work: AttentionWork, ranks: int, way: str) -> Counts:
-    """Kernels that attend and merge, of the rank with the most, and the steps of its schedule."""
+    """Counts kernels (to attend and merge) and other steps, on the rank with the most kernels."""
     together = way == "together"
     pattern = CONSUME_AND_REDUCE_SCATTER if work.backward else ALL_GATHER_AND_CONSUME
     variant = pattern.staged(together=True) if together else pattern.staged()

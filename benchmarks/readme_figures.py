@@ -36,7 +36,7 @@ FILES = (
     "inference",
     "training",
 )
-#: Of which each group was measured on one machine, maybe another than those above.
+#: Each group of these was measured on one machine, maybe not the machine of the files above.
 SEQUENCE_FILES = (
     "ulysses_2",
     "ulysses_4",
@@ -66,7 +66,7 @@ def load(name: str) -> tuple[dict[str, Any], Rows]:
 
 
 def machine(files: Sequence[str] = FILES) -> str:
-    """Where and when the results were measured: all of them on one machine, with one torch."""
+    """Returns the machine, torch and dates of results; all must have the same machine and torch."""
     results = [load(name)[0] for name in files if measured(name)]
     ((cpu, torch),) = {(result["machine"], result["torch"]) for result in results}
     dates = sorted({result["date"] for result in results})
@@ -122,7 +122,7 @@ HEAD = (
 
 
 def head() -> str:
-    """What stands between the marks in README.md."""
+    """Returns the text between the marks in README.md."""
     lines = []
     for text, (file, case), variants in HEAD:
         row = load(file)[1][case]
@@ -136,20 +136,20 @@ def head() -> str:
 
 
 def against_unfused() -> str:
-    """How far fused ops are behind their unfused form at worst."""
+    """States the worst ratio of a fused op to its unfused form."""
     _, rows = load("never_behind")
     worst = max(row["behind"] for row in rows.values())
     return f"Fused ops: at most {worst:.2f} of unfused ones ({len(rows)} cases)."
 
 
 def below_one(fused: Sequence[str]) -> str:
-    """What fused ops do otherwise than their compute alone, if one is faster."""
+    """Explains how a fused op can be faster than its compute alone, if one is."""
     if not any(cell and float(cell) < 1 for cell in fused):
         return ""
     return ". Below 1: results go to kept memory"
 
 
-#: What ranks are compared with in README.md: text, file, case, the variant of the ranks.
+#: Comparisons with one process in README.md: text, file, case, the variant of the ranks.
 RANKS = (
     (
         "decoding",
@@ -293,7 +293,7 @@ def collectives(file: str, wanted: dict[str, tuple[str, ...]]) -> list[str]:
 def model_steps(
     file: str, kind: str | tuple[str, ...], title: str, names: dict[str, str]
 ) -> list[str]:
-    """Ratios to the compute alone, one row for each case of a kind, with which its name begins."""
+    """Ratios to the compute alone, one row for each case whose name begins with `kind`."""
     rows = {case: row for case, row in load(file)[1].items() if case.startswith(kind)}
     lines = [[case, "1", *(ratio(row, name) for name in names)] for case, row in rows.items()]
     return table([title, "compute alone", *names.values()], lines)
@@ -358,7 +358,7 @@ def sequences() -> list[str]:
 
 
 def steps_of(what: str, files: Sequence[str]) -> list[str]:
-    """All ratios of some files of one machine, and what they are of."""
+    """Returns all ratios of some files of one machine, and a heading."""
     lines = [f"{what}, on {machine(files)}:", ""]
     for file in filter(measured, files):
         _, rows = load(file)
@@ -388,7 +388,7 @@ OPTIONAL: dict[str, Callable[[], list[str]]] = {
 
 
 def figures() -> str:
-    """What stands between the marks in benchmarks/README.md."""
+    """Returns the text between the marks in benchmarks/README.md."""
     lines = [
         f"Two ranks, one thread each, {machine()}.",
         "Each figure is a ratio of times measured in one run, with the variants interleaved: the",
@@ -407,7 +407,7 @@ def figures() -> str:
     return "\n".join(lines)
 
 
-#: What each file has between the marks.
+#: Functions that write the text between each file's marks.
 BLOCKS: dict[str, Callable[[], str]] = {"README.md": head, "benchmarks/README.md": figures}
 
 

@@ -1,10 +1,10 @@
 """A gated delta layer on each rank's part of a sequence against its compute alone.
 
-The compute alone is the same layer on the same part with nobody before it. In the head-tail layout
-the states pass two fragments of each rank, or (*exchanged*) one exchange each way brings the
-positions to parts in rank order and back. Also the chain of states by itself, where ranks begin one
-after the other, against the simulation of its schedule: `--case layer` or `--case chain` runs a
-part.
+The compute alone is the same layer on the same part, without ranks before it. In the head-tail
+layout the states pass through two fragments of each rank, or (*exchanged*) one exchange each way
+moves the positions to parts in rank order and back. The chain of states alone, where ranks begin
+one after the other, is compared with the simulation of its schedule. `--case layer` or
+`--case chain` runs a part.
 
     python benchmarks/recurrent.py --ranks 2 --json benchmarks/results/recurrent.json
 """
@@ -34,7 +34,7 @@ from symm_cp.schedule.simulate import simulate
 from symm_cp.schedule.steps import Compute, Step
 
 HIDDEN, HEADS, FEATURES, KERNEL, TOKENS = 512, 8, 64, 4, 1024
-#: Of the chain by itself: rows (samples times heads), chunks of a rank, positions of a chunk.
+#: Sizes of the chain alone: rows (samples times heads), chunks of a rank, positions of a chunk.
 ROWS, CHUNKS, CHUNK = (2, 4, 16), 16, 64
 SIGNAL_SECONDS = 1e-6
 
@@ -76,7 +76,7 @@ def _own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _relaid(x: torch.Tensor, group: dist.ProcessGroup, *, back: bool) -> torch.Tensor:
-    """Head-tail parts (1, S, D) as parts in rank order by one exchange, or the way `back`."""
+    """Moves head-tail parts (1, S, D) into rank order by one exchange, or (`back`) out of it."""
     ranks, rank = group.size(), group.rank()
     chunks = 2 * ranks
     owners = [min(chunk, chunks - 1 - chunk) for chunk in range(chunks)]

@@ -80,18 +80,18 @@ def _is_installed(name: str, prefix: Path) -> bool:
 
 
 def installed(args: argparse.Namespace) -> tuple[str, ...]:
-    """Returns those of `--against` that are installed."""
+    """Returns the rivals of `--against` that are installed."""
     return tuple(name for name in args.against if _is_installed(name, args.rivals))
 
 
 def say_what_is_missing(args: argparse.Namespace) -> None:
-    """Says how to get those of `--against` that are not installed."""
+    """Says how to get the rivals of `--against` that are not installed."""
     for name in set(args.against) - set(installed(args)):
         print(f"not measured: {name}, which is not installed ({_HOW_TO_GET[name]})")
 
 
 def mpi_launch(args: argparse.Namespace, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Returns the command before `python` that starts ranks of MPI, and their environment."""
+    """Returns the command prefix that starts MPI ranks, and their environment."""
     prefix = args.rivals.resolve()
     command = [str(prefix / "bin" / "mpiexec.hydra"), "-bootstrap", "fork", "-n", str(ranks)]
     return command, {
@@ -107,7 +107,7 @@ def take_rank_from_mpi() -> None:
     if "PMI_RANK" in os.environ:
         os.environ.setdefault("RANK", os.environ["PMI_RANK"])
         os.environ.setdefault("WORLD_SIZE", os.environ["PMI_SIZE"])
-        os.environ.setdefault("MASTER_ADDR", "localhost")  # of no use: ranks meet in a folder
+        os.environ.setdefault("MASTER_ADDR", "localhost")  # unused: ranks meet in a folder
         os.environ.setdefault("MASTER_PORT", "0")
 
 
@@ -126,7 +126,7 @@ def unfused_groups(group: dist.ProcessGroup) -> dict[str, str]:
 class Rival:
     """Collectives of another implementation, as calls without arguments on these tensors.
 
-    None where it has no such collective.
+    A method returns None if the implementation lacks its collective.
     """
 
     def all_reduce(self, tensor: torch.Tensor) -> Call | None:
@@ -177,7 +177,7 @@ class TorchRival(Rival):
 
 
 class VllmRival(Rival):
-    """The kernels that vLLM runs tensor parallelism on CPU with, called as it calls them."""
+    """vLLM's kernels for tensor parallelism on CPU, called as vLLM calls them."""
 
     def __init__(self, group: dist.ProcessGroup, prefix: Path) -> None:
         torch.ops.load_library(str(_vllm_library(prefix)))

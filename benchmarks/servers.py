@@ -1,10 +1,10 @@
-"""Predictions for servers with several sockets, and how well the model foretells this machine.
+"""Predictions for servers with several sockets, and how well the model predicts this machine.
 
     python benchmarks/servers.py --ranks 2 --threads 1 --json benchmarks/results/servers_2x1.json
 
-This machine's cores, memory and matmuls are measured first, on all ranks at once, then ops against
-what `symm_cp.schedule.servers` makes of those figures. At the end it prints the predictions for
-servers, from their vendors' figures alone.
+This machine's cores, memory and matmuls are measured first, on all ranks at once. Then ops are
+compared with the predictions of `symm_cp.schedule.servers` from those figures. At the end it prints
+the predictions for servers, from their vendors' figures alone.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _decode(group: dist.ProcessGroup) -> Callable[[], object]:
 
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
-    """Each with what the model foretells from this machine's figures."""
+    """Yields all cases, each with the model's prediction from this machine's figures."""
     spread = Spread(_this_machine(group), group.size(), torch.get_num_threads())
 
     def case(name: str, run: Callable[[], object], seconds: float) -> Case:

@@ -84,7 +84,7 @@ def _alone(size: int) -> Iterator[Case]:
         ("pack", pack, check_pack, lambda: out.copy_(x)),
     )
     for job, call, check, memcpy in jobs:
-        # What sets the number of threads takes its time in all variants.
+        # All variants include the time to set the number of threads.
         variants = {"memcpy": _chosen(0, memcpy)}
         variants |= {name: _chosen(choice, call) for name, choice in CHOICES.items()}
 

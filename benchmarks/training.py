@@ -2,10 +2,10 @@
 
     python benchmarks/training.py --json benchmarks/results/training.json
 
-Data parallel, the programs are the same but for the backend of the process group; FSDP2 also with
-`symm_cp.fsdp.use`, over gloo, which then all-reduces nothing but losses. The model has 10 M
-parameters. Tensor parallel, a Llama of transformers is split by transformers or by this package:
-llama.py. The limit is the step without any communication.
+The data-parallel programs differ only in the backend of the process group; FSDP2 also runs with
+`symm_cp.fsdp.use` over gloo, which then all-reduces only losses. The model has 10 M parameters.
+For tensor parallelism, transformers or this package splits a Llama of transformers: llama.py. The
+limit is the step without any communication.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _step(model: nn.Module, rank: int) -> Step:
 def _case(
     group: dist.ProcessGroup, name: str, wrap: Wrap, more: Mapping[str, Wrap] | None = None
 ) -> Case:
-    """`more`: other ways to wrap the model, over gloo."""
+    """Makes a case; `more` are other ways to wrap the model, over gloo."""
     torch.manual_seed(0)
     model = Transformer(CONFIG)
     over = {**groups_over(group, "symm_cp"), "gloo": group}
@@ -130,7 +130,7 @@ def _llama_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
             for name, step in steps.items()
             if has_result(name, group)
         }
-        # Of a mean over tokens, in which most of the rounding cancels out.
+        # Losses are means over tokens, in which most rounding errors cancel out.
         rtol = 1e-5 if dtype == torch.float32 else 2e-3
         for loss in losses.values():
             torch.testing.assert_close(loss[0], untrained, rtol=rtol, atol=0.0)

@@ -3,7 +3,7 @@
     python benchmarks/ulysses.py --ranks 2 --json benchmarks/results/ulysses.json
 
 "Compute" is torch's attention with this rank's heads of the whole sequence, forward and backward:
-what there is to do where heads are split and nothing has to travel. "By keys" is method
+the work of a rank when heads are split, without communication. "By keys" is method
 "allgather", under a causal mask with the head-tail layout, in which both methods compute equally
 many scores on every rank.
 """

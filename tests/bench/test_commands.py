@@ -72,7 +72,7 @@ def test_bench(tmp_path: Path, run: Callable[..., str]) -> None:
 
 @pytest.mark.exhaustive
 def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> None:
-    """In one test, because each uses the results of the one before."""
+    """One test, because each command uses the results of the previous one."""
     here = tmp_path / "machine.toml"
     shown = run("calibrate", "--force", "--out", here, "--seconds", "0.01", "--threads", "2")
     divided = tomllib.loads((tmp_path / measured.divided_path(2).name).read_text())["divided_from"]
@@ -126,7 +126,7 @@ def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> No
 def test_trace_on_a_machine_that_was_never_calibrated(
     tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It measures briefly, says so, and saves nothing that ops would use."""
+    """`trace` measures briefly, says so, and saves nothing that ops would use."""
     (tmp_path / "cache").mkdir(mode=0o755)
     (tmp_path / "cache" / native.cache_key()).symlink_to(native.library_path().parent)
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path / "cache"))
@@ -210,7 +210,7 @@ def test_constants_that_help_has_without_torch() -> None:
 
 
 def test_the_older_spelling_of_shapes(capsys: pytest.CaptureFixture[str]) -> None:
-    """It works, is said once, and is not in the help."""
+    """`--shape` works, warns once, and is not in the help."""
     for _ in range(2):
         assert main(["trace", "attention", "--shape", "8x8x8,9x8x8"]) == 2
     error = capsys.readouterr().err

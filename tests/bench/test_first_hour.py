@@ -19,7 +19,7 @@ from benchmarks.first_hour import FAILED, KILLED, PASSED, SKIPPED, Outcome, Stat
 from benchmarks.first_hour_steps import STEPS, Step, simulated
 
 ROOT = Path(__file__).resolve().parents[2]
-#: A call over a network has ten minutes, some of which go to its begin.
+#: A call over a network has ten minutes, some of which it needs to start.
 _CALL_SECONDS = 8 * 60
 
 
@@ -30,16 +30,16 @@ def step(name: str, program: str, *arguments: object, seconds: float = 30.0) -> 
 def outcomes(folder: Path, *steps: Step, minutes: float = 10.0, again: bool = False) -> State:
     state = State.of(folder)
     first_hour.run(steps, state, minutes=minutes, again=again)
-    return State.of(folder)  # what another call reads
+    return State.of(folder)  # as another call reads it
 
 
 def ended(pid: int) -> bool:
-    """Whether a process is gone, or only its parent has not asked for it yet."""
+    """Tells whether a process has ended, even if its parent has not yet waited for it."""
     return bounded._start_time(pid) is None
 
 
 def all_end(processes: list[int]) -> bool:
-    """Whether all of them are gone within a few seconds."""
+    """Tells whether all processes end within a few seconds."""
     return within(5, lambda: all(map(ended, processes)))
 
 
@@ -89,7 +89,7 @@ the_function_that_hangs()
 
 
 def pids(folder: Path) -> list[int]:
-    """The ids of both processes of `_HANGS`, once they are there."""
+    """Waits until both processes of `_HANGS` have started, and returns their ids."""
     paths = [folder / f"{name}.pid" for name in ("parent", "child")]
     assert within(20, lambda: all(path.exists() and path.read_text() for path in paths))
     return [int(path.read_text()) for path in paths]
@@ -120,7 +120,7 @@ def test_finished_steps_are_not_run_again(tmp_path: Path) -> None:
     assert runs_after(counted) == 1
     assert runs_after(counted) == 1
     assert runs_after(counted, again=True) == 2
-    # It is another step now.
+    # Other variables make it a different step.
     assert runs_after(replace(counted, variables={"CUDA_MODULE_LOADING": "EAGER"})) == 3
 
 
@@ -136,7 +136,7 @@ def test_reasons_to_skip(tmp_path: Path) -> None:
     }
     assert state.outcomes["absent"].detail == "a-program-that-is-not-there is not installed"
     assert state.outcomes["long"].detail.startswith("needs up to 100 s, ")
-    # What was skipped is tried again; what has a result keeps it.
+    # A skipped step is tried again; a step with a result keeps it.
     state = outcomes(tmp_path, long, minutes=2.0)
     assert state.outcomes["long"].verdict == PASSED
     state = outcomes(tmp_path, long, minutes=1.0, again=True)
@@ -176,7 +176,7 @@ def test_mps_runs_during_a_step_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
         f"-d {pipe}",
         f"quit -t 5 {pipe}",
     ]
-    # A call that was killed has left its daemon.
+    # A killed call has left its daemon running.
     Path(pipe, "control").touch()
     log.unlink()
     outcomes(tmp_path, shared, again=True)
@@ -270,7 +270,7 @@ def run_simulated(folder: Path, *arguments: str) -> str:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RUN_SIMULATED)
 def test_a_step_on_the_simulated_driver(tmp_path: Path, name: str) -> None:
-    """The first run on a GPU is not the first one of the commands."""
+    """Runs the commands here, so that their first run is not the one on a GPU."""
     run_simulated(tmp_path, "--only", name)
     assert {each: o.verdict for each, o in State.of(tmp_path).outcomes.items()} == {name: PASSED}
     if name == "loopback-graphs":

@@ -1,4 +1,4 @@
-"""The measurement of what the host issues, over a driver that does nothing."""
+"""The benchmark of the host's time to issue ops, over a driver that does nothing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_every_op_is_issued_without_a_gpu(tmp_path: Path) -> None:
     assert all(row["us"] > 0 and row["driver_calls"] > 0 for row in rows.values())
     for ranks in (2, 4):
         gather = rows["all-gather-matmul", ranks]
-        # A matmul a shard; torch's pipeline copies each shard by a kernel as well.
+        # One matmul per shard; torch's pipeline also copies each shard with a kernel.
         assert gather["kernels"] == ranks
         assert gather["torch_kernels"] == 2 * ranks
         assert gather["torch_barriers"] == 3
-        # Streams copy; the one kernel adds what was scattered.
+        # Streams copy; the one kernel adds the scattered parts.
         assert rows["low-contention all-gather", ranks]["kernels"] == 0
         assert rows["low-contention reduce-scatter", ranks]["kernels"] == 1
-        # A kernel for this rank's keys, one for those of all peers, and one that merges.
+        # One kernel for this rank's keys, one for all peers' keys, and one that merges.
         assert rows["attention", ranks]["kernels"] == 3

@@ -46,7 +46,7 @@ def test_every_variant_computes_the_same(ranks: Ranks, world_size: int) -> None:
 
 
 def over_backends(group: dist.ProcessGroup) -> list[set[str]]:
-    """Each variant runs over the group of its name."""
+    """Each variant runs over the group that it names."""
     members = list(range(group.size()))
     rivals = tuple(
         (f"over {name}", dist.new_group(members, backend=name)) for name in ("gloo", "symm_cp")
@@ -110,7 +110,7 @@ def test_a_wrong_result_is_noticed(ranks: Ranks) -> None:
 
 
 def bytes_moved(group: dist.ProcessGroup) -> None:
-    """The sizes for predictions are those of the tensors."""
+    """Predictions use the sizes of the tensors."""
     W = group.size()
 
     def sizes(job: jobs.Job) -> tuple[float, float, float]:

@@ -150,7 +150,7 @@ def test_rows_as_text() -> None:
 
 
 class _Event:
-    """An event of a GPU that takes 5 ms from each record to the next one."""
+    """Stand-in for a GPU's event: records are 5 ms apart."""
 
     recorded = 0
 
@@ -222,7 +222,7 @@ def test_a_profile_of_torchs_profiler() -> None:
         event("gemm", 71, 80),
         event("gemm", 85, 90),
     ]
-    # Of two calls, the means: gaps of 3 and 5, busy for 17 and 24, spans of 30 and 30.
+    # Means of two calls: gaps of 3 and 5, busy for 17 and 24, spans of 30 and 30.
     expected = Profile(3, 1, largest_gap_us=4, busy_us=20.5, span_us=30)
     assert kernel_timeline.of_profiler(reversed(events)) == expected
     with pytest.raises(ValueError, match="no spin_kernel among 1 kernels"):

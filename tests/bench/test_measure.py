@@ -49,7 +49,7 @@ def test_the_overlap_is_that_over_the_first_backend() -> None:
 
 
 def test_a_line_says_what_its_ratios_are() -> None:
-    """They are not the quotients of the medians where the machine's speed drifts."""
+    """Ratios are not quotients of medians where the machine's speed drifts."""
     drifting = row([1.0, 1.0, 4.0], [2.0, 2.0, 2.0], [1.0, 1.2, 4.0])
     assert "fused 1.2 s (1.00)" in report.line(drifting)
     assert "median of the ratios within each\nrepetition" in report.LEGEND
@@ -131,7 +131,7 @@ def test_wrong_results_are_not_timed(ranks: Ranks) -> None:
 
 
 def test_no_variant_comes_more_often_behind_another_one() -> None:
-    """The one before it leaves data and code in the caches: fused behind unfused, or the limit."""
+    """Orders are balanced, since the previous variant leaves data and code in the caches."""
     names = ["limit", "fused", "unfused"]
     rounds = [measure._order(names, repetition) for repetition in range(6)]
     run = list(itertools.chain(*rounds))

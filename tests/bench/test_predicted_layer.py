@@ -1,4 +1,4 @@
-"""The predictions for a Llama-3 layer on GPUs, which need none."""
+"""The predictions for a Llama-3 layer on GPUs, which are made without a GPU."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_every_way_of_every_matmul_is_there() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_counts(ranks: int) -> None:
     found = rows(ranks)
-    # A kernel a shard; the copies are that of the own shard, and one from each peer.
+    # One kernel per shard; one copy of the own shard, and one from each peer.
     by_shards = predicted_layer.Counts(ranks, ranks, *[ranks - 1] * 3)
     assert found["qkv", "shards"].counts == by_shards
     assert found["qkv", "tiles"].counts.kernels == 1
     assert found["qkv", "tiles"].counts.copies == ranks
     # The products, and the sum.
     assert found["out", "shards"].counts.kernels == ranks + 1
-    # Streams wait for peers, and for what the kernel has counted.
+    # Streams wait for peers, and for the kernel's counters.
     assert found["out", "tiles"].counts.kernels == 2
     assert found["out", "tiles"].counts.waits == 2 * (ranks - 1)
     # As measured over the idle driver: benchmarks/host_time.py.

@@ -19,7 +19,7 @@ def reduce(x: torch.Tensor, group: Any, op: str = "sum") -> torch.Tensor:
 
 
 class InputOfColumns(torch.autograd.Function):
-    """What goes into a column-parallel layer: its gradient is all-reduced."""
+    """The input of a column-parallel layer: its gradient is all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -113,7 +113,7 @@ def block(group: Any, x: Any, w: Any, u: Any) -> Any:
 
 
 class InRows(torch.autograd.Function):
-    """What comes out of a row-parallel layer."""
+    """The output of a row-parallel layer: it is all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

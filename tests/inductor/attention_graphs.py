@@ -50,7 +50,7 @@ def attend_window(group: Any, q: Any, k: Any, v: Any) -> Any:
 
 
 def attend_as(kernel: str, group: Any, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
-    """As `F.scaled_dot_product_attention` is traced on CUDA."""
+    """Attends with the ops that `F.scaled_dot_product_attention` becomes in traces on CUDA."""
     full = gather(k, 2, group), gather(v, 2, group)
     if not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, *full, mask)
@@ -77,7 +77,7 @@ def attend_over_heads(group: Any, q: Any, k: Any, v: Any) -> Any:
 
 
 def attend_in_turn(group: Any, q: Any, k: Any, v: Any) -> Any:
-    """As the ring of diffusers: keys and values flat in one buffer, attended to rank by rank."""
+    """Attends rank by rank to keys and values in one flat buffer, like diffusers' ring."""
     both = gather(torch.cat([k.flatten(), v.flatten()]), 0, group)
     attended = [
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

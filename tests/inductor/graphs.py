@@ -30,7 +30,7 @@ ATTENTION = "fused_all_gather_attention"
 
 @dataclass(frozen=True)
 class GraphCase:
-    """A function of (group, *inputs), what its collectives are fused into, and reasons if not."""
+    """A function of (group, *inputs), the ops that it is fused into, and reasons for the rest."""
 
     fn: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
@@ -67,14 +67,14 @@ def through_passes(
 ) -> Compiled:
     """Compiles and runs forward and, where an input needs a gradient, backward.
 
-    Gradients are of the inputs and of the parameters of `module`.
+    Computes gradients of the inputs and of the parameters of `module`.
     """
     ops: list[str] = []
 
     def compile_one(gm: torch.fx.GraphModule, _: Any) -> Any:
         Pass("post", fuse_post_grad, options, None)(gm.graph)
         ops.extend(str(n.target) for n in gm.graph.nodes if n.op == "call_function")
-        # As Inductor does, which lets a forward graph choose the strides of what it saves.
+        # Like Inductor, which lets a forward graph choose the strides of the tensors that it saves.
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
             node.target = torch.ops.aten.reshape.default
         gm.recompile()
@@ -104,7 +104,7 @@ def through_passes(
 
 
 def loss(result: torch.Tensor) -> torch.Tensor:
-    """Whose slope at a large element is 1 or -1; a sine's would depend on the last bits."""
+    """A loss with slope 1 or -1 at large elements; a sine's slope would depend on the last bits."""
     return (result.square() + 1).sqrt().sum()
 
 
@@ -113,7 +113,7 @@ def run(
     inputs: Sequence[torch.Tensor],
     module: torch.nn.Module | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Results and gradients."""
+    """Returns results and gradients."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         output = fn(*inputs)

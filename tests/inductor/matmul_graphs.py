@@ -187,7 +187,7 @@ def block_recomputed(group: Any, x: Any, w: Any, u: Any) -> Any:
 
 
 def mixed_precision(group: Any, x: Any, w: Any) -> Any:
-    # Parameters and what is sent in float32, products in bfloat16.
+    # Parameters and communication in float32, products in bfloat16.
     full = gather(x, 0, group).bfloat16()
     return (full @ w.bfloat16()).float()
 

@@ -1,4 +1,4 @@
-"""Random graphs of views, casts, slices, matmuls and collectives: compiled they are as eager ones.
+"""Random graphs of views, casts, slices, matmuls and collectives: compiled and eager ones agree.
 
 A program is drawn step by step, on meta tensors, from a seed that all ranks share. A step takes
 values of earlier steps; what no step has taken is returned, so that every input gets a gradient.
@@ -195,7 +195,7 @@ def refused(fn: Any, inputs: Tensors) -> bool:
 
 
 def check(group: dist.ProcessGroup, seed: int) -> int:
-    """Returns how many collectives were fused."""
+    """Compares a compiled program with eager mode; returns the number of fused collectives."""
     program = drawn(seed, group.size())
     generator = torch.Generator().manual_seed(torch.initial_seed() + seed + group.rank())
     inputs = [
@@ -208,7 +208,7 @@ def check(group: dist.ProcessGroup, seed: int) -> int:
     narrow = any(step.startswith("narrow") for step in program.text)
     for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
         assert got.shape == want.shape
-        # Products of other shapes are rounded elsewhere, and a rounding to float32 shows it.
+        # Products of different shapes round differently, and casts to float32 magnify that.
         size = float(want.abs().max()) if want.numel() else 0.0
         atol = (1e-4 if narrow else 1e-11) * max(1.0, size)
         torch.testing.assert_close(got, want, rtol=0.0, atol=atol)
@@ -233,7 +233,7 @@ def many(group: dist.ProcessGroup, seeds: range) -> int:
     return fused
 
 
-#: Programs of one call of the ranks.
+#: Number of programs in one call of the ranks.
 AT_ONCE = 25
 
 

@@ -46,7 +46,7 @@ def gather_scaled(group: Any, x: Any, w: Any) -> Any:
 
 
 def gather_scaled_as_bytes(group: Any, x: Any, w: Any) -> Any:
-    """As frameworks gather float8 where the backend has none: along the summed dimension."""
+    """Gathers along the summed dimension, as bytes: for backends without float8."""
     a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
     one = torch.ones((), dtype=torch.float32)
     full = funcol.all_gather_tensor(a.view(torch.uint8), 1, group).view(FLOAT8)

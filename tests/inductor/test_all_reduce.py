@@ -40,7 +40,7 @@ def draw_seed() -> int:
 
 
 def two_layers(group: dist.ProcessGroup) -> nn.Module:
-    """torch's styles without sequence parallelism; each column-parallel layer reduces alone."""
+    """torch's styles without sequence parallelism; column-parallel layers all-reduce separately."""
     torch.manual_seed(0)
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     return parallelize_module(Block(), mesh_of(group), plan)
@@ -68,7 +68,7 @@ def trains(group: dist.ProcessGroup, make: Callable[..., nn.Module], seed: int) 
     for got, want in zip([*compiled.results, *compiled.grads], expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     fused = [decision.fused_into for decision in compiled.report.decisions]
-    assert fused == [SUM, SUM], str(compiled.report)  # with the bias of `down`; of two gradients
+    assert fused == [SUM, SUM], str(compiled.report)  # with `down`'s bias; sum of two gradients
     assert not [op for op in compiled.ops if C10D in op]
 
 
@@ -107,7 +107,7 @@ def generates_code(group: dist.ProcessGroup, dtype: torch.dtype, seed: int) -> N
 
     with compiling(), inductor_config.patch(fallback_by_default=True):
         for got, want in zip(results(True), results(False), strict=True):
-            # Sums of up to 16 products and their gradients, rounded at other places.
+            # Sums of up to 16 products and their gradients, rounded at different points.
             tolerance = 64 * torch.finfo(dtype).eps * float(want.abs().max().clamp(min=1))
             torch.testing.assert_close(got, want, rtol=0.0, atol=tolerance)
     assert f"{C10D}.all_reduce" in reports[False]
@@ -265,7 +265,7 @@ def test_explain_lists_every_collective(ranks: Ranks) -> None:
 
 
 def left_to_torch(group: dist.ProcessGroup) -> None:
-    """Passes of torch's own put small all-reduces together; those of products are fused."""
+    """torch's own passes combine small all-reduces; all-reduces of products are fused."""
     inputs = torch.randn(4, 6), torch.randn(6, 5)
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> Any:

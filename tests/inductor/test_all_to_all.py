@@ -23,7 +23,7 @@ B, s = 2, 3
 
 
 def whole_inputs(world_size: int, rows_first: bool, train: bool) -> list[torch.Tensor]:
-    """The same on all ranks."""
+    """Draws inputs of the whole sequence, the same on all ranks."""
     H, S = 2 * world_size, s * world_size
     x = (S, B, D) if rows_first else (B, S, D)
     shapes: list[Any] = [x, *[(H * E, D)] * 3, (D, H * E), (H * E,)]
@@ -53,7 +53,7 @@ def check(group: dist.ProcessGroup, name: str, train: bool) -> None:
 
 
 def check_ops(compiled: Any, rotated: bool, train: bool) -> None:
-    """Queries, keys and values take one op; rotated, only the values are a product."""
+    """Queries, keys and values share one op; if rotated, only the values are fused."""
     count = {
         op: sum(op in ran for ran in compiled.ops)
         for op in ("project_to_heads", "project_from_heads", "all_to_all")
@@ -67,7 +67,7 @@ def check_ops(compiled: Any, rotated: bool, train: bool) -> None:
 
 
 ON_TWO = [(2, name, True) for name in PROGRAMS]
-# One chunk is put side by side with nothing, which is no op that is followed.
+# On one rank, a single chunk is concatenated, which the passes do not follow.
 REST = [
     (W, name, W != 3) for name, W in in_turns(PROGRAMS, (4, 3, 1)) if (W, name) != (1, "chunks")
 ]
@@ -99,7 +99,7 @@ def in_any_order(group: dist.ProcessGroup, seed: int) -> None:
         compiled = through_passes(fn, inputs, Options())
         for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
             torch.testing.assert_close(got, want, msg=str(program))
-        # A gradient may be a product whose rows are features, which stays as it is.
+        # In the backward pass a gradient may be a product with features as rows: not fused.
         fused = [decision.fused_into for decision in compiled.report.decisions]
         assert fused[:2] == ["project_to_heads", "project_from_heads"], (program, fused)
 
@@ -111,7 +111,7 @@ def test_dimensions_in_any_order(ranks: Ranks, world_size: int) -> None:
 
 
 def lengths(group: dist.ProcessGroup) -> None:
-    """The number of positions is not known when the graph is compiled."""
+    """The number of positions is dynamic."""
     program = functools.partial(PROGRAMS["scatter and gather"], group)
     weights = whole_inputs(group.size(), False, True)[1:]
     torch._dynamo.reset()
@@ -133,7 +133,7 @@ def test_lengths_that_are_not_known(ranks: Ranks) -> None:
 
 
 def under_autocast(group: dist.ProcessGroup, name: str) -> None:
-    """About as far from the numbers in float64 as the program is that is not compiled."""
+    """Compiled results are about as far from float64 results as eager ones."""
     program = functools.partial(PROGRAMS[name], group)
     whole = whole_inputs(group.size(), PROGRAMS[name].rows_first, True)
     exact = [(0.4 * t).detach().requires_grad_() for t in whole]  # no weight is near to 1
@@ -183,7 +183,7 @@ def test_other_exchanges_stay_as_they_are(ranks: Ranks) -> None:
 
 
 def apart(group: dist.ProcessGroup) -> None:
-    """Results that had memory of their own still have: one is overwritten."""
+    """Results keep separate memory: overwriting one does not change the others."""
 
     def two(x: torch.Tensor, w: torch.Tensor) -> Any:
         heads = functional_to_heads(F.linear(x, w).unflatten(2, (-1, E)), group)
@@ -203,7 +203,7 @@ def test_results_do_not_share_memory(ranks: Ranks) -> None:
 
 
 def into_arguments(group: dist.ProcessGroup) -> None:
-    """Collectives write to tensors that the caller passed in, and these are used as well."""
+    """Collectives write to tensors that the caller passed in, and the program then reads these."""
     W = group.size()
 
     def exchanged(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ def with_options(group: dist.ProcessGroup) -> None:
         report = through_passes(program, inputs, options).report
         assert not report.fused
         assert [reason in d.reason for d in report.left] == [True] * 4, str(report)
-    # Three products are larger than one.
+    # Three products together are above this minimum, a single one is below.
     flops = 2.0 * B * s * D * 2 * group.size() * E
     report = through_passes(program, inputs, Options(min_flops=2 * flops)).report
     assert [d.fused_into for d in report.fused] == ["project_to_heads"] * 3, str(report)

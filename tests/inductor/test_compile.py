@@ -211,7 +211,7 @@ def test_every_collective_of_a_llama_layer_is_fused(ranks: Ranks) -> None:
 
 
 class Counting(CustomGraphPass):
-    """A pass of the user's own."""
+    """A user's own pass."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -316,7 +316,7 @@ def test_explain_and_strict(ranks: Ranks) -> None:
 
 
 def written_out(group: dist.ProcessGroup) -> None:
-    """Attention as formulas: Inductor sees what it is, then the pass sees it."""
+    """Attention written as formulas, which Inductor recognizes before the pass fuses it."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = (funcol.all_gather_tensor_autograd(t, 2, group) for t in (k, v))
@@ -446,5 +446,5 @@ def large_graph(group: dist.ProcessGroup) -> None:
 
     seconds(2)  # imports
     few, many = seconds(28), seconds(112)
-    # Four times as many nodes: 4 times as long, and 16 times if it were quadratic.
+    # With 4 times the nodes, linear time grows 4 times, and quadratic time 16 times.
     assert many < 8 * few, f"{few:.2f} s and {many:.2f} s"

@@ -33,13 +33,13 @@ FUSED_ATTENTION = {"fused_all_gather_attention", "fused_all_gather_attention_bac
 
 
 def compile_parts(model: nn.Module, per: str) -> None:
-    """The model, or each decoder layer, without a graph break."""
+    """Compiles the model, or each decoder layer, without graph breaks."""
     for part in decoder_layers(model) if per == "layer" else [model]:
         part.compile(fullgraph=True)
 
 
 def build(family: str) -> nn.Module:
-    """With experts that Dynamo can trace."""
+    """Returns a model whose experts, if any, Dynamo can trace."""
     sizes = config_of("llama").to_dict()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
     options = {name: sizes[name] for name in (*names, "num_attention_heads", "pad_token_id")}
@@ -93,14 +93,14 @@ def check_report(report: Report, family: str, per: str, plan: str) -> None:
     """Every product of a split linear is summed in a fused op, in both passes."""
     assert not counters["graph_break"]
     sums = [decision for decision in report.fused if "matmul" in str(decision.fused_into)]
-    # Of each layer: two sums forward for Llama, one (of attention) for Qwen3-MoE; more backward.
+    # Each layer has two sums forward in Llama, one (of attention) in Qwen3-MoE, and more backward.
     layers, linears = (2 if per == "model" else 1), (2 if family == "llama" else 1)
     assert len(sums) >= 2 * layers * linears, report
     reasons = {decision.reason for decision in report.left} - CALLED
     if plan == "apply":
         assert not reasons, report
     else:
-        # Weighted sums of experts' products, the embeddings, and the logits, which are gathered.
+        # Not fused: sums of weighted experts' products, embeddings, and the gather of the logits.
         of_sums = "the reduced tensor is not the product of a matmul"
         allowed = {of_sums} if per == "layer" else {of_sums, "it feeds no matmul"}
         assert reasons <= allowed, report
@@ -131,7 +131,7 @@ def spread(group: dist.ProcessGroup, name: str, per: str, checkpointed: bool) ->
     plain = inductor_config.patch(fallback_by_default=True, force_disable_caches=True)
     allowed = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=checkpointed)
     with plain, allowed, inductor.enable(strict=True), recording() as report:
-        # What is recomputed is in float32, out of the modes of the forward pass.
+        # Recomputation is in float32, without the modes of the forward pass.
         tolerance = client.tolerance if checkpointed else None
         check_client(group, client, causal_batch(48), prepare=prepare, tolerance=tolerance)
     assert not counters["graph_break"]

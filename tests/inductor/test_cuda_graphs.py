@@ -62,13 +62,13 @@ def scattered_columns_scaled(group: Any) -> Any:
 
 
 def scattered_in_odd_columns(group: Any) -> Any:
-    """GPUs multiply 48 columns, but not the 24 that are for each rank."""
+    """GPUs can multiply 48 columns, but not the 24 columns of each rank."""
     product = _scaled(torch.empty(_M, _K), torch.empty(48, _K))
     return funcol.reduce_scatter_tensor(product, "sum", 1, group)
 
 
 def gathered_with_scales_of_blocks(group: Any) -> Any:
-    """With 128 features, the one block in each row has a scale as rows have."""
+    """With 128 features, each row is one block, so the scales of blocks look like those of rows."""
     a = funcol.all_gather_tensor(torch.empty(_M, 128), 0, group).to(FLOAT8)
     rows, blocks = torch.ones(a.shape[0], 1).float(), torch.ones(1, _N // 128).float()
     b = torch.empty(_N, 128).to(FLOAT8).t()
@@ -86,7 +86,7 @@ _CASES: tuple[tuple[Callable[[Any], Any], str, str], ...] = (
 
 
 def on_cuda(function: Callable[[], Any]) -> torch.fx.GraphModule:
-    """The graph of a function of new bfloat16 tensors on a GPU."""
+    """Returns the graph of a function that makes bfloat16 tensors on a GPU."""
     with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
         torch.set_default_dtype(torch.bfloat16)
         try:

@@ -65,7 +65,7 @@ def compiled_once(group: dist.ProcessGroup) -> None:
             ):
                 torch.testing.assert_close(got, want)
     names = sorted(str(decision.fused_into) for decision in report.decisions)
-    assert names == [AG, AG, RS, RS], report  # of one graph for each pass
+    assert names == [AG, AG, RS, RS], report  # one graph for each pass
 
 
 @exhaustive
@@ -75,7 +75,7 @@ def test_one_compilation_serves_all_lengths(ranks: Ranks, world_size: int) -> No
 
 
 def in_buckets(group: dist.ProcessGroup) -> None:
-    """torch puts gathers together that the passes leave: those of sharded weights."""
+    """torch buckets the gathers of sharded weights, which the passes leave alone."""
     shards = [torch.randn(4, 4 * group.size(), requires_grad=True) for _ in range(3)]
 
     def layers(x: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:

@@ -68,9 +68,9 @@ def programs(
         F.scaled_dot_product_attention(heads.repeat(W, 1, 1, 1), k, v)
 
     def weight() -> None:
-        plain @ gathered(w[:4], group)  # of FSDP: the right operand
+        plain @ gathered(w[:4], group)  # as in FSDP: the right operand
         total = plain @ w
-        torch._foreach_mul_([total], 2)  # no product any more
+        torch._foreach_mul_([total], 2)  # no longer a product
         dist.all_reduce(total, group=group)
         dist.broadcast(total, group_src=0, group=group)
 
@@ -115,7 +115,7 @@ def sharded(group: dist.ProcessGroup, used: bool) -> list[tuple[str, int, str | 
 
 
 def test_fsdp2(ranks: Ranks) -> None:
-    """`fsdp.use` replaces its transfers, not the all-reduce of the norm of gradients.
+    """`fsdp.use` replaces FSDP2's transfers, but not the all-reduce of the gradient norm.
 
     The root stays gathered after its forward pass.
     """

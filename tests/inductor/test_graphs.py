@@ -40,7 +40,7 @@ def check(group: dist.ProcessGroup, name: str, seed: int) -> None:
     results, grads = run(fn, inputs)
     compiled = through_passes(fn, inputs, graph.options)
     for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
-        # Products of other shapes are rounded elsewhere; sums in 16 bits are not taken in float32.
+        # Products of different shapes round differently; 16-bit sums do not accumulate in float32.
         casts = name in ("cast", "narrowed", "all-reduce: cast down")
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if casts else {}
         if graph.dtype is torch.bfloat16 or "scaled" in name or "mixed" in name:
@@ -59,14 +59,14 @@ def check(group: dist.ProcessGroup, name: str, seed: int) -> None:
     if any(not decision.runs_as for decision in compiled.report.left):
         assert left, compiled.ops
     else:
-        # Nothing is left of the collectives, and the graph has the ops that the report tells of.
+        # No collective is left, and the graph has the ops that the report names.
         assert not left, (left, str(compiled.report))
         for op in graph.fused:
             assert any(op in ran or (op == RS and "reduce_scatter" in ran) for ran in compiled.ops)
 
 
 def with_dynamic_batch(group: dist.ProcessGroup, seed: int) -> None:
-    """The batch is not known when the graph is compiled, what is gathered is."""
+    """The batch size is dynamic; the size of the gathered dimension is static."""
     generator = torch.Generator().manual_seed(seed + group.rank())
 
     def draw(*shape: int) -> torch.Tensor:
@@ -130,8 +130,8 @@ def test_groups_of_a_mesh_are_told_apart(ranks: Ranks) -> None:
 
 ON_TWO = [(2, name) for name in graphs(2)]
 ON_FOUR = [(4, name) for name in graphs(4)]
-#: All-reduces keep shapes and arrangements, so that few of their graphs are needed each time; of
-#: the others, neighbours in the list are alike.
+#: The graphs of a short run: few all-reduces, since these keep shapes and layouts, and every sixth
+#: of the rest, since neighbours in the list are similar.
 PLAIN = [(2, name) for name in graphs(2) if name not in all_reduce_graphs.RARE][::6]
 
 

@@ -27,7 +27,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class Graphs:
-    """Layers of attention by heads over a group, and what does not fit."""
+    """Layers of attention by heads over a group, and graphs whose exchanges are not fused."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, H = group, 2 * group.size()
@@ -47,7 +47,7 @@ class Graphs:
         return self.layer(*inputs)
 
     def turned(self, x: Any, wq: Any, wk: Any, wv: Any, *_: Any) -> Any:
-        """Something is done to the projections, and to the result, before they are exchanged."""
+        """A projection changes before its exchange, and the result after its exchange."""
         q, k = (split(F.linear(x, w)) for w in (wq, wk))
         q, k = symm_cp.sequence_to_heads([q.sin(), k], group=self.group)
         return symm_cp.heads_to_sequence(q * k, group=self.group).sin()
@@ -63,8 +63,8 @@ class Graphs:
 
 
 BOTH = ["project_to_heads", "project_from_heads"]
-#: Why an exchange is left alone, and what the others become, in the forward graph and once more in
-#: the backward graph.
+#: Why an exchange is left alone, and the ops into which others are fused, once in the forward and
+#: once in the backward graph.
 FUSED: dict[str, tuple[str, list[str]]] = {
     "layer": ("", BOTH),
     "with_biases": ("", BOTH),

@@ -15,7 +15,7 @@ c10d = torch.ops._c10d_functional
 
 
 def test_waits_of_several_tensors_are_no_collectives() -> None:
-    """torch 2.15 waits for coalesced collectives by `wait_tensors`, which older ones lack."""
+    """torch 2.15 waits for coalesced collectives with `wait_tensors`, which older versions lack."""
     with _scoped_library("_c10d_functional", "FRAGMENT") as library:
         if not hasattr(c10d, "wait_tensors"):
             library.define("wait_tensors(Tensor[] tensors) -> Tensor[]")

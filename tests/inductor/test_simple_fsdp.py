@@ -22,7 +22,7 @@ WIDTH, LAYERS = 16, 2
 
 
 class Gathered(nn.Module):
-    """The whole of a sharded parameter; its gradient is averaged over the ranks."""
+    """Gathers a sharded parameter, and averages its gradient over the ranks."""
 
     def forward(self, parameter: DTensor) -> torch.Tensor:
         whole = parameter.redistribute(placements=[Replicate()])
@@ -63,8 +63,8 @@ def trains(group: dist.ProcessGroup, bucketed: bool, seed: int) -> None:
     for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert isinstance(mine.grad, DTensor)
         torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
-    # Gradients are products, which are reduced as they are computed. What is gathered is a right
-    # operand, so torch's op gathers it.
+    # Gradients are products, which are reduced as they are computed. The gathered weights are right
+    # operands, so torch's op gathers them.
     fused = [decision.fused_into for decision in report.fused]
     assert fused == ["fused_matmul_reduce_scatter"] * 2 * LAYERS, report
     assert len(report.left) == 2 * LAYERS, report

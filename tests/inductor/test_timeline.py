@@ -22,7 +22,7 @@ _GATHERED = 1 << 20  # elements of float32
 
 
 def traced(group: dist.ProcessGroup, size: int) -> Graph:
-    """A gather that is under way while a matmul of `size` runs."""
+    """Returns a graph of a gather that overlaps a matmul of `size`."""
     graph = Graph()
     calls, aten = torch.ops._c10d_functional, torch.ops.aten
     with FakeTensorMode():
@@ -60,7 +60,7 @@ def test_a_matmul_hides_a_gather(ranks: Ranks) -> None:
 
 
 def check(timeline: dict[str, Any]) -> None:
-    """The compute lane is busy or waits at any time; lanes do one thing at a time."""
+    """Spans of a lane do not overlap; the compute lane's busy and waiting times are the total."""
     for lane in ("compute", "communication"):
         spans = sorted(
             (span for span in timeline["spans"] if span["lane"] == lane),

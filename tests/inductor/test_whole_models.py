@@ -62,7 +62,7 @@ def trains(group: dist.ProcessGroup, whole: bool, selective: bool, fsdp: bool, s
             fully_shard(part, mesh=mesh["dp"])
         rank = mesh["dp"].get_local_rank()
         tokens, labels = tokens.chunk(2)[rank], labels.chunk(2)[rank]
-    # No code is generated: that takes a minute, and the passes are done by then.
+    # Generates no code, which takes a minute: the passes run before that.
     plain = inductor_config.patch(fallback_by_default=True, force_disable_caches=True)
     with plain, inductor.enable(strict=True), recording() as report, loss_parallel():
         loss = loss_of(model(tokens), labels)
@@ -74,13 +74,13 @@ def trains(group: dist.ProcessGroup, whole: bool, selective: bool, fsdp: bool, s
         assert isinstance(mine.grad, DTensor), name
         torch.testing.assert_close(mine.grad.full_tensor(), other.grad, msg=name)
     # One graph serves both blocks: two gathers and two scatters forward, as many backward.
-    again = 2 if selective else 0  # gathers whose matmul the backward pass computes again
+    again = 2 if selective else 0  # gathers whose matmul the backward pass recomputes
     of_blocks = Counter(fused_all_gather_matmul=4 + again, fused_matmul_reduce_scatter=4)
     fused = Counter(str(decision.fused_into) for decision in report.fused)
     if whole:
-        # Those of two blocks, and of the output layer.
+        # The ops of two blocks, and of the output layer.
         assert fused == {name: 2 * count + 1 for name, count in of_blocks.items()}, report
-        # What is left: embeddings that are summed, and their gradient.
+        # Left alone: the sum of the embeddings, and its gradient.
         assert [d.reason for d in report.left] == [
             "the reduced tensor is not the product of a matmul",
             "it feeds no matmul",
@@ -110,7 +110,7 @@ def test_torchtitan(
 
 
 def caches(group: dist.ProcessGroup, folder: str) -> dict[str, int]:
-    """Compiles attention over a spread sequence, and returns what the compiler's caches counted."""
+    """Compiles attention over a spread sequence; returns the compiler's cache hits and misses."""
     counters.clear()
     where = mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{group.rank()}"})
     plain = inductor_config.patch(fallback_by_default=True)
@@ -131,7 +131,7 @@ def attention_of(x: torch.Tensor) -> torch.Tensor:
 
 @exhaustive
 def test_caches_hit_in_a_second_process(ranks: Ranks, tmp_path: Path) -> None:
-    """torch's own limits: not where parameters are DTensors (README of the passes)."""
+    """torch's caches do not hit where parameters are DTensors: see the README of the passes."""
     for again in (False, True):
         with ranks.own(2, caches, str(tmp_path)) as running:
             for outcome in running.outcomes(300):

@@ -146,7 +146,7 @@ def parallelize(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _contexts() -> Any:
-    """torchtitan's selective checkpoint: the listed ops are kept, of matmuls every second."""
+    """torchtitan's selective checkpoint: keeps listed ops' results, but of every second matmul."""
     matmuls = {False: 0, True: 0}
 
     def policy(ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:

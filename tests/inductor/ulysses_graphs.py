@@ -1,4 +1,4 @@
-"""Attention by heads, as programs write it with torch's all-to-all; and exchanges that are others.
+"""Attention by heads, as programs write it with torch's all-to-all; and exchanges of other kinds.
 
 B batch, S positions, H heads of E features, D features of the model; s and h are a rank's part.
 """
@@ -36,7 +36,7 @@ def functional_to_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
     return arrived.reshape(W * h, S // W, B, E).permute(2, 1, 0, 3)
 
 
-# The same with chunks that are put side by side.
+# The same with concatenated chunks.
 
 
 def chunked_to_heads(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -52,7 +52,7 @@ def chunked_to_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 class SeqAllToAll(torch.autograd.Function):
-    """An exchange into memory of the caller's, in the manner of DeepSpeed-Ulysses."""
+    """An exchange into a preallocated tensor, as in DeepSpeed-Ulysses."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, x: Any, scatter: int, gather: int, batch: int) -> Any:
@@ -94,7 +94,7 @@ def gather_heads_of_rows(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Ordered:
-    """A projection, an exchange and one back, all with the dimensions of tensors in any order."""
+    """A projection, an exchange and an exchange back, with dimensions in any order."""
 
     sizes: dict[str, int]  # of B, s, h, E and the ranks, W
     sent: tuple[str, str]  # BshE, in the order of what each exchange sends to a rank
@@ -102,7 +102,7 @@ class Ordered:
     flat: int  # the last dimension that is joined with the first one to be sent
 
     def exchange(self, x: torch.Tensor, order: str, group: Any) -> torch.Tensor:
-        """The first of (W, B, s, h, E) counts the parts for ranks, then those from ranks."""
+        """W of (W, B, s, h, E) counts the parts sent to ranks, then the parts received."""
         shape = [self.sizes[dim] for dim in "W" + order]
         sent = x.permute(["WBshE".index(dim) for dim in "W" + order]).contiguous()
         sent = sent.flatten(0, self.flat)
@@ -158,7 +158,7 @@ PROGRAMS = {
 }
 
 
-# --- exchanges that are no exchange of heads, of x (2, 4, D), w (4 * E, D), u (D, 4 * E), W = 2 ---
+# --- exchanges other than of heads; x is (2, 4, D), w (4 * E, D), u (D, 4 * E), W = 2 -----------
 
 
 def _exchanged(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -190,13 +190,13 @@ def features(group: Any, x: Any, w: Any, u: Any) -> Any:
 
 
 def ranks_inside(group: Any, x: Any, w: Any, u: Any) -> Any:
-    """What arrives is put together with the ranks' heads in turns."""
+    """The heads that arrive are interleaved by rank."""
     parts = _exchanged(_heads(x, w).sin().unflatten(1, (2, -1)).transpose(0, 1), group)
     return F.linear(parts.permute(1, 2, 3, 0, 4).flatten(2), torch.cat([u, u], 1))
 
 
 def uneven(group: Any, x: Any, w: Any, u: Any) -> Any:
-    """One rank gets three heads, the other one."""
+    """Rank 0 gets three heads, rank 1 gets one."""
     W, r = group.size(), group.rank()
     given = [3, 1]
     sent = _heads(x, w).permute(2, 0, 1, 3).contiguous()
@@ -205,13 +205,13 @@ def uneven(group: Any, x: Any, w: Any, u: Any) -> Any:
 
 
 def used_twice(group: Any, x: Any, w: Any, u: Any) -> Any:
-    """The product is used here as well."""
+    """The product is also used without the exchange."""
     heads = _heads(x, w)
     return functional_to_heads(heads, group), heads.sin()
 
 
 def parts_of_one(group: Any, x: Any, w: Any, u: Any) -> Any:
-    """Queries and keys are one product, of which each is a part."""
+    """Queries and keys are parts of one product."""
     q, k = _heads(x, w).chunk(2, 2)
     return functional_to_heads(q, group) * functional_to_heads(k, group)
 
@@ -222,7 +222,7 @@ def cast(group: Any, x: Any, w: Any, u: Any) -> Any:
 
 
 def summed(group: Any, x: Any, w: Any, u: Any) -> Any:
-    """Heads of half a sequence are exchanged, and multiplied twice."""
+    """The result of an exchange feeds two products."""
     parts = functional_to_sequence(_heads(x, w).sin(), group).flatten(2)
     return F.linear(parts, torch.cat([u, u], 1)), F.linear(parts, torch.cat([u, u], 1).sin())
 

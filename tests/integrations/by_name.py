@@ -3,7 +3,7 @@
     python -m tests.integrations.by_name lightning symm_cp result.json
     torchrun --nproc-per-node 2 -m tests.integrations.by_name deepspeed symm_cp result.json
 
-Each trains the same small network on two ranks; rank 0 writes what it has then.
+Each trains the same small network on two ranks; rank 0 writes the result.
 """
 
 from __future__ import annotations

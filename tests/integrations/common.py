@@ -32,7 +32,7 @@ BALANCERS: dict[str, Callable[[int, int], symm_cp.LoadBalancer]] = {
 IGNORED = -100
 Batch = dict[str, torch.Tensor]
 
-# What configurations of most models understand; those that do not ignore it.
+# Options that most models' configurations understand; the others ignore them.
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -52,12 +52,12 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Client:
-    """A model of transformers: `name` + `head`, made from `name` + `config` with these options.
+    """A transformers model: `name` + `head`, made from `name` + `config` with these options.
 
-    The reference attends as `reference` says. Tolerances are relative to the largest value of a
-    tensor: `wide_tolerance` in `WideTensors`, and `tolerance` elsewhere, where transformers
-    computes rotary embeddings, softmax of eager attention and norms in float32 whatever the model's
-    dtype is, and rounds them differently at other lengths.
+    `reference` is the attention implementation of the reference. Tolerances are relative to a
+    tensor's largest value: `wide_tolerance` within `WideTensors`, and `tolerance` elsewhere, where
+    transformers always computes rotary embeddings, softmax of eager attention and norms in float32,
+    and rounds them differently at different lengths.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Client:
     dtype: torch.dtype = torch.float64
     tolerance: float = 2e-5
     wide_tolerance: float = 1e-9
-    # Those of SIZES that the configuration does not take.
+    # Keys of SIZES that the configuration does not take.
     without: tuple[str, ...] = ()
     # Passed to each call of the model.
     call: Mapping[str, Any] = field(default_factory=lambda: {"use_cache": False})
@@ -106,7 +106,7 @@ def spread_weights(model: nn.Module, seed: int = 0) -> None:
 
 @contextmanager
 def saved(model: Any) -> Iterator[str]:
-    """The folder to which rank 0 has saved a model, for all ranks."""
+    """Saves a model on rank 0 and yields the folder on all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
         dist.broadcast_object_list(folders, 0)
@@ -124,13 +124,13 @@ def causal_batch(
     documents: list[int] | None = None,
     masked: bool = True,
 ) -> Batch:
-    """A whole batch of a decoder: ids, labels (not shifted), and a mask or positions.
+    """Returns a whole batch for a decoder: ids, labels (not shifted), and a mask or positions.
 
     Args:
-        length: of each sample.
-        samples: how many.
-        padding: "left" or "right": each sample has another number of padded positions.
-        documents: lengths of documents packed into each sample, by position_ids; no mask then.
+        length: length of each sample.
+        samples: number of samples.
+        padding: "left" or "right"; each sample has a different number of padded positions.
+        documents: lengths of documents packed into each sample: position_ids, and no mask.
         masked: whether there is an attention_mask at all.
     """
     ids = torch.randint(3, VOCABULARY, (samples, length))
@@ -153,7 +153,7 @@ def causal_batch(
         ids[mask == 0] = 0
         batch["labels"][mask == 0] = IGNORED
         if padding == "left":
-            # As `generate` counts. The first token would be predicted by a row that sees no key.
+            # As `generate` counts. A row that sees no key would predict the first token.
             batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
             batch["labels"][torch.arange(samples), mask.argmax(-1)] = IGNORED
     return batch
@@ -161,7 +161,7 @@ def causal_batch(
 
 @dataclass(frozen=True)
 class Result:
-    """What a model computed: compared between one process and several."""
+    """Results of a model, to compare one process with several ranks."""
 
     loss: torch.Tensor
     logits: torch.Tensor  # of the whole sequence
@@ -180,9 +180,9 @@ _WITH_DTYPE = (F.softmax, torch.sum)
 class WideTensors(TorchFunctionMode):
     """Leaves float64 tensors as they are where a model would compute in float32.
 
-    In float32 two orders of the same sums can differ by 3e-4 of a gradient, in a recurrent layer;
-    and masks of eager attention, the least numbers of float64, are -inf, and rows that see no key
-    NaN.
+    In a recurrent layer, the order of float32 sums can change a gradient by 3e-4 of its size. Eager
+    attention masks with the lowest float64 number, which is -inf in float32: rows that see no key
+    would become NaN.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,9 +199,9 @@ class WideTensors(TorchFunctionMode):
 
 
 def recomputing(model: nn.Module, *, reentrant: bool = False) -> None:
-    """Makes a model recompute activations, without `reentrant` as `WideTensors`.
+    """Makes a model recompute activations, within `WideTensors` unless `reentrant`.
 
-    Backward passes are out of the modes that they are called in.
+    Modes that are active around the backward call do not apply to the recomputation.
     """
     how: dict[str, Any] = {"use_reentrant": reentrant}
     if not reentrant:
@@ -242,17 +242,17 @@ def under_context_parallel(
     """Runs a client on this rank's part of a whole batch.
 
     Args:
-        group: of the ranks.
-        client: what to run.
-        batch: of the whole sequence.
-        balancer: how the sequence is spread.
-        shift: whether labels are those of the next position.
-        implementation: of attention when the model is made; the context sets another.
-        passed: whether the context gets the model; otherwise it sets nothing.
-        prepare: changes the model, or returns what is to be called instead (a compiled one).
-        around: a context of the forward pass, as autocast.
-        method: of attention.
-        mesh: over the group, for a method of two dimensions.
+        group: group of the ranks.
+        client: client to run.
+        batch: batch of whole sequences.
+        balancer: layout of the sequence over the ranks.
+        shift: whether each position's label is the next token.
+        implementation: attention that the model is made with; the context replaces it.
+        passed: whether the context gets the model; otherwise it does not change the model.
+        prepare: changes the model, or returns a callable to use instead (a compiled model).
+        around: context manager for the forward pass, such as autocast.
+        method: attention method.
+        mesh: mesh over the group, for a two-dimensional method.
     """
     mesh = mesh or mesh_of(group)
     model = client.make(implementation)
@@ -298,13 +298,13 @@ def assert_near(
 
 
 def assert_same(actual: Result, expected: Result, batch: Batch, tolerance: float) -> None:
-    """Compares results; logits only where the batch is not padding, which nothing depends on."""
+    """Compares results, except logits at padding, on which nothing depends."""
     mask = batch.get("attention_mask")
     seen = slice(None) if mask is None else mask.bool()
     assert_near("logits", actual.logits[seen], expected.logits[seen], tolerance)
     assert_near("loss", actual.loss, expected.loss, tolerance)
     grads = [grad for grad in expected.grads.values() if grad is not None]
-    # A gradient that is all but zero (of a key's bias, say) is rounding error of larger ones.
+    # A nearly zero gradient (of a key's bias, say) is the rounding error of larger ones.
     floor = 1e-3 * max(float(grad.abs().max()) for grad in grads)
     assert actual.grads.keys() == expected.grads.keys()
     for name, want in expected.grads.items():

@@ -60,7 +60,7 @@ CLIENTS = {
     ),
 }
 
-# Models that nobody thought of when this was written.
+# Models that the integration was not developed with.
 STRANGERS = {
     "qwen2": Client("Qwen2"),
     "qwen2-moe": Client("Qwen2Moe", MOE),
@@ -224,7 +224,7 @@ for kind, more in {
         },
     )
 
-# Those that call no function that transformers' AttentionInterface could replace.
+# Models that do not attend through transformers' AttentionInterface.
 NOT_THROUGH_INTERFACE = [
     "bloom",
     "mpt",
@@ -238,7 +238,7 @@ NOT_THROUGH_INTERFACE = [
 ]
 if Version(transformers.__version__) < Version("5.24"):
     NOT_THROUGH_INTERFACE += ["gptj", "codegen"]
-# What is refused, and what the message says.
+# Refused models, and a pattern of each refusal's message.
 REFUSED = {
     **dict.fromkeys(
         NOT_THROUGH_INTERFACE, "does not attend through transformers' AttentionInterface"

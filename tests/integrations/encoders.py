@@ -39,7 +39,7 @@ T5 = {
     "d_ff": 24,
     "num_layers": 2,
     "num_heads": 4,
-    # Few buckets, so that distances of these lengths fill all, and the last is shared by many.
+    # Few buckets: distances at these lengths use all of them, and many share the last one.
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 20,
     "dropout_rate": 0.0,
@@ -153,7 +153,7 @@ def on_shards(
 
 
 def seen_batch(batch: Batch) -> Batch:
-    """The mask of the positions whose logits count."""
+    """Returns the mask of the positions whose logits are compared."""
     mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
     return {} if mask is None else {"attention_mask": mask}
 

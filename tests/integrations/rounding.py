@@ -1,4 +1,4 @@
-"""What rounding costs a model: errors of one run say little where a tensor has a few numbers."""
+"""Rounding errors of models: one run says little about tensors of a few numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def size(error: torch.Tensor) -> float:
-    """The root of the mean square."""
+    """Returns the root mean square."""
     return float(error.double().square().mean().sqrt())
 
 
 def largest(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The largest error of each name over several runs."""
+    """Returns each name's largest error over several runs."""
     return {name: max(run[name] for run in runs) for name in runs[0]}

@@ -54,9 +54,9 @@ CLIENTS = {"Llama": LLAMA, "Mistral": WINDOWS, "GptOss": SINKS}
 
 @contextmanager
 def accelerating(group: dist.ProcessGroup, backend: str, **options: Any) -> Iterator[None]:
-    """Ranks as torchrun starts them, with accelerate's context parallelism on symm_cp.
+    """Sets up ranks as torchrun does, with accelerate's context parallelism on symm_cp.
 
-    accelerate keeps what it saw first, and sets variables of the environment: nothing of it stays.
+    accelerate keeps its first state and sets environment variables; both are reset on exit.
     """
     with mock.patch.dict(os.environ), world(group, backend) as of_world:
         launched(of_world)
@@ -89,7 +89,7 @@ def whole_grads(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        # DDP and compiled modules hold what they wrap under names of their own.
+        # DDP and compiled modules add prefixes to the names inside.
         grads[name.replace("_orig_mod.", "").removeprefix("module.")] = grad
     return grads
 
@@ -191,7 +191,7 @@ def test_trainers_losses_and_weights_are_those_of_one_process(
     ranks: Ranks, world_size: int, name: str, dp: int, fsdp: bool, options: dict[str, Any]
 ) -> None:
     ((losses, evaluated, weights),) = results(ranks, 1, alone, name, options)
-    if options == OWN_MEAN:  # a mean over replicas of means, as without context parallelism
+    if options == OWN_MEAN:  # the mean of the replicas' means, as without context parallelism
         losses, evaluated, weights = results(ranks, 2, replicated, name, options)[0]
     for got_losses, got_evaluated, got in results(
         ranks, world_size, trains, name, dp, fsdp, options
@@ -220,7 +220,7 @@ def test_losses_and_gradients_are_those_of_one_process(
 
 
 class Plain(nn.Module):
-    """A model of nobody's library, that attends by itself."""
+    """A model from no library, which calls torch's attention itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Plain(nn.Module):
 
 
 def runs_other_models_and_methods(group: dist.ProcessGroup) -> None:
-    """Also a rotation by name, buffers that the caller cut, and nothing left behind."""
+    """Runs a plain model with a chosen rotation method, which is reset; refuses a wrong buffer."""
     ids = torch.randint(31, (2, 6 * group.size()))
     with accelerating(group, "symm_cp"):
         handler = TorchContextParallelConfig(cp_comm_strategy="alltoall")

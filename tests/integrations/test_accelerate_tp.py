@@ -43,7 +43,7 @@ def split_by_symm_cp(client: Client, accelerator: Accelerator) -> nn.Module:
 
 
 def loaded_by_transformers(client: Client, accelerator: Accelerator) -> nn.Module:
-    """transformers shards over the rest of the ranks itself, and refuses to leave any out."""
+    """Loads with transformers, which must use all ranks: it applies FSDP over the CP ranks."""
     sizes = accelerator.parallelism_config
     model = client.make("eager")
     with saved(model) as folder:

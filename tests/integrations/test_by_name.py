@@ -42,4 +42,4 @@ def test_trains(package: str, launcher: list[str], tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         found[backend] = json.loads(output.read_text())
     assert [found[backend].pop("backend") for backend in ("gloo", "symm_cp")] == list(found)
-    assert found["gloo"] == found["symm_cp"]  # sums of two ranks have one order
+    assert found["gloo"] == found["symm_cp"]  # sums over two ranks have only one order

@@ -1,4 +1,4 @@
-"""What functions capture, in eager mode and while Dynamo traces: made inside and outside of it."""
+"""Variables that functions capture, in eager mode and for functions made in or out of a trace."""
 
 from __future__ import annotations
 

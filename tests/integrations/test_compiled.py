@@ -20,7 +20,7 @@ from tests.exhaustive import in_turns
 from tests.integrations.common import Client, assert_near, causal_batch, check_client
 from tests.integrations.decoders import CLIENTS
 
-FIRST_CALL_LIMIT = 3.0  # of what the layer takes outside of contexts
+FIRST_CALL_LIMIT = 3.0  # times the layer's first call outside of contexts
 LENGTH = 48
 DOCUMENTS = [20, 12, 16]
 
@@ -31,7 +31,7 @@ def graphs() -> int:
 
 @contextmanager
 def at_most(more_graphs: int, *, breaks: int = 0) -> Iterator[None]:
-    """No more graphs are made, and none is broken more often."""
+    """Fails if more new graphs, or more graph breaks, are made inside."""
     before, broken = graphs(), sum(counters["graph_break"].values())
     yield
     assert graphs() - before <= more_graphs, graphs() - before
@@ -55,7 +55,7 @@ def layers_compiled(**options: Any) -> Callable[[nn.Module], None]:
 
 
 def compilable(client: Client) -> Client:
-    """With experts that Dynamo can trace: "eager" ones loop over those that tokens chose."""
+    """Gives a client experts that Dynamo can trace: "eager" ones loop over the chosen experts."""
     return client.having(experts_implementation="batched_mm")
 
 
@@ -80,7 +80,7 @@ def test_layer_with_window_and_packing(ranks: Ranks) -> None:
 
 
 ONE_LAYER = CLIENTS["mistral"].having(num_hidden_layers=1)
-#: Those whose layers the compiler sees differ, with as few of them as show it.
+#: Models whose layers differ for the compiler, each with as few layers as show the difference.
 LAYERED = {
     "gemma2": {},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
@@ -132,7 +132,7 @@ def test_whole_models_are_one_graph(ranks: Ranks, name: str, kind: dict[str, Any
 
 
 class Problem:
-    """A client's first layer as it is, and compiled."""
+    """A client's model, and a copy with compiled decoder layers."""
 
     def __init__(self, group: dist.ProcessGroup, client: Client, **options: Any) -> None:
         torch._dynamo.reset()
@@ -152,7 +152,7 @@ class Problem:
         return logits.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
     def check(self, length: int, *, spread: bool = True, **kind: Any) -> None:
-        """Compares one step of the compiled model with one of the other, in a context or not."""
+        """Compares a step of the compiled model with the eager one, in a context if `spread`."""
         batch = causal_batch(length, **kind)
         batch.pop("labels")
         mesh, balancer = mesh_of(self.group), symm_cp.HeadTail(length, self.group.size())
@@ -178,7 +178,7 @@ def many_calls(group: dist.ProcessGroup) -> None:
     with at_most(0), torch._dynamo.config.patch(error_on_recompile=True):
         for documents in ([30, 34], [1, 60, 3], [30, 40, 10, 16], [50, 3, 3]):
             problem.check(sum(documents), documents=documents)
-    # Without a context the layer is traced again, once; what is made for contexts stays.
+    # Without a context the layer is traced again, once; graphs made for contexts are kept.
     with at_most(2):
         problem.check(32, spread=False)
         problem.check(40, spread=False)
@@ -204,7 +204,7 @@ def test_compiled_outside_of_contexts_first(ranks: Ranks) -> None:
 
 
 def first_call(group: dist.ProcessGroup, spread: bool) -> float:
-    """Seconds of this rank's processor that it takes: waits for others do not count."""
+    """Returns the CPU seconds of a first call on this rank; waits for others do not count."""
     problem = Problem(group, ONE_LAYER)
     kind = {"documents": DOCUMENTS} if spread else {}
     begin = time.process_time()
@@ -226,5 +226,5 @@ def with_mode(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.exhaustive
 def test_modes_of_the_compiler(ranks: Ranks) -> None:
-    """The one that changes anything on the CPU."""
+    """Tests max-autotune, the only mode that changes anything on the CPU."""
     ranks.run(2, with_mode, timeout=600)

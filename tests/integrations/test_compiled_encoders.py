@@ -23,13 +23,13 @@ from tests.integrations.test_compiled import at_most
 from tests.integrations.test_decoders import batch_of, drops
 from tests.integrations.test_encoders import transcribes
 
-#: Classes of layers, and how many graphs of each are made.
+#: The classes of layers to compile, by model.
 LAYERS = {
     "modernbert": ("ModernBertEncoderLayer",),
     "t5": ("T5Block",),
     "bart": ("BartEncoderLayer", "BartDecoderLayer"),
 }
-#: With as few layers as have one of each kind: ModernBERT's attend globally, then locally.
+#: The fewest layers with one of each kind: ModernBERT's attend globally, then locally.
 FEW = {
     "modernbert": {"num_hidden_layers": 2},
     "t5": {},  # only the first one has position biases

@@ -54,7 +54,7 @@ def smoke(group: dist.ProcessGroup, layout: str) -> None:
     check_client(group, LLAMA, causal_batch(30, padding="left"), layout=layout)
     mistral = Client("Mistral").having(sliding_window=9)
     check_client(group, mistral, causal_batch(30, documents=[7, 8, 15]), layout=layout)
-    # As users call models: in training, with a cache that nobody asked for.
+    # As users call models: in training, with the cache that is on by default.
     used = Client("Mistral", call={}).having(sliding_window=9)
     prepare = nn.Module.train
     check_client(group, used, causal_batch(30, masked=False), layout=layout, prepare=prepare)
@@ -158,7 +158,7 @@ def sets_and_restores(group: dist.ProcessGroup) -> None:
     with pytest.raises(KeyError), symm_cp.context_parallel(mesh, model=models, **ignore):
         raise KeyError
     assert [implementations(model) for model in models] == before
-    # One of several is refused: the others are as before.
+    # If one of several models is refused, the others keep their settings.
     bloom = transformers.BloomModel(transformers.BloomConfig(hidden_size=8, n_head=2, n_layer=1))
     with (
         pytest.raises(NotImplementedError, match=r"BloomModel does not attend through.*leave out"),
@@ -192,7 +192,7 @@ def in_threads(group: dist.ProcessGroup) -> None:
     assert implementations(model) == {"symm_cp"}  # the other thread still uses it
     ids = torch.randint(3, 60, (1, 8))
     expected = LLAMA.make("sdpa")(input_ids=ids).logits
-    torch.testing.assert_close(model(input_ids=ids).logits, expected)  # this one has no context
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)  # this thread has no context
     leave.set()
     thread.join()
     assert implementations(model) == {"sdpa"}
@@ -276,7 +276,7 @@ def test_calls_that_are_refused(ranks: Ranks) -> None:
 
 
 def one_rank_has_no_mask(group: dist.ProcessGroup) -> str:
-    """Ranks that call a model differently hear of it; none waits."""
+    """If ranks call a model differently, each gets an error, and none waits."""
     model, ids = LLAMA.make("sdpa"), torch.randint(3, 60, (1, 8))
     mask = {"attention_mask": torch.ones_like(ids)} if group.rank() == 0 else {}
     try:
@@ -290,7 +290,7 @@ def one_rank_has_no_mask(group: dist.ProcessGroup) -> str:
 def test_ranks_that_call_a_model_differently(ranks: Ranks) -> None:
     for error in ranks.run(2, one_rank_has_no_mask):
         assert "ranks disagree" in error, error
-    ranks.run(2, packs_by_cu_seq_lens)  # later calls see nothing of it
+    ranks.run(2, packs_by_cu_seq_lens)  # later calls are not affected
 
 
 # --- checkpoints -------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from tests.integrations.common import (
 from tests.integrations.decoders import CLIENTS, REFUSED, STRANGERS
 from tests.integrations.rounding import largest, size
 
-# Divisible by no number of ranks or chunks here.
+# Not divisible by 2 or 4 ranks, or by their numbers of chunks.
 LENGTH = 27
 DOCUMENTS = [4, 11, 1, 3, 8]
 
@@ -72,7 +72,7 @@ def test_clients(ranks: Ranks, name: str, kind: str, world_size: int, layout: st
     ranks.run(world_size, checks, CLIENTS[name], layout, kind)
 
 
-# Of 27 positions on 4 ranks one holds 6 or 7, in chunks of 3 or 4.
+# With 27 positions on 4 ranks, each rank holds 6 or 7, in chunks of 3 or 4.
 @exhaustive
 @pytest.mark.parametrize("window", [1, 5, 7, 13, 27])
 def test_windows_of_any_length(ranks: Ranks, window: int) -> None:
@@ -118,7 +118,7 @@ def test_one_position_or_none(ranks: Ranks, name: str) -> None:
 )
 def test_recomputed_activations(ranks: Ranks, name: str, kind: str, reentrant: bool) -> None:
     prepare = functools.partial(recomputing, reentrant=reentrant)
-    tolerance = CLIENTS[name].tolerance if reentrant else None  # which recomputes in float32
+    tolerance = CLIENTS[name].tolerance if reentrant else None  # reentrant: recomputed in float32
     ranks.run(2, checks, CLIENTS[name], batch=kind, prepare=prepare, tolerance=tolerance)
 
 
@@ -163,7 +163,7 @@ def test_autocast(ranks: Ranks, name: str) -> None:
 
 
 def evaluates(group: dist.ProcessGroup, client: Client) -> None:
-    """Inference, then training of the same model; the model is left as it was."""
+    """Runs inference and then training of one model, whose configuration is restored."""
     batch = causal_batch(24, padding="left")
     model = client.make(client.reference)
     balancer = symm_cp.HeadTail(24, group.size())
@@ -243,7 +243,7 @@ OTHERS = [name for name in STRANGERS if name not in REFUSED]
 @exhaustive
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(ranks: Ranks, name: str) -> None:
-    """One place each: what depends on it is the clients' part."""
+    """Tests each at one world size and layout; CLIENTS cover the dependence on these."""
     places = ((2, "HeadTail"), (2, "Sequential"), (4, "HeadTail"), (2, "Sequential"))
     world_size, layout = places[OTHERS.index(name) % 4]
     ranks.run(world_size, checks, STRANGERS[name], layout)
@@ -263,7 +263,7 @@ def test_refused_models(ranks: Ranks, name: str) -> None:
 
 
 def refuses_as_configured(group: dist.ProcessGroup, client: Client) -> None:
-    """Without `model=`: the configuration says how to attend."""
+    """Also refused without `model=`, if the model's configuration chooses symm_cp."""
     import symm_cp.integrations.transformers
 
     assert symm_cp.integrations.transformers.NAME == "symm_cp"
@@ -284,7 +284,7 @@ def test_models_that_ignore_their_configuration(ranks: Ranks, name: str) -> None
 
 
 def balances(group: dist.ProcessGroup, client: Client) -> None:
-    """As the message of the refusal has it: the loss of all ranks' router logits."""
+    """Computes the loss from all ranks' router logits, as the refusal's message suggests."""
     batch = batch_of("mask of ones")
     dense = client.make("eager")
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -362,7 +362,7 @@ def test_lengths_are_refused_without_the_model(ranks: Ranks, name: str, match: s
 
 
 def counts_positions(group: dist.ProcessGroup, client: Client, padding: str | None) -> None:
-    """The model gets no `position_ids` in one process, and those that it counts there on ranks."""
+    """Without `position_ids`, ranks use the positions that the model counts in one process."""
     batch = causal_batch(LENGTH, padding=padding)
     batch.pop("position_ids", None)
     expected = in_one_process(client, batch)

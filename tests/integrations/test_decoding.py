@@ -31,7 +31,7 @@ MODELS = ("llama", "qwen3", "gemma2", "gemma3", "gpt-oss", "deepseek-v3", "gpt2"
 
 
 def model_of(name: str) -> Any:
-    """In float32: in float64, eager attention of transformers makes NaN of padding."""
+    """Makes a model in float32: in float64, transformers' eager attention makes padding NaN."""
     return replace(CLIENTS[name], dtype=torch.float32).make("eager")
 
 
@@ -44,7 +44,7 @@ def prompt(padded: bool) -> dict[str, torch.Tensor]:
 
 
 def whole(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Says that no token is padding: transformers would take generated ones for it by their id."""
+    """Adds a mask of ones: transformers would treat generated pad ids as padding."""
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -99,7 +99,7 @@ def test_tokens_of_one_process(
     for ids, _, length in results:
         assert torch.equal(ids, expected)
         assert length == 17 + NEW - 1
-    # Parts are equal but for a block.
+    # Ranks' parts differ by at most a block.
     for counts in zip(*(kept for _, kept, _ in results), strict=True):
         assert sum(counts) == 17 + NEW - 1
         assert max(counts) - min(counts) <= BLOCK
@@ -124,7 +124,7 @@ def test_beside_tensor_parallelism(ranks: Ranks) -> None:
 
 
 def reuse(group: dist.ProcessGroup, batch: dict[str, torch.Tensor], more: torch.Tensor) -> Any:
-    """Continues a conversation, then takes back what was generated and continues otherwise."""
+    """Continues a conversation, then removes the generated tokens and continues differently."""
     model = model_of("llama")
     with decoding(model, group, block_size=BLOCK, capacity=50) as cache:
         first = generated(model, batch, cache)

@@ -37,7 +37,7 @@ from tests.integrations.test_compiled_encoders import compiled
 from tests.integrations.test_decoders import LENGTH, batch_of
 
 RATE, SEED = 0.1, 7
-# From their configurations: what the families call their probabilities.
+# Each family's names for its probabilities, as in its configuration.
 FROM_CONFIG = {
     "seed-oss": {"attention_dropout": RATE, "residual_dropout": RATE},
     "gpt2": {"attn_pdrop": RATE, "resid_pdrop": RATE, "embd_pdrop": RATE},
@@ -68,7 +68,7 @@ def switched_on(model: nn.Module, rate: float = RATE) -> None:
 
 
 def training(*prepare: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-    """Returns what prepares a model for training, last by a seed."""
+    """Returns a function that prepares a model for training and then sets the seed."""
 
     def prepared(model: nn.Module) -> None:
         for each in prepare:

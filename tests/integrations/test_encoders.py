@@ -95,7 +95,7 @@ def test_caches_do_no_harm(ranks: Ranks) -> None:
     ranks.run(2, translates_with_a_cache)
 
 
-LENGTHS = [(24, 16), (16, 24), (16, 16), (27, 13)]  # of what is read and what is written
+LENGTHS = [(24, 16), (16, 24), (16, 16), (27, 13)]  # of the encoder's and the decoder's sequence
 
 
 @exhaustive
@@ -125,7 +125,7 @@ def transcribes(
     padding: bool,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> None:
-    """Whisper: its encoder runs whole, its outputs are cut, and all gradients flow."""
+    """Runs Whisper's encoder on whole inputs, shards its outputs, and compares all gradients."""
     mesh, W, client = mesh_of(group), group.size(), WHISPER
     features = torch.randn(2, 6, 80, dtype=torch.float64)
     other = masked_batch(24, padding=padding)
@@ -170,7 +170,7 @@ def test_whisper(ranks: Ranks, world_size: int, layout: str, padding: bool) -> N
     ranks.run(world_size, transcribes, layout, padding)
 
 
-# Names, options, what is passed, and what the message says.
+# Refused clients, and a pattern of each refusal's message.
 REFUSED: list[tuple[Client, str]] = [
     (Client("DebertaV2", head="ForMaskedLM"), "DebertaV2.* does not attend through transformers'"),
     (Client("Deberta", head="ForMaskedLM"), "Deberta.* does not attend through transformers'"),
@@ -224,7 +224,7 @@ def needs_whole_decoder_inputs(group: dist.ProcessGroup) -> None:
         symm_cp.context_parallel(mesh_of(group), model=model, load_balancer=by),
     ):
         model(input_ids=ids, labels=ids)
-    # Without model=, it would pass biases of a part, as a mask.
+    # Without model=, it would pass the position biases of one part as a mask.
     message = r"T5Attention has relative_attention_bias: .* Pass the model to context_parallel"
     with (
         pytest.raises(NotImplementedError, match=message),
@@ -242,7 +242,7 @@ def test_decoders_need_their_inputs(ranks: Ranks) -> None:
 
 
 def trains_on_checkpoints(group: dist.ProcessGroup, name: str) -> None:
-    """The loss of the model itself, with activations recomputed."""
+    """Trains with the model's own loss and recomputed activations."""
     mesh, W, client = mesh_of(group), group.size(), SEQ2SEQ[name]
     batch = pair_batch(8 * W, 4 * W, padding=True)
     dense, model = (client.make(kind) for kind in ("eager", "sdpa"))
@@ -276,7 +276,7 @@ def test_the_models_loss_with_checkpointing(ranks: Ranks, name: str) -> None:
 
 
 def allocates_no_matrix(group: dist.ProcessGroup) -> None:
-    """No tensor of the length of a part squared is made, nor of the whole."""
+    """No tensor is as large as the square of a part's length."""
     mesh, length = mesh_of(group), 512 * group.size()
     batch = pair_batch(length, length, padding=True)
     client = SEQ2SEQ["t5"]

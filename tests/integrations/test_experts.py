@@ -30,7 +30,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def close(found: Any, want: torch.Tensor, tolerance: float, what: str) -> None:
-    """Of any dtype: transformers loads some routers in float32."""
+    """Compares in `want`'s dtype: transformers loads some routers in float32."""
     scale = float(want.abs().max())
     torch.testing.assert_close(
         found.to(want.dtype), want, rtol=0, atol=tolerance * scale, msg=lambda m: f"{what}: {m}"
@@ -67,7 +67,7 @@ def in_a_world(
 
 
 def with_a_shared_batch(group: dist.ProcessGroup, name: str) -> None:
-    """Ranks of a TP group hold one batch, and send a part of it each."""
+    """Ranks of a TP group hold the same batch, and each sends a part of it."""
     client = CLIENTS[name].having(
         num_experts=8, num_local_experts=8, n_routed_experts=8, num_key_value_heads=4
     )
@@ -101,7 +101,7 @@ def test_ranks_that_share_a_batch(ranks: Ranks, name: str, world_size: int) -> N
 
 
 def with_batches_of_their_own(group: dist.ProcessGroup, name: str) -> None:
-    """Ranks of an FSDP group hold different batches: as transformers' own exchange does it."""
+    """With different batches on an FSDP group's ranks, compares with transformers' exchange."""
     client = CLIENTS[name].having(
         num_experts=8, num_local_experts=8, n_routed_experts=8, num_key_value_heads=4
     )
@@ -130,7 +130,7 @@ def test_ranks_with_batches_of_their_own(ranks: Ranks, name: str, world_size: in
 
 
 def with_parts_of_a_sequence(group: dist.ProcessGroup, name: str) -> None:
-    """Context parallelism over the same ranks: each has a part of every sequence, and experts."""
+    """With context parallelism over the same ranks: each has parts of sequences, and experts."""
     # FSDP2 divides gradients of lone shards twice in float64 and float16.
     client = replace(CLIENTS[name], dtype=torch.float32, tolerance=2e-5)
     client = client.having(num_experts=8, num_local_experts=8, n_routed_experts=8)
@@ -159,9 +159,9 @@ def test_ranks_with_parts_of_a_sequence(ranks: Ranks, name: str, world_size: int
 
 
 def on_two_axes(group: dist.ProcessGroup, name: str, experts_over: int, in_parts: bool) -> None:
-    """Tensor parallelism beside batches of their own, or beside parts of every sequence.
+    """Combines tensor parallelism with different batches, or (`in_parts`) with parts of sequences.
 
-    `experts_over`: 2, the ranks that share a batch, or 4, all of them.
+    `experts_over`: 2 (the ranks that share a batch) or 4 (all ranks).
     """
     # FSDP2 divides gradients of lone shards twice in float64 and float16.
     client = replace(CLIENTS[name], dtype=torch.float32, tolerance=2e-5)

@@ -1,4 +1,4 @@
-"""Models under `context_parallel` whose ranks differ or fail: all hear of it, and can go on."""
+"""Models under `context_parallel` whose ranks differ or fail: all get an error, and can go on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Change = Callable[[nn.Module, Batch], Any]
 
 
 class Trouble(Exception):
-    """What a rank's own code raises."""
+    """An error of a rank's own code."""
 
 
 def step(model: nn.Module, local: Batch, labels: torch.Tensor, region: Any, reduce: Any) -> Any:
@@ -105,7 +105,7 @@ def other_load_balancer(model: nn.Module, local: Batch) -> None:
 
 
 def fewer_layers(model: nn.Module, local: Batch) -> None:
-    """It comes to the loss while others attend."""
+    """Makes this rank reach the loss while the others still attend."""
     model.model.layers = model.model.layers[:1]
 
 
@@ -163,7 +163,7 @@ def test_a_rank_that_raises(ranks: Ranks) -> None:
 
 
 def fewer_layers_on_one_rank(group: dist.ProcessGroup) -> None:
-    """Noticed before the first layer; without that comparison, in the middle of the step."""
+    """The difference is noticed before the first layer or, without comparison, during the step."""
     differ(group, fewer_layers, "the parameters of MistralForCausalLM differ")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SYMM_CP_COMPARE_INPUTS", "0")

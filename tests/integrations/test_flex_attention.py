@@ -50,7 +50,7 @@ PREPARED: dict[str, Callable[[nn.Module], None] | None] = {
 }
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "packed": (24, {"documents": [9, 15]}),
-    # With Sequential no rank sees that there are documents.
+    # With Sequential, documents end where ranks do, so no rank sees a boundary.
     "packed at ranks": (24, {"documents": [12, 12]}),
     "uneven": (29, {"documents": [7, 2, 20]}),
     "left": (24, {"padding": "left"}),
@@ -143,9 +143,9 @@ def test_one_graph_serves_all_lengths_and_documents(ranks: Ranks) -> None:
 
 
 def through_torch(group: dist.ProcessGroup) -> None:
-    """As on GPUs, where torch's kernels attend to gathered keys.
+    """Attends to gathered keys with torch's kernels, as on GPUs.
 
-    On the CPU they have no gradients, and take no float64.
+    On the CPU these kernels have no gradients and do not take float64.
     """
     torch._dynamo.reset()
     mesh, client = mesh_of(group), replace(CLIENTS["Mistral"], dtype=torch.float32)
@@ -179,7 +179,7 @@ def test_flex_attention_by_torchs_kernels(ranks: Ranks) -> None:
 
 
 def made() -> Any:
-    """A mask as a model with flex attention makes it of 12 positions."""
+    """Returns the mask that a model with flex attention makes for 12 positions."""
     config = LlamaConfig(attn_implementation=FLEX)
     config._attn_implementation_internal = FLEX
     return masking_utils.create_causal_mask(config, torch.empty(1, 12, 8), None, None)

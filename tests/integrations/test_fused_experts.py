@@ -71,7 +71,7 @@ def part_of(module: Any, rank: int, ranks: int) -> Any:
 
 @contextmanager
 def only(function: str) -> Iterator[None]:
-    """Within it experts are fused ("dispatch_matmul") or not ("dispatch")."""
+    """Checks that experts call `function` inside: "dispatch_matmul" if fused, else "dispatch"."""
     other = {"dispatch", "dispatch_matmul"} - {function}
     with (
         mock.patch.object(moe, other.pop(), side_effect=AssertionError("not this one")),
@@ -89,7 +89,7 @@ def dispatched(module: Any, group: dist.ProcessGroup) -> DispatchedExperts:
 def equals_one_process(
     group: dist.ProcessGroup, tokens: int, dtype: torch.dtype, function: str, **form: bool
 ) -> None:
-    """Results and gradients of tokens, of the router's weights and of all parameters."""
+    """Compares results and the gradients of tokens, router weights and parameters."""
     W, rank = group.size(), group.rank()
     torch.manual_seed(7)
     module = made(**form).to(dtype)
@@ -150,7 +150,7 @@ def test_forms_of_the_interface(ranks: Ranks, world_size: int, dtype: torch.dtyp
 
 
 def left_alone(group: dist.ProcessGroup) -> None:
-    """What is not fused is computed between dispatch and combine, and a warning says why, once."""
+    """Experts that are not fused run between dispatch and combine; one warning says why."""
     form = {"gate": True, "bias": False, "transposed": False}
     with pytest.warns(UserWarning, match="Decorated is not fused .* norm after the last matmul"):
         equals_one_process(group, 5, torch.float32, "dispatch", norm=True, **form)
@@ -197,7 +197,7 @@ def test_reasons() -> None:
 
 
 class Subclass(nn.Parameter):
-    """A weight as quantisers make them."""
+    """A parameter subclass, like quantisers' weights."""
 
 
 def mixed(module: Any) -> Any:

@@ -28,7 +28,7 @@ PLACES = ("forward", "backward", "wait in forward", "wait in backward")
 
 
 class Strike:
-    """Ctrl-C, at once or when the rank waits for its peer."""
+    """Sends Ctrl-C, at once or while the rank waits for its peer."""
 
     def __init__(self, delay: float) -> None:
         self.delay, self.at = delay, 0.0
@@ -45,7 +45,7 @@ class Strike:
 
 
 def prepare(model: nn.Module, rank: int, place: str) -> Strike:
-    """Rank 1 is struck in the first layer, or in the attention that rank 0 comes to late."""
+    """Interrupts rank 1 in the first layer, or in an attention that rank 0 reaches late."""
     strike = Strike(0.2 if "wait" in place else 0.0)
     backward = "backward" in place
     mlp = model.model.layers[int(backward)].mlp

@@ -1,4 +1,4 @@
-"""Masks that transformers composes on shards, against those that it makes of the whole batch."""
+"""Masks that transformers composes on shards, against its masks of the whole batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def padding(kind: str, length: int) -> Tensors:
 
 
 def packing(length: int, *, ends: list[int] | None = None, first: int = 0) -> Tensors:
-    """Positions of packed documents, by default other ones in each sample."""
+    """Returns positions of packed documents, by default different documents in each sample."""
     rows = []
     for _ in range(BATCH):
         begins = random.sample(range(1, length), 3) if ends is None else ends
@@ -84,13 +84,13 @@ def config(implementation: str, window: int, chunk: int) -> LlamaConfig:
     made = LlamaConfig(
         sliding_window=window, attention_chunk_size=chunk, attn_implementation=implementation
     )
-    # What a model does when it is made.
+    # As models' constructors do.
     made._attn_implementation_internal = implementation
     return made
 
 
 def made(factory: str, settings: LlamaConfig, batch: Tensors, length: int, **more: Any) -> Any:
-    """A mask as models make it."""
+    """Returns the mask that a model would make."""
     options = {"attention_mask": None, **batch, **more}
     if factory in CAUSAL:
         options = {kinds.CACHE: None, "position_ids": None, **options}
@@ -113,7 +113,7 @@ def local(batch: Tensors, balancer: symm_cp.LoadBalancer, rank: int) -> Tensors:
 
 @dataclass(frozen=True)
 class Around:
-    """What a factory gets besides: the whole tensors of the batch, and what is made of them."""
+    """More arguments of a factory: whole tensors of the batch, and the options made from them."""
 
     whole: Tensors
     options: Callable[[Tensors], dict[str, Any]]
@@ -129,7 +129,7 @@ def check(
     window: int = 7,
     chunk: int = 6,
 ) -> SequenceMask:
-    """Raises unless the mask made of this rank's part is that of the whole batch; returns it."""
+    """Returns this rank's mask; raises unless it equals the mask of the whole batch."""
     length = balancer.seq_length
     whole_options = around.options(around.whole) if around else {}
     expected = made(factory, config("sdpa", window, chunk), batch, length, **whole_options)
@@ -157,7 +157,7 @@ def recognises(group: dist.ProcessGroup, layout: str, length: int, window: int, 
             balancer = BALANCERS[layout](length, group.size())
             mask = check(group, factory, batch, balancer, window=window, chunk=chunk)
             case = (factory, name)
-            # The fast way: options of the op, and none that changes nothing.
+            # The fast way: only options of the op, and only options with an effect.
             assert mask.mask_mod is None, case
             assert (mask.key_mask is not None) == (name in ("left", "right", "holes")), case
             packed = name == "packed" or (name == "packed at ranks" and group.size() > 1)
@@ -190,13 +190,13 @@ def test_masks_are_those_of_the_whole_batch(
 
 
 def images(length: int) -> Tensors:
-    """Numbers of the images that positions belong to, -1 for text."""
+    """Returns each position's image number, -1 for text."""
     ids = torch.randint(-1, 2, (BATCH, length // 3)).repeat_interleave(3, 1)
     return {"ids": torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=-1)}
 
 
 def first_image(length: int) -> Tensors:
-    """A block at the begin of each sample, as PaliGemma makes of image and prompt."""
+    """Returns a block at the start of each sample, like PaliGemma's image and prompt."""
     ends = torch.tensor([random.randrange(1, length), length][:BATCH]).unsqueeze(1)
     return {"ids": torch.where(torch.arange(length) < ends, 0, -1)}
 

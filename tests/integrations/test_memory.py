@@ -22,7 +22,7 @@ WINDOW = {"sliding_window": 512}
 
 @contextmanager
 def largest_allocation() -> Iterator[list[int]]:
-    """Yields a list, which then holds the bytes of the largest tensor that was made inside."""
+    """Yields a list that on exit gets the size in bytes of the largest tensor made inside."""
     found: list[int] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield found
@@ -32,7 +32,7 @@ def largest_allocation() -> Iterator[list[int]]:
 
 
 def step(group: dist.ProcessGroup, client: Client, how: dict[str, object]) -> int:
-    """Returns the bytes of the largest tensor of a step, without the model's."""
+    """Returns the size in bytes of the largest tensor that a training step allocates."""
     mesh, balancer = mesh_of(group), symm_cp.HeadTail(TOKENS, group.size())
     batch = causal_batch(TOKENS, samples=1, **how)  # type: ignore[arg-type]
     model = client.make("eager")
@@ -63,5 +63,5 @@ def test_no_scores_and_no_masks(
 ) -> None:
     client = replace(Client(name).having(num_hidden_layers=1, **options), dtype=torch.float32)
     largest = max(ranks.run(2, step, client, how))
-    # A mask of one byte for each pair of this rank's positions with those of one rank.
+    # The size of a one-byte mask of this rank's positions by one rank's positions.
     assert largest < (TOKENS // 2) ** 2, largest

@@ -23,7 +23,7 @@ KINDS = ["mask of ones", "packed", "padded left", "padded right"]
 
 
 def on(group: dist.ProcessGroup, method: Any) -> dict[str, Any]:
-    """The arguments of a method: one of two dimensions takes a mesh."""
+    """Returns the arguments for a method; a two-dimensional one takes a mesh."""
     return {"method": method, "mesh": mesh_2d((2, 2)) if isinstance(method, tuple) else None}
 
 
@@ -77,7 +77,7 @@ def test_encoders(ranks: Ranks, world_size: int, method: Any, layout: str) -> No
 
 
 def drops_and_recomputes(group: dist.ProcessGroup, method: Any) -> None:
-    """Dropout falls as with the other method; a checkpoint computes again what it did."""
+    """Dropout is the same as with the default method, also when activations are recomputed."""
     found = []
     batch = batch_of("packed")
     for given in (None, method):
@@ -136,7 +136,7 @@ def test_compiled_layers(ranks: Ranks, name: str, kind: str, world_size: int, me
 
 
 def one_graph(group: dist.ProcessGroup, method: Any) -> None:
-    """A compiled layer serves other lengths and layouts."""
+    """A compiled layer is reused for other lengths and layouts."""
     torch._dynamo.reset()
     client = CLIENTS["llama"].having(num_hidden_layers=1)
     with at_most(3):

@@ -1,4 +1,4 @@
-"""Models under `context_parallel` in the modes of their callers: right, or refused in words."""
+"""Models under `context_parallel` in their callers' modes: right, or refused with a message."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def balancer(group: dist.ProcessGroup) -> symm_cp.LoadBalancer:
 
 def inference_then_training(group: dist.ProcessGroup) -> None:
     for mode in (torch.inference_mode, torch.no_grad):
-        # Another length: what is kept of it is made here.
+        # A new length for each mode, so that cached tensors are made in this mode.
         length = LENGTH + (8 if mode is torch.no_grad else 0)
         batch = causal_batch(length, documents=[length - 6, 6])
         even = symm_cp.HeadTail(length, group.size())
@@ -68,7 +68,7 @@ def test_inference_then_training(ranks: Ranks) -> None:
 
 
 def largest_error(found: Result, exact: Result, batch: Batch) -> float:
-    """The largest error of all tensors, each by its norm over that of the exact tensor."""
+    """Returns the largest relative error, in the norm, of any tensor."""
     seen = batch["attention_mask"].bool()
     pairs = [(found.logits[seen], exact.logits[seen]), (found.loss, exact.loss)]
     pairs += [(found.grads[name], want) for name, want in exact.grads.items()]
@@ -86,7 +86,7 @@ def in_autocast(group: dist.ProcessGroup) -> None:
         spread = under_context_parallel(
             group, client, batch, balancer=balancer(group), around=around
         )
-    # Both round as bfloat16 does, in another order: over 150 seeds, up to 1.6 times as much.
+    # Both round to bfloat16, in a different order: over 150 seeds, errors up to 1.6 times as large.
     assert largest_error(spread, exact, batch) <= 3 * largest_error(alone, exact, batch)
 
 
@@ -131,7 +131,7 @@ def recomputed_outside(group: dist.ProcessGroup) -> None:
     for chosen in (False, True):
         model = CLIENT.make("eager").train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        if chosen:  # for good
+        if chosen:  # permanently
             model.set_attn_implementation("symm_cp")
         loss = forward_loss(group, model, batch, region(model=None if chosen else model))
         loss.backward()
@@ -192,7 +192,7 @@ def fake(group: dist.ProcessGroup) -> None:
             logits = model(**inputs, use_cache=False).logits
             logits.sum().backward()
     assert logits.shape == (2, LENGTH // group.size(), model.config.vocab_size)
-    check_client(group, CLIENT, batch)  # nothing fake is left behind
+    check_client(group, CLIENT, batch)  # no fake tensors are left behind
 
 
 @pytest.mark.exhaustive

@@ -33,7 +33,7 @@ needs_peft = pytest.mark.skipif(
 
 
 class StandIn(nn.Module):
-    """What of PEFT's wrappers matters here: attributes of the model inside show through."""
+    """Stand-in for PEFT's wrappers, which forward attributes of the model inside."""
 
     def __init__(self, model: nn.Module, *, adds_positions: bool = False) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def refuses(group: dist.ProcessGroup, kind: str) -> None:
         symm_cp.context_parallel(mesh),
     ):
         model(**local)
-    if kind == "stand-in":  # its adapter may change
+    if kind == "stand-in":  # the active adapter may change
         model.active_peft_config.is_prompt_learning = False
         model.peft_config["other"] = SimpleNamespace(is_prompt_learning=False)
         model.active_adapter = "other"

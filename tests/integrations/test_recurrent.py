@@ -82,7 +82,7 @@ MAMBAS = {
     ),
 }
 CLIENTS |= MAMBAS
-# By position_ids alone transformers keeps documents apart in attention, not in recurrent layers.
+# With position_ids alone, transformers separates documents in attention, not in recurrent layers.
 BATCHES: dict[str, dict[str, Any]] = {
     "mask": {},
     "padded": {"padding": "right"},
@@ -114,7 +114,7 @@ def test_clients(ranks: Ranks, name: str, world_size: int, kind: str, layout: st
     ranks.run(world_size, checks, CLIENTS[name], 27, kind, layout)
 
 
-# On 2 ranks one spans both, on 3 and 4 some ranks have several and one has none of its own.
+# On 2 ranks one document spans both; on 3 and 4 some hold several, and one may hold no whole one.
 DOCUMENTS = [9, 1, 2, 15, 5, 8]
 
 
@@ -128,7 +128,7 @@ def packed_batch() -> dict[str, torch.Tensor]:
 
 
 def each_alone(client: Client, batch: dict[str, torch.Tensor]) -> Result:
-    """Each document by itself in one process."""
+    """Runs each document by itself in one process."""
     model = client.make(client.reference)
     logits = torch.cat(
         [model(input_ids=ids, **client.call).logits
@@ -142,7 +142,7 @@ def each_alone(client: Client, batch: dict[str, torch.Tensor]) -> Result:
 
 
 def by_parts(group: dist.ProcessGroup, model: torch.nn.Module) -> Any:
-    """Calls Mamba 2 by its parts: with its head it does not pass documents on to its layers."""
+    """Calls Mamba 2's backbone and head apart: the whole model does not pass documents on."""
 
     def call(use_cache: bool, **batch: torch.Tensor) -> Any:
         if group.size() > 1:  # one rank computes as without a context
@@ -196,7 +196,7 @@ def test_with_a_cache_of_its_own(ranks: Ranks) -> None:
 
 def compiled(group: dist.ProcessGroup, name: str, layout: str) -> None:
     torch._dynamo.reset()
-    # Not by aot_eager, which cannot run this layer of transformers, not without symm_cp either.
+    # Not with aot_eager, which cannot run this transformers layer even without symm_cp.
     # Experts and attention are compiled in test_compiled.py.
     client = CLIENTS[name]
     if name == "qwen3-next":
@@ -218,7 +218,7 @@ def test_a_layer_compiled(ranks: Ranks, name: str, layout: str) -> None:
 
 
 def compiled_outside_first(group: dist.ProcessGroup) -> None:
-    """A graph of a layer that sees this rank's part alone is not used within a context."""
+    """A layer's graph that was compiled outside of a context is not reused within one."""
     torch._dynamo.reset()
     model = CLIENTS["qwen3-next"].having(mlp_only_layers=[0, 1]).make("sdpa")
     ids = causal_batch(24)["input_ids"]
@@ -249,7 +249,7 @@ def test_recomputed_activations(ranks: Ranks, name: str) -> None:
 
 
 def trains(group: dist.ProcessGroup, name: str) -> None:
-    """In a step of training without a layout, which is balanced then."""
+    """Takes a training step without a given layout, which is then balanced."""
     client, mesh, batch = CLIENTS[name], mesh_of(group), causal_batch(32)
     model, tolerance = client.make("sdpa"), client.wide_tolerance
     with WideTensors():

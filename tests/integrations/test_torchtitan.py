@@ -89,7 +89,7 @@ class CompiledFlexAttention(FlexAttention):
 
 
 class VarlenAttention(nn.Module):
-    """Each document by itself, with its log-sum-exp; a window of positions to the left."""
+    """Attends within documents and a window to the left; also gives the log-sum-exp."""
 
     window_size = (6, 0)
 
@@ -118,7 +118,7 @@ class VarlenAttention(nn.Module):
 
 
 class Dense(nn.Module):
-    """What flex attention computes, which has no backward pass on CPU."""
+    """Reference for flex attention, which has no backward pass on CPU."""
 
     def forward(
         self,
@@ -139,7 +139,7 @@ class Dense(nn.Module):
 
 
 class CPInner(ABC):
-    """What newer releases ask of an inner attention that owns its context parallelism."""
+    """Newer releases' interface of inner attentions that do their own context parallelism."""
 
     @classmethod
     @abstractmethod
@@ -212,7 +212,7 @@ def document_ids() -> torch.Tensor:
 
 
 def masks_of(kind: str) -> Any:
-    """Those of packed documents, except with SDPA, which torchtitan gives none."""
+    """Returns masks of packed documents; None for SDPA, which torchtitan gives no mask."""
     if kind == "sdpa":
         return None
     if kind == "varlen":
@@ -241,7 +241,7 @@ def batch_of(kind: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """A share of the mean over all tokens, as torchtitan divides by the number of all."""
+    """Returns the sum over these tokens divided by the number of all tokens, as torchtitan does."""
     summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return summed / (SAMPLES * LENGTH)
 
@@ -311,7 +311,7 @@ def test_a_training_step_is_that_of_one_process(
 
 
 def packed_tokens(group: dist.ProcessGroup) -> None:
-    """(tokens, heads, features), and a window to both sides."""
+    """Attends to packed (tokens, heads, features), with a window on both sides."""
     mesh, rank = mesh_of(group), group.rank()
     q, k, v = (torch.randn(LENGTH, HEADS, 8, dtype=torch.float64) for _ in range(3))
     offsets = torch.tensor([0, 11, LENGTH], dtype=torch.int32)

@@ -82,7 +82,7 @@ def model_of(name: str) -> torch.nn.Module:
 def trained(
     kind: type[Trainer], name: str, folder: str, batch: int, options: dict[str, Any], **cp: Any
 ) -> tuple[list[float], float, dict[str, torch.Tensor]]:
-    """Losses of each step, that of the evaluation, and the weights."""
+    """Returns the loss of each step, the evaluation's loss, and the weights."""
     model = model_of(name)
     args = TrainingArguments(
         output_dir=folder,
@@ -116,7 +116,7 @@ def trained(
 
 
 def launched(group: dist.ProcessGroup) -> None:
-    """As torchrun starts processes."""
+    """Sets the variables that torchrun sets."""
     variables = {"RANK": group.rank(), "LOCAL_RANK": group.rank(), "WORLD_SIZE": group.size()}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
@@ -134,7 +134,7 @@ def trains(
     compute_loss = Trainer.compute_loss
 
     def asked_for_the_loss(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's trainers compute logits once more for the outputs."""
+        """Fails if training asks for outputs: TRL's trainers would compute their logits again."""
         assert not (model.training and (args[1:2] == (True,) or kwargs.get("return_outputs")))
         return compute_loss(self, model, *args, **kwargs)
 
@@ -153,7 +153,7 @@ def alone(group: dist.ProcessGroup, name: str, options: dict[str, Any]) -> Any:
 
 
 def results(ranks: Ranks, world_size: int, function: Any, *args: Any) -> list[Any]:
-    """In processes of their own: accelerate keeps what it saw first for the process' lifetime."""
+    """Runs in new processes: accelerate keeps its first state for a process's lifetime."""
     with ranks.own(world_size, function, *args) as running:
         outcomes = running.outcomes(timeout=240)
     for outcome in outcomes:
@@ -181,7 +181,7 @@ def trains_with_dropout(group: dist.ProcessGroup, options: dict[str, Any]) -> An
 @exhaustive
 @pytest.mark.parametrize("options", [{}, CHECKPOINTED])
 def test_dropout(ranks: Ranks, options: dict[str, Any]) -> None:
-    """The seed of `args` is that of all ranks, and their generators stay in step."""
+    """All ranks use the seed of `args`, and their generators stay in step."""
     ((losses, evaluated, weights),) = results(ranks, 1, trains_with_dropout, options)
     ((without, _, _),) = results(ranks, 1, alone, "BertForMaskedLM", options)
     assert abs(losses[0] - without[0]) > 1e-3, "nothing was dropped"
@@ -206,7 +206,7 @@ def test_losses_and_weights_are_those_of_one_process(
     assert len(losses) == STEPS
     parallel = results(ranks, world_size, trains, name, replicas, sequential, options)
     if options.get("average_tokens_across_devices") is False:
-        # A mean over replicas of means, as without context parallelism.
+        # The mean of the replicas' means, as without context parallelism.
         parallel_alone = results(ranks, 2, replicated, name, options)
         losses, evaluated, weights = parallel_alone[0]
     for got_losses, got_evaluated, got in parallel:

@@ -1,7 +1,7 @@
-"""What the tests of the styles share.
+"""Helpers of the tests of the styles.
 
 B, S, K, N: batch, sequence, input and output features; W ranks. Every rank draws the same dense
-tensors (the pool seeds all ranks alike) and compares its part with that of the dense result.
+tensors (the pool gives all ranks one seed) and compares its part with this part of dense results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def local(x: torch.Tensor | None) -> torch.Tensor:
 def weight_grad(
     grad: torch.Tensor, x: torch.Tensor, world_size: int, dim: int
 ) -> reference.Expected:
-    """grad^T @ x over all rows; the products of the shards along `dim` may be rounded each."""
+    """Returns grad^T @ x over all rows; each shard's product, along `dim`, may be rounded."""
     pairs = zip(grad.tensor_split(world_size, dim), x.tensor_split(world_size, dim), strict=True)
     products = [reference.matmul(g.flatten(0, -2).t(), a.flatten(0, -2)) for g, a in pairs]
     return reference.Expected(

@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"tie_word_embeddings": True, "sliding_window": 5}),
     "gemma3": ("Gemma3Text", {"tie_word_embeddings": True, "sliding_window": 5}),
     "mixtral": ("Mixtral", _EXPERTS),
-    # Its eager experts have no index for those of other ranks.
+    # Its eager experts cannot index experts of other ranks.
     "gpt_oss": (
         "GptOss",
         {**_EXPERTS, "experts_implementation": "grouped_mm", "sliding_window": 5},
@@ -67,7 +67,7 @@ def model_of(family: str, **changes: Any) -> nn.Module:
     """A model with random weights."""
     with torch.random.fork_rng(), torch.no_grad():  # one rank may be alone in making a model
         model = built(family, **changes)
-        for parameter in model.parameters():  # norms and biases, too, are not as they begin
+        for parameter in model.parameters():  # norms and biases, too, get random values
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
 

@@ -23,8 +23,8 @@ from tests.tensor_parallel.models import model_of, tokens_of
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-#: Norms and rotary embeddings of transformers compute in float32: a value that is rounded otherwise
-#: there is off by 6e-8, and adapters multiply it by up to 8 / 2. A missing term is off by 1e-3.
+#: Norms and rotary embeddings of transformers compute in float32: rounding changes values by 6e-8,
+#: which adapters multiply by up to 8 / 2. A missing term changes them by 1e-3.
 LIMITS = {"rtol": 1e-5, "atol": 1e-6}
 #: Heads, features and vocabularies that no world size divides.
 UNEVEN = {
@@ -37,7 +37,7 @@ UNEVEN = {
 
 
 def with_lora(model: nn.Module, **options: Any) -> Any:
-    """Adds adapters that are not zero, from a seed of their own."""
+    """Adds nonzero adapters, drawn from a separate seed."""
     config: dict[str, Any] = {
         "r": 3,
         "target_modules": EVERY,
@@ -100,7 +100,7 @@ def trains_as_one_process(
     for step in range(3):
         tokens, losses = tokens_of(dense), []
         for m, optimizer in zip((model, dense), optimizers, strict=True):
-            torch.manual_seed(step)  # of dropout
+            torch.manual_seed(step)  # for dropout
             optimizer.zero_grad()
             losses.append(m(input_ids=tokens, labels=tokens, use_cache=False).loss)
             losses[-1].backward()
@@ -163,7 +163,7 @@ def generates_and_merges(group: dist.ProcessGroup, folder: str) -> None:
     same_parameters(model, loaded, lambda p: p.detach())
     with pytest.raises(NotImplementedError, match="save: the model has adapters"):
         save_whole(model, folder)
-    # Merged and split again, then merged for good.
+    # Merged and unmerged, then merged permanently.
     with torch.no_grad():
         expected = dense(tokens).logits
         for m in (model, dense):
@@ -182,7 +182,7 @@ def generates_and_merges(group: dist.ProcessGroup, folder: str) -> None:
 
 
 def refuses_infinite(model: Any, rank: int) -> None:
-    """On all ranks, where the part of one is not finite."""
+    """All ranks refuse to merge if one rank's part is not finite."""
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     before, local = whole(layer.base_layer.weight).clone(), layer.lora_B.default.weight.to_local()
     kept = local[0, 0].clone()
@@ -216,7 +216,7 @@ def model_around_and_inside(group: dist.ProcessGroup) -> None:
         apply(model.base_model.model, mesh_of(group))
         torch.testing.assert_close(model(tokens).logits, expected, **LIMITS)
         assert len({p for p in model.parameters() if p.placements[0].is_shard()}) > 14
-    # Ranks with other inputs are noticed inside a PeftModel, too.
+    # Different inputs on ranks are noticed inside a PeftModel, too.
     with pytest.raises(RuntimeError, match="must get the same inputs"):
         model(tokens + group.rank())
 

@@ -95,8 +95,8 @@ def test_uneven(ranks: Ranks, family: str, world_size: int, sequence_parallel: b
     ranks.run(world_size, as_in_one_process, family, sequence_parallel, **UNEVEN)
 
 
-#: Key heads that ranks share: each rank's query heads have one, or (8 heads, 2 key heads, 3 ranks)
-#: a rank's query heads have different ones.
+#: Key heads that ranks share: each rank's query heads use one, or (8 heads, 2 key heads, 3 ranks)
+#: a rank's query heads use different ones.
 SHARED = [
     ("llama", 4, False, 8, 2),
     ("llama", 4, True, 8, 2),
@@ -157,7 +157,7 @@ def test_ranks_share_key_heads_compiled(ranks: Ranks) -> None:
     ranks.run(2, shares_key_heads_compiled)
 
 
-# --- what else people do with models ---------------------------------------------------------
+# --- other common uses of models -------------------------------------------------------------
 
 
 def generates(group: dist.ProcessGroup, family: str) -> None:
@@ -177,7 +177,7 @@ def test_generates(ranks: Ranks, family: str, world_size: int) -> None:
 
 
 def trains(group: dist.ProcessGroup, sequence_parallel: bool, recompute: bool) -> None:
-    """Copies, recomputation, clipping and an optimizer: three steps as in one process."""
+    """Three training steps of a copy equal one process, with clipping and maybe recomputation."""
     dense = model_of("qwen3")
     applied = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
     model = copy.deepcopy(applied)
@@ -219,7 +219,7 @@ def computes_in_autocast(group: dist.ProcessGroup, sequence_parallel: bool) -> N
             output = m(tokens, labels=tokens, use_cache=False)
         output.loss.backward()
         errors.append((output.logits.float() - exact).abs().max())
-    assert errors[0] <= 2 * errors[1]  # that of torch's own products in bfloat16
+    assert errors[0] <= 2 * errors[1]  # the error of torch's own products in bfloat16
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
@@ -232,7 +232,7 @@ def test_autocast(ranks: Ranks, sequence_parallel: bool) -> None:
 def compiled_as_eager(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
     dense = model_of("qwen3", num_hidden_layers=1)  # the first and the last block
     model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
-    # Masks are what breaks graphs in transformers, so the block is compiled.
+    # transformers' masks break graphs, so only the block is compiled.
     model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
     tokens = tokens_of(dense)
     for m in (model, dense):
@@ -282,7 +282,7 @@ def test_what_communicates(ranks: Ranks) -> None:
     for sequence_parallel, inside in ((False, whole), (True, parts)):
         forward, backward = ranks.run(2, communicates, sequence_parallel)[0]
         assert {name: forward.count(name) for name in inside} == inside
-        for name in (*forward, *backward):  # nothing but ours, and what waits for it
+        for name in (*forward, *backward):  # only our ops, and waits for collectives
             assert "::" not in name or "_c10d_functional" in name, name
 
 
@@ -402,7 +402,7 @@ def test_errors(ranks: Ranks) -> None:
 
 
 def made_before(group: dist.ProcessGroup) -> None:
-    """An optimizer that was made before `apply` has parameters that the model has no more."""
+    """An optimizer made before `apply` raises: the model no longer has its parameters."""
     model = model_of("llama")
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)

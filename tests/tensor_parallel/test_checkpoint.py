@@ -46,7 +46,7 @@ def same_logits(model: nn.Module, dense: nn.Module) -> None:
 
 
 class Reads:
-    """The sizes of all tensors that were read."""
+    """Counts the elements that are read of each tensor."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -68,7 +68,7 @@ def loads_from_transformers(group: dist.ProcessGroup, family: str, folder: str) 
     reads = Reads()
     with mock.patch.object(stored.Single, "read", reads.note(stored.Single.read)):
         model = apply(on_meta(family), mesh_of(group), checkpoint=folder)
-    # Nothing was read that is not this rank's.
+    # Only this rank's elements were read.
     assert sum(reads.sizes.values()) == sum(p.to_local().numel() for p in model.parameters())
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in dense.named_parameters()]
@@ -134,7 +134,7 @@ def test_transformers_loads_what_was_saved(
 
 
 def save_pretrained_saves_all(group: dist.ProcessGroup, family: str, folder: str) -> None:
-    """Of a model that was given a group, or its name, instead of a mesh."""
+    """Saves all of a model that was split over a group, or its name, instead of a mesh."""
     from transformers import AutoModelForCausalLM
 
     dense = models.model_of(family)
@@ -164,7 +164,7 @@ def test_save_pretrained(ranks: Ranks, family: str, world_size: int, tmp_path: P
 
 
 def left_alone(group: dist.ProcessGroup) -> None:
-    """What would need the whole model says what to use; copies work."""
+    """Calls that would need the whole model raise and name alternatives; copies work."""
     model: Any = apply(models.model_of("llama"), mesh_of(group))
     with pytest.raises(TypeError, match=r"torch\.save\(model\).*tensor_parallel\.save\(model, fol"):
         torch.save(model, io.BytesIO())
@@ -190,13 +190,13 @@ def saves_on_one_rank(group: dist.ProcessGroup, folder: str) -> None:
 
 @pytest.mark.exhaustive
 def test_save_pretrained_on_one_rank_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
-    # In processes of their own: in the pool's, after other tests, rank 0 was told at its time-out.
+    # In new processes: in the pool's, after other tests, rank 0 learned of it only at its time-out.
     with ranks.own(2, saves_on_one_rank, str(tmp_path)) as running:
         assert all(not outcome.failure for outcome in running.outcomes())
 
 
 def peak_memory(group: dist.ProcessGroup, folder: str) -> int:
-    """How much the peak of resident memory grows by loading, in bytes."""
+    """Returns the growth of peak resident memory by loading, in bytes."""
     with torch.device("meta"):
         model = nn.ModuleDict({"a": nn.Linear(4096, 8192, bias=False)})
     apply(model, mesh_of(group), {"a": "colwise"})
@@ -213,7 +213,7 @@ def test_no_rank_holds_a_whole_tensor(ranks: Ranks, tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(8192, 4096)}, tmp_path / "model.safetensors")
     with ranks.own(4, peak_memory, str(tmp_path)) as running:
         for outcome in running.outcomes():
-            # A quarter, and the same in pages of the file.
+            # A quarter of the weights, and as much in pages of the file.
             assert whole_bytes / 4 <= outcome.result < 0.75 * whole_bytes, outcome
 
 
@@ -265,7 +265,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return dict(zip(names, get_state_dict(model, optimizer), strict=True))
 
 
-#: With 3 ranks, a rank computes other heads than it stores.
+#: With 3 ranks, a rank does not compute the same heads that it stores.
 SIZES = {"hidden_size": 40, "num_attention_heads": 10, "num_key_value_heads": 5}
 
 
@@ -278,7 +278,7 @@ def trains_and_saves(group: dist.ProcessGroup, family: str, folder: str) -> None
     steps(dense, other, tokens)
     dcp.save(states(model, optimizer), checkpoint_id=folder, process_group=group)
     if group.rank() == 0:
-        steps(dense, other, tokens)  # what the loaded model has to become
+        steps(dense, other, tokens)  # the expected state of the loaded model
         torch.save((tokens, dense.state_dict()), f"{folder}/expected")
     dist.barrier(group)
 

@@ -61,7 +61,7 @@ def trains(group: dist.ProcessGroup, sequence_norm: bool, backend: str) -> None:
     x = part(torch.randn(2, S, 36, dtype=torch.float64), group, 1).contiguous()
     results = []
     for run in (block, torch.compile(block, backend=chosen, fullgraph=True)):
-        for _ in range(2):  # a second step meets guards, not the tracer
+        for _ in range(2):  # the second step checks guards, without tracing
             block.zero_grad()
             x_shard = leaf(x)
             out = local(run(x_shard))
@@ -106,12 +106,12 @@ class Communicating:
 
 
 def replicate(module: nn.Module, inputs: Any, output: DTensor) -> DTensor:
-    """What `PrepareModuleInput` does to the output of a norm."""
+    """Replicates a norm's output, as `PrepareModuleInput` does."""
     return output.redistribute(placements=[Replicate()])
 
 
 def trains_replicated(group: dist.ProcessGroup, around: str, backend: str) -> None:
-    """`around`: what is torch's, next to linears of ours."""
+    """`around`: the part that torch parallelizes, next to our linears."""
     torch._dynamo.reset()  # shapes of earlier tests would make dimensions dynamic
     plan = replicated_plan()
     if around == "colwise":

@@ -33,7 +33,7 @@ CONFIGS: dict[str, Any] = {
     "int8 activations": Int8DynamicActivationInt8WeightConfig(),
 }
 LINEARS = 2 * 7 + 1  # of two layers, and the head
-#: Values that are rounded otherwise, to 8 bits, some ten times: their distance from each other.
+#: Tolerance for values that are rounded differently, to 8 bits, about ten times.
 ROUNDED = 0.05
 #: Inputs of row-wise linears are scaled by each rank's features; torchao has no gradients of them.
 OF_ACTIVATIONS = "int8 activations"
@@ -57,7 +57,7 @@ def as_in_one_process(group: dist.ProcessGroup, config: str) -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
     split = [p for p in model.parameters() if _is(p._local_tensor) and p.placements[0].is_shard()]
     assert len(split) == LINEARS
-    if group.size() > 1:  # the rest of a weight is gone
+    if group.size() > 1:  # the rest of each weight is freed
         kept = {name: p for name, p in dense.named_parameters() if _is(p)}
         mine = sum(part.untyped_storage().nbytes() for p in split for part in _parts(p))
         assert mine < 0.8 * sum(part.nbytes for p in kept.values() for part in _parts(p))

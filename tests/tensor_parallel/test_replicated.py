@@ -189,7 +189,7 @@ def test_one_fused_op_each_way(ranks: Ranks) -> None:
 
 
 def second_derivatives(group: dist.ProcessGroup) -> None:
-    """Of a function of replicated x: those of the dense one, for x and each rank's weights."""
+    """Second derivatives by replicated x and each rank's weights equal the dense block's."""
     dense, block = _blocks(group)
     x = torch.randn(2, 3, K, dtype=torch.float64)
     results = []
@@ -207,7 +207,7 @@ def second_derivatives(group: dist.ProcessGroup) -> None:
 
 
 def second_derivatives_of_parts(group: dist.ProcessGroup) -> None:
-    """Of a function of the gradient of each rank's weight, for x."""
+    """The derivative by x of a function of each rank's weight gradient equals the dense one."""
     x = torch.randn(2, 3, K, dtype=torch.float64)
     weight = torch.randn(N, K, dtype=torch.float64)
     seconds = []
@@ -267,7 +267,7 @@ def test_gradients(ranks: Ranks, world_size: int, check: Callable[..., None]) ->
 
 
 def functions_to_second_order(group: dist.ProcessGroup) -> None:
-    """gradgradcheck of the functions of one rank; with several, inputs differ by rank."""
+    """Runs gradgradcheck on one rank; with several, perturbed inputs would differ by rank."""
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     w = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     b = torch.randn(5, dtype=torch.float64, requires_grad=True)
@@ -326,7 +326,7 @@ def inference_then_training(group: dist.ProcessGroup) -> None:
 
 
 def takes_and_returns_dtensors(group: dist.ProcessGroup) -> None:
-    """Behind torch's styles: both of a pair, or one of each, in all combinations."""
+    """Works with torch's styles: both linears of the pair are ours, or one is torch's."""
     mesh = mesh_of(group)
     x = torch.randn(B, S, K, dtype=torch.float64)
     for ours in ("both", "colwise", "rowwise"):
@@ -394,7 +394,7 @@ def test_with_torch(ranks: Ranks, check: Callable[..., None]) -> None:
 
 
 def refuses(group: dist.ProcessGroup) -> None:
-    """On one rank only; the peers hear of it and go on with the next call."""
+    """If one rank refuses its input, its peers get an error, and the next call works."""
     own = dist.new_group(list(range(group.size())))
     mesh, bad = mesh_of(own), own.rank() == 0
     col = parallelize_module(nn.Linear(K, N), mesh, FusedColwiseParallel(input_layouts=Replicate()))

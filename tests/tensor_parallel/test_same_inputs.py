@@ -1,4 +1,4 @@
-"""Ranks of a model that `apply` has split compare its inputs: other prompts raise on all ranks."""
+"""Ranks of a model split by `apply` compare its inputs: different prompts raise on all ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def other_prompts(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         assert "SYMM_CP_COMPARE_INPUTS=0" in text
     with pytest.raises(RuntimeError, match=SAME):
         model(changed if other else ids, use_cache=False)
-    # Every rank computes embeddings by itself: rounding is no other input.
+    # Ranks compute embeddings separately: rounding errors do not count as different inputs.
     model(inputs_embeds=embeds * (1 + 1e-6 * other), use_cache=False)
     assert torch.equal(model(ids, use_cache=False).logits, expected)
     with pytest.MonkeyPatch.context() as environment:
@@ -81,7 +81,7 @@ def test_other_prompts_are_refused_on_all_ranks(
 
 
 def samples(group: dist.ProcessGroup) -> None:
-    """Ranks that are not seeded alike draw other tokens."""
+    """Ranks with different seeds draw different tokens, which raises an error."""
     dense = model_of("llama")
     model: Any = apply(copy.deepcopy(dense), mesh_of(group))
     ids = tokens_of(dense)
@@ -118,7 +118,7 @@ def adapters(group: dist.ProcessGroup) -> None:
     model(ids)
     with mock.patch.object(model, "named_parameters", side_effect=AssertionError):
         model(ids)  # though it registers layers in a slice of them
-    nn.Linear(2 + group.rank(), 2)  # a rank's own module is none of the model's
+    nn.Linear(2 + group.rank(), 2)  # a module on this rank that is not part of the model
     with torch.random.fork_rng():
         models = (dense, 0), (model, 0), (other, group.rank()), (copied, group.rank())
         for each, seed in models:

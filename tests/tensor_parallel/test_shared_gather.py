@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 class Shared:
-    """A dense attention, its parallel copy, and what its gathers were."""
+    """A dense attention and its parallel copy, whose gathers are counted."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -212,7 +212,7 @@ def tells_of_unused_outputs(group: dist.ProcessGroup) -> None:
     shared.dense.wq(x).sum().backward()
     same(local(shared.module.wq.weight.grad), part(shared.dense.wq.weight.grad, group, 0))
     grad = shared.module.wk.weight.grad
-    assert grad is None or not local(grad).any()  # DTensors of torch 2.11 make zeros of None
+    assert grad is None or not local(grad).any()  # DTensors of torch 2.11 turn None into zeros
 
 
 def failing(m: Attention, x: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The styles against dense linears, and what they promise besides."""
+"""The styles against dense linears, and their other guarantees."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def block_trains(group: dist.ProcessGroup, dim: int) -> None:
         y_shard = block(part(x, group, dim))
         same(y_shard, part(y, group, dim))
         y_shard.square().sum().backward()
-        # The norm is outside of the styles: its gradient is a part on each rank.
+        # The norm is outside of the styles: each rank has a partial gradient.
         dist.all_reduce(block.norm.weight.grad, group=group)
         for name, parameter in block.named_parameters():
             grad = parameter.grad
@@ -357,7 +357,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     row = parallelize_module(nn.Linear(K, N), mesh, FusedRowwiseParallel())
     with pytest.raises(ValueError, match="not divisible by world size 3"):
         row(torch.ones(2, 10, K // 3))
-    assert row(torch.ones(2, 9, K // 3)).shape == (2, 3, N)  # all is well after the errors
+    assert row(torch.ones(2, 9, K // 3)).shape == (2, 3, N)  # calls work after the errors
     # Nothing was changed by a group that could not be applied.
     assert not any(isinstance(p, DTensor) for p in mixed.parameters())
 

@@ -25,13 +25,13 @@ from tests.tensor_parallel.models import FAMILIES, config_of, save, tokens_of
 
 
 def load_in_parallel(folder: str, group: dist.ProcessGroup, **options: Any) -> nn.Module:
-    """`from_pretrained(tp_plan="auto")`, as a program that a launcher started calls it."""
+    """Calls `from_pretrained(tp_plan="auto")`, as in a program started by a launcher."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     rank = str(group.rank())
     ids = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(group.size())}
-    # It asks whether accelerate is installed, which is used only where a rank has several devices.
+    # It requires accelerate, which it uses only if a rank has several devices.
     installed = mock.patch("transformers.integrations.accelerate.is_accelerate_available")
     with mock.patch.dict(os.environ, ids), installed:
         config = DistributedConfig(tp_plan="auto")
@@ -45,14 +45,14 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
 
 @contextlib.contextmanager
 def own_meshes() -> Iterator[None]:
-    """DTensor remembers meshes, and would take one of another world for an equal one of this."""
+    """Clears DTensor's cache, which confuses this world's meshes with equal ones of another."""
     debug._clear_sharding_prop_cache()
     yield
     debug._clear_sharding_prop_cache()
 
 
 def is_fused(recorder: Recorder) -> bool:
-    """Whether products were summed over the ranks as they were made."""
+    """Tells whether fused ops summed products over the ranks."""
     sums = {"symm_mem::fused_matmul_all_reduce", "symm_mem::_fused_matmuls_all_reduce"}
     return not sums.isdisjoint(recorder.names)
 
@@ -102,7 +102,7 @@ def runs_as_in_one_process(
         torch.testing.assert_close(*cast, rtol=0, atol=0.1 * float(cast[1].abs().max()))
 
 
-#: The linears of these are split otherwise, or not at all.
+#: Families whose linears are split differently, or not at all.
 NOT_FUSED = ("gpt_oss", "phi3")
 CASES = [
     *((family, size, "symm_cp", {}) for family in FAMILIES for size in (2, 4)),
@@ -122,7 +122,7 @@ def test_auto_plan(
     changes: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """Fused, where the backend is this package's and all ranks have as many features."""
+    """Linears are fused over this package's backend if all ranks have equally many features."""
     fused = backend == "symm_cp" and family not in NOT_FUSED
     ranks.run(world_size, runs_as_in_one_process, family, str(tmp_path), backend, fused, changes)
 
@@ -167,7 +167,7 @@ dist.destroy_process_group()
 
 @exhaustive
 def test_groups_that_transformers_starts(tmp_path: Path) -> None:
-    """By torchrun, with no more than an import."""
+    """A program that torchrun starts needs only an import."""
     save("llama", str(tmp_path), num_hidden_layers=1)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

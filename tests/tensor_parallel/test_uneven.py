@@ -26,7 +26,7 @@ LAYOUTS = {"sequence": Shard(1), "replicated": Replicate()}
 
 
 class Attention(nn.Module):
-    """Grouped queries: heads by their keys, `queries` for each; head counts come from shapes."""
+    """Grouped-query attention with `queries` heads for each key head; shapes give head counts."""
 
     def __init__(self, dim: int, keys: int, queries: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_trains(
 
 
 def trains_in_different_ways(group: dist.ProcessGroup) -> None:
-    """Ranks choose by their own widths whether a matmul goes by shards: any may choose any."""
+    """Ranks choose the way of a matmul by their own widths, so their choices may differ."""
     with tuning.forced(tuning.WAYS[group.rank() % 2]):
         trains(group, 5, 1, 7, "sequence", False)
 
@@ -163,7 +163,7 @@ def test_features() -> None:
 
 
 def test_features_that_ranks_share() -> None:
-    """Each rank has the key heads of its query heads; where these differ, one for each of them."""
+    """Each rank repeats its key heads equally often, to match its query heads."""
     for keys, shared_by, ranks in (
         (1, 4, 3),
         (2, 4, 3),

@@ -157,7 +157,7 @@ def communicates_at_each_end(group: dist.ProcessGroup) -> None:
         names = [name for name in recorder.communicating() if name.startswith("symm_mem::")]
         assert names == [
             "symm_mem::_fused_matmuls_all_reduce",
-            "symm_mem::fused_all_gather_matmul",  # of no weight
+            "symm_mem::fused_all_gather_matmul",  # without a weight
         ]
 
 

@@ -12,14 +12,14 @@ from symm_cp.tensor_parallel.whole import Seat, gather
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 
-#: Of all ranks: shapes whose dimension `dim` is that of each rank's part.
+#: A shape, a dimension of it, and each rank's size in this dimension.
 CASES = (
     ((1, 1, 8), -1, (5, 5, 5)),
     ((2, 8, 7), 1, (3, 0, 2)),
     ((8, 4), 0, (1, 5, 2)),
     ((3, 2, 8), -1, (4, 4, 3)),
     ((8,), 0, (4, 1, 2)),
-    ((1, 1, 8), -1, (6_000_000, 6_000_000, 6_000_000)),  # more than travels in one go
+    ((1, 1, 8), -1, (6_000_000, 6_000_000, 6_000_000)),  # more than fits into one transfer
 )
 
 

@@ -1,4 +1,4 @@
-"""Programs for GPUs on CPU: one-liners of such programs, and what stands in for what they ask."""
+"""Programs for GPUs on CPU: calls that such programs make, and their stand-ins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ones(**kwargs: Any) -> torch.Tensor:
 
 
 def saved(location: str = "cpu") -> io.BytesIO:
-    """A file with `ones()`, as a program on `location` has written it."""
+    """Returns a file with `ones()`, as a program on `location` would write it."""
     file = io.BytesIO()
     with mock.patch.object(torch.serialization, "location_tag", return_value=location):
         torch.save(ones(), file)
@@ -187,7 +187,7 @@ def dtypes_after_autocast() -> tuple[torch.dtype, torch.dtype]:
     return torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")
 
 
-#: Each returns what stands behind it.
+#: Calls, and the results that they must return.
 _ANSWERS: dict[str, tuple[Callable[[], Any], Any]] = {
     "device": (lambda: now(1), 1),
     "device by name": (lambda: now("cuda:1"), 1),
@@ -230,7 +230,7 @@ _ANSWERS: dict[str, tuple[Callable[[], Any], Any]] = {
     "depth of ranges": (lambda: torch.cuda.nvtx.range_push("a"), 0),
 }
 
-#: Each does nothing, and does not fail.
+#: Calls that do nothing and must not fail.
 _CALLS: dict[str, Callable[[], Any]] = {
     "range": lambda: inside(torch.cuda.nvtx.range("step"), ones),
     "ranges": lambda: (torch.cuda.nvtx.range_pop(), torch.cuda.nvtx.mark("a")),
@@ -248,7 +248,7 @@ _CALLS: dict[str, Callable[[], Any]] = {
     "names": lambda: isinstance(ones(), (torch.cuda.CUDAGraph, torch.cuda.MemPool)),
 }
 
-#: Each says what only a GPU has.
+#: Calls that need a GPU, by the names in their errors.
 _ONLY_GPUS: dict[str, Callable[[], Any]] = {
     "torch.cuda.CUDAGraph": lambda: torch.cuda.CUDAGraph(),
     "torch.cuda.graph": lambda: torch.cuda.graph(None),

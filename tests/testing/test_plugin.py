@@ -18,7 +18,7 @@ _SAMPLES = Path(__file__).parent / "samples"
 def outcomes(
     folder: Path, *options: str, samples: tuple[str, ...] = ("gpu", "others")
 ) -> tuple[dict[str, str], str]:
-    """What became of each sample by name, and the output."""
+    """Runs pytest on samples; returns the outcome of each test by name, and the output."""
     for name in samples:
         (folder / f"test_{name}.py").write_text((_SAMPLES / f"{name}.txt").read_text())
     command = [sys.executable, "-m", "pytest", "-p", "symm_cp.testing", "-v", "-rs", *options]
@@ -151,7 +151,7 @@ def test_markers_are_checked(tmp_path: Path, workers: int) -> None:
 
 @exhaustive
 def test_tests_of_torch_kind_run_on_cpu(tmp_path: Path) -> None:
-    """Ranks that torch's own classes for tests start, by `symm-cp exec`."""
+    """torch's own test classes start their ranks under `symm-cp exec`."""
     program = tmp_path / "program.py"
     program.write_text((_SAMPLES / "torchs.txt").read_text())
     command = [sys.executable, "-m", "symm_cp", "exec", "--cuda-on-cpu", "2", "--", sys.executable]

@@ -60,7 +60,7 @@ def test_seeds_are_fresh_shared_and_repeatable(ranks: Ranks) -> None:
 
 @pytest.fixture(scope="module")
 def few(ranks: Ranks) -> Iterator[Ranks]:
-    """A pool of its own, for tests that cost it its processes."""
+    """A separate pool, for tests that end its processes."""
     pool = Ranks(ranks.session_seed, size=2)
     yield pool
     pool.close()
@@ -158,7 +158,7 @@ def test_skips_are_told_from_failures(few: Ranks) -> None:
         few.run(2, skip_on, [0, 1])
     assert caught.value.skip is not None
     assert caught.value.skip.reason.startswith("nothing to do on rank")
-    assert few.run(2, own_pid) == before  # all are where they were
+    assert few.run(2, own_pid) == before  # no process was replaced
     with pytest.raises(RankError, match=r"skipped on ranks \[1\]"):
         few.run(2, skip_on, [1])
     assert not set(few.run(2, own_pid)) & set(before)
@@ -215,7 +215,7 @@ def meets_its_end(group: dist.ProcessGroup) -> str:
 
 @exhaustive
 def test_ranks_of_their_own(ranks: Ranks) -> None:
-    """More than the pool has, each with an environment; they may fail, die or hang."""
+    """Starts more ranks than the pool has, each with an environment; they may fail, die or hang."""
     places = [Place(environment={"PLACE": str(rank)}) for rank in range(SIZE + 1)]
     with ranks.own(SIZE + 1, meets_its_end, places=places) as running:
         assert running.hear_all() == [f"{rank} {SIZE + 1}" for rank in range(SIZE + 1)]

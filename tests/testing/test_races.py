@@ -1,4 +1,4 @@
-"""Races on symmetric memory are found whatever the timing, and nothing else is."""
+"""Races on symmetric memory are found whatever the timing, and without false reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.exhaustive import some
 
 
 class Rank:
-    """A rank with a buffer of 16 numbers, and its neighbours' ones."""
+    """A rank with a buffer of 16 numbers, and its neighbours' buffers."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -78,7 +78,7 @@ def all_reduces(r: Rank) -> None:
 
 
 def broadcasts_from_0(r: Rank) -> None:
-    """Others come after what the root has done, and not after each other."""
+    """Orders the other ranks after the root, but not among themselves."""
     if r.rank == 0:
         r.own.fill_(1)
     dist.broadcast(torch.ones(1), 0, group=r.group)
@@ -93,7 +93,7 @@ def broadcasts_and_writes_there(r: Rank) -> None:
 
 
 def broadcasts_between_two_others(r: Rank) -> None:
-    """A broadcast orders its root before the others, and not these among themselves."""
+    """A broadcast orders its root before the others, but not the others among themselves."""
     if r.rank == 1:
         r.own.fill_(1)
     dist.broadcast(torch.ones(1), 0, group=r.group)
@@ -190,7 +190,7 @@ def puts_with_signals_in_pads(r: Rank) -> None:
 
 
 def subgroup(r: Rank) -> None:
-    """A barrier of other ranks orders nothing."""
+    """A barrier of a subgroup does not order the accesses of other ranks."""
     pair = dist.new_group([0, 1])
     r.own.fill_(1)
     if r.rank < 2:
@@ -240,7 +240,7 @@ def views_of_numpy(r: Rank) -> None:
 
 
 def views_that_are_gone_too_late(r: Rank) -> None:
-    """Whatever the view was for, it was gone when the rank met the one that writes again."""
+    """The view is deleted without a barrier before its owner writes again."""
     r.own.fill_(r.rank)
     r.handle.barrier()
     view = r.peer.numpy()
@@ -250,7 +250,7 @@ def views_that_are_gone_too_late(r: Rank) -> None:
 
 
 def prints_ends(r: Rank) -> None:
-    """Of more than 1000 numbers, three at each end are shown."""
+    """`repr` of more than 1000 numbers reads only three at each end."""
     own = symm_mem.empty(2000, device="cpu").zero_()
     handle = symm_mem.rendezvous(own, r.group)
     handle.barrier()
@@ -267,7 +267,7 @@ def prints_an_end_that_is_written(r: Rank) -> None:
 
 
 def reads_its_own_by_other_means(r: Rank) -> None:
-    """And what is in no symmetric memory."""
+    """Reads its own buffer, and a tensor outside of symmetric memory."""
     r.own.fill_(r.rank)
     plain = r.own.clone()
     for x in (r.own, plain):
@@ -344,7 +344,7 @@ def test_programs_with_races(ranks: Ranks, program: Callable[[Rank], None]) -> N
 
 
 def random_program(ranks: int, steps: int, draw: random.Random) -> tuple[list[list[Event]], set]:
-    """Notes that some run could have left, and which pairs of accesses nothing orders."""
+    """Returns logs of a possible run, and the pairs of accesses that nothing orders."""
     logs: list[list[Event]] = [[] for _ in range(ranks)]
     nodes: list[tuple[int, int]] = []  # rank, place in its log
     edges: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -413,7 +413,7 @@ def random_program(ranks: int, steps: int, draw: random.Random) -> tuple[list[li
 
 @pytest.mark.parametrize("count", some(300, of=[300, 20_000]))
 def test_random_notes(count: int) -> None:
-    """Against all paths of the graph of what comes before what."""
+    """Compares the races found with all paths of the happens-before graph."""
     draw = random.Random(torch.initial_seed())
     racy = 0
     for _ in range(count):
@@ -438,6 +438,6 @@ def test_bytes_that_meet() -> None:
     assert not Bytes(48, (1,), (1,), 4).meets(rows)
     # A transposed tensor has no gaps, either.
     assert Bytes(0, (2, 3), (1, 2), 8).dense
-    # Of another dtype, from the middle of a number.
+    # A view of another dtype, from the middle of a number.
     assert Bytes(6, (1,), (1,), 2).meets(column)
     assert not Bytes(2, (1,), (1,), 2).meets(column)

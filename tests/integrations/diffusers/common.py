@@ -58,13 +58,13 @@ def wan_inputs(text: int, image: int) -> Inputs:
 
 
 def wan_inputs_by_position(text: int, image: int) -> Inputs:
-    """As of Wan 2.2, whose image positions have timesteps of their own."""
+    """Returns inputs like Wan 2.2's, where each image position has its own timestep."""
     steps = torch.arange(SAMPLES * image).view(SAMPLES, image) % 3 * 100
     return wan_inputs(text, image) | {"timestep": steps}
 
 
 def wan_inputs_from_image(text: int, image: int) -> Inputs:
-    """As of Wan 2.1, with positions of an image that precede 512 of text."""
+    """Returns inputs like Wan 2.1's, with image positions before 512 text positions."""
     more = {"encoder_hidden_states_image": noise(SAMPLES, 5, 28)}
     return wan_inputs(512, image) | more
 
@@ -79,7 +79,7 @@ def qwen_inputs(text: int, image: int) -> Inputs:
 
 
 def qwen_inputs_with_padding(text: int, image: int) -> Inputs:
-    """The second sample's text is shorter, and ends before what the first rank holds."""
+    """The second sample's text is one token, fewer than the first rank holds."""
     mask = torch.ones(SAMPLES, text, dtype=torch.bool)
     mask[1, 1:] = False
     return qwen_inputs(text, image) | {"encoder_hidden_states_mask": mask}
@@ -96,7 +96,7 @@ def flux2_inputs(text: int, image: int) -> Inputs:
 
 
 def minimax_inputs(text: int, image: int) -> Inputs:
-    """Text, video and sound in one sequence, in turns."""
+    """Returns text, video and sound interleaved in one sequence."""
     sound, length = 4, text + image
     kinds = torch.arange(length) * 7 % length  # a permutation: kinds and timesteps are mixed
     tags = torch.where(kinds < text, 1, torch.where(kinds < text + sound, 2, 0))
@@ -220,7 +220,7 @@ _HELIOS = {
     "text_dim": 24,
     "freq_dim": 16,
     "ffn_dim": 16,
-    "num_layers": 40,  # as its plan has it
+    "num_layers": 40,  # as many as its plan names
     "rope_dim": (4, 4, 4),
     "guidance_cross_attn": False,
     "zero_history_timestep": False,
@@ -249,7 +249,7 @@ CLIENTS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What a model computed from a whole sequence: the output, and gradients by name."""
+    """Results of a model for a whole sequence: the output, and gradients by name."""
 
     out: torch.Tensor
     grads: dict[str, torch.Tensor | None]
@@ -281,7 +281,7 @@ def ring_of(group: dist.ProcessGroup) -> diffusers.ContextParallelConfig:
 
 
 def mesh_of_pairs(degrees: Mapping[str, Any]) -> DeviceMesh:
-    """Four ranks as two pairs, each of which runs a model."""
+    """Returns a mesh of four ranks: two pairs, each of which runs a model."""
     shape = (2, degrees.get("ring_degree", 1), degrees.get("ulysses_degree", 1))
     return init_device_mesh("cpu", shape, mesh_dim_names=("pairs", "ring", "ulysses"))
 
@@ -309,11 +309,11 @@ def over_ranks(result: Result, group: dist.ProcessGroup) -> Result:
 def assert_same(actual: Result, expected: Result, tolerance: float) -> None:
     assert_near("output", actual.out, expected.out, tolerance)
     assert actual.grads.keys() == expected.grads.keys()
-    # A gradient that is all but zero (of a key's bias, say) is rounding error of larger ones.
+    # A nearly zero gradient (of a key's bias, say) is the rounding error of larger ones.
     floor = 1e-3 * max(float(g.abs().max()) for g in expected.grads.values() if g is not None)
     for name, want in expected.grads.items():
         got = actual.grads[name]
-        if want is None:  # compiled blocks have zeros for what nothing depends on
+        if want is None:  # compiled blocks give zeros if nothing depends on it
             assert got is None or not got.any(), f"{name} has a gradient"
             continue
         assert got is not None, f"{name} has no gradient"
@@ -323,7 +323,7 @@ def assert_same(actual: Result, expected: Result, tolerance: float) -> None:
 def check_inference(
     client: Client, degrees: Mapping[str, Any], *, lengths: tuple[int, int]
 ) -> None:
-    """Compares the output only, of a client whose gradients are refused."""
+    """Compares only the output of a client, and expects that its gradients are refused."""
     torch.manual_seed(5)
     inputs = client.inputs(*lengths)
     symm_cp.integrations.diffusers.enable()

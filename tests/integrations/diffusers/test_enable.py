@@ -1,4 +1,4 @@
-"""`enable` and `disable`, and what is refused."""
+"""`enable` and `disable`, and refused calls."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def refuses(group: dist.ProcessGroup) -> None:
             other.enable_parallelism(config=ring_of(group), cp_plan={})
         assert other._parallel_config is None
 
-        # What one rank refuses, its peers hear of.
+        # If one rank refuses a call, its peers get an error.
         if group.rank() == 0:
             refused("is_causal=True", is_causal=True)
         else:
@@ -144,7 +144,7 @@ def test_another_diffusers(ranks: Ranks) -> None:
 
 
 def masks(group: dist.ProcessGroup, degrees: dict[str, Any]) -> None:
-    """Masks of heads, and such that are added, with gradients; fewer heads of keys; the lse."""
+    """Per-head masks, additive masks with gradients, fewer key heads, and the log-sum-exp."""
     import diffusers
     from torch.nn.functional import scaled_dot_product_attention as attention
 

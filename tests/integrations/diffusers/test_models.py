@@ -43,7 +43,7 @@ def test_one_way(ranks: Ranks, way: str, name: str, world_size: int) -> None:
     ranks.run(4, checks, (name,), {f"{way}_degree": world_size})
 
 
-# 9 positions of text and 15 of image, of which no rank holds a whole share.
+# The numbers of ranks divide neither 9 positions of text nor 15 of image.
 @exhaustive
 @pytest.mark.parametrize(("way", "name", "world_size"), pairs(("ring", "ulysses"), NAMES, (4, 2)))
 def test_any_length(ranks: Ranks, way: str, name: str, world_size: int) -> None:
@@ -77,5 +77,5 @@ def infers(group: dist.ProcessGroup, degrees: dict[str, Any], **how: Any) -> Non
     ],
 )
 def test_inference_only(ranks: Ranks, degrees: dict[str, Any], lengths: tuple[int, int]) -> None:
-    """40 layers, as its plan has it."""
+    """The model has 40 layers, as many as its plan names."""
     ranks.run(ranks_of(degrees), infers, degrees, lengths=lengths)

@@ -1,4 +1,4 @@
-"""Stand-ins for what the plug-ins see of vLLM and SGLang where these are not installed.
+"""Stand-ins for the parts of vLLM and SGLang that the plug-ins use, if these are not installed.
 
 The engines bring some 100 packages, so CI has none of them. Where one is installed, the tests use
 its own classes instead.
@@ -27,7 +27,7 @@ needs_sglang = pytest.mark.skipif(not HAS_SGLANG, reason="sglang is not installe
 
 
 class DeviceCommunicatorBase:
-    """The constructor of vLLM 0.32's, in `base_device_communicator.py`; no communication."""
+    """Has the constructor of vLLM 0.32's class in `base_device_communicator.py`, and no more."""
 
     def __init__(self, cpu_group, device, device_group, unique_name="", use_all2all=False):
         self.device, self.cpu_group, self.device_group = device, cpu_group, device_group
@@ -45,7 +45,7 @@ class DeviceCommunicatorBase:
 
 @contextlib.contextmanager
 def modules(**contents: dict[str, object]) -> Iterator[None]:
-    """Inside, these modules can be imported; `a__b={"name": value}` is a module a.b with a name."""
+    """Makes modules importable inside; `a__b={"name": value}` is a module a.b with this name."""
     made: dict[str, ModuleType] = {}
     for name, names in contents.items():
         parts = name.split("__")
@@ -61,7 +61,7 @@ def modules(**contents: dict[str, object]) -> Iterator[None]:
 
 
 def vllm_communicator() -> type:
-    """The communicator, on vLLM's base class or on the stub."""
+    """Returns the communicator's class, derived from vLLM's base class or from the stub."""
     path = "symm_cp.integrations.vllm.communicator"
     if HAS_VLLM or path in sys.modules:
         return importlib.import_module(path).SymmCommunicator
@@ -71,7 +71,7 @@ def vllm_communicator() -> type:
 
 
 def vllm_platform(platform: object) -> contextlib.AbstractContextManager[None]:
-    """Inside, it is the current platform of vLLM."""
+    """Makes `platform` vLLM's current platform inside."""
     return modules(
         vllm__logger={"init_logger": logging.getLogger},
         vllm__platforms={"current_platform": platform},
@@ -79,7 +79,7 @@ def vllm_platform(platform: object) -> contextlib.AbstractContextManager[None]:
 
 
 def run_in_new_processes(ranks: Ranks, world_size: int, function: Callable[..., None]) -> None:
-    """Runs a function on ranks of their own: engines keep state in their modules."""
+    """Runs a function on ranks in new processes: engines keep state in their modules."""
     with ranks.own(world_size, function) as running:
         failures = [outcome.failure for outcome in running.outcomes(120)]
     assert not any(failures), "\n".join(failures)

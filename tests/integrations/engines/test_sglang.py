@@ -24,7 +24,7 @@ from tests.integrations.engines.test_vllm import SIZES, everybodys, told
 
 
 class Registry:
-    """SGLang's, as far as the plug-in sees it."""
+    """Stand-in for SGLang's hook registry, with the parts that the plug-in uses."""
 
     def __init__(self) -> None:
         self.hooks: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def parts_of_any_length(group: dist.ProcessGroup) -> None:
     x = small_integers((size, 3), torch.float32, rank)
     assert torch.equal(gather(original, ours, x)[0], torch.cat(everybodys(group, x)))
     assert torch.equal(scatter(original, ours, x), sum(everybodys(group, x))[rank : rank + 1])
-    meta = torch.empty(2, device="meta")  # of another device: SGLang's own answers
+    meta = torch.empty(2, device="meta")  # on other devices SGLang's own functions run
     assert gather(lambda *args: args, ours, meta) == (ours, meta, None, None)
     assert scatter(lambda *args: args, ours, meta) == (ours, meta, None, None)
     wrong = [1] * size if rank == 0 else [2] * size
@@ -108,8 +108,8 @@ def test_parts_of_any_length(ranks: Ranks, world_size: int) -> None:
 
 
 def uses_sglangs_own(_: dist.ProcessGroup) -> None:
-    """SGLang's hooks, `GroupCoordinator` and `layernorm_sp.py`, in processes of their own."""
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # as who starts SGLang on CPU does
+    """Runs SGLang's own hooks, `GroupCoordinator` and `layernorm_sp.py`."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # as users set it to run SGLang on CPU
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import layernorm_sp
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -139,7 +139,7 @@ def uses_sglangs_own(_: dist.ProcessGroup) -> None:
     assert torch.equal(found, torch.cat(everybodys(dist.group.WORLD, rows)))
     assert torch.equal(group.reduce_scatterv(found, sizes=sizes), size * rows)
 
-    class Linear:  # as an unquantised one, of SGLang
+    class Linear:  # like SGLang's unquantised linears
         bias, tp_group, quant_method = None, group, None
 
         def __init__(self, weight: torch.Tensor) -> None:
@@ -161,7 +161,7 @@ def uses_sglangs_own(_: dist.ProcessGroup) -> None:
         out = layernorm_sp.sp_exit_gather(out, tokens)
     product = inner.double() @ down.double().t()
     exact = sum(everybodys(dist.group.WORLD, product))
-    # Two roundings to bfloat16: each product's, and that of the sum.
+    # Two roundings to bfloat16: of each product, and of the sum.
     bound = sum(everybodys(dist.group.WORLD, inner.double().abs() @ down.double().t().abs()))
     assert (out.double() - exact).abs().le(2 * 2**-8 * bound).all()
 

@@ -1,7 +1,7 @@
 """torchtitan's overrides of inner attentions, against one process.
 
-torchtitan 0.3 wants a newer torch than CI has; the stand-ins here have what the overrides see of
-it. Where torchtitan can run, so does its own trainer.
+torchtitan 0.3 needs a newer torch than CI has, so stand-ins have the parts that the overrides use.
+Where torchtitan can run, its own trainer is tested as well.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _derive(source: Any, target: type, **deltas: Any) -> Any:
 
 @contextlib.contextmanager
 def overrides() -> Iterator[tuple[ModuleType, ModuleType]]:
-    """The overrides, and a model's `parallelize.py` that was loaded before them."""
+    """Yields the overrides, and a model's `parallelize.py` that was loaded before them."""
 
     def unfused(name: str, *args: Any) -> None:
         raise AssertionError(f"torchtitan's own {name} was called")
@@ -155,7 +155,7 @@ def test_overrides_are_as_in_one_process(
 
 
 class AllToAllTokenDispatcher:
-    """torchtitan's, of which this is what it does without a mesh "ep"."""
+    """Stand-in for torchtitan's dispatcher, as it works without a mesh "ep"."""
 
     @dataclasses.dataclass
     class Config:
@@ -315,7 +315,7 @@ def asynchronous():  # torchtitan's linears on torch.ops.symm_mem.fused_*
 
 
 def _assets(folder: Path) -> None:
-    """A tokenizer and texts, at the places where torchtitan's debug models look for them."""
+    """Writes a tokenizer and texts to where torchtitan's debug models look for them."""
     import tokenizers
 
     words = [f"w{i}" for i in range(200)]
@@ -340,7 +340,7 @@ def _assets(folder: Path) -> None:
 def _losses(
     folder: Path, ranks: int, config: str, *options: str, dispatched: bool = False
 ) -> list[float]:
-    """Those that torchtitan's own trainer logs."""
+    """Returns the losses that torchtitan's own trainer logs."""
     command = [sys.executable, "-m", "symm_cp", "run", "--cuda-on-cpu", str(ranks)]
     command += ["--nproc-per-node", str(ranks), "-m", "torchtitan.train", "--module", "small"]
     modules = "overrides.flex_attention", *(("experts.token_dispatcher",) if dispatched else ())
@@ -359,7 +359,7 @@ def _losses(
 
 
 def _in_one_process(folder: Path, config: str) -> tuple[list[float], list[str]]:
-    """The losses, and the options by which others begin with the same weights."""
+    """Returns the losses, and options with which other runs start from the same weights."""
     _assets(folder)
     seed = ["--dump_folder", "seed", "--checkpoint.create_seed_checkpoint"]
     _losses(folder, 1, config, *seed)

@@ -1,6 +1,6 @@
-"""The communicator for vLLM on CPU, against what gloo computes from everybody's tensors.
+"""The communicator for vLLM on CPU, against results from all ranks' tensors, gathered by gloo.
 
-On vLLM's own base class where vLLM is installed, else on a stub of it.
+It derives from vLLM's own base class where vLLM is installed, else from a stub of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def communicator(group: dist.ProcessGroup, name: str = "tp:0") -> Any:
 
 
 def everybodys(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Through gloo, the tensor of each rank."""
+    """Gathers each rank's tensor through gloo."""
     return [x for x in gathered(group, tensor) if isinstance(x, torch.Tensor)]
 
 
@@ -53,7 +53,7 @@ def reduces(group: dist.ProcessGroup) -> None:
             total = ours.all_reduce(x)
             assert total.dtype == dtype
             assert torch.equal(total, sum(everybodys(group, before)))
-            assert torch.equal(x, before)  # and the input is left alone
+            assert torch.equal(x, before)  # the input is unchanged
     x = strided(drawn(group, [6, 5], torch.float32))
     assert torch.equal(ours.all_reduce(x), sum(everybodys(group, x)))
 
@@ -100,7 +100,7 @@ def scatters_parts(group: dist.ProcessGroup) -> None:
 
 
 def passes_dicts(group: dist.ProcessGroup) -> None:
-    """Each rank receives from the one before, as stages of a pipeline, the last from none."""
+    """Each rank receives from the previous one, as pipeline stages do; the first from none."""
     ours, rank, size = communicator(group, "pp:0"), group.rank(), group.size()
     assert ours.supports_tensor_dict
     given = {
@@ -125,13 +125,13 @@ def passes_dicts(group: dist.ProcessGroup) -> None:
 
 
 def passes_tokens_on(group: dist.ProcessGroup) -> None:
-    """Through a manager, and without one not at all."""
+    """The manager dispatches and combines tokens; without one they are returned as they are."""
     ours = communicator(group, "ep:0")
     x, weights, ids = torch.ones(2, 3), torch.ones(2, 1), torch.zeros(2, 1)
     assert ours.dispatch(x, weights, ids) == (x, weights, ids)
     assert ours.combine(x) is x
 
-    class Manager:  # as vLLM's AgRsAll2AllManager, with 1 token of rank 0, 2 of rank 1, ...
+    class Manager:  # like vLLM's AgRsAll2AllManager, with 1 token on rank 0, 2 on rank 1, ...
         sizes = tuple(1 + rank for rank in range(group.size()))
 
         def dispatch(self, hidden, weights, ids, is_sequence_parallel, extra_tensors):
@@ -169,7 +169,7 @@ def told(call: Any) -> str:
 
 
 def refuses(group: dist.ProcessGroup) -> dict[str, str]:
-    """The last rank gives what does not fit, the others what does."""
+    """Passes wrong arguments on the last rank only."""
     ours, size = communicator(group), group.size()
     wrong = group.rank() == size - 1
     part, whole = torch.ones(2, 3), torch.ones(2 * size, 3)
@@ -225,7 +225,7 @@ def test_refusals_name_the_argument_on_all_ranks(ranks: Ranks, world_size: int) 
 
 
 class Platform:
-    """vLLM's, as far as the plug-in sees it."""
+    """Stand-in for vLLM's platform, with the parts that the plug-in uses."""
 
     dist_backend = "gloo"
 
@@ -310,7 +310,7 @@ def uses_vllms_own(world: dist.ProcessGroup) -> None:
     if rank + 1 < size:
         group.send_tensor_dict(values)
         group.send(x)
-    group.barrier()  # a rank that ends is lost to those that still receive from it
+    group.barrier()  # a rank must not exit while others still receive from it
 
 
 @needs_vllm

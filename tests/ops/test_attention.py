@@ -358,3 +358,20 @@ def some_gradients(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_gradients_of_some_inputs_and_of_some_outputs(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, some_gradients)
+
+
+def keys_and_values_in_one_tensor(group: dist.ProcessGroup) -> None:
+    query, behind, before = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    both = torch.stack((before, behind))
+    call = partial(OP, query, group_name=group.group_name, is_causal=True)
+    for of_key, of_value in ((0, 1), (1, 0), (0, 0)):
+        apart = call(both[of_key].clone(), both[of_value].clone())
+        assert all(map(torch.equal, call(both[of_key], both[of_value]), apart))
+        rows = both.transpose(2, 3).contiguous().transpose(2, 3)  # keys are not contiguous
+        assert all(map(torch.equal, call(rows[of_key], both[of_value]), apart))
+
+
+@WORLD_SIZES
+def test_keys_and_values_lie_anywhere(ranks: Ranks, world_size: int) -> None:
+    """Keys and values travel from where they lie, in one exchange."""
+    ranks.run(world_size, keys_and_values_in_one_tensor)

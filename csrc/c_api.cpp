@@ -186,7 +186,8 @@ int64_t symm_cp_run(void* group, const Command* commands, int count, const Refer
   });
 }
 
-// Sets a group's steps of an exchange; `published` of them hand this rank's data to the peers.
+// Sets the steps of a kind of exchange in a group; `published` of them hand this rank's data to the
+// peers.
 void symm_cp_set_loop(void* group, int channel, int kind, int loop_kind, const LoopStep* steps,
                       int count, const Area* sources, int source_count, int published, int parted,
                       int slotted) {

@@ -13,8 +13,8 @@
 
 namespace symm_cp {
 
-// A larger asynchronous transfer wakes the engine at once: it would keep the waiting thread busy
-// for long. So does a transfer of which peers may have more pieces than this rank.
+// Asynchronous transfers above this size wake the engine at once, as they would keep the waiting
+// thread busy for long. So do transfers in which peers may have more pieces than this rank.
 inline constexpr int64_t kWaiterBytes = int64_t{64} << 10;
 
 inline bool wants_engine(const Exchange& exchange) {

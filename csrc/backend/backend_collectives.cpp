@@ -473,7 +473,7 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
 
 // --- all to all ----------------------------------------------------------------------------------
 
-// The exchange itself compares the sizes, which only the two ranks of a pair have.
+// The exchange itself compares the sizes, which only the two ranks of a pair know.
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                std::vector<int64_t>& output_splits,
                                std::vector<int64_t>& input_splits,

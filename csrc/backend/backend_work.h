@@ -60,7 +60,7 @@ class Ending {
   // Notes that an exchange ended; an empty `failure` means success. Two threads may call this at
   // once. The failure with the smallest index counts, as it may have caused the later ones.
   void exchange_ended(const std::string& failure, size_t index = 0);
-  // If it has ended, this and `await` end the profiler's event.
+  // Whether the collective has ended. If so, this and `await` end the profiler's event.
   bool ended() const;
   // Waits until it has ended, soon after its last exchange. Returns false after `limit`.
   bool await(std::chrono::milliseconds limit);

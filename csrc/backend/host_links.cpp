@@ -117,7 +117,7 @@ class Round {
       fail(head.text);
       return;
     }
-    // After a failure of its own, this rank may not have the parcel's size.
+    // After a failure of its own, this rank may not know the parcel's size.
     const bool fits = wanted.bytes == head.bytes;
     if (own_failure_.empty() && (!fits || call_name_ != head.text))
       fail("ranks disagree: rank " + std::to_string(peer) + " calls " + head.text + " and sends " +

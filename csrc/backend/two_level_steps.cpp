@@ -291,7 +291,7 @@ Stages TwoLevelBackend::stages(const Routing& routing, const Exchange& exchange,
   return made;
 }
 
-// Steps in which the same ranks meet as in the refused exchange, and get the reason.
+// Returns steps in which the same ranks meet as in the refused exchange, and receive the reason.
 Stages TwoLevelBackend::refused(const Routing& routing, const std::string& call_name) const {
   Stages made;
   made.call_name = call_name;

@@ -23,8 +23,8 @@ struct CallSite {
   int64_t ordinal = 0;  // of the calls of all channels
 };
 
-// The next call of a rank after a failure, and the calls that failed on the rank in a row before,
-// the latest first. Digests of names identify calls; 0: the call was refused before it had a name.
+// A rank's next call after a failure, and the failed calls directly before it, latest first.
+// Digests of names identify calls; 0: the call was refused before it had a name.
 struct Standing {
   static constexpr size_t kFailed = 8;
   uint64_t digest = 0;
@@ -47,17 +47,17 @@ class Board {
   // the memory is being made.
   int64_t generation(int channel) const { return generation_[channel].load(); }
   void set_generation(int channel, int64_t number) { generation_[channel].store(number); }
-  // Sets it unless it was set already.
+  // Sets the generation unless it is already set.
   void begin_generation(int channel, int64_t number) {
     int64_t none = 0;
     generation_[channel].compare_exchange_strong(none, number);
   }
-  // Whether one thread made all calls: then the call in which it is blocked is the only call that
-  // can go on.
+  // Whether a single thread made all calls. If so, only the call in which it is blocked can
+  // proceed.
   bool single_threaded() const { return threads_.load() == 1; }
   void set_threads(uint32_t count) { threads_.store(count); }
 
-  // The call in which the only thread is blocked, if it is.
+  // Returns the call in which the only calling thread is blocked; nullopt if it is not blocked.
   std::optional<CallSite> blocked() const {
     const uint32_t before = version_.load();
     CallSite site{blocked_channel_.load(), blocked_number_.load(), {}, blocked_ordinal_.load()};
@@ -86,8 +86,9 @@ class Board {
   }
   void clear_blocked() { set_blocked(0, 0, 0, ""); }
 
-  // The rank's standing before its call of that number; nullopt if no call failed before, or if the
-  // rank has not reached it. Kept for a few numbers: ranks that agree are at most one apart.
+  // Returns the rank's standing before call `number`; nullopt if no call failed before it, or if
+  // the rank has not reached it. Only the last kStandings are kept: ranks that agree are at most
+  // one call apart.
   std::optional<Standing> standing(int channel, int64_t number) const {
     const Entry& entry = standings_[channel][static_cast<size_t>(number) % kStandings];
     if (entry.number.load() != number) return std::nullopt;

@@ -78,7 +78,7 @@ void Channel::forget_failures_before(const Call& call) {
 void Channel::wait_for_failed_call(Call& call) {
   for (int peer = 0; peer < mapping_->world_size(); ++peer) {
     if (peer == mapping_->rank()) continue;
-    // Any flag will do: a peer that failed the call, too, has raised all flags.
+    // Any flag will do: a peer that also failed the call has raised all its flags.
     wait_for(
         flag_word(mapping_->rank(), peer, 0), peer, call,
         [&](uint32_t) { return entered(peer, failed_epoch_); },
@@ -127,8 +127,8 @@ bool Channel::agree_on_call(Call& call, bool movable) {
   const int64_t reach = std::exchange(reach_, -1);
   for (const auto& standing : all)
     if (!standing || !standing->movable) return true;
-  // How far back among one rank's failures the other's next call is; -1: it is not there, or the
-  // next calls are the same.
+  // Returns how far back the next call of `behind` is among the failures of `ahead`; -1 if it is
+  // not there or is beyond `reach`, or if both ranks have the same next call.
   const auto distance = [&](const Standing& ahead, const Standing& behind) -> int64_t {
     const auto found = std::find(ahead.failed.begin(), ahead.failed.end(), behind.digest);
     if (ahead.digest == behind.digest || found == ahead.failed.end()) return -1;
@@ -206,8 +206,8 @@ void Channel::check_wait(int peer, Call& call, const std::string& awaited, bool 
   mapping_->throw_if_peer_lost(peer, expired, call.budget, context);
   for (int other = 0; other < mapping_->world_size(); ++other) {
     if (other == rank) continue;
-    // A rank in another call raises other flags than the awaited flag, and this call cannot end
-    // without a rank that has not come to it.
+    // A rank in a different call may never raise the awaited flag, and this call cannot end if a
+    // rank that has not entered it is lost.
     if (entered(other, call.epoch))
       verify(other, call);
     else if (other != peer)

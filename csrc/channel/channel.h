@@ -1,4 +1,4 @@
-// The memory of one channel of a group, its calls one after the other, and how they run the native
+// The memory of one channel of a group. Runs the channel's calls, one after the other, as native
 // steps of a schedule.
 //
 // When a call fails on a rank, its peers fail it, too. The rank marks the call as failed and raises
@@ -7,11 +7,11 @@
 // has entered the failed one: then no peer still reads the data that it left in the slots. Models:
 // tests/model/protocol.pml and failures.pml.
 //
-// A rank may have missed a call that its peers made and aborted: from then on its calls have the
-// numbers of other calls of the peers. So ranks on which a call failed compare their next calls and
-// the calls that failed before. A rank whose next call has already failed on a peer is behind, and
-// fails that call, too; the other ranks' calls take the next number. Failures before a successful
-// call of the other channel do not count: the ranks were in step since. Model:
+// A rank may have missed a call that its peers made and aborted: from then on, its call numbers
+// belong to different calls on the peers. So ranks on which a call failed compare their next calls
+// and the calls that failed before. A rank whose next call has already failed on a peer is behind,
+// and fails that call, too; the other ranks' calls take the next number. Failures before a
+// successful call of the other channel do not count: the ranks were in step since. Model:
 // tests/model/agreement.pml.
 #pragma once
 
@@ -40,13 +40,13 @@ struct Call {
   std::string call_name;  // shown in errors, and compared by the peers
   Place place = Place::kSlot;
   WaitBudget budget;
-  uint32_t pieces = 1;  // number that this rank gives or takes
+  uint32_t pieces = 1;  // how many this rank gives or takes
   uint64_t digest = 0;  // of the name, see digest_of
   int64_t bytes = 0;    // given to every rank
   int64_t in_step = 0;  // see Group::in_step
 };
 
-// FNV-1a over words of 8 bytes, folded: byte by byte a name takes 0.1 us, in every call.
+// FNV-1a over 8-byte words, then folded: hashing byte by byte would take 0.1 us in every call.
 inline uint64_t digest_of(std::string_view text) {
   uint64_t hash = 14695981039346656037u;
   while (!text.empty()) {
@@ -111,7 +111,7 @@ class Channel {
   ResultStores& result_stores() { return result_stores_; }
   const Mapping& mapping() const { return *mapping_; }
   const WorkspaceLayout& layout() const { return layout_; }
-  // Reports to the peers that this rank signals nothing here any more; waiting peers throw.
+  // Reports to the peers that this rank will send no more signals here; waiting peers throw.
   void close() { mapping_->close(); }
 
  private:
@@ -148,7 +148,7 @@ class Channel {
   uint32_t failed_epoch_ = 0;
   uint32_t begun_epoch_ = 0;                          // of the call that began last
   uint64_t digest_ = 0;                               // its digest
-  int64_t in_step_ = 0;                               // see Call; likewise
+  int64_t in_step_ = 0;                               // see Call; of the same call
   std::array<uint64_t, Standing::kFailed> failed_{};  // see Standing
   std::array<int64_t, Standing::kFailed> failed_in_step_{};
   int64_t reach_ = -1;  // see Standing

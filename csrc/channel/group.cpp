@@ -15,9 +15,9 @@ namespace {
 // that it makes new memory for the call.
 constexpr std::chrono::seconds kSettleTime{1};
 // How long two ranks may be blocked in first calls on different channels. The calls may come from
-// two threads, of which a different one came first on each rank, and the second has made no call
-// yet. A smaller value rejects correct programs on a busy machine; a larger one reports mistakes
-// later.
+// two threads that start in a different order on each rank, and the later thread may have made no
+// call yet. A smaller value rejects correct programs on a busy machine; a larger one reports
+// mistakes later.
 constexpr std::chrono::seconds kSecondThreadTime{10};
 
 int64_t pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
@@ -91,7 +91,8 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& cal
   if (channel_ != nullptr) agree_with_peers(call);
   if (index_ == kSync) group_.set_sync_failed(false);
   if (serves(call.number, slot_bytes)) return call;
-  // All ranks make new memory for this call, or one of them makes another call.
+  // Either all ranks need new memory for this call, or some rank is in a different call and this
+  // throws.
   if (channel_ != nullptr) channel_->agree_to_replace(call);
   open(call, std::max({slot_bytes, reserved_, this->slot_bytes()}));
   call.epoch = 1;
@@ -289,7 +290,7 @@ std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {
   auto found = peers_of(name_, rendezvous);
   std::lock_guard<std::mutex> lock(mutex_);
   Board& shared = found->board(rank_);
-  // Another thread may be in a call of the other channel: its entries meanwhile are later.
+  // Another thread in a call of the other channel may already have written newer values here.
   board_.store(&shared);
   for (int index = 0; index < kChannels; ++index) {
     shared.set_made(index, std::max(shared.made(index), own_board_.made(index)));
@@ -352,10 +353,10 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
   const std::string who = "rank " + text(peer);
   if (theirs.entered(call.channel) > call.number) {
     if (!on_memory) {
-      // It has made memory for this call together with this rank, failed the call there, and waits
-      // in the next one for this rank to enter it.
+      // The peer has made memory for this call together with this rank, has failed the call there,
+      // and waits in its next call for this rank to enter the failed one.
       if (theirs.generation(call.channel) == call.number) return;
-      // Its refusal is in a message, or in the store if it knew no peers then.
+      // The peer's refusal is in a message, or in the store if it had no mesh then.
       const std::string key = key_of_call(call.channel, call.number);
       peers->check_refused(key, call.call_name, peer);
       WaitBudget none(std::chrono::milliseconds(0));
@@ -369,7 +370,7 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
   const auto blocked = theirs.blocked(), own = mine.blocked();
   if (!blocked || !own || blocked->channel == call.channel) return;
   if (!mine.single_threaded() || !theirs.single_threaded()) return;
-  if (theirs.made(call.channel) >= call.number) return;  // it is on its way
+  if (theirs.made(call.channel) >= call.number) return;  // the peer will reach this call
   if (mine.made(blocked->channel) >= blocked->number) return;
   if (call.number == 1 && blocked->number == 1 &&
       !has_lasted(apart_since_[call.channel], kSecondThreadTime, true))

@@ -19,7 +19,7 @@ namespace symm_cp {
 class Group;
 
 // The memory of one channel: made at the first call, replaced by larger memory when a call needs
-// it, dropped when the ranks may no longer have the same one. For one thread at a time.
+// it, dropped when the ranks may no longer use the same memory. For one thread at a time.
 class Workspace {
  public:
   Workspace(Group& group, int index) : group_(group), index_(index) {}
@@ -31,8 +31,8 @@ class Workspace {
              std::chrono::milliseconds timeout = kGroupTimeout);
   // Whether `begin` would return at once.
   bool begins_at_once(int64_t slot_bytes) const;
-  // Ends a call that failed on this rank or that it refuses to make. `other`: a call of another
-  // channel that is aborted with it. Never waits.
+  // Ends a call that this rank failed or refuses to make. `other`: a call of another channel that
+  // is aborted with it. Never waits.
   void fail(int64_t number, const std::string& cause, const CallSite* other = nullptr);
   // Makes slots of at least `slot_bytes` at the next call that needs new memory.
   void reserve(int64_t slot_bytes) { reserved_ = std::max(reserved_, slot_bytes); }
@@ -100,10 +100,10 @@ class Group {
   // The number of a new call on a channel. For the threads that call ops, in the order of the
   // calls.
   int64_t next(int index, bool by_user = true);
-  // Gives the call that runs as `number` the next number, and so on for all later calls.
+  // Raises the number of the call that runs as `number`, and of all later calls, by 1.
   void move(int index, int64_t number);
-  // The number under which a call runs that got `number` from `next`. Use it in the order of the
-  // calls.
+  // Returns the number under which the call that got `number` from `next` runs. Call this in the
+  // order of the calls.
   int64_t moved(int index, int64_t number);
   // For a call in the background: the number of a call on the channel `sync` that succeeded before
   // it; the last such call, if none has failed since. Calls with a smaller value were made before
@@ -111,7 +111,7 @@ class Group {
   int64_t in_step(int index, int64_t number) const {
     return index == kAsync ? in_step_[static_cast<size_t>(number) % kOrdinals].load() : 0;
   }
-  // Whether the last call on the channel `sync` has failed.
+  // Sets whether the last call on the channel `sync` has failed.
   void set_sync_failed(bool failed) { sync_failed_ = failed; }
   // How many calls of a channel have begun.
   int64_t made(int index) const { return board().made(index); }
@@ -167,7 +167,7 @@ class Group {
   // Throws PeerError in a fork of the process that made this object.
   void check_owned(const std::string& call_name) const;
   bool owned() const { return forks_ == fork_count(); }
-  // For lane.cpp: this thread makes no calls of its own.
+  // For lane.cpp: marks the calling thread as an engine, which makes no calls of its own.
   static void enter_engine();
   static bool in_engine();
 
@@ -188,7 +188,7 @@ class Group {
   int64_t offset_;
   int forks_;
   std::mutex mutex_;                      // numbers, and making the peers
-  std::deque<int64_t> moves_[kChannels];  // the last call that each move took along
+  std::deque<int64_t> moves_[kChannels];  // the number of the last call at each move
   std::thread::id first_thread_;
   bool several_threads_ = false;  // more than one thread has made calls
   Board own_board_{};             // until there are peers
@@ -228,8 +228,8 @@ class CallLock {
   std::recursive_timed_mutex& mutex_;
 };
 
-// In its scope, the thread's first call gets its number after `ask`, which may throw: code before
-// that can refuse a call without waiting for peers.
+// In its scope, `ask` runs before the thread's first call gets its number, and may throw. Code
+// before that point can refuse a call without waiting for peers.
 class BeforeNumber {
  public:
   explicit BeforeNumber(std::function<void()> ask);

@@ -16,7 +16,7 @@ namespace symm_cp {
 
 namespace {
 
-// Names are used again after a group was destroyed, so a group belongs to a process group object.
+// Names are reused after a group is destroyed, so each entry also records its process group object.
 struct KnownGroup {
   std::weak_ptr<Group> group;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group;

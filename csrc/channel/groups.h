@@ -16,8 +16,8 @@ class Group;
 // so whether the group spans hosts may not be known yet.
 std::shared_ptr<Group> group_named(const std::string& name);
 
-// Like `group_named`, once it is known whether the group spans hosts. Collective at the first call
-// for a group.
+// Like `group_named`, but first determines whether the group spans hosts. Collective at the first
+// call for a group.
 std::shared_ptr<Group> group_of(const std::string& name);
 
 // The group's ranks do not share memory.

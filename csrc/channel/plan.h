@@ -25,7 +25,7 @@ struct Plan {
   std::vector<Command> rest;     // the later steps
   std::vector<Command> whole;    // both
   std::vector<Reference> references;
-  std::string call_name;  // of the call, in errors and for the peers
+  std::string call_name;  // shown in errors, and compared by the peers
 };
 
 }  // namespace symm_cp

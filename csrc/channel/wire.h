@@ -55,7 +55,7 @@ struct Command {
 };
 
 // The steps of programs for streams. kRecord records an event on the lane, kWaitEvent makes the
-// lane wait for one; kArrived writes the epoch to number `peer` of this rank's own flags `flag`,
+// lane wait for one; kArrived writes the epoch to this rank's own flag `flag` for writer `peer`,
 // which a kernel polls.
 SYMM_CP_WIRE_ENUM(StreamKind, kCopy, kSignal, kWait, kRecord, kWaitEvent, kArrived);
 
@@ -101,8 +101,8 @@ SYMM_CP_WIRE_ENUM(ReduceOp, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor
 SYMM_CP_WIRE_ENUM(ExchangeKind, kAllGather, kAllReduce, kTwoShotAllReduce, kReduceScatter,
                   kAllToAll, kJoiningAllToAll, kHandledAllToAll);
 
-// The loops of a kind of exchange; not every kind has each. Loops other than kPlain differ in where
-// the input lies, or in the number of sockets.
+// The loops of a kind of exchange; not every kind has all of them. Loops other than kPlain differ
+// in where the input lies, or in the number of sockets.
 SYMM_CP_WIRE_ENUM(LoopKind, kPlain, kInPlace, kTwoSockets, kFourSockets);
 inline constexpr int kLoopKinds = 4;
 

@@ -239,7 +239,7 @@ void Streams::run(const StreamCommand* commands, int count, void* const* operand
                   driver::Stream const* lanes, uint32_t epoch, bool capturing,
                   const char* call_name) {
   InContext scope(api_, context_);
-  forget();  // the rest of a failed call
+  forget();  // drops operations left by a failed call
   capturing_ = capturing;
   last_lanes_.assign(lanes, lanes + kLanes);
   int32_t lane = count > 0 ? commands[0].lane : 0;

@@ -169,7 +169,7 @@ void StreamWaits::deliver(Clock::time_point begun) {
   }
   for (int peer = 0; peer < about_.world_size; ++peer)
     if (mark_of(peer) != 0 && !peers_[peer].marked) peers_[peer].marked = Clock::now();
-  // Many flags are not copied at one moment: the mark may have been read before the flag. So a wait
+  // The flags are not copied atomically: the mark may have been read before the flag. So a wait
   // that ended under a mark is checked again.
   const auto mark = [this](size_t pair) { return mark_of(pair % about_.world_size); };
   unsure_.insert(unsure_.end(), ended.begin(), ended.end());

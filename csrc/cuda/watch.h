@@ -6,17 +6,17 @@
 // neither the judge nor the threads that issue ops ever wait for the driver here.
 //
 // After an error in the middle of a call this rank gives up the workspace: it writes a mark to the
-// peers, which abort when they wait for this rank. This rank lives on, and its streams must end, or
-// threads that synchronize with them hang. Some waits end because their flags still arrive. To end
-// the others, the reader writes the awaited values to this rank's own flags. The streams then
-// compute from data that never came, and signal the results to the peers like good ones. So the
-// reader writes the values only once no peer can mistake the results for good:
+// peers, which abort when they wait for this rank. This rank continues, and its streams must end,
+// or threads that synchronize with them hang. Some waits end because their flags still arrive. To
+// end the others, the reader writes the awaited values to this rank's own flags. The streams then
+// compute from data that never came, and signal the results to the peers as if they were valid. So
+// the reader writes the values only once no peer can mistake the results for valid ones:
 //
 //   each peer has died, or has given up the workspace too (its results are lost anyway); or the
 //   time-out has passed since giving up, after which no peer waits for this rank any more.
 //
-// For even later peers the reader raises the mark to kDrained first. A peer's judge aborts when a
-// wait for this rank ends under that mark.
+// Some peers may wait even later, so the reader first raises the mark to kDrained. A peer's judge
+// aborts when a wait for this rank ends under that mark.
 #pragma once
 
 #include <chrono>
@@ -67,14 +67,14 @@ class StreamWaits {
   // A stream will wait, in call `epoch` of op `call_name`, until `peer` has raised a flag to
   // `needed`.
   void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
-  // Stops watching. Returns when flags are no longer read nor written, or after two seconds. The
+  // Stops watching. Returns when flags are no longer read or written, or after two seconds. The
   // context must be current.
   void close();
   // Whether all writes to flags have arrived. The context must be current.
   bool written();
-  // Reports to the peers that this rank completes no further call; from then on waits end as said
-  // above instead of aborting. Throws driver::Error when a report fails. The context must be
-  // current.
+  // Reports to the peers that this rank completes no further call; from then on waits end as
+  // described above instead of aborting. Throws driver::Error when a report fails. The context must
+  // be current.
   void give_up();
 
   // Returns why the process must abort, if it must. Does not call the driver.
@@ -101,7 +101,7 @@ class StreamWaits {
     std::optional<Clock::time_point> died;    // when the judge noticed
     std::optional<Clock::time_point> marked;  // when the reader delivered the mark
   };
-  struct Write {  // of a value to an own flag
+  struct Write {  // of a value to one of this rank's flags
     size_t pair;
     uint32_t value;
   };
@@ -109,7 +109,7 @@ class StreamWaits {
   // These take the mutex.
   bool abandoned();
   void deliver(Clock::time_point begun);
-  // These need it.
+  // The caller of these holds the mutex.
   bool waiting() const;
   size_t mark_of(size_t peer) const;
   void look_for_the_dead(Clock::time_point now);
@@ -131,7 +131,7 @@ class StreamWaits {
   std::condition_variable idle_;
   bool closed_ = false;
   std::optional<Clock::time_point> closing_;
-  std::optional<Clock::time_point> reading_;  // under way, since
+  std::optional<Clock::time_point> reading_;  // start of the reading under way
   bool lost_ = false;                         // the reading under way is abandoned
   Clock::time_point read_;                    // when the last delivered reading began
   std::optional<Clock::time_point> given_up_;

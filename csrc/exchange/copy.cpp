@@ -77,7 +77,7 @@ PlaneCopy merged(const PlaneCopy& copy) {
 // The bytes written to a plane of contiguous rows before the next plane's turn. Planes are often a
 // power of two apart, so that all writes fall into a few sets of the nearest cache: with runs of
 // 256 bytes, packing 256 KiB took 1.6 times as long as a copy on an Intel Xeon, with 1024 1.15
-// times. Runs of all rows took longer from 1 MiB on.
+// times. Copying all rows of a plane in one run took longer from 1 MiB on.
 constexpr int64_t kRun = 1024;
 
 // Copies a few rows of each plane in turn: if the planes are side by side in source or destination,
@@ -100,7 +100,8 @@ PlaneCopy rows_of(PlaneCopy copy, int64_t first, int64_t last) {
   return copy;
 }
 
-// Whether the copies read, or write, parts of the same rows; sorts them by part.
+// Whether the copies read (or write, depending on `side`) parts of the same rows. Sorts them by
+// part.
 bool share_rows(std::vector<PlaneCopy>& copies, Planes PlaneCopy::* side) {
   const PlaneCopy& one = copies.front();
   for (const PlaneCopy& copy : copies)

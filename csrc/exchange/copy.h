@@ -8,8 +8,8 @@ namespace symm_cp {
 // All of these divide large copies among the threads that the calling thread has (base/team.h).
 
 // Copies between addresses of any alignment that do not overlap. `streaming` writes past the
-// caches, for data that they cannot hold. As without it, other threads may read the data once this
-// has returned and they were signalled. `to_slot` says that peers have read the memory at `to`.
+// caches, for data that they cannot hold. Either way, other threads may read the data once this has
+// returned and they have been signalled. `to_slot` says that peers have read the memory at `to`.
 void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming, bool to_slot = false);
 
 // Copies a result, past the caches where that is faster (memory/slot_stores.h).

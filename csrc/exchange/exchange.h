@@ -48,7 +48,8 @@ struct Loop {
   bool helps_later() const;
 };
 
-// The bytes of a piece, of all parts together: both halves of all ranks' slots fit into the caches.
+// The bytes of a piece, over all parts: small enough that both halves of all ranks' slots fit into
+// the caches.
 inline constexpr int64_t kPieceBytes = int64_t{512} << 10;
 
 // The caller's steps in a kHandledAllToAll, in this order. Exceptions end the call on all ranks.
@@ -93,16 +94,16 @@ struct Exchange {
   int64_t piece_bytes = kPieceBytes;
   // How long this rank waits for its peers.
   std::chrono::milliseconds timeout = kGroupTimeout;
-  // Set if an earlier exchange gives this exchange's sizes: sets inputs and outputs after the
-  // exchanges before it, in the thread that carries it out. Its exceptions end the call on all
-  // ranks.
+  // Set if an earlier exchange determines this exchange's sizes. It sets the inputs and outputs
+  // after all earlier exchanges, in the thread that carries out this one. Its exceptions end the
+  // call on all ranks.
   std::function<void(Exchange&)> complete;
 };
 
 // Whether an all-reduce is a kTwoShotAllReduce: then a rank reads less (with more ranks, less
-// still), but waits twice. Of two ranks each reads as much, but writes only half of its input to
-// its slot; an input that the peer reads where it lies is not written there. The break-even points
-// were measured on 2 cores, with 2 ranks, and with 3 and 4.
+// still), but waits twice. With two ranks, each reads as much as in one shot, but writes only half
+// of its input to its slot; an input that is read in place is not written to the slot anyway. The
+// break-even points were measured on 2 cores, with 2 ranks, and with 3 and 4.
 constexpr bool two_shot(int ranks, int64_t bytes, bool in_place) {
   if (ranks == 2) return !in_place && bytes >= (int64_t{48} << 10);
   return bytes * (ranks - 1) >= (int64_t{192} << 10);
@@ -138,7 +139,7 @@ Started start(Group& group, Exchange exchange, bool background, Done done = {});
 // Whether `start` would begin the exchange before it returns. Under a CallLock of kAsync.
 bool starts_at_once(Group& group, const Exchange& exchange);
 
-// Carries an exchange out in the calling thread like `run`, but in one order with started
+// Carries an exchange out in the calling thread like `run`, but in the same queue as started
 // exchanges: to the peers it is the same call whether a rank starts it or runs it.
 void run_in_turn(Group& group, Exchange exchange);
 

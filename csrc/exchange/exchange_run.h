@@ -46,9 +46,9 @@ class ExchangeRun {
   int64_t slot_bytes() const { return slot_bytes_; }
   // This rank's number of pieces; after its first waits, the largest of all ranks.
   int64_t pieces() const { return pieces_; }
-  // Carries out the call of that number, all of it.
+  // Carries out the whole call of that number.
   void run(Workspace& workspace, int64_t number);
-  // The same in parts. `publish` hands the first piece to the peers and does not wait.
+  // These do the same in parts. `publish` hands the first piece to the peers and does not wait.
   Call begin(Workspace& workspace, int64_t number);
   void publish(Channel& channel, Call& call);
   void finish(Channel& channel, Call& call);
@@ -73,7 +73,7 @@ class ExchangeRun {
   // Calls `store(past_caches)`, which writes about that many bytes to an area and returns how many.
   template <class Store>
   int64_t stored(Channel& channel, const Area& to, int64_t bytes, const Store& store);
-  // The same for the result: all its stores go one way, and are timed together.
+  // The same for the result: all its stores use the same method, and are timed together.
   template <class Store>
   int64_t stored_result(const Store& store);
   int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
@@ -97,7 +97,7 @@ class ExchangeRun {
   int64_t result_bytes_ = 0;
   bool past_caches_ = false;  // how the result is stored, and for how long so far
   std::chrono::steady_clock::duration storing_{};
-  int64_t room_ = 0;  // of a part in a piece
+  int64_t room_ = 0;  // the bytes of a part in a piece
   int64_t pieces_ = 1;
   std::vector<const void*> sources_;
 };

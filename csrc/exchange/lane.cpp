@@ -78,7 +78,7 @@ void Lane::run_program(Program& program, Workspace& workspace) {
                            plan.references.data(), program.operands.data(), call);
 }
 
-// Returns why it failed, if it did.
+// Returns why the item failed; empty on success.
 std::string Lane::carry_out(Item& item) {
   Program& program = item.program;
   Workspace& workspace = group_.workspace(kAsync);

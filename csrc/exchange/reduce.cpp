@@ -140,7 +140,8 @@ struct Average : Sum {
     return v / static_cast<std::remove_cvref_t<decltype(v[0])>>(count);
   }
 };
-// An average over a power of two: the same bits at the cost of a multiplication.
+// An average over a power of two: multiplies, which is faster than dividing and gives the same
+// bits.
 struct ExactAverage : Sum {
   template <class V>
   static V finish(V v, int count) {
@@ -158,7 +159,7 @@ struct Min : Unfinished {
   template <class V>
   static V combine(V a, V b) {
     const V least = b < a ? b : a;
-    return b == b ? least : b;  // NaN spreads
+    return b == b ? least : b;  // NaN propagates
   }
 };
 struct Max : Unfinished {
@@ -237,7 +238,7 @@ void reduce_part(const Operands& given, int64_t at, int64_t bytes) {
 }
 
 // Saves 10 to 15% if a peer's core holds the data and a vector takes many instructions, so that the
-// processor itself has too few loads in flight. Touches nothing behind the sources.
+// processor itself has too few loads in flight. Fetches nothing past the end of the sources.
 inline void fetch_ahead(const Operands& given, int64_t at, int64_t block) {
   const int64_t ahead = std::min(at + 2048, given.bytes - block);
   for (int s = 0; s < given.count; ++s)

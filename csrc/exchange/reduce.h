@@ -25,9 +25,9 @@ bool reducible(DType dtype, ReduceOp op);
 // maxima are NaN if a source is NaN, as in torch.minimum, and the lowest rank's zero if zeros of
 // both signs meet. The sum of bools is their `or`, and the product their `and`, as in gloo.
 //
-// `streaming` writes `out` past the caches, for results that they cannot hold; as without it, other
-// threads may read `out` once this has returned and they were signalled. `to_slot` says that peers
-// have read that memory.
+// `streaming` writes `out` past the caches, for results that they cannot hold; either way, other
+// threads may read `out` once this has returned and they have been signalled. `to_slot` says that
+// peers have read that memory.
 void reduce(void* out, const void* const* sources, int count, int64_t elements, DType dtype,
             ReduceOp op, bool streaming, bool to_slot = false);
 

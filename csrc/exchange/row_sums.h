@@ -7,11 +7,11 @@
 
 namespace symm_cp {
 
-// Sums of `terms` rows of `width` elements each; sums follow one another, and so do the rows and
-// factors of a sum.
+// Sums of `terms` rows of `width` elements each; the sums are contiguous, and so are the entries of
+// each sum in `rows` and `factors`.
 struct RowSums {
   void* sums;
-  const char* const* rows;  // null: none
+  const char* const* rows;  // null entries are skipped
   const void* factors;      // of the type in which rows are added; null: all are 1
   int64_t terms;
   int64_t width;

@@ -316,8 +316,8 @@ void MessageEngine::handle_message(int peer, const Frame& frame) {
   unexpected_[frame.tag].push_back(std::move(arrival));
 }
 
-// Matches a message with its receive. `bytes`: of an eager message; null while they are still in
-// the ring.
+// Matches a message with its receive. `bytes`: the data of an eager message; null while it is still
+// in the ring.
 void MessageEngine::deliver(const TransmissionPtr& transmission, int peer, const Frame& frame,
                             const char* bytes) {
   Transmission& receive = *transmission;
@@ -381,7 +381,8 @@ bool MessageEngine::attended(const MessageLink& link) const {
   return true;
 }
 
-// Reads one message after the other, and a large message in parts: there may be other frames.
+// Reads one message after the other, and a large message in parts, so that other frames are handled
+// in between.
 bool MessageEngine::read_on(int peer) {
   MessageLink& link = *links_[peer];
   if (link.reading.empty()) {  // given up meanwhile

@@ -67,7 +67,7 @@ struct MessageLink {
   std::shared_ptr<const Bell> bell;  // the peer's; null until it has answered
   std::string gone;                  // why there will be no more messages, as in "died"
   bool left_in_order = false;
-  std::string complaint;  // of the peer, about a message that had left already
+  std::string complaint;  // the peer's, about a send that had already ended
 
   // To the peer.
   Segment out_memory;
@@ -203,7 +203,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   std::map<uint64_t, std::list<Arrival>> unexpected_;      // by tag
   std::vector<Ended> ended_;
   int live_ = 0;           // transmissions that have not ended
-  int any_sources_ = 0;    // of posted_
+  int any_sources_ = 0;    // receives from any source in posted_
   bool watching_ = false;  // the engine looks for the end of ranks to which there is no link
   int waiting_ = 0;        // threads that wait
   std::string closed_;     // why it is closed; empty: it is not

@@ -249,7 +249,7 @@ void MessageEngine::apply(LinkEvent& event) {
       break;
     case LinkEvent::kConnected:
       link.connected = true;
-      link.bell->ring();  // for frames written before it could be rung
+      link.bell->ring();  // for frames written before the bell was known
       break;
     case LinkEvent::kGone: lose(event.peer, event.reason, event.in_order); break;
   }
@@ -383,7 +383,7 @@ void Messages::close(milliseconds linger) {
   if (engine_->owned()) {
     engine_->close(linger);
   } else {
-    // The thread of the engine is the parent's, and so may be a lock.
+    // The engine's thread belongs to the parent process, and a lock may be held there, so leak it.
     new std::shared_ptr<MessageEngine>(std::move(engine_));
   }
 }

@@ -42,7 +42,7 @@ std::optional<std::string> FailureNotes::ask(Ask what) {
       std::lock_guard<std::mutex> lock(shared->mutex);
       if (!shared->copy) shared->copy = copy_of(shared->store);
       return what(*shared->copy);
-    } catch (const std::exception&) {  // the lost rank may keep the store
+    } catch (const std::exception&) {  // the lost rank may host the store
       return Value();
     }
   });

@@ -1,5 +1,5 @@
-// Notes in a group's store why its ranks failed: ranks on other hosts only see that the links to
-// them break, when their processes end.
+// Records in a group's store why its ranks failed: otherwise ranks on other hosts only see links
+// break when the failed ranks' processes end.
 //
 // A rank notes its failure before its call raises, so before its process can end because of it.
 // Hence a rank that loses a link to it finds the note; without a note, the rank itself was lost.
@@ -21,8 +21,8 @@ c10::intrusive_ptr<c10d::Store> copy_of(const c10::intrusive_ptr<c10d::Store>& s
 // How long to wait for a store when the note would only spare peers a wait.
 inline constexpr std::chrono::seconds kNotePatience{1};
 
-// Does nothing any more once the store has not answered within `kNotePatience`: the store may be
-// behind a broken link. For one thread.
+// Stops using the store once it has not answered within `kNotePatience`: the store may be behind a
+// broken link. For one thread.
 class FailureNotes {
  public:
   // Removes the note that an earlier group of that name has left.

@@ -130,7 +130,7 @@ Connector::Connector(std::shared_ptr<Bootstrap> bootstrap, std::string group, in
       rank_(rank),
       world_size_(world_size),
       bell_(bell),
-      listener_(std::move(group), -1, world_size),  // ranks of any number may connect
+      listener_(std::move(group), -1, world_size),  // -1: any rank may connect
       contacts_(static_cast<size_t>(world_size)) {
   bootstrap_->set(key_of(rank_), listener_.entry());
 }
@@ -212,7 +212,7 @@ void Connector::greet(int peer, std::vector<LinkEvent>& events) {
   }
 }
 
-// Called after `greet`: messages that a peer sent before its end count.
+// Called after `greet`: messages that a peer sent before it ended must still be received.
 void Connector::check_gone(int peer, std::vector<LinkEvent>& events) {
   Contact& contact = contacts_[peer];
   const bool in_order = contact.bell != nullptr && contact.bell->doorbell().closed.load() == 1;

@@ -71,7 +71,7 @@ struct LinkEvent {
 // All sockets of a rank's messages. For one thread, the engine's; waits only for the store.
 class Connector {
  public:
-  // Puts this rank into the store. `bell`: this rank's bell, which outlives this object.
+  // Publishes this rank's entry in the store. `bell`: this rank's bell, which outlives this object.
   Connector(std::shared_ptr<Bootstrap> bootstrap, std::string group, int rank, int world_size,
             const Bell& bell);
 
@@ -96,8 +96,8 @@ class Connector {
     bool incoming = false;   // and has sent its ring on `in`
     bool stirred = false;    // there is something to read, or an end
     bool gone = false;
-    std::optional<Clock::time_point> hung_up;  // since when a socket is closed
-    std::optional<Clock::time_point> ended;    // since when the process of its entry is gone
+    std::optional<Clock::time_point> hung_up;  // when a socket was found closed
+    std::optional<Clock::time_point> ended;    // when the entry's process was found ended
     std::string entry;
     std::string loss;  // why there will be no link
     int store_failures = 0;

@@ -4,20 +4,21 @@
 // connects to the lower one, and both send their boards. A rank has met its peers once it has all
 // boards and has sent its own to all. Then it closes its listener.
 //
-// A rank may abort its rendezvous at any moment: a peer refused the call, the time is over, Ctrl-C.
-// It aborts the call, not the mesh: its listener, its connections and the messages received through
-// them stay for its next call, which goes on from there. So no rank loses the connection to a peer
-// that lives, whether or not that peer has met all others yet. (If it closed its sockets and came
-// again with new sockets, peers that had met it could not distinguish that from its end.)
+// A rank may abort its rendezvous at any moment: a peer refused the call, the time-out has passed,
+// or Ctrl-C. It aborts the call, not the mesh: its listener, its connections and the messages
+// received through them stay for its next call, which goes on from there. So no rank loses the
+// connection to a live peer, whether or not that peer has met all others yet. (If it closed its
+// sockets and came again with new sockets, peers that had met it could not distinguish that from
+// its end.)
 //
 // A rank that refuses a rendezvous notes that in the store first, then sends it to all connected
 // peers. A rank reads the store until the peer's board has come, and once more after the last
 // board: so it finds refusals noted before the board was sent. Later refusals come through the
 // connection.
 //
-// A connection that ends before the peer's board came, while the peer's process lives, belonged to
-// an earlier group of the same name, whose entry the peer has replaced or will replace: the rank
-// looks for the peer anew.
+// A connection that ends before the peer's board came, while the peer's process is still running,
+// belonged to an earlier group of the same name, whose entry the peer has replaced or will replace:
+// the rank looks for the peer anew.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/syscall.h>

@@ -252,7 +252,7 @@ bool Peers::collect(const std::string& key, int round, const std::string& contex
   return std::all_of(have.begin(), have.end(), [](bool accepted) { return accepted; });
 }
 
-// Throws when a peer has died or left. A message under this key that it sent before counts: it is
+// Throws when a peer has died or left. Does not throw if a message from it under this key is left
 // for the next `collect`.
 void Peers::throw_if_gone(int peer, const std::string& key, const std::string& context) {
   bool closed;
@@ -272,7 +272,7 @@ void Peers::throw_if_gone(int peer, const std::string& key, const std::string& c
   if (closed) throw_missing(peer, context, "has left the group");
 }
 
-// Throws when a missing peer will never come, or the time is over.
+// Throws when a missing peer will never come, or the time-out has passed.
 void Peers::check_missing(const std::string& key, const std::string& context,
                           const std::vector<bool>& have, bool expired, const WaitBudget& budget) {
   for (int peer = 0; peer < world_size_; ++peer)

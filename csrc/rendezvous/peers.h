@@ -39,7 +39,7 @@ struct Payload {
 struct Received {
   std::vector<int64_t> words;
   std::vector<Descriptor> fds;
-  std::string call_name;  // the call that the rank meets for
+  std::string call_name;  // the call that needs the rendezvous
 };
 
 // A rank aborts its call, and all calls of another channel up to `other`, if any, so that ranks
@@ -75,7 +75,7 @@ class Peers {
 
   // Collective: makes the mesh (mesh.cpp), or continues it after an aborted rendezvous. Throws
   // PeerError, naming the rank, when a peer does not come within the budget, died, refused this
-  // rendezvous, or lives on another host. Sockets are in the abstract namespace: no file is left
+  // rendezvous, or is on another host. Sockets are in the abstract namespace: no file is left
   // behind. Their names are public, so connections are checked by user id and a 128-bit token, and
   // none can block a rank. The rest of this class is for ranks that have met.
   void meet(Bootstrap& bootstrap, const Rendezvous& rendezvous);
@@ -84,7 +84,7 @@ class Peers {
   static void refuse_before(Bootstrap& bootstrap, int rank, const std::string& key,
                             const std::string& reason);
 
-  // Throws when a peer has refused this call that way, or a later one.
+  // Throws when a peer has refused this call, or a later one, with `refuse_before`.
   static void check_refusal(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer);
 
   // Collective: sends the payload to every peer and returns each rank's payload (this rank's entry
@@ -122,7 +122,7 @@ class Peers {
     int32_t round;
     int32_t words;  // of a refusal: the other channel; word[0]: the number there
     int64_t word[kMaxWords];
-    char text[256];  // the call; of a refusal the reason
+    char text[256];  // the call's name, or a refusal's reason
   };
   struct Incoming {
     std::optional<Received> payload;
@@ -137,8 +137,8 @@ class Peers {
   struct Peer {
     Descriptor socket;
     Descriptor process;      // a pidfd; invalid where the kernel has none
-    std::string entry;       // by which this rank connected to it
-    bool has_board = false;  // the peer has this rank's
+    std::string entry;       // the entry through which this rank connected
+    bool has_board = false;  // the peer has this rank's board
     bool closed = false;
     std::map<std::pair<std::string, int>, Incoming>
         incoming;  // by key and round; refusals: round -1

@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 #: The numbers of each rank.
 Numbers: TypeAlias = "tuple[tuple[int, ...], ...]"
 
-#: The prefix of the names of calls in which ranks exchange where the inputs of an op lie.
+#: The prefix of the name of the exchange that decides whether an op reads its inputs in place.
 QUESTION = b"inputs of "
 
 
@@ -64,8 +64,8 @@ class Place:
     unreachable: tuple[str, ...] = ()
 
 
-#: Returns why the ranks of a group, which map each other's memory on a device, cannot work on it
-#: together; "" if they can, None if no check is needed. Collective. Added by cuda/registry.
+#: Returns the reason why ranks that map each other's memory on a device cannot work on it together;
+#: "" if they can, None if no check is needed. Collective. Added by cuda/registry.
 Check: TypeAlias = "Callable[[Group, torch.device], str | None]"
 checks: list[Check] = []
 
@@ -122,9 +122,8 @@ def hosts_of(group: Group, device: torch.device) -> Hosts | None:
     """Returns how a group is spread over hosts; None if all tensors on `device` are on one host.
 
     Collective at the first call for a group and a kind of device. Warns when GPUs of one host do
-    not reach each other's memory, or cannot signal each other: they count as on different hosts
-    then. Raises `NotImplementedError` when hosts hold different numbers of
-    the group's ranks.
+    not reach each other's memory, or cannot signal each other: they then count as on different
+    hosts. Raises `NotImplementedError` when hosts hold different numbers of the group's ranks.
     """
     if group.world_size == 1:
         return None
@@ -156,10 +155,10 @@ def on_this_host(group: Group, kind: str) -> Group:
 def _publish(group: Group) -> None:
     """Writes the place of this rank's CPU tensors to the store. Not collective.
 
-    The key is the process's rank in the world, whatever the group: ranks must not wait for each
-    other because they used different groups first. So the key has no generation, either, on which a
-    group's ranks must agree; an earlier world's places in this store hold for this world, too,
-    unless its processes were on other hosts.
+    The key contains the process's rank in the world, not the group: ranks that use different groups
+    first must not wait for each other. For the same reason it contains no generation, on which a
+    group's ranks would have to agree. So this world may read places that an earlier world left in
+    the store, which are right unless its processes were on other hosts.
     """
     if group.world_size > 1:
         store, keys = _keys(group)
@@ -204,7 +203,7 @@ def _places(group: Group, device: torch.device) -> list[Place]:
 
 
 def _met_on_this_host(group: Group) -> bool:
-    """Whether the group's backend met its ranks on this host when the group was made.
+    """Whether the group's backend found all ranks on this host when the group was made.
 
     Then the group's first call waits only for the group's own peers, with its own time-out.
     """

@@ -58,7 +58,7 @@ _KEYS: StateKey[_Keys] = StateKey("keys in the store")
 
 
 def generation(group: Group) -> str:
-    """Returns a text that a group's ranks share, and that no earlier group of its name had.
+    """Returns a text that a group's ranks share; earlier groups of the same name had other texts.
 
     Collective at the first call for a group. Raises `PeerLostError` when a rank exits first, or the
     time-out elapses.
@@ -73,9 +73,10 @@ def generation(group: Group) -> str:
 def _agree_on_generation(group: Group, own: str) -> str:
     """Each rank writes the text that it has drawn, and the peers' texts that it has read.
 
-    A record with a rank's own text was written after the rank drew it, so by a rank of this
-    group; a record of an earlier group never has it. Counting the arriving ranks instead would fail
-    where a rank of an earlier group died, or never used that group.
+    A record that contains a rank's own text was written after the rank drew the text, so a rank of
+    this group wrote it; records of earlier groups never contain the text. Counting
+    arriving ranks instead would fail where a rank of an earlier group died or never used that
+    group.
     """
     store, rank = group.store(), group.rank
     keys = [f"symm_cp/generation/{group.world_size}/{r}" for r in range(group.world_size)]
@@ -204,8 +205,8 @@ def _patience(
 def _links(group: Group) -> Iterator[Callable[[int], int | None]]:
     """Yields a function that returns the lost rank that may keep a given rank from answering.
 
-    It is the given rank itself, when the link to it is broken, or a dead rank whose message it
-    missed; None when no loss is known. Opens links lazily.
+    This is the given rank itself if the link to it is broken, or a dead rank whose message it
+    missed; None if no loss is known. Opens links lazily.
     """
     library = native.load()
     links: list[int] = []

@@ -2,9 +2,9 @@
 
 A group has up to two workspaces for CPU tensors, one for each *channel*: `"sync"` for ops that run
 in the calling thread, `"async"` for ops of a copy engine, so that both kinds may be in flight at
-once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; a
-call that a rank refuses counts as well. The calls of a workspace are numbered from 1, too (the
-*epoch*); call e uses slot e % 2. A workspace takes
+once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; refused calls
+count as well. The calls of a workspace are also numbered from 1 (the *epoch*); call e uses slot
+e % 2. A workspace takes
 
     4096 * ceil((5 * 64 * W + 2 * 192 + 8 * 256 + 2 * 64 * ceil(W / 8)) / 4096)
         + 2 * 4096 * ceil(slot / 4096)
@@ -229,9 +229,9 @@ class _CallLock:
 
 
 class _Call:
-    """The context manager of `Group.call`: a class, which needs half the calls of a generator.
+    """The context manager of `Group.call`: a class makes half as many calls as a generator.
 
-    Like a generator it ends the call when it is dropped: Ctrl-C may come just before `__exit__`.
+    Like a generator, it ends the call when it is dropped: Ctrl-C may come just before `__exit__`.
     """
 
     _under_way = False
@@ -395,8 +395,8 @@ def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
 #: Called with every new group; not collective.
 on_creation: list[Callable[[Group], object]] = []
 
-#: Called when a group is first used, whichever op comes first; not collective. They write the facts
-#: of this rank that peers may need to the group's store.
+#: Called when a group is first used, by any op; not collective. These functions write facts about
+#: this rank that peers may need to the group's store.
 on_first_use: list[Callable[[Group], object]] = []
 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}

@@ -79,7 +79,7 @@ def load() -> ctypes.CDLL:
 
 
 def divide_as_measured(library: ctypes.CDLL) -> None:
-    """Has threads share copies and reductions from the sizes that `symm-cp calibrate` measured."""
+    """Sets the sizes from which threads share work, as `symm-cp calibrate` measured them."""
     library.symm_cp_set_divided_from(0, 0)
     for threads, size in measured.divided_from(say).items():
         library.symm_cp_set_divided_from(threads, size)
@@ -147,7 +147,7 @@ def load_glue() -> ctypes.CDLL:
 
 
 def glue_if_built() -> ctypes.CDLL | None:
-    """Returns the library of `build_glue` if that was built, else None; never builds it."""
+    """Returns the library of `build_glue` if it was built, else None; never builds it."""
     try:
         load()
         return None if glue_beside(_loaded[0]) is None else load_glue()

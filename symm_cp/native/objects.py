@@ -80,7 +80,7 @@ class Objects:
             path.unlink(missing_ok=True)
 
     def _is_split(self, unit: Unit) -> bool:
-        """Whether to compile a unit's sources one by one: an earlier state was built here."""
+        """Whether to compile sources one by one: an earlier version of the unit was built here."""
         if not self._sources.is_checkout or self._has(unit):
             return False
         return any(self._folder.glob(f"{unit.name}-{self._toolchain}-*.o"))

@@ -1,9 +1,8 @@
 """Compiled libraries in a wheel, so that its users need no compiler.
 
-`python -m symm_cp.native` compiles them, for processor levels with psABI's names. A library serves
-all releases of one minor version of torch, which share a C++ interface. A level is used if the
-processor has all its features; if none fits, the native part is built as from a wheel without
-libraries.
+`python -m symm_cp.native` compiles them, for processor levels with psABI's names. A library
+works with all releases of one minor version of torch, which share a C++ interface. A level is used
+if the processor has all its features; if none fits, the native part is built from its sources.
 """
 
 from __future__ import annotations

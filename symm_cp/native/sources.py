@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from symm_cp.native.errors import BuildError
 
 #: Files that need Python's headers, so they form a separate library (native/building.py): the
-#: backend of torch.distributed, and calls of ops that are faster than torch's. With optimization
-#: levels: the first file's code runs once for each group.
+#: backend of torch.distributed, and calls of ops that are faster than torch's. Each has its
+#: optimization level; the first file's code runs only once for each group.
 GLUE = {
     "backend/glue.cpp": "-O0",
     "ops/glue.cpp": "-O1",
@@ -83,7 +83,7 @@ class Sources:
             own: set[str] = set()
             other: set[str] = set()
             for quoted, angled in _INCLUDE.findall(self.contents[name].decode(errors="replace")):
-                beside = (PurePosixPath(name).parent / quoted).as_posix()  # as compilers look
+                beside = (PurePosixPath(name).parent / quoted).as_posix()  # where compilers look
                 own.update({beside, quoted} & self.contents.keys() if quoted else ())
                 other.update((angled,) if angled else ())
             self._included[name] = own, other

@@ -254,8 +254,8 @@ CHANNELS = ("sync", "async")
 
 #: The flags that a rank raises at its peers; a flag's number is its index here.
 FLAGS = ("ready", "partial", "reduced", "taken", "done", "relayed")
-#: On devices also a flag for a rank's own polling kernel, a flag of a rank that has aborted, the
-#: words that streams copy to peers' flags, and "ready" of calls that read in place.
+#: Devices also have a flag for a rank's own polling kernel, a flag of a rank that has aborted, the
+#: words that streams copy to peers' flags, and a "ready" flag for calls that read in place.
 DEVICE_FLAGS = (*FLAGS, "arrived", "gave up", "sent", "ready in place")
 #: A cache line for each flag and writer.
 FLAG_BYTES = 64
@@ -267,7 +267,7 @@ LAST_EPOCH = (1 << 31) - 2
 #: the parts of a piece.
 EXCHANGE_PIECE = 512 << 10
 EXCHANGE_PART = 64
-#: On CPU a flag's value is a call's epoch and a piece of the call, whose number takes these bits.
+#: On CPU a flag's value holds a call's epoch and the number of a piece, which takes these bits.
 PIECE_BITS = 14
 LAST_CPU_EPOCH = (1 << (31 - PIECE_BITS)) - 2
 

@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 _MAX_PLANS = 512
 _LONG_SIZES = 48  # characters in a call's name, which peers compare; longer: a checksum
-# Dispatch keys that make no call: fake kernels, recorders of calls, keys before other keys.
+# Dispatch keys whose kernels make no call: fake kernels, or kernels that call another key's.
 _NOT_CALLS = ("Meta", "Functionalize", "Composite", "ADInplaceOrView")
 _DEVICES = tuple(kind.dispatch_key for kind in cuda.known())
 
@@ -372,7 +372,7 @@ def uneven_parts(sizes: Sequence[int] | None, group_name: str) -> Uneven:
 
 
 def uneven_of(last: Sequence[Any]) -> Uneven:
-    """Returns the last arguments of an op from those that autograd saw; () if none or None."""
+    """Returns the op's arguments for uneven parts as autograd saw them; () if absent or None."""
     return () if not last or last[0] is None else (last[0], last[1])
 
 

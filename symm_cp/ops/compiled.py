@@ -57,7 +57,7 @@ def _lowering_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _lowering_in_order(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Lowers an op as usual, to run after the previous op that was lowered here."""
+    """Lowers an op as usual, to run after the op that this function lowered before."""
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
 

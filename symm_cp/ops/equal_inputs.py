@@ -166,7 +166,7 @@ def text_hash(value: Any) -> int:
 
 @kept(maxsize=16)
 def _weights(device: torch.device, count: int) -> torch.Tensor:
-    """Odd numbers in no line: the outer two of three neighbours are not twice the inner."""
+    """Returns odd factors that mix bits: three neighbours form no arithmetic progression."""
     numbers = torch.arange(1, count + 1, device=device) * _MIX[0]
     return ((numbers ^ (numbers >> 29)) * _MIX[1]) | 1
 
@@ -182,7 +182,7 @@ def hashed(tensor: torch.Tensor) -> torch.Tensor:
 def content_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a hash of all bytes of a tensor, read once: an int64.
 
-    It adds the sum of all words, which ignores their places, and a hash of a few that does not.
+    Adds up all words, which ignores their order, and a hash of some words that depends on it.
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.numel() == 0:
@@ -208,10 +208,7 @@ def _floats(items: Sequence[Item]) -> list[tuple[str, torch.Tensor]]:
 
 
 def spread_values(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns evenly spaced values of a floating-point tensor in float64, zeros for missing ones.
-
-    (count,)
-    """
+    """Returns `count` evenly spaced values of a tensor in float64, zeros for missing ones."""
     flat = tensor.detach()
     flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
     if flat.numel() == 0:
@@ -270,9 +267,9 @@ def _compare_input(
 def _sums_agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> bool:
     """Whether inputs on CPU are surely equal on all ranks, by one native all-reduce of a hash.
 
-    If False, floating-point inputs may still be equal up to rounding. If the hashes are not all
-    equal, their sum is `world_size` times none of them, except with probability 2 ** -56: so all
-    ranks get the same answer.
+    If False, floating-point inputs may still be equal up to rounding. If hashes differ, their sum
+    is not `world_size` times any of them (except with probability 2 ** -56), so all ranks get the
+    same answer.
     """
     state = resolve(group)
     if state.world_size == 1:

@@ -103,7 +103,7 @@ def report(
 def _name_op(op: str, error: Exception) -> None:
     """Puts an op's name before the text of an error that names none, such as torch's."""
     text = str(error)
-    if not error.args:  # as of a MemoryError
+    if not error.args:  # such as a MemoryError
         error.args = (f"{op}: {type(error).__name__}",)
     elif error.args == (text,) and not any(name in text for name in (op, *OPS_ON_CPU)):
         error.args = (f"{op}: {text}",)
@@ -126,7 +126,7 @@ def refuse(group: GroupLike, channel: str, error: BaseException) -> None:
 
 def _was_reported_natively(error: BaseException) -> bool:
     """Whether a native kernel has reported the error to the peers."""
-    if isinstance(error, KeyboardInterrupt):  # the kernel's own error is gone, and so is its text
+    if isinstance(error, KeyboardInterrupt):  # it replaced the kernel's own error
         return bool(native.load().symm_cp_interruption_was_reported())
     return bool(native.load().symm_cp_was_reported(str(error).encode()))
 

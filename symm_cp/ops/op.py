@@ -124,7 +124,7 @@ class Op:
     name: str
     #: Arguments and results, "(Tensor x, str group_name) -> Tensor".
     schema: str | None = None
-    #: Runs on all devices, or serves CPU tensors where the native kernel cannot.
+    #: Runs on all devices, or only for CPU tensors that the native kernel cannot process.
     kernel: Kernel | None = None
     #: Checks the arguments; returns results of the right shapes, strides and dtypes.
     fake: Kernel | None = None
@@ -142,7 +142,7 @@ class Op:
     #: new tensors. torch itself converts ops that write and return nothing.
     functional: Kernel | None = None
 
-    #: The kernel for CPU tensors is native, and calls `kernel` where it cannot serve a call.
+    #: The kernel for CPU tensors is native, and calls `kernel` where it cannot run a call.
     native: bool = False
     #: A native kernel for autograd calls `gradient`'s kernel only where a gradient is recorded.
     native_autograd: bool = False

@@ -22,14 +22,14 @@ from symm_cp.ops.op import Kernel, Op, declared
 
 _installed: CudaOverride | None = None
 
-# Devices of a group for which the line that torch's kernels stay was printed.
+# Devices of a group for which the message was printed that torch's kernels stay in use.
 _ANNOUNCED: StateKey[set[torch.device]] = StateKey("override_announced")
 
 
 def _serves(group: Group, device: torch.device) -> bool:
-    """Whether our kernels serve a group: the self-test passed. Collective at the first call.
+    """Whether our kernels run for a group: the self-test passed. Collective at the first call.
 
-    torch's kernels cannot serve ranks on several hosts; ours pass data between these.
+    Our kernels can also pass data between hosts; torch's kernels cannot.
     """
     verdict = known_verdict(group, device)
     if verdict is not None and verdict.passed:

@@ -19,7 +19,7 @@ import torch
 
 from symm_cp.ops.attention import philox
 
-# Mask elements made at once in Python; each takes some 100 bytes meanwhile.
+# The most mask elements to make at once in Python; each takes some 100 bytes of temporary memory.
 _ELEMENTS_AT_ONCE = 1 << 22
 _SEEDS = 2**62  # the number of seeds, for torch's generators and the key of Philox
 _ODD = 0x9E3779B97F4A7C15
@@ -45,7 +45,7 @@ class Place:
         return torch.zeros(1, 1, dtype=torch.int64) if self.positions is None else self.positions
 
     def of_part(self, part: int) -> Place:
-        """The place of this rank's part `part`, counted from 1 or 0, of a split tensor."""
+        """The place of part `part` of a split tensor; part 0 has the place of the whole."""
         return replace(self, part=self.part + (part << 16)) if part else self
 
 

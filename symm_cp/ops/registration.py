@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def register_plans() -> None:
-    """Serves ops on devices with streams by plans, and by Python's kernels where there is none."""
+    """Runs ops on devices with streams by plans; kernels in Python run calls without a plan."""
     plans.begin()
     for op in filter(_is_planned, declared()):
         for key in _keys_of_ours(op):

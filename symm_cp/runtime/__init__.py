@@ -17,7 +17,7 @@ __all__ = ["Choose", "background_of", "boxes_of", "of", "serve"]
 
 #: Returns the runtime for a group's tensors on a device.
 Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
-#: The types of torch devices that other runtimes serve, and the functions that return these.
+#: Types of torch devices with runtimes of their own, and the functions that return these runtimes.
 _served: list[tuple[Container[str], Choose]] = []
 
 _cpu = CpuRuntime()

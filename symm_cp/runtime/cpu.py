@@ -105,7 +105,7 @@ def _all_reduce_program(
 def _exchange_program(
     rank: int, partials: tuple[int, ...], dtype: int, ring: bool
 ) -> tuple[Program, tuple[int, ...]]:
-    """The program, and where the partial sums begin in a slot; the last offset is the shard's."""
+    """Returns the program, and the offsets of the partial sums and of the shard in a slot."""
     variant = patterns.CONSUME_AND_REDUCE_SCATTER.direct(ring=ring)
     # In a ring, chunk 0 or 1 of a peer's slot is read as this rank's partial sum.
     sizes = (partials[rank],) * 2 if ring else partials
@@ -339,7 +339,7 @@ class CpuRuntime(Runtime):
 
 
 def _run_in_place_if_all_can(call: _C, run: Callable[[_C, bool], None]) -> None:
-    """Runs a call: in place if all ranks' shards can be read there. Collective.
+    """Runs a call, in place if all ranks' shards can be read in place. Collective.
 
     Ranks may differ: a shard may be contiguous on one rank and not on another, if only because a
     dimension that was moved to the front has length 1 there. So ranks exchange whether they can,

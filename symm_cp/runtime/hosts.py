@@ -63,7 +63,7 @@ class _Ring:
         self._process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
 
     def host(self, turn: int) -> tuple[int, ...]:
-        """The ranks whose shards turn `turn` works on."""
+        """The ranks whose shards are processed in turn `turn`."""
         return self.hosts.ranks[(self.hosts.host - turn) % self.count]
 
     def counterpart(self, turn: int) -> int:
@@ -114,7 +114,7 @@ class _Ring:
 
     @contextmanager
     def call(self, inner: Runtime) -> Iterator[_Ring]:
-        """Begins the call; a failure in the middle also ends the calls of this host's other ranks.
+        """Runs a call; if it fails midway, the calls of this host's other ranks fail as well.
 
         `inner` is the runtime within the host.
         """
@@ -152,7 +152,7 @@ class HostsRuntime(BackgroundRuntime):
         self._inner = inner
 
     def _gather(self, call: GatherCall) -> None:
-        """Own host first, then host by host."""
+        """Gathers from this host first, then from one host after the other."""
         group, shards, gathered, split = call.group, call.shards, call.gathered, call.split
         messages = _Messages(shards)
 
@@ -184,7 +184,7 @@ class HostsRuntime(BackgroundRuntime):
                 parts = messages.parts(current, ring.counterpart(turn + 1))
 
     def _combine(self, call: CombineCall) -> None:
-        """Copies every shard."""
+        """Copies every shard to memory of this rank."""
         copies: dict[int, torch.Tensor] = {}
 
         def copy(parts: list[torch.Tensor], rank: int) -> None:
@@ -194,7 +194,7 @@ class HostsRuntime(BackgroundRuntime):
         call.combine([copies[rank] for rank in range(call.group.world_size)])
 
     def _scatter(self, call: ScatterCall) -> None:
-        """Own host last.
+        """Computes the sums of this host last.
 
         Sums are in float32 for the 16-bit types, also within a host: otherwise each host's sum
         would be rounded.

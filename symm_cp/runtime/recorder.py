@@ -166,8 +166,8 @@ def trace() -> Iterator[Recording]:
     """Records each copy, signal, wait and kernel of symm_cp's ops on this rank.
 
     Yields a `Recording`, whose `timeline`, `save` and `draw` are valid after the block. Ranks
-    in steps are ranks of the op's group. Recording costs under 2%
-    of an op of a millisecond. Raises `RuntimeError` inside another `trace`.
+    in steps are ranks of the op's group. Recording costs under 2% of an op of a millisecond. Raises
+    `RuntimeError` inside another `trace`.
     """
     global active
     if active is not None:

@@ -2,8 +2,8 @@
 
 Step i is one call of `Runtime.exchange_and_consume`: every rank sends the tensors
 of trip i, works on the tensors of trip i-1, and sends back the results of trip i-2, in one message
-to each peer. So two trips take memory at a time, and ranks wait for each other once a step,
-for messages that were sent before the work.
+to each peer. So two trips take memory at a time, and ranks wait for each other once per
+step, for messages that were sent before the work.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class PooledRows:
         return tuple(Extent.even(i, self.own_rows * row) for i, row in enumerate(self.row_bytes))
 
     def slots(self) -> dict[int, Parts]:
-        """Each rank's slot: the tensors in this rank's, the pulled runs in the peers'."""
+        """Each rank's slot: tensors in this rank's slot, runs to pull in the peers' slots."""
         starts = tuple(zip(self.slot_offsets, self.row_bytes, strict=False))
         found = {
             peer: tuple(
@@ -100,7 +100,7 @@ class PooledRows:
         return found
 
     def pooled(self, operand: int | None) -> Parts:
-        """The memory that the runs are pulled to: chunk p of the extents takes peer p's."""
+        """The memory to which runs are pulled: chunk p of each extent receives runs of peer p."""
         return tuple(
             Extent(
                 operand,
@@ -123,13 +123,13 @@ class PooledRows:
 
 @lru_cache(maxsize=512)
 def pooled_rows(rank: int, layout: SequenceLayout, row_bytes: tuple[int, ...]) -> PooledRows:
-    """Returns the only object for these arguments, which caches its properties."""
+    """Returns the object for these arguments, made once because it caches its properties."""
     return PooledRows(rank, layout, row_bytes)
 
 
 @dataclass(frozen=True)
 class PooledSums:
-    """A slot with the gradients of all pooled rows, and behind them the own shard, as chunk W.
+    """A slot with the gradients of all pooled rows, followed by the own shard as chunk W.
 
     `sums` are the gradients' rows, in their dtype.
     """
@@ -154,7 +154,7 @@ class PooledSums:
 
     def _slot(self, rank: int, shard: Parts) -> Parts:
         nothing = (0,) * len(self.sums.ranks)
-        # No sums of the own slot are copied; its shard has a part for each tensor.
+        # No sums are copied from this rank's own slot; its shard has a part for each tensor.
         own = (Extent(None, nothing, nothing),) * len(shard)
         sums = own if rank == self.shard.rank else self.sums.of(rank).pooled(None)
         return tuple(
@@ -167,7 +167,7 @@ class PooledSums:
         )
 
     def partials(self, operand: int) -> Parts:
-        """Rows of memory with each rank's gradients of this rank's rows: chunk r is rank r's."""
+        """Memory for the gradients of this rank's rows from each rank: chunk r is from rank r."""
         sums, rank = self.sums, self.sums.rank
         tensors = [sums.own_rows * row for row in sums.row_bytes]
         rows = part_offsets([sum(tensors)] * len(sums.ranks))[:-1]

@@ -2,8 +2,8 @@
 
 Fresh memory costs more than a transfer: the kernel clears each page and maps it at the first
 access. So memory of freed results of at least 1 MiB is kept, in huge pages where the system has
-them, for the next result of about that size (csrc/memory/blocks.h). The tensors
-behave like all others.
+them, for the next result of about that size (csrc/memory/blocks.h). The tensors behave like all
+others.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def result_memory() -> ResultMemory:
 
 
 def empty_cache() -> int:
-    """Returns memory of freed results to the system, and the number of bytes to the caller.
+    """Releases memory of freed results to the system; returns the number of bytes released.
 
     Ops on CPU keep memory of freed results of at least 1 MiB for later results, up to a bound
     (`SYMM_CP_KEEP_MIB`). Results that are in use stay. Not collective; call it from any thread.

@@ -17,7 +17,7 @@ In reading order:
     kernels     torch's kernels for one tile
     scoring     scores beyond torch's kernels: positions, soft caps, biases, dropout (philox)
     native_tiles  this project's kernels for one tile, on CPU and by matmuls (tiles_by_matmuls)
-    few_tokens  plans for csrc/ops/attention.cpp, which serves small calls on CPU natively
+    few_tokens  plans for csrc/ops/attention.cpp, which runs small calls on CPU
     arrival     on CUDA: one kernel that starts before the peers' keys have arrived
     flex        attention with any `mask_mod` and `score_mod`: eager, and as an op in graphs
     layouts     layouts of sequences as inputs of graphs
@@ -38,7 +38,7 @@ Models of transformers use the kind once integrations/transformers/masks.py maps
 functions to it; until then attention evaluates these functions tile by tile.
 
 A change of the scores is a field of the spec and of `Scoring`. `op` passes options on unread, and
-`arrival` serves no spec with a field set that it does not read. Only tensors that require gradients
+`arrival` refuses a spec that sets a field it does not read. Only tensors that require gradients
 (sinks, bias) need code in `op` as well.
 """
 

@@ -27,7 +27,7 @@ def serves(group: Group, query: torch.Tensor, key: torch.Tensor, spec: Attention
 def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:
     """Returns the name of a call in the file of measured choices, identical on all ranks.
 
-    The name gives the number of keys for queries, too: ranks may hold unequal numbers of queries.
+    The name repeats the number of keys in place of the queries', which may differ between ranks.
     """
     B, H, _, E = query.shape
     sizes = f"{B}x{H}x{key.shape[1]}x{key.shape[2]}x{key.shape[2]}x{E}"

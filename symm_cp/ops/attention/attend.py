@@ -1,8 +1,8 @@
 """Attention of one rank's queries to the keys of a group, and its gradients, given the spec.
 
 Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this rank's shards; H, G
-and the lengths are those after an exchange of heads, if there is one.
-Without a group, this rank holds all keys.
+and the lengths count heads and positions after an exchange of heads, if there is one. Without a
+group, this rank holds all keys.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ WHOLE_BYTES = 2**21
 # The most pairs of a query and a key for which one call of torch's kernel with a mask takes less
 # time than calls without the hidden keys. Larger masks would take much memory, too.
 _MASKED_PAIRS = 2**14
-# With fewer keys torch's kernel treats a row with NaN scores as one that sees no key.
+# Below this number of keys, torch's kernel treats a row with NaN scores like one that sees no key.
 _TORCHS_KEYS = 16
 _NO_LIMIT = -(2**63)
 
@@ -139,7 +139,7 @@ def _range(end: int) -> torch.Tensor:
 
 
 def _visible(tiles: list[Tile], rows: int, keys: int) -> torch.Tensor:
-    """Which keys a query sees, (rows, keys)."""
+    """Returns the mask of visible keys, (rows, keys)."""
     visible = torch.zeros(rows, keys, dtype=torch.bool, device="cpu")
     for tile in tiles:
         part = visible[tile.q_begin : tile.q_end, tile.k_begin : tile.k_end]
@@ -154,7 +154,7 @@ def _visible(tiles: list[Tile], rows: int, keys: int) -> torch.Tensor:
 
 
 def _seeing(tiles: list[Tile], rows: int) -> torch.Tensor:
-    """Which queries see a key, (rows,)."""
+    """Returns which queries see at least one key, (rows,)."""
     seeing = torch.zeros(rows, dtype=torch.bool, device="cpu")
     for tile in tiles:
         row, keys = _range(tile.q_end - tile.q_begin), tile.k_end - tile.k_begin

@@ -35,9 +35,9 @@ _cudnn_backward = _aten._scaled_dot_product_cudnn_attention_backward.default
 _efficient = _aten._scaled_dot_product_efficient_attention.default
 _efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
 
-# By torch's numbers (`torch.nn.attention.SDPBackend`).
+# Keys are torch's numbers for backends (`torch.nn.attention.SDPBackend`).
 _KINDS = {1: "flash", 2: "efficient", 3: "cudnn"}
-# With fewer keys torch's kernel treats a row with NaN scores as one that sees no key.
+# Below this number of keys, torch's kernel treats a row with NaN scores like one that sees no key.
 _CPU_KEYS = 16
 # The efficient kernel requires rows of a mask to begin at multiples of 16 elements.
 MASK_ALIGN = 16
@@ -59,8 +59,8 @@ def kind_of(
 ) -> str:
     """Returns the kernel for a tile: "cpu", "cudnn", "flash", "efficient" or "matmul".
 
-    With a mask, `key` and `mask` must be as the efficient kernel takes them, except on CPU. `value`
-    defaults to `key`.
+    With a mask, `key` and `mask` must have the form that the efficient kernel takes, except on CPU.
+    `value` defaults to `key`.
     """
     value = key if value is None else value
     if query.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Which layout a sequence has, and layouts as one tensor, for graphs that serve every layout.
+"""Finds the layout of a sequence; encodes layouts as a tensor, for graphs that run with any one.
 
 A graph would hold numbers as constants, and be compiled again for each length, load balancer, or
 set of documents. The tensor is an input of the graph instead; kernels read it when they run.

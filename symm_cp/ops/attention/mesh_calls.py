@@ -4,7 +4,7 @@ A rank that fails reports the error to the peers in its row and its column; thes
 report to theirs, until the error has reached all ranks of the mesh. Afterwards all ranks are in
 step and the mesh stays usable: the ranks of a group have run or refused the same number of calls.
 To get there, a rank refuses the next call of each group except the group whose call failed on it:
-that call has reported to its group itself. The group of all ranks takes no part in this.
+that call has already reported the error to its group. The group of all ranks takes no part in this.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ plus a mask. Dropout drops its weight or divides it by 1 - p; the log-sum-exp ig
     others    matmuls, a block of rows at a time
 
 `mask`, additive and broadcastable to (B, H, S, K), and a band hide keys: query i sees key j when
-low <= j - i <= high (None: no limit). The kernels skip scores outside the band. Scores that are NaN
-spread to their row, and to the gradients.
+low <= j - i <= high (None: no limit). The kernels skip scores outside the band. NaN scores
+propagate to their row and to the gradients.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class ScoreOptions:
 class Options(MaskOptions, ScoreOptions):
     """The options of a call; torch leaves out options that have the default of the schema.
 
-    `layouts` (see layouts.py) say how keys and queries are spread instead of their chunks.
+    `layouts` (see layouts.py) replace the chunks: they say how keys and queries are spread.
     """
 
     chunk_order: list[int] | None = None

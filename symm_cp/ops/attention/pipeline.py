@@ -1,4 +1,4 @@
-"""Code around the tiles that the attention ops share: communication and the form of results.
+"""Code that the attention ops share, around the tiles: communication and the form of results.
 
 Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this rank's shards.
 """
@@ -115,7 +115,7 @@ def reduce_gradients(
 
 
 def _sent(spec: AttentionSpec, rank: int, shard: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the rows of this rank's keys and values to send to peers: `shard` if all."""
+    """Returns the rows of this rank's keys and values to send to peers; `shard` itself if all."""
     rows = spec.sent_rows(rank)
     if rows.stop - rows.start == shard[0].shape[2]:
         return shard

@@ -52,7 +52,7 @@ def all_gather_attention(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: Tile
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends to the keys of a tile: those at low <= j - i <= high."""
+    """Attends to the keys j of a tile with low <= j - i <= high, for each query i."""
     score = query @ key.mT * query.shape[-1] ** -0.5
     offset = torch.arange(key.shape[2]) - torch.arange(query.shape[2]).unsqueeze(1)
     if tile.low is not None:

@@ -42,7 +42,7 @@ def _gather_kernel(
     digest = zlib.crc32(repr(layout).encode())
     name = call_signature(_GATHER, shard[:, :0], detail=f"{length} positions, layout {digest:08x}")
     shapes = [((shard.shape[0], held),) for held in layout.lengths]
-    # On the channel of attention, so that a peer's refusal of its next attention fails this, too.
+    # Uses the channel of attention: if a peer refuses its next attention, this call fails as well.
     on = runtime.of(shard, group)
     on.all_gather_and_consume(group, [shard.contiguous()], consume, name, shapes=shapes)
     return whole

@@ -20,7 +20,7 @@ from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 def spread_of(
     op: str, group: Group, query: torch.Tensor, key: torch.Tensor, options: Options
 ) -> tuple[SequenceLayout, SequenceLayout | None]:
-    """Returns the layout of keys, and that of queries if it matters and differs.
+    """Returns the layout of keys, and the layout of queries if it matters and differs.
 
     Raises `ValueError` if the shards of this rank do not fit, or if an option depends on the
     positions of queries and these are not known.
@@ -50,8 +50,8 @@ def spread_of_queries(
 ) -> SequenceLayout:
     """Returns the layout of queries, even if their positions do not matter.
 
-    In that case ranks exchange their numbers of queries, unless the options give them: on
-    some ranks only, queries of another sequence may equal the keys in number. `spread` is the
+    In that case ranks exchange their numbers of queries, unless the options give them: queries of
+    another sequence may be as many as the keys on some ranks and not on others. `spread` is the
     result of `spread_of`.
     """
     keys, queries = spread
@@ -78,10 +78,11 @@ def keys_held(
     *,
     ordered: bool,
 ) -> SequenceLayout:
-    """Returns the layout of keys, given those of known sequences and this rank's (queries, keys).
+    """Returns the layout of keys; `rows` are this rank's numbers of queries and keys.
 
-    If nothing depends on the order of keys, and queries are spread unequally, equal numbers of keys
-    and queries on one rank may still be of two sequences: then ranks exchange their numbers.
+    `known` are the layouts of known sequences. If nothing depends on the order of keys, and queries
+    are spread unequally, keys may belong to another sequence although this rank has as many keys as
+    queries: then ranks exchange their numbers of keys.
     """
     if must_count_keys(known, ordered=ordered):
         return _layout_by_counts(op, group, "keys", rows[1], known)
@@ -95,8 +96,8 @@ def _queries_over(
 ) -> SequenceLayout:
     """Returns the layout of queries: exact in this rank's column, totals for other columns.
 
-    The ranks of a column and then those of a row exchange their numbers, because a rank that
-    refuses the call reports it to these two groups. Other columns' totals suffice: the layout
+    First the ranks of a column, then the ranks of a row exchange numbers: a rank that refuses the
+    call reports this to its column and its row only. Other columns' totals suffice: the layout
     assigns each to the column's first rank. Collective.
     """
     name, own = f"{op}: numbers of queries", grid.columns[grid.column_of(group.rank)]

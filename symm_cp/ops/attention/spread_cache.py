@@ -154,7 +154,7 @@ def _visible(
 def _joined(
     query: torch.Tensor, mask: torch.Tensor | None, visible: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Returns one additive mask of both."""
+    """Combines both masks into one additive mask; None if there is no mask."""
     if mask is None and visible is None:
         return None
     if mask is None or visible is None or mask.dtype == torch.bool:

@@ -22,7 +22,7 @@ from symm_cp.tensors.results import new_result
 
 
 def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an empty (B, H, S, E) tensor with the heads of a row adjacent, as kernels do."""
+    """Returns an empty (B, H, S, E) tensor with the heads of a row adjacent, as from kernels."""
     B, H, S, E = shape
     return new_result(like, (B, S, H, E), dtype).transpose(1, 2)
 
@@ -53,8 +53,8 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def dense_features(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, or a copy if the features of a position are not adjacent.
 
-    Copies, too, if positions share elements: a tensor that torch allocates like such a one has its
-    features apart, and torch's kernel writes wrong values there.
+    Also copies if positions share elements: torch's kernel allocates a tensor like it, in which
+    features are not adjacent, and writes wrong values there.
     """
     if tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous():
         return tensor  # the usual strides, known at once
@@ -128,11 +128,11 @@ def _own(
     *,
     backward: bool = False,
 ) -> ScoredTiles | None:
-    """Arguments of this project's kernels for a tile; None if torch's compute it.
+    """Returns the arguments of this project's kernels for a tile; None if torch's compute it.
 
-    This project's kernels compute all tiles if there is `scored`; on CPU also bands, where they
-    waste little, and tiles that are not small, where they are faster. Their backward pass takes a
-    thread for each group of key heads.
+    This project's kernels compute all tiles if `scored` is given; on CPU also bands, where they
+    skip hidden scores, and large tiles, where they are faster. Their backward pass uses one thread
+    for each key head of a sample.
     """
     if scored is not None or query.device.type != "cpu":
         return scored
@@ -144,12 +144,12 @@ def _own(
     return ScoredTiles(query, spec)
 
 
-# Rows per part of a causal tile with hidden keys: the device's kernels take no mask if causal.
+# Rows per part of a causal tile with hidden keys: devices' kernels take either `causal` or a mask.
 _MASKED_ROWS = 256
 
 
 def _for_kernels(tile: Tile, query: torch.Tensor, spec: AttentionSpec) -> tuple[Tile, ...]:
-    """The tile in parts that the kernels of the device take."""
+    """Divides a tile into parts that the kernels of the device take."""
     if query.device.type == "cpu":
         return (tile,)
     if tile.causal and spec.hidden is not None:
@@ -179,9 +179,9 @@ def _keys(tile: Tile, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
 class Forward:
     """The attention of one rank's queries, merged over parts of the keys.
 
-    `parts` is the largest number of tiles of a row, if known. Up to two are merged in the dtype of
-    the queries: their sum is rounded only once. `sinks` (H,) add a score to every row, for a value
-    of zero. `scored` is given if torch's kernels do not suffice.
+    `parts` is the largest number of tiles of a row, if known. If it is at most two, they are merged
+    in the dtype of the queries: their sum is rounded only once. `sinks` (H,) add a score to every
+    row, for a value of zero. `scored` is given if torch's kernels do not suffice.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class Forward:
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Scales `out` in place for a further score of each head; returns the new log-sum-exp."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-    # inf, where neither a key nor a sink is seen, gives the weight 0.
+    # Rows that see neither a key nor a sink get inf here, so that their weight is 0.
     out.mul_(torch.exp(lse - total.masked_fill(total == -torch.inf, torch.inf)).unsqueeze(-1))
     return total
 
@@ -299,12 +299,12 @@ def grad_of_sinks(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the gradient of the sinks by the rows of `out`, in the sinks' dtype."""
-    # A sink's weight in a row; 0 where the log-sum-exp is -inf, as the sink then is.
+    """Returns the gradient of the sinks from the rows of `out`, in the sinks' dtype."""
+    # A sink's weight in a row; 0 where the log-sum-exp, and so the sink, is -inf.
     weight = torch.exp(
         sinks.to(lse.dtype).unsqueeze(-1) - lse.masked_fill(lse == -torch.inf, torch.inf)
     )
-    inner = -(grad_out.to(lse.dtype) * out).sum(-1)  # its value is zero
+    inner = -(grad_out.to(lse.dtype) * out).sum(-1)  # the value vector of a sink is zero
     if grad_lse is not None:
         inner += grad_lse
     return (weight * inner).sum((0, 2)).to(sinks.dtype)
@@ -449,6 +449,6 @@ class Backward:
         return as_dtype(self._grad_query.total, self._query.dtype)
 
     def grad_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of the bias by this rank's queries, in its dtype."""
+        """Returns the gradient of the bias from this rank's queries, in its dtype."""
         assert self._grad_bias is not None
         return self._grad_bias.sum(0).to(bias.dtype)

@@ -46,8 +46,8 @@ AttendBackward: TypeAlias = Callable[[int, AttentionInputs, ScoreTerms, bool], t
 # The kinds of query, key and value, in `UlyssesCall._pipeline`.
 _INPUTS = "qkk"
 
-# Groups of heads: a group travels while the group before it attends. On CPU the thread
-# that attends also copies: more than one group would only make the copies smaller.
+# Groups of heads: a group travels while the previous one attends. On CPU the thread that attends
+# also copies: more than one group would only make the copies smaller.
 _GROUPS_ON_STREAMS = 4
 
 
@@ -216,7 +216,7 @@ class UlyssesCall:
     def _repeated(
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Tensors:
-        """Repeats key heads that unequal numbers of query heads use: kernels need equal ones."""
+        """Repeats key heads used by unequal numbers of query heads: kernels need equal numbers."""
         each = self.shares[index].key_of_each(self.group.rank)
         if each is None:
             return query, key, value
@@ -277,6 +277,6 @@ def call_of(
 
 
 def _groups(group: Group, device: torch.device, grid: Grid | None) -> int:
-    """The largest number of groups of heads; 1 if keys are gathered meanwhile."""
+    """Returns the largest number of groups of heads; 1 on CPU and if ranks also gather keys."""
     on_streams = has_streams(device) and group.world_size > 1
     return _GROUPS_ON_STREAMS if on_streams and grid is None else 1

@@ -52,7 +52,7 @@ NO_GRADIENT = Elsewhere("csrc/ops/gradients.cpp refuses", differentiable=False)
 
 
 def refusing(op: str) -> Kernel:
-    """Returns the kernel for CPU tensors that the native kernel cannot serve: it raises."""
+    """Returns the kernel for CPU tensors that the native kernel cannot process: it raises."""
 
     def refuses(*args: Any) -> Any:
         names = [arg.name for arg in declared_op(op).overload._schema.arguments]

@@ -2,12 +2,11 @@
 
 Their kernels are in csrc/ops: vdev.cpp (all-to-alls whose sizes lie in tensors), collectives.cpp
 and symmetric_collectives.cpp (multicast, tiles, blocks), one_sided.cpp (puts, gets, signals,
-words).
-They take the same arguments as torch's, so that a test passes on CPU only if its arguments would
-work on a GPU: contiguous tensors in symmetric memory, "sum".
+words). They take the same arguments as torch's, so that a test passes on CPU only if its arguments
+would work on a GPU: contiguous tensors in symmetric memory, "sum".
 
-Schemas are torch's; ops that the installed torch lacks are not declared. In compiled
-programs, multicast and NVSHMEM's collectives become ops for plain tensors; others break the graph.
+Schemas are torch's; ops that the installed torch lacks are not declared. In compiled programs,
+multicast and NVSHMEM's collectives become ops for plain tensors; others break the graph.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _symmetric(x: torch.Tensor, on: Caller | None = None) -> torch.Tensor:
 
 
 def _given(position: int) -> Kernel:
-    """The op returns an argument."""
+    """Returns the kernel of an op that returns its argument at a position."""
     return lambda *args: args[position]
 
 
@@ -78,7 +77,7 @@ def _all_reduced(input: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _on_cpu(op: str, functional: Kernel) -> Kernel:
-    """torch compiles no op that returns an argument; this adds it for CPU tensors only."""
+    """Returns `functional` for compiled graphs, which refuses tensors of other devices."""
 
     def call(first: torch.Tensor, *rest: Any) -> Any:
         if first.device.type != "cpu":

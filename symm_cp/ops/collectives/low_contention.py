@@ -217,13 +217,13 @@ _SCATTER_OP = replace(
     _GATHER_OP,
     name=_SCATTER,
     kernel=_reduce_scatter,
-    fake=_reduce_scatter_fake,  # torch's averages, which fails for integers, and checks less
+    fake=_reduce_scatter_fake,  # torch's fake kernel averages, which fails for integers
     example=lambda on: arguments(on.rand(4 * on.world_size, 6), "sum", on.group_name),
 )
 
 
 def _into_out(op: Op, name: str, schema: str, **parts: Any) -> Op:
-    """The same op into given memory. The shard may lie at its place there."""
+    """Returns the op that writes to given memory, in which the shard may already be in place."""
     return replace(
         op,
         name=name,
@@ -273,7 +273,7 @@ declare(
 )
 
 
-# Code after these functions makes no call: its errors must not be reported to the peers.
+# These functions report their errors to the peers. Code after them must not: it makes no call.
 @partial(reports_to_peers, channel="async", op=_GATHER)
 def _start_gather(
     shard: torch.Tensor, group: GroupLike, sizes: Sequence[int] | None

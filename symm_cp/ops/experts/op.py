@@ -65,7 +65,7 @@ def experts_of_rank(op: str, num_experts: int, ranks: int) -> int:
 
 
 def check_dispatch(tokens: torch.Tensor, pairs: int, top_k: int, op: str = DISPATCH) -> None:
-    """Raises `ValueError` for tokens of another routing."""
+    """Raises `ValueError` unless tokens fit a routing of `pairs` pairs, `top_k` for each."""
     if tokens.dim() == 0:
         raise ValueError(f"{op}: tokens must have at least 1 dimension")
     if top_k <= 0 or tokens.shape[0] * top_k != pairs:
@@ -133,7 +133,7 @@ def dispatch_kernel(
     num_experts: int,
     group_name: str,
 ) -> torch.Tensor:
-    """The op, by torch's kernels."""
+    """Runs the op with torch's kernels."""
     group = group_of(group_name)
     experts_of_rank(DISPATCH, num_experts, group.world_size)
     found = Table(DISPATCH, table, num_experts, group)
@@ -156,7 +156,7 @@ def combine_kernel(
     num_experts: int,
     group_name: str,
 ) -> torch.Tensor:
-    """The op, by torch's kernels."""
+    """Runs the op with torch's kernels."""
     group = group_of(group_name)
     experts_of_rank(COMBINE, num_experts, group.world_size)
     found = Table(COMBINE, table, num_experts, group)

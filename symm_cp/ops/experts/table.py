@@ -1,4 +1,4 @@
-"""A routing's table of which rank sends which rows where; the kernels for streams and hosts.
+"""The table of a routing: which rows ranks send to which experts; kernels for streams and hosts.
 
 W ranks, E experts; each rank has E / W experts in order. A table begins with the numbers of rows
 that each rank sends to each expert, (W, E). A place for each pair of a token and one of its experts
@@ -74,7 +74,7 @@ class Table:
     def exchange(
         self, op: str, group: Group, packed: torch.Tensor, rows: torch.Tensor, *, back: bool
     ) -> None:
-        """Sends `packed`, in the order of sending, to the experts' `rows`, or (`back`) back."""
+        """Sends `packed` (in send order) to the experts' `rows`; with `back`, the other way."""
         ranks = range(group.world_size)
         item = math.prod(rows.shape[1:]) * rows.element_size()
         counts = [[self.count(*((t, s) if back else (s, t))) for t in ranks] for s in ranks]
@@ -176,6 +176,6 @@ def added(
         if weights is not None:
             factor = factor * weights[:, choice].to(dtype)
         row = packed.index_select(0, at.clamp(min=0)).to(dtype)
-        # Not a product with zero: rows of others may be infinite.
+        # Not a product with zero: other tokens' rows may be infinite.
         total += torch.where((at >= 0).view(-1, *ones), row * factor.view(-1, *ones), 0)
     return contiguous(total.to(packed.dtype))

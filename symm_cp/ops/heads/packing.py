@@ -151,7 +151,7 @@ class HeadExchange:
     def _copy(
         self, part: HeadPart, sent: torch.Tensor, tensor: torch.Tensor, peer: int, *, given: bool
     ) -> None:
-        """Copies a tensor's part for a peer to `sent`; unless `given`, `sent` to a peer's part."""
+        """Copies a peer's part of a tensor to `sent`; unless `given`, copies `sent` to it."""
         pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
         if given == self.to_heads:  # a tensor with all heads
             pairs = [(sent, part.heads_of(tensor, peer, arriving=not given))]
@@ -182,7 +182,7 @@ class HeadExchange:
             self._copy(part, sent, output, source, given=False)
 
     def keep(self, tensors: Tensors, outputs: Tensors) -> None:
-        """Copies this rank's own part, once: the tensor with all heads serves as message."""
+        """Copies this rank's own part directly from the tensors to the outputs."""
         rank = self.rank
         for part, tensor, output in zip(self.parts, tensors, outputs, strict=True):
             if self.to_heads:

@@ -1,8 +1,8 @@
 """Fused matmuls on CUDA as one kernel each, which waits or signals by tiles.
 
 `all_gather_matmul` multiplies shards as they arrive, and `matmul_reduce_scatter` sends parts of the
-product while it computes the others, as the way by shards does, but with one launch, whose tiles
-fill the GPU at every moment. See symm_cp/cuda/kernels/tile_matmul.py.
+product while it computes the others. The kernels for shards do the same, but here the tiles of a
+single launch keep the GPU busy. See symm_cp/cuda/kernels/tile_matmul.py.
 """
 
 from __future__ import annotations

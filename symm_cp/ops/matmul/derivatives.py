@@ -17,8 +17,8 @@ gradient H of an output:
 S all-reduces; it is its own gradient, like torch's functional all-reduce.
 Each gradient is computed by one of these ops or by a plain matmul, so each backward pass can be
 differentiated again. A backward pass divides the dimension as the forward pass did: ops with
-sizes share it with their counterparts without sizes. The backward passes of the ops that users call
-are native (csrc/ops/matmul_gradients.cpp).
+sizes have the same backward pass as their counterparts without sizes. The backward passes of the
+ops that users call are native (csrc/ops/matmul_gradients.cpp).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_transposed(weight: torch.Tensor) -> bool:
         return False
     if not weight.is_contiguous():
         return True
-    # A single row or column is both: the strides decide.
+    # A single row or column is contiguous both ways: the strides decide.
     rows, columns = weight.shape[-2:]
     strides = weight.stride()[-2:]
     return strides == (1, rows) and strides != (columns, 1)

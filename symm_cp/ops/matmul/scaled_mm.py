@@ -68,8 +68,8 @@ def scaled_mm_out(
         out.copy_(product)
         return
     by_rows = scale_a.numel() != 1 or scale_b.numel() != 1
-    # Also for single scales: with them torch may take hundreds of times as long
-    # (csrc/ops/scaled_matmuls.cpp).
+    # On CPU single scales are repeated for each row, too: with single scales torch may take
+    # hundreds of times as long (csrc/ops/scaled_matmuls.cpp).
     by_rows |= A.device.type == "cpu" and torch_scales_rows_on_cpu()
     if by_rows:
         scale_a = scale_a.reshape(1, 1).repeat(A.shape[0], 1) if scale_a.numel() == 1 else scale_a

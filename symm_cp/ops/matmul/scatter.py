@@ -92,7 +92,7 @@ def _check_scatter(
 
 
 def _way(group: Group, terms: Terms) -> str:
-    """Returns "shards", "tiles", or "whole": add up the whole sum before any part is sent."""
+    """Returns "shards", "tiles", or "whole", which computes the whole sum before it sends any."""
     if terms.by_columns or not terms.lefts:
         return "shards"
     like = terms.like
@@ -129,7 +129,7 @@ def _multiply_and_reduce_scatter(
             terms.add_up(partial, rank)
             return
         if not summed:
-            # Here rather than before, so that a failure is reported to the peers.
+            # Within the call, so that a failure is reported to the peers.
             summed.append(new_result(like, terms.shape))
             terms.add_up(summed[0])
         partial.copy_(terms.part(rank, summed[0]))

@@ -61,8 +61,8 @@ def documents_of(
 def seen_within(documents: list[torch.Tensor], counts: list[int], size: int) -> Seen:
     """Returns which positions in chunks of `size` are of one document.
 
-    `documents` are those of each fragment's positions and of the position before; `counts` are the
-    fragments' numbers of chunks.
+    `documents` holds, for each fragment, the documents of the position before it and of its own
+    positions; `counts` holds the fragments' numbers of chunks.
     """
     each = [_seen(own, n, size) for own, n in zip(documents, counts, strict=True)]
     return each[0] if len(each) == 1 else Seen(*map(torch.cat, zip(*each, strict=True)))

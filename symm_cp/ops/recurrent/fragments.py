@@ -85,7 +85,7 @@ def fragments_of(
 
 
 def runs_of(order: list[int], lengths: list[int], ranks: int) -> list[Run]:
-    """Chunks in the order of the sequence, each in the first sweep that still passes its rank."""
+    """Returns chunks in sequence order, each in the first sweep that can still reach its rank."""
     owners = [0] * len(order)
     for place, chunk in enumerate(order):
         owners[chunk] = place * ranks // len(order)
@@ -110,7 +110,7 @@ def halos(x: torch.Tensor, fragments: Fragments, rows: int, group_name: str) -> 
         end = part[..., max(0, part.shape[2] - rows) :]
         ends.append(torch.nn.functional.pad(end, (rows - end.shape[2], 0)))
     own = torch.stack(ends).unsqueeze(0)  # (1, sweeps, B, channels, rows)
-    # The halo's sequence is that of the ranks, so that each rank sees all others.
+    # Each rank is one position of this sequence, so the halo holds the rows of all other ranks.
     around = exchange_halo(own, ranks - 1, ranks - 1, 0, group=group_name)
     everything = around.narrow(0, ranks - 1 - rank, ranks)
     flat = everything.permute(2, 3, 0, 1, 4).flatten(2)
@@ -122,9 +122,10 @@ def halos(x: torch.Tensor, fragments: Fragments, rows: int, group_name: str) -> 
 
 
 def _columns(fragments: Fragments, rank: int, rows: int, zero: int) -> list[int]:
-    """For each fragment of a rank, which last rows, by rank, sweep and row, precede it.
+    """Returns the columns of the `rows` rows before each fragment of a rank.
 
-    `zero`: the column of zeros, for positions before the first.
+    Columns are last rows of fragments, ordered by rank, sweep and row; `zero` is a column of zeros,
+    for positions before the first.
     """
     sweeps = len(fragments.lengths)
     before = [zero] * rows

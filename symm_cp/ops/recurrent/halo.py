@@ -1,4 +1,4 @@
-"""The rows of the neighbours' parts next to this rank's, as convolutions over a sequence need them.
+"""The rows next to this rank's part, from its neighbours, for convolutions over a sequence.
 
 The backward pass sends the gradients of these rows back to the ranks that hold them.
 """

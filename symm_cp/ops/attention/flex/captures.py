@@ -17,7 +17,7 @@ from symm_cp.ops.attention.flex.mask import Modifier, over_indices
 
 
 class Rebinding(Protocol):
-    """Lets a backward pass replace captured tensors of a `score_mod` by its own."""
+    """Lets a backward pass replace captured tensors of a `score_mod` with its own."""
 
     def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
         """Returns the function to differentiate, and the tensors to differentiate by."""

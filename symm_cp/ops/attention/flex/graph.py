@@ -239,7 +239,7 @@ def _backward_fake(
 
 
 class _FlexOp(torch.autograd.Function):
-    """By hand: `register_autograd` would fill a missing gradient of the log-sum-exp with zeros."""
+    """Registered by hand: `register_autograd` fills a missing gradient of lse with zeros."""
 
     @staticmethod
     def forward(

@@ -249,8 +249,8 @@ class MaskTiles:
         self._copies = self._probe() if queries.length and keys.length and all(heads) else 1
 
     def _probe(self) -> int:
-        # One pair shows whether the mask depends on batch and head, and whether it raises: on every
-        # rank, before any communication.
+        # Evaluates the mask for one pair, on every rank and before any communication: shows whether
+        # it depends on batch and head, and whether it raises.
         first = torch.zeros(1, dtype=torch.int64, device="cpu")
         shape = self._evaluated(first, first).shape[:2]
         if self._states is not None:

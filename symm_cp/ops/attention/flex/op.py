@@ -86,8 +86,8 @@ def flex_all_gather_attention(
     where `block_mask` and all indices are of the whole sequence. query: (B, H, S_q, E); key:
     (B, G, S_k, E); value: (B, G, S_k, V); returns out: (B, H, S_q, V), and lse: (B, H, S_q) of
     float32 (float64 for float64). Rows that see no key are zero with lse -inf. `layout` gives the
-    positions of this rank's queries, `kv_layout` (default: the same) those of its keys. `mask_mod`
-    defaults to that of `block_mask`, whose blocks decide where `mask_mod` is evaluated.
+    positions of this rank's queries, `kv_layout` (default: the same) the positions of its keys.
+    `mask_mod` defaults to `block_mask.mask_mod`; the blocks decide where `mask_mod` is evaluated.
 
     `head_offset` is the number of the call's first query head among the model's heads:
     `mask_mod`, `score_mod` and dropout count heads from it. `block_mask` is for these heads only.
@@ -360,7 +360,7 @@ class FlexAttention:
         terms: ScoreTerms,
         wide_keys: bool,
     ) -> tuple[Tensors, Grad]:
-        """Returns the gradients of query, key, value and bias; adds up those of captured tensors.
+        """Returns gradients of query, key, value and bias; adds up gradients of captured tensors.
 
         With `wide_keys` the gradients of keys and values are not rounded to their dtype.
         """

@@ -10,8 +10,8 @@ namespace symm_cp {
 
 namespace {
 
-// A part with lse = -inf has seen no key and changes nothing, even if `lse` is -inf, too; NaN
-// spreads.
+// A part with lse = -inf has seen no key and changes nothing, even if `lse` is also -inf. NaN
+// propagates.
 template <class Out, class Part, class Wide>
 inline void merge_row(Out* out, Wide& lse, const Part* part, Wide part_lse, int64_t features) {
   constexpr Wide kNothing = -std::numeric_limits<Wide>::infinity();

@@ -22,9 +22,9 @@ struct MergeSizes {
 };
 
 // Merges attention over more keys, `part` and `part_lse`, into rows begin to end of `out` and
-// `lse`. Rows are counted head by head within a row within a batch, as the kernel's output lies in
-// memory; the features of a row are contiguous. `lse` and `part_lse` are float64 for float64 parts,
-// else float32. Returns false for an unsupported pair of types.
+// `lse`. Rows are numbered by batch, then position, then head, like the kernel's output in memory;
+// the features of a row are contiguous. `lse` and `part_lse` are float64 for float64 parts, else
+// float32. Returns false for an unsupported pair of types.
 bool merge_rows(const Rows& out, DType out_dtype, const Rows& lse, const Rows& part,
                 DType part_dtype, const Rows& part_lse, const MergeSizes& sizes, int64_t begin,
                 int64_t end);

@@ -18,8 +18,9 @@ Rows rows_of(const at::Tensor& tensor, const void* data) {
 }
 
 // Merges attention over more keys, `part` and `part_lse`, into out (B, H, S, E) and lse (B, H, S).
-// Any strides, but each row of features is contiguous. Both lse are float64 for float64 parts, else
-// float32; `out` has the dtype of lse, or the dtype of the parts when they are merged only once.
+// Strides are arbitrary, but the features of a row are contiguous. Both lse are float64 for float64
+// parts, else float32; `out` has the dtype of lse, or the dtype of the parts when they are merged
+// only once.
 void merge_attention(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& part,
                      const at::Tensor& part_lse) {
   TORCH_CHECK(out.sizes() == part.sizes() && lse.sizes() == part_lse.sizes(),

@@ -1,6 +1,6 @@
 // The products of attention's blocks with torch's kernels for small blocks: bfloat16 with tiles
-// (AMX), float32 with vectors. In bfloat16 the right operand is packed: its rows are paired,
-// element by element. Sums of products are float32.
+// (AMX), float32 with vectors. In bfloat16 the right operand is packed: elements of two consecutive
+// rows alternate. Sums of products are float32.
 #pragma once
 
 #include "base/parallel.h"
@@ -64,7 +64,8 @@ inline bool multiplies_blocks() {
 // The floats of a cache line: blocks that begin with a line are read fastest.
 inline constexpr int64_t kLineFloats = 16;
 
-// The forward pass in float32 with such products: small blocks take little more than large ones.
+// The forward pass in float32 with these products, which are nearly as fast in small blocks as in
+// large ones.
 class BlockedForward {
  public:
   using Number = float;
@@ -72,8 +73,8 @@ class BlockedForward {
   static constexpr int64_t kAlign = 1;
   static constexpr int64_t kStart = kLineFloats;
   static constexpr int64_t kBandRows = 32;
-  // Under a narrow band a task transposes this many keys at a time, which then lie in its cache:
-  // several times the keys that a block of rows sees.
+  // Under a narrow band a task transposes this many keys at a time, which then stay in its cache:
+  // several times the number of keys that a block of rows sees.
   static constexpr int64_t kSpan = 2048;
 
   // All keys, transposed; none under a narrow band.
@@ -181,8 +182,8 @@ class BlockedBackward {
     load(0);
   }
 
-  // Holds keys from `begin` to `end`, and at most `capacity` keys in all; finishes the keys before.
-  // Neither `begin` nor `end` decreases from call to call.
+  // Makes keys `begin` to `end` held, up to `capacity` keys from `begin` on; writes the gradients
+  // of the keys before `begin`. Neither `begin` nor `end` decreases from call to call.
   void roll_keys(int64_t begin, int64_t end, int64_t capacity) {
     if (end <= key_ + columns_) return;
     const int64_t done = std::min(begin - key_, columns_), kept = columns_ - done;
@@ -338,8 +339,8 @@ class PackedForward {
   int64_t group_ = 0, rows_ = 0;
 };
 
-// Sums gradients of keys and values transposed, so that weights and gradients of products are right
-// operands, whose rows are easily paired.
+// Sums the gradients of keys and values in transposed form: weights and gradients of products are
+// then right operands, whose rows are easily paired.
 class PackedBackward {
  public:
   using Number = float;

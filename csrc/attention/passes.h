@@ -46,8 +46,9 @@ struct AnyRows {
   char* at(int64_t b, int64_t h, int64_t i) const { return data + b * sample + h * head + i * row; }
 };
 
-// Calls `run(begin, end)` for parts of the tasks. With several threads, always in a parallel
-// region, in which GEMMs use one thread: so their results do not depend on the number of threads.
+// Calls `run(begin, end)` for parts of the tasks. If there are several threads, `run` is always
+// called in a parallel region, where GEMMs use one thread, so that their results do not depend on
+// the number of threads.
 template <class Task>
 void for_tasks(int64_t tasks, const Task& run) {
   const int64_t least = at::get_num_threads() > 1 ? 2 : 1;
@@ -56,16 +57,16 @@ void for_tasks(int64_t tasks, const Task& run) {
   });
 }
 
-// Returns the size of about equal blocks, so that no block has a single row when there are more:
-// the last bit of torch's products of a single row, or a single feature, depends on the number of
-// threads.
+// Returns a size for blocks of about equal size, so that no block has a single row unless there is
+// only one: the last bit of torch's products of a single row, or a single feature, depends on the
+// number of threads.
 inline int64_t balanced(int64_t length, int64_t most) {
   const int64_t blocks = std::max<int64_t>((length + most - 1) / most, 1);
   return std::max<int64_t>((length + blocks - 1) / blocks, 1);
 }
 
-// The band of a tile: the most keys that a row sees, and whether these are few and not all. In a
-// narrow band smaller blocks of rows waste less.
+// The band of a tile: the most keys that a row sees, and whether it is narrow: rows see few keys,
+// and not all. In a narrow band smaller blocks of rows waste less work.
 struct Band {
   int64_t width;
   bool narrow;
@@ -205,7 +206,8 @@ void attend(const Inputs& inputs, const TileTerms<typename Products::Number>& te
 
 // --- backward ----------------------------------------------------------------------------------
 
-// Adds the gradients of one group of keys of one sample; no other task has its heads of queries.
+// Adds the gradients of one key head of one sample; no other task works on the query heads that
+// share it.
 template <class Products, class T>
 class Backward {
  public:
@@ -264,7 +266,7 @@ class Backward {
     return round_up(seen, Products::kStart) + kMoreKeys;
   }
 
-  // The held keys move on with the rows, so that all data in use stays in the cache.
+  // Moves the held keys along with the rows, so that all data in use stays in the cache.
   void run_band() {
     const int64_t heads = sizes_.heads / sizes_.groups;
     const Columns rows = terms_.rows_of(0, sizes_.keys - 1, sizes_.rows);

@@ -61,7 +61,7 @@ inline void philox(std::array<Vector<uint32_t>, 4>& words, uint64_t seed, int ro
 // Decides which weights dropout keeps.
 struct Dropout {
   uint64_t seed;
-  uint32_t threshold;  // of 65536: a number of at least this keeps its weight
+  uint32_t threshold;  // a weight is kept if its number, 0 to 65535, is at least this
 
   // Writes a bit for each of the 128 keys from `number` * 128 on, for one query of one head of one
   // sample; 1 keeps the weight.

@@ -10,7 +10,7 @@ namespace symm_cp {
 
 namespace {
 
-// Returns the bits of 16 columns from `column` on. Reads up to 3 bytes behind their last bit.
+// Returns the bits of 16 columns from `column` on. Reads up to 3 bytes beyond their last bit.
 inline uint32_t bits_at(const uint8_t* bits, int64_t column) {
   uint32_t word;
   std::memcpy(&word, bits + column / 8, sizeof(word));
@@ -77,7 +77,7 @@ void clear_unseen(Weight* row, int64_t begin, int64_t end, int64_t columns) {
   std::fill(row + end, row + columns, Weight{});
 }
 
-// Transposes work by squares of 16 x 16 numbers of 32 bits, and by parts of squares at the ends.
+// Transposes work on squares of 16 x 16 numbers of 32 bits, and on parts of squares at the ends.
 constexpr int64_t kBlock = 16;
 
 template <class Run>
@@ -133,8 +133,8 @@ A weigh_row(A* scores, Weight* weights, const RowTerms<A>& terms, RowState<A>& s
   const bool scales_only = terms.scales_only();
   Vector<A> top = broadcast(kNothing);
   for_columns<A>(begin, end, [&](int64_t column, auto count) {
-    // Columns beyond the end are set to -inf after scaling: -inf times a scale that is not positive
-    // would count.
+    // Columns beyond the end are set to -inf after scaling: before it, a scale of 0 or less would
+    // turn -inf into NaN or inf.
     Vector<A> score = load_columns<A>(scores + column, count) * terms.scale;
     if (!scales_only) {
       score = finish_scores<A>(score, terms, column, count, nullptr);
@@ -193,7 +193,7 @@ template <class A>
 A product_of_rows(const void* left, const void* right, DType dtype, int64_t count) {
   const auto add = [&](auto type) {
     using T = decltype(type);
-    constexpr int64_t kSums = 16;  // parallel sums, as a sum in order cannot use vectors
+    constexpr int64_t kSums = 16;  // independent sums: a single sum in order could not use vectors
     const T *a = static_cast<const T*>(left), *b = static_cast<const T*>(right);
     const auto product = [&](int64_t i) {
       return static_cast<A>(Conversion<T>::load(a[i])) * static_cast<A>(Conversion<T>::load(b[i]));
@@ -275,7 +275,8 @@ void transpose(const uint32_t* in, int64_t in_stride, int64_t rows, int64_t colu
     uint32_t* to = out + column * out_stride + row;
 #if defined(__AVX512F__)
     if (height == kBlock && width == kBlock) {
-      // Rows often come from memory, and the processor predicts this order of reads badly.
+      // Prefetches: rows often come from memory, and the processor predicts this order of reads
+      // badly.
       constexpr int64_t kAhead = 4 * kBlock;
       for (int64_t r = 0; r < kBlock; ++r) __builtin_prefetch(from + (r + kAhead) * in_stride);
       const Square square = transposed(load_square(from, in_stride));

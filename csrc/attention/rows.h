@@ -1,4 +1,4 @@
-// The work of attention on a row of scores between its products: from scores to weights, and from
+// The steps of attention between the products of a row of scores: from scores to weights, and from
 // gradients of weights to gradients of scores.
 #pragma once
 

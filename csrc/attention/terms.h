@@ -45,7 +45,8 @@ struct TileTerms {
   Dropout dropout{};
   int64_t sample_offset = 0, head_offset = 0;
 
-  // The keys that some of these rows see, and the rows that see some of these keys.
+  // Return the keys seen by at least one of these rows, and the rows that see at least one of these
+  // keys.
   Columns keys_of(int64_t first_row, int64_t last_row, int64_t keys) const {
     return {std::clamp<int64_t>(first_row + low, 0, keys),
             std::clamp<int64_t>(last_row + high + 1, 0, keys)};
@@ -114,7 +115,7 @@ class BlockTerms {
   }
 
  private:
-  // Returns the bias by column, copied together if the columns are not consecutive keys.
+  // Returns the bias by column, collected in a buffer if the columns are not consecutive keys.
   const A* bias_of(int64_t h, int64_t position) {
     const A* head = tile_.bias + h * tile_.distances + tile_.bias_zero - position;
     if (runs_.size() == 1) return head + runs_[0].position - runs_[0].begin;
@@ -126,7 +127,7 @@ class BlockTerms {
   void keep(int64_t sample, int64_t head, int64_t query, int64_t first_column,
             int64_t last_column) {
     std::fill(kept_.begin(), kept_.end(), uint8_t{0});
-    uint8_t group[kPhiloxKeys / 8 + 8] = {};  // is read a little behind its end
+    uint8_t group[kPhiloxKeys / 8 + 8] = {};  // longer than the bits: reads go beyond their end
     for (const Run& run : runs_) {
       int64_t column = std::max(run.begin, first_column);
       const int64_t end = std::min(run.end, last_column);

@@ -317,8 +317,9 @@ TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
                 {mask, low, high, scale, softcap, bias, bias_zero, query_positions, key_positions,
                  dropout_p, dropout_seed, sample_offset, head_offset});
           }));
-  // Whether these ops are faster than torch's: if the processor multiplies small blocks of the
-  // dtype, or of float32 while torch does not multiply small blocks of the dtype.
+  // Whether these ops are faster than torch's for the dtype: if the processor multiplies small
+  // blocks of it, or if it multiplies small blocks of float32 and torch does not multiply small
+  // blocks of the dtype.
   m.def("attention_has_blocks(ScalarType dtype) -> bool", [](at::ScalarType dtype) {
     const bool has_float32 = is_blocked({1, 1, 1, 1, 1, 1, 1});
     switch (dtype) {

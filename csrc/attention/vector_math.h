@@ -79,8 +79,8 @@ inline Vector<float> exponential(Vector<float> x) {
   constexpr float kLeast = -87.33654f, kMost = 88.72283f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-  // Half the instructions of the code below, which takes a third of a block's time. With a NaN
-  // operand these minima and maxima return the second operand, here NaN.
+  // Uses half as many instructions as the code below, which takes a third of a block's time. If an
+  // operand is NaN, these minima and maxima return the second operand, here NaN.
   const __m512 most = _mm512_min_ps(_mm512_set1_ps(kMost + 1), x);
   const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(kLeast), most);
   const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(kLeast), _CMP_NLT_UQ);
@@ -125,7 +125,7 @@ inline Vector<double> exponential(Vector<double> x) {
 
 inline Vector<float> quotient(Vector<float> a, Vector<float> b) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-  // An approximation of 14 bits and a step of Newton's: a division takes three times as long.
+  // An approximation of 14 bits and a step of Newton's: a division would take three times as long.
   const Vector<float> near = _mm512_maskz_rcp14_ps(0xffff, b);
   return a * (near * (2.0f - b * near));
 #else

@@ -23,7 +23,7 @@ class PeerError : public std::runtime_error {
   std::string cause_;
 };
 
-// A handler of a signal raised a Python exception while this rank waited.
+// A signal handler raised a Python exception while this rank waited.
 class Interrupted : public PeerError {
  public:
   using PeerError::PeerError;

@@ -10,7 +10,7 @@
 
 namespace symm_cp {
 
-// For one thread at a time. Its threads sleep between two runs.
+// A pool for use by one thread at a time. Its threads sleep between runs.
 class HelperPool : public Pool {
  public:
   // `threads` includes the thread that calls `run`.
@@ -29,7 +29,7 @@ class HelperPool : public Pool {
   std::condition_variable begun_, ended_;
   int64_t runs_ = 0;
   int parts_ = 0;
-  int busy_ = 0;  // helpers that have not ended their part
+  int busy_ = 0;  // helpers that have not finished their part
   void (*body_)(void*, int) = nullptr;
   void* argument_ = nullptr;
   bool closing_ = false;

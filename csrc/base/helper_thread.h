@@ -19,8 +19,8 @@ namespace symm_cp {
 void run_in_helper_thread(std::function<void()> task);
 
 // Runs a task in another thread; returns its result, throws its exception, or returns nullopt after
-// `limit`. The task may then run for ever and keep its captures. `on_slice` runs in the calling
-// thread every 50 ms, and may throw.
+// `limit`. In that case the task may run forever and keep its captures. `on_slice` runs in the
+// calling thread every 50 ms, and may throw.
 template <class Result>
 std::optional<Result> run_for(
     std::chrono::milliseconds limit, std::function<Result()> task,
@@ -29,8 +29,8 @@ std::optional<Result> run_for(
   auto promise = std::make_shared<std::promise<Result>>();
   auto result = promise->get_future();
   run_in_helper_thread([promise, task = std::move(task)]() mutable {
-    // Destroys the task's captures before the caller goes on, so that the caller is their last
-    // owner.
+    // Destroys the task's captures before the caller continues, so that the caller is the last
+    // owner of shared objects.
     pause_at_random();
     try {
       Result made = task();

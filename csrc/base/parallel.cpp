@@ -19,7 +19,7 @@ namespace symm_cp {
 
 namespace {
 
-// A forked process has none of a runtime's threads, and g++'s runtime waits for them there.
+// A forked process has none of the runtime's threads, but g++'s runtime would wait for them.
 std::atomic<bool> has_run{false}, is_forked{false};
 
 void after_fork_in_child() {

@@ -10,7 +10,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A sleeping thread wakes about this much late; shorter pauses yield in a loop instead.
+// A sleeping thread wakes late by about this much, so shorter pauses yield in a loop instead.
 constexpr std::chrono::microseconds kSpinBelow{60};
 
 std::atomic<uint64_t> seed_of_next{0};

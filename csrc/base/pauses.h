@@ -1,6 +1,6 @@
-// Random pauses of all threads of a process around its waits, signals and requests to stores, for
-// whole runs of tests. Unlike the delays of `Probe`, they do not depend on what a thread does: no
-// step is counted, and they last until they are set again.
+// Random pauses in all threads of a process, around its waits, signals and requests to stores, for
+// whole test runs. Unlike the delays of `Probe` they are not tied to the steps of a schedule, and
+// they stay in effect until they are set again.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@ extern std::atomic<int64_t> longest_pause_us;  // 0: no pauses
 void set_pauses(uint64_t seed, int64_t longest_us);
 void draw_pause();
 
-// Only tests set pauses; otherwise this is one load.
+// Costs one load unless a test has set pauses.
 inline void pause_at_random() {
   if (longest_pause_us.load(std::memory_order_relaxed) != 0) draw_pause();
 }

@@ -16,7 +16,7 @@ class Probe {
   // From now on sleeps for up to `delay_us` microseconds before about every other step, and kills
   // the process before step `fatal`, counted from 0 (-1: never).
   void begin(uint64_t seed, int64_t delay_us, int64_t fatal);
-  // Returns how many steps there were.
+  // Returns the number of steps since `begin`.
   int64_t end();
   void step();
 

@@ -14,13 +14,13 @@ namespace symm_cp {
 
 using torch::profiler::impl::ProfilerStateBase;
 
-// `RecordFunction` has a name only if there is an observer.
+// A `RecordFunction` without observers would have no name.
 const at::StepCallbacks::StartEndPair kNoObserver = {
     [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> { return nullptr; },
     [](const at::RecordFunction&, at::ObserverContext*) {}};
 
-// Calls the observers itself: `RecordFunction` ends when it is destroyed, also for a profiler that
-// was stopped.
+// Calls the observers itself: `RecordFunction` would end the event in its destructor, even if the
+// profiler was stopped before.
 struct ProfilerEvent::Record {
   Record(const char* op, at::TensorList tensors, at::StepCallbacks&& callbacks)
       : name(std::string("symm_cp:") + op),
@@ -43,7 +43,7 @@ struct ProfilerEvent::Record {
   at::RecordFunction function;                                 // refers to the name and the inputs
   std::vector<std::unique_ptr<at::ObserverContext>> contexts;  // one for each observer
   const ProfilerStateBase* profiler = ProfilerStateBase::get();
-  // Keeps the profiler's state, so that no other state gets its address.
+  // Keeps the profiler's state alive, so that no other state gets its address.
   std::shared_ptr<c10::ThreadLocalDebugInfo> alive = c10::ThreadLocalDebugInfo::current();
 };
 

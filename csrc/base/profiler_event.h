@@ -16,7 +16,7 @@ class ProfilerEvent {
 
   ProfilerEvent(const ProfilerEvent&) = delete;
   ProfilerEvent& operator=(const ProfilerEvent&) = delete;
-  // Ends the event, too.
+  // Ends the event if `end` has not.
   ~ProfilerEvent();
 
   // Ends the event if the profiler observes this thread. On other threads the profiler may have

@@ -109,7 +109,7 @@ std::string unreported_error() {
     void* const shown = reported == nullptr ? PyObject_Str(raised.value) : nullptr;
     const char* const utf8 = shown != nullptr ? PyUnicode_AsUTF8(shown) : nullptr;
     if (utf8 != nullptr) text = utf8;
-    PyErr_Clear();  // an error of the look-up
+    PyErr_Clear();  // the error of a failed look-up
     Py_DecRef(shown);
     Py_DecRef(reported);
   }

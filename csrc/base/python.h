@@ -1,8 +1,8 @@
 // Waiting in a Python process: releases the GIL for other threads, and handles Ctrl-C.
 //
 // torch calls a handle's barrier, put_signal, wait_signal and rendezvous with Python's lock held:
-// on CUDA they only enqueue. Here they block: two threads that wait in two groups would deadlock
-// with a rank whose threads wait in the other order.
+// on CUDA they only enqueue. Here they block, so with the lock held two threads that wait in two
+// groups would deadlock with a rank whose threads wait in the other order.
 #pragma once
 
 #include <string>
@@ -21,7 +21,7 @@ class WithoutGil {
   WithoutGil() {
     if (PyGILState_Check != nullptr && PyGILState_Check() == 1) state_ = PyEval_SaveThread();
   }
-  // In an interpreter that ends meanwhile, taking the lock ends the thread by unwinding its stack.
+  // If the interpreter is shutting down, taking the lock ends the thread by unwinding its stack.
   ~WithoutGil() noexcept(false) {
     if (state_ != nullptr) PyEval_RestoreThread(state_);
   }
@@ -41,7 +41,8 @@ void throw_if_interrupted();
 // (elsewhere it does nothing).
 void raise_later(void* exception);
 
-// Whether torch's `_symmetric_memory._test_mode()` asks for the unfused definitions of the ops.
+// Whether torch's `_symmetric_memory._test_mode()` is on, in which ops run their unfused
+// definitions.
 bool in_test_mode();
 
 // Whether `throw_if_interrupted` has thrown in this thread since the last call of this function.

@@ -27,7 +27,8 @@ int own_socket(int rank, int world_size) {
     const int sockets = std::atoi(wanted);
     return sockets < 1 ? -1 : kAsIf + static_cast<int>(int64_t{rank} * sockets / world_size);
   }
-  // Each CPU's socket is in a file; with too few ranks for two sockets, skip reading these.
+  // Finding the sockets means reading a file for each CPU; skips this if there are too few ranks
+  // for two sockets.
   if (static_cast<size_t>(world_size) < 2 * kLeastOnSocket) return -1;
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return -1;

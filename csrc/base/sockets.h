@@ -1,4 +1,5 @@
-// On which socket of the host a rank runs: memory of another socket is reached over a slower link.
+// The socket of the host on which a rank runs: memory of other sockets is reached over a slower
+// link.
 #pragma once
 
 #include <vector>
@@ -13,8 +14,8 @@ int own_socket(int rank, int world_size);
 
 // Returns 2 or 4 if that many sockets hold equal numbers of consecutive ranks; 1 otherwise. Each
 // socket must hold at least three ranks (two if simulated): with two, ranks would move more bytes
-// on their own socket than they save on the link (symm_cp/schedule/servers.py predicts so for four
-// servers).
+// on their own socket than they save on the link, as symm_cp/schedule/servers.py predicts for four
+// servers.
 int sockets_of(const std::vector<int>& by_rank);
 
 }  // namespace symm_cp

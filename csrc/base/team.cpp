@@ -22,14 +22,14 @@ class NoPool : public Pool {
 Pool* callers = nullptr;
 std::atomic<Threads> chosen{Threads::kWhereCoresSuffice};
 std::atomic<int> background{1};
-// Indexed by number of threads; 0: not measured. More threads share work as if not measured.
+// Indexed by number of threads; 0: not measured. Larger numbers of threads count as not measured.
 constexpr int kMostMeasured = 512;
 std::array<std::atomic<int64_t>, kMostMeasured + 1> divided_from{};
 std::atomic<int64_t> divided{0};
 thread_local Team* current = nullptr;
 thread_local bool has_left = false;
 
-// The calling thread's cores; none if the system has more cores than a mask.
+// The calling thread's cores; none if the system has more cores than a mask has bits.
 CoreMask cores_of_thread() {
   CoreMask mask{};
   if (sched_getaffinity(0, sizeof(mask), reinterpret_cast<cpu_set_t*>(mask.data())) != 0)
@@ -48,10 +48,11 @@ class OwnCores : public Cores {
   }
 
  private:
-  std::atomic<int> known_{0};  // a number of threads; negative: too many
+  std::atomic<int> known_{0};  // the last number of threads; negative: too few cores
 };
 
-// Within a part, the calling thread works alone, like the other threads.
+// Within its scope the calling thread has no Team: inside a part it works alone, like the other
+// threads.
 class Pause {
  public:
   Pause() : paused_(current) { current = nullptr; }
@@ -82,7 +83,7 @@ void set_background_threads(int threads) { background = threads; }
 int background_threads() { return background; }
 
 void set_divided_from(int threads, int64_t bytes) {
-  // A part is a page at least: see divide_bytes.
+  // A part has at least one page: see divide_bytes.
   const auto measured = [bytes](int count) {
     return bytes == 0 ? 0 : std::max(bytes, count * kPage);
   };

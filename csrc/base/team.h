@@ -29,7 +29,7 @@ class Pool {
 void set_pool(Pool* pool);
 Pool& caller_pool();
 
-// Which threads copy and reduce: one, all if there are enough cores, or all.
+// Which threads copy and reduce: one; all, if there are enough cores; or always all.
 enum class Threads { kOne, kWhereCoresSuffice, kAll };
 void set_threads(Threads threads);
 // The number of a copy engine's own threads; see lane.cpp.
@@ -40,13 +40,13 @@ int background_threads();
 void set_divided_from(int threads, int64_t bytes);
 
 // The cores that threads may run on. In a loop of short parts, a thread that has to wait for a core
-// holds up all others for a time slice, some milliseconds: threads pay only if each has a core of
-// its own.
+// holds up all others for a time slice, some milliseconds: more threads help only if each has a
+// core of its own.
 class Cores {
  public:
   virtual ~Cores() = default;
-  // Whether each of this many threads of the calling thread's pool has a core, in the presence of
-  // other ranks.
+  // Whether there is a core for each of this many threads of the calling thread's pool, beside the
+  // threads of other ranks.
   virtual bool suffice(int threads) = 0;
 };
 
@@ -60,20 +60,20 @@ using CoreMask = std::array<uint32_t, kMostCores / 32>;
 CoreMask cores_of(Pool& pool, int threads);
 int count_cores(const CoreMask& mask);
 
-// In its scope the calling thread divides large work.
+// Within its scope the calling thread divides large work.
 class Team {
  public:
   // Uses the pool of the threads that call ops, if the cores suffice for it and for the ranks that
   // may work at the same time. Has no effect in threads that have left that pool.
   explicit Team(Cores& cores);
-  // Uses all threads of another pool, whatever the cores.
+  // Uses all threads of another pool, regardless of the number of cores.
   explicit Team(Pool& pool);
   ~Team();
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  // The number of parts into which the calling thread divides work on `bytes`: 1 if one thread
-  // needs no longer for it than several need to meet.
+  // The number of parts into which the calling thread divides work on `bytes`: 1 if the work is so
+  // small that the threads' synchronisation would take longer.
   static int parts_of(int64_t bytes) {
     return bytes < least_bytes_.load(std::memory_order_relaxed) ? 1 : parts_of_large(bytes);
   }
@@ -94,8 +94,8 @@ class Team {
  private:
   friend void set_divided_from(int threads, int64_t bytes);
 
-  // If not measured, work of at least this many bytes is divided, into parts of at least half that.
-  // With more threads than parts, some threads have none.
+  // Without a measurement, work of at least this many bytes is divided, into parts of at least half
+  // that. If there are more threads than parts, some threads get none.
   static constexpr int64_t kLeastBytes = int64_t{128} << 10;
   // The smallest number of bytes from which on any number of threads shares work.
   static inline std::atomic<int64_t> least_bytes_{kLeastBytes};
@@ -110,7 +110,7 @@ class Team {
   Team* outer_;
 };
 
-// The unit in which the system allocates memory, on the memory node of its first writer.
+// A page: the system allocates each page on the memory node of the first thread that writes to it.
 constexpr int64_t kPage = 4096;
 
 // Calls body(begin, end) for parts of the bytes that begin at `to`: one thread writes all of a
@@ -129,12 +129,12 @@ void divide_bytes(const void* to, int64_t bytes, int64_t unit, const Body& body)
   Team::run(parts, [&](int part) { body(cut(part), cut(part + 1)); });
 }
 
-// Calls body(begin, end) for parts of the rows; `bytes`: of all rows together.
+// Calls body(begin, end) for parts of the rows; `bytes` is the size of all rows together.
 template <class Body>
 void divide_rows(int64_t rows, int64_t bytes, const Body& body) {
   const int wanted = Team::parts_of(bytes);
   const int parts = static_cast<int>(std::min<int64_t>(wanted, rows));
-  // Few long rows are better divided one by one.
+  // A few long rows are better processed one after the other, each divided among the threads.
   if (parts < 2 || (parts < wanted && Team::parts_of(bytes / rows) > 1))
     return body(int64_t{0}, rows);
   Team::run(parts, [&](int part) { body(rows * part / parts, rows * (part + 1) / parts); });

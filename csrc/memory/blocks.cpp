@@ -62,8 +62,8 @@ Block Blocks::take(size_t bytes) {
   return block;
 }
 
-// Finds the block of this size that was freed last, which caches may still hold; else the smallest
-// block that is at most a quarter larger.
+// Finds the block of this size that was freed last, as the caches may still hold it; if there is
+// none, the smallest block that is at most a quarter larger.
 Block Blocks::find_kept(size_t size) {
   auto best = kept_.rend();
   for (auto block = kept_.rbegin(); block != kept_.rend(); ++block) {
@@ -102,7 +102,7 @@ size_t Blocks::give(void* address) {
   return size;
 }
 
-// Removes from the list the blocks that were freed first, until at most `limit` bytes are kept.
+// Removes blocks from the list, the first freed first, until at most `limit` bytes are kept.
 std::vector<Block> Blocks::shrink(size_t limit) {
   auto end = kept_.begin();
   for (; kept_bytes_ > limit; ++end) kept_bytes_ -= end->size;
@@ -140,7 +140,7 @@ BlockUsage Blocks::usage() {
 }
 
 char* Blocks::map(size_t size) {
-  // Maps one unit more, to begin at a multiple of a unit.
+  // Maps one unit more, so that the block can begin at a multiple of a unit.
   void* const mapped =
       mmap(nullptr, size + kBlockUnit, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
@@ -148,12 +148,12 @@ char* Blocks::map(size_t size) {
   char* const address = static_cast<char*>(mapped) + before;
   if (before > 0) munmap(mapped, before);
   if (before < kBlockUnit) munmap(address + size, kBlockUnit - before);
-  madvise(address, size, MADV_HUGEPAGE);  // only advice: a system may have none
+  madvise(address, size, MADV_HUGEPAGE);  // only advice: the system may have no huge pages
   if (madvise(address, size, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
     munmap(address, size);
     return nullptr;
   }
-  return address;  // EINVAL: before Linux 5.14, where the pages come as they are written
+  return address;  // EINVAL: Linux before 5.14, which adds pages at the first write
 }
 
 void Blocks::unmap(const std::vector<Block>& blocks) {

@@ -1,6 +1,6 @@
 // Memory for large results. Fresh memory costs more than writing the result: the kernel clears
-// every page and maps it at the first access. So freed blocks are kept, with their pages, and serve
-// later results.
+// every page and maps it at the first access. So freed blocks are kept, with their pages, and
+// reused for later results.
 //
 // Blocks are private anonymous memory at multiples of 2 MiB, of huge pages where the system has
 // them, and their pages are populated when the blocks are handed out. Sizes are multiples of 2 MiB
@@ -24,11 +24,11 @@ struct BlockUsage {
 struct Block {
   char* address = nullptr;
   size_t size = 0;
-  int forks = 0;  // of the process, before the block was mapped
+  int forks = 0;  // number of forks of the process before the block was mapped
 };
 
 // Thread-safe, and usable in a forked process. The parent and the child of a fork share the pages
-// of blocks in use until one of them writes, which copies; such blocks are unmapped when they are
+// of blocks in use; the first write to a page copies it. Such blocks are unmapped when they are
 // freed. A child does not inherit the blocks that are kept.
 class Blocks {
  public:
@@ -36,7 +36,7 @@ class Blocks {
   static Blocks& instance();
 
   // Returns at least `bytes` of uninitialised memory at a multiple of 2 MiB. Its address is null
-  // when the limit is 0, or when the system gives no memory.
+  // when the limit is 0, or when the system has no memory left.
   Block take(size_t bytes);
 
   // Takes a block back, from any thread; returns its size.

@@ -17,7 +17,7 @@ const char* const kNames[kWords] = {"allocation size", "signal pad size", "mappe
 
 std::string text(int64_t value) { return std::to_string(value); }
 
-// Throws when a peer meets for another call, or has sent other words than this rank.
+// Throws when a peer makes another call, or has sent different words.
 void check_payloads(const Peers& peers, const std::vector<Received>& received, const Payload& own,
                     const std::string& context) {
   const std::string me = "rank " + text(peers.rank());
@@ -58,7 +58,7 @@ Mapping::Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t bloc
     auto received = peers_->exchange(rendezvous, 0, own, false);
     check_payloads(*peers_, received, own, rendezvous.call_name);
     map_peers(block, received);
-    // All ranks have mapped all memory, or none uses it.
+    // Waits until all ranks have mapped all memory: if one fails, none uses it.
     peers_->exchange(rendezvous, 1, {}, true);
     for (int peer = 0; peer < world_size(); ++peer)
       cores_.add(&control(peer).cores, peer == rank());
@@ -93,7 +93,8 @@ void Mapping::throw_if_peer_lost(int peer, bool expired, const WaitBudget& budge
     return PeerError(context + ": " + who + " " + why,
                      who + " " + why + " (noticed by rank " + text(rank()) + ")");
   };
-  // A process that ends normally closes its memory first: "died" says more, so it is checked first.
+  // A process that ends normally closes its memory and then exits. "died" says more, so death is
+  // checked first.
   if (peers_->dead(peer)) throw lost("died");
   if (control(peer).closed.load() == 1) throw lost("has left the group");
   if (expired) throw PeerError(context + ": timed out after " + text(budget.limit.count()) + " ms");

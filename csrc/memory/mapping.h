@@ -19,18 +19,18 @@ namespace symm_cp {
 struct ControlPage {
   static constexpr size_t kBytes = 4096;
   Word sleepers;  // processes asleep on a word that this rank owns
-  Word closed;    // 1: this rank has closed the memory; it signals nothing any more
+  Word closed;    // 1: this rank has closed the memory and sends no more signals
   alignas(64) CoreRecord cores;
 };
 static_assert(sizeof(ControlPage) <= ControlPage::kBytes);
 
 class Mapping {
  public:
-  // Collective over `peers`: exchanges `block` (this rank's allocation) and a fresh control
-  // segment with a pad of `pad_bytes`. Throws PeerError on every rank, naming the ranks and both
-  // values, when they disagree on sizes or on the purpose of the rendezvous; and when a rank cannot
-  // allocate or map the memory; that rank throws its own error. `sequence` names the mapping to
-  // peers.
+  // Collective over `peers`: exchanges `block` (this rank's allocation) and a fresh control segment
+  // with a pad of `pad_bytes`. Throws PeerError on every rank, naming the ranks and both values,
+  // when ranks disagree on sizes or on the purpose of the rendezvous. When a rank cannot allocate
+  // or map the memory, it throws its own error and the others throw PeerError. `sequence`
+  // identifies the mapping on all ranks.
   Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t block_bytes, size_t pad_bytes,
           int64_t sequence, const Rendezvous& rendezvous);
 
@@ -50,7 +50,7 @@ class Mapping {
   // The cores of the ranks, for a Team.
   Cores& cores() const { return cores_; }
 
-  // Reports to the peers that this rank signals nothing here any more.
+  // Reports to the peers that this rank sends no more signals here.
   void close();
   // Throws when `peer` cannot signal any more, because it died or has closed the memory, or when
   // the wait has expired. `call_name` names the waiting call.
@@ -64,14 +64,14 @@ class Mapping {
   void wait_signal(int source, int channel, int64_t timeout_ms);
   void barrier(int channel, int64_t timeout_ms);
 
-  // One-sided signals, up to the time-out of the group. The first kind are 64-bit numbers in a
-  // rank's memory, such as the number at the end of its pad: a rank that sees the number sees all
-  // writes that the putting rank made before. `source` may be -1: any rank.
+  // One-sided signals, up to the time-out of the group. The first kind of signal is a 64-bit number
+  // in a rank's memory, such as the number at the end of its pad. A rank that sees the number also
+  // sees all earlier writes of the rank that put it there. `source` may be -1: any rank.
   void put_number(int owner, int64_t* number, int64_t value);
   void await_number(int64_t* number, int source, const char* op,
                     const std::function<bool(int64_t)>& ready);
   int64_t* number_of(int owner) const;
-  // The second kind are counted for each source: a wait takes one.
+  // The second kind of signal is counted for each source; each wait consumes one.
   void count_signal(int destination);
   void take_signal(int source, const char* op);
 
@@ -92,7 +92,7 @@ class Mapping {
   std::vector<Segment> remote_;  // keeps peers' memory mapped
   std::vector<void*> data_;
   std::vector<void*> pads_;
-  mutable RankCores cores_;  // the mapping stays as it is: only records are written
+  mutable RankCores cores_;  // mutable: changes the ranks' records, not the mapping
 };
 
 // Defined in symmetric_memory.cpp, which has torch's groups and tensors:
@@ -126,12 +126,12 @@ std::shared_ptr<Peers> peers_of(const std::string& group, const Rendezvous& rend
 // `other`: see Workspace::fail. Not collective.
 void refuse_peers(const std::string& group, const std::string& key, const std::string& reason,
                   const CallSite* other = nullptr);
-// Throws when a peer has refused in that way to meet for this call, or for a later call.
+// Throws when a peer has refused, by `refuse_peers`, to take part in this call or a later one.
 void check_refused_peers(const std::string& group, const Rendezvous& rendezvous, int peer);
-// How long ops of a group wait for a peer unless the user chose otherwise.
+// The time-out of a group's ops, unless the user chose another.
 std::chrono::milliseconds timeout_of(const std::string& group);
 
-// How long to wait where no group is named.
+// The time-out of waits in which no group is named.
 std::chrono::milliseconds default_timeout();
 
 // Forgets the groups that were destroyed; their sockets close when their last mapping is freed.

@@ -25,7 +25,8 @@ void give_block(void* address) {
   report_block(address, -size);
 }
 
-// A storage keeps its allocator, and calls it again when it is resized, to any size.
+// A storage keeps its allocator and calls it again when it is resized, so this must handle any
+// size.
 class BlockAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {

@@ -8,7 +8,7 @@
 
 namespace symm_cp {
 
-// In the control page of a rank.
+// The record that a rank publishes in its control page.
 struct CoreRecord {
   Word threads;  // 0: not yet published
   Word mask[kMostCores / 32];

@@ -30,8 +30,8 @@ constexpr size_t kHugePage = size_t{1} << kHugePageLog;
 constexpr size_t kPrefault = size_t{1} << 20;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// Memory available without the OOM killer: the lesser of the system's count and the container's
-// (control groups, version 2).
+// The memory that can be taken without invoking the OOM killer: the lesser of the numbers of the
+// system and of the container (control groups, version 2).
 size_t available_memory() {
   size_t available = SIZE_MAX;
   std::ifstream meminfo("/proc/meminfo");
@@ -99,9 +99,9 @@ bool Segment::take_reserved_pages(const std::string& label) {
       fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0)
     return false;
   void* at = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  if (at == MAP_FAILED) return false;  // fewer are free
+  if (at == MAP_FAILED) return false;  // not enough huge pages are free
   if (madvise(at, length, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
-    munmap(at, length);  // fewer are allowed to a control group
+    munmap(at, length);  // the control group does not allow so many
     return false;
   }
   fd_ = std::move(fd);
@@ -117,7 +117,7 @@ Segment Segment::create(size_t size, const std::string& label) {
     return segment;
   segment.fd_ = Descriptor(memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   const std::string what = "shared memory of " + std::to_string(segment.size_) + " bytes";
-  // Small segments are not worth reading files for.
+  // For small segments reading the files would take too long.
   if (segment.size_ >= kHugePage && segment.size_ > available_memory()) {
     errno = ENOMEM;
     throw SystemError("cannot take " + what);
@@ -158,7 +158,8 @@ void prefault(void* address, size_t size) {
   if (mincore(reinterpret_cast<void*>(middle), page, &resident) != 0 || (resident & 1) != 0) return;
   const auto populate = [&](int64_t from, int64_t to) {
     const auto part = reinterpret_cast<void*>(begin + static_cast<uintptr_t>(from));
-    madvise(part, static_cast<size_t>(to - from), MADV_POPULATE_WRITE);  // else they fault
+    // If this fails, the pages fault in later.
+    madvise(part, static_cast<size_t>(to - from), MADV_POPULATE_WRITE);
   };
   divide_bytes(reinterpret_cast<void*>(begin), static_cast<int64_t>(end - begin), 1, populate);
 }

@@ -29,17 +29,17 @@ class Descriptor {
 // Attaches descriptors to a message; `control` must have room for them.
 void attach_descriptors(msghdr& header, void* control, const std::vector<int>& fds);
 
-// The label that marks memory as this process's in /proc/PID/maps, for `symm-cp doctor`.
+// The label by which `symm-cp doctor` recognises this process's memory in /proc/PID/maps.
 std::string owned_label(const std::string& owner);
 
 // A mapping of a whole memfd, unmapped on destruction.
 class Segment {
  public:
   Segment() = default;
-  // Creates `size` bytes (rounded up to pages) of zeros, sealed against shrinking and growing.
-  // The pages are taken now, so that running out of memory is an error here, with the size, and
-  // not a SIGBUS at some later write. With SYMM_CP_HUGE_PAGES=1 they are reserved huge pages of the
-  // system (hugetlb), if enough are free.
+  // Creates `size` bytes (rounded up to pages) of zeros, sealed against shrinking and growing. The
+  // pages are taken now, so that a lack of memory is an error here that names the size, and not a
+  // SIGBUS at a later write. With SYMM_CP_HUGE_PAGES=1 they are reserved huge pages of the system
+  // (hugetlb), if enough are free.
   static Segment create(size_t size, const std::string& label);
   // Maps a descriptor received from a peer; refuses one that is not sealed or not `size` long.
   static Segment map(Descriptor fd, size_t size);

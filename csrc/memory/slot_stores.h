@@ -1,14 +1,14 @@
-// How to store to slots and large results: past the caches where the usual way takes longer.
+// Chooses how to store to slots and large results: past the caches if ordinary stores take longer.
 //
 // Peers have read a slot before it is written again, so their caches hold its lines, and a store
-// waits until they release them. On an AMD EPYC that took four times as long at some times as at
-// others, apparently when the ranks' cores shared no cache. Past the caches a store does not wait,
-// but peers then read memory. Which way is faster depends on the ranks' current cores, so it is
-// measured all the time.
+// waits until they release them. On an AMD EPYC the same stores sometimes took four times as long,
+// apparently when the ranks' cores shared no cache. Past the caches a store does not wait, but
+// peers then read memory. Which way is faster depends on the ranks' current cores, so both are
+// measured throughout.
 //
 // A large result may not fit into the caches. Stored past them, it evicts nothing that others need,
-// and no line is read before it is written. The size limit depends on this rank's share of a cache,
-// which a virtual machine does not show: it is measured, too.
+// and no line is read before it is written. The size from which this pays depends on this rank's
+// share of a cache, which a virtual machine does not show, so it is measured as well.
 #pragma once
 
 #include <algorithm>
@@ -18,9 +18,10 @@
 
 namespace symm_cp {
 
-// `kWorth`: stores go past the caches if the usual way takes more than this percentage of their
-// time, as reading takes longer after them. `kRun`: how many stores in a row try the way not taken:
-// 2 if the first store still finds the memory as the other way left it.
+// `kWorth`: stores go past the caches if ordinary stores take more than this percentage of their
+// time; it is over 100 because reading takes longer after stores past the caches. `kRun`: the
+// number of consecutive stores in a trial of the other way; 2 if the first store is still affected
+// by how the previous one left the memory.
 template <int kWorth, uint64_t kRun>
 class MeasuredStores {
  public:
@@ -39,7 +40,7 @@ class MeasuredStores {
   static constexpr uint64_t kTrial = 64;
   static constexpr uint64_t kSamples = 2;
 
-  // The better of the last two samples: a sample may have been interrupted.
+  // Keeps the better of the last two samples, as a sample may have been interrupted.
   class Way {
    public:
     double pace() const { return std::min(last_, before_); }

@@ -1,7 +1,7 @@
 // `fused_all_gather_attention` of few tokens, and its gradients: one exchange gathers keys and
 // values, kernels attend to all of them, and in the backward pass another exchange adds up the
-// gradients. For so few tokens Python, which pipelines larger shards, takes longer than these
-// copies. symm_cp/ops/attention/few_tokens.py plans the calls, once for each kind of arguments.
+// gradients. Python pipelines larger shards; for so few tokens, Python itself would take longer
+// than the copies. symm_cp/ops/attention/few_tokens.py plans each kind of call once.
 //
 // Shapes: query (B, H, S_q, E), key and value (B, G, S_k, E), this rank's shards.
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -107,13 +107,13 @@ std::optional<int64_t> limit_of(int64_t number) {
   return number == kNoLimit ? std::nullopt : std::optional(number);
 }
 
-// Asks Python's `plan` of an op.
+// Makes a plan of a call with the op's `plan` function in Python.
 std::shared_ptr<const Plan> plan_of(const char* name, Stack arguments, std::string& call_name) {
   const std::string of_op = std::string("symm_cp::") + name;
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(of_op.c_str(), "plan");
   try {
     op.callBoxed(arguments);
-  } catch (const std::exception&) {  // Python's error, which Python has reported
+  } catch (const std::exception&) {  // an error in Python, already reported to the peers
     throw Failed(std::current_exception());
   }
   const auto results = torch::jit::last(arguments, 7);
@@ -216,7 +216,7 @@ std::optional<Call> planned(const char* op, Group& group, const Arguments& argum
   return call;
 }
 
-// Has the exchange read the keys, and then the values, where they lie: two rows.
+// Makes the exchange read keys and values in place, as two rows.
 void bind_in_place(Extent& input, const at::Tensor& keys, const at::Tensor& values) {
   auto* const begin = static_cast<char*>(const_cast<void*>(keys.const_data_ptr()));
   input.data = begin;
@@ -363,8 +363,8 @@ void check_saved(const char* name, const at::Tensor& tensor, const at::Tensor& q
                     tensor.sizes(), ", must be the shape of query, ", query.sizes());
 }
 
-// The gradients of this rank's queries, and of all keys and values, (B, G, keys, E), by these
-// queries.
+// Computes the gradients of this rank's queries, and these queries' share of the gradients of all
+// keys and values, (B, G, keys, E).
 Gradients gradients_of_all(const Call& call, const Saved& saved, const KeysAndValues& all) {
   const Plan& plan = call.plan();
   const at::Tensor query = with_dense_features(call.query);
@@ -376,7 +376,8 @@ Gradients gradients_of_all(const Call& call, const Saved& saved, const KeysAndVa
     const at::Tensor none = zeros();
     return {at::empty_like(query), none.select(0, 0), none.select(0, 1)};
   }
-  // With the strides that torch's kernel returns. inf gives zero weights to rows that see no key.
+  // Gives lse the strides that torch's kernel returns. An lse of inf gives zero weights to rows
+  // that see no key.
   at::Tensor lse = saved.lse.to(wide(query)).transpose(1, 2).contiguous().transpose(1, 2);
   if (plan.blind.defined()) lse = lse.masked_fill(plan.blind, INFINITY);
   if (plan.form != Plan::kTiles && !saved.grad_lse) {
@@ -418,7 +419,7 @@ void prepare_scatter(CheckedCall& scatter, const Call& call) {
 KeysAndValues reduce_scatter(const Call& call, const KeysAndValues& of_all) {
   if (call.group.world_size() == 1) return of_all;
   CallKey key = call.call_key;
-  key.push_back(1);  // the second exchange of such calls
+  key.push_back(1);  // distinguishes this exchange from the gather
   const auto scatter = CheckedCalls::of_this_thread().take(
       key, [&](CheckedCall& scatter) { prepare_scatter(scatter, call); });
   const int64_t each = c10::multiply_integers(call.shape(1));  // elements of a position
@@ -469,7 +470,7 @@ void backward_kernel(const c10::OperatorHandle& op, Stack* stack) {
   if (!guarded(kBackward, arguments, kBackwardPlaces.group_name, kSync, body) ||
       !grads.query.defined())
     return call_python(op, stack);
-  // The gradients of sinks and bias.
+  // The native kernel takes neither sinks nor bias: their gradients are empty.
   const at::Tensor none = grads.query.new_empty({0}), none_either = grads.query.new_empty({0});
   arguments.end(std::move(grads.query), std::move(grads.key), std::move(grads.value), none,
                 none_either);

@@ -23,9 +23,9 @@ bool any_tensor(const c10::IValue& value, const Test& test) {
                      [&](const c10::IValue& each) { return any_tensor(each, test); });
 }
 
-// Whether a torch.func transform is active in this thread. The accessor's object exists from the
-// first transform on, and the header that answers does not compile outside of torch: so this tries
-// a check that throws.
+// Whether a torch.func transform is active in this thread. The accessor is null until the first
+// transform. The header with a direct query does not compile outside of torch, so this calls a
+// check that throws under a transform.
 bool transforms_active() {
   const auto& transforms = at::functorch::functorchTLSAccessor();
   if (transforms == nullptr) return false;
@@ -37,7 +37,8 @@ bool transforms_active() {
   }
 }
 
-// Whether Python's kernel is needed: it records gradients, and refuses calls without a derivative.
+// Whether the call may need a derivative: Python's kernel then records it, or refuses the call if
+// the op has no derivative.
 bool may_differentiate(const c10::OperatorHandle& op, const Stack& stack) {
   if (transforms_active()) return true;
   const bool records = at::GradMode::is_enabled();
@@ -75,7 +76,7 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below>>());
 }
 
-// torch's ops without gradients, on CPU only: on other devices torch's kernels serve them.
+// Ops that torch defines without gradients. CPU only: other devices keep torch's kernels.
 TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
   for (const char* name : {"fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below>>());

@@ -27,8 +27,8 @@ void all_reduce(const char* op, Group& group, const at::Tensor& given, std::stri
   at::Tensor input = given.contiguous();
   bool in_place = input.is_same(given) && is_symmetric(group, input);
   const bool onto_itself = input.const_data_ptr() == output.const_data_ptr();
-  // Peers read a symmetric input while this rank writes its output: they can be the same memory
-  // only in parts.
+  // Peers read a symmetric input while this rank writes its output, so the two may share memory
+  // only if the call reduces in parts.
   if (overlap(input, output) && (in_place ? !in_parts : !onto_itself)) {
     input = input.clone();
     in_place = false;
@@ -81,7 +81,7 @@ void two_shot_out(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 // torch's ops copy the input to the buffer, where the peers read it. Here the group has its own
-// memory for that, and the buffer is only checked.
+// memory for the exchange, so the buffer is only checked.
 void check_buffer(const at::Tensor& buffer, const at::Tensor& input) {
   kernels::check_dense(kOneShotCopy, "symm_buffer", buffer);
   TORCH_CHECK_VALUE(buffer.scalar_type() == input.scalar_type() && buffer.numel() >= input.numel(),

@@ -1,7 +1,7 @@
 // The steps of a split model for each generated token, without gradients, as one call each: linears
 // and embeddings (symm_cp/tensor_parallel/) and the comparison of inputs
-// (symm_cp/ops/equal_inputs.py). Between these calls megabytes of weights pass through the caches,
-// so Python's look-ups for a call take as long as a matmul with one row. Each function returns None
+// (symm_cp/ops/equal_inputs.py). Between these calls megabytes of weights evict the caches, so
+// Python's look-ups for one call take as long as a matmul with one row. Each function returns None
 // for a case that it does not handle, such as subclasses and modes. Part of the library that needs
 // Python's headers (backend/glue.cpp).
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -131,7 +131,7 @@ at::Tensor rows_of(const at::Tensor& tokens, const at::Tensor& weight, int64_t s
   return found;
 }
 
-// torch looks up more tokens than this, in several threads.
+// Larger numbers of tokens are left to torch, which looks them up in several threads.
 constexpr int64_t kMostTokens = 64;
 
 bool are_known(const at::Tensor& tokens, int64_t length) {
@@ -187,7 +187,7 @@ class Hash {
       add(word);
     }
   }
-  // 56 bits in two pieces: their sums over any number of ranks do not overflow.
+  // Returns 56 bits of the hash in two pieces of 28: sums of pieces over the ranks do not overflow.
   std::pair<int64_t, int64_t> pieces() const {
     return {number_ >> 36, (number_ >> 8) & ((uint64_t{1} << 28) - 1)};
   }
@@ -196,7 +196,7 @@ class Hash {
   uint64_t number_ = 0;
 };
 
-// Whether a tensor holds integers, and few of them.
+// Whether a tensor holds integers and is small.
 bool is_countable(const at::Tensor& tensor) {
   constexpr int64_t kMostBytes = 4096;
   return at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) && tensor.is_contiguous() &&
@@ -205,7 +205,8 @@ bool is_countable(const at::Tensor& tensor) {
 
 // Arguments: the input, text that must be equal as well, the name of the group and its size.
 // Returns whether input and text are equal on all ranks, like `_sums_agree`. A peer may run
-// `_sums_agree` in the same call: its hash differs, so that all ranks then compare everything.
+// `_sums_agree` in the same call. Its hash is a different one, so the sums do not match and all
+// ranks compare everything.
 PyObject* agree(PyObject*, PyObject* const* given, Py_ssize_t) {
   HANDLE_TH_ERRORS
   if (!no_modes() || !is_plain(given[0])) Py_RETURN_NONE;

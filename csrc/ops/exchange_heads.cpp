@@ -1,5 +1,5 @@
-// `exchange_heads`: symm_cp/ops/heads/exchange_heads.py plans it, once for each kind of arguments,
-// and this file runs it: Python took longer than the copies of a small exchange.
+// Runs `exchange_heads`; symm_cp/ops/heads/exchange_heads.py plans each kind of call once. In
+// Python the calls took longer than the copies of a small exchange.
 #include <torch/library.h>
 
 #include <cstring>
@@ -53,14 +53,14 @@ std::vector<Box> boxes_in(const at::Tensor& bytes) {
   return boxes;
 }
 
-// Leaves the call without boxes if heads must be added up, which Python does.
+// Makes no boxes if heads must be added up: Python handles such calls.
 void plan(CheckedCall& call, Stack arguments, int ranks) {
   const bool to_heads = arguments[kToHeads].toBool();
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("symm_cp::exchange_heads", "plan");
   try {
     op.callBoxed(arguments);
-  } catch (const std::exception&) {  // Python's error, which Python has reported
+  } catch (const std::exception&) {  // an error in Python, already reported to the peers
     throw Failed(std::current_exception());
   }
   const auto results = torch::jit::last(arguments, 4);

@@ -1,10 +1,10 @@
 // The kernels of symm_cp/ops/experts/op.py: send tokens to their experts, which are divided among
 // the ranks, and the results back.
 //
-// First all ranks exchange how many tokens each has for each expert. From that every rank computes
-// which rows it sends, and where the rows that it gets belong. Then rows go directly from their
-// place in one rank's tensor to their place in another's, through the slots. Results of experts are
-// added up where they lie in the slots.
+// First all ranks exchange the number of tokens that each has for each expert. From these numbers
+// every rank computes which rows it sends, and the places of the rows that it receives. Rows then
+// go through the slots, directly from their place in one rank's tensor to their place in another's.
+// The experts' results are added up from the slots, without a copy.
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
@@ -215,7 +215,7 @@ void combine_in_pieces(const char* op, Group& group, const at::Tensor& rows, con
   const TokenRows input(rows);
   at::DimVector shape(rows.sizes());
   shape[0] = routing.sent();
-  at::Tensor returned = new_output(rows, shape);  // except this rank's experts' results
+  at::Tensor returned = new_output(rows, shape);  // without the results of this rank's own experts
   auto* back = static_cast<char*>(returned.mutable_data_ptr());
   Exchange exchange{};
   exchange.kind = ExchangeKind::kAllToAll;

@@ -1,10 +1,10 @@
 // Fused all-gather-matmul, matmul-reduce-scatter and their gradients: gather, then one matmul, or
-// one matmul, then scatter. Python's kernels serve matrices that take much memory, and raise the
-// errors for wrong arguments.
+// one matmul, then scatter. Python's kernels handle larger matrices, and raise the errors for wrong
+// arguments.
 //
-// For the shapes see matmul_parts.h. The dtype and the whole shape of the exchanged tensor, which
-// are the same on all ranks, decide which kernel runs. The other dimension of a product does not:
-// it may differ from rank to rank.
+// For the shapes see matmul_parts.h. The choice of the kernel depends on the dtype and the whole
+// shape of the exchanged tensor, which are the same on all ranks, and not on the other dimension of
+// a product, which may differ from rank to rank.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
@@ -27,10 +27,10 @@ constexpr const char* kScatterSum = "_fused_matmuls_reduce_scatter";
 constexpr const char* kWeightGrad = "_fused_all_gather_weight_grad";
 constexpr const char* kScatterBackward = "_fused_matmul_reduce_scatter_backward";
 
-// The largest whole that is exchanged at once. Larger ones go by shards, which are multiplied where
-// they lie: that needs no memory for the whole, but is faster at no size (two ranks: 1.1 to 1.3
-// times as long at 0.5 MiB; as long from 8 MiB on, but 1.08 times in bfloat16 on a processor with
-// AMX).
+// The most bytes of a whole tensor that is exchanged at once. Larger tensors are exchanged shard by
+// shard, and each shard is multiplied in place. That saves the memory for the whole, but is never
+// faster: with two ranks it takes 1.1 to 1.3 times as long at 0.5 MiB, and the same time from 8 MiB
+// on (1.08 times as long in bfloat16 on a processor with AMX).
 constexpr int64_t kWholeBytes = int64_t{64} << 20;
 
 bool is_served(at::ScalarType dtype, int64_t whole_elements) {
@@ -54,7 +54,7 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b) {
   return at::mm_out(out, a, b);
 }
 
-// Writes to memory that is laid out by columns if `transposed`.
+// Returns a product, in memory laid out by columns if `transposed`.
 at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, bool transposed) {
   if (!transposed) return multiplied(a, b);
   at::Tensor out = new_output(a, {b.size(1), a.size(0)}).t();
@@ -126,7 +126,7 @@ struct ScatterArguments {
   Sizes sizes;
 };
 
-// Writes this rank's contribution to the parts of all ranks.
+// Writes this rank's terms of the sum, for the parts of all ranks, to `sum`.
 void add_up_to(const at::Tensor& sum, const Terms& terms, const Scattered& scattered, int ranks) {
   Terms rows = terms;
   for (at::Tensor& left : rows.lefts) left = scattered.rows_of(left);
@@ -200,7 +200,7 @@ struct WeightGradArguments {
   bool transposed;
 };
 
-// gathered(x_shard)^T @ grad, for each gradient.
+// Returns gathered(x_shard)^T @ grad for each gradient.
 std::optional<std::vector<at::Tensor>> weight_grad(Group& group, const WeightGradArguments& given) {
   const auto division = division_of_shard(given.x_shard, given.dim, given.sizes, group);
   if (!division) return {};
@@ -236,7 +236,7 @@ struct ScatterBackwardArguments {
   Sizes sizes;
 };
 
-// gathered(grad) @ weight^T and a^T @ gathered(grad).
+// Returns gathered(grad) @ weight^T and a^T @ gathered(grad).
 std::optional<std::pair<at::Tensor, at::Tensor>> scatter_backward(
     Group& group, const ScatterBackwardArguments& given) {
   const auto division = division_of_shard(given.grad_shard, given.dim, given.sizes, group);

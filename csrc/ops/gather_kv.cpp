@@ -94,7 +94,7 @@ at::Tensor gather_one(Group& group, const at::Tensor& key, const at::Tensor& val
 void gather_kv(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor keys, values;
-  count_attention_run();  // also counts refused calls
+  count_attention_run();  // before the checks, so refused calls count, too
   const auto body = [&](const std::shared_ptr<Group>& group) {
     const at::Tensor &key = arguments.tensor(0), &value = arguments.tensor(1);
     const Sizes sizes = arguments.sizes(4, *group);

@@ -18,7 +18,7 @@ namespace {
 
 using namespace symm_cp::python_arguments;
 
-// A Python object; its `op` and `arguments` live until the process ends.
+// A callable Python object. `op` and `arguments` are never freed.
 struct OpCall {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* torchs;  // torch's own callable
@@ -60,7 +60,7 @@ PyObject* call(PyObject* object, PyObject* const* given, size_t count, PyObject*
     std::vector<c10::IValue> stack;
     if (take_arguments(*self.arguments, given, PyVectorcall_NARGS(count), names, stack))
       return run(*self.op, stack);
-    PyErr_Clear();  // for a too large number, which torch reports
+    PyErr_Clear();  // the number is too large; torch reports that
   }
   return PyObject_Vectorcall(self.torchs, given, count, names);
 }
@@ -80,8 +80,8 @@ PyTypeObject* call_type() {
 
 }  // namespace
 
-// Returns a callable equivalent to `torchs`, torch's callable for the op: a new reference, or null
-// with an exception set. It lives as long as the process.
+// Returns a new reference to a callable equivalent to `torchs`, torch's callable for the op; null
+// with an exception set on failure. The callable lives as long as the process.
 extern "C" __attribute__((visibility("default"))) PyObject* symm_cp_op_call(const char* name,
                                                                             PyObject* torchs) {
   HANDLE_TH_ERRORS

@@ -62,8 +62,8 @@ at::Tensor reduce_scatter(const at::Tensor& tensor, const std::string& reduce_op
   return op.call(tensor, reduce_op, group);
 }
 
-// Calls the op that runs our kernel on devices other than CPUs: torch's own op may refuse a tensor
-// outside symmetric memory, such as a gradient.
+// Calls the op that runs this library's kernel on devices other than CPUs; torch's own op may
+// refuse a gradient, which lies outside symmetric memory.
 at::Tensor call_ours(const char* name, Stack stack) {
   stack.emplace_back();  // sizes: equal parts
   stack.emplace_back();
@@ -147,19 +147,20 @@ auto make_node() {
   }
 }
 
-// A node instead of torch's `Function`, which costs a microsecond more.
+// A plain node: torch's `Function` would cost a microsecond more.
 struct AllReduceBackward : torch::autograd::Node {
   c10::IValue reduce_op, group;
 
   std::string name() const override { return "OneShotAllReduceBackward"; }
   // Every rank's output depends on every rank's input in the same way. A rank whose output was not
-  // used takes part, too.
+  // used takes part as well, with zeros.
   variable_list apply(variable_list&& grads) override {
     const at::Tensor grad = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
     return {grad.is_cpu() ? all_reduce(grad, reduce_op, group) : all_reduce_on_device(grad)};
   }
 
-  // torch's kernels for other devices take only symmetric memory; gradients lie outside it.
+  // torch's one-shot kernels for other devices take only symmetric memory, so this calls the
+  // functional all-reduce: gradients lie in ordinary memory.
   at::Tensor all_reduce_on_device(const at::Tensor& grad) const;
 };
 
@@ -201,7 +202,7 @@ struct GatherKvBackward : torch::autograd::Node {
   }
 };
 
-// Each direction is the gradient of the other.
+// The gradient of each direction is an exchange in the other direction.
 struct ExchangeHeadsBackward : torch::autograd::Node {
   bool to_heads;
   std::vector<c10::IValue> others;  // the arguments from the group on
@@ -319,8 +320,8 @@ void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
   stack->emplace_back(result);
 }
 
-// Ops that write their result to an argument have no gradient, like torch's; nor do the ops on
-// symmetric memory that torch has only on GPUs.
+// Ops that write their result to an argument have no gradient, like torch's. Neither do the
+// symmetric-memory ops that torch has only on GPUs.
 void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto values = torch::jit::last(*stack, arguments.size());
@@ -345,8 +346,8 @@ void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
 }
 
 // Lets autograd notice that an op overwrote tensors that it has saved: the tensor that the op
-// returns or, if it returns none, the tensors that its schema marks (schemas of other ops mark too
-// many). On other devices torch's ops stay as they are.
+// returns or, if it returns none, the tensors that its schema marks (the schemas of the ops that
+// return a tensor mark too many). On other devices torch's ops stay as they are.
 void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const bool returns = !op.schema().returns().empty();
   const auto& arguments = op.schema().arguments();
@@ -382,8 +383,8 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
          torch::CppFunction::makeFromBoxedFunction<&reporting<&exchange_heads_autograd>>());
 }
 
-// For CPU only: torch's kernels on other devices write to parameters, and to tensors that require
-// grad, for which these raise.
+// CPU only: on other devices torch's kernels may write to parameters and other tensors that require
+// grad, while these kernels raise for them.
 TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
   m.impl("two_shot_all_reduce_",
          torch::CppFunction::makeFromBoxedFunction<&reporting<&two_shot_autograd>>());

@@ -18,8 +18,8 @@ inline const char* name_of(const c10::OperatorHandle& op) {
   return op.schema().name().c_str() + strlen("symm_mem::");
 }
 
-// Whether the op needs the derivative by a tensor. Raises, with the message of
-// symm_cp/ops/transforms.py, if a transform of torch would lose it.
+// Whether a call of the op must record a gradient for the tensor. Raises, with the message of
+// symm_cp/ops/transforms.py, if a transform of torch would lose the derivative.
 bool needs_gradient(const char* op, const at::Tensor& tensor);
 
 // Redispatches a call to the kernels below autograd.
@@ -27,7 +27,7 @@ void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* 
 
 using AutogradKernel = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*);
 
-// Runs `kernel`; reports to the peers the calls that it, or torch below it, refuses.
+// Runs `kernel`. If it, or torch below it, refuses the call, reports this to the peers.
 template <AutogradKernel kernel, int channel = kSync>
 void reporting(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto& arguments = op.schema().arguments();

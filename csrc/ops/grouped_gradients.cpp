@@ -27,7 +27,7 @@ Tensors transposed(const Tensors& weights) {
   return results;
 }
 
-// rows^T @ grad for each of this rank's experts, laid out as `weight` is.
+// Returns rows^T @ grad for each of this rank's experts, in the layout of `weight`.
 at::Tensor weight_grad(const Routing& routing, const at::Tensor& rows, const at::Tensor& grad,
                        const at::Tensor& weight) {
   const bool by_columns = is_transposed(weight);
@@ -48,7 +48,7 @@ struct DispatchGradients {
 };
 
 // Arguments: rows, grads, weights, grad of rows, table, top_k, num_experts, group name, whether the
-// gradients of tokens and those of weights are needed.
+// gradients of tokens are needed, whether the gradients of weights are.
 void dispatch_backward_kernel(const c10::OperatorHandle& op, Stack* stack) {
   constexpr const char* name = kDispatchBackward;
   Arguments arguments(op, stack);
@@ -104,7 +104,7 @@ struct CombineBackward {
     return dispatch_rows(group, tensor, given.table, routing.rows(), top_k, given.experts, op);
   }
 
-  // The gradients of rows, before the multiplication by their factors.
+  // Returns the gradients of the experts' rows, before the multiplication by their factors.
   Tensors products(const at::Tensor& grad_rows) const {
     Tensors results;
     for (const at::Tensor& weight : given.weights) {
@@ -114,8 +114,8 @@ struct CombineBackward {
     return results;
   }
 
-  // Multiplies `products`, and `grad_rows` unless null, by the factors of their rows. Returns
-  // (rows, 1): the dot products of `products`, before the factors, and the given rows.
+  // Multiplies `products`, and `grad_rows` unless null, by the factors of their rows. Returns the
+  // dot products of the given rows and the unmultiplied `products`, (rows, 1).
   at::Tensor weigh(const Tensors& products, const at::Tensor* grad_rows) const {
     const auto wide = products.front().scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor pairs = factors_for(given.factors, wide).view({routing.pairs(), 1});

@@ -1,10 +1,11 @@
 // The kernels of symm_cp/ops/experts/fused.py: send tokens to their experts and multiply them by
 // the experts' weights, and the reverse.
 //
-// All rows of an expert are multiplied at once. Multiplying a rank's own tokens while the others'
-// are on their way would hide nothing, as nothing copies meanwhile, and a matmul in two parts packs
-// its weights twice: two of 512 rows take 2 to 5% longer than one (float32 and bfloat16, 1024 by
-// 2048, AMD Zen 4). For the way back, products are written where the peers read them.
+// All rows of an expert are multiplied at once. Multiplying a rank's own tokens first would not
+// hide the transfer, as nothing copies in the background, and a matmul in two parts packs its
+// weights twice: two parts of 512 rows take 2 to 5% longer than one matmul (float32 and bfloat16,
+// 1024 by 2048, AMD Zen 4). In the reverse direction, products are written directly to the slot,
+// where the peers read them.
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
@@ -111,7 +112,7 @@ void dispatch_matmul_kernel(const c10::OperatorHandle& op, Stack* stack) {
 
 // --- fused_grouped_matmul_combine --------------------------------------------------------------
 
-// Writes the sum of the products of rows and weights, and of the addend, to `to`.
+// Writes the sum of the products of rows and weights, plus the addend if there is one, to `to`.
 void multiply_all(const Routing& routing, const CombineArguments& given, const at::Tensor& to) {
   for (size_t i = 0; i < given.rows.size(); ++i)
     multiply(routing, given.rows[i], given.weights[i], to, /*add=*/i > 0);

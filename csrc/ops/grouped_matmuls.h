@@ -26,7 +26,8 @@ void for_each_expert(const Routing& routing, const Body& body) {
   }
 }
 
-// For each of this rank's experts: to = its rows @ its weight, or += with `add`.
+// For each of this rank's experts, sets its rows of `to` to its rows @ its weight, or adds the
+// product with `add`.
 void multiply(const Routing& routing, const at::Tensor& rows, const at::Tensor& weight,
               const at::Tensor& to, bool add);
 

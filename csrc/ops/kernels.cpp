@@ -23,13 +23,13 @@ namespace {
 
 constexpr size_t kMaxCalls = 512;
 
-// The most characters of sizes in a call's name; a checksum replaces longer texts.
+// The most characters for sizes in a call's name; a checksum replaces a longer text.
 constexpr size_t kLongSizes = 48;
 
-// False while tests serve CPU tensors without this library's exchanges.
+// False while tests run the kernels in Python on CPU tensors.
 std::atomic<bool> serving{true};
 
-// False while a strategy is forced: Python has all of them.
+// False while a strategy is forced: only Python has all strategies.
 std::atomic<bool> small_matmuls{true};
 std::atomic<bool> few_tokens{true};
 // How often this thread has attended to the keys of all ranks, or gathered them.
@@ -76,7 +76,8 @@ const char* text_of(const std::exception& error) {
 
 // The last error of this thread that was reported to the peers.
 thread_local std::string last_reported;
-// Whether Ctrl-C ended the last native kernel of this thread; that was reported to the peers.
+// Whether Ctrl-C interrupted the last native kernel of this thread, and this was reported to the
+// peers.
 thread_local bool reported_interruption = false;
 
 void note_reported(const std::exception_ptr& cause) {
@@ -337,7 +338,7 @@ std::shared_ptr<Mapping> mapping_of(const Group& group, int64_t sequence) {
 bool is_transposed(const at::Tensor& weight) {
   if (!weight.mT().is_contiguous()) return false;
   if (!weight.is_contiguous()) return true;
-  // A single row or column is contiguous both ways: its strides decide.
+  // A single row or column is contiguous in both layouts; its strides tell which is meant.
   const auto strides = std::pair(weight.stride(-2), weight.stride(-1));
   return strides == std::pair(int64_t{1}, weight.size(-2)) &&
          strides != std::pair(weight.size(-1), int64_t{1});
@@ -382,7 +383,7 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
   const auto together = group->on_one_host();
   if (together == false) return false;
   reported_interruption = false;
-  was_interrupted();  // in an earlier call
+  was_interrupted();  // clears a mark left by an earlier call
   try {
     arguments.check_memory(op);
     if (together) {
@@ -436,7 +437,7 @@ void reporting_refusals(const char* op, const c10::IValue& group_name, int chann
     if (std::strstr(text_of(error), op) == nullptr) error.add_context(std::string("in ") + op);
     report(error);
     throw;
-  } catch (const std::exception&) {  // Python's error, which this object does not hold
+  } catch (const std::exception&) {  // a Python error, whose text Python holds
     const std::string text = keys.has(c10::DispatchKey::Python) ? unreported_error() : "";
     if (!text.empty()) report(std::runtime_error(text));
     throw;
@@ -444,7 +445,7 @@ void reporting_refusals(const char* op, const c10::IValue& group_name, int chann
 }
 
 void call_python(const c10::OperatorHandle& op, Stack* stack) {
-  // In tests, streams may serve CPU tensors.
+  // Tests may run CPU tensors on simulated streams.
   if (!serving.load(std::memory_order_relaxed) && stream_plans::run(op, stack)) return;
   const std::string name = op.schema().name();
   const std::string in_python = "symm_cp" + name.substr(name.find(':'));
@@ -459,10 +460,10 @@ void call_python(const c10::OperatorHandle& op, Stack* stack) {
 
 extern "C" {
 
-// With 0, the kernels in Python serve CPU tensors, for tests.
+// With 0, the kernels in Python handle CPU tensors, for tests.
 void symm_cp_serve_cpu(int on) { symm_cp::kernels::serving = on != 0; }
 
-// Sets whether native kernels, or Python's like all others, compute products of small matrices and
+// Sets whether native kernels, instead of Python's, compute products of small matrices and
 // attention of few tokens.
 void symm_cp_serve_few_rows(int on) { symm_cp::kernels::small_matmuls = on != 0; }
 void symm_cp_serve_few_tokens(int on) { symm_cp::kernels::few_tokens = on != 0; }
@@ -482,7 +483,8 @@ int symm_cp_was_reported(const char* text) {
   return !told.empty() && std::strstr(text, told.c_str()) != nullptr ? 1 : 0;
 }
 
-// Whether the Ctrl-C that Python is raising was reported to the peers: it ended a native kernel.
+// Whether the Ctrl-C that Python is raising interrupted a native kernel, and this was reported to
+// the peers.
 int symm_cp_interruption_was_reported() {
   return std::exchange(symm_cp::kernels::reported_interruption, false) ? 1 : 0;
 }

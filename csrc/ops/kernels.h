@@ -32,13 +32,13 @@ using Sizes = std::optional<std::vector<int64_t>>;
 // Distinguishes the calls of this process: op, world size, dtype, sizes and so on.
 using CallKey = c10::SmallVector<int64_t, 16>;
 
-// A call whose arguments were checked. All calls with its key differ in addresses only.
+// A call whose arguments were checked. Calls with the same key differ only in addresses.
 struct CheckedCall {
   Exchange exchange;
-  // Where the extents of the exchange begin in the tensors.
+  // The offsets in the tensors at which the extents of the exchange begin.
   std::vector<int64_t> input_offsets;
   std::vector<int64_t> output_offsets;
-  std::vector<int64_t> output_shape;  // several outputs: their shapes in a row
+  std::vector<int64_t> output_shape;  // for several outputs, their shapes one after the other
   std::shared_ptr<const void> plan;   // Python's own plan; see attention.cpp
   bool in_place_possible = true;      // an input in symmetric memory is read where it lies
   bool background = false;            // large enough to wake the copy engine for it
@@ -101,7 +101,7 @@ class Arguments {
   // Returns nullopt for None.
   std::optional<std::vector<int64_t>> numbers(size_t index) const;
   // Reads the arguments for uneven parts, from `index` on: all lengths, then the rank. Raises
-  // ValueError unless it is this process's rank.
+  // ValueError if that rank is not this process's.
   Sizes sizes(size_t index, const Group& group) const;
   Stack all() const { return torch::jit::last(*stack_, count_).vec(); }
   // Checks all tensors.
@@ -169,8 +169,8 @@ void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op)
 // symm_cp/ops/matmul/derivatives.py.
 bool is_transposed(const at::Tensor& weight);
 
-// Returns the memory of the group's rendezvous of the tensor at an address, or of its rendezvous
-// number `sequence`; null if there is none.
+// Returns the group's mapping of the tensor at an address, or the mapping made by rendezvous number
+// `sequence`; null if there is none.
 std::shared_ptr<Mapping> mapping_of(const Group& group, const void* address);
 std::shared_ptr<Mapping> mapping_of(const Group& group, int64_t sequence);
 // Whether a tensor lies in symmetric memory that was rendezvoused with the group.
@@ -184,7 +184,8 @@ bool serves_small_matmuls();
 bool serves_few_tokens();
 // Reports the name of a call that native kernels compute to Python's `tuning.listening`.
 void note_small_matmul(const std::string& call_name);
-// Counts one attention of this thread to the keys of all ranks: see symm_cp/ops/common.py.
+// Counts a run in which this thread attends to the keys of all ranks, or gathers them: see
+// symm_cp/ops/common.py.
 void count_attention_run();
 // Whether two contiguous tensors share bytes.
 bool overlap(const at::Tensor& one, const at::Tensor& other);
@@ -195,7 +196,7 @@ struct Failed : std::exception {
   std::exception_ptr cause;
 };
 
-// Runs a kernel of a call, and records it like a step of the exchange.
+// Runs a kernel of a call, and records it like a step of an exchange.
 template <class Kernel>
 void recorded(Group& group, Kind kind, const char* op, const Kernel& kernel) {
   Recorder& recorder = Recorder::instance();
@@ -225,14 +226,14 @@ std::string describe(const std::exception& error);
 
 // Runs `body(group)`, an op's kernel, unless a tensor has no memory. Argument number `group_name`
 // is the group's name. Reports refused arguments to the peers, which may be making the same call on
-// `channel`. Returns false, and calls nothing, if the kernel in Python is needed: for groups that
-// span hosts, and for tests that run CPU tensors on a simulated device.
+// `channel`. Returns false if the kernel in Python is needed: for groups that span hosts, and for
+// tests that run CPU tensors on a simulated device.
 bool guarded(const char* op, const Arguments& arguments, size_t group_name, int channel,
              c10::function_ref<void(const std::shared_ptr<Group>&)> body);
 // Runs `dispatch`, which redispatches a call of `op` to the kernels of other dispatch keys. Reports
-// a refusal to the peers if it comes before a kernel that reports it: from torch, as for named
-// tensors, from the rules of a tensor subclass, or from the autograd kernel. Reports nothing for
-// other devices, nor under a dispatch mode, which may be tracing.
+// to the peers a refusal that happens before a kernel can report it: in torch (for named tensors,
+// for example), in the rules of a tensor subclass, or in the autograd kernel. Reports nothing for
+// devices other than CPUs, nor under a dispatch mode, which may be tracing.
 void reporting_refusals(const char* op, const c10::IValue& group_name, int channel,
                         c10::DispatchKeySet keys, c10::function_ref<void()> dispatch);
 // Calls the kernel in Python, the op of the same name in the namespace `symm_cp`.

@@ -20,12 +20,12 @@ constexpr const char* kGatherOut = "_low_contention_all_gather_out";
 constexpr const char* kScatterOut = "_low_contention_reduce_scatter_out";
 
 // Up to this many bytes, waking the engine costs more than the transfer. Such a transfer starts at
-// `wait_tensor`, or with the next transfer that wakes the engine. No peer may depend on it, so it
-// is not in place: in place, peers wait until this rank has read.
+// `wait_tensor`, or with the next transfer that wakes the engine. It is never in place: peers would
+// wait until this rank has read their input, which may be much later.
 constexpr int64_t kWakeBytes = int64_t{64} << 10;
 
-// Holds the transfer's input until a wait, and the output's storage: not the output tensor, under
-// which the work is registered.
+// Holds the transfer's input until it is waited for, and the output's storage. It does not hold the
+// output tensor, since the work is registered under that tensor.
 class Transfer : public c10d::Work {
  public:
   Transfer(std::shared_ptr<Group> group, int64_t number, std::shared_ptr<ProfilerEvent> event,
@@ -52,7 +52,7 @@ class Transfer : public c10d::Work {
  private:
   std::shared_ptr<Group> group_;
   int64_t number_;
-  std::shared_ptr<ProfilerEvent> event_;  // null unless a profiler observes
+  std::shared_ptr<ProfilerEvent> event_;  // null unless a profiler is active
   at::Tensor input_;
   c10::Storage output_;
 };
@@ -69,7 +69,7 @@ std::vector<int64_t> with_length(const at::Tensor& tensor, int64_t length) {
   return shape;
 }
 
-// Makes pieces so large that the input is one piece, so that the caller may overwrite it.
+// Sets a piece size that holds the whole input, so that the caller may overwrite the input early.
 void set_piece(CheckedCall& call, int64_t bytes) {
   call.exchange.piece_bytes = bytes <= kPieceBytes ? kPieceBytes : std::max(2 * kPieceBytes, bytes);
 }
@@ -121,8 +121,8 @@ void prepare_scatter(CheckedCall& call, const at::Tensor& whole, const std::stri
   call.in_place_possible = call.background;
 }
 
-// Whether rows adjoin, or would if there were several. is_contiguous may differ between the ranks'
-// parts of wider tensors: it holds for a part with one row, which only some ranks may have.
+// Whether rows adjoin, judged by the stride even if there is only one row. is_contiguous would not
+// do for parts of wider tensors: it holds for a part with one row, which only some ranks may have.
 bool rows_adjoin(const at::Tensor& tensor) {
   return tensor.stride(0) * static_cast<int64_t>(tensor.element_size()) == row_bytes(tensor);
 }
@@ -203,7 +203,7 @@ void background_reduce_scatter(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end(std::move(output));
 }
 
-// Arguments: tensor, group name, out. The shard may be its own part of `out`.
+// Arguments: tensor, group name, out. The shard may be this rank's part of `out`.
 void background_all_gather_out(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor output = arguments.tensor(2);

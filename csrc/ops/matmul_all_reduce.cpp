@@ -1,10 +1,10 @@
 // `fused_matmul_all_reduce`, and the sum of several such products: each rank adds up its own
-// products, then the sums are all-reduced in place. Working by shards, as Python's kernels do for
-// other devices, is faster at no size on CPU, where nothing copies while a rank multiplies, and
-// takes up to 1.3 times as long from 0.25 MiB on. Writing products to the slot may be slower, too,
-// as its memory is in the peers' caches (1024 x 256 float32, two ranks: 1.2 times as long). The
-// scaled form is in scaled_matmuls.cpp, the gradient in gradients.cpp. Python serves groups that
-// span hosts, forced strategies and wrong arguments.
+// products, then the sums are all-reduced in place. Working shard by shard, as Python's kernels do
+// for other devices, is never faster on CPU, where nothing copies while a rank multiplies, and
+// takes up to 1.3 times as long from 0.25 MiB on. Writing products directly to the slot may also be
+// slower, as its memory is in the peers' caches (1024 x 256 float32, two ranks: 1.2 times as long).
+// The scaled form is in scaled_matmuls.cpp, the gradient in gradients.cpp. Python handles groups
+// that span hosts, forced strategies and wrong arguments.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 

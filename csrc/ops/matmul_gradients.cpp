@@ -1,6 +1,5 @@
-// Gradients of the fused matmuls. The gradients of these gradients are in
-// symm_cp/ops/matmul/derivatives.py, which describes each. Every backward pass consists of ops that
-// can be differentiated again.
+// Gradients of the fused matmuls. The second derivatives are in symm_cp/ops/matmul/derivatives.py,
+// which explains them. Every backward pass consists of ops that can be differentiated again.
 #include <ATen/ops/matmul.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -68,7 +67,8 @@ struct GatherMatmul : torch::autograd::Function<GatherMatmul> {
     variable_list outputs;
     if (results[0].isTensor()) outputs.push_back(results[0].toTensor());
     for (const at::Tensor& product : results[1].toTensorVector()) outputs.push_back(product);
-    // The gathered tensor's shape is x_shard's, except for this length.
+    // The gathered tensor has the shape of x_shard, except for this length of the gathered
+    // dimension.
     const bool by_columns = ctx->saved_data["dim"].toInt() == x_shard.dim() - 1;
     ctx->saved_data["length"] =
         by_columns && !weights.empty() ? weights[0].sym_size(0) : outputs[0].sym_size(dim);
@@ -95,7 +95,7 @@ struct GatherMatmul : torch::autograd::Function<GatherMatmul> {
     if (ctx->saved_data["of_shard"].toBool())
       results[0] = of_shard(ctx, x_shard, used, rights, gathered ? grads[0] : at::Tensor());
     if (!ctx->saved_data["of_weights"].toBool()) return results;
-    // Called even without any gradient: the peers may wait for this shard.
+    // Called even if no output has a gradient here: the peers may wait for this shard.
     const std::vector<at::Tensor> computed = of_weights(ctx, x_shard, used, transposed);
     for (size_t i = 0, next = 0; i < weights; ++i)
       if (grads[gathered + i].defined()) results[1 + i] = computed[next++];
@@ -107,7 +107,7 @@ struct GatherMatmul : torch::autograd::Function<GatherMatmul> {
                              const c10::List<at::Tensor>& lefts,
                              const c10::List<at::Tensor>& rights, at::Tensor addend) {
     static const auto op = handle_of("symm_mem::_fused_matmuls_reduce_scatter");
-    if (lefts.empty() && !addend.defined()) {  // the peers may still have gradients
+    if (lefts.empty() && !addend.defined()) {  // zeros: the peers may have gradients
       c10::SymDimVector shape(x_shard.sym_sizes());
       shape[ctx->saved_data["dim"].toInt()] = ctx->saved_data["length"].toSymInt();
       addend = x_shard.new_zeros_symint(shape);
@@ -207,8 +207,8 @@ void matmul_scatter_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet 
 
 // --- fused_matmul_all_reduce ---------------------------------------------------------------------
 
-// All-reduces the gradient of the sum, like torch's functional all-reduce; the bias is added after
-// the sum.
+// All-reduces the gradient of the sum, like torch's functional all-reduce, but not for the bias,
+// which is added after the sum.
 struct MatmulAllReduce : torch::autograd::Function<MatmulAllReduce> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& a, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, const c10::IValue& reduce_op,

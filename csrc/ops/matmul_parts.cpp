@@ -45,8 +45,8 @@ std::string name_whole(const char* op, at::ScalarType dtype, at::IntArrayRef sha
   return name_call(op, dtype, with_length(shape, division.dim, division.length()), detail);
 }
 
-// A contiguous tensor may have any stride along a dimension of length 1: kernels then take it for
-// another layout.
+// A contiguous tensor may have any stride along a dimension of length 1, and kernels may mistake
+// such a stride for another layout.
 bool has_plain_strides(const at::Tensor& tensor) {
   int64_t stride = 1;
   for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {

@@ -14,8 +14,8 @@ namespace symm_cp::matmul_parts {
 
 using kernels::Sizes;
 
-// Whether native kernels compute products. While a strategy is forced, Python does: it has all
-// strategies.
+// Whether native kernels compute products. While a strategy is forced, Python computes them: only
+// Python has all strategies.
 bool may_serve();
 // Whether native kernels multiply a dtype; Python multiplies the others, such as integers.
 bool has_native_matmul(at::ScalarType dtype);
@@ -24,11 +24,12 @@ bool is_plain(const at::Tensor& tensor, at::ScalarType dtype);
 bool is_matrix(const at::Tensor& tensor, at::ScalarType dtype, int64_t rows);
 
 at::DimVector with_length(at::IntArrayRef shape, int64_t dim, int64_t length);
-// Returns the tensor as a matrix of its last dimension; a matrix at once, without the dispatcher.
+// Returns the tensor as a matrix with its last dimension as columns; returns a matrix as it is,
+// without a call of the dispatcher.
 inline at::Tensor as_matrix(const at::Tensor& tensor) {
   return tensor.dim() == 2 ? tensor : tensor.flatten(0, -2);
 }
-// The same with the rows in the order of `dim`.
+// Like `as_matrix`, but with the rows in the order of `dim`.
 at::Tensor as_rows(const at::Tensor& tensor, int64_t dim);
 // Returns a contiguous tensor at a multiple of 64 bytes: results must not depend on addresses, see
 // tensors/alignment.py.
@@ -44,14 +45,14 @@ struct Division {
   int64_t begin_of(int rank) const;
 };
 
-// These return nullopt if the arguments do not fit each other: Python raises the error.
+// These return nullopt if the arguments are inconsistent; Python then raises the error.
 std::optional<Division> divided_shard(const at::Tensor& shard, int64_t dim, const Sizes& given,
                                       const Group& group);
 std::optional<Division> divided_whole(at::IntArrayRef shape, int64_t dim, const Sizes& given,
                                       int ranks);
 
-// What ranks must agree on besides the op, the division, and the dtype and shape of the exchanged
-// tensor.
+// Further details of a call that ranks must agree on, besides the op, the division, and the dtype
+// and shape of the exchanged tensor.
 struct Detail {
   std::string word;
   at::DimVector numbers;
@@ -67,13 +68,13 @@ class Gathered {
   Gathered(const char* op, const char* argument, const at::Tensor& shard, const Division& division,
            Detail detail = {});
 
-  // `keep`: with one rank, the result must not be the shard itself.
+  // With `keep` the result is never the shard itself, even with one rank.
   void gather(Group& group, bool keep);
 
   at::Tensor rows() const { return as_matrix(whole_); }
   // The gathered tensor, with the shard's order of dimensions.
   at::Tensor whole() const { return as_given(whole_); }
-  // A product of the rows, in the same order.
+  // Returns `rows`, a product of the gathered rows, with the shard's order of dimensions.
   at::Tensor product(const at::Tensor& rows) const;
   // Rows of a tensor whose dimensions match the gathered tensor's, except the last.
   at::Tensor rows_like(const at::Tensor& tensor) const {
@@ -102,23 +103,23 @@ struct Terms {
   at::Tensor bias;  // added to every row
 
   const at::Tensor& like() const { return lefts.empty() ? addend : lefts.front(); }
-  // The shape of the sum; empty if the terms do not fit each other.
+  // The shape of the sum; empty if the shapes of the terms are inconsistent.
   at::DimVector shape() const;
   // Writes the sum to a matrix. Several 16-bit terms are added in float32 and the sum is rounded
   // once more, as in `Sum` of ops/matmul/products.py. The terms must be matrices.
   void add_up(const at::Tensor& out) const;
 };
 
-// Adds up all ranks' `partial`, in place. `detail`: what ranks must agree on besides the dtype and
-// the shape.
+// Adds up all ranks' `partial`, in place. `detail` is text that ranks must agree on, besides the
+// dtype and the shape.
 void all_reduce(Group& group, const char* op, const at::Tensor& partial,
                 const std::string& reduce_op, const char* detail = "");
 
-// A tensor to scatter, as consecutive parts of the ranks. In a part the scattered dimension comes
-// first, unless it is the tensor's last dimension: then it stays last.
+// A tensor to reduce-scatter, as one consecutive part per rank. In a part the scattered dimension
+// comes first, unless it is the tensor's last dimension, which stays last.
 class Scattered {
  public:
-  // `shape`: of the whole.
+  // `shape` is the shape of the whole tensor.
   Scattered(const char* op, at::IntArrayRef shape, const Division& division,
             const std::string& reduce_op, Detail detail = {});
 
@@ -151,7 +152,7 @@ class Scattered {
   Detail detail_;
   bool by_columns_;
   at::DimVector shape_;
-  int64_t dim_;  // the scattered one of `shape_`
+  int64_t dim_;  // the scattered dimension of `shape_`
 };
 
 }  // namespace symm_cp::matmul_parts

@@ -1,8 +1,8 @@
 // One-sided operations on symmetric memory: puts, gets and signals in NVSHMEM's and NCCL's forms,
-// words that kernels wait for, and the matmul that waits for them. torch has them only on GPUs.
+// words that kernels wait for, and a matmul that waits for them. torch has these ops only on GPUs.
 //
-// torch enqueues them on a stream. Here they are complete when they return; ops that wait block the
-// calling thread, up to the group's time-out.
+// torch enqueues them on a stream. Here an op is complete when it returns; an op that waits blocks
+// the calling thread, up to the group's time-out.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
@@ -20,7 +20,7 @@
 
 namespace symm_cp {
 
-// Returns null for a handle of memory that is not this package's; see symmetric_memory.cpp.
+// Returns null for a handle that this package did not make; see symmetric_memory.cpp.
 std::shared_ptr<Mapping> mapping_of_handle(c10d::symmetric_memory::SymmetricMemory& handle);
 
 namespace {
@@ -104,7 +104,7 @@ const char* name_of(const c10::OperatorHandle& op) {
   return op.schema().name().c_str() + strlen("symm_mem::");
 }
 
-// Copies this rank's values to the same place of the peer.
+// Copies this rank's values to the same place in the peer's memory.
 void put(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   checked(name_of(op), arguments, [&] {
@@ -179,7 +179,7 @@ void nccl_wait_for_signal(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end();
 }
 
-// Signals of this form are counted, and a wait consumes one.
+// This op counts its signals; each wait consumes one.
 void nccl_put_signal(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   checked(name_of(op), arguments, [&] {
@@ -204,7 +204,7 @@ void nccl_put_signal(const c10::OperatorHandle& op, Stack* stack) {
 void nccl_wait_signal(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto handle = torch::jit::peek(*stack, 0, 2).toCustomClass<SymmetricMemory>();
   const auto mapping = mapping_of_handle(*handle);
-  if (mapping == nullptr) {  // torch's handle: torch's kernel, if it has one
+  if (mapping == nullptr) {  // a handle of torch's own: calls torch's kernel, if there is one
     const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER,
                                     c10::DispatchKey::BackendSelect);
     return op.redispatchBoxed(keys & after, stack);
@@ -328,7 +328,7 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
   m.impl("_async_input_mm", torch::CppFunction::makeFromBoxedFunction<&async_input_mm>());
 }
 
-// It takes no tensor whose device could select a kernel, so the kernel is selected by the handle.
+// The op takes no tensor whose device could select the kernel, so the handle selects it.
 TORCH_LIBRARY_IMPL(symm_mem, BackendSelect, m) {
   m.impl("nccl_wait_signal", torch::CppFunction::makeFromBoxedFunction<&nccl_wait_signal>());
 }

@@ -146,8 +146,7 @@ SYMM_CP_EXPORT void symm_cp_plan_refuse(void* handle, const char* reason) {
   recording_of(handle).refuse(reason);
 }
 
-// Lets a plan call `refuses`, without arguments, before each run: it may run unless that returns
-// true.
+// Makes a plan call `refuses()` before each run; the plan runs only if that returns false.
 SYMM_CP_EXPORT void symm_cp_plan_ask(void* handle, PyObject* refuses) {
   recording_of(handle).ask([refuses = owned(refuses)] {
     const pybind11::gil_scoped_acquire gil;

@@ -76,7 +76,7 @@ class Key {
     if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage() ||
         tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor() ||
         tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_nested() ||
-        // The host may read integers: layouts, masks, routings.
+        // The host may read the values of integer tensors, such as layouts, masks and routings.
         c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
       usable_ = false;
       return;
@@ -90,7 +90,7 @@ class Key {
     add(address % 64);
     add(tensor.storage_offset() * static_cast<int64_t>(tensor.element_size()) % 64);
     add(tensor.storage().nbytes() > 0);
-    // For tensors that share memory: their distance.
+    // Tensors that share memory also need the same distance.
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (tensors_[i].storage().unsafeGetStorageImpl() != tensor.storage().unsafeGetStorageImpl())
         continue;
@@ -101,7 +101,7 @@ class Key {
     tensors_.push_back(tensor);
   }
 
-  // Settings outside of the call that kernels, or the choice among them, depend on.
+  // Adds the global settings on which kernels, or the choice among them, depend.
   void add_settings() {
     const auto& context = at::globalContext();
     add(context.userEnabledFlashSDP() | context.userEnabledMemEfficientSDP() << 1 |

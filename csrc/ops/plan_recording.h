@@ -58,7 +58,7 @@ class PlanRecording final : public Recording {
     const bool fresh = std::any_of(results.begin(), results.end(), [&](const at::Tensor& result) {
       return result.defined() && value_of(result) == kNoValue;
     });
-    if (!fresh && !schema.is_mutable()) return;  // its results are views
+    if (!fresh && !schema.is_mutable()) return;  // only makes views: nothing to record
     what_ = schema.name();
     OpStep step{op, {}, {}, {}};
     for (const c10::IValue& argument : arguments) step.arguments.push_back(given(argument));
@@ -107,7 +107,8 @@ class PlanRecording final : public Recording {
       plan_.results.emplace_back(std::move(made));
     }
     plan_.values = values_.size();
-    // After a call that is not joined has returned, streams of a simulated device still use values.
+    // If the call is not joined, streams of a simulated device still use values after it has
+    // returned.
     if (joined) find_last_uses();
     plan_.group = std::move(group);
     return refusal_.empty() ? std::make_shared<const Plan>(std::move(plan_)) : nullptr;
@@ -122,7 +123,8 @@ class PlanRecording final : public Recording {
     int64_t bytes = 0;
   };
 
-  // Memory that the call uses. Not kept alive: a recorded call takes no more memory than others.
+  // Memory that the call uses. Holds no strong reference: a recorded call takes no more memory than
+  // others.
   struct Value {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // keeps its address from being reused
     const c10::StorageImpl* identity;
@@ -131,7 +133,8 @@ class PlanRecording final : public Recording {
     size_t bytes;
   };
 
-  // In its scope the kernel's launch replaces the current one: streams may run the kernel later.
+  // Within its scope the kernel's launch replaces the current one, since streams may run the kernel
+  // later.
   class Within {
    public:
     Within(PlanRecording& recording, int kernel)
@@ -201,8 +204,8 @@ class PlanRecording final : public Recording {
            name.find("bernoulli") != std::string::npos;
   }
 
-  // Adds the tensor's memory as a value unless it is one already. Returns a new value's number,
-  // else kNoValue.
+  // Adds the tensor's memory as a value and returns the value's number; returns kNoValue if the
+  // memory is a value already.
   int add_value(const at::Tensor& tensor) {
     if (!tensor.defined() || value_of(tensor) != kNoValue) return kNoValue;
     const c10::Storage& storage = tensor.storage();
@@ -253,7 +256,7 @@ class PlanRecording final : public Recording {
         {}, at::DimVector(tensor.sizes()), at::DimVector(tensor.strides()), tensor.scalar_type()};
     if (value == kSlot)
       view.place = in_slot(address);
-    else if (tensor.numel() == 0)  // without an address
+    else if (tensor.numel() == 0)  // an empty tensor has no address
       view.place = {value, 0};
     else
       view.place = {value, address - values_[value].address};

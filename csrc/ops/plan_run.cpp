@@ -24,7 +24,8 @@ struct Slot {
   int64_t begin = 0;  // in bytes
 };
 
-// The values of a call. Streams of a simulated device still use it after the call has returned.
+// The values of a call. Streams of a simulated device may use the values after the call has
+// returned.
 struct Frame {
   std::vector<at::Tensor> values;
   std::exception_ptr error;
@@ -34,7 +35,7 @@ struct Frame {
 // compiled without it; null if it has none.
 struct CudaStreams {
   int32_t (*current)(int32_t device, void** stream) = nullptr;
-  // Makes a stream the current one, until `undo` of the guard.
+  // Makes a stream the current one, until `undo` is called with the guard.
   int32_t (*use)(void* stream, int32_t device, void** guard) = nullptr;
   int32_t (*undo)(void* guard) = nullptr;
 
@@ -67,7 +68,7 @@ std::optional<void*> current_stream(const driver::Api& api, c10::Device device) 
   return stream;
 }
 
-// In its scope a stream of a CUDA device is the current one.
+// Makes a stream of a CUDA device the current one within its scope.
 class OnStream {
  public:
   OnStream(void* stream, c10::Device device) {

@@ -85,7 +85,7 @@ inline Argument describe(const c10::Argument& argument) {
 inline bool is_tensor(PyObject* given) { return THPVariable_CheckExact(given); }
 inline const at::Tensor& to_tensor(PyObject* given) { return THPVariable_Unpack(given); }
 inline bool is_number(PyObject* given) { return PyLong_CheckExact(given); }
-// Sets Python's exception for a number that is too large.
+// Sets a Python exception if the number is too large.
 inline int64_t to_number(PyObject* given) { return PyLong_AsLongLong(given); }
 
 // Whether an object is a number, or an enum of torch's: a dtype, a layout, a memory format.
@@ -105,7 +105,7 @@ inline int64_t to_number_or_enum(PyObject* given) {
 inline bool is_flag(PyObject* given) { return PyBool_Check(given); }
 inline bool to_flag(PyObject* given) { return given == Py_True; }
 
-// Sets Python's exception for a surrogate.
+// Sets a Python exception if the text contains a surrogate.
 inline bool is_text(PyObject* given) {
   return PyUnicode_CheckExact(given) && PyUnicode_AsUTF8(given) != nullptr;
 }
@@ -203,13 +203,14 @@ inline bool take(const Argument& argument, PyObject* given, std::vector<c10::IVa
 inline constexpr size_t kMaxArguments = 64;
 
 // Returns the position of the argument with that name, from `begin` on, or the number of arguments.
-// A literal in the caller's source is the same object; a composed name is compared by its letters.
+// A name from the caller's source is the same object; a name made at run time is compared by its
+// characters.
 inline size_t index_of(const std::vector<Argument>& arguments, size_t begin, PyObject* name) {
   for (size_t at = begin; at < arguments.size(); ++at)
     if (arguments[at].name == name) return at;
   for (size_t at = begin; at < arguments.size(); ++at)
     if (PyUnicode_Compare(arguments[at].name, name) == 0) return at;
-  return arguments.size();  // also for a name that was passed by position, too
+  return arguments.size();  // also if the argument was already passed by position
 }
 
 inline bool take_arguments(const std::vector<Argument>& arguments, PyObject* const* given,

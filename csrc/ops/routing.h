@@ -1,5 +1,6 @@
-// Which token goes to which expert. All ranks can compute it once they have exchanged how many
-// tokens they have for each expert. Shared by the kernels of experts.cpp and grouped_matmuls.cpp.
+// The routing of tokens to experts. All ranks can compute it once they have exchanged the number of
+// tokens that each has for each expert. Shared by the kernels of experts.cpp and
+// grouped_matmuls.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,9 +22,9 @@ constexpr int64_t kDropped = -1;
 // `ranks`.
 int64_t experts_of_rank(const char* op, int64_t experts, int64_t ranks);
 
-// The table of a routing: how many tokens each rank sends to each expert, then for each pair of one
-// of this rank's tokens and one of the token's experts, the pair's place in sending order. Raises
-// ValueError or TypeError if the tensor is not such a table.
+// A routing, read from its table: the number of tokens that each rank sends to each expert, then
+// the place in sending order of each pair of a token of this rank and one of the token's experts.
+// Raises ValueError or TypeError if the tensor is not such a table.
 class Routing {
  public:
   Routing(const char* op, const at::Tensor& table, int64_t experts, const Group& group);
@@ -33,8 +34,8 @@ class Routing {
   int64_t experts() const { return experts_; }
   // The number of experts per rank; expert e belongs to rank e / local().
   int64_t local() const { return local_; }
-  // How many tokens of a rank an expert gets, and their first row among the rows of all experts of
-  // the expert's rank.
+  // The number of tokens that a rank sends to an expert, and their first row among the rows of all
+  // experts on the expert's rank.
   int64_t count(int64_t rank, int64_t expert) const { return counts_[rank * experts_ + expert]; }
   int64_t first_row(int64_t rank, int64_t expert) const {
     return first_rows_[rank * experts_ + expert];
@@ -48,7 +49,8 @@ class Routing {
   int64_t sent() const { return sent_; }
   // The most rows that any rank gets for its experts: the same on all ranks.
   int64_t most_rows() const { return most_rows_; }
-  // How many rows this rank's experts get, and which of these rows come from a peer.
+  // The number of rows that this rank's experts get, and the numbers of the rows that come from a
+  // peer.
   int64_t rows() const { return rows_; }
   const int64_t* arriving(int64_t peer) const { return arriving_[peer].data(); }
   // The token of each sent row.
@@ -82,11 +84,11 @@ struct TokenRows {
 std::string name_of_rows(const char* op, const at::Tensor& rows, int64_t experts,
                          const std::string& detail = "");
 
-// Up to this size a rank's data lies in its slot as a whole; more data goes through the slot in
-// pieces: slots stay allocated, and there are two.
+// Up to this size a rank's data goes through its slot as a whole, above it in pieces. The size is
+// limited because there are two slots and they stay allocated.
 constexpr int64_t kMostSlotBytes = int64_t{256} << 20;
-// The slot size for `bytes`, rounded up to a power of two so that other loads seldom need larger
-// slots.
+// The slot size for `bytes`, rounded up to a power of two so that calls with more rows seldom need
+// larger slots.
 int64_t slot_bytes_for(int64_t bytes);
 
 // Sends rows from their tokens to their experts, in pieces through the slots.
@@ -96,7 +98,7 @@ at::Tensor dispatch_rows(Group& group, const at::Tensor& tokens, const at::Tenso
 void check_dispatch(const char* op, const at::Tensor& tokens, int64_t rows, int64_t top_k,
                     const Routing& routing);
 
-// Sends the experts' results back to their tokens, and adds them up there with their weights.
+// Sends the experts' results back to their tokens' ranks, which add them up with their weights.
 void check_combine(const char* op, const at::Tensor& rows, const at::Tensor& weights,
                    const Routing& routing, int64_t top_k);
 at::Tensor combine_rows(Group& group, const at::Tensor& rows, const at::Tensor& weights,
@@ -113,8 +115,8 @@ void add_up_rows(const Routing& routing, const std::vector<const char*>& row_at,
 // An exchange whose slots the caller writes and reads.
 class SlotCall : public SlotHandler {
  public:
-  // Runs a call in which this rank has `given[p]` bytes for rank p and gets `taken[p]`. Throws
-  // Failed with the exception of this object's `write`, `work` or `read`.
+  // Runs a call in which this rank sends `given[p]` bytes to rank p and receives `taken[p]`. If
+  // this object's `write`, `work` or `read` throws, throws Failed with that exception.
   void run(Group& group, std::string call_name, int64_t slot_bytes,
            const std::vector<int64_t>& given, const std::vector<int64_t>& taken);
 

@@ -1,8 +1,9 @@
 // Fused all-gather-matmul, matmul-reduce-scatter and matmul-all-reduce of float8 matrices with
 // scales: gather, then one matmul, or one matmul, then the reduction. On CPU that is never slower
-// than working by shards, which would hide a gather of one byte per number, and have torch's kernel
-// rearrange or convert the whole weight once per shard. Python's kernels serve forced strategies,
-// groups that span hosts and empty matrices, and raise the errors for wrong arguments.
+// than working shard by shard, which would hide only a gather of one byte per number, and would
+// make torch's kernel rearrange or convert the whole weight once per shard. Python's kernels handle
+// forced strategies, groups that span hosts and empty matrices, and raise the errors for wrong
+// arguments.
 //
 // For the shapes see matmul_parts.h. A scale is one number, or one for each row or column.
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -54,7 +55,7 @@ std::optional<at::ScalarType> result_dtype(const c10::IValue& given, const at::T
   return known || is_float8(dtype) ? std::optional(dtype) : std::nullopt;
 }
 
-// A matrix and its other arguments of `_scaled_mm`.
+// A weight matrix and the arguments of `_scaled_mm` that belong to it.
 struct Weight {
   at::Tensor matrix, scale;
   at::Tensor bias, result_scale;  // undefined: none
@@ -62,7 +63,7 @@ struct Weight {
   bool fast;
 
   int64_t columns() const { return matrix.size(1); }
-  // Sums of float8 numbers would lose nearly all digits.
+  // The dtype of the ranks' terms: sums in float8 would lose nearly all digits.
   at::ScalarType partial_dtype() const { return is_float8(dtype) ? at::kFloat : dtype; }
   // The weight without bias and result scale, for the products that ranks add up.
   Weight alone() const { return {matrix, scale, {}, {}, dtype, fast}; }
@@ -91,8 +92,8 @@ void multiply_scaled(at::Tensor out, const at::Tensor& rows, const at::Tensor& s
                      const Weight& weight) {
   if (out.numel() == 0) return;
   // Spreads even a single scale: on processors that multiply float8, torch takes hundreds of times
-  // as long with one scale as with many (2.13 on an Intel processor with AMX; elsewhere both take
-  // the same).
+  // as long with one scale as with many (torch 2.13 on an Intel processor with AMX; elsewhere both
+  // take the same time).
   const at::Tensor scale_a = kTorchScalesRows ? spread(scale, {rows.size(0), 1}) : scale;
   const at::Tensor scale_b =
       kTorchScalesRows ? spread(weight.scale, {1, weight.columns()}) : weight.scale;
@@ -149,7 +150,7 @@ std::optional<RowScale> row_scale(const at::Tensor& x_shard, const at::Tensor& s
   if (!is_plain(scale, at::kFloat)) return {};
   if (!kTorchScalesRows && scale.numel() != 1) return {};
   const auto own = with_length(x_shard.sizes(), x_shard.dim() - 1, 1);
-  // Gathering the last dimension makes rows longer, not more.
+  // Gathering the last dimension makes rows longer but adds none.
   const bool by_columns = division.dim == x_shard.dim() - 1, equal = division.is_equal();
   const auto full = by_columns ? own : with_length(own, division.dim, division.length());
   const Detail shape{"scale", at::DimVector(scale.sizes())};
@@ -159,7 +160,8 @@ std::optional<RowScale> row_scale(const at::Tensor& x_shard, const at::Tensor& s
     return RowScale{scale, false, equal ? shape : Detail{"scale tensor", {}}};
   if (scale.sizes() != full) return {};
   if (equal) return RowScale{scale, false, shape};
-  // Gathered like a sharded scale: a rank that has all rows cannot tell the two apart.
+  // Takes this rank's scales and gathers them like a sharded scale: if one rank has all rows, it
+  // cannot tell the two forms apart.
   return RowScale{scale.narrow(division.dim, division.begin_of(rank), division.sizes[rank]), true,
                   Detail{"scale sharded", {}}};
 }
@@ -274,7 +276,7 @@ at::Tensor finish(at::Tensor total, const at::Tensor& bias, const Weight& weight
   return total.scalar_type() == weight.dtype ? total : total.to(weight.dtype);
 }
 
-// Writes this rank's product, as the parts of all ranks.
+// Writes this rank's product, divided into the parts of all ranks.
 void multiply_parts(const at::Tensor& out, const ScatterArguments& given, at::IntArrayRef shape,
                     const Scattered& scattered, int ranks) {
   const Weight weight = given.weight.alone();
@@ -283,12 +285,12 @@ void multiply_parts(const at::Tensor& out, const ScatterArguments& given, at::In
     return scattered.rows_of(tensor.sizes() == sizes ? tensor : tensor.reshape(sizes));
   };
   const at::Tensor rows = with_rows(given.a, given.a.size(-1));
-  // (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
+  // `_scaled_mm` takes a (1, 1) scale as one number; for a single row both mean the same.
   const at::Tensor scale =
       given.scale.numel() == 1 ? given.scale.reshape({1, 1}) : with_rows(given.scale, 1);
   if (!scattered.by_columns() || ranks == 1)
     return multiply_scaled(as_matrix(out), rows, scale, weight);
-  // One product per rank's columns would have torch convert A once per rank.
+  // A separate product for each rank's columns would make torch convert A once per rank.
   const at::Tensor product = new_output(out, {rows.size(0), weight.columns()});
   multiply_scaled(product, rows, scale, weight);
   scattered.for_columns(out, [&](const at::Tensor& part, int64_t begin, int64_t length) {

@@ -40,11 +40,12 @@ enum : size_t {
   kSinks
 };
 
-// The most bytes of a rank's results in one exchange: bounds the memory for all ranks' results, and
-// lets a rank attend to its next queries while its peers are behind.
+// The most bytes of a rank's results in one exchange. Bounds the memory for all ranks' results, and
+// lets a fast rank begin its next queries while its peers are still behind.
 constexpr int64_t kChunkBytes = int64_t{2} << 20;
-// With more than kTorchsRows rows per key head this library's own kernel is faster than torch's.
-// With fewer than kTorchsKeys keys torch's treats a row of NaN scores as a row that sees no key.
+// Limits of torch's kernel: with more than kTorchsRows rows per key head this library's own kernel
+// is faster, and with fewer than kTorchsKeys keys torch's kernel treats a row of NaN scores as a
+// row that sees no key.
 constexpr int64_t kTorchsRows = 64;
 constexpr int64_t kTorchsKeys = 16;
 
@@ -122,7 +123,7 @@ bool options_fit(const Inputs& in) {
                                  in.sinks.size(0) == in.heads());
 }
 
-// True for all valid arguments: the decision must follow from facts that all ranks know.
+// True for all valid arguments: all ranks must make the same decision.
 bool is_served(const Inputs& in) {
   const at::ScalarType dtype = in.query.scalar_type();
   if (!is_floating(dtype)) return false;
@@ -153,14 +154,15 @@ struct Partial {
   at::Tensor out, lse;
 };
 
-// Keys `begin` to `end`, and at which distances from the diagonal they are seen: see TileOptions.
+// Keys `begin` to `end`, and the distances from the diagonal at which queries see them: see
+// TileOptions.
 struct Segment {
   int64_t begin, end;
   std::optional<int64_t> low, high;
 };
 
-// Returns the keys that `rows` queries from `row` on see, in segments: a full segment, and at its
-// edges runs of consecutive positions.
+// Returns the keys that `rows` queries from `row` on see: one segment of keys that all of them see,
+// and on both sides of it runs of consecutive positions.
 std::vector<Segment> segments_of(const Inputs& in, int64_t row, int64_t rows) {
   if (!in.positions.defined()) return {{0, in.keys(), {}, {}}};
   const int64_t* const at = in.positions.const_data_ptr<int64_t>();
@@ -177,7 +179,7 @@ std::vector<Segment> segments_of(const Inputs& in, int64_t row, int64_t rows) {
     while (begin < stop) {
       int64_t next = begin + 1;
       while (next < stop && at[next] == at[next - 1] + 1) ++next;
-      const int64_t offset = first - at[begin];  // of the key at the first query's position
+      const int64_t offset = first - at[begin];  // column of the key at the first query's position
       segments.push_back({begin, next, std::nullopt, offset});
       if (in.window) segments.back().low = offset - *in.window;
       begin = next;
@@ -199,7 +201,8 @@ at::Tensor additive(const at::Tensor& mask, const Inputs& in) {
   return at::zeros(mask.sizes(), in.wide_options()).masked_fill_(mask.logical_not(), -INFINITY);
 }
 
-// Whether heads that share keys can be rows of one head: keys are then read once for all of them.
+// Whether heads that share keys can be computed as rows of one head, so that keys are read only
+// once.
 bool shares_mask(const at::Tensor& mask, int64_t rows) {
   return !mask.defined() || (mask.size(1) == 1 && (rows == 1 || mask.size(2) == 1));
 }
@@ -255,7 +258,7 @@ void attend(const Inputs& in, int64_t row, int64_t rows, const Partial& to) {
 
 // --- all ranks -----------------------------------------------------------------------------------
 
-// A rank's results are consecutive: outputs, then log-sum-exps.
+// The layout of the ranks' results: for each rank its outputs, then its log-sum-exps.
 struct Parts {
   const Inputs& in;
   int64_t rows;
@@ -329,7 +332,7 @@ void attend_over_ranks(Group& group, const Inputs& in, int64_t row, int64_t rows
     const Partial part = parts.of(all, rank);
     merge(to, part.out, part.lse, parts);
   }
-  if (in.sinks.defined()) {  // a part without values
+  if (in.sinks.defined()) {  // a sink is a part whose values are 0
     const at::Tensor lse = in.sinks.to(in.wide()).view({1, -1, 1}).expand(to.lse.sizes());
     merge(to, at::zeros_like(to.out), lse, parts);
   }

@@ -21,8 +21,8 @@ namespace {
 
 using kernels::call_python;
 
-// The most keys of plans and refusals that are kept; one more key drops all. A call made only once
-// is never recorded, so only programs with ever new shapes reach this.
+// The most keys that are kept; one key more drops all. Only programs whose calls keep changing
+// shape reach this number.
 constexpr size_t kMostKeys = 1024;
 
 // The state of the calls with a key.
@@ -35,7 +35,8 @@ struct Known {
 struct State {
   std::mutex mutex;
   std::unordered_map<std::string, Known> known;
-  // The index, from 0, of the first call with a key that is recorded; below 0: none is.
+  // The call with a key, counted from 0, that is the first to be recorded; negative: calls are not
+  // recorded.
   std::atomic<int> record_at{1};
   std::atomic<int64_t> runs{0};
   std::atomic<int64_t> drops{0};  // how often all plans were dropped
@@ -53,7 +54,7 @@ bool is_set(const char* name) {
   return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
 }
 
-// The recording that the next kernel in Python of this thread fills.
+// The recording that this thread's next kernel in Python fills.
 thread_local Recording* wanted = nullptr;
 
 // Returns an op's kernel in Python: see symm_cp/ops/registration.py.
@@ -84,7 +85,7 @@ void record(const Key& key, const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().returns().size();
   auto plan = recording.end(torch::jit::last(*stack, count).vec(), group_named(key.group()));
   std::lock_guard<std::mutex> lock(state.mutex);
-  // Plans were dropped meanwhile: the call made a workspace, or another thread changed a setting.
+  // Plans were dropped during the call: it made a workspace, or another thread changed a setting.
   if (state.drops != drops) return;
   if (plan == nullptr) state.last_refusal = recording.refusal();
   Known& known = state.known[key.bytes()];
@@ -143,7 +144,7 @@ extern "C" {
 // recorded.
 void* symm_cp_plan_recording() { return symm_cp::stream_plans::wanted; }
 
-// Drops all plans, after a change of something that they depend on.
+// Drops all plans; called after a change that may affect them.
 void symm_cp_plans_drop() {
   auto& state = symm_cp::stream_plans::State::get();
   std::unordered_map<std::string, symm_cp::stream_plans::Known> dropped;
@@ -152,14 +153,14 @@ void symm_cp_plans_drop() {
   dropped.swap(state.known);
 }
 
-// Sets that a key's call is recorded from the number-th after the first on; below 0: plans are
+// Sets the call with a key, counted from 0, that is the first to be recorded; negative: plans are
 // neither recorded nor run.
 void symm_cp_plans_record_at(int number) {
   symm_cp::stream_plans::State::get().record_at = number;
   symm_cp_plans_drop();
 }
 
-// Returns how many calls plans have run since this function's last call.
+// Returns the number of calls that ran as plans since the last call of this function.
 int64_t symm_cp_plans_run() { return symm_cp::stream_plans::State::get().runs.exchange(0); }
 
 // Returns why the last call that could not be recorded was refused.
@@ -171,14 +172,14 @@ const char* symm_cp_plans_refusal() {
   return text.c_str();
 }
 
-// Lets plans, or Python's kernel, serve an op on devices with this dispatch key, until
-// symm_cp_plan_op_undo. `or_torchs`: Python's kernel calls torch's for groups that ours do not
-// serve. Null on failure.
+// Registers a kernel of an op for devices with this dispatch key, until symm_cp_plan_op_undo: it
+// runs a plan, or Python's kernel. With `or_torchs` Python's kernel leaves unsupported groups to
+// torch's. Returns null on failure.
 void* symm_cp_plan_op(const char* name, const char* key, int or_torchs) {
   using namespace symm_cp::stream_plans;
   struct : c10::WarningHandler {
     void process(const c10::Warning&) override {}
-  } silent;  // about a kernel that exists already
+  } silent;  // torch warns if a kernel exists already
   const c10::WarningUtils::WarningHandlerGuard ignoring(&silent);
   try {
     auto made = std::make_unique<torch::Library>(torch::Library::IMPL, "symm_mem",

@@ -1,6 +1,6 @@
 // Calls on streams without Python. Settings and the arguments' shapes, dtypes and layouts determine
-// a call's work. So a call that Python makes is recorded, with the commands of its launches and the
-// ops of its kernels, and later calls with the same key replay the record.
+// the work of a call. So a call that Python makes is recorded, with the commands of its launches
+// and the ops of its kernels, and later calls with the same key replay the recording.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,8 @@ namespace stream_plans {
 
 using torch::jit::Stack;
 
-// A value is memory that a call uses: of an argument, of an op's result, or of the call's slot.
+// A value is memory that a call uses: the memory of an argument or of an op's result, or the call's
+// slot.
 constexpr int kSlot = -1;
 constexpr int kNoValue = -2;
 
@@ -52,8 +53,8 @@ struct StepArgument {
 struct OpStep {
   c10::OperatorHandle op;
   std::vector<StepArgument> arguments;
-  std::vector<int> results;  // the values that its tensors become, or kNoValue
-  std::vector<int> last;     // values that nothing uses after it
+  std::vector<int> results;  // the values that hold its results, or kNoValue
+  std::vector<int> last;     // values not used after this step
 };
 
 // A kernel that only Python can launch, such as a Triton kernel.
@@ -80,7 +81,7 @@ struct LaunchStep {
   std::string call_name;
   bool joined;                  // the caller's stream waits for its end
   std::shared_ptr<void> owner;  // Python's workspace
-  // Gives up the workspace after an error; its streams may still use `tensors`.
+  // Abandons the workspace after an error; its streams may still use `tensors`.
   std::function<void(const std::vector<at::Tensor>&, const std::string& error)> fail;
 };
 struct CommandStep {
@@ -93,7 +94,7 @@ using Step = std::variant<LaunchStep, CommandStep, KernelStep, EndStep>;
 
 struct Plan {
   std::vector<Step> steps;
-  // A number stands for one of the caller's tensors, by its place in the key.
+  // A number is the place in the key of one of the caller's tensors.
   std::vector<std::variant<StepArgument, size_t>> results;
   size_t values = 0;
   c10::Device device = c10::kCPU;
@@ -128,7 +129,8 @@ class Recording {
 bool run(const c10::OperatorHandle& op, Stack* stack);
 // The kernel of ops for devices with streams: runs a plan, or Python.
 void kernel(const c10::OperatorHandle& op, Stack* stack);
-// Like `kernel`, for ops that torch has kernels for: these serve the groups that ours do not.
+// Like `kernel`, for ops for which torch has kernels: groups that this library does not support are
+// left to them.
 void kernel_or_torchs(const c10::OperatorHandle& op, Stack* stack);
 
 }  // namespace stream_plans

@@ -1,6 +1,6 @@
 // torch's collectives that exist only for tensors in symmetric memory: reductions of tiles and
 // blocks to one rank each, and NVSHMEM's and multicast's broadcast, all-gather and all-to-all.
-// torch has them only on GPUs.
+// torch has these ops only on GPUs.
 #include <ATen/ops/cat.h>
 #include <torch/library.h>
 
@@ -35,7 +35,7 @@ struct Reduction {
   std::vector<at::Tensor> outs;
 };
 
-// Sums each block over the ranks, in rank order, and brings it to its root.
+// Sums each block over the ranks, in rank order; the block's root gets the sum.
 void reduce_to_roots(const char* op, Group& group, const std::string& detail,
                      const Reduction& reduction) {
   const auto& [blocks, roots, outs] = reduction;
@@ -175,7 +175,7 @@ Reduction blocks_of(const at::Tensor& input, int64_t dim, std::optional<std::vec
                     " dst_ranks were given, counts must match and be at least 1");
   Reduction reduction{{}, *roots, {}};
   std::vector<size_t> owned(ranks, 0);  // number of blocks of each rank so far
-  std::vector<int64_t> lengths;         // of the first, second, ... block of every rank
+  std::vector<int64_t> lengths;         // length of the first, second, ... block of every rank
   int64_t begin = 0;
   for (size_t i = 0; i < ends->size(); ++i) {
     const int64_t end = (*ends)[i], root = (*roots)[i];

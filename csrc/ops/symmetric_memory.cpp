@@ -34,8 +34,8 @@ struct GroupPeers {
   c10::intrusive_ptr<c10d::Store> store;  // only for a group known by set_group_info
 };
 
-// The number of rendezvous of tensors that this rank has begun in a process group, failed ones
-// included: the same on all ranks.
+// The number of tensor rendezvous that this rank has begun in a process group, including failed
+// ones: the same on all ranks.
 struct Count {
   const void* process_group = nullptr;
   int64_t value = 0;
@@ -52,9 +52,9 @@ struct Registry {
   std::mutex mutex;
   std::map<const char*, std::shared_ptr<Block>> blocks;  // by start address
   std::map<std::string, std::shared_ptr<GroupPeers>> groups;
-  std::map<std::string, std::shared_ptr<GroupPeers>> unmet;  // groups whose mesh was begun
+  std::map<std::string, std::shared_ptr<GroupPeers>> unmet;  // groups with incomplete meshes
   std::map<std::string, Count> rendezvous;
-  std::set<std::string> in_progress;  // groups whose rendezvous a thread makes now
+  std::set<std::string> in_progress;  // groups with a rendezvous under way in some thread
 
   std::shared_ptr<Block> find(const void* address) {
     const char* at = static_cast<const char*>(address);
@@ -83,7 +83,7 @@ c10::intrusive_ptr<c10d::Backend> cpu_backend(c10d::ProcessGroup& group) {
   try {
     return group.getBackend(c10::DeviceType::CPU);
   } catch (const std::exception&) {
-    return {};  // a group for CUDA alone
+    return {};  // a group without a CPU backend
   }
 }
 
@@ -146,8 +146,8 @@ std::shared_ptr<Peers> connected_peers_of(
   return process_group ? peers_of_its_backend(*process_group, name) : nullptr;
 }
 
-// Returns the peers of a group that this rank has begun to look for, or begins to now. Only for the
-// thread that has put the group's name into `in_progress`.
+// Returns the peers of a group that this rank has begun to look for; begins now if it has not. Only
+// the thread that has put the group's name into `in_progress` may call this.
 std::shared_ptr<GroupPeers> unmet_peers_of(
     const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
   Registry& all = registry();
@@ -187,8 +187,8 @@ std::shared_ptr<GroupPeers> make_group_peers(
   return group_peers;
 }
 
-// Collective on the first call for a group. The registry's lock is not held meanwhile, so that two
-// threads can rendezvous in two groups; in the same group the second one waits.
+// Collective on the first call for a group. The registry's lock is not held during the rendezvous,
+// so that two threads can rendezvous in two groups; in the same group the second thread waits.
 std::shared_ptr<GroupPeers> group_peers_of(const std::string& name, const Rendezvous& rendezvous) {
   release_groups();
   const auto process_group = try_resolve(name);
@@ -449,7 +449,7 @@ void refuse_peers(const std::string& name, const std::string& key, const std::st
     Peers::refuse_before(bootstrap, rank, key, reason);
   } catch (const std::exception&) {  // the store failed; the caller raises the reason
   }
-  // Connected peers may have met, and no longer look in the store.
+  // Peers that have met no longer look in the store: tells them directly.
   const auto known = connected_peers_of(name, process_group);
   if (known != nullptr && known->owned()) known->refuse(key, reason, other);
 }
@@ -495,14 +495,15 @@ void* symm_cp_probe_links(const char* group) {
   return symm_cp::LinkProbe::of(symm_cp::cpu_backend(*process_group), group).release();
 }
 
-// Returns the rank because of which no more data may come from `rank`, or -1.
+// Returns the rank whose loss may keep `rank` from sending (see LinkProbe::lost), or -1.
 int symm_cp_link_lost(void* links, int rank) {
   return static_cast<symm_cp::LinkProbe*>(links)->lost(rank).value_or(-1);
 }
 
 void symm_cp_links_close(void* links) { delete static_cast<symm_cp::LinkProbe*>(links); }
 
-// Whether the group's own backend has found that its ranks share this host's memory.
+// Whether the group's own backend, made by this package, has found that all ranks share this host's
+// memory.
 int symm_cp_met_on_this_host(const char* group) {
   const auto process_group = symm_cp::try_resolve(group);
   return process_group && symm_cp::peers_of_its_backend(*process_group, group) != nullptr;
@@ -520,7 +521,8 @@ int64_t symm_cp_group_timeout_ms(const char* group) {
 
 extern "C" {
 
-// Returns how many rendezvous of tensors this rank has begun in a group: the same on all ranks.
+// Returns the number of tensor rendezvous that this rank has begun in a group: the same on all
+// ranks.
 int64_t symm_cp_rendezvous_begun(const char* group) {
   using symm_cp::registry;
   const auto process_group = symm_cp::try_resolve(group);

@@ -1,9 +1,9 @@
 // All-to-alls with sizes in tensors: torch.ops.symm_mem.all_to_all_vdev and its two-dimensional
 // forms, which send tokens to experts and back.
 //
-// The ranks first gather all sizes, from which each computes the place of every chunk. Then each
-// reads its rows directly from the peers' memory, once, and meets the peers again: from then on
-// they may write to their input.
+// The ranks first gather all sizes, and each computes the place of every chunk. Then each rank
+// copies its rows directly from the peers' memory, and waits for the others: from then on all ranks
+// may overwrite their input.
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
@@ -23,7 +23,7 @@ using torch::jit::Stack;
 
 // The words that a rank sends to its peers before the lengths and beginnings of its chunks.
 enum Word : int64_t { kSequence, kOffset, kRoom, kWords };
-// Values instead of the number of a rendezvous.
+// Values of kSequence for a rank without rows, or without a rendezvous.
 constexpr int64_t kNoRows = -1, kNoRendezvous = -2;
 
 struct Shuffle {
@@ -38,7 +38,7 @@ struct Shuffle {
   int64_t row() const { return out.stride(0) * static_cast<int64_t>(out.element_size()); }
 };
 
-// The numbers of all ranks.
+// The words, chunk lengths and chunk beginnings of all ranks.
 class Table {
  public:
   explicit Table(const Shuffle& shuffle)
@@ -73,7 +73,7 @@ class Table {
     int64_t row = 0, end = 0;
     for (int64_t at = 0; at < shuffle_.count(); ++at) {
       if (align > 0 && at > 0 && at % minor == 0) {
-        // An expert without tokens gets rows, too: grouped matmuls do not take empty groups.
+        // Even an expert without tokens gets rows: grouped matmuls do not take empty groups.
         const int64_t first = begins[at - minor];
         row = first + std::max(align, (row - first + align - 1) / align * align);
       }
@@ -172,7 +172,7 @@ void meet(Group& group, const std::string& name, Table* table) {
   run(group, std::move(exchange));
 }
 
-// Raises an error that all ranks raise, so that it need not be reported to the peers.
+// Raises an error that all ranks raise, so it is not reported to the peers.
 template <class... Texts>
 [[noreturn]] void fail_everywhere(const char* op, const Texts&... texts) {
   try {
@@ -233,8 +233,8 @@ void take_rows(const Shuffle& shuffle, const Group& group, const Table& table,
   auto* out = static_cast<char*>(shuffle.out.mutable_data_ptr());
   const Team team(mapping->cores());
   ResultStores::of_thread().run(rows * row, [&](bool past_caches) {
-    // Each rank begins with its own rows, then reads the next rank's: no two read from the same
-    // rank.
+    // Each rank begins with its own rows and continues with the next rank's, so that no two ranks
+    // read from the same rank at a time.
     for (int64_t step = 0; step < shuffle.ranks; ++step) {
       const int64_t from = (group.rank() + step) % shuffle.ranks;
       for (int64_t at = 0; at < count; ++at) {

@@ -128,7 +128,7 @@ def _alive(modules: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
 
 
 class ModulesByThemselves(nn.ModuleDict):
-    """Modules that ran in contexts, on all ranks, outside of any model that did."""
+    """Modules that ran in contexts on all ranks, but not as parts of a model that ran there."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__({f"{type(m).__name__} {n}": m for n, m in enumerate(modules)})
@@ -197,8 +197,8 @@ class _Known:
     )
     stepped: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     loaded: bool = False  # whether this rank has loaded a model since a batch was cut
-    alone: list[weakref.ref[nn.Module]] = field(default_factory=list)  # other ranks may not run
-    met: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # once in `alone`
+    alone: list[weakref.ref[nn.Module]] = field(default_factory=list)  # some ranks may skip them
+    met: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # were once in `alone`
     together: nn.Module | None = None  # the modules of `alone` that all ranks run
 
 
@@ -363,11 +363,14 @@ def _forget(module: nn.Module, keys: Any = None) -> None:
         known.loaded |= module in known.checked
 
 
-_awaiting: list[RemovableHandle] = []  # of a hook of all optimizers
+_awaiting: list[RemovableHandle] = []  # the handle of a hook of all optimizers
 
 
 def _await_step(group: dist.ProcessGroup, known: _Known, model: nn.Module) -> None:
-    """Records the gradients of a model's first step, by a hook that stays until none is awaited."""
+    """Records the gradients of a model's first step, in a hook of all optimizers.
+
+    The hook stays until no model awaits its first step.
+    """
     found = [(name, p) for name, p in _equal_parameters(model, group) if p.requires_grad]
     if not found:
         known.stepped.add(model)
@@ -427,7 +430,7 @@ def _moved(row: Sequence[Sequence[float]]) -> bool:
 
 
 def _parted(row: Sequence[Sequence[float]]) -> bool:
-    """Whether ranks took a step with gradients of their own, and their parameters now differ."""
+    """Whether ranks took a step with different gradients, and their parameters now differ."""
     first, *others = (each[1 : 1 + _VALUES] for each in row)
     return (
         all(each[0] for each in row)

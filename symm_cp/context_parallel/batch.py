@@ -30,8 +30,8 @@ from symm_cp.schedule.layout import sequential
 
 _OP = "shard_batch"
 
-# Tensors that give the length of the sequence (the encoder's, if there is a decoder), and the
-# length of the decoder's.
+# Tensors that give the length of the sequence (the encoder's, if there is a decoder), and tensors
+# that give the length of the decoder's sequence.
 _SEQUENCE = ("input_ids", "inputs_embeds", "encoder_outputs")
 _DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
 # Never cut, whatever their shapes: boundaries in the whole sequence, images and sounds.
@@ -45,7 +45,7 @@ _NO_CONTEXT = (
     "symm_cp.training_step (for models without attention: "
     'context_parallel(on_unfused="ignore"))'
 )
-# Labels of whole samples or of places in them: a model would compare them with this rank's part.
+# Labels of whole samples, or positions in them: a model would compare them with this rank's part.
 _OF_SAMPLES = ("start_positions", "end_positions", "next_sentence_label", "mc_labels")
 
 
@@ -56,8 +56,8 @@ def _sum_over_ranks(
 
     `ranks` is the encoded layout in which each rank holds one column.
 
-    Shares attention's channel, which detects a rank that attends more often than another or
-    refuses to. An all-reduce of the process group would wait until its time-out.
+    Uses attention's channel, which detects a rank that calls attention more often than another or
+    refuses a call. An all-reduce of the process group would wait until its time-out.
     """
     by_rank = torch.ops.symm_mem._gather_sequence(value.reshape(-1, 1), ranks, size, group)
     return by_rank.sum(-1).view_as(value)
@@ -227,7 +227,7 @@ def shard_batch(
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name; a 2-D DeviceMesh for two methods.
         batch: tensors by name, the same on all ranks. `input_ids` (or else `inputs_embeds`,
             `encoder_outputs`, `labels`) gives the length of the sequence, `decoder_input_ids` (or
-            `decoder_inputs_embeds`) the length of the decoder's. Tensors of such a length in
+            `decoder_inputs_embeds`) the decoder's length. Tensors of such a length in
             `seq_dim` are cut, differentiably; others are returned unchanged, and so are masks of
             more than two dimensions, `cu_seq_lens_*`, `max_length_*`, images and sounds. `labels`
             are shifted first (label t becomes label t + 1, the last one `ignore_index`): shifting
@@ -416,7 +416,7 @@ def _dim_cut(
 
 
 def _matters(name: str, value: Any, seq_dim: int, balancers: Mapping[int, LoadBalancer]) -> bool:
-    """Whether all ranks must have the same value: tensors to cut, or of the whole sequence."""
+    """Whether all ranks must have the same value: a tensor that is cut, or covers the sequence."""
     if not isinstance(value, torch.Tensor):
         return False
     whole = name.startswith(_WHOLE) or name.endswith("attention_mask")

@@ -46,7 +46,7 @@ def local_block_mask(
     with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(). Any lengths work,
     also if block boundaries are not chunk boundaries: a local block made of several global blocks
     that are neither all empty nor all full is evaluated again, a few at a time. Blocks must agree
-    with `block_mask.mask_mod`, as those of `create_block_mask` do, unless that is torch's
+    with `block_mask.mask_mod`, as `create_block_mask` makes them, unless `mask_mod` is torch's
     `noop_mask`.
 
     `kv_load_balancer` says how keys are spread; by default like queries, or evenly if the number of

@@ -17,7 +17,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from symm_cp.context_parallel.flex_hook import current_mode
 
 # The classes that call the function again: with `use_reentrant=True`, and without. The second is
-# private; if torch drops it, recomputing outside the region saves fewer tensors: CheckpointError.
+# private; if torch drops it, recomputing outside the region raises CheckpointError, because it
+# saves fewer tensors.
 _REENTRANT: Any = torch_checkpoint.CheckpointFunction
 _FRAME: Any = getattr(torch_checkpoint, "_CheckpointFrame", None)
 

@@ -189,10 +189,10 @@ def context_parallel(
     does a checkpoint. `torch.utils.checkpoint` recomputes activations in the context of their first
     run, even if that has ended when the backward pass runs. An `attn_mask` must cover the whole
     sequence. Raises `NotImplementedError` for modules whose attention would be wrong:
-    `nn.MultiheadAttention`, layers that mix positions otherwise, missing positions,
+    `nn.MultiheadAttention`, other layers that mix positions, missing positions,
     generation, and models of transformers that are not passed as `model` and have sliding windows
     or chunks shorter than the sequence (unless they use flex attention), attention sinks, soft caps
-    or attention that calls none of these ("eager"). On one rank nothing is spread, and no module
+    or attention that calls none of these functions ("eager"). On one rank nothing is spread or
     refused. Raises `ValueError` or `TypeError` for an invalid model, and `ValueError` for invalid
     buffers and methods, and for shards that another load balancer has cut, before anything is
     changed; `RuntimeError` on all ranks if their buffers differ, or the parameters of a model that
@@ -255,7 +255,7 @@ def _enter_models(
     watch: guards.Watch | None,
     model: nn.Module | Sequence[nn.Module] | None,
 ) -> None:
-    """Has models attend to the whole sequence until the end of `stack`; a watch judges them."""
+    """Has models attend to the whole sequence until the end of `stack`; a watch checks them."""
     models = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
     for each in models:
         if not isinstance(each, nn.Module):

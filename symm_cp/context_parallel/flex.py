@@ -175,7 +175,7 @@ def _cut(
     keys: LoadBalancer,
     rank: int,
 ) -> BlockMask:
-    """Returns the block mask of this rank's queries against all keys: `given` if already cut so."""
+    """Returns the block mask of this rank's queries against all keys: `given` if it is that."""
     if given is not None and getattr(given, "symm_cp_cut", None) == (queries, keys, rank):
         return given
     if capturing(block_mask.kv_num_blocks.device):

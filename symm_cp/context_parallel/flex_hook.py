@@ -83,7 +83,7 @@ flex_hook = _FlexHook()
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _traced(*args, **kwargs)
-    # Reached by frames that Dynamo could not trace, or recompiled too often: it would compile the
+    # Called by frames that Dynamo could not trace, or recompiled too often. It must not compile the
     # functions that they call piece by piece.
     eager = _untraced() if "torch._dynamo" in sys.modules else flex.attend
     return eager(*args, **kwargs)
@@ -98,7 +98,7 @@ def _untraced() -> Callable[..., Any]:
 
 
 class FlexMode(TorchFunctionMode):
-    """The mode of a region: Dynamo finds the region there, and guards the attributes it reads."""
+    """The mode of a region: Dynamo finds the region in it, and guards the attributes it reads."""
 
     def __init__(self, region: ParallelRegion, watch: Watch) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class FlexMode(TorchFunctionMode):
         self.watch = watch
 
     def again(self) -> AbstractContextManager[None]:
-        """Has code run as in the region, even after the region was left."""
+        """Runs code as in the region, even after the region was left."""
         raise NotImplementedError
 
 

@@ -88,7 +88,7 @@ _graph_flex_attention = _GraphFlexAttention()
 
 
 class _GraphFlexVariable(dynamo_ops.FlexAttentionHigherOrderVariable):
-    """Like torch's, without the region's mode, and with a check which module defines the mask."""
+    """Like torch's, without the region's mode; also checks which module defines the mask."""
 
     _HOP_NAME = f"torch.ops.higher_order.{_NAME}"
 

@@ -64,10 +64,10 @@ class Watch:
     recurred_without_documents: bool = False  # whether the last recurrent layer got none
     pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
     judged: set[nn.Module] = field(default_factory=set)
-    calls: dict[nn.Module, Inspector] = field(default_factory=dict)  # whose calls are checked
+    calls: dict[nn.Module, Inspector] = field(default_factory=dict)  # modules with checked calls
     peers: str | tuple[str, ...] = ""  # see `reporting_to_peers`
     seeded: bool = False  # whether ranks have compared their seeds
-    seeds: dict[int, None] = field(default_factory=dict)  # of dropouts, by forward passes
+    seeds: dict[int, None] = field(default_factory=dict)  # drawn for dropouts in forward passes
     seen: Seen | None = None
 
     @property

@@ -54,7 +54,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def entered(region: ParallelRegion, around: Around = nullcontext) -> Iterator[None]:
-    """Has attention that this thread calls run over the region's group.
+    """Runs attention that this thread calls over the region's group.
 
     If a checkpoint recomputes after the end, it runs within `around()`, and in the region again.
     """
@@ -101,7 +101,7 @@ class RegionMode(FlexMode):
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Has code run as in the region, even after the region was left.
+        """Runs code as in the region, even after the region was left.
 
         Shards are not compared: the caller may have cut the next batch in another layout.
         """
@@ -111,7 +111,7 @@ class RegionMode(FlexMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Makes no extra call for most functions, since a model's every torch function comes here.
+        # Makes no extra call for most functions, since every torch function of a model comes here.
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.watch.called = True

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 
-# By length of this rank's shard; entries live as long as the process group.
+# Load balancers by length of this rank's shard; entries live as long as the process group.
 _Kept = weakref.WeakKeyDictionary
 _used: _Kept[dist.ProcessGroup, dict[int, set[LoadBalancer]]] = _Kept()
 _last_cut: _Kept[dist.ProcessGroup, dict[int, LoadBalancer]] = _Kept()
@@ -74,9 +74,9 @@ def enter_cuts(
     """Records that a context is entered; raises `ValueError` unless its layouts fit the shards.
 
     A load balancer of the context fits shards that it has cut, and all shards of other lengths. If
-    it has cut none of the shards that the caller still holds, it must fit those that no context has
-    fitted yet. `assumed`: the context has no load balancer, and compares its layout when it
-    attends.
+    it has cut none of the shards that the caller still holds, it must fit all shards that no
+    earlier context has fitted. `assumed`: the context has no load balancer, and compares its layout
+    when it attends.
     """
     cuts = _live_cuts(group)
     fitting = {balancer for each in cuts for balancer in each.balancers}

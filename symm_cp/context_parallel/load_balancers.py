@@ -40,7 +40,7 @@ class LoadBalancer:
         self._layouts = layouts
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_layouts"):  # in a traceback of its own construction
+        if not hasattr(self, "_layouts"):  # printed by a traceback before __init__ ends
             return f"{type(self).__name__}(...)"
         return f"{type(self).__name__}(seq_length={self.seq_length}, world_size={self.world_size})"
 
@@ -246,7 +246,7 @@ class ProcessingTimeRoundRobin(LoadBalancer):
             work = work + block_mask.full_kv_num_blocks.sum((0, 1))
         lengths = [min(size, queries - begin) for begin in range(0, queries, size)]
         busiest = torch.argsort(work[: len(lengths)], descending=True, stable=True).tolist()
-        # Every rank needs the same number of chunks: empty chunks fill up.
+        # Every rank needs the same number of chunks: pads with empty chunks.
         lengths += [0] * (-len(lengths) % world_size)
         busiest += range(len(busiest), len(lengths))
         held: list[list[int]] = [[] for _ in range(world_size)]

@@ -47,7 +47,7 @@ _library.define(
 
 
 class _Apart(threading.local):
-    """Seeds for draws that other ranks may not make: they do not advance the generator.
+    """Seeds for draws that only some ranks may make: they do not advance the generator.
 
     A seed follows from the generator's state and the number of such draws since it last changed,
     counted separately in backward passes, which recompute with the state of the forward pass.
@@ -156,8 +156,8 @@ def dropout_mask(
 ) -> torch.Tensor:
     """Returns the mask of a dropout of `x`: true for elements kept, with probability 1 - p.
 
-    With `dims`, for the first `dims` dimensions, to be broadcast to the others. `part` numbers this
-    rank's part of a tensor that is also sharded in other ways.
+    With `dims`, the mask has only the first `dims` dimensions, to be broadcast to the others.
+    `part` numbers this rank's part of a tensor that is also sharded in other ways.
     """
     activations = not isinstance(x, torch.nn.Parameter)
     if torch.compiler.is_compiling():
@@ -198,7 +198,7 @@ def noise(
 ) -> torch.Tensor:
     """Returns random numbers like `torch.empty(shape).<method>(*args)`.
 
-    `alike`: no dimension is the sequence, whatever the shape, and all ranks draw the same.
+    `alike`: all ranks draw the same numbers: no dimension is the sequence, whatever its length.
     """
     if torch.compiler.is_compiling():
         layouts = region.layouts
@@ -238,7 +238,7 @@ def saw_samples(layouts: torch.Tensor, tokens: int) -> None:
 
 
 def _seen_in(watch: Watch) -> Seen:
-    if watch.seen is None:  # made lazily: Dynamo traces the making of watches, and cannot make this
+    if watch.seen is None:  # made lazily: Dynamo, which traces Watch(), cannot make it
         watch.seen = Seen()
     return watch.seen
 

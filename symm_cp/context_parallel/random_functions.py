@@ -19,7 +19,7 @@ from symm_cp.context_parallel import noise
 from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.region import ParallelRegion
 
-_ALPHA = 1.7580993408473766  # of SELU, times its scale
+_ALPHA = 1.7580993408473766  # SELU's alpha times its scale
 _OWN = ("generator", "out", "names")
 
 
@@ -369,7 +369,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     },
 }
 
-# Draws that no position determines.
+# Functions whose draws are not computed from positions.
 _REFUSED: tuple[Any, ...] = (
     torch.multinomial,
     torch.Tensor.multinomial,
@@ -402,7 +402,7 @@ def call(region: ParallelRegion, watch: Watch, func: Any, args: Any, kwargs: dic
 def apart(
     region: ParallelRegion, watch: Watch, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Draws identically on all ranks for tensors outside the sequence; refuses parts of it."""
+    """Draws identically on all ranks for tensors without the sequence; refuses parts of it."""
     sequences = noise.sequences_of(region, watch)
     shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
     if func is torch.randperm:

@@ -1,4 +1,4 @@
-"""`training_step`: a step of training on a batch that is spread over ranks, cut to gradients.
+"""`training_step`: a training step on a batch spread over ranks, from the cut to the gradients.
 
 It covers the steps that a program could forget: it cuts the batch with the labels shifted once,
 runs the model in a context of the same layout, makes the loss cover the whole batch, and sums
@@ -236,7 +236,7 @@ class _Gradients:
 def _own_gradients(
     group: dist.ProcessGroup, model: nn.Module, averaged: bool
 ) -> Iterator[_Gradients]:
-    """At the end sums the gradients of the body that nothing else sums."""
+    """Sums, at the end of the body, its gradients that nothing else sums."""
     gradients = _Gradients(_owned(model, group))
     gradients.put_aside()
     try:

@@ -22,7 +22,7 @@ def reporting_to_peers(
 ) -> R:
     """Calls a function; reports its error to the group's other ranks, which may wait for this one.
 
-    Several groups belong to a mesh over which ranks attend. Does not wait itself.
+    A tuple of groups belongs to a mesh over which ranks attend. Does not wait for peers.
     """
     # torch.compiler.is_compiling(), inlined to one call: this runs in each layer.
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
@@ -39,7 +39,7 @@ def reporting_to_peers(
         raise
 
 
-# Code that runs in the middle of a model's step, when its peers are in one, too.
+# Code that runs in the middle of a model's step: the peers are in the same step.
 _STEPS = {nn.Module._call_impl.__code__, torch.autograd.backward.__code__}
 # Files that call ops. Ops report to the peers themselves; native ops leave no frame in the error.
 _OPS = (torch._ops.__file__, torch.autograd.graph.__file__)
@@ -49,7 +49,8 @@ _OPS = (torch._ops.__file__, torch.autograd.graph.__file__)
 def reporting_models(group: str | tuple[str, ...]) -> Iterator[None]:
     """Reports to the peers when a module or a backward pass raises: they wait for its attention.
 
-    Not when the caller's own code raises outside of these: peers may be done, and make no call.
+    Does not report errors of the caller's own code outside of these: peers may have finished, and
+    make no further call.
     """
     try:
         yield

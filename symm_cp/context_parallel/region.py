@@ -41,7 +41,7 @@ class ParallelRegion:
     rank: int
     # One for each sequence; no rank holds equally many positions of two sequences.
     balancers: tuple[LoadBalancer, ...] = ()
-    # Returns the load balancer of a sequence, from how many of its positions this rank holds.
+    # Returns a sequence's load balancer, given the number of its positions that this rank holds.
     choose: Callable[[int], LoadBalancer] | None = None
     kind: str | None = None
     # How attention is split over the group.

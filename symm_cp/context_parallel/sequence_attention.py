@@ -121,7 +121,7 @@ def by_sample(
 
 
 def _attend_batch(call: _Call, related: bool) -> torch.Tensor:
-    """`related`: whether the mask relates positions of queries and keys."""
+    """Attends in one layout; `related`: whether the mask relates positions of queries and keys."""
     region, query, key, value, mask, options = call
     if mask.mask_mod is not None:
         return _by_tiles(call)

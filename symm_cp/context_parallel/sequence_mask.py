@@ -91,9 +91,9 @@ def gather_sequence(
 ) -> torch.Tensor:
     """Returns a tensor (B, S) of the whole sequence from this rank's part of it. Collective.
 
-    `name` is the argument's name, for errors. `lengths` are how many queries this rank holds, and
-    how many positions of the shard's sequence. Raises `ValueError` if the number of columns is not
-    the load balancer's for this rank.
+    `name` is the argument's name, for errors. `lengths`: the numbers of queries, and of positions
+    of the shard's sequence, that this rank holds. Raises `ValueError` if the number of columns is
+    not the load balancer's for this rank.
     """
     sent = shard.to(torch.uint8) if shard.dtype == torch.bool else shard
     layouts = region.layouts_in_graph(shard.device)

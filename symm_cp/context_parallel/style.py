@@ -27,7 +27,7 @@ from symm_cp.ops.attention.methods import MethodLike
 class ContextParallel(ParallelStyle):
     """Runs the attention inside a module context parallel.
 
-    For modules that get this rank's part of the sequence and call
+    The module must get this rank's part of the sequence and call
     `F.scaled_dot_product_attention` or `flex_attention`::
 
         parallelize_module(block.attention, cp_mesh, ContextParallel(seq_dim=2))

@@ -155,7 +155,7 @@ def attend(
     *,
     layouts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends within documents that are packed into a whole sequence, or into B of them in a row.
+    """Attends within documents packed into a whole sequence, or into B consecutive sequences.
 
     Args:
         region: gives the group, and how each sequence is spread.

@@ -46,7 +46,7 @@ class Report:
     """The decisions on all collectives of the compiled graphs, in graph order."""
 
     decisions: list[Decision] = field(default_factory=list)
-    #: The way that each fused matmul took when the graphs ran, by op, dtype and shape.
+    #: How each fused matmul ran when the graphs ran, by op, dtype and shape.
     ways: dict[str, Choice] = field(default_factory=dict)
     #: Reasons for graph breaks, with counts; code there ran uncompiled and is not in the report.
     breaks: dict[str, int] = field(default_factory=dict)

@@ -82,7 +82,7 @@ class Call:
 
 
 class Watch(TorchDispatchMode):
-    """Notes the collectives that are called while it is active, and what is next to them."""
+    """Notes the collectives that are called while it is active, and the calls next to them."""
 
     supports_higher_order_operators = True
 
@@ -90,7 +90,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.rank = 0
         self._collectives: list[Call] = []
-        # By the storage's address, which no other storage gets while a weak reference exists.
+        # Keyed by the storage's address, which no other storage gets while a weak reference exists.
         self._origins: dict[int, tuple[StorageWeakRef, Call]] = {}
 
     def __torch_dispatch__(

@@ -153,7 +153,7 @@ def _fuse_all(
 
 
 def _exchange(tracer: Tracer, wait: Node, node: Node) -> _Exchange | str:
-    """Returns an all-to-all as an exchange of heads, or why it is none."""
+    """Returns an all-to-all as an exchange of heads, or why it is not one."""
     shape, given, taken = static_shape(node), node.args[1], node.args[2]
     if shape is None or 0 in shape:
         return "its shape is unknown at compile time, or it is empty"
@@ -173,7 +173,7 @@ def _exchange(tracer: Tracer, wait: Node, node: Node) -> _Exchange | str:
 
 
 def _of_product(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Exchange | str:
-    """Returns the exchange of the columns of a matmul's product, or why it is none."""
+    """Returns the exchange of the columns of a matmul's product, or why there is none."""
     sent: Node = node.args[0]  # type: ignore[assignment]
     traced = tracer[sent]
     if traced is None or traced.source.target not in PLAIN or len(traced.dtypes) > 1:
@@ -195,7 +195,7 @@ def _of_product(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Excha
 
 
 def _of_operand(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Exchange | str:
-    """Returns the exchange whose result is the left operand of a matmul, or why it is none."""
+    """Returns the exchange whose result is a matmul's left operand, or why there is none."""
     found, uses, reason = [], tracer.uses(wait), _NO_EXCHANGE
     for operand, matmul in uses:
         traced = tracer.arrangement(operand)
@@ -242,7 +242,7 @@ def _is_of_all(columns: tuple[Factor, ...], ranks: Factor) -> bool:
 
 
 def _sent(node: Node) -> tuple[Node, Axes]:
-    """Returns the tensor before its arrangement for sending, and its axes of the sent tensor."""
+    """Returns the tensor that was rearranged for sending, with axes relative to the sent tensor."""
     sent: Node = node.args[0]  # type: ignore[assignment]
     traced = start_of(sent)
     axes = inverse(traced.axes, static_shape(traced.source) or ())

@@ -47,7 +47,7 @@ class _Match:
 
     @property
     def arrangement(self) -> Hashable:
-        """Equal for matmuls that one fused op can serve."""
+        """Equal for matmuls that one fused op can compute."""
         scale = self.matmul.args[2] if self.matmul.target is SCALED else None
         return self.shard, self.dim, self.traced.dtypes, scale
 
@@ -56,7 +56,7 @@ def fuse_gathers(graph: Graph, options: Options) -> None:
     """Fuses all-gathers with matmuls, and records a decision for each all-gather."""
     tracer = Tracer(graph, set())
     for wait, gather in awaited(graph, GATHER):
-        if wait._erased:  # gathers scales of another gather, and was fused with it
+        if wait._erased:  # it gathered the scales of another gather, and was fused with that
             continue
         name, group = gather.name, group_of(gather)
         if tracer[wait] is None:

@@ -33,7 +33,7 @@ def begin(folder: str) -> None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             write(folder, rank, **described)
 
-    def note_breaks() -> None:  # at exit, without groups; but launchers have set RANK
+    def note_breaks() -> None:  # at exit there are no groups, but launchers set RANK
         nonlocal rank
         rank = rank or int(os.environ.get("RANK", 0))
         if breaks := graph_breaks():

@@ -108,7 +108,7 @@ class _Walk:
             self._expose(name, wait)
 
     def fused(self, node: Node, work: Work, ranks: int) -> None:
-        """Places the schedule's events of rank 0, which are like those of all other ranks."""
+        """Places rank 0's events of the schedule; the other ranks have equal events."""
         events = [event for event in work.predict(self.on, ranks).events if event.rank == 0]
         begin = max(self._now, self._free)
         self._expose(node.name, begin - self._now)

@@ -231,8 +231,8 @@ def _prepare_cp(original: Any) -> Any:
 def _prepare_tp(original: Any) -> Any:
     def prepare(self: Accelerator, *args: Any) -> Any:
         if self.parallelism_config.cp_enabled:
-            # accelerate's own converts parameters that are not split to `Replicate()`, with a class
-            # that transformers 5 no longer has. FSDP2 takes these parameters unconverted.
+            # accelerate's method converts parameters that are not split to `Replicate()`, with a
+            # class that transformers 5 no longer has. FSDP2 takes these parameters unconverted.
             for model in (arg for arg in args if isinstance(arg, nn.Module)):
                 _check_tensor_parallel(self, model)
             return args

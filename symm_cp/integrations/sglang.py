@@ -55,7 +55,7 @@ def _all_gatherv(
     sizes: list[int] | None = None,
     output: torch.Tensor | None = None,
 ) -> Any:
-    """Gathers parts of `sizes` rows, by default equal ones; returns a list, as SGLang's own."""
+    """Gathers parts of `sizes` rows, by default equal ones; returns a list, as SGLang's does."""
     inputs = [input_] if isinstance(input_, torch.Tensor) else list(input_)
     if not all(x.is_cpu for x in inputs):
         return original(coordinator, input_, sizes, output)

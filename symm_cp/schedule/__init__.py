@@ -1,9 +1,9 @@
 """Schedules: who copies what, who signals whom, and when a kernel runs, as plain data.
 
 ``patterns`` declares all that may run, each pattern with its direct and its staged form; ``check``
-proves schedules free of races and deadlocks, ``check_issue_order`` that the order in which the host
-hands steps out lets all ranks finish, and ``check_graph`` that captured graphs do. README.md
-explains the proof. Pure Python, no torch.
+proves schedules free of races and deadlocks; ``check_issue_order`` proves that all ranks finish in
+the order in which the host hands steps out, and ``check_graph`` that they finish captured graphs.
+README.md explains the proof. Pure Python, no torch.
 """
 
 from symm_cp.schedule import patterns

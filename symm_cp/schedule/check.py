@@ -275,8 +275,8 @@ class _Run:
         # access elsewhere, so do the earlier ones of the same kind.
         self.accesses: dict[_Place, dict[_Part, _Access]] = {}
         self.written: dict[tuple[_Place, int], set[tuple[int | None, int | None]]] = {}
-        # By rank and call: steps that may need a multiprocessor, and kernels that occupy all of
-        # them.
+        # Keyed by rank and call: steps that may need a multiprocessor, and kernels that may occupy
+        # all of them.
         self.needing: dict[tuple[int, int], list[tuple[int, _Lane, _Event]]] = {}
         self.polling: dict[tuple[int, int], list[tuple[int, _Lane, _Event]]] = {}
         self.lanes = _lanes(calls, world_size)

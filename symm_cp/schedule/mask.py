@@ -137,7 +137,7 @@ CAUSAL = Mask(right=0)
 
 
 def overlapping(ranges: Sequence[R], first: int, end: int) -> Sequence[R]:
-    """Returns the ranges (first, end, ...) that overlap [first, end); they ascend, disjoint."""
+    """Returns the ranges that overlap [first, end); `ranges` must be ascending and disjoint."""
     begin = bisect_right(ranges, first, key=_end)
     return ranges[begin : bisect_left(ranges, end, lo=begin, key=_first)]
 

@@ -91,7 +91,7 @@ class Wait:
     In a loop over pieces: until it has been raised to that piece of the call, or later.
 
     Later steps of this lane see every write that the writer had made before that signal (acquire).
-    ``lag=1`` asks only for the signal of the call before this one, and in call 0 for nothing.
+    With ``lag=1`` the signal of the previous call is enough, and call 0 does not wait.
     """
 
     source: int

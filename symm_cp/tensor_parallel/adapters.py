@@ -120,7 +120,7 @@ def _refusal(name: str, module: Any, rules: Sequence[str], fused: set[str]) -> s
 
 
 def split_with(layer: nn.Module, columns: bool) -> list[nn.Module]:
-    """Returns the linears of adapters that are split like their linear; `columns`: by output."""
+    """Returns the adapters' linears that are split like the layer; `columns`: by outputs."""
     if not is_adapted(layer):
         return []
     parts: Any = layer.lora_B if columns else layer.lora_A
@@ -158,7 +158,7 @@ def wrap_all(model: nn.Module, seat: Seat) -> None:
 
 
 class SplitAdapters(nn.Module):
-    """A layer whose adapters are split: none can be added, or be chosen by sample."""
+    """A layer whose adapters are split: no adapter can be added, or chosen by sample."""
 
     own_name: str
 

@@ -193,7 +193,7 @@ class _Application:
 
         Query heads that share a key head stay together, as `repeat_kv` requires, unless there are
         fewer key heads than ranks.
-        Kept from the first call for the rule, since `run` changes modules.
+        Cached at the first call for the rule, since `run` changes modules.
         """
         if rule.name not in self.heads:
             self.heads[rule.name] = self._heads_of(rule)
@@ -241,7 +241,7 @@ class _Application:
             )
 
     def _check_experts(self, rule: Rule) -> None:
-        """Requires that all parameters of experts are split: sums count whole ones once a rank."""
+        """Requires that all parameters of experts are split: sums would count others W times."""
         experts, by_expert = self.module(rule.owner), rule.kind == "ep_dispatch_experts"
         for name, _ in experts.named_parameters():
             kind = self.kinds.get(_name_in(rule.owner, name), "")
@@ -251,7 +251,7 @@ class _Application:
                     rule,
                     f"needs a rule for its parameter {name} with the kind {needed}, not {kind!r}",
                 )
-        # transformers marks experts with other layouts of weights so.
+        # transformers marks experts whose weights have other layouts by these attributes.
         transposed = getattr(experts, "is_transposed", False)
         if not by_expert and (transposed or not getattr(experts, "is_concatenated", True)):
             raise self._refuse(

@@ -39,7 +39,7 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
     but each rank reads only its own part of each tensor, one tensor at a time: a split tensor is
     never whole in memory. Tensors on the meta device become real, on the mesh's kind of device.
 
-    Names are the model's, or those of transformers' files (a base model without prefix, experts
+    Names are the model's, or as in transformers' files (a base model without prefix, experts
     one by one). Dtypes are the model's; further tensors in the files are ignored. The model's
     `initialize_weights()` computes buffers that no file has, as in transformers. Returns the
     model. Raises `FileNotFoundError` without files, `ValueError` for missing tensors and for other
@@ -170,7 +170,7 @@ def _compute_buffers(model: nn.Module) -> None:
             "no initialize_weights() that computes them: build the model with real buffers"
         )
     for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # transformers marks loaded tensors so
+        tensor._is_hf_initialized = True  # transformers' mark of loaded tensors
     compute()
 
 

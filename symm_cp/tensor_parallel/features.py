@@ -14,8 +14,8 @@ queries) may be fewer than ranks: then each rank takes the units that its own pa
 (query heads) needs, in the same way, and the gradients of all ranks that took a unit are summed.
 
 Other representations were rejected: DTensors support no other division (custom placements compare
-equal to `Shard`, and get lost in ops), and `clip_grad_norm_` and checkpoints silently take plain
-tensors for replicated ones.
+equal to `Shard`, and get lost in ops), and `clip_grad_norm_` and checkpoints silently treat plain
+tensors as replicated.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class Features:
 
 
 def _taken(rank: int, ranks: int, count: int, shared_by: int) -> list[int]:
-    """Returns the units, of `count`, that a rank's part of `count * shared_by` others needs.
+    """Returns which of `count` units a rank's part of the `count * shared_by` others needs.
 
-    It takes one or, if the part needs several, one for each of the others in the part: these may
-    need one unit more often than another.
+    One unit or, if the part needs several, one entry for each of the others in the part: units may
+    repeat, and not equally often.
     """
     parts = Split.nearly_equal(count * shared_by, ranks)
     start = parts.start(rank)

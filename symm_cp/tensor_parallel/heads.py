@@ -31,7 +31,7 @@ def heads_of(
 ) -> Heads | None:
     """Returns the heads of an attention, None for other modules.
 
-    `colwise` and `rowwise` are the output and input features of its linears that are split so.
+    `colwise` and `rowwise` are the output or input features of its linears with these kinds.
     """
     head_dim = getattr(attention, "head_dim", None)
     if not isinstance(head_dim, int):

@@ -95,7 +95,7 @@ def _kind_of(plan: Iterable[tuple[re.Pattern[str], str, str]], name: str) -> tup
 def rules_of(model: nn.Module, plan: str | Mapping[str, str]) -> list[Rule]:
     """Returns a plan's rules for modules and parameters, in the model's order.
 
-    Patterns are relative to the model that PEFT has wrapped, if it has; full names match, too.
+    Patterns are relative to the model that PEFT has wrapped, if any; full names match, too.
 
     Raises before anything is changed: `ValueError` for a pattern of a given plan that names nothing
     (a model's own plan may have such patterns, for layers that the model lacks), and for a model's

@@ -1,7 +1,7 @@
 """Linears between activations that all ranks have, as in Megatron's tensor parallelism.
 
 A value is *replicated* (the same on all ranks, with the same gradient) or a *part* (of this rank
-alone). The gradient of each function below is that of one process with the values of all ranks:
+alone). Each function below has the gradient of one process that holds the values of all ranks:
 
     function        forward                            gradient
     copy            replicated x, for use in parts     the sum over the ranks
@@ -53,7 +53,7 @@ def columns(
     biases: Sequence[torch.Tensor | None],
     group: str,
 ) -> list[torch.Tensor]:
-    """Returns `F.linear(x, weight, bias)` for each weight and bias; x is replicated, these parts.
+    """Returns `F.linear(x, weight, bias)` for each weight and bias, all parts; x is replicated.
 
     The input's gradients are added up over linears and ranks in one fused op.
     """
@@ -197,7 +197,7 @@ class _SumProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        factors = ctx.saved_tensors  # once: a checkpoint recomputes them each time
+        factors = ctx.saved_tensors  # read once: a checkpoint recomputes at each access
         lefts, rights = factors[: ctx.count], factors[ctx.count :]
         need_bias, *need = ctx.needs_input_grad[2:]
         with torch.autocast(grad.device.type, enabled=False):

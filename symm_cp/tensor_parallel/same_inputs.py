@@ -1,4 +1,4 @@
-"""Compares the inputs of ranks of a model that `apply` has split, which must be the same.
+"""Compares the ranks' inputs of a model that `apply` has split: they must be the same.
 
 Ranks with different prompts, or that sample different tokens, would mix them in every layer, and
 return plausible tokens. So each call of the model compares its first input (ids, or embeddings)

@@ -54,7 +54,7 @@ class Single:
 
 @dataclass
 class Joined:
-    """Two-dimensional tensors, below each other."""
+    """Two-dimensional tensors, concatenated along dimension 0."""
 
     parts: Sequence[Stored]
 

@@ -84,7 +84,7 @@ def _features(
 ) -> Features:
     """Divides the features that a style splits; raises where that is not possible.
 
-    Errors name `style`, by default that of `how`, and the `member` of a group.
+    Errors name `style`, by default the class of `how`, and the `member` of a group.
     """
     style, columns = style or type(how).__name__, isinstance(how, FusedColwiseParallel)
     side, shared_by = ("out_features", how.shared_by) if columns else ("in_features", 1)

@@ -1,6 +1,6 @@
-"""Attention over the whole sequence, instead of diffusers' own.
+"""Attention over the whole sequence, which replaces diffusers' own.
 
-Shapes are those of diffusers: query (B, S_q, H, E), key and value (B, S_k, G, E). This rank holds
+Shapes are diffusers': query (B, S_q, H, E), key and value (B, S_k, G, E). This rank holds
 S_q and S_k positions: in models that attend to text and image together, a part of the text, then a
 part of the image. The order of all positions makes no difference, since all queries see the same
 keys.
@@ -55,7 +55,7 @@ def attend(
 
         F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
 
-    `attn_mask`, (B or 1, G or 1, 1, S_k), covers this rank's keys; it is of bool, or added to the
+    `attn_mask`, (B or 1, G or 1, 1, S_k), covers this rank's keys; it is bool, or added to the
     scores. Returns (B, S_q, H, E) and, with `return_lse`, the log-sum-exp of the scores (B, S_q,
     H). Raises `ValueError` and `NotImplementedError` before any communication.
     """
@@ -136,7 +136,7 @@ def _with_bias(
 ) -> _Tensors:
     """Returns tensors with one more feature, constant in queries, that adds the mask to scores.
 
-    So the mask travels with its keys.
+    So the mask is sent with its keys.
     """
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=key.dtype).masked_fill(~mask, -torch.inf)

@@ -93,7 +93,7 @@ _undo: list[Callable[[], None]] = []
 def enable() -> None:
     """Runs diffusers' context parallelism on this package's ops, for all models and configs.
 
-    Where diffusers' own works, the result is the same. On CPU its `enable_parallelism` fails, and
+    Where diffusers' own code works, results are equal. On CPU its `enable_parallelism` fails, and
     so does `ring_degree` with torch's attention; its `ring_anything` and `ulysses_anything` have no
     gradients. Models may be parallelised before or after this call. A second call does nothing.
     Raises `NotImplementedError`, and changes nothing, if the installed diffusers has unexpected

@@ -147,7 +147,7 @@ def _balancer(
 
 
 class _LastLayout:
-    """A function of the number of positions on this rank; as a class attribute not a method."""
+    """A function of this rank's number of positions; does not bind as a method of a class."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -224,7 +224,7 @@ class OverSequence:
 
     @classmethod
     def prepare_cp_metadata(cls, attention_metadata: Masks, *, permutation: Any = None) -> Masks:
-        """Returns the masks unchanged: for the whole sequence, in the order of its positions."""
+        """Returns the masks unchanged: they cover the whole sequence, in position order."""
         return attention_metadata
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ class SymmTokenDispatcher(AllToAllTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(AllToAllTokenDispatcher.Config):
-        """The fields of torchtitan's."""
+        """The same fields as torchtitan's `Config`."""
 
     def dispatch(
         self,
@@ -76,7 +76,7 @@ class SymmTokenDispatcher(AllToAllTokenDispatcher):
 @override(
     target=AllToAllTokenDispatcher.Config,
     description="tokens to experts on symm_cp",
-    exact=True,  # others pad the tokens of experts, or have buffers of their own
+    exact=True,  # subclasses pad the tokens of experts, or have own buffers
 )
 def token_dispatcher(config: AllToAllTokenDispatcher.Config) -> AllToAllTokenDispatcher.Config:
     """Replaces torchtitan's `AllToAllTokenDispatcher` ("standard")."""

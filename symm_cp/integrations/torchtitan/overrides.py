@@ -74,7 +74,7 @@ class SymmFlexAttention(_Attends, FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        """The fields of torchtitan's."""
+        """The same fields as torchtitan's `Config`."""
 
 
 class SymmVarlenAttention(_Attends, VarlenAttention):
@@ -88,7 +88,7 @@ class SymmVarlenAttention(_Attends, VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """The fields of torchtitan's."""
+        """The same fields as torchtitan's `Config`."""
 
 
 @override(target=FlexAttention.Config, description="flex attention on symm_cp")

@@ -39,7 +39,7 @@ def mask_function(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> SequenceMask | torch.Tensor | None:
-    """Returns the mask of a model's layers; within a region a description of the whole sequence."""
+    """Returns the mask of a model's layers; within a region, one for the whole sequence."""
     within = current_region()
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset)
     if within is None or (within[0].world_size == 1 and _is_step(*arguments[1:])):

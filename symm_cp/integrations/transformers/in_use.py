@@ -11,7 +11,7 @@ class InUse:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By id, since configurations are not hashable; the entries keep them alive.
+        # Keyed by id, since configurations are not hashable; the entries keep them alive.
         self._users: dict[int, tuple[Any, dict[str, Any], int]] = {}
 
     def acquire(self, owner: Any, name: str, value: Any) -> None:

@@ -92,7 +92,7 @@ _flex_masks = _FlexMasks()
 
 
 class _State(NamedTuple):
-    """What models that have run in a region say about modules that run later."""
+    """Facts from models that have run in a region, for judging modules that run later."""
 
     chosen: str | None  # the last model's attention implementation
     first_position: int  # the number from which it counts positions

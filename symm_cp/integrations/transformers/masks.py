@@ -62,7 +62,7 @@ class _Whole:
         return whole
 
     def _once(self, name: str, shard: torch.Tensor, *, keys: bool = False) -> torch.Tensor:
-        # By hand: Dynamo does not trace the lock of Python 3.11's cached_property.
+        # Cached by hand: Dynamo does not trace the lock of Python 3.11's cached_property.
         if name not in self._made:
             self._made[name] = self.gathered(name, shard, keys=keys)
         return self._made[name]

@@ -80,7 +80,7 @@ def _is_recurrent(module: nn.Module) -> bool:
 def _spread(function: Any) -> types.FunctionType:
     """Returns a copy of a forward method in which the functions that mix positions are replaced."""
     known = function.__globals__
-    # Without `__name__`: Dynamo would look the functions up in the module of that name.
+    # Leaves out `__name__`: Dynamo would look the functions up in the module of that name.
     scope = {name: value for name, value in known.items() if name != "__name__"}
     scope[_CONVOLUTION] = _Convolution(known[_CONVOLUTION])
     for name in _DELTA_RULES & scope.keys():

@@ -41,7 +41,7 @@ class Part:
         return keys
 
     def made(self, module: Any, keys: torch.Tensor) -> bool:
-        """Tells whether a module made `keys` from cached ones, as multi-head latent attention."""
+        """Tells whether a module made `keys` from cached ones, as latent attention does."""
         return (
             self.turn.layer is not None
             and getattr(module, "layer_idx", None) == self.turn.layer
@@ -86,7 +86,7 @@ def attend(
     is_causal: bool | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attends to the keys of all ranks; arguments and results are those of transformers."""
+    """Attends to the keys of all ranks; arguments and results are transformers'."""
     part.turn.layer = None
     out = reporting_to_peers(
         part.group, _attend, part, module, tensors, mask, options, is_causal, kwargs

@@ -37,7 +37,7 @@ Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str], torch.T
 def _group_name(module: nn.Linear, mesh: DeviceMesh, features: int) -> str:
     """Returns the group to fuse over, or "" to leave a linear to transformers."""
     if type(module) is not nn.Linear or "forward" in vars(module):
-        return ""  # other code has changed what it computes
+        return ""  # other code has changed its forward
     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
     if group.size() == 1 or features % group.size() != 0:
         return ""

@@ -1,4 +1,4 @@
-"""Makes models that derive positions from a tensor's length look up those of the whole sequence.
+"""Corrects models that derive positions from a tensor's length: they use the whole sequence's.
 
 T5 and similar models look up a bias by distance, for each pair of positions of a tensor; within a
 region they look it up for each distance in the whole sequence instead, and attention takes these

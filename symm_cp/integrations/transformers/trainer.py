@@ -1,7 +1,7 @@
 """transformers' `Trainer` under context parallelism.
 
-Ranks of a context-parallel group get the same batches, and each cuts its part; gradients are those
-of the whole sequence. accelerate wraps the model in DDP or FSDP, which averages gradients over all
+Ranks of a context-parallel group get the same batches, and each cuts its part; gradients are the
+whole sequence's. accelerate wraps the model in DDP or FSDP, which averages gradients over all
 ranks, so `shard_batch` scales the loss.
 """
 
@@ -98,7 +98,7 @@ def _loss_of_step(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The part of a device mesh that accelerate's data loaders read: who gets the same batch."""
+    """The part of a device mesh that data loaders read: which ranks get the same batch."""
 
     sizes: Mapping[str, int]
 

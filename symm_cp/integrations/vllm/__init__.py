@@ -23,7 +23,7 @@ def register() -> None:
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
 
-    logger = init_logger("vllm.plugins.symm_cp")  # vLLM prints what is logged below "vllm"
+    logger = init_logger("vllm.plugins.symm_cp")  # vLLM prints the messages of loggers below "vllm"
     if not current_platform.is_cpu():
         return
     chosen = current_platform.dist_backend, current_platform.get_device_communicator_cls()

@@ -82,7 +82,7 @@ def _staged(draft: Draft, options: Options) -> None:
     def consume(shard: Region, index: int) -> None:
         reads = {shard: None}
         if keep and index == last:
-            # By the last kernel, "gathered" holds all shards.
+            # When the last kernel runs, "gathered" holds all shards.
             reads |= {draft.own("gathered", owner): None for owner in range(draft.world_size)}
         draft.compute(Compute("consume", index, tuple(reads), (draft.own("output"),)))
 

@@ -26,13 +26,13 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 def _publish_shard(draft: Draft, lane: str, late: list[bool]) -> None:
     """Publishes the own shard to the peers that wait for it.
 
-    ``late[turn]``: by that turn, a rank has received a partial sum from the peer that it visits.
-    That peer wrote its shard before, so the shard needs no signal of its own.
+    ``late[turn]``: whether a rank, by that turn, has a partial sum from the peer whose shard it
+    then reads. The peer wrote its shard before that sum, so the shard needs no separate signal.
     """
     draft.add(lane, *draft.claim_slot())
     draft.add(lane, Copy(draft.own("input"), draft.own("slot", draft.world_size)))
     for peer in draft.peers:
-        turn = (draft.rank - peer - 1) % draft.world_size  # in which the peer visits this rank
+        turn = (draft.rank - peer - 1) % draft.world_size  # in which the peer reads this shard
         if not late[turn]:
             draft.add(lane, Signal(peer, "ready"))
 

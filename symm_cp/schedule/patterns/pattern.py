@@ -6,7 +6,7 @@ that the ranks never all read from the same peer at once.
 Forms
     ``direct``  one lane; kernels and copies read peers' memory where it lies (CPU). The lane is
                 ``"compute"``, the calling thread; in the background it is ``"copy"``.
-    ``staged``  up to three lanes: ``"copy"`` (a stream of its own, served by copy engines)
+    ``staged``  up to three lanes: ``"copy"`` (a stream of its own, run by copy engines)
                 exchanges signals and pulls peers' memory ahead of its use; ``"compute"`` (the
                 caller's stream) runs kernels on memory of its own rank, and in the background
                 copies the input away; ``"signal"`` (a stream of its own) signals peers when kernels

@@ -3,7 +3,7 @@
 In two shots: each rank sums all ranks' contributions to one chunk, then all collect the others'
 chunks. ``Compute("produce", p, (), ...)`` runs for each peer's chunk, and for the own chunk last:
 producing it hides the transfer of the others. It reads private memory of the caller's choice. All
-ranks get the bits of the rank that has summed a chunk.
+ranks copy a chunk's sum from one rank, so their results are bitwise equal.
 
 Options
     ``whole``     ``Compute("produce", rank, (), ...)`` runs once, for all chunks
@@ -48,7 +48,7 @@ def _contributions(draft: Draft, options: Options) -> tuple[Region, ...]:
 #   compute  produce 1 | signal 1 | produce 2 | signal 2 | produce 0 | wait 1, 2 | sum 0 |
 #            signal 1, 2 "reduced" | copy 0 | wait 1 | copy 1 | wait 2 | copy 2
 #
-# With whole it begins with "produce | signal 1, 2". With one_shot:
+# With ``whole`` the lane begins with "produce | signal 1, 2". With ``one_shot``:
 #
 #   compute  produce | signal 1, 2 | wait 1, 2 | sum
 
@@ -89,7 +89,7 @@ def _direct(draft: Draft, options: Options) -> None:
 #   signal             | signal 1  | signal 2 |              | signal 1, 2 |
 #   copy                           | get 2     | get 1       | pull sums 1, 2, 0
 #
-# With whole or one_shot:
+# With ``whole`` or ``one_shot``:
 #
 #   compute  produce |                           sum ...
 #   signal           | signal 1, 2 |

@@ -32,7 +32,7 @@ SOCKETS = {"two_sockets": 2, "four_sockets": 4}
 
 
 def socket_of(rank: int, world_size: int, sockets: int) -> range | None:
-    """The ranks on the socket of ``rank``; None if a socket would have one rank, or they differ."""
+    """The ranks on the socket of ``rank``; None for one rank per socket or unequal sockets."""
     each = world_size // sockets
     if each < 2 or world_size % sockets:
         return None
@@ -49,7 +49,7 @@ def socket_of(rank: int, world_size: int, sockets: int) -> range | None:
 
 def _by_socket(draft: Draft, lane: str, near: range) -> None:
     rank, each = draft.rank, len(near)
-    # The ranks that have this one's place on all sockets. Each sums a chunk.
+    # The ranks with the same place on each socket as this rank. Each sums a chunk.
     twins = range(rank % each, draft.world_size, each)
     others = tuple(peer for peer in draft.peers if peer in twins)
     on_socket = tuple(peer for peer in draft.peers if peer in near)

@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def register_or_warn(logger: logging.Logger) -> bool:
-    """Registers the backend for an engine's plug-in; if it cannot be built, warns: False."""
+    """Registers the backend for an engine's plug-in; warns and returns False if it cannot load."""
     try:
         native.load()
     except native.BuildError as error:

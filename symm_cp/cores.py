@@ -107,7 +107,7 @@ def shares(unit: str, ranks: int, allowed: Collection[int], system: Path = SYSTE
 
 
 def _own(items: Sequence[T], rank: int, ranks: int) -> list[T]:
-    """Returns the items of a rank; with fewer items than ranks, the single item that it shares."""
+    """Returns a rank's items; if there are fewer items than ranks, the one item that it shares."""
     if ranks > len(items):
         return [items[rank * len(items) // ranks]]
     return [*items][rank * len(items) // ranks : (rank + 1) * len(items) // ranks]

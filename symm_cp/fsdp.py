@@ -4,8 +4,8 @@
     symm_cp.fsdp.use(model)
 
 `use` gives every module that was passed to `fully_shard` two communication objects, through torch's
-hooks `set_custom_all_gather` and `set_custom_reduce_scatter`. FSDP2 decides all else: what is
-gathered when, in which dtype, the divisor of sums, the all-reduce of HSDP, state dicts.
+hooks `set_custom_all_gather` and `set_custom_reduce_scatter`. FSDP2 decides all else: which
+parameters are gathered when, the dtype, the divisor of sums, the all-reduce of HSDP, state dicts.
 
 *Memory.* FSDP2 copies a group of parameters, or of gradients, into a buffer that the communication
 object allocates. Here that is symmetric memory, where peers read the data in place: there is no
@@ -91,7 +91,7 @@ class _Buffer:
         return start <= tensor.data_ptr() < start + self.memory.nbytes
 
     def publish(self, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Has the ops of a group read a part of it in place. Collective the first time.
+        """Makes the ops of a group read a part of the buffer in place. Collective the first time.
 
         The ranks first make an empty call, which raises if some rank makes another call.
         """
@@ -130,7 +130,7 @@ class _Buffers:
         return buffer.memory[:nbytes].view(dtype).view(*size)
 
     def publish(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Has peers read a tensor in place, if it lies in a buffer and is not small."""
+        """Makes peers read a tensor in place, if it lies in a buffer and is not small."""
         buffer = next((each for each in self._all if each.holds(tensor)), None)
         if buffer is not None and tensor.nbytes > _SMALL:
             buffer.publish(tensor, group)
@@ -291,7 +291,7 @@ def _sharded(op: str, model: nn.Module) -> dict[int, tuple[str, nn.Module, _Para
     found: dict[int, tuple[str, nn.Module, _ParamGroup]] = {}
     for name, module in modules.items():
         for group in _param_groups(module):
-            # A mesh for replicas only gathers nothing, and neither does a single rank.
+            # A mesh that only replicates gathers nothing, and neither does a single rank.
             if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
                 found.setdefault(id(group), (name, module, group))
     return found
@@ -312,7 +312,7 @@ def _why_not(process_group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _shard_groups(param_group: _ParamGroup) -> Iterator[dist.ProcessGroup]:
-    """Yields the process groups that gather parameters: of forward, and of backward if another."""
+    """Yields the process groups that gather parameters: forward's, and backward's if different."""
     yield param_group.mesh_info.shard_process_group
     if param_group._use_post_forward_mesh:
         yield param_group.post_forward_mesh_info.shard_process_group
@@ -329,7 +329,7 @@ def _install(
 
 
 def _check_replaceable(name: str, param_group: _ParamGroup) -> None:
-    """Raises `ValueError` if the module has custom collectives of others."""
+    """Raises `ValueError` if the module has custom collectives that `use` did not set."""
     for comm, default in (
         (param_group._all_gather_comm, DefaultAllGather),
         (param_group._reduce_scatter_comm, DefaultReduceScatter),

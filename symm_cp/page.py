@@ -51,14 +51,14 @@ def fragment(
     breaks: Mapping[str, int],
     advice: Mapping[str, Sequence[str]],
 ) -> str:
-    """Returns the report as one element that can stand in any page."""
+    """Returns the report as one element that can be embedded in any page."""
     parts = [f'<div class="symm-cp"><style>{_STYLE}</style>', f"<p>{_LEGEND}</p>"]
     if not graphs:
         parts.append("<p>No graph with a collective was compiled.</p>")
     for graph in graphs:
         parts += _graph(graph)
     parts += _list("Graph breaks", (f"{text} ({count} x)" for text, count in breaks.items()))
-    # Each piece of advice appears once, and in it the name of each collective once.
+    # Each piece of advice appears once, and lists each collective's name once.
     what = (f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in advice.items())
     return "\n".join([*parts, *_list("What to change", what), "</div>"])
 
@@ -73,7 +73,7 @@ def title_of(graph: Mapping[str, Any]) -> str:
 
 
 def fate_of(each: Mapping[str, Any]) -> str:
-    """Returns how the passes replaced a collective, or that they did not, and why."""
+    """Returns how the passes replaced a collective, or why they did not."""
     if each["fused_into"]:
         return f"fused into {each['fused_into']}"
     if each["runs_as"]:

@@ -155,13 +155,13 @@ def _default_backend(world_size: int) -> str:
 
 
 def threads_of(world_size: int) -> int:
-    """Returns how many threads `world_size` ranks of one thread each keep busy on this machine."""
+    """Returns how many cores `world_size` single-threaded ranks keep busy on this machine."""
     return min(world_size, len(os.sched_getaffinity(0)))
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Has torch use this many threads in the body."""
+    """Makes torch use this many threads in the `with` block."""
     import torch
 
     before = torch.get_num_threads()

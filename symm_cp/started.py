@@ -6,7 +6,7 @@ import itertools
 import sys
 from pathlib import Path
 
-#: The script's names by `pip` and on Windows.
+#: The script's names, as installed by `pip` and on Windows.
 _SCRIPTS = ("symm-cp", "symm-cp.exe", "symm-cp-script.py")
 
 

@@ -73,7 +73,7 @@ def _writers_in_group(owner: int, gid: int) -> str | None:
     """Names the users other than the owner who have a group's write access, if any.
 
     None for the owner's private group. Like sshd, relies on the databases of users and groups, and
-    requires the owner's name, since databases of a network may not list everybody.
+    requires that the group has the owner's name, since network databases may not list everybody.
     """
     try:
         user, group = pwd.getpwuid(owner), grp.getgrgid(gid)

@@ -10,8 +10,8 @@ machine that `symm-cp calibrate` has described, or of a typical one.
 
 If each rank has its own GPU, all-gather-matmul and matmul-reduce-scatter may also run as one kernel
 (`tiles`), which waits for shards, or signals parts, by tiles. The simulator does not predict it: it
-runs only where it was measured to be the fastest, or is forced; calls that it cannot serve are
-decided without it.
+runs only where it was measured to be the fastest, or is forced; for calls that it does not support
+the choice ignores it.
 
 Attention on CUDA runs as a `pipeline` of kernels, one for each shard when it arrives; or a kernel
 attends to this rank's keys while the peers' keys are gathered, and then to these `together`; or one
@@ -219,7 +219,7 @@ def facts_of(group: Group) -> Facts:
         tuning.facts = Facts(tuning.reading, *texts)
         reasons, tuning.unused = tuning.unused, []
         for reason in reasons:
-            # Last, since warnings may be errors, on this rank alone.
+            # Comes last, since warnings may be errors, on this rank alone.
             warnings.warn(reason, stacklevel=2)
     return tuning.facts
 
@@ -253,7 +253,7 @@ def _machine_of(device: torch.device, measured: Machine) -> tuple[Machine, str]:
 
 
 def choose(group: Group, device: torch.device, work: MatmulWork, *, tiles: bool = False) -> str:
-    """Returns "shards" or "whole"; or "tiles", if `tiles` says that it can serve the call.
+    """Returns "shards" or "whole"; or "tiles", if `tiles` says that it supports the call.
 
     All ranks pass the same `tiles`. Collective at the first call for a group, and at the first call
     with `tiles`.
@@ -282,7 +282,7 @@ def choose_attention(
     ways: tuple[str, ...] = ATTENTION_WAYS,
     work: AttentionWork | None = None,
 ) -> str:
-    """Returns one of `ways`, which can serve a call of attention on a GPU; `key` names the work.
+    """Returns one of `ways`, which support a call of attention on a GPU; `key` names the work.
 
     Without `work` nothing is simulated. If a forced way is not in `ways`, the first of these is
     returned. Captured calls choose like others: these warm a graph up and make its workspace.
@@ -411,7 +411,7 @@ def _fastest(predicted: Mapping[str, float], source: str) -> Choice:
 
 
 def relearn(group: Group) -> None:
-    """Has the group read the files again at its next op. Call it on all ranks."""
+    """Makes the group read the files again at its next op. Call it on all ranks."""
     tuning = group.state(_TUNING, _Tuning)
     # A new key even if this rank has not read the last key: a peer may still read that.
     tuning.reading, tuning.facts = tuning.reading + 1, None

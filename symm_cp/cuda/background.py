@@ -56,8 +56,8 @@ def _start(
     source = tensor.contiguous()
     scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER
     with group.lock, device.guard():
-        # torch's kernels reset "done": a rank that reads in place and waits for this call's signal
-        # would take the signal for the slot.
+        # Waits by torch's kernels reset "done": a rank that reads in place and waits for this
+        # call's signal would consume the signal that belongs to the slot.
         through_slot = call.mode.signals is Signals.TORCH
         some_empty = not scatter and min(chunks.nbytes) == 0
         addresses = call.in_place([tensor], some_empty=some_empty or through_slot)

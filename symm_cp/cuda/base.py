@@ -4,16 +4,16 @@
 
 A workspace takes
 
-    4096 * ceil(9 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
+    4096 * ceil(9 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes per rank:
 
 flags, then slots, as in memory.py. A group has one for each channel and device:
 
     "sync"   ops in the caller's stream. Two slots; flags grow from call to call.
-    "async"  low-contention collectives, which outlive the call. Slots and flags likewise.
+    "async"  low-contention collectives, which outlive the call. Slots and flags as in "sync".
 
-It has others for calls that are captured into graphs, where epochs cannot change from replay to
-replay: one for each graph, and one for all graphs of torch.compile. They have one slot, and flags
-that the waiter resets. Each of their calls is complete in itself, so graphs may be replayed any
+Calls captured into graphs, where epochs cannot change from replay to replay, use separate
+workspaces: one for each graph, and one for all graphs of torch.compile. These have one slot, and
+flags that the waiter resets. Each captured call is self-contained, so graphs may be replayed any
 number of times, at the same time (except graphs of torch.compile) and in any order, as long as all
 ranks replay dependent graphs in the same order.
 """
@@ -46,20 +46,20 @@ from symm_cp.tensors.alignment import debug_offset
 
 T = TypeVar("T")
 
-#: The channel of the self-test's workspaces, whose waits the self-test watches itself.
+#: The channel of the self-test's workspaces; the self-test itself limits their waits.
 TRIAL = "self-test"
 
-_POLL = 1e-4  # seconds between looks at a stream; more delays the first call, less costs a core
+_POLL = 1e-4  # seconds between polls of a stream; more delays the first call, less costs CPU
 
 #: Lanes of schedules: the caller's stream, a stream that drives the copy engines, and a stream that
-#: signals beside the caller's.
+#: signals concurrently with the caller's.
 LANES = ("compute", "copy", "signal")
 
 
 class Signals(Enum):
     """How ranks of a group on a device signal each other."""
 
-    #: Copies of a word to the peer's flag, and waits that are operations of the driver.
+    #: Streams copy a word to the peer's flag, and wait by operations of the driver.
     STREAM = "stream"
     #: Our own kernels (kernels/signals.py).
     KERNEL = "kernel"
@@ -71,7 +71,7 @@ class Signals(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The features that a group may use on a device, as they work on all of its ranks."""
+    """The features that a group may use on a device because they work on all of its ranks."""
 
     signals: Signals = Signals.STREAM
     #: Whether copies may be issued in batches; otherwise one after the other.
@@ -80,7 +80,7 @@ class Verdict:
     graphs: bool = True
     #: The features that do not work, and why; empty if all work.
     reason: str = ""
-    #: How long it took to find out, in seconds.
+    #: The duration of the self-test, in seconds.
     seconds: float = 0.0
 
     @property
@@ -149,13 +149,13 @@ class Device(ABC):
 
     @abstractmethod
     def copies_ended(self, channel: str) -> Pending:
-        """Returns the copies issued so far."""
+        """Returns the copies issued so far, as pending work."""
 
     @abstractmethod
     def workspace(
         self, group: Group, channel: str, slot_bytes: int, *, graph: bool, verdict: Verdict
     ) -> DeviceWorkspace:
-        """Makes a workspace that uses what `verdict` allows. Collective."""
+        """Makes a workspace that uses the features that `verdict` allows. Collective."""
 
     @abstractmethod
     def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
@@ -170,7 +170,7 @@ class Device(ABC):
         return False
 
     def user_of_streams(self, channel: str) -> tuple[str, int]:
-        """The key of other lanes' streams: streams of a capture serve no other thread meanwhile."""
+        """The key of the other lanes' streams; while it captures, a thread has its own streams."""
         return channel, threading.get_ident() if self.capturing() else 0
 
     def capture_id(self) -> int:
@@ -182,7 +182,7 @@ class Device(ABC):
         return number
 
     def failed(self) -> bool:
-        """Whether an error has left the device unusable: torch ends a process that then frees."""
+        """Whether an error has left the device unusable; freeing memory then ends the process."""
         stream = self.streams("sync")[1]
         return bool(native.load().symm_cp_stream_ended(self.driver.encode(), stream) < 0)
 
@@ -199,8 +199,8 @@ class Device(ABC):
     def return_stream(self, stream: int) -> None:
         """Takes back a stream of `borrow_stream` on which all work has ended.
 
-        It stays open for the next borrower: torch records events on the streams that have used
-        pinned memory when that is freed, which on a destroyed stream crashes in the driver.
+        It stays open for the next borrower: when pinned memory is freed, torch records events on
+        the streams that have used it, which on a destroyed stream crashes in the driver.
         """
         self._idle_streams.append(stream)
 
@@ -218,7 +218,7 @@ class Device(ABC):
         return state == 1
 
     def settle(self, seconds: float) -> None:
-        """Returns when the current stream's work has ended; `RuntimeError` after `seconds`."""
+        """Waits until the current stream's work has ended; `RuntimeError` after `seconds`."""
         stream = self.streams("sync")[0]
         deadline = time.monotonic() + seconds
         while not self.ended(stream):
@@ -230,11 +230,11 @@ class Device(ABC):
             time.sleep(_POLL)
 
     def offers(self) -> tuple[Signals, ...]:
-        """The means of signalling that the driver and torch may have, the best first."""
+        """The means of signalling that the driver and torch may support, best first."""
         return (Signals.STREAM,) if self.streams_can_wait() else ()
 
     def in_graph_tree(self) -> bool:
-        """Whether `torch.compile(mode="reduce-overhead")` warms a graph up, or captures it, now."""
+        """Whether `torch.compile(mode="reduce-overhead")` is warming up or capturing a graph."""
         return False
 
     def using(self, stream: int) -> AbstractContextManager[object]:
@@ -259,9 +259,9 @@ class Device(ABC):
             return thread.submit(self.in_this_context(made)).result()
 
     def in_this_context(self, function: Callable[[], T]) -> Callable[[], T]:
-        """Returns a function that other threads may call: it runs in this thread's context.
+        """Returns a function that calls `function` in this thread's context from any thread.
 
-        A new thread has no context, even if torch takes this device for its current one.
+        A new thread has no context, even if torch considers this device its current one.
         """
         library, driver = native.load(), self.driver.encode()
         context = library.symm_cp_context(driver)
@@ -295,7 +295,7 @@ class Device(ABC):
         return version >= int(library.symm_cp_stream_signals_version())
 
     def polls(self) -> bool:
-        """Whether it has the kernels that wait for streams, or for which streams wait."""
+        """Whether the device has kernels that wait for streams, or that streams wait for."""
         return False
 
     def verdict(self, group: Group) -> Verdict:
@@ -335,7 +335,7 @@ class DeviceWorkspace(Calls, ABC):
         self.given_up = False
         #: Tensors of failed calls, whose streams may still use them.
         self.held: list[torch.Tensor] = []
-        # A function without declared types, whose checks take as long as the call.
+        # A function without declared types: checking types would take as long as the call.
         self._run = native.load()["symm_cp_streams_run"]
         nbytes = self.header_bytes + self.slots * self.slot_bytes
         self.memory, addresses = device.keep(lambda: self.allocate(group, nbytes))
@@ -355,8 +355,8 @@ class DeviceWorkspace(Calls, ABC):
             # No peer has read this rank's slot before the first call.
             self.flags("done").fill_(1)
         device.settle(wait_limit(group).total_seconds())
-        # After this, all ranks have cleared their flags and peers may signal. Uses the store, as no
-        # kernel of this device may be known to reach a peer yet.
+        # After this, all ranks have cleared their flags and peers may signal. Uses the store, since
+        # it may not be known yet whether kernels of this device reach a peer.
         share(group, f"cleared/{device.torch_type}/{channel}/{int(graph)}", "")
         if self.signals is Signals.TORCH and (graph or channel == "async"):
             # No peer has read this rank's slots before their first calls.
@@ -380,7 +380,7 @@ class DeviceWorkspace(Calls, ABC):
     def wait(
         self, flag: str, peers: Sequence[int], epoch: int, *, lag: int = 0, call_name: bytes = b""
     ) -> None:
-        """Waits for such signals of call `epoch - lag`, by a kernel in the current stream.
+        """Waits by a kernel in the current stream for the signals of call `epoch - lag`.
 
         In a graph it resets the flags.
         """
@@ -404,7 +404,7 @@ class DeviceWorkspace(Calls, ABC):
         self.layout = wire.WorkspaceLayout(
             flags=0,
             flag_count=len(wire.DEVICE_FLAGS),
-            records=0,  # of CPU workspaces only
+            records=0,  # only CPU workspaces have records
             slots=self.header_bytes,
             slot_bytes=self.slot_bytes,
             slot_count=self.slots,
@@ -455,19 +455,19 @@ class DeviceWorkspace(Calls, ABC):
         return number
 
     def moved_to(self, stream: int) -> bool:
-        """Whether the last call, if any, had another caller's stream."""
+        """Whether the last call's caller stream was not `stream`; false before the first call."""
         return bool(native.load().symm_cp_streams_moved(self.handle, stream))
 
     def set_single_copies(self, *, single: bool) -> None:
-        """Has copies issued one after the other from now on, or in batches."""
+        """Sets whether copies are issued one after the other from now on, or in batches."""
         native.load().symm_cp_streams_set_single_copies(self.handle, int(single))
 
     def give_up(self) -> None:
-        """After an error in the middle of a call: notifies the peers, and serves no other call.
+        """Notifies the peers after an error in the middle of a call; no other call can follow.
 
         Raises `RuntimeError` if it cannot notify them: then only their time-outs end their waits.
         """
-        if self.slots == 1:  # a graph's: nothing runs before it is replayed
+        if self.slots == 1:  # for a graph: nothing runs before a replay
             return
         self.given_up = True
         if native.load().symm_cp_streams_give_up(self.handle) < 0:
@@ -482,11 +482,11 @@ class DeviceWorkspace(Calls, ABC):
         return super().serves(slot_bytes) and not self.given_up
 
     def own_flags(self) -> Sequence[torch.Tensor]:
-        """Returns all memory, as bytes, where peers signal this rank."""
+        """Returns all memory in which peers signal this rank, as bytes."""
         return (self.memory[: self.header_bytes],)
 
     def flags(self, name: str) -> torch.Tensor:
-        """Returns the flag of that name of each rank, as int32, in this rank's memory."""
+        """Returns each rank's flag `name` in this rank's memory, as int32."""
         flag = wire.DEVICE_FLAGS.index(name)
         first, end = (wire.flag_offset(f, 0, self.world_size) for f in (flag, flag + 1))
         return self.memory[first:end].view(torch.int32)[:: wire.FLAG_BYTES // 4]

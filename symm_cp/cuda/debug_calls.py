@@ -17,8 +17,8 @@ from symm_cp.group.memory import Group, StateKey, reported
 class _Compared:
     """The calls that a group's ranks have compared, numbered identically on all ranks.
 
-    For each number, either all ranks came, or one stopped waiting for a rank, which then skips that
-    number. The first rank that records the outcome decides it for all.
+    For each number, either all ranks make the call, or one stops waiting for a rank, which then
+    skips that number. The first rank that records the outcome decides it for all.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class _Compared:
                 )
             ) from missing
         calls = [store.get(key(number, rank)).decode() for rank in range(group.world_size)]
-        # Every rank has come to this call: no rank needs the keys of earlier calls.
+        # Every rank has reached this call: no rank needs the keys of earlier calls.
         for before in range(self.met, number):
             store.delete_key(key(before, group.rank))
             if group.rank == 0:

@@ -1,4 +1,4 @@
-"""CUDA devices: streams of torch's, copy engines and stream signals by the driver."""
+"""CUDA devices: torch's streams, copy engines, and stream signals by the driver."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class CudaDevice(Device):
             kernel()
 
     def in_graph_tree(self) -> bool:
-        """Whether `torch.compile(mode="reduce-overhead")` warms a graph up, or captures it, now."""
+        """Whether `torch.compile(mode="reduce-overhead")` is warming up or capturing a graph."""
         trees = sys.modules.get("torch._inductor.cudagraph_trees")
         if trees is None:
             return False
         manager = trees.get_manager(self.torch_device.index, create_if_none_exists=False)
         if manager is None or not (manager.in_warmup or manager.in_recording):
             return False
-        # Both last until the next call; what runs meanwhile is on another stream.
+        # Both stay set until the next call; other work meanwhile runs on another stream.
         with self.guard():
             return bool(torch.cuda.current_stream() == manager.stream)
 
@@ -93,7 +93,7 @@ class CudaDevice(Device):
         return lambda: self.launch_on(stream, graph.replay)
 
     def offers(self) -> tuple[Signals, ...]:
-        """The means of signalling that the driver and torch offer, the best first."""
+        """The means of signalling that the driver and torch offer, best first."""
         return (*super().offers(), Signals.KERNEL, Signals.TORCH)
 
     def mark(self, lane: str, channel: str) -> Mark:
@@ -133,13 +133,13 @@ class CudaDevice(Device):
             tensor.record_stream(self._side_streams(channel)["copy"])
 
     def copies_ended(self, channel: str) -> Pending:
-        """Returns an event behind the copies issued so far."""
+        """Returns an event that follows the copies issued so far."""
         event = torch.cuda.Event()
         event.record(self._side_streams(channel)["copy"])
         return event
 
     def polls(self) -> bool:
-        """Whether it has the kernels that wait for streams, or for which streams wait."""
+        """Whether the device has kernels that wait for streams, or that streams wait for."""
         return torch.cuda.get_device_capability(self.torch_device) >= _POLLING_CAPABILITY
 
     def verdict(self, group: Group) -> Verdict:
@@ -149,7 +149,7 @@ class CudaDevice(Device):
     def workspace(
         self, group: Group, channel: str, slot_bytes: int, *, graph: bool, verdict: Verdict
     ) -> DeviceWorkspace:
-        """Makes a workspace that uses what `verdict` allows. Collective."""
+        """Makes a workspace that uses the features that `verdict` allows. Collective."""
         return SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
 
     def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:

@@ -2,16 +2,16 @@
 
 Ranks cannot agree in each call: a stream's flags carry no more than a number, and an exchange
 through the store would cost more than the copy that it saves. Nor can ranks agree at the first call
-with a tensor: a tensor that is new to one rank may be known to another, which alternates between
-two buffers less often, and an exchange that only some ranks enter never ends. So the user calls
+with a tensor: if one rank alternates between two buffers and another reuses one, the tensor is new
+to some ranks only, and an exchange that only some ranks enter never ends. So the user calls
 `read_in_place` once for each tensor, on all ranks. There the ranks exchange whether each of them
 has such a tensor, of how many bytes, and at which offset of its allocation: torch's memory pools
 give ranks different offsets (pytorch #190977).
 
-Afterwards a call looks its input up, by the identity of its storage and its bytes. If ranks find
-different things, their programs differ: where one rank reads in place and another goes through its
-slot, they await different flags ("ready in place" and "ready"), so that both time out with an
-error; where they pass different tensors, debug mode raises an error (streams.py).
+Afterwards a call looks up its input by its storage, address and size. If the lookups of ranks
+differ, so do their programs: if one rank reads in place and another goes through its slot, they
+await different flags ("ready in place" and "ready"), so that both time out with an error; if they
+pass different tensors, debug mode raises an error (stream_call.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class InPlace:
 
 @dataclass
 class _Tensors:
-    #: By the storage object, the address and the bytes.
+    #: Keyed by storage object, address and number of bytes.
     known: dict[tuple[int, int, int], InPlace]
     count: int = 0
 
@@ -59,7 +59,7 @@ def _key(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def found_in_place(tensor: torch.Tensor, group: Group) -> InPlace | None:
-    """Returns where the ranks' counterparts of a tensor are, if they are read there."""
+    """Returns the entry of a tensor; None if peers do not read it in place."""
     tensors = group.find(_TENSORS)
     if tensors is None or not tensor.is_contiguous():
         return None
@@ -128,7 +128,7 @@ class _Facts:
 
 
 def _agree(device: Device, tensor: torch.Tensor, group: Group) -> None:
-    """Raises `ValueError` on every rank unless all ranks pass such a tensor. Collective."""
+    """Raises `ValueError` on every rank unless all tensors can be read in place. Collective."""
     own = _Facts(tensor.nbytes, device.is_symmetric(tensor, group), tensor.is_contiguous())
     texts = share(group, "in place", json.dumps(asdict(own)))
     ranks = [_Facts(**json.loads(text)) for text in texts]

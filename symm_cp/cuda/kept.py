@@ -72,7 +72,7 @@ def kept(maxsize: int) -> Callable[[Callable[Concatenate[torch.device, P], T]], 
 class HostReads(Generic[T]):
     """Caches results that the host computed from tensors on devices, while these do not change.
 
-    Reading them makes the host wait for all kernels before. Only changes that torch counts are
+    Reading a tensor makes the host wait for all earlier kernels. Only changes that torch counts are
     noticed: not changes by a replayed graph, nor by a kernel that torch does not know.
     """
 

@@ -101,7 +101,7 @@ def init(heap_bytes: int = 1 << 30, *, device: torch.device | str | None = None)
             initializer_method="uid",
         )
         memory = core.bytetensor((heap_bytes,))
-    except Exception as error:  # of nvshmem4py, of cuda.core, of the library's loader
+    except Exception as error:  # from nvshmem4py, cuda.core or the library's loader
         raise RuntimeError(
             f"symm_cp.nvshmem: NVSHMEM does not start: {type(error).__name__}: {error}; "
             "see symm-cp doctor"
@@ -128,7 +128,7 @@ def _torch_device(device: torch.device | str | None) -> torch.device:
 
 
 def bind_gpu(device: torch.device) -> Any:
-    """Makes a GPU current, and returns it as nvshmem4py needs it."""
+    """Makes a GPU current; returns its `cuda.core` device, which nvshmem4py takes."""
     gpu = import_module("cuda.core").Device(device.index)
     gpu.set_current()
     return gpu
@@ -190,11 +190,11 @@ class NvshmemDevice(CudaDevice):
         )
 
     def verdict(self, group: Group) -> Verdict:
-        """Signals by streams: torch's kernels signal in torch's own symmetric memory only."""
+        """Returns signals by streams: torch's kernels signal only in torch's symmetric memory."""
         return Verdict(graphs=False)
 
     def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
-        """Never: users' tensors do not lie on NVSHMEM's heap."""
+        """Returns False: users' tensors do not lie on NVSHMEM's heap."""
         return False
 
     def capturing(self) -> bool:
@@ -207,7 +207,7 @@ class NvshmemDevice(CudaDevice):
 class NvshmemWorkspace(DeviceWorkspace):
     """A workspace on the symmetric heap.
 
-    `remote[r]` is the symmetric address, as NVSHMEM takes it, of rank r's workspace.
+    `remote[r]` is the symmetric address of rank r's workspace, as passed to NVSHMEM.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class NvshmemWorkspace(DeviceWorkspace):
         super().__init__(group, device, channel, slot_bytes, graph=graph, verdict=verdict)
 
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
-        """Cuts this rank's memory from the heap; returns it, and where each rank's is mapped."""
+        """Cuts this rank's memory from the heap; returns it, and each rank's address here."""
         heap = self.heap
         process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
         # Offsets differ between ranks, which may be members of different groups.

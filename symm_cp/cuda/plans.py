@@ -3,9 +3,9 @@
 Settings and the shapes, dtypes and layouts of its arguments determine the work that a call puts on
 streams. So the second call of a kind is recorded while Python makes it: commands and operands of
 its launches, and the ops that its kernels call (`TorchDispatchMode` sees these). From then on
-csrc/ops/stream_plans.cpp carries the record out. Code that changes something on which such a call
-depends must call `native.drop_plans`. Not recorded, and left to Python: calls in captures, in
-place, in debug mode, with signals by kernels, and calls that draw random numbers.
+csrc/ops/stream_plans.cpp replays the record. Code that changes something on which such a call
+depends must call `native.drop_plans`. Python still makes calls in captures, in place, in debug
+mode, with signals by kernels, and calls that draw random numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from symm_cp.runtime.program import Kernel
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OUTSIDE = -1  # of all kernels
+_OUTSIDE = -1  # outside of all kernels
 
 
 class _Here(threading.local):
@@ -43,7 +43,7 @@ _here = _Here()
 
 
 def current() -> Recording | None:
-    """The recording of the call that this thread makes, if it is recorded."""
+    """Returns the recording of this thread's current call; None if it is not recorded."""
     return _here.recording
 
 
@@ -72,7 +72,7 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         """Carries out an op, and records it."""
         kwargs, before = kwargs or {}, _here.recording
-        _here.recording = None  # a fused op in it is a call of its own
+        _here.recording = None  # a fused op inside is a separate call
         try:
             result = func(*args, **kwargs)
         finally:
@@ -99,7 +99,7 @@ class Recording(TorchDispatchMode):
         """Begins a launch; see `Launch`."""
         device = workspace.device
         if type(device).in_graph_tree is not Device.in_graph_tree:
-            # Its warm-up call makes workspaces for the captured ones.
+            # The warm-up call of a graph makes the workspaces of captured calls.
             self._glue.symm_cp_plan_ask(self._handle, device.in_graph_tree)
         self._glue.symm_cp_plan_launch(
             *(self._handle, ctypes.c_void_p(workspace.handle), workspace.memory),
@@ -159,7 +159,7 @@ def in_python(function: Callable[[list[torch.Tensor]], R], given: list[torch.Ten
 
 
 def recorded(kernel: Callable[P, R]) -> Callable[P, R]:
-    """Returns the kernel of an op, which is recorded."""
+    """Returns an op's kernel, wrapped so that each call is recorded."""
 
     @functools.wraps(kernel)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -170,7 +170,7 @@ def recorded(kernel: Callable[P, R]) -> Callable[P, R]:
 
 
 class Served:
-    """A plan, or Python, serves an op on devices; until `undo()`."""
+    """The registration of plans, with Python as fallback, for an op; until `undo()`."""
 
     def __init__(self, handle: int) -> None:
         self._handle: int | None = handle
@@ -183,9 +183,9 @@ class Served:
 
 
 def serve(op: str, dispatch_key: str, *, or_torchs: bool = False) -> Served:
-    """Has a plan serve an op on devices with a dispatch key, and Python where there is none.
+    """Runs an op on devices with a dispatch key by a plan, or by Python if there is none.
 
-    `or_torchs`: take the Python kernel that calls torch's for groups that ours do not serve.
+    `or_torchs`: use the Python kernel that falls back to torch's for groups ours do not support.
     """
     made = native.load().symm_cp_plan_op(op.encode(), dispatch_key.encode(), int(or_torchs))
     if not made:
@@ -194,10 +194,10 @@ def serve(op: str, dispatch_key: str, *, or_torchs: bool = False) -> Served:
 
 
 def begin() -> None:
-    """Has calls recorded, where that is possible and wanted."""
+    """Turns recording off unless it is wanted and possible."""
     try:
         wanted = env.plans()
-    except ValueError as error:  # an import never fails
+    except ValueError as error:  # an import must not fail
         native.say(f"{error}; recording them")
         wanted = True
     if not wanted or native.glue_if_built() is None:
@@ -205,9 +205,9 @@ def begin() -> None:
 
 
 def _failed(workspace: DeviceWorkspace, failure: tuple[list[torch.Tensor], str]) -> None:
-    """After an error in the middle of a call; see `StreamCall.run`."""
+    """Gives a workspace up after an error in the middle of a call; see `StreamCall.run`."""
     used, error = failure
     give_up_on(workspace, RuntimeError(error))
     hold(workspace, *used)
-    with contextlib.suppress(RuntimeError):  # of a failed device
+    with contextlib.suppress(RuntimeError):  # the device may have failed
         workspace.device.used_by_copies(workspace.channel, *used)

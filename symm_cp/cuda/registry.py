@@ -17,12 +17,12 @@ kinds: dict[str, type[Device]] = {}
 
 _devices: dict[torch.device, Device] = {}
 
-#: The device that serves all of a group's tensors on its type, as NVSHMEM does on CUDA.
+#: The device for all of a group's tensors of its type, such as NVSHMEM's for CUDA.
 _CHOSEN: StateKey[Device] = StateKey("device")
 
 
 def register(kind: type[Device]) -> type[Device]:
-    """Decorates a kind of device, which from then on serves tensors on its torch devices."""
+    """Class decorator: registers a kind of device for tensors on its torch devices."""
     kinds[kind.torch_type] = kind
     return kind
 
@@ -77,8 +77,8 @@ def spans_hosts(group: Group, device: torch.device) -> bool:
 def kernels_count(group: Group, device: torch.device) -> bool:
     """Whether kernels and streams can wait for each other in a call of a group, here and now.
 
-    False where ranks signal by kernels, which might find no free multiprocessor while one polls on
-    all; and in a graph, where the number of a call cannot change. Collective at the first call.
+    False if ranks signal by kernels, which might find no free multiprocessor while another kernel
+    polls on all; and in a graph, where a call's number cannot change. Collective at the first call.
     """
     if not has_streams(device):
         return False
@@ -90,7 +90,7 @@ def kernels_count(group: Group, device: torch.device) -> bool:
 
 
 def _why_not_together(group: Group, device: torch.device) -> str | None:
-    """Why a group's ranks exchange data as if on different hosts, by the verdict on a device."""
+    """Returns the verdict's reason to treat a group's ranks as if on different hosts, if any."""
     if not has_streams(device):
         return None
     verdict = device_for(group, device).verdict(group)
@@ -101,7 +101,7 @@ checks.append(_why_not_together)
 
 
 def choose(group: Group, device: Device | None) -> None:
-    """Sets the device that serves a group's tensors on its type; None: each tensor's own."""
+    """Sets the device for a group's tensors of its type; None: each tensor's own device."""
     native.drop_plans()
     if device is None:
         group.drop(_CHOSEN)
@@ -111,7 +111,7 @@ def choose(group: Group, device: Device | None) -> None:
 
 @contextmanager
 def replaced(torch_device: torch.device, by: Device) -> Iterator[None]:
-    """Has another device serve tensors on a torch device, CPU included. For tests."""
+    """Uses another device for tensors on a torch device, CPU included. For tests."""
     kind, made = kinds.get(torch_device.type), _devices.get(torch_device)
     kinds[torch_device.type], _devices[torch_device] = type(by), by
     serve_cpu = native.load().symm_cp_serve_cpu

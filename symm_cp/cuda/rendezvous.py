@@ -7,11 +7,12 @@ allocations each rank has made, and raise "Symmetric window mismatch". Pipeline 
 sub-groups have different histories. So each rendezvous here has its own process group, of the same
 ranks: torch makes these comparisons only for groups that were registered by `set_group_info`. Its
 store numbers the exchanges itself, waits for peers no longer than the group does, and notices when
-one exits. With a process group for each, torch's cache has the same entries on all ranks.
+one exits. Since each has its own process group, torch's cache has the same entries on all ranks.
 
-Torch takes ranks for ranks of one GPU when their GPUs have one ordinal, as all have where each rank
-sees one GPU (Slurm, Ray, Kubernetes). It also sets up multicast, which nothing here uses and which
-is known to hang or to fail on some hosts. This module prevents both; it tells GPUs apart by UUID.
+Torch assumes that ranks share a GPU when their GPUs have the same ordinal, as they all have where
+each rank sees one GPU (Slurm, Ray, Kubernetes). It also sets up multicast, which nothing here uses
+and which is known to hang or to fail on some hosts. This module prevents both, and tells GPUs apart
+by UUID.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from symm_cp.group.liveness import generation, share, share_made, wait_for_keys,
 from symm_cp.group.memory import Group, StateKey
 from symm_cp.group.stores import TimedStore
 
-# torch's keys: "CUDASymmetricMemory/<number>/<rank>", "CUDASymmetricMemory/<number>" of a barrier.
+# torch's keys: "CUDASymmetricMemory/<number>/<rank>"; a barrier's: "CUDASymmetricMemory/<number>".
 _NUMBERED = re.compile(r"(?P<begin>.*SymmetricMemory/)(?P<number>\d+)(?P<end>.*)")
 
-# The backends of symmetric memory that meet through the store of the process group. NCCL's meets
-# over a communicator; this package's backend counts the rendezvous of each group.
+# The backends of symmetric memory whose rendezvous uses the process group's store. NCCL's uses a
+# communicator; this package's backend counts the rendezvous of each group.
 _BY_STORE = ("CUDA",)
 
 
@@ -98,7 +99,7 @@ def check_gpus(group: Group, device: torch.device) -> None:
 
 
 class ExchangeStore(dist.Store):
-    """A store for one rendezvous of torch's: exchanges are numbered in the order of their keys."""
+    """A store for one rendezvous of torch's; numbers exchanges in the order of their first use."""
 
     def __init__(self, group: Group, inner: TimedStore) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class ExchangeStore(dist.Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Returns values, when all are there; notices when a rank exits first."""
         own = [self._key(key) for key in keys]
-        if len(own) == self._group.world_size:  # of each rank, in their order
+        if len(own) == self._group.world_size:  # one key for each rank, in rank order
             wait_for_keys(self._group, self._inner, own)
         else:
             self._inner.wait(own, self._limit)
@@ -145,7 +146,7 @@ class ExchangeStore(dist.Store):
 
 
 class PrivateGroup:
-    """A process group of a group's ranks that torch's symmetric memory alone uses."""
+    """A process group of a group's ranks that only torch's symmetric memory uses."""
 
     def __init__(self, group: Group) -> None:
         made = group.state(_MADE, Counter)
@@ -154,7 +155,7 @@ class PrivateGroup:
         # The native process group holds these, but not their Python halves.
         self._store = ExchangeStore(group, inner)
         self._process_group = dist.ProcessGroup(self._store, group.rank, group.world_size)
-        # A process group has its name from a backend; nothing is sent over this one.
+        # A process group gets its name from a backend; nothing is sent over this one.
         make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
         backend = make(group.rank, group.world_size)
         kind = dist.ProcessGroup.BackendType.CUSTOM
@@ -165,11 +166,11 @@ class PrivateGroup:
         _register_process_group(self.name, self._process_group)
 
     def close(self) -> None:
-        """Forgets the name."""
+        """Unregisters the process group's name."""
         _unregister_process_group(self.name)
 
 
-# The ranks of a group make their rendezvous in one order.
+# All ranks of a group make their rendezvous in the same order.
 _MADE: StateKey[Counter[str]] = StateKey("rendezvous made")
 
 
@@ -177,7 +178,7 @@ _MADE: StateKey[Counter[str]] = StateKey("rendezvous made")
 class Mapped:
     """Symmetric memory of all ranks of a group, as it is mapped here.
 
-    `handle` signals through the process group that it was made for: do so before `forget`.
+    `handle` signals through the process group that it was made for, so only before `forget`.
     """
 
     handle: _SymmetricMemory
@@ -195,7 +196,7 @@ def map_peers(tensor: torch.Tensor, group: Group) -> Mapped:
     """Maps the memory of all ranks' tensors, which are symmetric and of one size. Collective.
 
     They may lie at different offsets of their allocations: torch's memory pools hand out any free
-    block of a rank (pytorch #190977). Raises `RuntimeError` on every rank where that is impossible.
+    block of a rank (pytorch #190977). Raises `RuntimeError` on every rank if a mapping fails.
     """
     by_store = _SymmetricMemory.get_backend(tensor.device) in _BY_STORE
     if by_store:

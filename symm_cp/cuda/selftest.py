@@ -38,7 +38,7 @@ _DELAY = 0.003
 
 _VERDICTS: StateKey[dict[torch.device, Verdict]] = StateKey("verdicts on devices")
 
-# Trials of tests in which something did not work: peers or streams may still use them.
+# Trials of self-tests in which a step failed: peers or streams may still use them.
 _abandoned: list[Trial] = []
 
 #: A step of the self-test; returns why it failed, or an empty text.
@@ -144,7 +144,7 @@ class SelfTest:
         self.reasons[-1] += ", so ranks exchange data through the process group"
         return Verdict(Signals.NONE, False, False, "; ".join(self.reasons))
 
-    # How ranks keep together.
+    # How ranks stay in step.
 
     def _share(self, text: str, seconds: float | None = None) -> list[str]:
         return share(self.group, f"selftest/{self.device.torch_type}", text, seconds=seconds)
@@ -178,7 +178,7 @@ class SelfTest:
         # A step often ends late because of a failure that another rank reports.
         rank, outcome = min(failed, key=lambda other: other[1].endswith(_late()))
         self.reasons.append(f"{what} failed on rank {rank}: {outcome}")
-        # Release only now that every rank has ended its step: it also ends the waits of peers.
+        # Released only after every rank has ended its step: it also ends the waits of peers.
         stuck = "held up" if self.held_up else self._bounded(partial(_released, trial), 2 * LIMIT)
         stuck_ranks = [rank for rank, text in enumerate(self._share(stuck, 4 * LIMIT)) if text]
         if stuck_ranks:
@@ -200,7 +200,7 @@ class SelfTest:
             try:
                 with self.device.guard():
                     outcomes.append(step())
-            except Exception as error:  # of the driver, torch or a compiler: reported to all ranks
+            except Exception as error:  # from the driver, torch, a compiler: reported to all ranks
                 outcomes.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
         thread = threading.Thread(target=take, name="symm_cp self-test", daemon=True)
@@ -275,7 +275,7 @@ def _fill(trial: Trial) -> str:
 
 
 def _pull(trial: Trial, *, single: bool) -> str:
-    # Batches go to another place: bytes from single copies must not pass for theirs.
+    # Batches go to another place: bytes from single copies must not be mistaken for theirs.
     place = 0 if single else 1
     trial.space.set_single_copies(single=single)
     trial.issue([*trial.pull(place), *trial.join()], 0)

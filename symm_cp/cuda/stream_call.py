@@ -58,7 +58,7 @@ class StreamCall:
     def in_place(
         self, shard: Sequence[torch.Tensor], *, some_empty: bool = False
     ) -> tuple[int, ...] | None:
-        """Where the peers' shards are, if they are read there (`read_in_place`).
+        """Returns the addresses of all ranks' shards if they are read in place (`read_in_place`).
 
         If a rank's shard is empty, and so has no address, no shard is read in place.
         """
@@ -95,11 +95,11 @@ class StreamCall:
         kernels: Mapping[str, Kernel],
         *used: torch.Tensor,
     ) -> None:
-        """Hands out a launch; `used` is all memory of this rank that its streams may touch.
+        """Issues a launch; `used` is all memory of this rank that its streams may touch.
 
-        Without an error the memory needs nothing more: the caller's stream waits for the other
-        streams, or in the background `_start` keeps it allocated. After an error those streams may
-        run on for long, while the caller frees the memory that they use.
+        Keeps the memory allocated after an error, since the streams may run on after the caller
+        frees it. Without an error the caller's stream waits for the other streams, or in the
+        background `_start` keeps the memory allocated.
         """
         capturing = self.mode.capturing
         try:
@@ -107,7 +107,7 @@ class StreamCall:
         except BaseException:
             if not capturing:
                 hold(space, *used)
-                with contextlib.suppress(RuntimeError):  # of a failed device
+                with contextlib.suppress(RuntimeError):  # the device may have failed
                     self.device.used_by_copies(space.channel, *used)
             raise
 

@@ -23,7 +23,7 @@ from symm_cp.tensors.shards import Extent, Parts, Shape, ShardSizes, Split
 
 @dataclass(frozen=True)
 class CallMode:
-    """How calls are carried out now, as far as their lowering depends on it."""
+    """The properties of calls on which their lowering depends."""
 
     slots: int
     signals: Signals
@@ -52,10 +52,10 @@ def gather_launch(
     bounded: bool,
     gathered: tuple[Split, Shape, int] | None,
 ) -> Launch:
-    """All-gather and consume; `gathered` is (split, shape, bytes an element) of the caller's place.
+    """All-gather and consume; `gathered`: (split, shape, bytes per element) of the caller's place.
 
-    Operands: the parts of the own shard, the staging memory, the caller's own place, and in place
-    the tensors of all ranks.
+    Operands: the parts of the own shard, the staging memory, the caller's place and, if read in
+    place, the tensors of all ranks.
     """
     ranks, own = len(sizes.parts), _own_parts(sizes, rank)
     options = {"bounded": True} if bounded else {"keep": True} if gathered is not None else {}
@@ -83,7 +83,7 @@ def together_launch(pooled: PooledRows, mode: CallMode) -> Launch:
 
 @lru_cache(maxsize=512)
 def combine_launch(rank: int, sizes: ShardSizes, mode: CallMode, in_place: bool) -> Launch:
-    """All-gather and combine. Operands: the own shard, the staging memory, all ranks' in place."""
+    """All-gather and combine. Operands: own shard, staging memory, all ranks' if in place."""
     variant = patterns.ALL_GATHER_AND_COMBINE.staged(in_place=in_place)
     symmetric = {peer: (Extent.even(2, parts[0]),) for peer, parts in enumerate(sizes.parts)}
     binding = Binding(
@@ -102,7 +102,7 @@ def gather_into_launch(
     outputs: tuple[tuple[Shape, int], ...],
     mode: CallMode,
 ) -> Launch:
-    """All-gather and combine; `outputs` are the shape and the bytes an element of each result.
+    """All-gather and combine; `outputs` are the shape and bytes per element of each result.
 
     Operands: the parts of the own shard, the results.
     """
@@ -195,9 +195,9 @@ def all_reduce_launch(
 
 @dataclass(frozen=True)
 class Exchange:
-    """A slot that holds partial sums (for each rank, or for two in a ring) and behind them a shard.
+    """A slot that holds partial sums (one for each rank, or two in a ring), followed by a shard.
 
-    `partials` are the bytes of the partial sum for each rank.
+    `partials` are the sizes in bytes of the partial sums for the ranks.
     """
 
     shard: ShardSizes
@@ -206,7 +206,7 @@ class Exchange:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the partial sums begin, and behind them the shard."""
+        """The offsets of the partial sums and, last, of the shard."""
         return part_offsets((max(self.partials),) * 2 if self.ring else self.partials)
 
     def slots(self, rank: int) -> dict[int, Parts]:
@@ -269,7 +269,7 @@ def background_launch(
 ) -> Launch:
     """`chunks` divide the whole tensor: the result of a gather, the input of a scatter.
 
-    Operands: the input, the output or the partial sums, and in place all ranks' inputs.
+    Operands: the input, the output or the partial sums and, if read in place, all ranks' inputs.
     """
     ranks, sizes = len(chunks.nbytes), dict(enumerate(chunks.nbytes))
     if pattern is patterns.BACKGROUND_REDUCE_SCATTER:

@@ -1,9 +1,9 @@
 """Lowers a schedule to streams: native commands, with Python kernels between them.
 
-The steps of all lanes are handed out in the order that the pattern gives (`Variant.issue_order`),
-which `check_issue_order` has proven to make progress even when all streams share one hardware
-queue. Captured graphs do not keep that order, so they get further events (`schedule/graphs.py`).
-Flags to oneself become events. Nothing here waits for the device.
+The steps of all lanes are issued in the order that the pattern gives (`Variant.issue_order`), which
+`check_issue_order` has proven to make progress even when all streams share one hardware queue.
+Captured graphs do not keep that order, so they get further events (`schedule/graphs.py`). Flags
+that a rank raises for itself become events. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _KernelCall:
 
 @dataclass(frozen=True)
 class _ExchangeCall:
-    """Signals, or waits, of one flag, for consecutive ranks, by a kernel."""
+    """A kernel that signals, or waits for, the same flag of consecutive ranks."""
 
     steps: tuple[Signal | Wait, ...]
     lane: str
@@ -69,7 +69,7 @@ class _ExchangeCall:
         return tuple(_peer(step) for step in self.steps)
 
     def takes(self, step: Signal | Wait, lane: str, world_size: int) -> bool:
-        """Whether this launch may also do `step`, which is issued directly behind it."""
+        """Whether this launch can include `step`, which would be issued right after it."""
         last = self.steps[-1]
         following = (_peer(last) + 1) % world_size
         return lane == self.lane and _towards(last, following) == step
@@ -133,7 +133,7 @@ class Launch:
         capturing: bool,
         call_name: bytes,
     ) -> None:
-        """Hands the schedule out. Raises `RuntimeError` when a call of the driver fails."""
+        """Issues the schedule. Raises `RuntimeError` when a call of the driver fails."""
         device = workspace.device
         compute, copy, signal = device.streams(workspace.channel)
         lanes = _Lanes(compute, copy, signal)
@@ -241,7 +241,7 @@ class StreamLowering:
         self.by_kernels = signals is not Signals.STREAM
         self.joined = joined
         # In the background, the peers' signals order steps of the caller's streams, unless waiters
-        # reset the signals: then a wait could take another wait's signal.
+        # reset the signals: then a wait could consume another wait's signal.
         self.follows = joined or captured or signals is Signals.TORCH
         self.captured = captured
         # Own flags that a kernel polls, or raises, are numbers in memory; all others are events.
@@ -253,11 +253,11 @@ class StreamLowering:
         }
         self.items: list[_KernelCall | _ExchangeCall | _Batch] = []
         self.commands: list[wire.StreamCommand] = []
-        # The places of signals to peers for which other lanes wait in a graph.
+        # The places of signals to peers that steps of other lanes must follow in a graph.
         self.awaited = {place for held in self.order.steps for place in held.behind}
         if not joined:
             self.awaited |= set(self.order.end_behind)
-        # Copies handed out since the last other step, with their regions: a batch has no order.
+        # Copies issued since the last other step: copies in a batch have no order.
         self.copied: list[Copy] = []
         self.events: dict[str | int, int] = {}
 
@@ -268,7 +268,7 @@ class StreamLowering:
         if self.follows and not self.captured:
             self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_END)
         self._add(wire.StreamKind.RECORD, "compute", event=_BEGIN)
-        if "copy" in others:  # lane "signal" begins with a wait for the caller's anyway
+        if "copy" in others:  # lane "signal" begins with a wait for "compute" anyway
             self._add(wire.StreamKind.WAIT_EVENT, "copy", event=_BEGIN)
         for place, held in enumerate(self.order.steps):
             for signal in held.behind:
@@ -305,8 +305,8 @@ class StreamLowering:
         if step.to == self.rank:
             self._add(wire.StreamKind.RECORD, lane, event=self._event(step.flag))
             return
-        # Each lane has a word that its streams copy to flags. They follow one another only where
-        # calls are joined (csrc/cuda/streams.h).
+        # Each lane has a word that its streams copy to flags. These streams follow one another only
+        # where calls are joined (csrc/cuda/streams.h).
         assert self.joined or lane == "copy", step
         if self.by_kernels:
             self._exchange(step, lane)
@@ -327,7 +327,7 @@ class StreamLowering:
             self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
 
     def _event(self, what: str | int) -> int:
-        """The event of a flag to oneself, or of a signal to a peer, by its place."""
+        """The event of a flag to oneself, by name, or of a signal to a peer, by its place."""
         return self.events.setdefault(what, _FIRST_FREE + len(self.events))
 
     def _add(self, kind: wire.StreamKind, lane: str, **fields: int) -> None:
@@ -390,9 +390,9 @@ def lower(
 ) -> Launch:
     """Lowers a registered variant.
 
-    Unless streams signal themselves, signals and waits between ranks become kernels. The caller's
-    stream waits for the end of a variant of channel "sync", else only for its own steps. With
-    one slot the calls are captured into graphs.
+    Unless streams signal themselves, signals and waits between ranks become kernels. In channel
+    "sync" the caller's stream waits for the end of all lanes, otherwise only for its own steps.
+    With one slot the calls are captured into graphs.
     """
     order = variant.issue_order(rank, world_size, slots)
     joined = variant.channel == "sync"

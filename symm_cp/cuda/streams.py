@@ -2,10 +2,10 @@
 
 The caller's stream computes; a second stream moves bytes and exchanges signals, without a
 multiprocessor; a third stream signals peers when kernels have written data for them. A call begins
-where the caller's stream is, and that stream waits for its end, so memory that it allocates needs
-no further care. Background collectives run in the channel "async", on a stream of their own: the
-caller's stream copies its input away, and goes on (do not touch a symmetric input until the
-transfer has been waited for).
+at the current point of the caller's stream, which waits for its end, so memory that the call
+allocates needs no further care. Background collectives run in the channel "async", on a stream of
+their own: the caller's stream copies the input, and goes on (do not touch a symmetric input until
+the transfer has been waited for).
 
 While a graph is captured, calls take another workspace (base.py) and read nothing in place.
 """
@@ -81,7 +81,7 @@ class StreamRuntime(BackgroundRuntime):
         in_place = addresses is not None
         launch = gather_launch(rank, shards.sizes, here.mode, in_place, bounded, target)
         order = peers(rank, ranks)
-        # If `gathered` takes the first part, staging memory takes the others, this rank's too.
+        # If `gathered` holds the first part, staging memory holds the others, also this rank's.
         needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
         staging = staging_for(shards, (2 if bounded else ranks) if needs_staging else 0)
         in_gathered = split.parts(gathered) if gathered is not None and split is not None else ()
@@ -133,7 +133,7 @@ class StreamRuntime(BackgroundRuntime):
         split: Split,
         call_name: bytes,
     ) -> None:
-        """See `Runtime`. By copies to where the parts belong, without a kernel."""
+        """See `Runtime`. Copies the parts to their final places, without a kernel."""
         agree(group, call_name)
         here = StreamCall(group, shard[0].device, call_name)
         shards = Shards(shard, group.world_size, split.shard_shapes(*shard)).packed()
@@ -273,7 +273,7 @@ class StreamRuntime(BackgroundRuntime):
     def _all_reduce(self, call: AllReduceCall) -> None:
         """Pulls contributions to this rank's part while this rank still produces.
 
-        One kernel adds them, and the peers' sums are pulled as they are done.
+        One kernel adds them, and the peers' sums are pulled as they complete.
         """
         group, out, split = call.group, call.out, call.split
         agree(group, call.name)
@@ -303,7 +303,7 @@ class StreamRuntime(BackgroundRuntime):
 
             def run_reduce(_: int) -> None:
                 total = own
-                if not one_shot:  # where the peers read it
+                if not one_shot:  # peers read it from the slot
                     total = in_slot(offsets[rank], tuple(own.shape), out.dtype)
                 add_rows(sums, total, mean=call.mean)
 
@@ -337,10 +337,7 @@ class StreamRuntime(BackgroundRuntime):
             here.run(launch, space, epoch, [staging.data_ptr()], kernels, staging)
 
     def _gather_and_scatter(self, call: GatherAndScatterCall) -> None:
-        """Without `ring`, holds all shards and all partial sums for this rank.
-
-        With it: two shards and one partial sum.
-        """
+        """Holds all shards and partial sums for this rank; with `ring`, two shards and one sum."""
         group, out, ring = call.group, call.out, call.ring
         agree(group, call.name)
         rank, ranks = group.rank, group.world_size

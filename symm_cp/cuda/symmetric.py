@@ -1,4 +1,4 @@
-"""Workspaces and shards in torch's own symmetric memory, on any device that torch has it for."""
+"""Workspaces and shards in torch's symmetric memory, on any device that supports it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from symm_cp.cuda.rendezvous import map_peers
 from symm_cp.group.memory import Group, StateKey
 from symm_cp.native import wire
 
-# The flags that ranks raise at each other.
+# The flags by which ranks signal each other.
 _PADS = (*wire.FLAGS, "ready in place")
 # Bytes of a signal in torch's pads.
 _WORD = 4
 
-# How many workspaces for graphs a group has had, by channel.
+# The number of workspaces for graphs that a group has made, by channel.
 _FOR_GRAPHS: StateKey[Counter[str]] = StateKey("workspaces for graphs")
 
 
@@ -29,7 +29,7 @@ class SymmetricWorkspace(DeviceWorkspace):
 
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
         """Returns this rank's memory, and the address here of each rank's. Collective."""
-        if group.world_size == 1:  # also on GPUs that have no memory for peers
+        if group.world_size == 1:  # also on GPUs that cannot share memory with peers
             own = torch.empty(nbytes, dtype=torch.uint8, device=self.device.torch_device)
             return own, [own.data_ptr()]
         made = group.state(_FOR_GRAPHS, Counter)
@@ -41,7 +41,7 @@ class SymmetricWorkspace(DeviceWorkspace):
             (nbytes,), [1], torch.uint8, self.device.torch_device, group.name
         )
         self._mapped = map_peers(memory, group)
-        # torch's kernels look up the name of its process group whenever they signal.
+        # torch's kernels look up the name of the process group whenever they signal.
         weakref.finalize(self, self._mapped.forget).atexit = False
         return memory, self._mapped.addresses
 
@@ -86,8 +86,9 @@ class SymmetricWorkspace(DeviceWorkspace):
 
         Each slot has its own channel for "done": in the background two calls raise it before the
         first is awaited. All other flags are awaited in the call that raises them. Each workspace
-        has its own, too: from torch 2.15 on all workspaces of a group share their signal pads. The
-        self-test's workspaces come first, leave no signal, and use the channels of "sync".
+        has its own channels, too: from torch 2.15 on all workspaces of a group share their signal
+        pads. The self-test's workspaces come first, leave no signal, and use the channels of
+        "sync".
         """
         second = flag == "done" and epoch % self.slots == 1
         return self._channel(len(_PADS) if second else _PADS.index(flag))

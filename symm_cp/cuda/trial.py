@@ -17,7 +17,7 @@ from symm_cp.group.memory import Group
 from symm_cp.native import wire
 from symm_cp.schedule.patterns import peers
 
-#: Bytes that each rank puts into its slot, and the copies that carry them: several, to test
+#: The bytes that each rank puts into its slot, and the number of copies for them: several, to test
 #: batches.
 SLOT_BYTES, PARTS = 16384, 4
 #: Calls in a row: the third one uses the slot of the first one again.
@@ -26,7 +26,7 @@ ROUNDS = 3
 _INPUT, _STAGING = 0, 1  # operands
 _BEGIN, _END, _MADE = 0, 1, 2  # events
 _NAME = b"self-test"
-_PAUSE = 0.0002  # seconds between looks at a stream
+_PAUSE = 0.0002  # seconds between polls of a stream
 _COMPUTE, _COPY, _SIGNAL = (LANES.index(lane) for lane in ("compute", "copy", "signal"))
 
 
@@ -156,7 +156,7 @@ class Trial:
         self._on(lane, lambda: by_kernel(flag, self.peers, epoch))
 
     def call(self, epoch: int, place: int) -> None:
-        """An all-gather, as calls make it, of a part of the input.
+        """Issues an all-gather of a part of the input, as real calls do.
 
         Lane "signal" signals as well, as in calls whose kernels write partial sums.
         """
@@ -210,7 +210,7 @@ class Trial:
         self.device.launch_on(self.aside, lambda: host.copy_(memory, non_blocking=True))
 
     def missing(self, limit: float) -> str:
-        """Names the flags that the lanes still wait for, as far as the flags tell."""
+        """Names the ranks whose signals are missing, as far as the flags show."""
         late = []
         self._read(self.header, self.space.memory[: self.space.header_bytes])
         if not self.graph and self.signals is not Signals.TORCH and self._ends([self.aside], limit):
@@ -223,7 +223,7 @@ class Trial:
         return f"signals of ranks {late} did not arrive" if late else "copies did not end"
 
     def wrong(self, turns: Mapping[int, int], limit: float) -> str:
-        """Compares the pulled bytes of places with the contents of calls; describes differences."""
+        """Compares the pulled bytes with the contents of calls; describes the first difference."""
         self._read(self.found, self.staging)
         if not self._ends([self.aside], limit):
             return f"copies to the host did not end within {limit:g} s"
@@ -238,8 +238,8 @@ class Trial:
     def release(self, limit: float) -> bool:
         """Ends the waits of the lanes by writing the awaited numbers; returns whether it succeeds.
 
-        Waits for a number or a larger one take `ROUNDS`, waits of graphs 1. torch's kernels wait
-        for 1 and reset it, and wait for 0 before they signal.
+        `ROUNDS` ends waits for at least a number, 1 ends waits in graphs. torch's kernels wait for
+        1 and reset it, and wait for 0 before they signal.
         """
         if self.ended(0):
             return True

@@ -5,7 +5,7 @@ at the same time, on different streams. `reserve` makes these, since none can be
 capture, and they stay as long as the group.
 
 The graphs of `torch.compile(mode="reduce-overhead")` share workspaces: they share torch's memory,
-too, so that they are replayed one after the other. Calls before their captures make these.
+too, so they are replayed one after the other. Calls before the captures make these workspaces.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _GraphWorkspaces:
 
     free: list[DeviceWorkspace] = field(default_factory=list)
     by_capture: dict[int, DeviceWorkspace] = field(default_factory=dict)
-    #: Of torch.compile's graphs, the largest last; graphs may still use the others.
+    #: Shared by torch.compile's graphs, the largest last; graphs may still use the others.
     shared: list[DeviceWorkspace] = field(default_factory=list)
 
     def taken_by(self, capture: int) -> DeviceWorkspace | None:
-        """The workspace of a capture; a new one takes the next that is free."""
+        """Returns the workspace of a capture; a new capture takes the next free one, if any."""
         if capture not in self.by_capture and self.free:
             self.by_capture[capture] = self.free.pop(0)
         return self.by_capture.get(capture)
@@ -84,7 +84,7 @@ _all: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
 
 
 def _retire(*workspaces: DeviceWorkspace) -> None:
-    native.drop_plans()  # they keep workspaces
+    native.drop_plans()  # plans keep workspaces
     _retired.extend(workspaces)
     _free_retired()
 
@@ -106,7 +106,7 @@ def hold(workspace: DeviceWorkspace, *tensors: torch.Tensor) -> None:
 
 @atexit.register
 def _keep_all() -> None:
-    # The operating system frees everything: streams may wait for peers that have gone, and the
+    # Leaves freeing to the operating system: streams may wait for peers that have gone, and the
     # device may have failed.
     for workspace in _all:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(workspace))
@@ -189,7 +189,7 @@ def _make(
 def _make_for_graphs(
     group: Group, device: Device, channel: str, slot_bytes: int, verdict: Verdict, count: int
 ) -> None:
-    """Makes workspaces until `count` of that size belong to no graph yet."""
+    """Makes workspaces until `count` of that size are not used by a graph."""
     key = _key(device, channel, verdict.signals)
     kind = workspaces_of(group).graphs.setdefault(key, _GraphWorkspaces())
     for place in range(count):
@@ -214,7 +214,7 @@ def _make_shared(
 
 
 def give_up(group: Group, error: BaseException) -> None:
-    """After an error in the middle of a call: ends the waits of peers for this rank."""
+    """Ends the peers' waits for this rank after an error in the middle of a call."""
     for present in workspaces_of(group).current.values():
         give_up_on(present, error)
 

@@ -1,4 +1,4 @@
-"""Notes a rank's accesses to symmetric memory: see races.py."""
+"""Records a rank's accesses to symmetric memory: see races.py."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Bytes(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte behind the last one."""
+        """The offset after the last byte."""
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         return self.begin + (last + 1) * self.item
 
@@ -58,7 +58,7 @@ class Bytes(NamedTuple):
         return self.end - self.begin == math.prod(self.shape) * self.item
 
     def marked(self, begin: int, end: int) -> torch.Tensor:
-        """Returns a mask of the region's bytes from `begin` to `end`: True for the bytes it has."""
+        """Returns a mask of the region's bytes from `begin` to `end`: True for these bytes."""
         marks = torch.zeros(end - begin, dtype=torch.bool)
         for byte in range(self.item):
             strides = [stride * self.item for stride in self.strides]
@@ -66,7 +66,7 @@ class Bytes(NamedTuple):
         return marks
 
     def meets(self, other: Bytes) -> bool:
-        """Whether both have a byte in common."""
+        """Whether the two have a byte in common."""
         if self.end <= other.begin or other.end <= self.begin:
             return False
         if self.dense and other.dense:
@@ -92,7 +92,7 @@ class Return(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Ranks wait for each other: all for all; with a root, all for it or (`to_root`) it for all."""
+    """Ranks wait for each other; with a root, all wait for it or (`to_root`) it waits for all."""
 
     key: tuple[object, ...]
     members: tuple[int, ...]
@@ -121,7 +121,7 @@ Event = Access | Return | Meeting | Put | Wait
 Log = list[Event]
 
 
-# --- what a rank notes -------------------------------------------------------------------------
+# --- a rank's notes ----------------------------------------------------------------------------
 
 
 def _place() -> str:
@@ -138,7 +138,7 @@ def _members(group_name: str) -> tuple[int, ...]:
 
 @dataclass
 class _Memory:
-    """A region as this process addresses it."""
+    """A region, mapped into this process."""
 
     region: Region
     address: int
@@ -151,14 +151,14 @@ class _Notes:
 
     log: Log = field(default_factory=list)
     memory: list[_Memory] = field(default_factory=list)
-    groups: dict[int, tuple[str, int]] = field(default_factory=dict)  # of handles, by address
+    groups: dict[int, tuple[str, int]] = field(default_factory=dict)  # by id of the handle
     met: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # rendezvous by group
-    handles: list[Any] = field(default_factory=list)  # kept, so that no other gets their address
+    handles: list[Any] = field(default_factory=list)  # kept alive, so that their ids stay unique
     loans: list[weakref.finalize] = field(default_factory=list)
-    pads: list[tuple[range, str]] = field(default_factory=list)  # of handles, with their groups
+    pads: list[tuple[range, str]] = field(default_factory=list)  # addresses, groups
 
     def learn(self, handle: Any, group_name: str) -> None:
-        """Takes note of the buffers of a rendezvous."""
+        """Records the buffers of a rendezvous."""
         number = self.met[group_name]
         known = {(m.address, m.size, m.region.owner) for m in self.memory}
         pointers = list(zip(_members(group_name), handle.buffer_ptrs, strict=True))
@@ -198,7 +198,7 @@ class _Notes:
             self.log.append(Access(region, part, write, what))
 
     def lend(self, tensor: torch.Tensor, what: str, borrower: Any) -> None:
-        """Notes that a tensor may be read as long as `borrower`, which shares its memory, lives."""
+        """Notes that a tensor may be read until `borrower`, which shares its memory, is freed."""
         found = self.find(tensor)
         if found is not None:
             number = len(self.loans) + 1
@@ -294,7 +294,7 @@ class _Noting(TorchDispatchMode):
             source = members[given["peer"]] if "peer" in given else -1
             notes.log.append(Wait(source, ("value", group), given["signal"]))
             return True
-        if name in ("nccl_put_signal", "nccl_wait_signal"):  # of a handle, which is opaque here
+        if name in ("nccl_put_signal", "nccl_wait_signal"):  # ops on a handle, which is opaque here
             group, members = notes.of_group(given.get("src", torch.empty(0)))
             peer, key = members[given["peer"]], ("count", group)
             notes.log.append(Put(peer, key) if name == "nccl_put_signal" else Wait(peer, key))
@@ -437,7 +437,7 @@ def _patched_reads(notes: _Notes) -> Iterator[Any]:
         def call(self: Any, **kwargs: Any) -> Any:
             if self.requires_grad or notes.find(self) is None:
                 return original(self, **kwargs)
-            borrower = self.detach()  # lives as long as the capsule or its consumer
+            borrower = self.detach()  # kept alive by the capsule or its consumer
             capsule = original(borrower, **kwargs)
             notes.lend(self, f"Tensor.__dlpack__ at {_place()}", borrower)
             return capsule

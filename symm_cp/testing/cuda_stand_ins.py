@@ -35,7 +35,7 @@ def unmapped_class(name: str) -> type:
 
 
 def standing_for(original: type, make: Callable[..., Any]) -> type:
-    """Returns a class whose calls call `make`, and whose instances are those of `original`."""
+    """Returns a class that constructs by `make`, and checks `isinstance` against `original`."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -287,7 +287,7 @@ class Devices:
         }
 
     def _random(self) -> dict[str, Any]:
-        """All devices draw from the generator of the CPU."""
+        """Returns stand-ins by which all devices use the generator of the CPU."""
         cpu = torch.default_generator
         return {
             "default_generators": (cpu,) * self._count,
@@ -320,7 +320,7 @@ class Devices:
 
 
 def _memory() -> dict[str, Any]:
-    """No byte is in use, whatever a program has allocated."""
+    """Returns stand-ins that report no byte in use, whatever a program has allocated."""
     in_use = ("memory_allocated", "memory_reserved", "memory_cached")
     return {
         **{name: lambda device=None: 0 for name in in_use},
@@ -375,10 +375,10 @@ def stand_ins(devices: Devices) -> Iterator[tuple[ModuleType, str, Any]]:
             sys.modules[f"{module.__name__}.{name}"] for name in _SUBMODULES[module.__name__]
         ]
         for name, stand_in in (mapped | _rest(module, mapped)).items():
-            # Functions of torch.cuda.memory call each other there.
+            # Functions of torch.cuda.memory look each other up in their own module.
             for owner in (module, *submodules):
                 if hasattr(owner, name):
                     yield owner, name, stand_in
-    # Calls do not make instances of torch's classes, which Dynamo would trace.
+    # Constructors do not make instances of torch's classes, which Dynamo would trace.
     yield torch, "Stream", standing_for(torch.Stream, _Stream)
     yield torch, "Event", standing_for(torch.Event, _Event)

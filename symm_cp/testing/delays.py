@@ -1,4 +1,4 @@
-"""Random delays around every wait of a run of tests: `SYMM_CP_TEST_DELAYS`, in microseconds.
+"""Random delays around every wait in a test run: up to `SYMM_CP_TEST_DELAYS` microseconds.
 
 They pause threads of a test's processes before and after waits, before signals and requests to
 stores: code that does not wait for a peer that it needs fails sooner or later.
@@ -14,6 +14,6 @@ VARIABLE = "SYMM_CP_TEST_DELAYS"
 
 
 def begin(seed: int) -> None:
-    """Draws the delays of this process from `seed` from now on, if the variable asks for any."""
+    """Starts the delays of this process, drawn with `seed`, if the variable is set."""
     if longest := int(os.environ.get(VARIABLE) or 0):
         native.load().symm_cp_set_pauses(seed, longest)

@@ -42,7 +42,7 @@ def mapped(device: Any) -> Any:
 
 
 def is_index(value: Any) -> bool:
-    """Whether this may be the index of a device: True and False are other arguments."""
+    """Whether a value may be a device index; excludes True and False."""
     return type(value) is int
 
 
@@ -55,7 +55,7 @@ def _none(argument: Any) -> None:
 
 
 def _taking(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns a function that changes each argument."""
+    """Returns a function that applies `change` to each argument."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def _taking(function: Callable[..., Any], change: Callable[[Any], Any]) -> Calla
 
 
 def _changing(function: Callable[..., Any], **changes: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns a function that changes the arguments of these names, where they are given."""
+    """Returns a function that changes the arguments of these names, if given."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -84,14 +84,14 @@ def _itself(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _batch_norm(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """`SyncBatchNorm` where nothing has to be communicated."""
+    """`SyncBatchNorm.forward`, supported only if it needs no communication."""
     if layer.training and c10d.is_initialized() and c10d.get_world_size(layer.process_group) > 1:
         raise UnmappedError("needs a GPU: torch.nn.SyncBatchNorm on several ranks")
     return torch.nn.modules.batchnorm._BatchNorm.forward(layer, x)
 
 
 def _on_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    """Returns FSDP1's constructor for the CPU; without a device it asks C++ for an accelerator."""
+    """Returns FSDP1's constructor with the CPU as device; by default it would ask C++ for one."""
 
     @functools.wraps(init)
     def call(*args: Any, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ def of_modules() -> Iterator[StandIn]:
     yield ddp, "__init__", _changing(ddp.__init__, device_ids=_none, output_device=_none)
     yield ddp, "_passing_sync_batchnorm_handle", lambda self, module: None
     yield torch.nn.SyncBatchNorm, "forward", _batch_norm
-    # `DataParallel` runs the module itself where there is no device.
+    # Without a device, `DataParallel` runs the module itself.
     data_parallel = import_module("torch.nn.parallel.data_parallel")
     yield data_parallel, "_get_available_device_type", lambda: None
     fsdp = import_module("torch.distributed.fsdp").FullyShardedDataParallel
@@ -161,7 +161,7 @@ def of_autocast() -> Iterator[StandIn]:
 
 
 def _without_cuda(activities: Any) -> Any:
-    """Returns what a profiler records, without CUDA; the CPU if nothing else is left."""
+    """Returns a profiler's activities without CUDA; the CPU if nothing else is left."""
     activity = torch.profiler.ProfilerActivity
     if activities is None:
         return None
@@ -199,7 +199,7 @@ def of_tools() -> Iterator[StandIn]:
 
 
 class _ProcessGroupNCCL:
-    """No group is of this class; functions ask groups for it in builds of torch without NCCL."""
+    """No group is an instance; functions check for it even in builds of torch without NCCL."""
 
     class Options:
         """Accepted, and ignored by `symm_cp`."""
@@ -210,7 +210,7 @@ class _ProcessGroupNCCL:
 
 
 def _without_nccl(argument: Any) -> Any:
-    if isinstance(argument, torch.device):  # to which a group of NCCL is bound
+    if isinstance(argument, torch.device):  # the device that an NCCL group is bound to
         return None
     return _NCCL.sub("symm_cp", argument) if isinstance(argument, str) else argument
 
@@ -304,7 +304,7 @@ def of_dtensors() -> Iterator[StandIn]:
 
 
 def _without_accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that finds no accelerator: Dynamo guards its stream by calls in C++."""
+    """Returns a function to which no accelerator is available: Dynamo guards its stream in C++."""
 
     def call(*args: Any) -> Any:
         with mock.patch.object(torch.accelerator, "is_available", return_value=False):
@@ -314,7 +314,7 @@ def _without_accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_compilation() -> Iterator[StandIn]:
-    """Yields stand-ins for functions that `torch.compile` asks."""
+    """Yields stand-ins for functions that `torch.compile` calls."""
     streams = import_module("torch._dynamo.variables.streams").SymbolicStreamState
     yield streams, "__init__", _without_accelerator(streams.__init__)
     # A build for CUDA would call this, since torch.cuda is said to be available.

@@ -74,7 +74,7 @@ def check_markers(items: Sequence[pytest.Item]) -> None:
 
 
 def refuse_async(function: Any) -> None:
-    """Fails a test that would not run when it is called."""
+    """Fails a test whose body would not run when it is called: a coroutine or a generator."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         pytest.fail(
             "async def functions are not supported on ranks; call asyncio.run() in a plain "

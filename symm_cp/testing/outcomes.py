@@ -12,7 +12,8 @@ import pytest
 SEED_VARIABLE = "SYMM_CP_TEST_SEED"
 
 _UNMAPPED = re.compile(r"^symm_cp\.testing\.cuda_stand_ins\.UnmappedError: (.*)$", re.MULTILINE)
-# Errors of ranks whose peers may have failed before them, and of ranks whose peers must have.
+# Matches errors of ranks whose peers may have failed first, and errors whose cause is that a peer
+# has left.
 _DISTRIBUTED = r"^(?:RuntimeError|torch\.distributed\.Dist\w*Error): .*"
 _PEER_FAILED = re.compile(_DISTRIBUTED + r"(\brank \d|\bpeer\b|[Tt]ime)", re.MULTILINE)
 _PEER_LEFT = re.compile(
@@ -29,14 +30,14 @@ class Skip(NamedTuple):
     reason: str
 
     def exception(self) -> BaseException:
-        """Returns the exception by which pytest reports the test so."""
+        """Returns the exception by which pytest reports the test as skipped or as an xfail."""
         if self.expected_failure:
             return pytest.xfail.Exception(self.reason)
         return pytest.skip.Exception(self.reason, _use_item_location=True)
 
 
 def skip_of(error: BaseException) -> Skip | None:
-    """Returns the skip that an error means to pytest; None if it reports a failure."""
+    """Returns the skip that pytest would report for an error; None if it reports a failure."""
     if isinstance(error, pytest.skip.Exception | unittest.SkipTest):
         return Skip(False, getattr(error, "msg", None) or str(error))
     if isinstance(error, pytest.xfail.Exception):
@@ -45,14 +46,14 @@ def skip_of(error: BaseException) -> Skip | None:
 
 
 def waited_for_a_skip(report: str) -> bool:
-    """Whether a rank did not pass only because it waited for a rank that skipped the test."""
+    """Whether a rank failed only because it waited for a rank that skipped the test."""
     if report.startswith("was still here"):
-        return "in init_process_group" in report  # whose time-out may be longer than the test's
+        return "in init_process_group" in report  # its time-out may be longer than the test's
     return bool(_PEER_LEFT.search(report))
 
 
 def needs_a_gpu(reports: Collection[str]) -> str:
-    """Returns the missing feature of GPUs if it, or peers that failed for it, made ranks fail."""
+    """Returns the missing GPU feature if all failures come from it or from peers it made fail."""
     reasons = []
     for report in reports:
         if found := _UNMAPPED.search(report):

@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuses such markers in workers of pytest-xdist, too."""
+    """Refuses wrong markers in workers of pytest-xdist, too."""
     marker.check_markers([item])
 
 
@@ -114,7 +114,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @contextlib.contextmanager
 def _skips_reported() -> Iterator[None]:
-    """Raises pytest's own exception for a `RankError` of a function that ranks skipped."""
+    """Raises pytest's own exception for a `RankError` if ranks skipped the function."""
     __tracebackhide__ = True
     try:
         yield
@@ -150,7 +150,7 @@ def _pool(config: pytest.Config, backend: str) -> Ranks:
 
 
 def _group_timeout(limit: float) -> datetime.timedelta:
-    """Returns a shorter time-out than the test's, since errors of the group say more."""
+    """Returns a shorter time-out than the test's, since the group's errors are more specific."""
     return datetime.timedelta(seconds=limit / 2)
 
 
@@ -164,7 +164,7 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def uninitialized_ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
-    """The same without a default group: functions call ``init_process_group()``."""
+    """Like `ranks`, without a default group: functions call ``init_process_group()``."""
     pool = _pool(pytestconfig, "")
     yield pool
     pool.close()
@@ -197,7 +197,7 @@ def _ignore_xfail() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a marked test on ranks instead of here."""
-    __tracebackhide__ = True  # what failed is in the ranks' tracebacks
+    __tracebackhide__ = True  # the ranks' tracebacks show the failure
     found = marker.marker_of(pyfuncitem)
     if found is None:
         return None

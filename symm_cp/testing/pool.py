@@ -2,16 +2,16 @@
 
 ``ranks.run(world_size, function, *args)`` calls ``function(group, *args)`` on every rank, in
 processes that live for the whole session, and returns the results in rank order. A failure or a
-hang costs the pool its processes (their groups may be out of step); the next run starts new ones.
+hang ends the pool's processes (their groups may be out of step); the next run starts new ones.
 
 ``with ranks.own(world_size, function, *args) as running:`` does so in new processes that run just
 this: there may be more of them than in the pool, they may be killed, stopped, or run in network
-namespaces. ``running.hear(rank)`` returns what the function sends by ``say(value)``,
-and ``running.outcomes()`` what became of each rank.
+namespaces. ``running.hear(rank)`` returns the next value that the function sends by ``say(value)``,
+and ``running.outcomes()`` the outcome of each rank.
 
 Functions must be at the top level of their modules; arguments and results are pickled. Generators
-(torch, numpy, random) start from one seed on all ranks, which follows from the session's seed, the
-test's name and the number of the call.
+(torch, numpy, random) start from one seed on all ranks, derived from the session's seed, the test's
+name and the number of the call.
 
 team.py starts the processes; a rank executes process.py.
 """
@@ -34,21 +34,21 @@ from symm_cp.testing.process import Setup
 from symm_cp.testing.races import check_races
 from symm_cp.testing.team import Place, Team
 
-#: After this many runs, new processes serve the next test: threads and objects of torch pile up,
-#: and compilers take ten times as long in old processes.
+#: After this many runs, the next test gets new processes: threads and objects of torch pile up, and
+#: compilers take ten times as long in old processes.
 RUNS_OF_A_POOL = 50
 START_LIMIT = 600.0  # the first start may build the native part
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a rank that ran a function in a process of its own."""
+    """The outcome of a rank that ran a function in a process of its own."""
 
     result: Any = None
-    failure: str = ""  # what the function raised, or that it did not end
+    failure: str = ""  # the function's error, or a note that it did not end
     died_at: float | None = None  # by time.monotonic(), if it ended without a result
     signal: int = 0  # the signal that ended it
-    output: str = ""  # what it wrote to stdout and stderr
+    output: str = ""  # its stdout and stderr
 
 
 class Running:
@@ -72,7 +72,7 @@ class Running:
     def outcomes(self, timeout: float = 30.0, *, apart_from: Collection[int] = ()) -> list[Outcome]:
         """Returns the outcome of every rank; does not wait for ranks in `apart_from`.
 
-        Kills ranks that do not end in time, or that it does not wait for.
+        Kills ranks that do not end in time, and ranks in `apart_from`.
         """
         everyone = range(self._world_size)
         replies = self._team.collect(set(everyone) - set(apart_from), timeout, grace=None)
@@ -104,8 +104,8 @@ class Ranks:
         self.session_seed = session_seed
         self.size = size
         self.setup = replace(setup or Setup(), subgroups=size > 0, launched=size == 0)
-        self.options: dict[str, Any] = {}  # of the next calls: see `Setup.around`
-        # By their number of ranks, and whether their groups have the pool's time-out.
+        self.options: dict[str, Any] = {}  # for the next calls: see `Setup.around`
+        # Keyed by the number of ranks, and by whether their groups have the pool's time-out.
         self._teams: dict[tuple[int, bool], Team] = {}
         self._runs = 0
         self._started_at = 0  # the number of runs at the start
@@ -172,7 +172,7 @@ class Ranks:
         group_timeout: datetime.timedelta | None = None,
         forked: bool = True,
     ) -> Iterator[Running]:
-        """Runs ``function(group, *args)`` in new processes; at its end, kills those left.
+        """Runs ``function(group, *args)`` in new processes; finally kills the remaining ones.
 
         `places` says where each rank runs; without it all are on this host. Unless `forked`, the
         processes import only what process.py does.
@@ -203,7 +203,7 @@ class Ranks:
             team = None
         if team is not None and team.setup == setup:
             return team
-        if team is not None:  # another time-out than the pool's: one such team at a time
+        if team is not None:  # its time-out is not the pool's: one such team at a time
             team.close()
         if not self._teams:
             self._started_at = self._runs

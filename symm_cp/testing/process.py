@@ -1,4 +1,4 @@
-"""The program of a rank process: it joins the other ranks, then answers calls until it is ended.
+"""The program of a rank process: it joins the other ranks, then runs calls until it is ended.
 
 team.py starts rank processes; functions that run in them call `say`.
 """
@@ -39,13 +39,13 @@ _CLONE_NEWNET = 0x40000000
 _MAX_LOCAL = 400
 _FIRST_GROUP = 1000
 _GROUPS_OF_A_RUN = 1000
-# Folders of code whose local variables tell a test's author little.
+# Folders of code whose local variables do not help a test's author.
 _LIBRARIES = (str(Path(native.__file__).parent.parent), str(Path(os.__file__).parent))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all ranks of a pool have in common."""
+    """The settings of all ranks of a pool."""
 
     #: Backend of the default group; with "", functions call `init_process_group()` themselves.
     backend: str = "symm_cp"
@@ -58,11 +58,11 @@ class Setup:
     around: str = ""
     #: Ranks 0..W-1 of one set of processes form a group for every W, instead of the default group.
     subgroups: bool = False
-    #: Functions find the variables that torchrun sets.
+    #: Whether to set the environment variables that torchrun sets.
     launched: bool = True
-    #: Functions that ask for "cuda" get the CPU: see gpu_programs.py.
+    #: Whether functions that ask for "cuda" get the CPU: see gpu_programs.py.
     cuda_on_cpu: bool = False
-    #: Notes the accesses of functions to symmetric memory; races are errors: see races.py.
+    #: Whether to record accesses to symmetric memory and to report races as errors: see races.py.
     races: bool = False
     #: Threads of torch in each rank. With one, sums have the same order everywhere.
     threads: int = 1
@@ -78,7 +78,7 @@ class Member:
     setup: Setup
     log: str  # the file that takes stdout and stderr
     environment: Mapping[str, str]
-    namespace: str  # a network namespace, as `ip netns` names it
+    namespace: str  # the name of a network namespace in `ip netns`
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _settle(member: Member) -> None:
 
 
 def _forget_the_machine(folder: Path) -> None:
-    """Ignores the user's measurements, by which ops would choose other schedules."""
+    """Ignores the user's measurements, which would change the schedules that ops choose."""
     users = env.build_dir()
 
     def elsewhere(path: Path) -> Path:
@@ -193,7 +193,7 @@ def _join(member: Member) -> dict[int, dist.ProcessGroup | None]:
 
 
 def _as_launched(member: Member, number: int) -> None:
-    """Sets the variables that torchrun sets for processes; each call gets a store of its own."""
+    """Sets the variables that torchrun sets for processes; each call gets its own store keys."""
     variables = {"RANK": member.rank, "LOCAL_RANK": member.rank}
     variables |= {"WORLD_SIZE": member.world_size, "LOCAL_WORLD_SIZE": member.world_size}
     if isinstance(member.store, int):
@@ -228,8 +228,8 @@ def _usable(groups: Mapping[int, dist.ProcessGroup | None]) -> bool:
 def _answer(member: Member, call: Call, groups: Mapping[int, dist.ProcessGroup | None]) -> bytes:
     """Runs one call and returns the pickled reply."""
     try:
-        # torch names groups by a counter of the process. After a run on fewer ranks that makes
-        # groups, the counters would differ, and so would the names of the ranks' next groups.
+        # torch names groups by a counter in each process. After a run on fewer ranks that makes
+        # groups, the counters would differ, and so would the names of the next groups.
         dist.distributed_c10d._world.group_count = _FIRST_GROUP + _GROUPS_OF_A_RUN * call.number
         sys.path[:] = call.path
         if member.setup.launched:

@@ -1,10 +1,10 @@
-"""Finds races of programs on symmetric memory, whatever the ranks' timing was in the run.
+"""Finds races on symmetric memory, independently of the ranks' timing in the run.
 
 A barrier, a signal or a collective must order a rank's access to a peer's buffer after the others'
 earlier writes to it and before their next ones. A program that lacks one works most of the time, by
-luck. Here every rank notes which bytes of symmetric memory each op reads and writes, and how ranks
-synchronise; afterwards vector clocks over the notes of all ranks find pairs of accesses that
-nothing orders.
+luck. Here every rank records which bytes of symmetric memory each op reads and writes, and how
+ranks synchronise; afterwards vector clocks over all ranks' records find pairs of unordered
+accesses.
 
 Source: happens-before by vector clocks (Fidge, 1988; FastTrack, Flanagan and Freund, 2009).
 """
@@ -67,7 +67,7 @@ class _Ordered(NamedTuple):
 
 
 class _Replay:
-    """Goes through the notes of all ranks in an order that their waits allow."""
+    """Replays the notes of all ranks in an order that their waits allow."""
 
     def __init__(self, logs: dict[int, Log]) -> None:
         self.logs = logs
@@ -78,7 +78,7 @@ class _Replay:
         self.puts: dict[Any, list[tuple[int | None, dict[int, int]]]] = defaultdict(list)
         self.taken: dict[Any, list[dict[int, int]]] = defaultdict(list)
         self.accesses: list[_Ordered] = []
-        self.loans: dict[tuple[int, int], dict[int, int]] = {}  # their last clocks
+        self.loans: dict[tuple[int, int], dict[int, int]] = {}  # their `last` clocks
 
     def run(self) -> list[_Ordered]:
         """Returns all accesses with their clocks; for each rank, up to a wait that never ends."""

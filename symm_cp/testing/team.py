@@ -31,8 +31,8 @@ from symm_cp.testing.accesses import Log
 from symm_cp.testing.outcomes import RankError, RankTimeout, Skip, waited_for_a_skip
 from symm_cp.testing.process import Setup
 
-# Seconds after one rank's failure for the others to end or fail by themselves; and seconds after
-# which a rank that skipped the test is ended, so that the others stop waiting for it.
+# Seconds that the other ranks get to end by themselves after one rank has failed; and seconds after
+# which a rank that skipped the test is killed, so that the others stop waiting for it.
 GRACE = 3.0
 DUMP_LIMIT = 2.0
 
@@ -62,7 +62,7 @@ class _Process:
             return log.read().decode(errors="replace")
 
     def send(self, message: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # a wait for its reply notices that it has ended
+        with contextlib.suppress(ConnectionError):  # the wait for its reply reports a dead process
             self.pipe.send_bytes(message)
 
 
@@ -75,7 +75,7 @@ class Replies:
     failures: dict[int, str] = field(default_factory=dict)
     died_at: dict[int, float] = field(default_factory=dict)
     accesses: dict[int, Log] = field(default_factory=dict)  # to symmetric memory, if noted
-    skips: dict[int, Skip] = field(default_factory=dict)  # those of `failures`, in order of time
+    skips: dict[int, Skip] = field(default_factory=dict)  # skips in `failures`, oldest first
     unusable: bool = False  # a rank has lost the groups that later calls need
 
     def pending(self) -> list[int]:
@@ -138,7 +138,7 @@ class Team:
             self._processes.append(_begin(member, log, _FORKED if forked else _SPAWNED))
 
     def alive(self) -> bool:
-        """Tells whether no process has ended."""
+        """Tells whether all processes are still running."""
         return all(process.handle.is_alive() for process in self._processes)
 
     def pids(self) -> list[int]:
@@ -158,8 +158,8 @@ class Team:
     ) -> Replies:
         """Waits for replies; once a rank has failed, only for `grace` seconds more.
 
-        `grace` seconds after a skip, it ends the ranks that skipped if others have not ended by
-        themselves, so that these stop waiting for them.
+        If other ranks have not ended `grace` seconds after a skip, it kills the ranks that skipped,
+        so that the others stop waiting for them.
         """
         replies = Replies(ranks)
         deadline = time.monotonic() + timeout
@@ -199,7 +199,7 @@ class Team:
         elif kind == "skip":
             skip, report, usable = value
             replies.unusable |= not usable
-            if not replies.failed():  # a rank that failed before did not wait for this one
+            if not replies.failed():  # a rank that failed earlier did not wait for this one
                 replies.skips[rank] = skip
             replies.failures[rank] = report
         else:

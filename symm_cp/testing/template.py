@@ -17,5 +17,5 @@ die_with(os.getppid())
 with contextlib.suppress(native.BuildError):  # each rank raises it again
     native.load()
     native.build_glue()
-# Ranks neither search the objects so far for garbage nor, for that, copy their memory.
+# So that ranks do not search the objects so far for garbage, which would copy their memory.
 collect_garbage_seldom()

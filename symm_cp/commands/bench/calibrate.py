@@ -54,7 +54,7 @@ _LONG = 2.0
 _BRIEF_SECONDS = 0.01  # for each point
 _MIN_SECONDS = 1e-9  # a curve must not contain zeros
 # The least difference of two times, as a share of the first time: noise may exceed the difference.
-# With a smaller share noise can make a cost vanish; a larger share hides small costs.
+# If the share is smaller, noise can make a cost vanish; if it is larger, it hides small costs.
 _LEAST_DIFFERENCE = 0.01
 # More work cannot take less time: a point gets up to 4 measurements while it takes longer than a
 # larger point by the factor 2 and 20 us, both beyond the noise of an idle machine.
@@ -185,7 +185,7 @@ class _Meter:
 
 
 def falls(points: Sequence[Point]) -> list[int]:
-    """Returns the indices of points that take much longer than a larger one."""
+    """Returns the indices of points that take much longer than a point of larger size."""
     return [
         index
         for index, (_, seconds) in enumerate(points)

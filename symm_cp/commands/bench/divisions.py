@@ -51,7 +51,7 @@ def measure(seconds: Meter, threads: int) -> int:
         library.symm_cp_reduce(to, sources, 2, count, DType.FLOAT32, ReduceOp.SUM, False)
 
     def ratio(size: int) -> float:
-        """Returns the ratio of the job that gains less."""
+        """Returns the larger ratio of the two jobs: the job that gains less decides."""
         found = []
         for job in (copy, add):
             times = {}

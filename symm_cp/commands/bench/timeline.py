@@ -86,7 +86,7 @@ def _record(
     choices: Mapping[str, tuning.Choice],
 ) -> int:
     machine = calibrate.find_or_measure(args.machine, group)
-    # With `measure`, because all ranks must agree on the number of repetitions.
+    # Uses `measure`, because all ranks must agree on the number of repetitions.
     untraced = measure.measure(Case("op", {FUSED: run}), group, _WARM_UP_SECONDS)
     quick_barrier(group)()
     with trace() as recording:

@@ -95,7 +95,7 @@ def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
     from symm_cp.commands.demo.model import ModelConfig
 
     for head_dim in HEAD_DIMS:
-        # Each rank has whole key/value heads, and each of these serves two query heads.
+        # Each rank has whole key/value heads, and two query heads share each of these.
         if dim % (2 * ranks * head_dim) == 0 and dim >= _MIN_HEADS * head_dim:
             break
     else:
@@ -126,7 +126,7 @@ def check(
     if ranks % cp != 0:
         raise ValueError(f"--ranks {ranks} is not divisible by --cp {cp}")
     seq = arguments.seq
-    # With context parallelism a rank has two chunks of the sequence.
+    # Context parallelism gives each rank two chunks of the sequence.
     parts = ranks if cp == 1 else 2 * ranks
     if seq % parts != 0:
         raise ValueError(

@@ -61,7 +61,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries: a key/value head serves several query heads.
+    """Causal self-attention with grouped queries: several query heads share a key/value head.
 
     `attend` is replaced when the sequence is split over ranks.
     """

@@ -49,7 +49,7 @@ def _training(args: argparse.Namespace) -> _Run:
 
 def _decoding(args: argparse.Namespace) -> _Run:
     options = decoding_options.check(args)
-    decoding_options.config_of(options)  # raises errors here, which every rank would report
+    decoding_options.config_of(options)  # raises errors once, before every rank reports them
 
     def rank(group: dist.ProcessGroup) -> int:
         from symm_cp.commands.demo.decoding.run import run_rank

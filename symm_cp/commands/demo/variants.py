@@ -67,7 +67,7 @@ class ModelVariant:
     all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
     def sum_gradients(self, grid: RankGrid) -> None:
-        """Sums gradients over the ranks that have other parts of the sequence.
+        """Sums gradients over the ranks that hold different parts of the sequence.
 
         Gradients of parameters outside the blocks' linears are summed over all ranks. Linears are
         split over features: their gradients are summed over the ranks that share the sequence.
@@ -175,7 +175,7 @@ class _StandIn:
 def _exchange_around(
     block: nn.Module, inward: tuple[Exchange, Exchange], outward: tuple[Exchange, Exchange]
 ) -> None:
-    """Adds an exchange, and the exchange of its gradient, before and after a block."""
+    """Adds exchanges before and after a block, each with the exchange of its gradient."""
     block.register_forward_pre_hook(
         lambda _, inputs: (Exchanged.apply(inputs[0], *inward), *inputs[1:])
     )

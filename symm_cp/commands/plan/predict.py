@@ -178,7 +178,7 @@ def _layer(
         flops = 2 * tokens * model.hidden * features / tp
         forward += _gather(tp, flops, shard, machine)
         backward += _gather(tp, flops, shard, machine) + _scatter(tp, flops, shard, machine)
-    for features in wide_out:  # matmul-reduce-scatters; one gather serves both gradients
+    for features in wide_out:  # matmul-reduce-scatters; both gradients share one gather
         flops = 2 * tokens * model.hidden * features / tp
         forward += _scatter(tp, flops, shard, machine)
         backward += _gather(tp, 2 * flops, shard, machine)

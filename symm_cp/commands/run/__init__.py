@@ -128,7 +128,7 @@ def environment(args: argparse.Namespace) -> Iterator[None]:
 
 
 def _could_build(command: str, names: str) -> bool:
-    """Tells whether groups can use symm_cp, or need not; prints why not."""
+    """Tells whether groups can use symm_cp, or do not need it; prints why if they cannot."""
     try:
         if names != "none":
             _check()

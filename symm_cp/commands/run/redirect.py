@@ -16,7 +16,7 @@ _NAME = "symm_cp"
 
 
 def replaced(requested: str, names: Collection[str]) -> str | None:
-    """Returns the backends to make instead of the requested ones, or None to keep these.
+    """Returns the backends that replace the requested ones; None to keep the requested ones.
 
     `requested` is the backend that a program passes to `init_process_group`: "gloo",
     "cpu:gloo,cuda:nccl", or "undefined", which torch resolves by the machine's accelerator.

@@ -67,7 +67,7 @@ def _attend_tile(
     CAUSAL: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Adds the keys from row `first` of a chunk; MASKED unless every query sees all of them."""
+    """Adds a tile of keys from row `first` on; MASKED unless every query sees all of them."""
     j = first + tl.arange(0, KEYS)
     there = j < length
     k_at += first * k_s
@@ -80,7 +80,7 @@ def _attend_tile(
             seen = seen & (q_at[:, None] >= start + j[None, :])
         score = tl.where(seen, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1) * scale)
-    # Rows that have seen no key yet: any finite number instead of -inf.
+    # Rows that have seen no key yet need a finite anchor: -inf minus -inf is NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
     weight = tl.exp2(score * scale - anchor[:, None])
     shrink = tl.exp2(top - anchor)
@@ -115,7 +115,7 @@ def _attend_chunk(
     j = tl.arange(0, KEYS)
     k_at = keys + j[None, :] * k_s + e[:, None]
     v_at = values + j[:, None] * v_s + e[None, :]
-    # Keys that the last query of the block sees; and whole tiles that all of its queries see.
+    # The keys that the last query of the block sees, and the whole tiles that all queries see.
     count, whole = length, length
     if CAUSAL:
         count = tl.minimum(length, q_last - start + 1)

@@ -1,6 +1,6 @@
 """Merging of attention over two sets of keys by log-sum-exp, in place.
 
-Source: FlashAttention (Dao et al., 2022), as csrc/attention/merge_op.cpp has it for CPU.
+Source: FlashAttention (Dao et al., 2022), as in csrc/attention/merge_op.cpp for CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _merge(
     FEATURES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    # One dimension: a grid's others end at 65,535.
+    # One dimension: the other dimensions of a grid are limited to 65,535.
     program, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(rows, ROWS)
     bh = program // blocks
     b, h = bh // heads, bh % heads

@@ -2,7 +2,7 @@
 
 A flag is an int32 word in the memory of the rank that waits for it; only one rank writes it. A
 signal releases, and a wait acquires, at system scope: writes of the signalling rank's stream before
-the signal are visible after the wait. One launch serves several peers, a thread for each.
+the signal are visible after the wait. One launch handles several peers, a thread for each.
 
 No argument that changes from call to call is specialised: a compilation in the middle of training
 would hold up all ranks.
@@ -40,7 +40,7 @@ def wait_kernel(flags, first, count, world_size, needed, RESET: tl.constexpr, BL
         seen = tl.atomic_add(mine, 0, mask=inside, sem="acquire", scope="sys")
         missing = tl.sum((inside & (seen - needed < 0)).to(tl.int32))
     if RESET:
-        # Their writers continue only after a signal that this rank has continued.
+        # Peers raise these flags again only after a later signal from this rank.
         tl.atomic_xchg(mine, 0, mask=inside, sem="relaxed", scope="sys")
 
 

@@ -90,7 +90,7 @@ def _store_tile(
     i = (first + tile % (8 * across) % height) * ROWS + tl.arange(0, ROWS)
     j = tile % (8 * across) // height * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, INNER)
-    # Rows and columns outside are those inside, once more: only the inner dimension needs masks.
+    # Rows and columns out of range wrap around: only the inner dimension needs masks.
     a_at = a + (i % rows).to(tl.int64)[:, None] * a_s + k[None, :]
     w_at = weight + k.to(tl.int64)[:, None] * w_k + (j % columns).to(tl.int64)[None, :] * w_n
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -192,8 +192,8 @@ def counted_matmul_kernel(
             rows, columns, inner, a_s, w_k, w_n, columns,
             ROWS=ROWS, COLUMNS=COLUMNS, INNER=INNER, PRECISION=PRECISION,
         )  # fmt: skip
-        # One thread counts, for all that have stored. Who counts the last tile has seen the others'
-        # counts, so its word publishes their tiles, too.
+        # One thread counts for the program when all threads have stored. The program that counts
+        # the last tile has seen the others' counts, so its word publishes their tiles, too.
         tl.debug_barrier()
         word = words + turn * word_step
         if tl.atomic_add(word + 1, 1, sem="acq_rel", scope="gpu") == tiles - 1:

@@ -28,7 +28,7 @@ _NAME_WIDTH = 24
 
 @dataclass(frozen=True)
 class Agreement:
-    """Compares the tokens and logits of a variant with those of the one process."""
+    """Compares a variant's tokens and logits with the one process's."""
 
     equal: int  # equal tokens
     tied: int  # different tokens whose logits in the one process differ by less than rounding

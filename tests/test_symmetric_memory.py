@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -441,15 +442,15 @@ def test_groups_come_and_go(ranks: Ranks) -> None:
 def worlds(group: dist.ProcessGroup, folder: Path) -> None:
     """A new group may have an old one's address and name; rank 1 keeps its old groups."""
     rank, size = group.rank(), group.size()
-    kept = []
+    kept, due, gaps = [], 0, itertools.cycle(range(1, 9))
     del group
     dist.destroy_process_group()
-    due = gap = 1
-    for life in range(120):
+    for life in range(180):
         store, limit = dist.FileStore(str(folder / str(life)), size), datetime.timedelta(seconds=20)
         dist.init_process_group("symm_cp", store=store, rank=rank, world_size=size, timeout=limit)
+        dist.all_reduce(torch.ones(8))
         if life == due:
-            due, gap = due + gap, gap % 7 + 1
+            due += next(gaps)
             make(dist.group.WORLD, 16)
         if rank == 1:
             kept.append(dist.group.WORLD)

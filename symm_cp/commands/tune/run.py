@@ -127,11 +127,16 @@ def _tuned(
     if len(ways) < 2:
         return str(before)
     wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
-    variants = {way: measure.forced(way, run) for way in ways}
+    variants = {way: partial(_as_forced, way, run) for way in ways}
     row = measure.measure(measure.Case("", variants, synchronize=wait), group, args.seconds)
     fastest[key] = min(ways, key=row.median)
     cells = ", ".join(f"{way} {measure.duration(row.median(way))}" for way in ways)
     return f"{cells}: {fastest[key]}; before: {before}"
+
+
+def _as_forced(way: str, run: Callable[[], object]) -> None:
+    with tuning.forced(way):
+        run()
 
 
 def _ways(args: argparse.Namespace) -> list[str]:

@@ -10,7 +10,7 @@ from symm_cp import tuning
 from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention import arrival, together
-from symm_cp.ops.attention.methods import Method
+from symm_cp.ops.attention.methods import Method, MethodName
 from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.layout import SequenceLayout
@@ -59,7 +59,7 @@ def settled(
         (query.shape[1], key.shape[1]),
         moved(item, wide_item, backward=backward) if has_streams(query.device) else None,
     )
-    chosen = "ulysses" if exchanges else "allgather"
+    chosen: MethodName = "ulysses" if exchanges else "allgather"
     shape = "x".join(map(str, (*query.shape[:2], key.shape[1], spec.layout.length)))
     name = f"attention{' backward' * backward} {dtype_name(query.dtype)} {shape}"
     tuning.note(query.device, name, tuning.Choice(chosen, why))

@@ -141,11 +141,6 @@ class _Table:
 _TABLE = StateKey[_Table]("tuning")
 
 
-def is_read(group: Group) -> bool:
-    """Whether this rank has read the table of its group."""
-    return group.state(_TABLE, _Table).ways is not None
-
-
 def tuned(group: Group) -> dict[str, str]:
     """Returns the group's table. Collective at the first call for a group.
 

@@ -122,7 +122,9 @@ def _tuned(
     """Measures an op's ways, notes the fastest; returns the line to print."""
     with tuning.listening() as choices:
         run()
-    ((key, before),) = choices.items() or [("", tuning.Choice("", "only one way"))]
+    if not choices:
+        return "only one way"
+    ((key, before),) = choices.items()
     ways = [] if before is tuning.IN_ONE_CALL else [w for w in _ways(args) if _serves(w, run, key)]
     if len(ways) < 2:
         return str(before)

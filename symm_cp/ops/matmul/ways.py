@@ -11,7 +11,7 @@ larger calls go by shards, which needs no memory for the gathered matrix.
 The numbers for GPUs are from the model of 8 H100 in benchmarks/gpu_ways.py, bfloat16, which agrees
 with ten measured all-gather-matmuls; no GPU has measured the other ops. Over the model's grid of 2
 to 8 ranks, 1 to 4,096 rows of a rank and 1,024 to 14,336 features, the chosen way takes 1.01 of the
-faster one on average, and 1.22 at most (few inner features). `symm-cp tune` measures, and its table
+faster one on average, and 1.30 at most (few inner features). `symm-cp tune` measures, and its table
 comes before this file.
 """
 

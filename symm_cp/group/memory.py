@@ -283,7 +283,6 @@ class Group:
         self._process = os.getpid()
         self._library = native.load()
         # These raise for bad values; the native part treats a value that is no number as unset.
-        env.sockets()
         env.read_messages()
         self.handle: int = self._library.symm_cp_group_open(
             self.name.encode(),

@@ -39,7 +39,6 @@ from typing import Literal
 import torch
 
 from symm_cp import accelerators, env, native, trusted
-from symm_cp.group.hosts import hosts_of
 from symm_cp.group.liveness import read, share
 from symm_cp.group.memory import Group, StateKey, on_first_use
 from symm_cp.measured import machine_key
@@ -311,10 +310,8 @@ def choose_method(
     facts = facts_of(group)
 
     def simulated() -> Choice:
-        spread = hosts_of(group, device)
         machine, source = _machine_of(device, facts.machine)
-        hosts = 1 if spread is None else len(spread.ranks)
-        return _fastest(work.seconds(machine, device=device.type, hosts=hosts), source)
+        return _fastest(work.seconds(machine, device=device.type), source)
 
     choice = facts.choice(work, simulated)
     if _listening is not None:

@@ -302,7 +302,7 @@ std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {
 }
 
 void Group::refuse(int index, const std::string& reason) {
-  if (owned()) end(index, next(index), reason, nullptr);
+  if (owned() && on_one_host() != false) end(index, next(index), reason, nullptr);
 }
 
 void Group::give_up_at(int index, int64_t number, const std::string& cause, const CallSite* other) {

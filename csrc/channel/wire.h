@@ -149,8 +149,8 @@ inline constexpr const char* kChannelNames[] = {"sync", "async"};
 // Flags of a workspace. A rank raises the first kFlags at a peer; the others exist on devices only:
 // "arrived", for a rank's own polling kernel; "gave up", of a rank that has aborted the call;
 // "sent", the words that streams copy to peers' flags, see sent_offset; and "ready in place".
-inline constexpr const char* kFlagNames[] = {"ready",   "partial", "reduced", "taken",         "done",
-                                             "arrived", "gave up", "sent",    "ready in place"};
+inline constexpr const char* kFlagNames[] = {
+    "ready", "partial", "reduced", "taken", "done", "arrived", "gave up", "sent", "ready in place"};
 inline constexpr int kFlags = 5;
 inline constexpr int kDeviceFlags = 9;
 inline constexpr int kReadyFlag = 0;

@@ -65,7 +65,7 @@ class Signals(Enum):
     KERNEL = "kernel"
     #: torch's kernels for symmetric memory, whose waits reset the flag.
     TORCH = "torch"
-    #: None of these work: the ranks are treated as if they were on different hosts.
+    #: None of these work: the ranks work apart, over the process group.
     NONE = "none"
 
 

@@ -428,7 +428,7 @@ def resolve(group: GroupLike) -> Group:
     if known is not None and known[0]() is process_group:
         return known[1]
     new_group = Group(process_group)
-    if process_group in dist.distributed_c10d._world.pg_map:  # not the part of a group on a host
+    if process_group in dist.distributed_c10d._world.pg_map:  # torch made it: it has a store
         for publish in on_first_use:
             publish(new_group)
     _groups[name] = (weakref.ref(process_group), new_group)

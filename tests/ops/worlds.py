@@ -113,7 +113,6 @@ class World:
             mock.patch.object(common, "resolve", side_effect=lambda name: here.rank),
             mock.patch("symm_cp.runtime.of", return_value=_Runtime()),
             mock.patch.object(tuning, "facts_of", return_value=facts),
-            mock.patch.object(tuning, "hosts_of", return_value=None),
             mock.patch(
                 "symm_cp.ops.attention.spread.numbers_of_all",
                 lambda group, name, numbers: group.tell(name, numbers),

@@ -110,7 +110,7 @@ class Device(ABC):
     triton: ClassVar[bool] = False
     #: Whether calls can be captured into graphs.
     captures: ClassVar[bool] = False
-    #: Whether it reaches ranks on other hosts, so that groups need no hierarchy.
+    #: Whether it reaches ranks on other hosts, so that groups there need no process group.
     spans_hosts: ClassVar[bool] = False
 
     def __init__(self, torch_device: torch.device) -> None:

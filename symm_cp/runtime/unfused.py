@@ -1,8 +1,8 @@
 """Patterns over the process group, for groups whose ranks work apart (`group/hosts.py`).
 
 Each is a collective of the process group (gloo, NCCL) with the kernels before or after it, so
-nothing overlaps. Contributions travel as they are and are added by their owner, in rank order, in
-float32 for the 16-bit types: results have the bits that they have on one host.
+nothing overlaps. Contributions travel as they are and are added by their owner, in the order and
+the dtype that `api.Runtime` promises: sums have the bits that they have on one host.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class UnfusedRuntime(BackgroundRuntime):
             sums = _Sums(call.group, call.out, call.partials, call.nbytes)
             for rank in reversed(_own_first(call.group)):
                 call.produce(rank, sums.partial(rank))
-            sums.add_up(call.name, call.mean)
+            sums.add_up(call.name, mean=call.mean)
 
     def _gather_and_scatter(self, call: GatherAndScatterCall) -> None:
         with call.group.lock:
@@ -63,7 +63,9 @@ class UnfusedRuntime(BackgroundRuntime):
             sums = _Sums(call.group, call.out, call.partials, call.nbytes)
             for rank in _own_first(call.group):
                 call.consume(shards[rank], rank, sums.partial(rank))
-            sums.add_up(call.name)
+            rank, ranks = call.group.rank, call.group.world_size
+            order = [(rank - turn) % ranks for turn in range(ranks)]
+            sums.add_up(call.name, order=order if call.ring else None)
 
     def _all_reduce(self, call: AllReduceCall) -> None:
         """Each rank sums a part, and all gather the parts."""
@@ -81,7 +83,7 @@ class UnfusedRuntime(BackgroundRuntime):
             sums = _Sums(group, own, [(size,) for size in parts.sizes], sizes)
             for rank, part in enumerate(parts.parts(produced.view(-1))):
                 sums.partial(rank).copy_(part)
-            sums.add_up(call.name, call.mean)
+            sums.add_up(call.name, mean=call.mean)
             shards = Shards([own], group.world_size, [((size,),) for size in parts.sizes])
             for rank, shard in enumerate(_all_gather(group, shards, call.name)):
                 parts.of(rank, out.view(-1)).copy_(shard[0])
@@ -153,14 +155,20 @@ class _Sums:
         """Returns memory for the contribution to a rank's output."""
         return self._view_at(self._offsets[rank], tuple(self._shapes[rank]), self._out.dtype)
 
-    def add_up(self, call_name: bytes, mean: bool = False) -> None:
-        """Writes the sum, or the mean, of all ranks' contributions to `out`. Collective."""
+    def add_up(
+        self, call_name: bytes, *, mean: bool = False, order: Sequence[int] | None = None
+    ) -> None:
+        """Writes the sum, or the mean, of all ranks' contributions to `out`. Collective.
+
+        Contributions are added in an order of the ranks, by default 0, 1, ...
+        """
         group, out, ranks = self._group, self._out, self._group.world_size
         sizes = tuple(end - begin for begin, end in itertools.pairwise(self._offsets))
         view_at = viewing(_all_to_all(group, self._sent, (sizes,) * ranks, call_name))
         shape, own = tuple(self._shapes[group.rank]), sizes[group.rank]
-        total = view_at(0, shape, out.dtype).to(wide(out.dtype))
-        for rank in range(1, ranks):
+        first, *others = order or range(ranks)
+        total = view_at(first * own, shape, out.dtype).to(wide(out.dtype))
+        for rank in others:
             total.add_(view_at(rank * own, shape, out.dtype))
         out.copy_(total.div_(ranks) if mean else total)
 

@@ -117,12 +117,15 @@ def test_families(ranks: Ranks, of_ranks: str, family: object) -> None:
 
 def sums(group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Products that are exact, and sums of them that are rounded."""
-    x, eye = torch.randn(8 * group.size(), 16).bfloat16(), torch.eye(16).bfloat16()
-    x *= 1 + group.rank()
-    return [
-        symm_cp.matmul_reduce_scatter(x, eye, scatter_dim=0, group=group),
-        symm_cp.matmul_all_reduce(x[: 5 + group.size()], eye, group=group),
-    ]
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x, eye = torch.randn(8 * group.size(), 16).to(dtype), torch.eye(16).to(dtype)
+        x *= 1 + group.rank()
+        results += [
+            symm_cp.matmul_reduce_scatter(x, eye, scatter_dim=0, group=group),
+            symm_cp.matmul_all_reduce(x[: 5 + group.size()], eye, group=group),
+        ]
+    return results
 
 
 def same_bits(group: dist.ProcessGroup, of_ranks: str) -> None:

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from symm_cp import cuda, native, tuning
 from symm_cp.group import liveness, memory
-from symm_cp.group.hosts import SPREADS, Hosts
+from symm_cp.group.hosts import APART
 
 assert fake_pg is not None  # its import registers the backend "fake"
 
@@ -44,8 +44,7 @@ def group_of(ranks: int, device: str = "cpu") -> dist.ProcessGroup:
     group = dist.new_group(list(range(ranks)))
     known = memory.resolve(group)
     # Facts that ranks would exchange.
-    on_one_host: dict[str, Hosts | None] = {"cpu": None, device: None}
-    known.put(SPREADS, on_one_host)
+    known.put(APART, {"cpu": None, device: None})
     known.put(liveness._PROCESSES, [-1] * ranks)
     with mock.patch.object(tuning, "parse_tuned", return_value=_Shards()):
         tuning.tuned(known)

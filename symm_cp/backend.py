@@ -12,7 +12,8 @@ others for any dtype. Synchronous calls run in the calling thread; with `async_o
 the background, and their works and futures complete whether or not the program waits.
 
 Making a group is collective: it finds the other ranks. From then on a call raises
-`torch.distributed.DistBackendError` within a second when a rank it needs has died.
+`torch.distributed.DistBackendError` within a second when a rank it needs has died. A group whose
+ranks are on several hosts is a gloo group.
 
 `torch.distributed.monitored_barrier` accepts gloo only; `group.monitored_barrier(...)` works.
 
@@ -22,15 +23,12 @@ torch's profiler shows each call as "symm_cp:all_reduce" and so on, until it has
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import logging
-from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from symm_cp import native
-from symm_cp.group.hosts import Place, local_group, spread
 from symm_cp.group.liveness import host_identity
 from symm_cp.group.stores import StoreLostError, TimedStore
 
@@ -68,66 +66,27 @@ def _create(
 ) -> dist.Backend:
     """Makes the backend of one process group. Collective.
 
-    A group that spans hosts uses shared memory within a host and gloo between hosts
-    (csrc/backend/two_level.h). If hosts hold different numbers of ranks, it uses gloo alone, and
-    rank 0 prints this.
+    Where the ranks are on several hosts this is gloo's backend, and rank 0 says so.
     """
-    hosts = hosts_of_ranks(store, name, rank, size, timeout) if size > 1 else [""]
-    ranks = spread([Place(host) for host in hosts])
-    if len(ranks) == 1:
+    hosts = set(hosts_of_ranks(store, name, rank, size, timeout)) if size > 1 else {""}
+    if len(hosts) == 1:
         return native_backend(store, name, rank, size, timeout)
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    if len({len(on_host) for on_host in ranks}) == 1:
-        return _two_level_backend(store, name, rank, ranks, timeout, gloo)
     if rank == 0:
-        counts = ", ".join(str(len(on_host)) for on_host in ranks)
-        native.say(
-            f"group {name!r} uses gloo: hosts share memory only if all hold the same number of "
-            f"ranks, these hold {counts}"
-        )
-    return gloo
-
-
-def _two_level_backend(
-    store: dist.Store,
-    name: str,
-    rank: int,
-    ranks: Sequence[Sequence[int]],
-    timeout: datetime.timedelta,
-    gloo: dist.Backend,
-) -> dist.Backend:
-    host = next(index for index, on_host in enumerate(ranks) if rank in on_host)
-    place, size = ranks[host].index(rank), len(ranks[host])
-    host_store = dist.PrefixStore(f"host {host}", store)
-    local = local_group(host_store, f"{name}, host {host}", place, size, timeout)
-    return _open(store, name, rank, sum(map(len, ranks)), timeout, (local, gloo, ranks))
+        native.say(f"group {name!r} uses gloo: its ranks are on {len(hosts)} hosts")
+    return dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
 
 
 def native_backend(
     store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta
 ) -> dist.Backend:
     """Makes a backend for ranks that are all on this host. Collective."""
-    return _open(store, name, rank, size, timeout, None)
-
-
-def _open(
-    store: dist.Store,
-    name: str,
-    rank: int,
-    size: int,
-    timeout: datetime.timedelta,
-    hosts: tuple[dist.ProcessGroup, dist.Backend, Sequence[Sequence[int]]] | None,
-) -> dist.Backend:
     glue, library = native.load_glue(), native.load()
-    milliseconds = int(timeout.total_seconds() * 1000)
     open_backend = native.address_of(library.symm_cp_backend_open)
-    local, gloo, ranks = hosts or (None, None, ())
-    by_host = (ctypes.c_int32 * size)(*(peer for on_host in ranks for peer in on_host))
+    milliseconds = int(timeout.total_seconds() * 1000)
     try:
         return glue.symm_cp_backend_object(
-            open_backend, store, name.encode(), rank, size, milliseconds,
-            local, gloo, by_host, len(ranks),
-        )  # fmt: skip
+            open_backend, store, name.encode(), rank, size, milliseconds
+        )
     except RuntimeError as error:
         raise dist.DistBackendError(str(error)) from None
 

@@ -16,7 +16,6 @@
 | `SYMM_CP_THREADS` | threads of a rank that copy and reduce: `one`, or `all` of torch's | below |
 | `SYMM_CP_BACKGROUND_THREADS` | threads that copy and reduce in asynchronous ops, per group | 1 |
 | `SYMM_CP_HUGE_PAGES` | 1: symmetric memory takes huge pages that the system has reserved | 0 |
-| `SYMM_CP_SOCKETS` | ranks sum as if on n sockets; the same on all ranks | below |
 | `SYMM_CP_READ_MESSAGES` | 1: read long messages in the sender's memory; 0: never | below |
 | `SYMM_CP_COMPARE_INPUTS` | 0: ranks do not compare batches, prompts, weights | 1 |
 | `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
@@ -31,9 +30,6 @@ one core per thread, and else one thread.
 
 Unless `SYMM_CP_READ_MESSAGES` is set, a rank reads a message in the sender's memory if the sender
 goes on meanwhile; if the sender waits, both copy at the same time through a ring.
-
-Unless `SYMM_CP_SOCKETS` is set, ranks sum by the sockets of the CPUs that they may run on, if each
-socket has three ranks or more.
 """
 
 from __future__ import annotations
@@ -179,16 +175,6 @@ def read_messages() -> bool | None:
     if text not in ("", "0", "1"):
         raise ValueError(f"SYMM_CP_READ_MESSAGES={text!r} must be 0 or 1")
     return None if text == "" else text == "1"
-
-
-def sockets() -> int | None:
-    """Returns the number of sockets that ranks sum by, if set (csrc/base/sockets.cpp reads it)."""
-    text = _get("SYMM_CP_SOCKETS")
-    if not text:
-        return None
-    if not text.isdigit() or int(text) == 0:
-        raise ValueError(f"SYMM_CP_SOCKETS={text!r} must be a number of sockets")
-    return int(text)
 
 
 def compare_inputs() -> bool:

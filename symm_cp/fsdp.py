@@ -55,7 +55,7 @@ from torch.distributed.tensor import DTensor
 
 from symm_cp import native
 from symm_cp.cuda import has_streams, read_in_place, spans_hosts
-from symm_cp.group.hosts import hosts_of
+from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import resolve
 from symm_cp.modes import ordinary_tensors
 
@@ -300,15 +300,10 @@ def _sharded(op: str, model: nn.Module) -> dict[int, tuple[str, nn.Module, _Para
 def _why_not(process_group: dist.ProcessGroup, device: torch.device) -> str:
     """Returns why ranks cannot read each other's memory, "" if they can. Collective."""
     group = resolve(process_group)
-    try:
-        if has_streams(device) and spans_hosts(group, device):
-            return "its device cannot read peers' buffers"
-        hosts = hosts_of(group, device)
-    except NotImplementedError as error:
-        return str(error)
-    if hosts is None:
-        return ""
-    return hosts.reason or f"its ranks are on {len(hosts.ranks)} hosts, which share no memory"
+    if has_streams(device) and spans_hosts(group, device):
+        return "its device cannot read peers' buffers"
+    apart = apart_of(group, device)
+    return "" if apart is None else apart.reason
 
 
 def _shard_groups(param_group: _ParamGroup) -> Iterator[dist.ProcessGroup]:

@@ -628,7 +628,7 @@ def _put(entry: type, other: type) -> tuple[str, object]:
     [
         (("LAST_EPOCH", 7), "-LAST_EPOCH 2147483646\n+LAST_EPOCH 7"),
         (("CHANNELS", ("sync",)), "-CHANNELS sync, async\n+CHANNELS sync"),
-        (("FLAGS", wire.FLAGS[1:]), "-FLAGS 6\n+FLAGS 5"),
+        (("FLAGS", wire.FLAGS[1:]), "-FLAGS 5\n+FLAGS 4"),
         (("DEVICE_FLAGS", wire.DEVICE_FLAGS[1:]), "+DEVICE_FLAGS partial, "),
         (("flag_offset", lambda flag, writer, size: 0), "+FLAG_OF_WRITER 0"),
         (_put(wire.Reference, _Renamed), "+Reference 16 bytes: place@0+4"),

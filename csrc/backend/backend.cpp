@@ -7,13 +7,11 @@
 #include <thread>
 
 #include "backend/backend_call.h"
-#include "backend/two_level.h"
 #include "base/error.h"
 #include "base/python.h"
 #include "channel/group.h"
 #include "channel/groups.h"
 #include "messages/messages.h"
-#include "rendezvous/failure_notes.h"
 #include "rendezvous/store_bootstrap.h"
 
 namespace symm_cp {
@@ -46,18 +44,13 @@ std::shared_ptr<Peers> peers_of_backend(const std::string& name) {
 }
 
 Backend::Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
-                 milliseconds timeout, std::nullptr_t)
+                 milliseconds timeout)
     : c10d::Backend(rank, size),
       name_(std::move(name)),
       timeout_(timeout),
       forks_(fork_count()),
       store_(std::move(store)) {
   setGroupUid(name_);
-}
-
-Backend::Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
-                 milliseconds timeout)
-    : Backend(std::move(store), std::move(name), rank, size, timeout, nullptr) {
   translated([this] { find_peers(); });
 }
 
@@ -243,30 +236,15 @@ c10::intrusive_ptr<c10d::Work> Backend::start_all(Group& group, const Manner& ma
 extern "C" {
 
 // Returns a new reference to a torch backend; on failure returns null and writes the text to
-// `error`. The arguments are borrowed. Called by the glue, which handles Python's objects.
-// For a group on several hosts: `local` is the group of the ranks on this host, which
-// `local_object` keeps alive, `transport` a backend of all ranks, `ranks` the ranks by host. Else
-// all are null.
+// `error`. The store is borrowed. Called by the glue, which handles Python's objects.
 void* symm_cp_backend_open(void* store, const char* name, int rank, int size, int64_t timeout_ms,
-                           void* local, std::shared_ptr<void> local_object, void* transport,
-                           const int32_t* ranks, int hosts, std::string* error) {
-  const auto borrowed = [](auto* object) {
-    return c10::intrusive_ptr<std::remove_pointer_t<decltype(object)>>::reclaim_copy(object);
-  };
-  const std::chrono::milliseconds timeout(timeout_ms);
+                           std::string* error) {
   try {
-    auto own_store = borrowed(static_cast<c10d::Store*>(store));
-    c10::intrusive_ptr<c10d::Backend> backend;
-    if (local == nullptr)
-      backend =
-          c10::make_intrusive<symm_cp::Backend>(std::move(own_store), name, rank, size, timeout);
-    else
-      backend = c10::make_intrusive<symm_cp::TwoLevelBackend>(
-          std::move(own_store), name, rank, size, timeout,
-          symm_cp::Spread(rank, size, ranks, hosts),
-          borrowed(static_cast<c10d::ProcessGroup*>(local)), std::move(local_object),
-          borrowed(static_cast<c10d::Backend*>(transport)));
-    return backend.release();
+    auto own_store =
+        c10::intrusive_ptr<c10d::Store>::reclaim_copy(static_cast<c10d::Store*>(store));
+    return c10::make_intrusive<symm_cp::Backend>(std::move(own_store), name, rank, size,
+                                                 std::chrono::milliseconds(timeout_ms))
+        .release();
   } catch (const c10::Error& failure) {
     *error = failure.what_without_backtrace();
   } catch (const std::exception& failure) {

@@ -99,7 +99,7 @@ class Backend : public c10d::Backend {
 
   const std::shared_ptr<Peers>& peers() const { return peers_; }
 
- protected:
+ private:
   // torch passes "unset" (not positive) where the group's time-out applies.
   static std::chrono::milliseconds of_call(std::chrono::milliseconds timeout) {
     return timeout.count() > 0 ? timeout : kGroupTimeout;
@@ -110,34 +110,19 @@ class Backend : public c10d::Backend {
     c10d::OpType type;
     bool async;
     std::chrono::milliseconds timeout;
-    int64_t root = -1;  // -1: there is none
     int exchanges = 1;  // how many the call makes
   };
 
-  // For backends that find the other ranks by themselves; `find` is ignored.
-  Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
-          std::chrono::milliseconds timeout, std::nullptr_t find);
-
   // Throws if the group can make no calls.
-  virtual void prepare(const char* op);
-  virtual c10::intrusive_ptr<c10d::Work> carry_out(const Manner& manner, Collective collective);
+  void prepare(const char* op);
+  c10::intrusive_ptr<c10d::Work> carry_out(const Manner& manner, Collective collective);
   // Reports to the peers, which may be making this call, that this rank refuses it.
-  virtual void refuse_call(const Manner& manner, const std::string& reason);
+  void refuse_call(const Manner& manner, const std::string& reason);
 
-  std::string name_;
-  std::atomic<std::chrono::milliseconds> timeout_;
-  std::atomic<bool> aborted_{false};
-  std::atomic<uint64_t> sequence_number_{0};
-  int forks_;
-
- private:
   template <class Options>
   static Manner manner(const char* op, c10d::OpType type, const Options& opts,
                        size_t exchanges = 1) {
-    Manner made{op, type, opts.asyncOp, of_call(opts.timeout)};
-    if constexpr (requires { opts.rootRank; }) made.root = opts.rootRank;
-    made.exchanges = static_cast<int>(exchanges);
-    return made;
+    return {op, type, opts.asyncOp, of_call(opts.timeout), static_cast<int>(exchanges)};
   }
 
   // `describe` fills a collective, or throws if the tensors do not fit; the error is reported to
@@ -177,6 +162,11 @@ class Backend : public c10d::Backend {
   void check_count(const char* op, const char* argument, size_t count) const;
   void check_root(const char* op, int64_t root) const;
 
+  std::string name_;
+  std::atomic<std::chrono::milliseconds> timeout_;
+  std::atomic<bool> aborted_{false};
+  std::atomic<uint64_t> sequence_number_{0};
+  int forks_;
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<Peers> peers_;
   std::mutex mutex_;

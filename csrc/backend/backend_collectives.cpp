@@ -193,7 +193,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
   });
 }
 
-// A sparse all-reduce consists of gathers; the OpType makes TwoLevelBackend gather, too.
+// A sparse all-reduce consists of gathers.
 WorkPtr Backend::sparse_allreduce(const Tensors& tensors, const c10d::AllreduceOptions& opts) {
   constexpr const char* kOp = "all_reduce";
   return call(manner(kOp, OpType::_ALLREDUCE_SPARSE, opts, 2), [&](Collective& collective) {

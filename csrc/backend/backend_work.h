@@ -133,8 +133,7 @@ class MessageWork : public BackendWork {
 
 class CollectiveWork : public BackendWork {
  public:
-  // `last`: the number of the last exchange on the group's lane. Without a group, other threads end
-  // it.
+  // `last`: the number of the last exchange on the group's lane. Null `group`: it has ended.
   CollectiveWork(c10d::OpType type, std::shared_ptr<Group> group, std::shared_ptr<Ending> ending,
                  int64_t last, uint64_t sequence_number);
   ~CollectiveWork() override;

@@ -6,7 +6,6 @@
 #include <pybind11/pybind11.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <memory>
@@ -19,42 +18,16 @@ namespace {
 
 // symm_cp_backend_open of csrc/backend/backend.cpp.
 using Open = void* (*)(void* store, const char* name, int rank, int size, int64_t timeout_ms,
-                       void* local, std::shared_ptr<void> local_object, void* transport,
-                       const int32_t* ranks, int hosts, std::string* error);
-
-// For a group on several hosts.
-struct Hosts {
-  pybind11::handle local, transport;
-  const int32_t* ranks;
-  int count;
-};
-
-// Keeps a Python object alive.
-std::shared_ptr<void> reference_to(pybind11::handle object) {
-  return {object.inc_ref().ptr(), [](void* kept) {
-            if (Py_IsInitialized() == 0) return;
-            const pybind11::gil_scoped_acquire gil;
-            Py_DECREF(static_cast<PyObject*>(kept));
-          }};
-}
+                       std::string* error);
 
 pybind11::object open_backend(Open open, pybind11::handle store, const char* name, int rank,
-                              int size, int64_t timeout_ms, const Hosts& hosts) {
+                              int size, int64_t timeout_ms) {
   auto native_store = pybind11::cast<c10::intrusive_ptr<c10d::Store>>(store);
-  c10::intrusive_ptr<c10d::ProcessGroup> local;
-  c10::intrusive_ptr<c10d::Backend> transport;
-  std::shared_ptr<void> local_object;
-  if (hosts.count > 1) {
-    local_object = reference_to(hosts.local);
-    local = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(hosts.local);
-    transport = pybind11::cast<c10::intrusive_ptr<c10d::Backend>>(hosts.transport);
-  }
   std::string error;
   void* opened;
   {
     const pybind11::gil_scoped_release without_gil;
-    opened = open(native_store.get(), name, rank, size, timeout_ms, local.get(),
-                  std::move(local_object), transport.get(), hosts.ranks, hosts.count, &error);
+    opened = open(native_store.get(), name, rank, size, timeout_ms, &error);
   }
   if (opened == nullptr) throw std::runtime_error(error);
   return pybind11::cast(
@@ -65,11 +38,9 @@ pybind11::object open_backend(Open open, pybind11::handle store, const char* nam
 
 // Returns a new reference; null with an exception set. The caller holds Python's lock.
 extern "C" __attribute__((visibility("default"))) PyObject* symm_cp_backend_object(
-    void* open, PyObject* store, const char* name, int rank, int size, int64_t timeout_ms,
-    PyObject* local, PyObject* transport, const int32_t* ranks, int hosts) {
+    void* open, PyObject* store, const char* name, int rank, int size, int64_t timeout_ms) {
   try {
-    return open_backend(reinterpret_cast<Open>(open), store, name, rank, size, timeout_ms,
-                        {local, transport, ranks, hosts})
+    return open_backend(reinterpret_cast<Open>(open), store, name, rank, size, timeout_ms)
         .release()
         .ptr();
   } catch (pybind11::error_already_set& error) {

@@ -105,10 +105,6 @@ class Board {
     entry.number.store(number);
   }
 
-  // The socket that the rank's CPUs belong to (base/sockets.h), as it was when the mesh was made.
-  int socket() const { return socket_.load(); }
-  void set_socket(int socket) { socket_.store(socket); }
-
   // A lost rank that a failed message has reported to this rank, which may then make no more calls.
   std::optional<int> missed() const {
     const uint32_t found = missed_.load();
@@ -130,7 +126,6 @@ class Board {
   std::atomic<int64_t> entered_[kChannels];
   std::atomic<int64_t> generation_[kChannels];
   std::atomic<uint32_t> threads_;
-  std::atomic<int32_t> socket_;
   std::atomic<uint32_t> missed_;   // the rank, plus 1
   std::atomic<uint32_t> version_;  // odd while the rest is being written
   std::atomic<int32_t> blocked_channel_;

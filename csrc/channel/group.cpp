@@ -5,7 +5,6 @@
 
 #include "base/error.h"
 #include "base/probe.h"
-#include "base/sockets.h"
 
 namespace symm_cp {
 
@@ -298,15 +297,12 @@ std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {
     shared.begin_generation(index, own_board_.generation(index));
   }
   shared.set_threads(several_threads_ ? 2 : 1);
-  std::vector<int> by_rank;
-  for (int rank = 0; rank < world_size_; ++rank) by_rank.push_back(found->board(rank).socket());
-  sockets_ = sockets_of(by_rank);
   std::atomic_store(&peers_, found);
   return found;
 }
 
 void Group::refuse(int index, const std::string& reason) {
-  if (owned()) end(index, next(index), reason, nullptr);
+  if (owned() && on_one_host() != false) end(index, next(index), reason, nullptr);
 }
 
 void Group::give_up_at(int index, int64_t number, const std::string& cause, const CallSite* other) {

@@ -120,9 +120,6 @@ class Group {
   // The steps of an exchange, which Python has lowered for this group.
   const Loop& loop(int index, ExchangeKind kind, LoopKind loop_kind) const;
   void set_loop(int index, ExchangeKind kind, LoopKind loop_kind, Loop loop);
-  // The number of sockets that the ranks are on, identical on all ranks; 1 unless the sockets hold
-  // equal numbers of consecutive ranks. Valid in calls that have begun, once the peers are known.
-  int sockets() const { return sockets_; }
   // Whether all ranks share this host's memory; nullopt until checked (groups.h).
   std::optional<bool> on_one_host() const {
     const Hosts known = hosts_;
@@ -208,7 +205,6 @@ class Group {
   static void acquire(std::recursive_timed_mutex& mutex);
   static constexpr int kKinds = 9;
   std::optional<Loop> loops_[kChannels][kKinds][kLoopKinds];
-  std::atomic<int> sockets_{1};
   enum class Hosts { kUnknown, kOne, kSeveral };
   std::atomic<Hosts> hosts_{Hosts::kUnknown};
   std::recursive_timed_mutex call_locks_[kChannels];

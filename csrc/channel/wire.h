@@ -101,10 +101,9 @@ SYMM_CP_WIRE_ENUM(ReduceOp, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor
 SYMM_CP_WIRE_ENUM(ExchangeKind, kAllGather, kAllReduce, kTwoShotAllReduce, kReduceScatter,
                   kAllToAll, kJoiningAllToAll, kHandledAllToAll);
 
-// The loops of a kind of exchange; not every kind has all of them. Loops other than kPlain differ
-// in where the input lies, or in the number of sockets.
-SYMM_CP_WIRE_ENUM(LoopKind, kPlain, kInPlace, kTwoSockets, kFourSockets);
-inline constexpr int kLoopKinds = 4;
+// The loops of a kind of exchange, by where the input lies; not every kind has both.
+SYMM_CP_WIRE_ENUM(LoopKind, kPlain, kInPlace);
+inline constexpr int kLoopKinds = 2;
 
 // The buffers of a loop: this rank's input and output, a rank's slot, and a rank's input in
 // symmetric memory.
@@ -150,16 +149,15 @@ inline constexpr const char* kChannelNames[] = {"sync", "async"};
 // Flags of a workspace. A rank raises the first kFlags at a peer; the others exist on devices only:
 // "arrived", for a rank's own polling kernel; "gave up", of a rank that has aborted the call;
 // "sent", the words that streams copy to peers' flags, see sent_offset; and "ready in place".
-inline constexpr const char* kFlagNames[] = {"ready", "partial",       "reduced", "taken",
-                                             "done",  "relayed",       "arrived", "gave up",
-                                             "sent",  "ready in place"};
-inline constexpr int kFlags = 6;
-inline constexpr int kDeviceFlags = 10;
+inline constexpr const char* kFlagNames[] = {
+    "ready", "partial", "reduced", "taken", "done", "arrived", "gave up", "sent", "ready in place"};
+inline constexpr int kFlags = 5;
+inline constexpr int kDeviceFlags = 9;
 inline constexpr int kReadyFlag = 0;
 inline constexpr int kPartialFlag = 1;
-inline constexpr int kGaveUpFlag = 7;
-inline constexpr int kSentFlag = 8;
-inline constexpr int kReadyInPlaceFlag = 9;
+inline constexpr int kGaveUpFlag = 6;
+inline constexpr int kSentFlag = 7;
+inline constexpr int kReadyInPlaceFlag = 8;
 inline constexpr int64_t kFlagBytes = 64;  // a cache line for each flag and writer
 
 // Offset of the flag that `writer` raises from the first flag of its owner.

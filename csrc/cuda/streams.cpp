@@ -10,7 +10,7 @@ namespace {
 constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
 // The flag that a rank's own kernel raises or polls: no peer is watched for it.
-constexpr int kArrivedFlag = 6;
+constexpr int kArrivedFlag = 5;
 static_assert(std::string_view(kFlagNames[kArrivedFlag]) == "arrived");
 
 // Makes a context current in this thread for a scope: autograd's threads may have none, or another

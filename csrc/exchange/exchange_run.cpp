@@ -53,10 +53,6 @@ class Cursor {
   int64_t rows_ = 0;
 };
 
-LoopKind by_sockets(int sockets) {
-  return sockets == 2 ? LoopKind::kTwoSockets : LoopKind::kFourSockets;
-}
-
 }  // namespace
 
 int64_t slot_bytes_of(const Exchange& exchange, const Loop& loop) {
@@ -72,8 +68,6 @@ const Loop& loop_of(Group& group, int channel, const Exchange& exchange) {
 
 ExchangeRun::ExchangeRun(Group& group, int channel, HeldExchange exchange)
     : exchange_(std::move(exchange)),
-      group_(group),
-      channel_(channel),
       loop_(&loop_of(group, channel, *exchange_)),
       world_size_(group.world_size()),
       rank_(group.rank()),
@@ -385,11 +379,6 @@ Call ExchangeRun::begin(Workspace& workspace, int64_t number) {
   }
   Call call = workspace.begin(number, slot_bytes_, exchange_->call_name, exchange_->timeout);
   past_caches_ = workspace.channel()->result_stores().next(result_bytes_);
-  // Now the ranks have met. Loops by sockets use the same places as the plain loop. Averages of
-  // averages are right, since each socket has the same number of ranks.
-  if (exchange_->kind == ExchangeKind::kTwoShotAllReduce && !exchange_->in_place &&
-      group_.sockets() > 1)
-    loop_ = &group_.loop(channel_, exchange_->kind, by_sockets(group_.sockets()));
   return call;
 }
 

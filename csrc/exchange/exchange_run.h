@@ -88,8 +88,6 @@ class ExchangeRun {
   static Reference reference_of(const Area& area);
 
   HeldExchange exchange_;
-  Group& group_;
-  int channel_;
   const Loop* loop_;
   int world_size_;
   int rank_;

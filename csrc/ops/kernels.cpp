@@ -427,7 +427,7 @@ void reporting_refusals(const char* op, const c10::IValue& group_name, int chann
         return;
       }
       const auto group = group_named(group_name.toStringRef());
-      if (group->on_one_host().value_or(true)) report_to_peers(*group, channel, error);
+      report_to_peers(*group, channel, error);
     } catch (const std::exception&) {  // no group: no peers to report to
     }
   };

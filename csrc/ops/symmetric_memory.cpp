@@ -15,7 +15,6 @@
 #include "base/error.h"
 #include "base/python.h"
 #include "memory/mapping.h"
-#include "rendezvous/failure_notes.h"
 #include "rendezvous/store_bootstrap.h"
 
 namespace symm_cp {
@@ -24,6 +23,9 @@ namespace {
 
 namespace symm = c10d::symmetric_memory;
 using std::chrono::milliseconds;
+
+// How long to wait for a store when its answer would only spare peers a wait.
+constexpr std::chrono::seconds kNotePatience{1};
 
 // The peers of a group, tied to the process group object instead of its name: names are reused
 // after a group is destroyed.

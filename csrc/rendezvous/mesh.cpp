@@ -27,7 +27,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/sockets.h"
 #include "rendezvous/peers.h"
 
 namespace symm_cp {
@@ -49,10 +48,8 @@ void Peers::meet(Bootstrap& bootstrap, const Rendezvous& rendezvous) {
     // For each peer a socket, a process and, for a moment, a board; and this rank's own
     // descriptors.
     require_descriptors(3 * world_size_ + 4, rendezvous.call_name);
-    if (boards_[rank_].data() == nullptr) {
+    if (boards_[rank_].data() == nullptr)
       boards_[rank_] = Segment::create(sizeof(Board), "symm_cp-board");
-      board(rank_).set_socket(own_socket(rank_, world_size_));
-    }
     if (world_size_ == 1) return;
     if (!listener_) listener_.emplace(group_, rank_, world_size_);
     bootstrap.set(key_of(rank_), listener_->entry());

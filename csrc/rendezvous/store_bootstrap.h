@@ -28,6 +28,15 @@ inline std::optional<std::string> read_text(c10d::Store& store, const std::strin
   return std::string(text.begin(), text.end());
 }
 
+// Clones a store for another thread; returns the store itself if it has no clone (in Python).
+inline c10::intrusive_ptr<c10d::Store> copy_of(const c10::intrusive_ptr<c10d::Store>& store) {
+  try {
+    return store->clone();
+  } catch (const std::exception&) {
+    return store;
+  }
+}
+
 // A request to the store ends with an error when the store has not answered within `limit`: the
 // process that hosts it, or that holds its lock (FileStore), may have been stopped. Every later
 // request then fails at once.

@@ -65,7 +65,7 @@ class Signals(Enum):
     KERNEL = "kernel"
     #: torch's kernels for symmetric memory, whose waits reset the flag.
     TORCH = "torch"
-    #: None of these work: the ranks are treated as if they were on different hosts.
+    #: None of these work: the ranks work apart, over the process group.
     NONE = "none"
 
 
@@ -110,7 +110,7 @@ class Device(ABC):
     triton: ClassVar[bool] = False
     #: Whether calls can be captured into graphs.
     captures: ClassVar[bool] = False
-    #: Whether it reaches ranks on other hosts, so that groups need no hierarchy.
+    #: Whether it reaches ranks on other hosts, so that groups there need no process group.
     spans_hosts: ClassVar[bool] = False
 
     def __init__(self, torch_device: torch.device) -> None:

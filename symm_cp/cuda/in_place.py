@@ -27,7 +27,7 @@ from symm_cp import native
 from symm_cp.cuda.base import Device
 from symm_cp.cuda.registry import device_for, has_streams, spans_hosts
 from symm_cp.cuda.rendezvous import map_peers
-from symm_cp.group.hosts import hosts_of
+from symm_cp.group.hosts import apart_of
 from symm_cp.group.liveness import share
 from symm_cp.group.memory import Group, GroupLike, StateKey, resolve
 
@@ -78,27 +78,27 @@ def read_in_place(tensor: torch.Tensor, group: GroupLike) -> None:
     `tensor` was allocated as symmetric memory (`torch.distributed._symmetric_memory.empty`), is
     contiguous, and has the same number of bytes on all ranks; it need not be a whole allocation.
     From then on pass it to an op of the group on all ranks or on none, in any shape. This lasts as
-    long as its memory. Collective; on CPU it is torch's rendezvous. Raises `ValueError` on every
-    rank when one of them passes another tensor, and `NotImplementedError` where the group's ranks
-    cannot map each other's memory.
+    long as its memory. Collective; on CPU it is torch's rendezvous. Does nothing where the group's
+    ops run over the process group. Raises `ValueError` on every rank when one of them passes
+    another tensor, and `NotImplementedError` on NVSHMEM.
     """
-    whole_group = resolve(group)
+    resolved = resolve(group)
     if not has_streams(tensor.device):
-        symm_mem.rendezvous(tensor, whole_group.name)
+        symm_mem.rendezvous(tensor, resolved.name)
         return
-    if spans_hosts(whole_group, tensor.device):
+    if spans_hosts(resolved, tensor.device):
         raise NotImplementedError(
-            f"read_in_place: not supported on {device_for(whole_group, tensor.device)}"
+            f"read_in_place: not supported on {device_for(resolved, tensor.device)}"
         )
-    spread = hosts_of(whole_group, tensor.device)
-    local = whole_group if spread is None else spread.local
-    device = device_for(local, tensor.device)
-    with local.lock, device.guard():
-        tensors = local.state(_TENSORS, lambda: _Tensors({}))
+    if apart_of(resolved, tensor.device) is not None:
+        return
+    device = device_for(resolved, tensor.device)
+    with resolved.lock, device.guard():
+        tensors = resolved.state(_TENSORS, lambda: _Tensors({}))
         for key in [key for key, old in tensors.known.items() if old.storage.expired()]:
             del tensors.known[key]
-        _agree(device, tensor, local)
-        mapped = device.keep(lambda: map_peers(tensor, local))
+        _agree(device, tensor, resolved)
+        mapped = device.keep(lambda: map_peers(tensor, resolved))
         mapped.forget()
         native.drop_plans()
         tensors.count += 1

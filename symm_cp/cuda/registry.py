@@ -9,7 +9,7 @@ import torch
 
 from symm_cp import accelerators, native
 from symm_cp.cuda.base import Device, Signals
-from symm_cp.group.hosts import checks, hosts_of
+from symm_cp.group.hosts import apart_of, checks
 from symm_cp.group.memory import Group, StateKey
 
 #: The kinds of device by the type of torch devices.
@@ -83,14 +83,14 @@ def kernels_count(group: Group, device: torch.device) -> bool:
     if not has_streams(device):
         return False
     serving = device_of(device)
-    if not serving.polls() or hosts_of(group, device) is not None:
+    if not serving.polls() or apart_of(group, device) is not None:
         return False
     with serving.guard():
         return not serving.capturing() and serving.signals(group) is Signals.STREAM
 
 
 def _why_not_together(group: Group, device: torch.device) -> str | None:
-    """Returns the verdict's reason to treat a group's ranks as if on different hosts, if any."""
+    """Returns the reason of the self-test's verdict why a group's ranks work apart, if any."""
     if not has_streams(device):
         return None
     verdict = device_for(group, device).verdict(group)

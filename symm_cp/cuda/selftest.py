@@ -70,11 +70,6 @@ def verdict(group: Group, device: Device) -> Verdict:
     return known
 
 
-def known_verdict(group: Group, device: torch.device) -> Verdict | None:
-    """Returns the verdict on a device, if the group's self-test has run there. Not collective."""
-    return (group.find(_VERDICTS) or {}).get(device)
-
-
 class SelfTest:
     """One self-test of a group on a device. Collective."""
 

@@ -35,7 +35,7 @@ from symm_cp.cuda.stream_launches import (
     together_launch,
 )
 from symm_cp.cuda.workspaces import give_up
-from symm_cp.group.hosts import hosts_of
+from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group
 from symm_cp.native import wire
 from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
@@ -53,7 +53,6 @@ from symm_cp.runtime.calls import (
     TogetherAndScatterCall,
     TogetherCall,
 )
-from symm_cp.runtime.hosts import HostsRuntime
 from symm_cp.runtime.program import Kernel
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import padded, part_offsets, scratch, scratch_rows
@@ -385,12 +384,11 @@ class StreamRuntime(BackgroundRuntime):
 
 
 _streams = StreamRuntime()
-_streams_over_hosts = HostsRuntime(_streams)
 
 
 def _choose(device: torch.device, group: Group) -> Runtime:
-    alone = spans_hosts(group, device) or hosts_of(group, device) is None
-    return _streams if alone else _streams_over_hosts
+    together = spans_hosts(group, device) or apart_of(group, device) is None
+    return _streams if together else runtime.unfused
 
 
 runtime.serve(kinds, _choose)

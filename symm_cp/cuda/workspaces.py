@@ -21,7 +21,7 @@ import torch
 from symm_cp import native
 from symm_cp.cuda.base import Device, DeviceWorkspace, Signals, Verdict
 from symm_cp.cuda.registry import device_for, spans_hosts
-from symm_cp.group.hosts import hosts_of
+from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group, GroupLike, StateKey, resolve
 from symm_cp.native import wire
 
@@ -253,10 +253,10 @@ def reserve(
         raise ValueError(f"reserve: {nbytes=} must not be negative")
     if graphs < 0:
         raise ValueError(f"reserve: {graphs=} must not be negative")
-    torch_device, whole_group = torch.device(device), resolve(group)
-    spread = None if spans_hosts(whole_group, torch_device) else hosts_of(whole_group, torch_device)
-    local = whole_group if spread is None else spread.local
+    torch_device, resolved = torch.device(device), resolve(group)
+    if not spans_hosts(resolved, torch_device) and apart_of(resolved, torch_device) is not None:
+        return  # ops go over the process group, which needs no workspaces
     if torch_device.type == "cpu":
-        local.reserve(nbytes)
+        resolved.reserve(nbytes)
     else:
-        reserve_on(local, device_for(local, torch_device), nbytes, graphs)
+        reserve_on(resolved, device_for(resolved, torch_device), nbytes, graphs)

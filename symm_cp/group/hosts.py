@@ -1,33 +1,29 @@
-"""Groups that span hosts: which ranks share memory.
+"""Whether the ranks of a group work in each other's memory, or apart: over the process group.
 
-Two ranks are on one host when they run under the same boot of a kernel and in the same network
+Ranks are on one host when they run under the same boot of a kernel and in the same network
 namespace: symmetric memory is passed over sockets of that namespace. Host names are not compared,
-because containers and copied images repeat them. GPUs that cannot map each other's memory (no peer
-access) count as on different hosts. Every rank counts as on a host of its own where the self-test
-finds no way for the ranks of a group to signal each other.
+because containers and copied images repeat them. Ranks also work apart if their GPUs do not all
+reach each other's memory (no peer access), or if the self-test finds no way for them to signal each
+other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import datetime
 import json
-import secrets
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import accelerators, env, native
 from symm_cp.group.liveness import host_identity, read, share, wait_limit
 from symm_cp.group.memory import Group, StateKey, on_first_use, reported, resolve
-from symm_cp.group.stores import TimedStore, timeout_of
+from symm_cp.group.stores import TimedStore
 from symm_cp.native import wire
 
 _CPU = torch.device("cpu")
@@ -38,21 +34,12 @@ Numbers: TypeAlias = "tuple[tuple[int, ...], ...]"
 QUESTION = b"inputs of "
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """How a group is spread over hosts; rank `ranks[h][i]` of the group is number i of host h.
+class Apart(NamedTuple):
+    """Why the ranks of a group work apart."""
 
-    This rank is number `place` of host `host`, whose ranks are the group `local`.
-    """
-
-    ranks: tuple[tuple[int, ...], ...]
-    host: int
-    place: int
-    local: Group
-    #: The process group of `local`, kept alive with this object.
-    process_group: dist.ProcessGroup
-    #: Why ranks that share memory are treated as if on different hosts, if they are.
-    reason: str = ""
+    reason: str
+    #: Whether the ranks can map each other's memory, but one of `checks` failed.
+    failed_check: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,8 +56,8 @@ class Place:
 Check: TypeAlias = "Callable[[Group, torch.device], str | None]"
 checks: list[Check] = []
 
-#: How a group is spread over hosts, by type of device; None: all ranks are on one host.
-SPREADS: StateKey[dict[str, Hosts | None]] = StateKey("hosts")
+#: Why ranks work apart, by type of device; None: they work together.
+APART: StateKey[dict[str, Apart | None]] = StateKey("apart")
 
 
 def _place(device: torch.device) -> Place:
@@ -89,67 +76,43 @@ def _place(device: torch.device) -> Place:
     return Place(host_identity(), ids[own], unreachable)
 
 
-def _islands(ranks: Sequence[int], places: Sequence[Place]) -> list[tuple[int, ...]]:
-    """Splits the ranks of a host into parts whose GPUs all reach each other.
+def places_apart(places: Sequence[Place]) -> str:
+    """Returns why ranks at these places share no memory; "" if they do."""
+    hosts = {place.host for place in places}
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} hosts, which share no memory"
+    gpus = {place.gpu for place in places}
+    if any(gpu in place.unreachable for place in places for gpu in gpus):
+        return "its GPUs do not all reach each other's memory"
+    return ""
 
-    Where the GPUs do not form such parts, each rank is a part of its own.
+
+def apart_of(group: Group, device: torch.device) -> Apart | None:
+    """Returns why a group's ranks work apart on tensors on `device`; None if they do not.
+
+    Collective at the first call for a group and a kind of device. Rank 0 then warns if they do.
     """
-
-    def reaches(rank: int, peer: int) -> bool:
-        return places[peer].gpu not in places[rank].unreachable
-
-    reachable = {
-        rank: tuple(peer for peer in ranks if reaches(rank, peer) and reaches(peer, rank))
-        for rank in ranks
-    }
-    if all(reachable[peer] == reachable[rank] for rank in ranks for peer in reachable[rank]):
-        return list(dict.fromkeys(reachable.values()))
-    return [(rank,) for rank in ranks]
-
-
-def spread(places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
-    """Returns the parts of a group whose ranks share memory, given the place of each rank."""
-    hosts: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        hosts.setdefault(place.host, []).append(rank)
-    islands = [island for ranks in hosts.values() for island in _islands(ranks, places)]
-    if len(islands) > len(hosts) and len({len(island) for island in islands}) > 1:
-        return tuple((rank,) for rank in range(len(places)))
-    return tuple(islands)
-
-
-def hosts_of(group: Group, device: torch.device) -> Hosts | None:
-    """Returns how a group is spread over hosts; None if all tensors on `device` are on one host.
-
-    Collective at the first call for a group and a kind of device. Warns when GPUs of one host do
-    not reach each other's memory, or cannot signal each other: they then count as on different
-    hosts. Raises `NotImplementedError` when hosts hold different numbers of the group's ranks.
-    """
-    if group.world_size == 1:
-        return None
-    spreads, kind = group.state(SPREADS, dict), device.type
-    if kind not in spreads:
-        spreads[kind] = _find(group, device)
-    return spreads[kind]
+    known, kind = group.state(APART, dict), device.type
+    if kind not in known:
+        apart = known[kind] = _find(group, device)
+        if kind == "cpu":
+            native.load().symm_cp_set_on_one_host(group.handle, apart is None)
+        if apart is not None and group.rank == 0:
+            warnings.warn(
+                f"symm_cp: ops of group {group.name!r} on {kind} run unfused, over the process "
+                f"group: {apart.reason}",
+                stacklevel=2,
+            )
+    return known[kind]
 
 
 def no_common_memory(op: str, group: Group, device: torch.device) -> NotImplementedError:
-    """Returns the error of an op on peers' memory in a group that spans hosts."""
-    hosts = hosts_of(group, device)
-    count = len(hosts.ranks) if hosts is not None else 1
+    """Returns the error of an op on peers' memory in a group whose ranks work apart."""
+    apart = apart_of(group, device)
     return NotImplementedError(
-        f"{op}: the ranks of group {group.name!r} are on {count} hosts, which share no memory: use "
-        "the collectives of torch.distributed"
+        f"{op}: not supported in group {group.name!r}: {apart.reason if apart else ''}: use the "
+        "collectives of torch.distributed"
     )
-
-
-def on_this_host(group: Group, kind: str) -> Group:
-    """Returns the part of a group on this host, for a kind of device.
-
-    Never waits: before the first call of `hosts_of` it returns the whole group.
-    """
-    known = (group.find(SPREADS) or {}).get(kind)
-    return group if known is None else known.local
 
 
 def _publish(group: Group) -> None:
@@ -211,87 +174,22 @@ def _met_on_this_host(group: Group) -> bool:
 
 
 def _known_at_once(group: Group) -> bool:
-    """Whether `hosts_of` returns without waiting, for tensors on CPU."""
-    known = group.find(SPREADS) or {}
+    """Whether `apart_of` returns without waiting, for tensors on CPU."""
+    known = group.find(APART) or {}
     return group.world_size == 1 or "cpu" in known or _met_on_this_host(group)
 
 
-def _find(group: Group, device: torch.device) -> Hosts | None:
-    if device.type == "cpu" and _met_on_this_host(group):
+def _find(group: Group, device: torch.device) -> Apart | None:
+    if group.world_size == 1 or (device.type == "cpu" and _met_on_this_host(group)):
         return None
-    places = _places(group, device)
-    ranks = spread(places)
-    if len({len(on_host) for on_host in ranks}) > 1:
-        raise NotImplementedError(
-            f"symm_cp: the hosts of group {group.name!r} hold ranks {[list(r) for r in ranks]}; "
-            "every host must hold the same number of ranks"
-        )
-    if group.rank == 0 and len(ranks) > len({place.host for place in places}):
-        warnings.warn(
-            f"symm_cp: no GPU of group {group.name!r} reaches the memory of all others: ranks "
-            f"{', '.join(str(list(r)) for r in ranks)} exchange data as if on different hosts, "
-            "with the process group's own operations",
-            stacklevel=2,
-        )
-    hosts = _part_of(group, device, ranks) if len(ranks) > 1 else None
-    reason = _why_not_together(group, group if hosts is None else hosts.local, device)
-    if not reason:
-        return hosts
-    alone = tuple((rank,) for rank in range(group.world_size))
-    return _part_of(group, device, alone, reason)
-
-
-def _why_not_together(group: Group, part: Group, device: torch.device) -> str:
-    """Returns why the ranks of some part of a group cannot work on a device together. Collective.
-
-    The check that finds a reason (cuda/selftest.py) warns.
-    """
-    reasons = [check(part, device) for check in checks]
+    if reason := places_apart(_places(group, device)):
+        return Apart(reason)
+    reasons = [check(group, device) for check in checks]
     if all(reason is None for reason in reasons):
-        return ""
+        return None
     answers = share(group, f"together/{device.type}", "; ".join(filter(None, reasons)))
-    return next(filter(None, answers), "")
-
-
-def _part_of(
-    group: Group, device: torch.device, ranks: tuple[tuple[int, ...], ...], reason: str = ""
-) -> Hosts:
-    """Makes the group of this rank's part. Collective."""
-    host = next(index for index, on_host in enumerate(ranks) if group.rank in on_host)
-    place = ranks[host].index(group.rank)
-    # A fresh prefix: an earlier group of that name may have left keys in the store.
-    tokens = share(group, f"local/{device.type}", secrets.token_hex(8))
-    store = group.store().under(f"symm_cp/local/{tokens[ranks[host][0]]}").untimed
-    process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
-    name = f"{group.name}, {device.type}, host {host}"
-    local = local_group(store, name, place, len(ranks[host]), timeout_of(process_group))
-    return Hosts(ranks, host, place, resolve(local), local, reason)
-
-
-def local_group(
-    store: dist.Store, name: str, place: int, size: int, timeout: datetime.timedelta
-) -> dist.ProcessGroup:
-    """Makes a group of the ranks of a group that are on this host, for symmetric memory.
-
-    `new_group` would need non-members to take part, or would depend on the other groups of each
-    member.
-    """
-    local, cpu = dist.ProcessGroup(store, place, size), torch.device("cpu")
-    # A group gets its name and its time-out from a backend; the loopback device suffices.
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-    # Longer than the time-out of links between hosts: a rank that loses a link notifies the ranks
-    # on this host that wait for it.
-    options._timeout = timeout * 1.5
-    backend = dist.ProcessGroupGloo(store, place, size, options)
-    local._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)
-    local._set_group_name(name)
-    with contextlib.suppress(RuntimeError):
-        _unregister_process_group(name)  # of an earlier group of that name
-    _register_process_group(name, local)
-    alone: dict[str, Hosts | None] = {"cpu": None}  # its ranks are on one host
-    resolve(local).put(SPREADS, alone)
-    return local
+    reason = next(filter(None, answers), "")
+    return Apart(reason, failed_check=True) if reason else None
 
 
 def numbers_of_all(group: Group, name: str, numbers: Sequence[int]) -> Numbers:
@@ -303,7 +201,7 @@ def numbers_of_all(group: Group, name: str, numbers: Sequence[int]) -> Numbers:
     """
     if group.world_size == 1:
         return (tuple(numbers),)
-    if hosts_of(group, _CPU) is None:
+    if apart_of(group, _CPU) is None:
         return numbers_on_host(group, name.encode(), numbers)
     texts = share(group, name, " ".join(map(str, numbers)))
     return tuple(tuple(map(int, text.split())) for text in texts)
@@ -341,11 +239,7 @@ def _find_by_name(name: bytes, ask: int) -> int:
     try:
         group = resolve(name.decode())
         if ask or _known_at_once(group):
-            try:
-                together = hosts_of(group, _CPU) is None
-            except NotImplementedError:
-                together = False  # the op raises the reason
-            library.symm_cp_set_on_one_host(group.handle, together)
+            apart_of(group, _CPU)
         library.symm_cp_group_known(group.handle)
     except BaseException as error:
         if isinstance(error, Exception):

@@ -284,7 +284,6 @@ class Group:
         self._process = os.getpid()
         self._library = native.load()
         # These raise for bad values; the native part treats a value that is no number as unset.
-        env.sockets()
         env.read_messages()
         self.handle: int = self._library.symm_cp_group_open(
             self.name.encode(),
@@ -437,9 +436,7 @@ def resolve(group: GroupLike) -> Group:
         new_group = Group(process_group)
         _groups[name] = (weakref.ref(process_group), new_group)
     try:
-        if (
-            process_group in dist.distributed_c10d._world.pg_map
-        ):  # not the part of a group on a host
+        if process_group in dist.distributed_c10d._world.pg_map:  # torch made it: it has a store
             for publish in on_first_use:
                 publish(new_group)
     except BaseException:

@@ -113,10 +113,7 @@ def load_glue() -> ctypes.CDLL:
     glue = _open_library(glue_beside(_loaded[0]) or build_glue(), ctypes.PyDLL)
     make = glue.symm_cp_backend_object
     make.restype = ctypes.py_object
-    make.argtypes = [
-        *(VOID, ctypes.py_object, TEXT, INT, INT, LONG),
-        *(ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), INT),
-    ]
+    make.argtypes = [VOID, ctypes.py_object, TEXT, INT, INT, LONG]
     glue.symm_cp_plan_launch.argtypes = [
         *(VOID, VOID, ctypes.py_object, VOID, ctypes.c_uint32, VOID, VOID, INT, TEXT),
         *(INT, ctypes.py_object, ctypes.py_object),

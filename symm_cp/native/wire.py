@@ -92,8 +92,6 @@ class LoopKind(IntEnum):
 
     PLAIN = 0
     IN_PLACE = 1
-    TWO_SOCKETS = 2
-    FOUR_SOCKETS = 3
 
 
 class Buffer(IntEnum):
@@ -253,7 +251,7 @@ class WorkspaceLayout(ctypes.Structure):
 CHANNELS = ("sync", "async")
 
 #: The flags that a rank raises at its peers; a flag's number is its index here.
-FLAGS = ("ready", "partial", "reduced", "taken", "done", "relayed")
+FLAGS = ("ready", "partial", "reduced", "taken", "done")
 #: Devices also have a flag for a rank's own polling kernel, a flag of a rank that has aborted, the
 #: words that streams copy to peers' flags, and a "ready" flag for calls that read in place.
 DEVICE_FLAGS = (*FLAGS, "arrived", "gave up", "sent", "ready in place")

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from symm_cp import env, runtime
 from symm_cp.cuda import has_streams
 from symm_cp.cuda.kept import capturing, kept
-from symm_cp.group.hosts import hosts_of
+from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import GroupLike, reported, resolve
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops.direct import decoding_call, direct
@@ -276,7 +276,7 @@ def _sums_agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> boo
         return True
     if input.device.type != "cpu" or has_streams(input.device):
         return False
-    if hosts_of(state, input.device) is not None:  # the all-reduce is within one host
+    if apart_of(state, input.device) is not None:  # it is an op on peers' memory
         return False
     agreed = decoding_call("agree")(input, repr(further), group, state.world_size)
     if agreed is not None:

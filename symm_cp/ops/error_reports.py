@@ -13,7 +13,6 @@ import torch.utils.checkpoint
 from torch.utils._pytree import tree_leaves
 
 from symm_cp import native
-from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import GroupLike, is_reported, reported, resolve
 from symm_cp.ops.tensor_checks import concerns_peers
 
@@ -120,7 +119,7 @@ def refuse(group: GroupLike, channel: str, error: BaseException) -> None:
     if _was_reported_natively(error):
         reported(error)
         return
-    on_this_host(state, "cpu").refuse(channel, error)
+    state.refuse(channel, error)
     reported(error)
 
 

@@ -13,8 +13,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import cuda, native
 from symm_cp.cuda import plans
-from symm_cp.cuda.selftest import known_verdict
-from symm_cp.group.hosts import hosts_of
+from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group, StateKey, resolve
 from symm_cp.ops.autocast import device_autocast
 from symm_cp.ops.common import device_behind
@@ -27,29 +26,19 @@ _ANNOUNCED: StateKey[set[torch.device]] = StateKey("override_announced")
 
 
 def _serves(group: Group, device: torch.device) -> bool:
-    """Whether our kernels run for a group: the self-test passed. Collective at the first call.
+    """Whether our kernels run for a group: no check failed. Collective at the first call.
 
-    Our kernels can also pass data between hosts; torch's kernels cannot.
+    Between hosts ours run unfused; torch's kernels cannot run there.
     """
-    verdict = known_verdict(group, device)
-    if verdict is not None and verdict.passed:
-        return True
-    spread = hosts_of(group, device)
-    if spread is not None:
-        reason = spread.reason
-    elif group.world_size == 1:
-        reason = ""
-    else:
-        verdict = cuda.device_for(group, device).verdict(group)
-        reason = "" if verdict.passed else verdict.reason
-    if not reason:
+    apart = apart_of(group, device)
+    if apart is None or not apart.failed_check:
         return True
     announced = group.state(_ANNOUNCED, set)
     if device not in announced:
         announced.add(device)
         native.say(
             f"override_cuda_ops: torch's kernels stay in use for group {group.name!r} on {device}: "
-            f"{reason}"
+            f"{apart.reason}"
         )
     return False
 

@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 import torch
 
-from symm_cp.group.hosts import hosts_of
+from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.cpu import CpuRuntime, boxes_of
-from symm_cp.runtime.hosts import HostsRuntime
+from symm_cp.runtime.unfused import UnfusedRuntime
 
-__all__ = ["Choose", "background_of", "boxes_of", "of", "serve"]
+__all__ = ["Choose", "background_of", "boxes_of", "of", "serve", "unfused"]
 
 #: Returns the runtime for a group's tensors on a device.
 Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
@@ -21,7 +21,8 @@ Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
 _served: list[tuple[Container[str], Choose]] = []
 
 _cpu = CpuRuntime()
-_cpu_over_hosts = HostsRuntime(_cpu)
+#: For groups whose ranks work apart, whatever device their tensors are on.
+unfused = UnfusedRuntime()
 
 
 def serve(types: Container[str], choose: Choose) -> None:
@@ -35,7 +36,7 @@ def of(tensor: torch.Tensor, group: Group) -> Runtime:
     for types, choose in _served:
         if device.type in types:
             return choose(device, group)
-    return _cpu if hosts_of(group, device) is None else _cpu_over_hosts
+    return _cpu if apart_of(group, device) is None else unfused
 
 
 def background_of(tensor: torch.Tensor, group: Group) -> BackgroundRuntime:

@@ -27,7 +27,7 @@ from symm_cp import inductor
 from symm_cp.inductor.options import Options
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
-from tests.hosts.test_hierarchy import spread_out
+from tests.hosts.apart import spread_out
 from tests.inductor.all_reduce_graphs import InputOfColumns, InRows, reduce
 from tests.inductor.graphs import AR, SUM, run, through_passes
 from tests.inductor.test_compile import Block, compiling, gradients, mesh_of
@@ -184,7 +184,7 @@ def over_hosts(group: dist.ProcessGroup, seed: int) -> None:
     """A graph that was compiled, or cached, for one host runs where the ranks are on two."""
     generator = torch.Generator().manual_seed(seed + group.rank())
     inputs = [torch.randn(s, dtype=torch.float64, generator=generator) for s in ((4, 6), (6, 5))]
-    with spread_out(group, 1) as wide:
+    with spread_out(group, "01") as wide:
 
         def fn(x: torch.Tensor, w: torch.Tensor) -> Any:
             return reduce(x @ w, wide), reduce(x, wide)

@@ -153,7 +153,7 @@ def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
 def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:
     """Runs plans, exchanges, messages and faults on 1 to 4 ranks; omitted waits must show as races.
 
-    Exchanges also run with several threads in each rank, and with ranks on several sockets.
+    Exchanges also run with several threads in each rank.
     """
     program = [*prefix, build_ranks(compiler, sanitizer, folder)]
     _say(sanitizer, "the ranks' program is built")
@@ -179,10 +179,6 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         expect_ok("calls", str(calls))
         expect_ok("exchanges", str(loops), str(seed))
         expect_ok("exchanges", str(loops), str(seed + 1), RANK_THREADS=3)
-    for world_size, sockets in ((4, 2), (6, 2), (8, 4)):
-        loops = folder / f"loops {world_size}"
-        loops.write_bytes(plans.write_loops(world_size))
-        expect_ok("exchanges", str(loops), str(seed), SYMM_CP_SOCKETS=sockets)
     expect_ok("faults")
     expect_ok("messages", str(seed))
     expect_ok("signals")

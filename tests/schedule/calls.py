@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from symm_cp.schedule import Schedule, patterns
 from symm_cp.schedule.patterns import Channel, FormName, Variant
-from symm_cp.schedule.patterns.two_shot_all_reduce import SOCKETS, socket_of
 from tests.exhaustive import some
 
 #: All eight orders of three consecutive calls of two variants; a slot comes back within three.
@@ -70,9 +69,3 @@ CHAINS = [
     if place.variant.chained
     for pieces in (2, 3, 5)
 ]
-
-
-def near_ranks(variant: Variant, rank: int, world_size: int) -> range | None:
-    """The ranks of a rank's socket, if the variant knows of sockets in this world."""
-    sockets = [SOCKETS[option] for option in variant.options & SOCKETS.keys()]
-    return socket_of(rank, world_size, sockets[0]) if sockets else None

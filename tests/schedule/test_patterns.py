@@ -20,8 +20,7 @@ from symm_cp.schedule.patterns import (
     TWO_SHOT_ALL_REDUCE,
     Variant,
 )
-from symm_cp.schedule.patterns.two_shot_all_reduce import SOCKETS
-from tests.schedule.calls import PLACES, Place, Workspace, near_ranks
+from tests.schedule.calls import PLACES, Place, Workspace
 
 #: Variants with kernels that compare the number of a call.
 BY_EPOCH = (
@@ -251,34 +250,6 @@ def test_no_kernel_waits_for_a_signal_to_a_peer(place: Place) -> None:
                 assert not isinstance(step, Signal) or step.to == rank
 
 
-# Sockets.
-
-
-@pytest.mark.parametrize(
-    ("option", "world_size"),
-    [("two_sockets", 4), ("two_sockets", 6), ("two_sockets", 8), ("four_sockets", 8)],
-)
-def test_chunks_cross_between_sockets_once_for_each_socket(option: str, world_size: int) -> None:
-    variant = TWO_SHOT_ALL_REDUCE.direct(**{option: True})
-    sockets, crossed = SOCKETS[option], 0
-    for schedule in variant.schedules(world_size):
-        near = near_ranks(variant, schedule.rank, world_size)
-        assert near is not None
-        reads = [region for step in steps_of(schedule) for region in accesses(step)[0]]
-        crossed += sum(region.rank not in near for region in reads)
-    # Each socket reads the partial sums of its chunks, then the sums of the others' chunks.
-    chunks = world_size // sockets
-    assert crossed == 2 * sockets * (sockets - 1) * chunks
-
-
-@pytest.mark.parametrize("option", sorted(SOCKETS))
-def test_worlds_that_do_not_divide_into_sockets(option: str) -> None:
-    variant, plain = TWO_SHOT_ALL_REDUCE.direct(**{option: True}), TWO_SHOT_ALL_REDUCE.direct()
-    for world_size in (1, 2, 3, 5, 7, SOCKETS[option]):
-        lanes = [each.lanes for each in variant.schedules(world_size)]
-        assert lanes == [each.lanes for each in plain.schedules(world_size)]
-
-
 # Counts.
 
 
@@ -305,10 +276,6 @@ def test_how_many_signals_a_call_costs(place: Place) -> None:
             if "ring" in variant.options:
                 # "taken" goes to all but two peers, "ready" not to the late ones.
                 assert len(sent) <= (per_peer + 1) * (world_size - 1)
-            elif near := near_ranks(variant, schedule.rank, world_size):
-                sockets = world_size // len(near)
-                # To twins "partial" and "reduced", to others "ready"; "relayed" within a socket.
-                assert len(sent) == world_size - 1 + (sockets - 1) + len(near) - 1
             else:
                 assert len(sent) == per_peer * (world_size - 1)
 

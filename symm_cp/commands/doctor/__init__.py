@@ -159,8 +159,6 @@ def numa(system: Path = cores.SYSTEM) -> Finding:
     detail = f"cores that this process may use: {count}, of {len(sockets)} socket(s); {each}"
     if len(nodes) > 1:
         detail += "; symm-cp run --numa node gives each rank cores and memory of its own"
-    if (as_if := env.sockets()) is not None:
-        detail += f"; ranks sum as if on {as_if} socket(s) (SYMM_CP_SOCKETS)"
     return Finding("processors", "NUMA", "info", detail)
 
 

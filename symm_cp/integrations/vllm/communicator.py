@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
-from symm_cp.group.hosts import hosts_of
+from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import resolve
 from symm_cp.integrations import parts
 
@@ -47,7 +47,7 @@ class SymmCommunicator(DeviceCommunicatorBase):
         )
         self.device_group = cpu_group if device_group is None else device_group
         self._group_name = self.device_group.group_name
-        self._on_one_host = hosts_of(resolve(self.device_group), _CPU) is None
+        self._on_one_host = apart_of(resolve(self.device_group), _CPU) is None
         if self.use_all2all:  # as in vLLM's CPU communicator: gathers, then reduce-scatters
             from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 

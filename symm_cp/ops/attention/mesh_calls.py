@@ -16,7 +16,6 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import is_reported, reported, resolve
 from symm_cp.ops.error_reports import END_OF_RECOMPUTATION
 
@@ -59,7 +58,7 @@ def give_up(groups: tuple[str, ...], error: BaseException) -> None:
         with contextlib.suppress(Exception):  # no group, no ranks to report to
             # The error itself may have been reported already, but to other ranks.
             told = RuntimeError(f"{kind}{error}")
-            on_this_host(resolve(name), "cpu").refuse("sync", told)
+            resolve(name).refuse("sync", told)
     with contextlib.suppress(AttributeError):  # a type whose objects take no attributes
         error._symm_cp_reported_to_mesh = True  # type: ignore[attr-defined]
     reported(error)

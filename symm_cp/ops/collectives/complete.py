@@ -14,7 +14,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from torch._subclasses.functional_tensor import CppFunctionalizeAPI
 
 from symm_cp.cuda import has_streams
-from symm_cp.group.hosts import hosts_of, no_common_memory
+from symm_cp.group.hosts import apart_of, no_common_memory
 from symm_cp.group.memory import resolve
 from symm_cp.ops.common import (
     check_dense,
@@ -71,7 +71,7 @@ def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tens
     op = "get_remote_tensors"
     check_dense(op, "x", x)
     group = resolve(group_name)
-    if hosts_of(group, x.device) is not None:
+    if apart_of(group, x.device) is not None:
         raise no_common_memory(op, group, x.device)
     handle = torch_symm_mem.rendezvous(x, group.name)
     if handle is None:

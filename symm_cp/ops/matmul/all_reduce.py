@@ -15,7 +15,7 @@ import torch.distributed._functional_collectives as funcol
 from symm_cp import runtime
 from symm_cp.cuda import has_streams
 from symm_cp.group import memory
-from symm_cp.group.hosts import hosts_of
+from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group, GroupLike
 from symm_cp.ops import autocast
 from symm_cp.ops.common import Place, call_signature, check_reduce_op, in_test_mode, kernel_and_fake
@@ -73,7 +73,7 @@ def unfused_all_reduce(tensor: torch.Tensor, reduce_op: str, group_name: str) ->
 
 def _reduced(op: str, group: Group, tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
     """Returns the all-reduce of a tensor that is already computed."""
-    if not has_streams(tensor.device) and hosts_of(group, tensor.device) is None:
+    if not has_streams(tensor.device) and apart_of(group, tensor.device) is None:
         try:
             total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
                 tensor, reduce_op, group.name

@@ -66,8 +66,6 @@ Flags between ranks
                    form the only lane.
     ``"reduced"``  all-reduces in two shots only: this rank's chunk has been reduced, so its reads
                    of the peer's memory have ended. Writer: signal; in direct form the only lane.
-    ``"relayed"``  all-reduces in two shots on several sockets only: the chunks that this rank sums
-                   or fetches for its socket are in its slot.
     ``"taken"``    ring only: the peer's partial sum has been read, so the peer may overwrite it
                    within the call. Writer: copy; in direct form compute.
     ``"done"``     this rank has read the peer's memory. Signalled in three cases. *In place*: the

@@ -1,36 +1,45 @@
-"""`symm-cp bench`, `trace`, `calibrate` and `tune`: times of ops, measured and predicted."""
+"""`symm-cp bench`: times of fused ops, of unfused ones, and their limit."""
 
 from __future__ import annotations
 
 import argparse
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from symm_cp.commands.bench import parsers
+from symm_cp.parsing import add_json, add_plot
+from symm_cp.ranks import add_rendezvous, counts, positive
 
-# Each command's module and help text. Parsers need no torch.
-_COMMANDS = {
-    "bench": ("command", "time fused ops against unfused ones and against their limit"),
-    "trace": (
-        "timeline",
-        "record a timeline of each lane of each rank, next to a simulation of the schedule",
-    ),
-    "calibrate": (
-        "calibrate",
-        "measure what kernels, copies and calls cost here, for predictions (trace, tune)",
-    ),
-    "tune": ("tune", "measure which way of fused ops is fastest here, and save it for them"),
+HELP = "time fused ops against unfused ones and against their limit"
+#: The default of `--shapes` for each kind of job.
+DEFAULTS = {
+    "matmul": "256x512x256,512x1024x512,1024x2048x1024",
+    "attention": "256x8x64,512x8x64,1024x8x64,2048x8x64",
+    "collectives": "4KiB,64KiB,1MiB,16MiB",
 }
+_SHAPES = (
+    "models (llama3-8b, llama3-70b, qwen3-32b) or, for each rank, ROWSxINNERxCOLUMNS of matmuls, "
+    "TOKENSxHEADSxHEAD_DIM of attention, bytes (4KiB) of collectives"
+)
 
 
 def add_commands(commands: Any) -> None:
-    """Adds these commands to the subparsers of `symm-cp`."""
-    for name, (_, text) in _COMMANDS.items():
-        getattr(parsers, name)(commands.add_parser(name, help=text, description=text))
+    """Adds the command to the subparsers of `symm-cp`. Needs no torch."""
+    parser = commands.add_parser("bench", help=HELP, description=HELP)
+    add = parser.add_argument
+    add("kind", nargs="?", choices=(*DEFAULTS, "all"), default="all", help="(%(default)s)")
+    add("--ranks", type=counts, default=[2], help="a list (1,2,4) or doubling numbers (1..16); (2)")
+    add("--shapes", help=_SHAPES)
+    add("--tokens", type=positive, default=512, help="of all ranks, for models (%(default)s)")
+    add("--dtype", default="float32", help="one or more (float32,bfloat16); (%(default)s)")
+    add("--seconds", type=float, default=4.0, help="approximate time for each case (%(default)s)")
+    add_json(parser, "all results")
+    add_plot(parser)
+    add("--rows", type=Path, help=argparse.SUPPRESS)
+    add_rendezvous(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs one of the commands and returns its exit code."""
-    module = import_module(f"symm_cp.commands.bench.{_COMMANDS[args.command][0]}")
-    code: int = module.main(args)
+    """Runs the command and returns its exit code."""
+    code: int = import_module("symm_cp.commands.bench.command").main(args)
     return code

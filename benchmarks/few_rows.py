@@ -22,7 +22,7 @@ from benchmarks.harness import Case, main
 from symm_cp import tuning
 from symm_cp.commands.bench import jobs
 from symm_cp.commands.bench.jobs import Setting
-from symm_cp.commands.harness.measure import FUSED, IN_PLACE, Row
+from symm_cp.commands.harness.measure import FUSED, IN_PLACE, LIMIT, Row
 
 ROWS, HIDDEN, FEED, REDUCED = 128, 4096, 14336, 1024
 
@@ -77,11 +77,11 @@ def _gather_and_scatter_cases(setting: Setting) -> Iterator[Case]:
     full = setting.whole(x)
     op = torch.ops.symm_mem._fused_all_gather_weight_grad
     variants = {
-        "matmul alone": lambda: full.t() @ grad,
+        LIMIT: lambda: full.t() @ grad,
         **setting.over_backends(lambda over: lambda: jobs.gathered(over, x).t() @ grad),
         FUSED: partial(op, x, [grad], 0, name),
     }
-    yield _in_all_ways(f"up: gradient of the weight, {kind}", Case("", variants))
+    yield _in_all_ways(f"up: gradient of the weight, {kind}", setting.case("", variants, inputs=()))
     down = jobs.matmul_scatter(setting, ROWS, FEED // W, HIDDEN)
     yield _in_all_ways(f"down: matmul-reduce-scatter, {kind}", down)
 

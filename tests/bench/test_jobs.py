@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -22,8 +24,20 @@ SMALL = {"matmul": "6x8x4", "attention": "8x4x8,8x4x8x2", "collectives": "4KiB,1
 F32, BF16 = torch.float32, torch.bfloat16
 
 
+@contextmanager
+def unfused_groups(group: dist.ProcessGroup) -> Iterator[dict[str, dist.ProcessGroup]]:
+    """The groups of unfused variants, which end with the test."""
+    groups = jobs.unfused_groups(group)
+    yield groups
+    dist.destroy_process_group(groups["symm_cp"])
+
+
 def checked(group: dist.ProcessGroup) -> None:
-    unfused = jobs.unfused_groups(group)
+    with unfused_groups(group) as unfused:
+        check_all(group, unfused)
+
+
+def check_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -> None:
     for kind, text in SMALL.items():
         for dtype in (F32, BF16):
             for make in shapes.wanted(kind, text, group.size(), 0):
@@ -60,8 +74,12 @@ def test_gradients_are_compared(ranks: Ranks) -> None:
 
 
 def over_backends(group: dist.ProcessGroup) -> None:
+    with unfused_groups(group) as unfused:
+        watch_all(group, unfused)
+
+
+def watch_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -> None:
     """Each variant runs over the group that it names."""
-    unfused = jobs.unfused_groups(group)
     for kind, text in SMALL.items():
         for make in shapes.wanted(kind, text.partition(",")[0], group.size(), 0):
             case = make(Setting(group, unfused))
@@ -111,6 +129,7 @@ def wrong_sum(group: dist.ProcessGroup) -> None:
     with pytest.raises(AssertionError, match="of the largest value"):
         case.check()
     case.variants[FUSED] = right  # type: ignore[index]
+    case.check()
     for _ in range(2000):  # 2 to the power of 2000 is infinite
         case.variants[unfused_over("gloo")]()
     assert torch.isfinite(case.variants[unfused_over("gloo")]()).all()

@@ -34,8 +34,8 @@ _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 def groups_over(group: dist.ProcessGroup, *backends: str) -> dict[str, dist.ProcessGroup]:
     """Returns a group of all ranks over each of these backends that is registered. Collective."""
-    known = dist.Backend.backend_list
-    return {name: dist.new_group(backend=name) for name in backends if name in known}
+    known, ranks = dist.Backend.backend_list, dist.get_process_group_ranks(group)
+    return {name: dist.new_group(ranks, backend=name) for name in backends if name in known}
 
 
 def unfused_groups(group: dist.ProcessGroup) -> dict[str, dist.ProcessGroup]:
@@ -95,9 +95,11 @@ class Setting:
         }
 
         def check() -> None:
-            first, *others = (run() for name, run in variants.items() if name != LIMIT)
+            runs = (run for name, run in variants.items() if name != LIMIT)
+            # Copied, as a later call may write to the same memory.
+            first, *others = ([t.clone() for t in _tensors(run())] for run in runs)
             for other in others:
-                for got, want in zip(_tensors(other), _tensors(first), strict=True):
+                for got, want in zip(other, first, strict=True):
                     self.compare(got, want)
 
         whole = f"{name}{self.passes}, {dtype_name(self.dtype)}"
@@ -246,7 +248,15 @@ def matmul_all_reduce(setting: Setting, rows: int, inner: int, columns: int) -> 
     x, weight = setting.normal(rows, inner), setting.normal(inner, columns, scale=inner**-0.5)
 
     def unfused(group: dist.ProcessGroup) -> Call:
-        return lambda: _Sum.apply(x @ weight, group)
+        if setting.trained:
+            return lambda: _Sum.apply(x @ weight, group)
+
+        def run() -> torch.Tensor:
+            product = x @ weight
+            dist.all_reduce(product, group=group)
+            return product
+
+        return run
 
     return setting.case(
         f"matmul-all-reduce, {rows} x {inner}, {columns} columns",
@@ -260,7 +270,7 @@ def matmul_all_reduce(setting: Setting, rows: int, inner: int, columns: int) -> 
     )
 
 
-def _flops(kind: str, full: torch.Tensor, columns: int) -> dict[str, object]:
+def _flops(kind: str, full: torch.Tensor, columns: int) -> dict[str, Any]:
     return {"kind": kind, "size": 2.0 * full.numel() * columns, "unit": "operations"}
 
 
@@ -292,16 +302,17 @@ def attention(
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=grouped)
 
     def unfused(over: dist.ProcessGroup) -> Call:
-        kept = [torch.empty(W, *k.shape, dtype=k.dtype) for _ in range(2)]
+        kept = [t.new_empty(W * t.shape[0], *t.shape[1:]) for t in (k, v)]
 
         def run() -> torch.Tensor:
             parts = kept
             if setting.trained:
-                parts = [_Gather.apply(t, over).view(W, *t.shape) for t in (k, v)]
+                parts = [_Gather.apply(t, over) for t in (k, v)]
             else:
                 for into, shard in zip(kept, (k, v), strict=True):
                     _gather_into(into, shard, group=over)
-            return attend(*(part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in parts))
+            by_rank = (part.view(W, *k.shape) for part in parts)
+            return attend(*(part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in by_rank))
 
         return run
 

@@ -88,6 +88,6 @@ def _attention(shape: str, ranks: int, tokens: int) -> Iterator[Job]:
         kv_heads = rest[0] if rest else heads
         if heads % kv_heads:
             raise ValueError(f"{shape}: {heads} heads are not divisible by {kv_heads} key heads")
-    sizes = {"tokens": length, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    yield partial(jobs.attention, **sizes)
-    yield lambda setting: jobs.attention(replace(setting, passes=jobs.BACKWARD), **sizes)
+    make = partial(jobs.attention, tokens=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    yield make
+    yield lambda setting: make(replace(setting, passes=jobs.BACKWARD))

@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -214,38 +212,30 @@ def picture(timeline: Timeline) -> list[str]:
     return lines
 
 
-def show(losses: Mapping[str, list[float]], row: Row, timeline: Timeline) -> bool:
-    """Prints losses, times and the timeline; tells whether the losses agree."""
-    first = row.limit
-    print(
-        f"{'':<26}{'first loss':>12}{'last':>9}{'a step':>10}   time / one process (95% interval)"
-    )
+def compare(losses: Mapping[str, list[float]]) -> tuple[float, float]:
+    """Returns how far losses are from those of one process, and how far they may be.
+
+    A split loss sums in another order: rounding errors of some tens of units in the last place,
+    which training carries from step to step. The distance is infinite if a loss is not a number.
+    """
+    wanted, *others = losses.values()
+    apart = [abs(loss - want) for own in others for loss, want in zip(own, wanted, strict=True)]
+    allowed = 50 * torch.finfo(torch.float32).eps * wanted[0] * len(wanted)
+    return (math.inf if any(map(math.isnan, apart)) else max(apart)), allowed
+
+
+def show(losses: Mapping[str, list[float]], row: Row, timeline: Timeline) -> None:
+    """Prints losses, times and the timeline."""
+    columns = f"{'first loss':>12}{'last':>9}{'a step':>10}"
+    print(f"{'':<26}{columns}   time / one process (95% interval)")
     for name, own in losses.items():
         cells = f"{own[0]:>12.5f}{own[-1]:>9.5f}{duration(row.median(name)):>10}"
-        print(f"{name:<26}{cells}" + (f"   {row.claim(name)}" if name != first else ""))
-    allowed = tolerance(losses[first])
-    apart = differences(losses)
-    agree = all(difference <= allowed for difference in apart)  # never with NaNs
-    verdict = "agree" if agree else "DIFFER"
-    print(f"losses {verdict}: at most {max(apart):.1e} apart, {allowed:.1e} allowed\n")
+        print(f"{name:<26}{cells}" + (f"   {row.claim(name)}" if name != row.limit else ""))
+    apart, allowed = compare(losses)
+    verdict = "agree" if apart <= allowed else "DIFFER"
+    print(f"losses {verdict}: at most {apart:.1e} apart, {allowed:.1e} allowed\n")
     print(f"the fused ops of a step of {duration(timeline.total)}: # compute, < exchange, . wait")
     print("\n".join(picture(timeline)), flush=True)
-    return agree
-
-
-def tolerance(losses: Sequence[float]) -> float:
-    """Returns how far losses may be apart.
-
-    A loss sums in another order when it is split: rounding errors of some tens of units in the
-    last place, which training carries from step to step.
-    """
-    return 50 * torch.finfo(torch.float32).eps * losses[0] * len(losses)
-
-
-def differences(losses: Mapping[str, list[float]]) -> list[float]:
-    """Returns how far each loss is from that of the first variant at the same step."""
-    wanted, *others = losses.values()
-    return [abs(loss - want) for own in others for loss, want in zip(own, wanted, strict=True)]
 
 
 def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
@@ -267,8 +257,10 @@ def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
         return 0
     losses = {name: own.losses[: args.steps] for name, own in variants.items()}
     timed = {name: times[_WARM_UP:] or times for name, times in seconds.items()}
-    with redirect_stdout(sys.stderr) if args.json == STDOUT else nullcontext():
-        agree = show(losses, Row("a training step", timed), timeline)
+    apart, allowed = compare(losses)
+    agree = apart <= allowed
+    if args.json != STDOUT:
+        show(losses, Row("a training step", timed), timeline)
     if args.json is not None:
         write_json(args.json, {"agree": agree, "losses": losses, "seconds": seconds})
     return 0 if agree else 1

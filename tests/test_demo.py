@@ -26,7 +26,14 @@ ONE, OURS = "one process", "2 ranks, symm_cp"
     ("ranks", "options"),
     some(
         (2, ("--cp", "2")),
-        of=[(1, ()), (2, ()), (2, ("--cp", "2")), (4, ("--cp", "2")), (2, ("--compile",))],
+        of=[
+            (1, ()),
+            (2, ()),
+            (2, ("--cp", "2")),
+            (4, ("--cp", "2")),
+            (2, ("--compile",)),
+            (2, ("--compile", "--cp", "2")),
+        ],
     ),
 )
 def test_losses_agree(
@@ -79,6 +86,7 @@ def test_no_claim_is_made_where_the_machine_is_too_noisy(
     loud = shown([5.5, 5.0], [1.0, 3.0] * 5, capsys)
     assert re.search(r"too noisy to compare \(\d.\d\d to \d.\d\d\)$", loud, re.MULTILINE)
     assert "1.00" not in loud
+    assert "too few repetitions to compare\n" in shown([5.5, 5.0], [1.8] * 4, capsys)
 
 
 @pytest.mark.parametrize("fused", [[5.5, 5.01], [5.5, float("nan")], [5.49, 5.0]])

@@ -177,7 +177,9 @@ def trainers(args: argparse.Namespace, group: dist.ProcessGroup) -> dict[str, Tr
     }
 
     def add(name: str, split: Split, passes: dict[str, object] | None = None) -> None:
-        model = split(copy.deepcopy(whole), mesh["tp"])
+        model = copy.deepcopy(whole)
+        if args.cp == 1 or args.cp < ranks:
+            model = split(model, mesh["tp"])
         if args.compile:
             model.compile(options=passes)
         found[f"{ranks} ranks, {name}"] = Trainer(model, mesh["cp"] if args.cp > 1 else None)

@@ -108,6 +108,8 @@ class Row:
 
     def claim(self, name: str) -> str:
         """Returns the ratio and its interval as text; of a wide interval, only that it is wide."""
+        if len(self.seconds[name]) < _MIN_REPETITIONS:
+            return "too few repetitions to compare"
         low, high = self.ratio_interval(name)
         interval = f"({low:.2f} to {high:.2f})"
         if high - low > _MAX_RATIO_WIDTH:

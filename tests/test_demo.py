@@ -130,6 +130,7 @@ def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--cp", "2", "--ranks", "3"], "--ranks 3 is not divisible by --cp 2"),
+        (["--compile", "--cp", "2", "--ranks", "4"], "--compile --cp 2 requires --ranks 2, not 4"),
         (["--ranks", "3"], "8 attention heads are not divisible by 3 ranks"),
         (["--cp", "3"], "512 positions cannot be split into 6 equal chunks"),
         (["--steps", "0"], "must be a whole number of at least 1"),

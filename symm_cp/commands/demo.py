@@ -283,6 +283,8 @@ def check(args: argparse.Namespace) -> None:
     tensor, rest = divmod(args.ranks, args.cp)
     if rest:
         raise ValueError(f"--ranks {args.ranks} is not divisible by --cp {args.cp}")
+    if args.compile and args.cp > 1 and tensor > 1:
+        raise ValueError(f"--compile --cp {args.cp} requires --ranks {args.cp}, not {args.ranks}")
     if HEADS % tensor:
         raise ValueError(f"{HEADS} attention heads are not divisible by {tensor} ranks")
     if SEQUENCE % (2 * args.cp):

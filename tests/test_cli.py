@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from symm_cp import cli, measured, native, ranks
+from symm_cp import cli, native, ranks
 from symm_cp.commands import doctor as doctor_module
 from symm_cp.commands.doctor import accelerated
 from symm_cp.parsing import STDOUT
@@ -39,7 +39,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    commands = ("demo", "run", "doctor", "bench", "build")
+    commands = ("demo", "run", "doctor", "bench", "trace", "tune", "build")
     assert all(f"\n    {command}" in shown for command in commands)
 
 
@@ -69,7 +69,7 @@ def over_torch(
 
 HELP = [
     ["--version"], ["--help"], ["doctor", "-h"], ["demo", "--help"], ["bench", "--help"],
-    ["selftest", "--help"], ["build", "--help"],
+    ["trace", "--help"], ["tune", "--help"], ["selftest", "--help"], ["build", "--help"],
 ]  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_help_takes_neither_torch_nor_a_build(script: bool, tmp_path: Path) -> N
     wrong = over_torch(tmp_path, "raise ImportError", "bench", "--nonsense", script=script)
     assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
     # Other commands do import torch.
-    assert "ImportError" in over_torch(tmp_path, "raise ImportError", "demo").stderr
+    assert "ImportError" in over_torch(tmp_path, "raise ImportError", "tune").stderr
     assert not (tmp_path / "built").exists()
 
 
@@ -199,7 +199,7 @@ def test_only_all_variables_together_make_a_rank() -> None:
     assert "running as the only rank" in ranks.started_elsewhere(None, {**RANK, "WORLD_SIZE": "1"})
 
 
-@pytest.mark.parametrize("command", ["demo", "bench"])
+@pytest.mark.parametrize("command", ["demo", "bench", "trace", "tune"])
 def test_a_wrappers_rank_is_ignored(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,7 +212,7 @@ def test_a_wrappers_rank_is_ignored(
         monkeypatch.setattr(
             f"symm_cp.commands.{module}.run_ranks", lambda *args: started.append(args) or 1
         )
-    assert cli.main([command]) == 1
+    assert cli.main([command, *(["attention"] if command == "trace" else [])]) == 1
     assert [(args[0], args[1]) for args in started] == [(command, 2)]  # type: ignore[index]
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
@@ -268,32 +268,6 @@ def test_json_is_an_option_of_all_reports_alike() -> None:
     assert {"bench", "demo", "doctor", "explain", "selftest"} <= set(options)
     for name, option in options.items():
         assert (option.nargs, option.const, option.type) == ("?", STDOUT, Path), name
-
-
-def test_doctor_lists_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
-    calibrated, divided, tuned = doctor_module.measured()
-    assert {calibrated.state, divided.state, tuned.state} == {"missing"}
-    assert "symm-cp calibrate --ranks" in calibrated.advice
-    assert "symm-cp tune --ranks" in tuned.advice
-    key = measured.machine_key()
-    names = f"machine_2_{key}.toml", f"machine_4_{key}.toml", f"tuned_2_{key}.json"
-    for name in (*names, f"divided_16_{key}.toml", "machine_3.toml", f"machine_8_other-{key}.toml"):
-        (tmp_path / name).write_text("")
-        (tmp_path / name).chmod(0o644)
-        os.utime(tmp_path / name, (0, 86400 * 366))
-    (tmp_path / names[1]).chmod(0o666)
-    two, old, four, other, divided, tuned = doctor_module.measured()
-    assert two.state == divided.state == tuned.state == "ok"
-    assert divided.name == "divided, 16 threads"
-    assert "symm-cp calibrate --threads 16" in divided.detail
-    assert f"{tmp_path / names[0]}, 1971-01-0" in two.detail
-    assert "symm-cp calibrate --ranks 2" in two.detail
-    assert "others can write" in four.detail
-    assert "symm-cp calibrate --ranks 4" in four.advice
-    assert (old.state, "does not say for which machine" in old.detail) == ("missing", True)
-    assert old.advice == "delete it, then run symm-cp calibrate --ranks 3"
-    assert (other.state, "for another machine or torch" in other.detail) == ("info", True)
 
 
 def test_doctor_lists_unneeded_ops_on_one_line() -> None:

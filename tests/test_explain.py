@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from symm_cp import cli
 from symm_cp.commands.explain import report
 from tests.exhaustive import exhaustive
-from tests.html_page import Page
 from tests.test_run import symm_cp_in
 
 #: A block of torch's own tensor parallelism, and a collective that has no fused form.
@@ -49,10 +47,9 @@ def test_a_program_of_two_ranks(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
-    outputs = ("--json", "out.json", "--html", "out.html")
-    done = symm_cp_in(tmp_path, "explain", *outputs, "--", *map(str, command))
+    done = symm_cp_in(tmp_path, "explain", "--json", "out.json", "--", *map(str, command))
     assert done.returncode == 0, done.stderr
-    assert "rank 0: 2 of 3 collectives fused; about 1 us" in done.stdout
+    assert "rank 0: 2 of 3 collectives fused\n" in done.stdout
     assert "(2 KiB on 2 ranks): fused into fused_matmul_all_reduce" in done.stdout
     assert "left alone: no fused op exists for all_to_all_single" in done.stdout
     assert "symm_cp.sequence_to_heads and heads_to_sequence" in done.stdout
@@ -61,16 +58,6 @@ def test_a_program_of_two_ranks(tmp_path: Path) -> None:
     assert [(graph["rank"], graph["graph"]) for graph in graphs] == [
         (rank, number) for rank in range(2) for number in (1, 2, 3)
     ]
-    shown = Page((tmp_path / "out.html").read_text())
-    shown.check(graphs)
-    assert shown.headings[0] == "rank 0, graph 1"
-    for graph in graphs:
-        total, exposed = (graph["timeline"][f"{kind}_us"] for kind in ("total", "exposed"))
-        assert 0 < exposed < total
-        text = (
-            f"graph {graph['graph']}: about {total:.4g} us (predicted), of which {exposed:.4g} us"
-        )
-        assert text in done.stdout
 
 
 #: The same block uncompiled, twice; and a sum that is no longer a sum of products.
@@ -102,10 +89,8 @@ def test_an_eager_program_of_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
     done = symm_cp_in(tmp_path, "explain", "--eager", "--json", "o", "--", *map(str, command))
     assert done.returncode == 0, done.stderr
-    line = (
-        r"- all_reduce \(2 KiB on 2 ranks, 2 calls, about [\d.]+ us\): left alone: it is next to "
-    )
-    assert re.search(line + "addmm: symm_cp.matmul_all_reduce could run here", done.stdout)
+    line = "- all_reduce (2 KiB on 2 ranks, 2 calls): left alone: it is next to addmm: "
+    assert line + "symm_cp.matmul_all_reduce could run here" in done.stdout
     assert "other graphs" not in done.stdout
     graphs = json.loads((tmp_path / "o").read_text())["graphs"]
     assert [graph["rank"] for graph in graphs] == [0, 1]
@@ -113,7 +98,6 @@ def test_an_eager_program_of_two_ranks(tmp_path: Path) -> None:
         (block,) = [each for each in graph["collectives"] if each["could_be"]]
         assert (block["name"], block["bytes"], block["calls"]) == ("all_reduce", 2048, 2)
         assert block["could_be"] == "matmul_all_reduce"
-        assert block["exposed_us"] > 0
         (own,) = [each for each in graph["collectives"] if each["bytes"] == 324]
         assert own["could_be"] is None
 
@@ -129,26 +113,25 @@ def test_a_program_that_fails(tmp_path: Path) -> None:
 
 
 def decision(**changes: Any) -> dict[str, Any]:
-    each = {"name": "all_gather", "bytes": 2048, "ranks": 2, "calls": 1, "exposed_us": 0.0}
+    each = {"name": "all_gather", "bytes": 2048, "ranks": 2, "calls": 1}
     each |= {"advice": "", "could_be": None}
     return {**each, "fused_into": "an_op", "runs_as": None, "reason": "because", **changes}
 
 
 def test_the_report() -> None:
-    left = {"fused_into": None, "exposed_us": 7.5}
+    left = {"fused_into": None}
     graphs = [
         {"rank": 0, "graph": 1, "collectives": [decision(), decision(**left, advice="change it")]},
         {"rank": 0, "graph": 2, "collectives": [decision(**left, runs_as="another_op")]},
         {"rank": 1, "graph": 1, "collectives": [decision()]},
     ]
     assert report(graphs).splitlines() == [
-        "rank 0: 1 of 3 collectives fused; about 15 us of communication are left in the open "
-        "(predicted)",
+        "rank 0: 1 of 3 collectives fused",
         "graph 1",
         "- all_gather (2 KiB on 2 ranks): fused into an_op",
-        "- all_gather (2 KiB on 2 ranks, about 7.5 us): left alone: because",
+        "- all_gather (2 KiB on 2 ranks): left alone: because",
         "graph 2",
-        "- all_gather (2 KiB on 2 ranks, about 7.5 us): runs as another_op: because",
+        "- all_gather (2 KiB on 2 ranks): runs as another_op: because",
         "what to change:",
         "- change it (1 x)",
         "ranks [1] compiled other graphs than rank 0: --json has them",
@@ -157,11 +140,10 @@ def test_the_report() -> None:
     assert report([], eager=True) == "no collective was called"
     calls = [decision(**left, calls=3, could_be="op"), decision(**left)]
     assert report([{"rank": 0, "graph": 1, "eager": True, "collectives": calls}]).splitlines() == [
-        "rank 0: 0 of 2 collectives fused; about 15 us of communication are left in the open "
-        "(predicted)",
+        "rank 0: 0 of 2 collectives fused",
         "called by uncompiled code; symm_cp could fuse or hide 1",
-        "- all_gather (2 KiB on 2 ranks, 3 calls, about 7.5 us): left alone: because",
-        "- all_gather (2 KiB on 2 ranks, about 7.5 us): left alone: because",
+        "- all_gather (2 KiB on 2 ranks, 3 calls): left alone: because",
+        "- all_gather (2 KiB on 2 ranks): left alone: because",
     ]
 
 

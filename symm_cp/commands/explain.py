@@ -1,7 +1,5 @@
 """`symm-cp explain -- COMMAND`: lists the passes' decisions on each graph that a program compiles.
 
-`--html FILE` writes a page that shows a predicted timeline of each graph and these lists.
-
 With `--eager` the program runs uncompiled, and the report lists the collectives that it calls, and
 which of them an op of `symm_cp` could fuse with its neighbours (`symm_cp/inductor/eager.py`).
 
@@ -25,10 +23,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from symm_cp import page
 from symm_cp.commands import run
 from symm_cp.parsing import STDOUT, add_json, size_text, write_json
-from symm_cp.trusted import write_output
 
 HELP = "run a program, and list the collectives of its compiled graphs: fused, or why not"
 
@@ -36,16 +32,9 @@ HELP = "run a program, and list the collectives of its compiled graphs: fused, o
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp explain`."""
     parser.usage = (
-        "symm-cp explain [-h] [--json [FILE]] [--html FILE] [--eager] [--backend-for NAMES] "
-        "-- COMMAND ..."
+        "symm-cp explain [-h] [--json [FILE]] [--eager] [--backend-for NAMES] -- COMMAND ..."
     )
     add_json(parser, "the graphs of all processes")
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page with a predicted timeline of each graph to this file",
-    )
     parser.add_argument(
         "--eager",
         action="store_true",
@@ -76,9 +65,6 @@ def main(args: argparse.Namespace) -> int:
     if args.json is not None:
         found = {"graphs": graphs, "graph_breaks": breaks}
         write_json(args.json, {"command": command, "exit_code": code, **found})
-    if args.html is not None:
-        args.html.parent.mkdir(parents=True, exist_ok=True)
-        write_output(args.html, page.document(graphs, breaks, command=command))
     if args.json != STDOUT:
         print(report(graphs, breaks, eager=args.eager))
     if code:
@@ -132,13 +118,9 @@ def report(
     first, own = next(iter(ranks.items()))
     decisions = [each for graph in own for each in graph["collectives"]]
     fused = sum(bool(each["fused_into"]) for each in decisions)
-    exposed = sum(each["exposed_us"] for each in decisions)
-    lines = [
-        f"rank {first}: {fused} of {len(decisions)} collectives fused; about {exposed:.3g} us of "
-        "communication are left in the open (predicted)"
-    ]
+    lines = [f"rank {first}: {fused} of {len(decisions)} collectives fused"]
     for graph in own:
-        lines += [page.title_of(graph) + _timeline(graph), *map(_line, graph["collectives"])]
+        lines += [_title(graph), *map(_line, graph["collectives"])]
     lines += broken
     advice = Counter(each["advice"] for each in decisions if each["advice"])
     lines += ["what to change:"] if advice else []
@@ -149,23 +131,23 @@ def report(
     return "\n".join(lines)
 
 
-def _timeline(graph: Mapping[str, Any]) -> str:
-    timeline = graph.get("timeline")
-    if not timeline:
-        return ""
-    return (
-        f": about {timeline['total_us']:.4g} us (predicted), of which "
-        f"{timeline['exposed_us']:.4g} us wait for communication"
-    )
+def _title(graph: dict[str, Any]) -> str:
+    if graph.get("eager"):
+        fusible = sum(bool(each["could_be"]) for each in graph["collectives"])
+        return f"called by uncompiled code; symm_cp could fuse or hide {fusible}"
+    joint = ", of forward and backward before they are split" if graph.get("joint") else ""
+    return f"graph {graph['graph']}{joint}"
 
 
 def _line(each: dict[str, Any]) -> str:
     size = size_text(each["bytes"])
     calls = f", {each['calls']} calls" if each["calls"] > 1 else ""
-    exposed = f", about {each['exposed_us']:.3g} us" if each["exposed_us"] else ""
-    return (
-        f"- {each['name']} ({size} on {each['ranks']} ranks{calls}{exposed}): {page.fate_of(each)}"
-    )
+    fate = f"left alone: {each['reason']}"
+    if each["fused_into"]:
+        fate = f"fused into {each['fused_into']}"
+    elif each["runs_as"]:
+        fate = f"runs as {each['runs_as']}: {each['reason']}"
+    return f"- {each['name']} ({size} on {each['ranks']} ranks{calls}): {fate}"
 
 
 def _fates(graphs: list[dict[str, Any]]) -> list[Any]:

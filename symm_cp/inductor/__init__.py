@@ -6,22 +6,20 @@ model = torch.compile(model)  # functional collectives or DTensor, as usual
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
 from torch._dynamo.utils import counters
-from torch.fx import Graph
 from torch.utils._pytree import tree_leaves
 
 from symm_cp import tuning
 from symm_cp.inductor.decisions import Decision, Report, graph_breaks, recording
-from symm_cp.inductor.graphs import described
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.passes import Before, UnfusedError, install, listeners, passes_for
+from symm_cp.inductor.passes import UnfusedError, install, passes_for
 
 __all__ = [
     "Decision",
@@ -132,26 +130,10 @@ def disable() -> None:
     _set(None)
 
 
-@contextmanager
-def _describing(report: Report) -> Iterator[None]:
-    """Adds the graphs that are compiled in the body of the `with` statement to a report."""
-
-    def note(before: Before, of_graph: Report, graph: Graph, joint: bool) -> None:
-        if (found := described(before, of_graph, graph, joint=joint)) is not None:
-            report.graphs.append({"graph": len(report.graphs) + 1, **found})
-
-    listeners.append(note)
-    try:
-        yield
-    finally:
-        listeners.remove(note)
-
-
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Compiles a function or module, and returns a `Report` on each of its collectives; print it.
 
-    The report also has the reasons of graph breaks, where code ran uncompiled. Notebooks show it
-    with a predicted timeline of each graph.
+    The report also has the reasons of graph breaks, where code ran uncompiled.
 
     Uses the options of `enable`, or the defaults. Runs the function once and, where its result
     needs gradients of the arguments or of its parameters, the backward pass as well (no `.grad`
@@ -167,7 +149,6 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         )
         report = stack.enter_context(recording())
         report.ways = stack.enter_context(tuning.listening())
-        stack.enter_context(_describing(report))
         torch._dynamo.reset()
         broken_before = dict(counters["graph_break"])
         results = torch.compile(fn)(*args, **kwargs)

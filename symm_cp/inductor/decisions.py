@@ -6,14 +6,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
+import torch
 from torch._dynamo.utils import counters
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp import page
-from symm_cp.inductor import advice as advices
 from symm_cp.tuning import Choice
+
+#: What to do about an unsafe side effect, by which checkpointed modules run uncompiled.
+_IN_CHECKPOINTS = (
+    "; with activation checkpointing, set "
+    "torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True, as torchtitan does"
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Decision:
     reason: str
     critical: bool = False  # next to a matmul or attention
     runs_as: str | None = None
-    #: How to change the program so that it takes less time; empty if there is no advice.
+    #: How to change the program so that it communicates less; empty if there is no advice.
     advice: str = ""
 
     def __str__(self) -> str:
@@ -50,8 +55,6 @@ class Report:
     ways: dict[str, Choice] = field(default_factory=dict)
     #: Reasons for graph breaks, with counts; code there ran uncompiled and is not in the report.
     breaks: dict[str, int] = field(default_factory=dict)
-    #: The graphs as `symm-cp explain --json` writes them: collectives with costs, and a timeline.
-    graphs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def fused(self) -> list[Decision]:
@@ -71,12 +74,11 @@ class Report:
             if decision.advice:
                 advice.setdefault(decision.advice, []).append(decision.collective)
         for group in {decision.group: None for decision in self.left if not decision.runs_as}:
-            if hint := advices.on_group(group):
-                advice[hint] = [d.collective for d in self.left
-                                if d.group == group and not d.runs_as]  # fmt: skip
-        for text in self.breaks:
-            if hint := advices.on_reason(text):
-                advice.setdefault(hint, []).append("graph break")
+            if (backend := _backend_of(group)) not in ("", "symm_cp"):
+                hint = f"over the backend 'symm_cp' instead of {backend!r} they would run in"
+                advice[f"{hint} shared memory"] = [
+                    d.collective for d in self.left if d.group == group and not d.runs_as
+                ]
         return advice
 
     def __str__(self) -> str:
@@ -88,18 +90,24 @@ class Report:
         lines += [f"- {', '.join(names)}: {advice}" for advice, names in self.advice.items()]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """Returns the report with the graphs' timelines, as notebooks show it."""
-        return page.fragment(self.graphs, self.breaks, self.advice)
-
 
 def graph_breaks(before: Mapping[str, int] | None = None) -> dict[str, int]:
     """Returns the compiler's reasons for graph breaks, with counts, less the counts `before`."""
     breaks: Counter[str] = Counter()
     for reason, count in (counters["graph_break"] - Counter(before or {})).items():
         what, explanation = (*reason.split("\n"), "")[:2]
-        breaks[f"graph break: {what}. {explanation.strip()}".rstrip(". ")] += count
+        text = f"graph break: {what}. {explanation.strip()}".rstrip(". ")
+        breaks[f"{text}{_IN_CHECKPOINTS}" if "Unsafe side effect" in text else text] += count
     return dict(breaks)
+
+
+def _backend_of(group_name: str) -> str:
+    """Returns the backend of a group for CPU tensors; empty if there is none."""
+    try:
+        group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+        return str(group._get_backend(torch.device("cpu")).name())
+    except (RuntimeError, ValueError):  # a group that has ended, or that is for CUDA tensors only
+        return ""
 
 
 _active: ContextVar[Report | None] = ContextVar("symm_cp_inductor_report", default=None)
@@ -118,12 +126,8 @@ def recording() -> Iterator[Report]:
 
 def record(decision: Decision) -> None:
     """Adds a decision to the current report, if there is one."""
-    report = _active.get()
-    if report is None:
-        return
-    if not (decision.fused_into or decision.advice):
-        decision = replace(decision, advice=advices.on_reason(decision.reason))
-    report.decisions.append(decision)
+    if (report := _active.get()) is not None:
+        report.decisions.append(decision)
 
 
 def recorded() -> set[str]:

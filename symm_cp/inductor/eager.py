@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from symm_cp.inductor import costs, graphs, notes
+from symm_cp.inductor import notes
 from symm_cp.inductor.decisions import Decision
 from symm_cp.inductor.neighbours import ATTENTION, GROUPED, MATMULS, MOVES
 
@@ -115,8 +115,7 @@ class Watch(TorchDispatchMode):
         for (kind, group, nbytes, ranks, op, reason), calls in counted.items():
             advice = {"": "", _FSDP: _FSDP_ADVICE}.get(op, _ADVICE)
             decision = Decision(kind, group, None, reason, bool(op), advice=advice)
-            exposed = costs.transfer_us(costs.received(kind, nbytes, ranks), ranks)
-            described = graphs.decision(decision, nbytes, ranks, exposed, calls)
+            described = notes.described(decision, nbytes, ranks, calls)
             yield {**described, "could_be": op or None}
 
     def _note(self, func: Any, name: str, given: dict[str, Any], results: Any) -> None:

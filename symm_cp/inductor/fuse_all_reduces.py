@@ -6,13 +6,13 @@ the all-reduce take the all-reduce's input.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
-from symm_cp.inductor import advice
 from symm_cp.inductor.decisions import Decision, record
 from symm_cp.inductor.matmuls import SCALED, bias_of, left, scaled_options
 from symm_cp.inductor.neighbours import fed_by
@@ -42,6 +42,14 @@ from symm_cp.inductor.sums import (
 from symm_cp.ops.common import check_reduce_op
 
 _NATIVE = "_all_reduce"
+#: Fewer rows, as in decoding, are not worth sharding.
+_FEW_ROWS = 64
+_SEQUENCE_PARALLEL = (
+    "with sequence parallelism a reduce-scatter would move half of the bytes here, an all-gather "
+    "before the next matmul the other half, and each rank would hold and compute 1/W of the "
+    "tensors between them"
+)
+_BIAS = "every rank adds its bias: add it after the all-reduce if it should count once"
 
 
 def replace_all_reduces(graph: Graph, options: Options) -> None:
@@ -61,7 +69,7 @@ def replace_all_reduces(graph: Graph, options: Options) -> None:
         elif terms and device_of(node) != "cpu":
             reason = "matmul-all-reduces are fused on CPU only"
         if terms and not reason:
-            into, hint = _fused_op(terms), advice.on_sum(node, terms)
+            into, hint = _fused_op(terms), _advice(node, terms)
             text = " + ".join(term.name for term in terms)
             reason = _fuse(graph, tracer, node, terms)
             if not reason:
@@ -82,6 +90,16 @@ def _fused_op(terms: list[Node]) -> str:
         return "fused_scaled_matmul_all_reduce"
     alone = len(terms) == 1 and bias_of(terms[0]) is None
     return "fused_matmul_all_reduce" if alone else "_fused_matmuls_all_reduce"
+
+
+def _advice(node: Node, terms: list[Node]) -> str:
+    """Returns advice on a fused all-reduce of products; empty if there is none."""
+    biases = [bias for term in terms if (bias := bias_of(term)) is not None]
+    # DTensor divides its bias by W, so that bias is computed: no placeholder.
+    if node.args[1] == "sum" and any(bias.op == "placeholder" for bias in biases):
+        return _BIAS
+    rows = math.prod((static_shape(node) or ())[:-1])
+    return "" if is_dynamic(rows) or rows < _FEW_ROWS else _SEQUENCE_PARALLEL
 
 
 @explains_dynamic_shapes

@@ -44,7 +44,7 @@ from symm_cp.inductor.fuse_projections import (
     why_not_projected,
 )
 from symm_cp.inductor.matmuls import PLAIN, bias_of, left
-from symm_cp.inductor.neighbours import fed_by, feeding, is_of_experts
+from symm_cp.inductor.neighbours import FOR_EXPERTS, fed_by, feeding, is_of_experts
 from symm_cp.inductor.nodes import (
     ALL_TO_ALL,
     WAIT,
@@ -69,8 +69,15 @@ from symm_cp.inductor.rewrite import (
 )
 
 #: Why most all-to-alls are left alone.
-_NO_EXCHANGE = "it does not exchange a sequence for equal runs of heads, in rank order"
-_WHOLE_ROWS = "it exchanges whole rows, as of tokens for experts, which no fused op does"
+_NO_EXCHANGE = (
+    "it does not exchange a sequence for equal runs of heads, in rank order, as "
+    "symm_cp.sequence_to_heads does"
+)
+_WHOLE_ROWS = f"it exchanges whole rows, which no fused op does{FOR_EXPERTS}"
+_PART = (
+    "what it sends is a part of what is computed at once: project queries, keys and values by a "
+    "matmul each; products of one input are exchanged together"
+)
 #: (batch, positions), two parts of the rows.
 _Rows: TypeAlias = tuple[tuple[Factor, ...], tuple[Factor, ...]]
 
@@ -126,7 +133,8 @@ def fuse_all_to_alls(graph: Graph, options: Options) -> None:
             text = "with the projections next to it"
             record(Decision(node.name, exchange.group, into, text))
         elif path := fed_by(node) or feeding(node):  # others are recorded with all collectives
-            why_not = "which has no fused form" if is_of_experts(path[-1]) else f"and {reason}"
+            experts = is_of_experts(path[-1])
+            why_not = f"which has no fused form{FOR_EXPERTS}" if experts else f"and {reason}"
             text = f"{path[-1].name} is next to it, {why_not}"
             record(Decision(node.name, group_of(node), None, text, True))
 
@@ -179,7 +187,7 @@ def _of_product(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Excha
     if traced is None or traced.source.target not in PLAIN or len(traced.dtypes) > 1:
         start: Any = start_of(sent).source
         part = (start.args[0] if is_item(start) else start).target in CUTS
-        return "what it sends is a part of what is computed at once" if part else ""
+        return _PART if part else ""
     product = traced.source
     axes = inverse(traced.axes, static_shape(product) or ())
     columns = None if axes is None else _of_one_rank(axes[1], ranks)

@@ -77,7 +77,8 @@ def _fuse(
         if lost is path[-1]:
             reasons.append(f"it feeds {lost.name}, which has no fused form")
         else:
-            reasons.append(f"it feeds {path[-1].name} through {lost.name}, which is not followed")
+            through = f"it feeds {path[-1].name} through {lost.name}, which is not followed"
+            reasons.append(f"{through}: move it before the collective")
     if not matches and not reasons and (why := why_attention_is_not_fused(wait)):
         reasons.append(why)
     if matches:

@@ -13,9 +13,11 @@ from symm_cp.inductor.options import Options
 from symm_cp.inductor.rewrite import Emitter
 from symm_cp.ops.common import op_for
 
-# Floating-point operations that take at least as long as moving a byte: of a CPU in its memory, and
-# of a GPU over NVLink (an H100: 990 TFLOP/s in bfloat16, 450 GB/s).
-_FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 2200.0}
+# Floating-point operations of a matmul that take at least as long as a collective takes for a byte
+# of its larger side. CPU: measured with two ranks on an Intel Xeon (benchmarks/results/matmul.json,
+# collectives.json): 200 GFLOP/s a rank in float32, 64 MiB gathered in 8.7 ms. CUDA: data sheet of
+# an H100: 990 TFLOP/s in bfloat16, 450 GB/s over NVLink.
+_FLOPS_PER_BYTE = {"cpu": 26.0, "cuda": 2200.0}
 
 
 def sink_collectives(graph: Graph, options: Options) -> None:

@@ -43,6 +43,16 @@ MOVES = {
 # Matches ops of `symm_mem` that compute as well; the other ops are plain collectives.
 _COMPUTES = re.compile("fused|matmul|attention|project")
 _NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
+#: What to do instead, by a part of the name of a collective without a fused form.
+_INSTEAD = {
+    "all_to_all": "; if it exchanges a sequence for heads, call symm_cp.sequence_to_heads and "
+    "heads_to_sequence, which copy straight to where the heads belong",
+    "broadcast": "; broadcast constant tensors once, outside of the graph",
+}
+#: What to do instead of exchanging tokens by an all-to-all; ends a reason not to fuse.
+FOR_EXPERTS = (
+    ": for tokens and their experts, symm_cp.moe.dispatch and combine count, sort and exchange"
+)
 _NOT_COLLECTIVES = {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd"}  # 2.15 has the second
 
 
@@ -151,5 +161,6 @@ def _why_not_fused(node: Node, path: list[Node]) -> str:
     if node.target is ALL_TO_ALL and path:  # `fuse_all_to_alls` would have recorded it
         return f"{next_to}context_parallel is off"
     if "coalesced" in name:
-        return f"{next_to}it takes several tensors at once"
-    return f"{next_to}no fused op exists for {name}"
+        return f"{next_to}it takes several tensors at once: call it once for each tensor"
+    advice = next((text for part, text in _INSTEAD.items() if part in name), "")
+    return f"{next_to}no fused op exists for {name}{advice}"

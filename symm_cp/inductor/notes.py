@@ -5,15 +5,16 @@ from __future__ import annotations
 import atexit
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.fx import Graph
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import inductor
-from symm_cp.inductor import graphs, passes
-from symm_cp.inductor.decisions import Report, graph_breaks
+from symm_cp.inductor import passes
+from symm_cp.inductor.decisions import Decision, Report, graph_breaks
 
 
 def write(folder: str, rank: int, **noted: Any) -> None:
@@ -22,16 +23,27 @@ def write(folder: str, rank: int, **noted: Any) -> None:
         file.write(json.dumps({"rank": rank, **noted}) + "\n")
 
 
+def described(decision: Decision, nbytes: int, ranks: int, calls: int = 1) -> dict[str, Any]:
+    """Returns a decision as `symm-cp explain --json` writes it; `nbytes` are of the inputs."""
+    known = {key: fact for key, fact in asdict(decision).items() if key != "collective"}
+    return {**known, "name": decision.collective, "bytes": nbytes, "ranks": ranks, "calls": calls}
+
+
 def begin(folder: str) -> None:
     """Notes the graphs of this process from now on; enables the passes if they are not."""
     rank = 0
 
-    def note(before: passes.Before, report: Report, graph: Graph, joint: bool) -> None:
+    def note(before: passes.Before, report: Report, joint: bool) -> None:
         nonlocal rank
-        described = graphs.described(before, report, graph, joint=joint)
-        if described is not None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            write(folder, rank, **described)
+        if not report.decisions:
+            return
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        collectives = []
+        for each in report.decisions:
+            nbytes = sum(before.get(name, 0) for name in each.collective.split(", "))
+            group = _resolve_process_group(each.group)  # type: ignore[arg-type]
+            collectives.append(described(each, nbytes, group.size()))
+        write(folder, rank, joint=joint, collectives=collectives)
 
     def note_breaks() -> None:  # at exit there are no groups, but launchers set RANK
         nonlocal rank

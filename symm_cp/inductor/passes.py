@@ -35,11 +35,11 @@ def _sources() -> str:
     return sources.hexdigest()
 
 
-#: For each node of a graph before the passes, by name: its op, and the bytes of its inputs.
-Before = dict[str, tuple[str, int]]
-#: Called after each pass with the nodes before it, the decisions, the graph, and whether that is
-#: the joint graph of forward and backward, which is split afterwards.
-listeners: list[Callable[[Before, Report, Graph, bool], None]] = []
+#: For each node of a graph before the passes, by name: the bytes of its inputs.
+Before = dict[str, int]
+#: Called after each pass with the nodes before it, the decisions, and whether that is the joint
+#: graph of forward and backward, which is split afterwards.
+listeners: list[Callable[[Before, Report, bool], None]] = []
 
 
 def _given(graph: Graph) -> Before:
@@ -48,7 +48,7 @@ def _given(graph: Graph) -> Before:
         sizes = (t.numel() * t.element_size() for t in tensors)
         return sum(size for size in sizes if isinstance(size, int))
 
-    return {node.name: (str(node.target), nbytes(node)) for node in graph.nodes}
+    return {node.name: nbytes(node) for node in graph.nodes}
 
 
 class UnfusedError(RuntimeError):
@@ -74,7 +74,7 @@ class Pass(CustomGraphPass):
             self._run(graph, self.options)
         report.decisions = _final(report)
         for listen in listeners:
-            listen(before, report, graph, self._run is fuse_joint)
+            listen(before, report, self._run is fuse_joint)
         for decision in report.decisions:
             record(decision)
         if self.options.strict:

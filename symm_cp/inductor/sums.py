@@ -18,7 +18,7 @@ from symm_cp.inductor.matmuls import (
     why_too_small,
     why_unsupported,
 )
-from symm_cp.inductor.neighbours import feeding, is_of_experts
+from symm_cp.inductor.neighbours import FOR_EXPERTS, feeding, is_of_experts
 from symm_cp.inductor.nodes import argument, aten, static_shape
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Traced, Tracer
@@ -84,8 +84,9 @@ def reduced_products(
     if path := feeding(reduction):
         name = path[-1].name
         if is_of_experts(path[-1]):
-            return [], f"{name} feeds it, which has no fused form", True
-        return [], f"the reduced tensor is not only {name}, rearranged", True
+            return [], f"{name} feeds it, which has no fused form{FOR_EXPERTS}", True
+        reason = f"the reduced tensor is not only {name}, rearranged"
+        return [], f"{reason}: move the ops between them behind the collective", True
     return [], "the reduced tensor is not the product of a matmul", False
 
 
@@ -94,10 +95,12 @@ def _why_not_fused(
 ) -> str:
     """Returns why products are not fused with the reduction of their sum, or an empty text."""
     if users_of(tracer, traced.source) != [reduction]:
-        return f"{traced.source.name} is used elsewhere, too"
+        name = traced.source.name
+        return f"{name} is used elsewhere, too: use the reduced tensor there if you can"
     item_sizes = [dtype.itemsize for dtype in traced.dtypes]
     if any(after > before for before, after in itertools.pairwise(item_sizes)):
-        return f"its product is reduced as {traced.dtypes[-1]}, which is wider than its own dtype"
+        dtype = f"{traced.dtypes[-1]}, which is wider than its own dtype"
+        return f"its product is reduced as {dtype}: reduce first, then cast"
     if reduction.args[1] not in ("sum", "avg"):
         return f"it reduces by {reduction.args[1]}"
     for matmul in terms:
@@ -106,7 +109,10 @@ def _why_not_fused(
             if len(terms) > 1:
                 reason = "it is a sum of scaled matmuls"
             if argument(matmul, "bias") is not None:
-                reason = "its bias is added on every rank, and the fused op would add it once"
+                reason = (
+                    "its bias is added on every rank, and the fused op would add it once: add it "
+                    "after the collective"
+                )
         if reason:
             return reason
     return why_too_small(terms, options)

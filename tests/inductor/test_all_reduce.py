@@ -247,14 +247,18 @@ def lists_all(group: dist.ProcessGroup) -> None:
     for advice, collective in (
         ("with sequence parallelism", "all_reduce"),
         ("add it after the all-reduce", "all_reduce"),
-        ("use the reduced tensor there", "all_reduce"),
-        ("call the collective once for each tensor", "all_gather_into_tensor_coalesced"),
-        ("outside of the graph", "broadcast"),
-        ("symm_cp.moe.dispatch", "all_to_all_single"),
     ):
         (names,) = [names for hint, names in report.advice.items() if advice in hint]
         assert collective in [name.rstrip("_0123456789") for name in names], advice
         assert advice in text
+    for advice, collective in (
+        ("use the reduced tensor there", "all_reduce"),
+        ("call it once for each tensor", "all_gather_into_tensor_coalesced"),
+        ("outside of the graph", "broadcast"),
+        ("symm_cp.moe.dispatch", "all_to_all_single"),
+    ):
+        named = [d.collective for d in report.left if advice in d.reason]
+        assert collective in [name.rstrip("_0123456789") for name in named], advice
     own = group._get_backend(torch.device("cpu")).name()
     assert ("would run in shared memory" in text) == (own != "symm_cp")
 

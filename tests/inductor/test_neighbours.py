@@ -32,7 +32,7 @@ def test_waits_of_several_tensors_are_no_collectives() -> None:
             record_others(graph)
     (decision,) = report.decisions
     assert decision.collective == gathered.name
-    assert decision.reason == "mm_default is next to it, and it takes several tensors at once"
+    assert "mm_default is next to it, and it takes several tensors at once" in decision.reason
 
 
 def test_attention_to_gathered_keys_is_named() -> None:

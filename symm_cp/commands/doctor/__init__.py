@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import os
 import platform
@@ -17,11 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, cores, cuda, env, native, trusted
+from symm_cp import __version__, cores, cuda, env, native
 from symm_cp.commands.doctor import accelerated
 from symm_cp.commands.doctor.findings import Finding
 from symm_cp.commands.doctor.placement import memory_of_ranks
-from symm_cp.measured import machine_key
 from symm_cp.parsing import STDOUT, write_json
 from symm_cp.tensors.results import result_memory
 
@@ -166,48 +164,6 @@ def numa(system: Path = cores.SYSTEM) -> Finding:
     return Finding("processors", "NUMA", "info", detail)
 
 
-def _files(
-    kind: str, command: str, pattern: str, without: str, counted: str = "ranks"
-) -> list[Finding]:
-    """Lists the files that a command has written; `without` says how ops behave without a file."""
-    findings = []
-    with suppress(env.NoHomeError, OSError):
-        for path in sorted(env.build_dir().glob(pattern)):
-            _, count, *of_machine = path.stem.split("_", 2)
-            again = f"symm-cp {command} --{counted} {count}"
-            findings.append(_file(path, f"{kind}, {count} {counted}", again, of_machine))
-    advice = f"symm-cp {command} --{counted} {counted.upper()}"
-    return findings or [Finding("measured", kind, "missing", f"not yet: {without}", advice)]
-
-
-def _file(path: Path, name: str, command: str, of_machine: list[str]) -> Finding:
-    when = f"{datetime.datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}"
-    advice = f"delete it, then run {command}"
-    if not of_machine:
-        why = f"not used: {path} does not say for which machine it is"
-        return Finding("measured", name, "missing", why, advice)
-    if of_machine != [machine_key()]:
-        why = f"{path}, {when}: for another machine or torch"
-        return Finding("measured", name, "info", why)
-    try:
-        trusted.read(path)
-    except trusted.UntrustedError as error:
-        return Finding("measured", name, "missing", f"not used: {error}", advice)
-    return Finding("measured", name, "ok", f"{path}, {when}; again: {command}")
-
-
-def measured() -> list[Finding]:
-    """Lists the measurements that ops and predictions use."""
-    calibrated = "ops choose their way for a typical machine"
-    tuned = "ops choose the way that is faster in a simulation"
-    divided = "threads of a rank share copies and reductions from 128 KiB on"
-    return [
-        *_files("calibrated", "calibrate", "machine_*.toml", calibrated),
-        *_files("divided", "calibrate", "divided_*.toml", divided, "threads"),
-        *_files("tuned", "tune", "tuned_*.json", tuned),
-    ]
-
-
 def op_findings() -> list[Finding]:
     """Lists the namespace's ops with their kernels, and ops without kernels on one line."""
     names = sorted(
@@ -236,7 +192,6 @@ def examine() -> list[Finding]:
         *_versions(),
         _compiler(),
         _library(),
-        *measured(),
         *_results(),
         huge_shared_pages(),
         *reserved_pages(),

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Case, main
-from symm_cp.commands.harness.measure import Row, backward_alone
+from symm_cp.commands.harness.measure import Row
 from symm_cp.commands.harness.report import Written
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer, Sequential
 
@@ -108,7 +108,10 @@ class _Calls:
         inputs = [self._parts[0], *self.whole[1:]]
         if way == "forward":
             return lambda: F.scaled_dot_product_attention(*inputs)
-        return backward_alone(F.scaled_dot_product_attention, *inputs)
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = F.scaled_dot_product_attention(*leaves)
+        grad = torch.ones_like(out)
+        return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
     def check(self, options: dict[str, Any]) -> None:
         """Compares some rows with dense attention."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ import torch.distributed._symmetric_memory as symm_mem
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Case, main
-from benchmarks.matmul import symmetric
-from benchmarks.rivals import NAMES, Call, Rival, TorchRival, groups_over
+from benchmarks.rivals import NAMES, Call, Rival, TorchRival
+from symm_cp.commands.bench import jobs
+from symm_cp.commands.bench.jobs import Setting, groups_over
+from symm_cp.commands.harness.measure import FUSED, IN_PLACE, LIMIT, unfused_over
 
 _KIB = 1024
 #: KiB of a tensor to sum, of a rank's input to an all-gather, or result of a reduce-scatter.
@@ -32,7 +35,6 @@ SIZES = (1, 8, 64, 512, 4096, 32768)
 # Registers "fake", a backend that does nothing: it shows the time of torch's wrappers.
 _FAKE = importlib.import_module("torch.testing._internal.distributed.fake_pg") and "fake"
 
-_ops = torch.ops.symm_mem
 _functional = torch.ops._c10d_functional
 
 Rivals = Mapping[str, Rival]
@@ -46,114 +48,77 @@ def _without_none(variants: Mapping[str, Call | None]) -> dict[str, Call]:
     return {name: call for name, call in variants.items() if call is not None}
 
 
-def _in_place(tensor: torch.Tensor, group: dist.ProcessGroup) -> Call:
+#: The names of the variants of `jobs` in tables: "dist" is the backend through torch.distributed.
+_NAMES = {
+    LIMIT: "memcpy",
+    FUSED: "op, plain input",
+    IN_PLACE: "op, symmetric input",
+    unfused_over("symm_cp"): "dist, symm_cp",
+}
+
+
+def _case(
+    kind: str,
+    group: dist.ProcessGroup,
+    on: Mapping[str, dist.ProcessGroup],
+    rivals: Rivals,
+    kib: int,
+) -> Case:
+    """The variants of a collective, and those of the rivals."""
+    setting = Setting(group, {"symm_cp": on["symm_cp"]})
+    case = getattr(jobs, kind)(setting, kib * _KIB)
+    count, W = kib * _KIB // 4, group.size()
+    full, part = torch.zeros(W * count), torch.zeros(count)
+    calls: dict[str, Call | None] = {}
+    if kind == "all_reduce":
+        calls |= _other_all_reduces(group, on, part)
+    for name, rival in {**rivals, "dist, fake": TorchRival(on[_FAKE])}.items():
+        calls[name] = {
+            "all_reduce": lambda rival=rival: rival.all_reduce(part.clone()),
+            "all_gather": lambda rival=rival: rival.all_gather(full.clone(), part),
+            "reduce_scatter": lambda rival=rival: rival.reduce_scatter(part.clone(), full),
+        }[kind]()
+    own_check = case.check
+
+    def check() -> None:
+        own_check()
+        for rival in rivals.values():
+            _check(kind, group, rival, count)
+
+    variants = {_NAMES[name]: run for name, run in case.variants.items()} | _without_none(calls)
+    return Case(f"{kind} {_size(kib)}", variants, check)
+
+
+def _other_all_reduces(
+    group: dist.ProcessGroup, on: Mapping[str, dist.ProcessGroup], zeros: torch.Tensor
+) -> dict[str, Call | None]:
+    """The op with a gradient, and functional collectives in place."""
+    leaf = zeros.clone().requires_grad_()
+    one_shot, name = torch.ops.symm_mem.one_shot_all_reduce, group.group_name
+    calls: dict[str, Call | None] = {"op, with a gradient": lambda: one_shot(leaf, "sum", name)}
     all_reduce, wait = _functional.all_reduce_.default, _functional.wait_tensor.default
-    name = group.group_name
-    return lambda: wait(all_reduce(tensor, "sum", name))
-
-
-def _all_reduce_case(
-    group: dist.ProcessGroup, on: Mapping[str, dist.ProcessGroup], rivals: Rivals, kib: int
-) -> Case:
-    name, count = group.group_name, kib * _KIB // 4
-    # Zeros, which stay zeros however often they are summed in place.
-    plain, copy = torch.zeros(count), torch.zeros(count)
-    shared = symmetric(plain, group)
-    leaf = torch.zeros(count, requires_grad=True)
-    one_shot = _ops.one_shot_all_reduce
-
-    def check() -> None:
-        sent = torch.randn(count)
-        want = sent.clone()
-        dist.all_reduce(want, group=group)
-        torch.testing.assert_close(one_shot(sent, "sum", name), want)
-        torch.testing.assert_close(one_shot(shared.copy_(sent), "sum", name), want)
-        shared.zero_()
-        calls = {name: rival.all_reduce for name, rival in rivals.items()}
-        if "symm_cp" in on:
-            calls["symm_cp"] = TorchRival(on["symm_cp"]).all_reduce
-            calls["in place"] = lambda tensor: _in_place(tensor, on["symm_cp"])
-        for make in calls.values():
-            got = sent.clone()
-            if (call := make(got)) is not None:
-                call()
-                torch.testing.assert_close(got, want)
-
-    variants: dict[str, Call | None] = {
-        "memcpy": lambda: copy.copy_(plain),
-        "op, plain input": lambda: one_shot.default(plain, "sum", name),
-        "op, symmetric input": lambda: one_shot.default(shared, "sum", name),
-        "op, with a gradient": lambda: one_shot(leaf, "sum", name),
-    }
     for backend, of in on.items():
-        variants[f"dist, {backend}"] = TorchRival(of).all_reduce(torch.zeros(count))
-        variants[f"functional in place, {backend}"] = _in_place(torch.zeros(count), of)
-    for rival, its in rivals.items():
-        variants[rival] = its.all_reduce(torch.zeros(count))
-    return Case(f"all_reduce {_size(kib)}", _without_none(variants), check)
+        calls[f"functional in place, {backend}"] = partial(
+            lambda tensor, over: wait(all_reduce(tensor, "sum", over)), zeros.clone(), of.group_name
+        )
+    return calls
 
 
-def _all_gather_case(
-    group: dist.ProcessGroup, on: Mapping[str, dist.ProcessGroup], rivals: Rivals, kib: int
-) -> Case:
-    gather, wait = _ops._low_contention_all_gather.default, _functional.wait_tensor.default
-    name, count = group.group_name, kib * _KIB // 4
-    shard, copy = torch.randn(count), torch.zeros(group.size() * count)
-    shared = symmetric(shard, group)
-    full = torch.zeros_like(copy)
-    theirs = {rival: its.all_gather(torch.zeros_like(copy), shard) for rival, its in rivals.items()}
-
-    def check() -> None:
-        dist.all_gather_into_tensor(full, shard, group=group)
-        for tensor in (shard, shared):
-            assert torch.equal(wait(gather(tensor, name)), full)
-        checked = [*rivals.values(), *(TorchRival(on[key]) for key in on if key != _FAKE)]
-        for rival in checked:
-            out = torch.zeros_like(full)
-            if (call := rival.all_gather(out, shard)) is not None:
-                call()
-                assert torch.equal(out, full)
-
-    variants: dict[str, Call | None] = {
-        "memcpy": lambda: copy.copy_(full),
-        "op, plain input": lambda: wait(gather(shard, name)),
-        "op, symmetric input": lambda: wait(gather(shared, name)),
-    }
-    for backend, of in on.items():
-        variants[f"dist, {backend}"] = TorchRival(of).all_gather(torch.zeros_like(copy), shard)
-    return Case(f"all_gather {_size(kib)}", _without_none({**variants, **theirs}), check)
-
-
-def _reduce_scatter_case(
-    group: dist.ProcessGroup, on: Mapping[str, dist.ProcessGroup], rivals: Rivals, kib: int
-) -> Case:
-    scatter = _ops.reduce_scatter_out.default
-    name, count = group.group_name, kib * _KIB // 4
-    full = torch.randn(group.size() * count)
-    shared = symmetric(full, group)
-    out, copy = torch.zeros(count), torch.zeros(count)
-    theirs = {rival: its.reduce_scatter(torch.zeros(count), full) for rival, its in rivals.items()}
-
-    def check() -> None:
-        want = torch.zeros(count)
-        dist.reduce_scatter_tensor(want, full, group=group)
-        for tensor in (full, shared):
-            torch.testing.assert_close(scatter(tensor, name, False, out), want)
-        checked = [*rivals.values(), *(TorchRival(on[key]) for key in on if key != _FAKE)]
-        for rival in checked:
-            got = torch.zeros(count)
-            if (call := rival.reduce_scatter(got, full)) is not None:
-                call()
-                torch.testing.assert_close(got, want)
-
-    variants: dict[str, Call | None] = {
-        "memcpy": lambda: copy.copy_(out),
-        "op, plain input": lambda: scatter(full, name, False, out),
-        "op, symmetric input": lambda: scatter(shared, name, False, out),
-    }
-    for backend, of in on.items():
-        variants[f"dist, {backend}"] = TorchRival(of).reduce_scatter(torch.zeros(count), full)
-    return Case(f"reduce_scatter {_size(kib)}", _without_none({**variants, **theirs}), check)
+def _check(kind: str, group: dist.ProcessGroup, rival: Rival, count: int) -> None:
+    """Compares a rival's result with gloo's."""
+    W = group.size()
+    sent = torch.randn(count if kind != "reduce_scatter" else W * count)
+    got = torch.empty(W * count if kind == "all_gather" else count)
+    want, gloo = torch.empty_like(got), TorchRival(group)
+    for of, out in ((gloo, want), (rival, got)):
+        if kind == "all_reduce":
+            call = of.all_reduce(out.copy_(sent))
+        else:
+            call = getattr(of, kind)(out, sent)
+        if call is None:
+            return
+        call()
+    torch.testing.assert_close(got, want)
 
 
 def _message_case(
@@ -184,9 +149,7 @@ def _message_case(
 
 
 _KINDS: dict[str, Callable[..., Case]] = {
-    "all_reduce": _all_reduce_case,
-    "all_gather": _all_gather_case,
-    "reduce_scatter": _reduce_scatter_case,
+    **{kind: partial(_case, kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")},
     "message": _message_case,
 }
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import symm_cp
 from benchmarks import compiled_block
 from benchmarks.harness import Case, main
-from benchmarks.rivals import unfused_groups
+from symm_cp.commands.bench.jobs import unfused_groups
 from symm_cp.inductor import Options, compile_options
 
 ROWS, DIM, HIDDEN = 2048, 2048, 2048  # rows of a rank, features, hidden features of a rank
@@ -96,18 +96,17 @@ def _variants(
     group: dist.ProcessGroup, over: Over, alone: Block, by_hand: Block | None
 ) -> dict[str, Block]:
     """The compute alone, then the ways to compile a block."""
-    name, unfused = group.group_name, unfused_groups(group)
+    name = group.group_name
+    unfused = {backend: of.group_name for backend, of in unfused_groups(group).items()}
     strict, natively = Options(strict=True), Options(async_tp=False)
     blocks = {
         "compiled, compute alone": torch.compile(alone),
         "compiled, fused": torch.compile(over(name), options=compile_options(strict)),
         "eager, fused by hand": by_hand,
-        **{f"compiled, {label}": torch.compile(over(g)) for label, g in unfused.items()},
+        **{f"compiled, unfused ({b})": torch.compile(over(g)) for b, g in unfused.items()},
         **{
-            f"compiled, reordered by torch {label[8:]}": torch.compile(
-                over(g), options=TORCHS_OVERLAP
-            )
-            for label, g in unfused.items()
+            f"compiled, reordered by torch ({b})": torch.compile(over(g), options=TORCHS_OVERLAP)
+            for b, g in unfused.items()
         },
     }
     if over is _tensor_parallel:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks.harness import Case
-from benchmarks.rivals import groups_over
+from symm_cp.commands.bench.jobs import groups_over
 from symm_cp.inductor import Options, compile_options
 from tests.inductor.titan import Block, Sizes, block_plan, rotation
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import symm_cp
 from benchmarks.harness import Case, main
 from benchmarks.llama import ONE_PROCESS, in_one_process
-from benchmarks.rivals import groups_over
+from symm_cp.commands.bench.jobs import groups_over
 
 TOKENS = 4096
 FEW = 8

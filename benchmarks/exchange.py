@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import symm_cp
 from benchmarks.harness import Case, main
-from benchmarks.rivals import groups_over
+from symm_cp.commands.bench.jobs import groups_over
 
 #: Heads, positions of the whole sequence, features of a head.
 SHAPES = ((8, 4096, 64), (8, 512, 64), (32, 4096, 128), (32, 16384, 128))

@@ -18,46 +18,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-import symm_cp
 from benchmarks.harness import Case, main
-from benchmarks.rivals import groups_over, unfused_groups
-from symm_cp.commands.harness.measure import Row, forced
-from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
+from symm_cp import tuning
+from symm_cp.commands.bench import jobs
+from symm_cp.commands.bench.jobs import Setting
+from symm_cp.commands.harness.measure import FUSED, IN_PLACE, LIMIT, Row
 
 ROWS, HIDDEN, FEED, REDUCED = 128, 4096, 14336, 1024
 
 
-def ways(run: Callable[[], object]) -> dict[str, Callable[[], object]]:
-    names = {"shards": "shards", "whole": "whole", "chosen": None}
-    return {name: forced(way, run) for name, way in names.items()}
+def _forced(way: str, run: Callable[[], object]) -> object:
+    with tuning.forced(way):
+        return run()
 
 
-def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype, rows: int) -> Case:
-    name, ops = group.group_name, torch.ops.symm_mem
-    fused, one_shot = ops.fused_matmul_all_reduce.default, ops.one_shot_all_reduce.default
-    x = torch.randn(rows, HIDDEN).to(dtype)
-    weight = (torch.randn(REDUCED, HIDDEN) * HIDDEN**-0.5).to(dtype).t()
-    run = partial(fused, x, weight, None, "sum", name)
-    variants: dict[str, Callable[[], object]] = {
-        "matmul alone": lambda: x @ weight,
+def _in_all_ways(name: str, case: Case, ways: tuple[str, ...] = ("shards", "whole")) -> Case:
+    """Adds the ways of the fused variant to a case, and renames it."""
+    variants = {key: run for key, run in case.variants.items() if key != IN_PLACE}
+    run = variants.pop(FUSED)
+    case.variants = {
+        **variants,
         "chosen": run,
-        "matmul, one_shot_all_reduce": lambda: one_shot(x @ weight, "sum", name),
+        **{way: partial(_forced, way, run) for way in ways},
     }
-    if rows > 1:
-        variants |= {way: forced(way, run) for way in ("shards", "whole")}
-    for backend, over in {**groups_over(group, "symm_cp"), "gloo": group}.items():
-        variants[f"unfused ({backend})"] = lambda over=over: dist.all_reduce(x @ weight, group=over)
-
-    def check() -> None:
-        want = x @ weight
-        dist.all_reduce(want, group=group)
-        for label in ("chosen", "matmul, one_shot_all_reduce"):
-            torch.testing.assert_close(variants[label](), want, rtol=2e-2, atol=5e-2)
-
-    kind = str(dtype)[6:]
-    label = f"matmul-all-reduce, {rows} rows, {kind}"
-    # A row is a timing of its own: the caches hold what the matmul left there.
-    return Case(label, variants, check, most=1000, after=_microseconds)
+    case.name = name
+    return case
 
 
 def _microseconds(row: Row) -> dict[str, object]:
@@ -67,59 +52,38 @@ def _microseconds(row: Row) -> dict[str, object]:
 
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
-    for dtype in (torch.float32, torch.bfloat16):
+    """Yields all cases."""
+    unfused = jobs.unfused_groups(group)
+    settings = [Setting(group, unfused, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for setting in settings:
         for rows in (1, 16, 128, 512, 1024):
-            yield _all_reduce_case(group, dtype, rows)
-    yield from _gather_and_scatter_cases(group)
+            case = jobs.matmul_all_reduce(setting, rows, HIDDEN, REDUCED)
+            ways = ("shards", "whole") if rows > 1 else ()
+            name = f"matmul-all-reduce, {rows} rows, {str(setting.dtype)[6:]}"
+            case = _in_all_ways(name, case, ways)
+            # A row is a timing of its own: the caches hold what the matmul left there.
+            case.inner, case.most, case.after = 1, 1000, _microseconds
+            yield case
+    for setting in settings:
+        yield from _gather_and_scatter_cases(setting)
 
 
-def _gather_and_scatter_cases(group: dist.ProcessGroup) -> Iterator[Case]:
-    W, name = group.size(), group.group_name
-    ops, baselines = torch.ops.symm_mem, unfused_groups(group)
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(ROWS, HIDDEN).to(dtype)
-        up = torch.randn(HIDDEN, FEED // W).to(dtype)
-        full, grad = unfused_all_gather(x, 0, name), torch.randn(W * ROWS, FEED // W).to(dtype)
-        kind = str(dtype)[6:]
-        yield Case(
-            f"up: all-gather-matmul, {kind}",
-            {
-                "matmul alone": lambda full=full, up=up: full @ up,
-                **ways(partial(symm_cp.all_gather_matmul, x, up, group=group)),
-                **{
-                    label: lambda x=x, up=up, over=over: unfused_all_gather(x, 0, over) @ up
-                    for label, over in baselines.items()
-                },
-            },
-        )
-        yield Case(
-            f"up: gradient of the weight, {kind}",
-            {
-                "matmul alone": lambda full=full, grad=grad: full.t() @ grad,
-                **ways(partial(ops._fused_all_gather_weight_grad, x, [grad], 0, name)),
-                **{
-                    label: lambda x=x, grad=grad, over=over: (
-                        unfused_all_gather(x, 0, over).t() @ grad
-                    )
-                    for label, over in baselines.items()
-                },
-            },
-        )
-        down = torch.randn(FEED // W, HIDDEN).to(dtype)
-        scatter = partial(symm_cp.matmul_reduce_scatter, grad, down, group=group)
-        yield Case(
-            f"down: matmul-reduce-scatter, {kind}",
-            {
-                "matmul alone": lambda grad=grad, down=down: grad @ down,
-                **ways(scatter),
-                **{
-                    label: lambda grad=grad, down=down, over=over: unfused_reduce_scatter(
-                        grad @ down, "sum", 0, over
-                    )
-                    for label, over in baselines.items()
-                },
-            },
-        )
+def _gather_and_scatter_cases(setting: Setting) -> Iterator[Case]:
+    W, name = setting.group.size(), setting.group.group_name
+    kind = str(setting.dtype)[6:]
+    up = jobs.gather_matmul(setting, ROWS, HIDDEN, FEED // W)
+    yield _in_all_ways(f"up: all-gather-matmul, {kind}", up)
+    x, grad = setting.normal(ROWS, HIDDEN), setting.normal(W * ROWS, FEED // W)
+    full = setting.whole(x)
+    op = torch.ops.symm_mem._fused_all_gather_weight_grad
+    variants = {
+        LIMIT: lambda: full.t() @ grad,
+        **setting.over_backends(lambda over: lambda: jobs.gathered(over, x).t() @ grad),
+        FUSED: partial(op, x, [grad], 0, name),
+    }
+    yield _in_all_ways(f"up: gradient of the weight, {kind}", setting.case("", variants, inputs=()))
+    down = jobs.matmul_scatter(setting, ROWS, FEED // W, HIDDEN)
+    yield _in_all_ways(f"down: matmul-reduce-scatter, {kind}", down)
 
 
 if __name__ == "__main__":

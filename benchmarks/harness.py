@@ -1,4 +1,4 @@
-"""One harness for all benchmarks: starts ranks, and times cases as `symm-cp bench` does.
+"""The command line of all benchmarks; `symm_cp/commands/harness` measures, as for `symm-cp bench`.
 
 A benchmark is a function `cases(group)` that yields `Case`s: named variants of one job, the first
 of which is the limit (compute alone, or a memcpy of the bytes):
@@ -8,7 +8,6 @@ symm_cp/commands/harness/measure.py.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -24,27 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import rivals
 from symm_cp import native
 from symm_cp.commands.harness import report
-from symm_cp.commands.harness.measure import Case, measure
+from symm_cp.commands.harness.measure import Case
+from symm_cp.commands.harness.start import measure_as_rank, measured_by_ranks
 from symm_cp.ranks import add_rendezvous, exit_as_rank, is_rank, positive, run_program
 
 __all__ = ["Case", "main"]
 
 Cases = Callable[..., Iterable[Case]]
-
-
-def _run_rank(cases: Iterable[Case], group: dist.ProcessGroup, args: argparse.Namespace) -> None:
-    rows = []
-    torch.set_num_threads(args.threads)
-    for case in cases:
-        if args.case not in case.name:
-            continue
-        row = measure(case, group, args.seconds)
-        rows.append(row.as_dict())
-        if group.rank() == 0:
-            print(report.line(row), flush=True)
-    if group.rank() == 0 and args.rows is not None:
-        args.rows.write_text(json.dumps(rows))
-    dist.barrier(group)
 
 
 def _start_ranks(args: argparse.Namespace, arguments: list[str], *, with_mpi: bool) -> int:
@@ -89,13 +74,12 @@ def main(
     native.load()  # built once, before the ranks start
     if against:
         rivals.say_what_is_missing(args)
-    with tempfile.TemporaryDirectory() as folder:
-        rows_file = Path(folder, "rows.json")
-        arguments = [*sys.argv, "--rows", str(rows_file)]
-        with_mpi = against and "mpi" in rivals.installed(args)
-        if code := _start_ranks(args, arguments, with_mpi=with_mpi):
-            sys.exit(code)
-        rows = json.loads(rows_file.read_text())
+    with_mpi = against and "mpi" in rivals.installed(args)
+    code, rows = measured_by_ranks(
+        lambda path: _start_ranks(args, [*sys.argv, "--rows", path], with_mpi=with_mpi)
+    )
+    if code:
+        sys.exit(code)
     if summary is not None:
         print(summary(rows))
     if args.json is not None:
@@ -107,7 +91,10 @@ def _as_rank(
     cases: Cases, group: dist.ProcessGroup, args: argparse.Namespace, against: bool
 ) -> int:
     connected = rivals.connect(args, group) if against else {}
-    _run_rank(cases(group, connected) if against else cases(group), group, args)
+    torch.set_num_threads(args.threads)
+    found = cases(group, connected) if against else cases(group)
+    measure_as_rank(found, group, args.seconds, args.rows, only=args.case)
+    dist.barrier(group)
     for rival in connected.values():
         rival.close()
     return 0

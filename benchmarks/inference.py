@@ -25,9 +25,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import symm_cp
 from benchmarks.harness import Case, main
-from benchmarks.llama import ONE_PROCESS, has_result, in_one_process, llama, variants
-from benchmarks.rivals import Rival, groups_over
-from symm_cp.commands.harness.llama import next_logits, static_cache
+from benchmarks.llama import (
+    ONE_PROCESS,
+    has_result,
+    in_one_process,
+    llama,
+    next_logits,
+    static_cache,
+    variants,
+)
+from benchmarks.rivals import Rival
+from symm_cp.commands.bench.jobs import groups_over
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 
 DIM, HEADS, HIDDEN, LAYERS = 1024, 16, 2816, 4
@@ -205,10 +213,10 @@ def _decode_step(model: nn.Module, tokens: torch.Tensor) -> Step:
     def step() -> torch.Tensor:
         for layer in cache.layers:
             layer.cumulative_length.fill_(cached)
-        return next_logits(model, model, cache, tokens[:, -1:], cached)
+        return next_logits(model, cache, tokens[:, -1:], cached)
 
     with torch.no_grad():
-        next_logits(model, model, cache, tokens[:, :-1], 0)
+        next_logits(model, cache, tokens[:, :-1], 0)
     return step
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import symm_cp
-from benchmarks.rivals import groups_over
-from symm_cp.commands.harness.llama import Exchanges, Parts, sharing_weights
+from symm_cp.commands.bench.jobs import groups_over
 from symm_cp.ranks import threads, threads_of
 
 HIDDEN, LAYERS, HEADS, FEED_FORWARD = 1024, 8, 16, 2816
@@ -41,19 +42,19 @@ Step = Callable[[], torch.Tensor]
 _NOTHING = importlib.import_module("torch.testing._internal.distributed.fake_pg") and "fake"
 
 
-def llama(dtype: torch.dtype) -> nn.Module:
-    """Returns the whole model, with the same random weights on every rank."""
+def llama(dtype: torch.dtype, **changes: int) -> nn.Module:
+    """Returns the whole model, with the same random weights on every rank; `changes` its sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS // 2,
-        intermediate_size=FEED_FORWARD,
-        use_cache=False,
-    )
+    sizes = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "intermediate_size": FEED_FORWARD,
+    }
+    config = LlamaConfig(**{**sizes, **changes}, use_cache=False)
     return LlamaForCausalLM(config).to(dtype)
 
 
@@ -118,13 +119,55 @@ class _Gathered(torch.autograd.Function):
         return grad.narrow(-1, 0, grad.shape[-1] // dist.get_world_size()), None, None
 
 
+def sharing_weights(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model that shares its parameters but has its own modules."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in model.parameters()})
+
+
+def _plan(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yields the modules that the model's own plan splits, and the style of each."""
+    for pattern, style in model.tp_plan.items():
+        wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        for name, module in model.named_modules():
+            if wanted.fullmatch(name):
+                yield module, style
+
+
 def alone(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     """Returns the model of this rank's weights, which does not communicate."""
+    rank, world_size = group.rank(), group.size()
     kept: dict[Any, torch.Tensor] = {}
-    exchanges = Exchanges(
-        lambda partial: partial, lambda part: _Gathered.apply(part, kept, group.size())
-    )
-    return Parts(model, group.rank(), group.size()).with_exchanges(exchanges)
+    model = sharing_weights(model)
+    for module, style in _plan(model):
+        if style in ("replicate", "replicated_with_grad_allreduce"):
+            continue
+        part = module.weight.detach().chunk(world_size, int(style == "rowwise"))[rank]
+        module.weight = nn.Parameter(part.contiguous().clone())
+        if style == "embedding_rowwise":  # looks up as many tokens, among its own
+            module.register_forward_pre_hook(lambda own, args: (args[0] % len(own.weight),))
+        elif style in ("colwise_gather_output", "colwise_rep"):  # its names in transformers 5, 4
+            module.register_forward_hook(
+                lambda own, args, out: _Gathered.apply(out, kept, world_size)
+            )
+        elif style not in ("colwise", "rowwise"):
+            raise NotImplementedError(f"{style}: a style of the model's tensor-parallel plan")
+    return model
+
+
+def static_cache(model: nn.Module, length: int) -> Any:
+    """Returns an empty cache for keys and values of `length` tokens, whose size never changes."""
+    from transformers import StaticCache
+
+    return StaticCache(config=model.config, max_cache_len=length)
+
+
+def next_logits(model: nn.Module, cache: Any, ids: torch.Tensor, position: int) -> torch.Tensor:
+    """Returns the logits after the last of `ids` (B, S), which begin at `position` in the cache."""
+    names = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in names else "past_key_values"  # changed in transformers 5.24
+    positions = torch.arange(position, position + ids.shape[1])[None]
+    options = {"use_cache": True, "logits_to_keep": 1, name: cache}
+    return model(input_ids=ids, position_ids=positions, **options).logits[:, -1]
 
 
 def in_one_process(step: Callable[[], Step], group: dist.ProcessGroup) -> dict[str, Step]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,9 +17,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from symm_cp.commands.harness.measure import duration
-from symm_cp.commands.harness.paired import is_dense
-from symm_cp.commands.harness.paired import ratio as ratio_of_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -96,7 +92,7 @@ HEAD = (
     (
         "all-gather-matmul, 4096 x 4096 a rank, bfloat16",
         ("matmul", "all_gather_matmul bfloat16"),
-        ("fused, plain input", *UNFUSED),
+        ("fused", *UNFUSED),
     ),
     (
         "matmul-reduce-scatter, 4096 x 4096 a rank, bfloat16",
@@ -177,7 +173,7 @@ def against_one_process() -> str:
 
 def matmul() -> list[str]:
     _, rows = load("matmul")
-    fused = ("fused, symmetric input", "fused, plain input")
+    fused = {"fused, in place": "fused, symmetric input", "fused": "fused, plain input"}
     lines = []
     for dtype in ("float32", "bfloat16"):
         row = rows[f"all_gather_matmul {dtype}"]
@@ -192,7 +188,7 @@ def matmul() -> list[str]:
         cells = [ratio(row, name) for name in ("fused", *UNFUSED)]
         lines.append([f"matmul-reduce-scatter, {dtype}", "1", "", *cells])
     title = "`python benchmarks/matmul.py` (4096 x 4096 a rank, B 4096 x 1024)"
-    return table([title, "limit", *fused, *UNFUSED], lines)
+    return table([title, "limit", *fused.values(), *UNFUSED], lines)
 
 
 def attention() -> list[str]:
@@ -241,20 +237,6 @@ def microseconds(row: dict[str, Any], name: str) -> str:
         return ""
     took = row["ms"][name] * 1e3
     return f"{took:.3g}" if took < 1e3 else f"{took:,.0f}"
-
-
-def demo() -> list[str]:
-    """The steps of `symm-cp demo --json benchmarks/results/demo.json`."""
-    report = json.loads((RESULTS / "demo.json").read_text())
-    steps = {name: report["seconds"][name][2:] for name in report["seconds"]}
-    lines = []
-    for name, seconds in steps.items():
-        against = "" if is_dense(name) else ratio_of_steps(seconds, steps["compute alone"])
-        hidden = report["hidden"].get(name)
-        share = "" if hidden is None else f"{max(0.0, hidden):.0%}"
-        lines.append([name, duration(statistics.median(seconds)), str(against), share])
-    head = ["`symm-cp demo`", "step", "to compute alone (95% interval)", "of it hidden by fusing"]
-    return table(head, lines)
 
 
 def collectives(file: str, wanted: dict[str, tuple[str, ...]]) -> list[str]:
@@ -315,21 +297,6 @@ def training() -> list[str]:
     ]
 
 
-def decode(file: str, command: str) -> list[str]:
-    """The tokens of `symm-cp demo --decode --json benchmarks/results/decode.json`."""
-    report = json.loads((RESULTS / f"{file}.json").read_text())
-    lines = []
-    for name, seconds in report["timed"].items():
-        median = statistics.median(seconds)
-        against = share = ""
-        if name in report["to_compute"]:
-            against = str(ratio_of_steps(seconds, report["timed"]["compute alone"]))
-            share = f"{report['communication'][name]:.1%}"
-        lines.append([name, f"{1 / median:.1f}", duration(median), against, share])
-    head = [f"`{command}`", "tokens/s", "a token", "to compute alone (95% interval)", "the rest"]
-    return table(head, lines)
-
-
 def sequences() -> list[str]:
     """All that was measured of context parallelism, and of recurrent layers."""
     return [
@@ -355,9 +322,6 @@ def steps_of(what: str, files: Sequence[str]) -> list[str]:
 SIZES = ("8 KiB", "64 KiB", "512 KiB", "32 MiB")
 #: Sections that are there once their benchmark has run.
 OPTIONAL: dict[str, Callable[[], list[str]]] = {
-    "demo": demo,
-    "decode": lambda: decode("decode", "symm-cp demo --decode"),
-    "decode_compiled": lambda: decode("decode_compiled", "symm-cp demo --decode --compile"),
     "inference": inference,
     "training": training,
     "collectives": lambda: collectives(

@@ -111,18 +111,6 @@ def take_rank_from_mpi() -> None:
         os.environ.setdefault("MASTER_PORT", "0")
 
 
-def groups_over(group: dist.ProcessGroup, *backends: str) -> dict[str, dist.ProcessGroup]:
-    """Returns a group of all ranks over each of these backends that is registered. Collective."""
-    known = dist.Backend.backend_list
-    return {name: dist.new_group(backend=name) for name in backends if name in known}
-
-
-def unfused_groups(group: dist.ProcessGroup) -> dict[str, str]:
-    """Returns the names of groups for unfused variants, over this backend and gloo. Collective."""
-    over = {**groups_over(group, "symm_cp"), "gloo": group}
-    return {f"unfused ({backend})": of.group_name for backend, of in over.items()}
-
-
 class Rival:
     """Collectives of another implementation, as calls without arguments on these tensors.
 

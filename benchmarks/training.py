@@ -3,8 +3,8 @@
     python benchmarks/training.py --json benchmarks/results/training.json
 
 The data-parallel programs differ only in the backend of the process group; FSDP2 also runs with
-`symm_cp.fsdp.use` over gloo, which then all-reduces only losses. The model has 10 M parameters.
-For tensor parallelism, transformers or this package splits a Llama of transformers: llama.py. The
+`symm_cp.fsdp.use` over gloo, which then all-reduces only losses. Their Llama has 10 M parameters.
+For tensor parallelism, transformers or this package splits a larger one: llama.py. The
 limit is the step without any communication.
 """
 
@@ -28,78 +28,44 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import symm_cp.fsdp
 from benchmarks.harness import Case, main
 from benchmarks.llama import ONE_PROCESS, has_result, in_one_process, llama, variants
-from benchmarks.rivals import groups_over
-from symm_cp.commands.demo.model import VOCABULARY, ModelConfig, Transformer, rotation
+from symm_cp.commands.bench.jobs import groups_over
 
-CONFIG = ModelConfig(dim=512, layers=3, heads=8, kv_heads=4, hidden=1536)
+#: Of the model for data parallelism, which has 10 M parameters.
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1536,
+}
 SEQUENCE, BATCH = 128, 2  # on each rank
-TOKENS = 256  # of the Llama's training step, one sequence
+TOKENS = 256  # of the tensor-parallel training step, one sequence
 
-Wrap = Callable[[Transformer, dist.ProcessGroup], nn.Module]
+Wrap = Callable[[nn.Module, dist.ProcessGroup], nn.Module]
 Step = Callable[[], torch.Tensor]
 
 
-def _ddp(model: Transformer, over: dist.ProcessGroup) -> nn.Module:
+def _ddp(model: nn.Module, over: dist.ProcessGroup) -> nn.Module:
     return DistributedDataParallel(model, process_group=over)
 
 
-def _fsdp(model: Transformer, over: dist.ProcessGroup) -> nn.Module:
+def _fsdp(model: nn.Module, over: dist.ProcessGroup) -> nn.Module:
     mesh = DeviceMesh.from_group(over, "cpu")
-    for layer in model.layers:
+    for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def _fsdp_used(model: Transformer, over: dist.ProcessGroup) -> nn.Module:
+def _fsdp_used(model: nn.Module, over: dist.ProcessGroup) -> nn.Module:
     sharded = _fsdp(model, over)
     symm_cp.fsdp.use(sharded)
     return sharded
 
 
-def _step(model: nn.Module, rank: int) -> Step:
-    """Returns a training step, which returns the loss of this rank's part of the batch."""
-    generator = torch.Generator().manual_seed(rank)
-    text = torch.randint(VOCABULARY, (SEQUENCE + 1, BATCH), generator=generator)
-    positions = rotation(SEQUENCE, CONFIG.head_dim, torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-
-    def step() -> torch.Tensor:
-        logits = model(text[:-1], positions)
-        loss = F.cross_entropy(logits.flatten(0, 1), text[1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def _case(
-    group: dist.ProcessGroup, name: str, wrap: Wrap, more: Mapping[str, Wrap] | None = None
-) -> Case:
-    """Makes a case; `more` are other ways to wrap the model, over gloo."""
-    torch.manual_seed(0)
-    model = Transformer(CONFIG)
-    over = {**groups_over(group, "symm_cp"), "gloo": group}
-    steps = {
-        backend: _step(wrap(copy.deepcopy(model), of), group.rank()) for backend, of in over.items()
-    }
-    for way, other in (more or {}).items():
-        steps[way] = _step(other(copy.deepcopy(model), group), group.rank())
-
-    def check() -> None:
-        """Three steps: the third loss depends on sums of gradients of all ranks."""
-        losses = {
-            backend: torch.stack([step() for _ in range(3)]) for backend, step in steps.items()
-        }
-        for loss in losses.values():
-            torch.testing.assert_close(loss, losses["gloo"], rtol=1e-4, atol=1e-4)
-
-    return Case(name, {"limit": _step(copy.deepcopy(model), group.rank()), **steps}, check)
-
-
-def _llama_step(model: nn.Module, tokens: torch.Tensor) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def _step(model: nn.Module, tokens: torch.Tensor, rate: float = 0.1) -> Step:
+    """Returns a training step, which returns the loss of these tokens."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
 
     def step() -> torch.Tensor:
         logits = model(input_ids=tokens[:, :-1]).logits
@@ -112,13 +78,39 @@ def _llama_step(model: nn.Module, tokens: torch.Tensor) -> Step:
     return step
 
 
+def _case(
+    group: dist.ProcessGroup, name: str, wrap: Wrap, more: Mapping[str, Wrap] | None = None
+) -> Case:
+    """Makes a case; `more` are other ways to wrap the model, over gloo."""
+    model = llama(torch.float32, **SMALL)
+    draw = torch.Generator().manual_seed(group.rank())
+    tokens = torch.randint(SMALL["vocab_size"], (BATCH, SEQUENCE + 1), generator=draw)
+
+    def step(wrap: Wrap, over: dist.ProcessGroup) -> Step:
+        return _step(wrap(copy.deepcopy(model), over), tokens, 1e-3)
+
+    over = {**groups_over(group, "symm_cp"), "gloo": group}
+    steps = {backend: step(wrap, of) for backend, of in over.items()}
+    steps |= {way: step(other, group) for way, other in (more or {}).items()}
+
+    def check() -> None:
+        """Three steps: the third loss depends on sums of gradients of all ranks."""
+        losses = {
+            backend: torch.stack([step() for _ in range(3)]) for backend, step in steps.items()
+        }
+        for loss in losses.values():
+            torch.testing.assert_close(loss, losses["gloo"], rtol=1e-4, atol=1e-4)
+
+    return Case(name, {"limit": step(lambda whole, _: whole, group), **steps}, check)
+
+
 def _llama_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
     whole = llama(dtype)
     ways = {"apply": {}, "apply, sequence parallel": {"sequence_parallel": True}}
     tokens = torch.randint(whole.config.vocab_size, (1, TOKENS + 1))
     dist.broadcast(tokens, 0, group)
-    steps = {name: _llama_step(model, tokens) for name, model in variants(whole, group, ways)}
-    steps |= in_one_process(lambda: _llama_step(copy.deepcopy(whole), tokens), group)
+    steps = {name: _step(model, tokens) for name, model in variants(whole, group, ways)}
+    steps |= in_one_process(lambda: _step(copy.deepcopy(whole), tokens), group)
     with torch.no_grad():
         logits = whole(input_ids=tokens[:, :-1]).logits
         untrained = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())

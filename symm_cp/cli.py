@@ -15,7 +15,6 @@ from types import TracebackType
 
 from symm_cp import __version__
 from symm_cp.commands import bench, explain, run, trace, tune
-from symm_cp.commands.demo import arguments as demo_arguments
 from symm_cp.parsing import add_json
 from symm_cp.ranks import add_rendezvous, is_rank, positive, started_elsewhere
 
@@ -30,13 +29,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"symm_cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser(
-        "demo",
-        help="train a small transformer on real text: in one process, unfused, and fused",
-        description="Train a small transformer on real text in one process, with collectives "
-        "between the matmuls, and with collectives fused into them; compares losses and times.",
-    )
-    demo_arguments.add_arguments(demo)
+    text = "train a small transformer in one process and on several ranks, and compare the losses"
+    demo(commands.add_parser("demo", help=text, description=text))
     commands.add_parser("run", help=run.HELP, add_help=False)
     run.add_exec(commands.add_parser("exec", help=run.EXEC_HELP, description=run.EXEC_HELP))
     explain.add_arguments(
@@ -54,6 +48,17 @@ def _parser() -> argparse.ArgumentParser:
         )
     commands.add_parser("build", help="build the native part now instead of at first use")
     return parser
+
+
+def demo(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `symm-cp demo`."""
+    add = parser.add_argument
+    add("--ranks", type=positive, help="processes that share the model (2, or as many as --cp)")
+    add("--cp", type=positive, default=1, help="ranks that share each sequence (%(default)s)")
+    add("--compile", action="store_true", help="let torch.compile fuse torch's collectives")
+    add("--steps", type=positive, default=12, help="training steps (%(default)s)")
+    add_json(parser, "all losses and times")
+    add_rendezvous(parser)
 
 
 def selftest(parser: argparse.ArgumentParser) -> None:
@@ -167,8 +172,7 @@ def _main(arguments: Sequence[str]) -> int:
     ):
         print(f"symm-cp {args.command}: {note}", file=sys.stderr)
     # The folders of these commands need torch.
-    modules = {"selftest": "first_run", "demo": "demo.start", "trace": "trace.run"}
-    modules["tune"] = "tune.run"
+    modules = {"selftest": "first_run", "trace": "trace.run", "tune": "tune.run"}
     module = import_module(f"symm_cp.commands.{modules.get(args.command, args.command)}")
     code: int = module.main(args)
     return code

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -12,29 +13,37 @@ import torch.distributed as dist
 
 from symm_cp import tuning
 from symm_cp.commands.bench import jobs, shapes
-from symm_cp.commands.bench.jobs import Setting
+from symm_cp.commands.bench.jobs import BACKWARD, BOTH, Setting
 from symm_cp.commands.bench.models import MODELS
-from symm_cp.commands.harness.measure import UNFUSED
+from symm_cp.commands.harness.measure import FUSED, LIMIT, unfused_over
 from symm_cp.parsing import size_text
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 
-SMALL = {
-    "matmul": "6x8x4",
-    "attention": "8x4x8,8x4x8x2",
-    "collectives": "4KiB,1B",
-    "train": "64x1x48",
-}
+SMALL = {"matmul": "6x8x4", "attention": "8x4x8,8x4x8x2", "collectives": "4KiB,1B"}
 F32, BF16 = torch.float32, torch.bfloat16
 
 
+@contextmanager
+def unfused_groups(group: dist.ProcessGroup) -> Iterator[dict[str, dist.ProcessGroup]]:
+    """The groups of unfused variants, which end with the test."""
+    groups = jobs.unfused_groups(group)
+    yield groups
+    dist.destroy_process_group(groups["symm_cp"])
+
+
 def checked(group: dist.ProcessGroup) -> None:
+    with unfused_groups(group) as unfused:
+        check_all(group, unfused)
+
+
+def check_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -> None:
     for kind, text in SMALL.items():
         for dtype in (F32, BF16):
-            if kind == "train" and (dtype == BF16 or group.size() == 3):
-                continue
-            for wanted in shapes.wanted(kind, text, group.size(), 0):
-                case = wanted.make(Setting(group, dtype)).case
+            for make in shapes.wanted(kind, text, group.size(), 0):
+                case = make(Setting(group, unfused, dtype))
+                assert next(iter(case.variants)) == LIMIT
+                assert {FUSED, unfused_over("gloo"), unfused_over("symm_cp")} < set(case.variants)
                 case.check()
                 for run in case.variants.values():
                     run()
@@ -45,53 +54,56 @@ def test_every_variant_computes_the_same(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, checked)
 
 
-def over_backends(group: dist.ProcessGroup) -> list[set[str]]:
+def with_gradients(group: dist.ProcessGroup) -> None:
+    """The fused and the unfused gradients are equal; the limit's have their number."""
+    gloo = {"gloo": group}
+    for passes in (BACKWARD, BOTH):
+        setting = Setting(group, gloo, passes=passes)
+        for make in (jobs.gather_matmul, jobs.matmul_scatter, jobs.matmul_all_reduce):
+            case = make(setting, 6, 8, 4)
+            case.check()
+            assert len(case.variants[LIMIT]()) == 2
+        for causal in (False, True):
+            case = jobs.attention(setting, 8, 4, 2, 8, causal=causal)
+            case.check()
+            assert len(case.variants[LIMIT]()) == 3
+
+
+def test_gradients_are_compared(ranks: Ranks) -> None:
+    ranks.run(2, with_gradients)
+
+
+def over_backends(group: dist.ProcessGroup) -> None:
+    with unfused_groups(group) as unfused:
+        watch_all(group, unfused)
+
+
+def watch_all(group: dist.ProcessGroup, unfused: dict[str, dist.ProcessGroup]) -> None:
     """Each variant runs over the group that it names."""
-    members = list(range(group.size()))
-    rivals = tuple(
-        (f"over {name}", dist.new_group(members, backend=name)) for name in ("gloo", "symm_cp")
-    )
-    found = []
     for kind, text in SMALL.items():
-        if kind == "train":
-            continue
-        for wanted in shapes.wanted(kind, text.partition(",")[0], group.size(), 0):
-            setting = Setting(group, rivals=rivals)
-            case = wanted.make(setting).case
-            calls: list[str] = []
-            resolve = jobs.unfused_all_gather, jobs.unfused_reduce_scatter, jobs.unfused_all_reduce
-            for rival, other in rivals:
+        for make in shapes.wanted(kind, text.partition(",")[0], group.size(), 0):
+            case = make(Setting(group, unfused))
+            for name, over in unfused.items():
+                calls: list[str] = []
+
+                def note(*args: object, group: dist.ProcessGroup, calls: list[str] = calls) -> None:
+                    calls.append(group.group_name)
+
                 with (
-                    mock.patch.object(jobs, "unfused_all_gather", noting(resolve[0], calls)),
-                    mock.patch.object(jobs, "unfused_reduce_scatter", noting(resolve[1], calls)),
-                    mock.patch.object(jobs, "unfused_all_reduce", noting(resolve[2], calls)),
+                    mock.patch.object(jobs, "_gather_into", note),
+                    mock.patch.object(jobs, "_scatter_into", note),
+                    mock.patch.object(dist, "all_reduce", note),
                 ):
-                    case.variants[rival]()
-                assert calls
-                assert set(calls) == {other.group_name}, (wanted.kind, rival)
-                calls.clear()
-            found.append(set(case.variants))
-    for _, other in rivals:
-        dist.destroy_process_group(other)
-    return found
-
-
-def noting(collective: Any, calls: list[str]) -> Any:
-    def noted(*args: Any) -> Any:
-        calls.append(next(name for name in reversed(args) if isinstance(name, str)))
-        return collective(*args)
-
-    return noted
+                    case.variants[unfused_over(name)]()
+                assert set(calls) == {over.group_name}, (case.name, name)
 
 
 def test_unfused_variants_over_backends_by_name(ranks: Ranks) -> None:
-    for names in ranks.run(2, over_backends)[0]:
-        assert names >= {"over gloo", "over symm_cp"}
-        assert UNFUSED not in names
+    ranks.run(2, over_backends)
 
 
 def wrong_result(group: dist.ProcessGroup) -> None:
-    job = jobs.gather_matmul(Setting(group), 8, 8, 8)
+    case = jobs.gather_matmul(Setting(group, {"gloo": group}), 8, 8, 8)
     multiply = torch.mm
     torch.mm = lambda *args, **kwargs: multiply(*args, **kwargs).mul_(1.01)
     try:
@@ -99,31 +111,43 @@ def wrong_result(group: dist.ProcessGroup) -> None:
             tuning.forced("shards"),  # the kernel in Python
             pytest.raises(AssertionError, match="of the largest value"),
         ):
-            job.case.check()
+            case.check()
     finally:
         torch.mm = multiply
-    job.case.check()
+    case.check()
 
 
 def test_a_wrong_result_is_noticed(ranks: Ranks) -> None:
     ranks.run(2, wrong_result)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def wrong_sum(group: dist.ProcessGroup) -> None:
+    """Also of a collective, whose tensors are zeros once it has been checked."""
+    case = jobs.all_reduce(Setting(group, {"gloo": group}), 64)
+    right = case.variants[FUSED]
+    case.variants[FUSED] = lambda: right().mul_(1.01)  # type: ignore[index]
+    with pytest.raises(AssertionError, match="of the largest value"):
+        case.check()
+    case.variants[FUSED] = right  # type: ignore[index]
+    case.check()
+    for _ in range(2000):  # 2 to the power of 2000 is infinite
+        case.variants[unfused_over("gloo")]()
+    assert torch.isfinite(case.variants[unfused_over("gloo")]()).all()
+
+
+def test_a_wrong_sum_is_noticed(ranks: Ranks) -> None:
+    ranks.run(2, wrong_sum)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_matmuls_of_a_model_use_all_its_weights(name: str, ranks: int) -> None:
+def test_matmuls_of_a_model_use_all_its_weights(name: str, world_size: int) -> None:
     """Over all ranks, each token is multiplied with all weights of a layer."""
     model = MODELS[name]
-    jobs_of_layer = list(shapes.wanted("matmul", name, ranks, 512))
-    assert [job.kind for job in jobs_of_layer] == [
-        "all-gather-matmul",
-        "matmul-reduce-scatter",
-    ] * 2
-    operations = sum(job.size for job in jobs_of_layer) * ranks
-    assert operations == 2 * 512 * model.layer_parameters
-    (forward, backward) = shapes.wanted("attention", name, ranks, 512)
-    assert forward.size * ranks == 4 * 512 * 512 * model.query
-    assert backward.size == 2.5 * forward.size
+    sizes = [job.keywords for job in shapes.wanted("matmul", name, world_size, 512)]
+    products = sum(size["rows"] * size["inner"] * size["columns"] for size in sizes)
+    # A rank has a part of the features, and of the rows before they are gathered.
+    assert products * world_size**2 == 512 * model.layer_parameters
 
 
 def test_sizes_in_bytes() -> None:
@@ -144,7 +168,6 @@ def test_sizes_in_bytes() -> None:
         ("attention", "8x8x8x3", "8 heads are not divisible by 3 key heads"),
         ("attention", "8x8x8x2x2", "is not a shape"),
         ("collectives", "4KB", "'4KB' is not a size, such as 4KiB"),
-        ("train", "64x2", "FEATURESxLAYERSxTOKENS"),
     ],
 )
 def test_malformed_shapes(kind: str, text: str, message: str) -> None:

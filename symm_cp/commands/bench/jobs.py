@@ -1,15 +1,14 @@
-"""The jobs of `symm-cp bench`: each fused op, its unfused form and its limit.
+"""Each op's variants, described once: its limit, its unfused and its fused form, on CPU.
 
-The variants of a job are `limit` (the compute alone, on input that is already local; for
-collectives a copy of the result's bytes), `communication` (the collective alone), `unfused` (one
-after the other, over the process group's backend), `fused` and, for ops that take symmetric input
-in place, `fused, in place`; on CUDA also `torch` (torch's own op).
+`limit` is the compute alone, on input that is already local; for collectives, a copy of the
+result's bytes. `unfused (BACKEND)` runs collectives of torch.distributed before or after torch's
+kernels; without gradients, into buffers that are kept. `fused` is the op, `fused, in place` the op
+on input in symmetric memory, which peers read where it is.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,350 +17,397 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 
-from symm_cp.commands.demo import arguments as demo_arguments
-from symm_cp.commands.demo import variants
-from symm_cp.commands.harness.measure import (
-    COMMUNICATION,
-    FUSED,
-    LIMIT,
-    UNFUSED,
-    Case,
-    backward_alone,
-)
-from symm_cp.context_parallel import all_gather_attention
-from symm_cp.cuda import read_in_place
-from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter
-from symm_cp.ops.matmul.all_reduce import unfused_all_reduce
+import symm_cp
+from symm_cp.commands.harness.measure import FUSED, IN_PLACE, LIMIT, Case, unfused_over
 from symm_cp.parsing import size_text
 from symm_cp.tensors.dtypes import dtype_name
 
-IN_PLACE, TORCH = "fused, in place", "torch"
+#: What a case times: the forward pass, the backward pass alone, or both.
+FORWARD, BACKWARD, BOTH = "", ", backward", ", both passes"
 
-Variants: TypeAlias = dict[str, Callable[[], object]]
+Call: TypeAlias = Callable[[], Any]
+
+# Renamed in torch 2.13, where the old names warn.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def groups_over(group: dist.ProcessGroup, *backends: str) -> dict[str, dist.ProcessGroup]:
+    """Returns a group of all ranks over each of these backends that is registered. Collective."""
+    known, ranks = dist.Backend.backend_list, dist.get_process_group_ranks(group)
+    return {name: dist.new_group(ranks, backend=name) for name in backends if name in known}
+
+
+def unfused_groups(group: dist.ProcessGroup) -> dict[str, dist.ProcessGroup]:
+    """Returns groups over this package's backend and over gloo, by name. Collective."""
+    return {**groups_over(group, "symm_cp"), "gloo": group}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The group, dtype and device of jobs."""
+    """The group and dtype of jobs, and the groups over whose backends they run unfused."""
 
     group: dist.ProcessGroup
+    unfused: Mapping[str, dist.ProcessGroup]
     dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    #: The groups of unfused ops, with the names of their variants; by default only `group`.
-    rivals: tuple[tuple[str, dist.ProcessGroup], ...] = ()
-
-    def unfused(self, make: Callable[[str], Callable[[], object]]) -> Variants:
-        """Returns the unfused variants; `make` makes a variant over the group of a name."""
-        rivals = self.rivals or ((UNFUSED, self.group),)
-        return {name: make(str(group.group_name)) for name, group in rivals}
-
-    def communication(self, make: Callable[[str], Callable[[], object]]) -> Variants:
-        """Returns the variant of communication alone, over the first of the unfused groups."""
-        return {COMMUNICATION: next(iter(self.unfused(make).values()))}
+    passes: str = FORWARD
 
     @property
-    def ranks(self) -> int:
-        """The size of the group."""
-        return self.group.size()
+    def trained(self) -> bool:
+        """Whether there are gradients."""
+        return self.passes != FORWARD
 
-    @property
-    def name(self) -> str:
-        """The name of the group."""
-        return str(self.group.group_name)
-
-    @property
-    def cuda(self) -> bool:
-        """Whether jobs run on GPUs."""
-        return self.device == "cuda"
-
-    def normal(self, *shape: int) -> torch.Tensor:
+    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Returns normally distributed random numbers."""
-        return torch.randn(*shape, device=self.device).to(self.dtype)
+        return (torch.randn(*shape) * scale).to(self.dtype).requires_grad_(self.trained)
 
     def symmetric(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy in symmetric memory. Collective."""
-        copy = symm_mem.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        read_in_place(copy, self.name)
-        return copy.copy_(tensor)
+        copied = symm_mem.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        symm_mem.rendezvous(copied, self.group)
+        return copied.copy_(tensor.detach())
 
-    def case(self, name: str, variants: Variants, **options: Any) -> Case:
-        """Returns a case that waits for the device before and after timings."""
-        if self.cuda:
-            options["synchronize"] = torch.cuda.synchronize
-        return Case(f"{name}, {dtype_name(self.dtype)}", variants, **options)
+    def whole(self, shard: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Returns all ranks' shards, concatenated."""
+        full = gathered(self.group, shard.detach().movedim(dim, 0).contiguous())
+        return full.movedim(0, dim).contiguous().requires_grad_(self.trained)
 
-    def op(self, name: str) -> Callable[..., Any]:
-        """Returns our kernel for one of torch's ops."""
-        if self.cuda:
-            return device_kernels[name]
-        return getattr(torch.ops.symm_mem, name).default
+    def over_backends(self, make: Callable[[dist.ProcessGroup], Call]) -> dict[str, Call]:
+        """Returns the unfused variants; `make` makes the one over a group."""
+        return {unfused_over(backend): make(group) for backend, group in self.unfused.items()}
+
+    def case(
+        self,
+        name: str,
+        forwards: Mapping[str, Call],
+        *,
+        inputs: Sequence[torch.Tensor],
+        of_limit: Sequence[torch.Tensor] = (),
+        **notes: object,
+    ) -> Case:
+        """Returns a case, with the gradients of `inputs` (`of_limit`: the limit's) if asked.
+
+        Its check compares all variants but the limit with each other. `notes` go into its row.
+        """
+        variants = {
+            name: self._passes(forward, (of_limit or inputs) if name == LIMIT else inputs)
+            for name, forward in forwards.items()
+        }
+
+        def check() -> None:
+            runs = (run for name, run in variants.items() if name != LIMIT)
+            # Copied, as a later call may write to the same memory.
+            first, *others = ([t.clone() for t in _tensors(run())] for run in runs)
+            for other in others:
+                for got, want in zip(other, first, strict=True):
+                    self.compare(got, want)
+
+        whole = f"{name}{self.passes}, {dtype_name(self.dtype)}"
+        notes = {**notes, "ranks": self.group.size(), "dtype": dtype_name(self.dtype)}
+        return Case(whole, variants, check, inner=0, after=lambda row: notes)
+
+    def compare(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        """Raises `AssertionError` if a result is wrong by more than rounding can make it."""
+        allowed = {torch.float64: 1e-10, torch.float32: 1e-4}.get(self.dtype, 2.0**-5)
+        largest = want.double().abs().max().clamp_min(1e-30)
+        error = float((got.double() - want.double()).abs().max() / largest)
+        if not error <= allowed:
+            raise AssertionError(
+                f"wrong by {error:.1e} of the largest value, at most {allowed:.1e} is allowed"
+            )
+
+    def _passes(self, forward: Call, inputs: Sequence[torch.Tensor]) -> Call:
+        if self.passes == FORWARD:
+            return forward
+        out = forward()
+        grad = torch.ones_like(out)
+        if self.passes == BACKWARD:
+            return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+        return lambda: torch.autograd.grad(forward(), inputs, grad)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A case of the command."""
-
-    case: Case
+def _tensors(result: Any) -> Sequence[torch.Tensor]:
+    return [result.detach()] if isinstance(result, torch.Tensor) else result
 
 
-def _close(setting: Setting, got: torch.Tensor, want: torch.Tensor) -> None:
-    limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(setting.dtype, 2.0**-5)
-    error = (got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)
-    if not error <= limit:
-        raise AssertionError(
-            f"wrong by {float(error):.1e} of the largest value, at most {limit:.1e} is allowed"
+def gathered(group: dist.ProcessGroup, shard: torch.Tensor) -> torch.Tensor:
+    """Returns all ranks' shards, concatenated along the first dimension."""
+    out = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
+    _gather_into(out, shard, group=group)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers shards along the first dimension; reduce-scatters the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return gathered(group, shard)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        part = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
+        _scatter_into(part, grad.contiguous(), group=ctx.group)
+        return part, None
+
+
+class _Scatter(torch.autograd.Function):
+    """This rank's rows of the sum over ranks; gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+        _scatter_into(part, whole, group=group)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gathered(ctx.group, grad.contiguous()), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, in place; sums the gradient likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, product: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        dist.all_reduce(product, group=group)
+        ctx.mark_dirty(product)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Case:
+    """Returns the all-gather-matmul of each rank's `rows` x `inner` with `inner` x `columns`."""
+    x, weight = setting.normal(rows, inner), setting.normal(inner, columns, scale=inner**-0.5)
+    full = setting.whole(x)
+
+    def fused(shard: torch.Tensor) -> Call:
+        return lambda: symm_cp.all_gather_matmul(shard, weight, group=setting.group)
+
+    def unfused(group: dist.ProcessGroup) -> Call:
+        if setting.trained:
+            return lambda: _Gather.apply(x, group) @ weight
+        kept = torch.empty_like(full)
+
+        def run() -> torch.Tensor:
+            _gather_into(kept, x, group=group)
+            return kept @ weight
+
+        return run
+
+    variants = {LIMIT: lambda: full @ weight, **setting.over_backends(unfused), FUSED: fused(x)}
+    if not setting.trained:
+        variants[IN_PLACE] = fused(setting.symmetric(x))
+    return setting.case(
+        f"all-gather-matmul, {rows} x {inner} a rank, {columns} columns",
+        variants,
+        inputs=(x, weight),
+        of_limit=(full, weight),
+        **_flops("all-gather-matmul", full, columns),
+    )
+
+
+def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Case:
+    """Returns the matmul-reduce-scatter of W * `rows` x `inner` with `inner` x `columns`."""
+    x = setting.normal(setting.group.size() * rows, inner)
+    weight = setting.normal(inner, columns, scale=inner**-0.5)
+
+    def unfused(group: dist.ProcessGroup) -> Call:
+        if setting.trained:
+            return lambda: _Scatter.apply(x @ weight, group)
+        kept = x.new_empty(rows, columns)
+
+        def run() -> torch.Tensor:
+            _scatter_into(kept, x @ weight, group=group)
+            return kept
+
+        return run
+
+    return setting.case(
+        f"matmul-reduce-scatter, {rows} x {inner} for a rank, {columns} columns",
+        {
+            LIMIT: lambda: x @ weight,
+            **setting.over_backends(unfused),
+            FUSED: lambda: symm_cp.matmul_reduce_scatter(x, weight, group=setting.group),
+        },
+        inputs=(x, weight),
+        **_flops("matmul-reduce-scatter", x, columns),
+    )
+
+
+def matmul_all_reduce(setting: Setting, rows: int, inner: int, columns: int) -> Case:
+    """Returns the matmul-all-reduce of `rows` x `inner` with `inner` x `columns`."""
+    x, weight = setting.normal(rows, inner), setting.normal(inner, columns, scale=inner**-0.5)
+
+    def unfused(group: dist.ProcessGroup) -> Call:
+        if setting.trained:
+            return lambda: _Sum.apply(x @ weight, group)
+
+        def run() -> torch.Tensor:
+            product = x @ weight
+            dist.all_reduce(product, group=group)
+            return product
+
+        return run
+
+    return setting.case(
+        f"matmul-all-reduce, {rows} x {inner}, {columns} columns",
+        {
+            LIMIT: lambda: x @ weight,
+            **setting.over_backends(unfused),
+            FUSED: lambda: symm_cp.matmul_all_reduce(x, weight, group=setting.group),
+        },
+        inputs=(x, weight),
+        **_flops("matmul-all-reduce", x, columns),
+    )
+
+
+def _flops(kind: str, full: torch.Tensor, columns: int) -> dict[str, Any]:
+    return {"kind": kind, "size": 2.0 * full.numel() * columns, "unit": "operations"}
+
+
+def attention(
+    setting: Setting,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    causal: bool = False,
+) -> Case:
+    """Returns attention with `tokens` of the sequence on each rank, in head-tail order if causal.
+
+    The causal mask of all but the fused variant is a tensor, as the order demands.
+    """
+    group, W = setting.group, setting.group.size()
+    q = setting.normal(1, heads, tokens, head_dim)
+    k, v = (setting.normal(1, kv_heads, tokens, head_dim) for _ in range(2))
+    whole = [setting.whole(t, 2) for t in (k, v)]
+    balancer = symm_cp.HeadTail(tokens * W, W) if causal else None
+    mask = None
+    if balancer is not None:
+        hidden = balancer.permutation() > balancer.positions(group.rank())[:, None]
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf).to(setting.dtype)
+
+    def attend(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        grouped = heads != kv_heads
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=grouped)
+
+    def unfused(over: dist.ProcessGroup) -> Call:
+        kept = [t.new_empty(W * t.shape[0], *t.shape[1:]) for t in (k, v)]
+
+        def run() -> torch.Tensor:
+            parts = kept
+            if setting.trained:
+                parts = [_Gather.apply(t, over) for t in (k, v)]
+            else:
+                for into, shard in zip(kept, (k, v), strict=True):
+                    _gather_into(into, shard, group=over)
+            by_rank = (part.view(W, *k.shape) for part in parts)
+            return attend(*(part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in by_rank))
+
+        return run
+
+    def fused() -> torch.Tensor:
+        return symm_cp.all_gather_attention(
+            q, k, v, group=group, is_causal=causal, enable_gqa=True, load_balancer=balancer
         )
 
-
-def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
-    """Returns the all-gather-matmul of each rank's `rows` x `inner` with `inner` x `columns`."""
-    x, weight = setting.normal(rows, inner), setting.normal(inner, columns)
-    shared, full = setting.symmetric(x), unfused_all_gather(x, 0, setting.name)
-    fused = setting.op("fused_all_gather_matmul")
-
-    def run(shard: torch.Tensor) -> torch.Tensor:
-        return fused(shard, [weight], 0, setting.name, return_A=False)[1][0]
-
-    variants: Variants = {
-        LIMIT: lambda: full @ weight,
-        **setting.communication(lambda name: lambda: unfused_all_gather(x, 0, name)),
-        **setting.unfused(lambda name: lambda: unfused_all_gather(x, 0, name) @ weight),
-        FUSED: lambda: run(x),
-        IN_PLACE: lambda: run(shared),
-    }
-    if setting.cuda:
-        op = torch.ops.symm_mem.fused_all_gather_matmul
-        variants[TORCH] = lambda: op(x, [weight], 0, setting.name, return_A=False)
-
-    def check() -> None:
-        for shard in (x, shared):
-            _close(setting, run(shard), full @ weight)
-
-    name = f"all-gather-matmul, {rows} x {inner} a rank, {columns} columns"
-    case = setting.case(name, variants, check=check)
-    return Job(case)
-
-
-def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job:
-    """Returns the matmul-reduce-scatter of W * `rows` x `inner` with `inner` x `columns`."""
-    x, weight = setting.normal(setting.ranks * rows, inner), setting.normal(inner, columns)
-    fused = setting.op("fused_matmul_reduce_scatter")
-    full = x @ weight
-
-    def run() -> torch.Tensor:
-        return fused(x, weight, "sum", 0, setting.name)
-
-    def scatter(product: torch.Tensor, name: str) -> torch.Tensor:
-        return unfused_reduce_scatter(product, "sum", 0, name)
-
-    variants: Variants = {
-        LIMIT: lambda: x @ weight,
-        **setting.communication(lambda name: lambda: scatter(full, name)),
-        **setting.unfused(lambda name: lambda: scatter(x @ weight, name)),
-        FUSED: run,
-    }
-    if setting.cuda:
-        op = torch.ops.symm_mem.fused_matmul_reduce_scatter
-        variants[TORCH] = lambda: op(x, weight, "sum", 0, setting.name)
-    name = f"matmul-reduce-scatter, {rows} x {inner} for a rank, {columns} columns"
-    case = setting.case(
-        name,
-        variants,
-        check=lambda: _close(setting, run(), unfused_reduce_scatter(full, "sum", 0, setting.name)),
+    kind = "causal attention" if causal else "attention"
+    times = {FORWARD: 4.0, BACKWARD: 10.0, BOTH: 14.0}[setting.passes]
+    return setting.case(
+        f"{kind}, {tokens} tokens a rank, {heads} heads ({kv_heads} for keys) of {head_dim}",
+        {LIMIT: lambda: attend(*whole), **setting.over_backends(unfused), FUSED: fused},
+        inputs=(q, k, v),
+        of_limit=(q, *whole),
+        kind=f"{kind}{setting.passes}".replace(",", "").replace(" ", "-"),
+        size=times * heads * W * tokens * tokens * head_dim,
+        unit="operations",
     )
-    return Job(case)
 
 
-def matmul_all_reduce(setting: Setting, rows: int, inner: int, columns: int) -> Job:
-    """Returns the matmul-all-reduce of W * `rows` x `inner` with `inner` x `columns`."""
-    x, weight = setting.normal(setting.ranks * rows, inner), setting.normal(inner, columns)
-    fused, full = torch.ops.symm_mem.fused_matmul_all_reduce.default, x @ weight
+def all_reduce(setting: Setting, nbytes: int) -> Case:
+    """Returns the one-shot all-reduce of `nbytes`."""
+    x = setting.normal(_count(setting, nbytes))
+    totals = []
 
-    def run() -> torch.Tensor:
-        return fused(x, weight, None, "sum", setting.name)
+    def unfused(group: dist.ProcessGroup) -> Call:
+        totals.append(total := torch.zeros_like(x))
+        return lambda: (dist.all_reduce(total, group=group), total)[1]
 
-    def unfused(product: torch.Tensor, name: str) -> torch.Tensor:
-        return unfused_all_reduce(product, "sum", name)
+    op, name = torch.ops.symm_mem.one_shot_all_reduce.default, setting.group.group_name
+    case = _collective(setting, "all-reduce", x, x, lambda t: op(t, "sum", name), unfused)
+    check = case.check
 
-    variants: Variants = {
-        LIMIT: lambda: x @ weight,
-        **setting.communication(lambda name: lambda: unfused(full, name)),
-        **setting.unfused(lambda name: lambda: unfused(x @ weight, name)),
-        FUSED: run,
-    }
-    name = f"matmul-all-reduce, {rows} x {inner} for a rank, {columns} columns"
+    def check_sum() -> None:
+        for total in totals:
+            total.copy_(x)
+        check()
+        for total in totals:  # sums in place are repeated: zeros stay finite
+            total.zero_()
 
-    def check() -> None:
-        _close(setting, run(), unfused(full, setting.name))
-
-    return Job(setting.case(name, variants, check=check))
-
-
-def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Job:
-    """Returns attention without a mask, with `tokens` of the sequence on each rank."""
-    q = setting.normal(1, heads, tokens, head_dim)
-    k, v = (setting.normal(1, kv_heads, tokens, head_dim) for _ in range(2))
-    grouped = heads != kv_heads
-    keys, values = (unfused_all_gather(t, 2, setting.name) for t in (k, v))
-
-    def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
-
-    def gather(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return unfused_all_gather(k, 2, name), unfused_all_gather(v, 2, name)
-
-    def run() -> torch.Tensor:
-        return all_gather_attention(q, k, v, group=setting.group, enable_gqa=grouped)
-
-    case = setting.case(
-        f"attention, {tokens} tokens a rank, {heads} heads ({kv_heads} for keys) of {head_dim}",
-        {
-            LIMIT: lambda: attend(keys, values),
-            **setting.communication(lambda name: lambda: gather(name)),
-            **setting.unfused(lambda name: lambda: attend(*gather(name))),
-            FUSED: run,
-        },
-        check=lambda: _close(setting, run(), attend(keys, values)),
-    )
-    return Job(case)
+    case.check = check_sum
+    return case
 
 
-def attention_backward(
-    setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim: int
-) -> Job:
-    """Returns the backward pass of `attention` alone."""
-    q = setting.normal(1, heads, tokens, head_dim)
-    k, v = (setting.normal(1, kv_heads, tokens, head_dim) for _ in range(2))
-    grouped = heads != kv_heads
-    keys, values = (unfused_all_gather(t, 2, setting.name) for t in (k, v))
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
-
-    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return all_gather_attention(q, k, v, group=setting.group, enable_gqa=grouped)
-
-    whole, ours = backward_alone(attend, q, keys, values), backward_alone(fused, q, k, v)
-
-    def exchange(grads: tuple[torch.Tensor, ...], name: str) -> list[torch.Tensor]:
-        return [unfused_reduce_scatter(g, "sum", 2, name) for g in grads[1:]]
-
-    def unfused(name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        # Keys and values are gathered again, as in the fused op.
-        for t in (k, v):
-            unfused_all_gather(t, 2, name)
-        grads = whole()
-        return grads[0], exchange(grads, name)
-
-    def check() -> None:
-        q_grad, others = unfused(setting.name)
-        for got, want in zip(ours(), [q_grad, *others], strict=True):
-            _close(setting, got, want)
-
-    name = f"attention backward, {tokens} tokens a rank, {heads} heads"
-    rivals = setting.unfused(lambda name: lambda: unfused(name))
-    variants: Variants = {LIMIT: whole, **rivals, FUSED: ours}
-    return Job(setting.case(f"{name} ({kv_heads} for keys) of {head_dim}", variants, check=check))
-
-
-def all_gather(setting: Setting, nbytes: int) -> Job:
+def all_gather(setting: Setting, nbytes: int) -> Case:
     """Returns the low-contention all-gather of `nbytes` from each rank."""
+    x = setting.normal(_count(setting, nbytes))
+    full = setting.whole(x)
+
+    def unfused(group: dist.ProcessGroup) -> Call:
+        out = torch.empty_like(full)
+        return lambda: (_gather_into(out, x, group=group), out)[1]
+
     wait = torch.ops._c10d_functional.wait_tensor.default
-    gather = setting.op("_low_contention_all_gather")
-    x = setting.normal(max(1, nbytes // setting.dtype.itemsize))
-    shared, full = setting.symmetric(x), unfused_all_gather(x, 0, setting.name)
+    op = torch.ops.symm_mem._low_contention_all_gather.default
+    name = setting.group.group_name
+    return _collective(setting, "all-gather", x, full, lambda t: wait(op(t, name)), unfused)
 
-    def run(shard: torch.Tensor) -> torch.Tensor:
-        return wait(gather(shard, setting.name))
 
-    def check() -> None:
-        for shard in (x, shared):
-            if not torch.equal(run(shard), full):
-                raise AssertionError("the gathered tensor differs from the shards")
+def reduce_scatter(setting: Setting, nbytes: int) -> Case:
+    """Returns the reduce-scatter whose result on each rank has `nbytes`."""
+    count = _count(setting, nbytes)
+    x, out = setting.normal(setting.group.size() * count), setting.normal(count)
 
-    case = setting.case(
-        f"all-gather, {size_text(nbytes)} a rank",
-        {
-            LIMIT: lambda: torch.empty_like(full).copy_(full),
-            **setting.unfused(lambda name: lambda: unfused_all_gather(x, 0, name)),
-            FUSED: lambda: run(x),
-            IN_PLACE: lambda: run(shared),
-        },
-        check=check,
-        inner=_inner(nbytes),
+    def unfused(group: dist.ProcessGroup) -> Call:
+        part = torch.empty_like(out)
+        return lambda: (_scatter_into(part, x, group=group), part)[1]
+
+    op, name = torch.ops.symm_mem.reduce_scatter_out.default, setting.group.group_name
+    return _collective(
+        setting, "reduce-scatter", x, out, lambda t: op(t, name, False, out), unfused
     )
-    return Job(case)
 
 
-def reduce_scatter(setting: Setting, nbytes: int) -> Job:
-    """Returns the low-contention reduce-scatter whose result on each rank has `nbytes`."""
-    wait = torch.ops._c10d_functional.wait_tensor.default
-    scatter = setting.op("_low_contention_reduce_scatter")
-    x = setting.normal(setting.ranks * max(1, nbytes // setting.dtype.itemsize))
-    shared = setting.symmetric(x)
-
-    def run(full: torch.Tensor) -> torch.Tensor:
-        return wait(scatter(full, "sum", setting.name))
-
-    def check() -> None:
-        want = unfused_reduce_scatter(x, "sum", 0, setting.name)
-        for full in (x, shared):
-            _close(setting, run(full), want)
-
-    case = setting.case(
-        f"reduce-scatter, {size_text(nbytes)} a rank",
-        {
-            # A sum must read at least this.
-            LIMIT: lambda: x.clone(),
-            **setting.unfused(lambda name: lambda: unfused_reduce_scatter(x, "sum", 0, name)),
-            FUSED: lambda: run(x),
-            IN_PLACE: lambda: run(shared),
-        },
-        check=check,
-        inner=_inner(nbytes),
-    )
-    return Job(case)
+def _count(setting: Setting, nbytes: int) -> int:
+    return max(1, nbytes // setting.dtype.itemsize)
 
 
-def _inner(nbytes: int) -> int:
-    """Returns a number of calls that takes long compared with clock and barrier."""
-    return max(1, min(100, (1 << 20) // max(1, nbytes)))
-
-
-def train_options(
-    ranks: int, dim: int, layers: int, tokens: int, dtype: str = "float32"
-) -> demo_arguments.DemoOptions:
-    """Returns the demo's options for `train`; `ValueError` for sizes not divisible by `ranks`."""
-    arguments = argparse.Namespace(
-        ranks=ranks, cp=1, compile=False, steps=1, most_steps=1, text=None, dim=dim, layers=layers,
-        seq=tokens, batch=4, dtype=dtype, seed=0, json=None, rendezvous=None,
-    )  # fmt: skip
-    return demo_arguments.check(arguments, {})
-
-
-def train(setting: Setting, dim: int, layers: int, tokens: int) -> Job:
-    """Returns a training step of the demo's model, spread over features; on CPU."""
-    from symm_cp.commands.demo.train import DemoRun, Trainer, trainers
-
-    options = train_options(setting.ranks, dim, layers, tokens, dtype_name(setting.dtype))
-    run = DemoRun(options, setting.group, quiet=True)
-    *over_backends, fused, alone = trainers(run, variants)
-    unfused = over_backends[-1]  # over gloo
-    batch = run.batches[0]
-    inputs, targets = run.own_part(batch[:-1]), run.own_part(batch[1:])
-
-    def check() -> None:
-        losses = []
-        for trainer in (unfused, fused):
-            trainer.step(inputs, targets)
-            losses.append(trainer.losses[-1])
-        if not abs(losses[0] - losses[1]) <= 1e-2 * abs(losses[0]):
-            raise AssertionError(f"the losses differ: unfused {losses[0]}, fused {losses[1]}")
-
-    def step(trainer: Trainer) -> Callable[[], None]:
-        return lambda: trainer.step(inputs, targets)
-
-    name = f"training step, {layers} layers of {dim} features, 4 x {tokens} tokens"
-    steps: Variants = {LIMIT: step(alone), UNFUSED: step(unfused), FUSED: step(fused)}
-    steps |= {trainer.variant.name: step(trainer) for trainer in over_backends}
-    return Job(setting.case(name, steps, check=check))
+def _collective(
+    setting: Setting,
+    kind: str,
+    x: torch.Tensor,
+    result: torch.Tensor,
+    op: Callable[[torch.Tensor], torch.Tensor],
+    unfused: Callable[[dist.ProcessGroup], Call],
+) -> Case:
+    """Returns the case of a collective, whose limit is a copy of the bytes of its result."""
+    shared, copied, source = setting.symmetric(x), torch.empty_like(result), result.clone()
+    nbytes = x.nbytes if kind != "reduce-scatter" else result.nbytes
+    variants: dict[str, Call] = {
+        LIMIT: lambda: copied.copy_(source),
+        **setting.over_backends(unfused),
+        FUSED: lambda: op(x),
+        IN_PLACE: lambda: op(shared),
+    }
+    name = f"{kind}, {size_text(nbytes)} a rank"
+    return setting.case(name, variants, inputs=(), kind=kind, size=nbytes, unit="bytes a rank")

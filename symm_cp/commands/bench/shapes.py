@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 from symm_cp.commands.bench import jobs
-from symm_cp.commands.bench.jobs import Job, Setting
+from symm_cp.commands.bench.jobs import Setting
 from symm_cp.commands.bench.models import MODELS
-from symm_cp.commands.bench.parsers import DEFAULTS, KINDS
+from symm_cp.commands.harness.measure import Case
 
-__all__ = ["DEFAULTS", "KINDS", "TOKENS", "Wanted", "nbytes", "products", "wanted"]
-
-#: The default of `--tokens`, the tokens of all ranks together.
-TOKENS = {"cpu": 512, "cuda": 8192}
+#: Makes a case.
+Job: TypeAlias = Callable[[Setting], Case]
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A job that `make` makes; `size`, in `unit`, is for the axis of plots."""
-
-    kind: str
-    size: float
-    unit: str
-    make: Callable[[Setting], Job]
 
 
 def nbytes(text: str) -> int:
@@ -47,7 +36,7 @@ def _numbers(text: str, names: str, max_count: int | None = None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def wanted(kind: str, shapes: str, ranks: int, tokens: int) -> Iterator[Wanted]:
+def wanted(kind: str, shapes: str, ranks: int, tokens: int) -> Iterator[Job]:
     """Yields the jobs of a kind. `tokens` is the number on all ranks, for models by name.
 
     Raises `ValueError` for malformed shapes, and for sizes not divisible by the number of ranks.
@@ -57,17 +46,10 @@ def wanted(kind: str, shapes: str, ranks: int, tokens: int) -> Iterator[Wanted]:
             yield from _matmuls(shape, ranks, tokens)
         elif kind == "attention":
             yield from _attention(shape, ranks, tokens)
-        elif kind == "collectives":
-            size = nbytes(shape)
-            make = partial(jobs.all_gather, nbytes=size)
-            yield Wanted("all-gather", size, "bytes a rank", make)
-            make = partial(jobs.reduce_scatter, nbytes=size)
-            yield Wanted("reduce-scatter", size, "bytes a rank", make)
         else:
-            dim, layers, length = _numbers(shape, "FEATURESxLAYERSxTOKENS")
-            jobs.train_options(ranks, dim, layers, length)
-            make_case = partial(jobs.train, dim=dim, layers=layers, tokens=length)
-            yield Wanted("train", 12 * dim * dim * layers * length, "operations", make_case)
+            size = nbytes(shape)
+            for make in (jobs.all_reduce, jobs.all_gather, jobs.reduce_scatter):
+                yield partial(make, nbytes=size)
 
 
 def _split(name: str, size: int, ranks: int) -> int:
@@ -76,65 +58,36 @@ def _split(name: str, size: int, ranks: int) -> int:
     return size // ranks
 
 
-def products(
-    wanted_shapes: str, ranks: int, tokens: int
-) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yields the fused matmuls of shapes as kind, (rows of a rank, inner dimension, columns).
-
-    Raises `ValueError` as `wanted` does.
-    """
-    gather, scatter, reduce = "all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce"
-    for shape in wanted_shapes.split(","):
-        model = MODELS.get(shape)
-        if model is None:
-            rows, inner, columns = _numbers(shape, "ROWSxINNERxCOLUMNS")
-            yield gather, (rows, inner, columns)
-            yield scatter, (rows, inner, columns)
-            yield reduce, (rows, inner, columns)
-            continue
-        rows = _split("tokens", tokens, ranks)
-        query = _split(f"{shape}, query features", model.query, ranks)
-        shared = _split(f"{shape}, key features", model.shared, ranks)
-        feed = _split(f"{shape}, feed-forward features", model.feed_forward, ranks)
-        yield gather, (rows, model.hidden, query + 2 * shared)
-        yield scatter, (rows, query, model.hidden)
-        yield gather, (rows, model.hidden, 2 * feed)
-        yield scatter, (rows, feed, model.hidden)
+def _matmuls(shape: str, ranks: int, tokens: int) -> Iterator[Job]:
+    model = MODELS.get(shape)
+    if model is None:
+        rows, inner, columns = _numbers(shape, "ROWSxINNERxCOLUMNS")
+        for make in (jobs.gather_matmul, jobs.matmul_scatter, jobs.matmul_all_reduce):
+            yield partial(make, rows=rows, inner=inner, columns=columns)
+        return
+    rows = _split("tokens", tokens, ranks)
+    query = _split(f"{shape}, query features", model.query, ranks)
+    shared = _split(f"{shape}, key features", model.shared, ranks)
+    feed = _split(f"{shape}, feed-forward features", model.feed_forward, ranks)
+    for make, inner, columns in (
+        (jobs.gather_matmul, model.hidden, query + 2 * shared),
+        (jobs.matmul_scatter, query, model.hidden),
+        (jobs.gather_matmul, model.hidden, 2 * feed),
+        (jobs.matmul_scatter, feed, model.hidden),
+    ):
+        yield partial(make, rows=rows, inner=inner, columns=columns)
 
 
-def _matmuls(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:
-    makers = {
-        "all-gather-matmul": jobs.gather_matmul,
-        "matmul-reduce-scatter": jobs.matmul_scatter,
-        "matmul-all-reduce": jobs.matmul_all_reduce,
-    }
-    for kind, (rows, inner, columns) in products(shape, ranks, tokens):
-        make = partial(makers[kind], rows=rows, inner=inner, columns=columns)
-        yield Wanted(kind, 2.0 * ranks * rows * inner * columns, "operations", make)
-
-
-def attention_sizes(shape: str, ranks: int, tokens: int) -> tuple[int, int, int, int]:
-    """Returns the tokens of a rank, query heads, key heads, and features of a head.
-
-    Raises `ValueError` as `wanted` does.
-    """
+def _attention(shape: str, ranks: int, tokens: int) -> Iterator[Job]:
     model = MODELS.get(shape)
     if model is not None:
         length = _split("tokens", tokens, ranks)
-        return length, model.heads, model.kv_heads, model.head_dim
-    length, heads, head_dim, *rest = _numbers(shape, "TOKENSxHEADSxHEAD_DIM", 4)
-    kv_heads = rest[0] if rest else heads
-    if heads % kv_heads:
-        raise ValueError(f"{shape}: {heads} heads are not divisible by {kv_heads} key heads")
-    return length, heads, kv_heads, head_dim
-
-
-def _attention(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:
-    length, heads, kv_heads, head_dim = attention_sizes(shape, ranks, tokens)
-    operations = 4.0 * heads * ranks * length * length * head_dim
-    for kind, make, times in (
-        ("attention", jobs.attention, 1.0),
-        ("attention-backward", jobs.attention_backward, 2.5),
-    ):
-        wanted_job = partial(make, tokens=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-        yield Wanted(kind, times * operations, "operations", wanted_job)
+        heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
+    else:
+        length, heads, head_dim, *rest = _numbers(shape, "TOKENSxHEADSxHEAD_DIM", 4)
+        kv_heads = rest[0] if rest else heads
+        if heads % kv_heads:
+            raise ValueError(f"{shape}: {heads} heads are not divisible by {kv_heads} key heads")
+    make = partial(jobs.attention, tokens=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    yield make
+    yield lambda setting: make(replace(setting, passes=jobs.BACKWARD))

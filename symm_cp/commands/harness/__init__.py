@@ -1,1 +1,1 @@
-"""Shared by `symm-cp demo`, `bench`, `trace`, `tune` and by `benchmarks/`."""
+"""Measures and reports; shared by commands and by `benchmarks/`."""

@@ -18,21 +18,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symm_cp import tuning
 from symm_cp.ranks import quick_barrier
 
-#: The names that `overlap` looks for.
-LIMIT, COMMUNICATION, UNFUSED, FUSED = "limit", "communication", "unfused", "fused"
+#: Names of variants; `overlap` looks for the first three.
+LIMIT, UNFUSED, FUSED, IN_PLACE = "limit", "unfused", "fused", "fused, in place"
 
 _RESAMPLES = 500  # of the bootstrap: quantiles at 2.5% then rest on 12 values
 #: An overlap whose interval is wider than this is inconclusive.
 _MAX_WIDTH = 0.25
+_MAX_RATIO_WIDTH = 0.1  # likewise for ratios of times
 _WARM_UP = 2  # calls that are not timed
 _MIN_REPETITIONS = 5  # even if a case takes longer than its time
 _TIMING_SECONDS, _MAX_INNER = 1e-3, 200  # length and calls of a timing, for `inner` 0
 _PAUSE_SECONDS = 0.05  # threads of GNU's OpenMP look for more work for about 15 ms
 
 Interval = tuple[float, float]
+
+
+def unfused_over(backend: str) -> str:
+    """Returns the name of the unfused variant over a backend of torch.distributed."""
+    return f"{UNFUSED} ({backend})"
 
 
 @dataclass
@@ -100,6 +105,16 @@ class Row:
     def ratio_interval(self, name: str) -> Interval:
         """Returns the 95% confidence interval of the ratio."""
         return bootstrap(_ratio, self.seconds[name], self.seconds[self.limit])
+
+    def claim(self, name: str) -> str:
+        """Returns the ratio and its interval as text; of a wide interval, only that it is wide."""
+        if len(self.seconds[name]) < _MIN_REPETITIONS:
+            return "too few repetitions to compare"
+        low, high = self.ratio_interval(name)
+        interval = f"({low:.2f} to {high:.2f})"
+        if high - low > _MAX_RATIO_WIDTH:
+            return f"too noisy to compare {interval}"
+        return f"{self.ratio(name):.2f} {interval}"
 
     def overlap(self) -> Overlap | None:
         """Returns the hidden share of communication; None unless all three variants were timed."""
@@ -203,26 +218,6 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     seconds_of = {name: tuple(times[:, i].tolist()) for i, name in enumerate(names)}
     row = Row(case.name, seconds_of)
     return replace(row, notes=case.after(row))
-
-
-def forced(way: str | None, run: Callable[[], object]) -> Callable[[], object]:
-    """Returns a variant that runs ops with a forced strategy (`tuning.forced`)."""
-
-    def run_forced() -> object:
-        with tuning.forced(way):
-            return run()
-
-    return run_forced
-
-
-def backward_alone(
-    forward: Callable[..., torch.Tensor], *inputs: torch.Tensor
-) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Returns a variant that runs only the backward pass; the graph is made once, here."""
-    leaves = [t.detach().requires_grad_() for t in inputs]
-    out = forward(*leaves)
-    grad = torch.ones_like(out)
-    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
 def slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:

@@ -1,12 +1,10 @@
-"""Prints and writes measured rows: text, JSON, CSV."""
+"""Prints and writes measured rows."""
 
 from __future__ import annotations
 
-import csv
 import datetime
-import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 from symm_cp import parsing
 from symm_cp.commands.harness.measure import Row, duration
 from symm_cp.measured import processor_name
-from symm_cp.trusted import write_output
 
 #: The meaning of the numbers in `line`.
 LEGEND = (
@@ -53,7 +50,7 @@ def line(row: Row) -> str:
     return f"{row.case}\n    " + "  ".join(cells)
 
 
-def heading(command: Sequence[str], device: str) -> dict[str, Any]:
+def heading(command: Sequence[str], device: str = "cpu") -> dict[str, Any]:
     """Returns the head of a file of results: command, date, machine, torch."""
     return {
         "command": " ".join(command),
@@ -66,32 +63,3 @@ def heading(command: Sequence[str], device: str) -> dict[str, Any]:
 def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Written]) -> None:
     """Writes the head and all rows, or prints them."""
     parsing.write_json(path, {**head, "rows": rows})
-
-
-def _flat(rows: Iterable[Written]) -> list[dict[str, Any]]:
-    """Returns a line for each variant."""
-    return [
-        {
-            "case": row["case"],
-            "ranks": row["ranks"],
-            "variant": name,
-            "ms": ms,
-            "ratio": row["ratio"][name],
-            "ratio_low": row["ratio_95"][name][0],
-            "ratio_high": row["ratio_95"][name][1],
-            "overlap": row["overlap"]["value"] if "overlap" in row else "",
-        }
-        for row in rows
-        for name, ms in row["ms"].items()
-    ]
-
-
-def write_csv(path: Path, rows: Sequence[Written]) -> None:
-    """Writes a line for each variant of each case."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = _flat(rows)
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(lines[0]) if lines else ["case"])
-    writer.writeheader()
-    writer.writerows(lines)
-    write_output(path, text.getvalue())

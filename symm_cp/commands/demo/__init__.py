@@ -1,1 +1,0 @@
-"""`symm-cp demo`: trains a small transformer in three ways, and compares the results."""

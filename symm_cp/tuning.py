@@ -14,11 +14,8 @@ runs only where it was measured to be the fastest, or is forced; for calls that 
 the choice ignores it.
 
 Attention on CUDA runs as a `pipeline` of kernels, one for each shard when it arrives; or a kernel
-attends to this rank's keys while the peers' keys are gathered, and then to these `together`; or one
-kernel polls for the `arrival` of all shards. `symm-cp tune` measures all three; without it the
-simulation, which cannot predict `arrival`, chooses between the first two. Ranks that share a GPU
-use `arrival` only when forced (`SYMM_CP_ATTENTION`, `forced`): its kernel keeps multiprocessors
-from the rank that it waits for.
+attends to this rank's keys while the peers' keys are gathered, and then to these `together`.
+`symm-cp tune` measures both; without it the simulation chooses.
 
 Attention with method "auto" runs by keys (`allgather`) or by heads (`ulysses`), whichever is faster
 in the simulation, separately for each pass; see schedule/attention_work.py.
@@ -50,7 +47,7 @@ from symm_cp.schedule.matmul_work import MatmulWork
 WAYS = ("shards", "whole")
 #: The way of fused matmuls that only GPUs have.
 TILES = "tiles"
-ATTENTION_WAYS = ("pipeline", "together", "arrival")
+ATTENTION_WAYS = ("pipeline", "together")
 # Cached choices of a group; beyond it, all are dropped and simulated again. Without a bound,
 # programs with ever new shapes would leak memory.
 _MAX_CHOICES = 4096
@@ -331,8 +328,6 @@ def _attention_choice(
 ) -> Choice:
     facts = facts_of(group)
     way = facts.tuned.get(_on(device, key))
-    if way == "arrival" and way in ways and not _apart(group, device, facts):
-        return Choice(ways[0], "ranks share a GPU")
     if way in ways:
         return Choice(way, "measured")
     if work is None:

@@ -79,7 +79,7 @@ class StreamRuntime(BackgroundRuntime):
             target = (split, tuple(gathered.shape), gathered.element_size())
         bounded = gathered is None and shards.sizes.equal and ranks >= _BOUNDED_FROM
         in_place = addresses is not None
-        launch = gather_launch(rank, shards.sizes, here.mode, in_place, bounded, target)
+        launch = gather_launch(rank, shards.sizes, here.slots, in_place, bounded, target)
         order = peers(rank, ranks)
         # If `gathered` holds the first part, staging memory holds the others, also this rank's.
         needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
@@ -113,7 +113,7 @@ class StreamRuntime(BackgroundRuntime):
         ranks, shards = call.group.world_size, call.shards.packed()
         here = StreamCall.of(shards, call.group, call.name)
         addresses = here.in_place(call.shards.own, some_empty=shards.sizes.some_empty)
-        launch = combine_launch(call.group.rank, shards.sizes, here.mode, addresses is not None)
+        launch = combine_launch(call.group.rank, shards.sizes, here.slots, addresses is not None)
         staging = staging_for(shards, ranks)
 
         def run_combine(_: int) -> None:
@@ -138,7 +138,7 @@ class StreamRuntime(BackgroundRuntime):
         here = StreamCall(group, shard[0].device, call_name)
         shards = Shards(shard, group.world_size, split.shard_shapes(*shard)).packed()
         shapes = tuple((tuple(output.shape), output.element_size()) for output in outputs)
-        launch = gather_into_launch(group.rank, shards.sizes, split, shapes, here.mode)
+        launch = gather_into_launch(group.rank, shards.sizes, split, shapes, here.slots)
         used = [*shards.own, *outputs]
         with here.workspace(shards.nbytes) as (space, epoch):
             kernels: dict[str, Kernel] = {"combine": lambda _: None}
@@ -162,10 +162,10 @@ class StreamRuntime(BackgroundRuntime):
         if gathered is not None:
             split = Split.equal(shard[0].shape[0], ranks)
             target = split, tuple(gathered.shape), gathered.element_size()
-            launch = poll_launch(group.rank, shards.sizes, here.mode, target)
+            launch = poll_launch(group.rank, shards.sizes, here.slots, target)
             staging, pulled = gathered, [gathered.unflatten(0, (ranks, -1))]
         else:
-            launch = poll_launch(group.rank, shards.sizes, here.mode)
+            launch = poll_launch(group.rank, shards.sizes, here.slots)
             staging = staging_for(shards, ranks - 1)
             by_peer = staging[: (ranks - 1) * shards.nbytes].view(ranks - 1, shards.nbytes)
             parts = zip(shards.sizes.offsets, shards.sizes.parts[0], shards.own, strict=False)
@@ -188,7 +188,7 @@ class StreamRuntime(BackgroundRuntime):
         here = StreamCall(group, out.device, call_name)
         here.by_epoch()
         nbytes = (out.nbytes,) * ranks
-        launch = produce_launch(rank, nbytes, here.mode, together=True)
+        launch = produce_launch(rank, nbytes, here.slots, together=True)
         sums, offsets = scratch_rows(out, ranks), part_offsets(nbytes)
         with here.workspace(offsets[-1]) as (space, epoch):
             pitch = padded(out.nbytes) // out.element_size()
@@ -207,7 +207,7 @@ class StreamRuntime(BackgroundRuntime):
         agree(group, call.name)
         here = StreamCall(group, shard[0].device, call.name)
         pooled = pooled_rows(group.rank, call.layout, row_bytes_of(shard))
-        launch = together_launch(pooled, here.mode)
+        launch = together_launch(pooled, here.slots)
         staging = scratch(shard[0], max(1, pooled.offsets[-1]))
 
         def run_consume_others(_: int) -> None:
@@ -229,7 +229,7 @@ class StreamRuntime(BackgroundRuntime):
         rows = pooled_rows(rank, call.layout, row_bytes_of(shard))
         rows_of_sums = pooled_rows(rank, call.layout, row_bytes_of(shard, out.dtype))
         pooled = PooledSums(rows, rows_of_sums)
-        launch = exchange_together_launch(pooled, here.mode)
+        launch = exchange_together_launch(pooled, here.slots)
         staging = scratch(shard[0], max(1, rows.offsets[-1]))
         sums = scratch_rows(out, group.world_size)
         with here.workspace(pooled.slot_bytes) as (space, epoch):
@@ -252,7 +252,7 @@ class StreamRuntime(BackgroundRuntime):
         group, out = call.group, call.out
         agree(group, call.name)
         rank, here = group.rank, StreamCall(group, out.device, call.name)
-        launch = produce_launch(rank, call.nbytes, here.mode)
+        launch = produce_launch(rank, call.nbytes, here.slots)
         sums, offsets = scratch_rows(out, group.world_size), part_offsets(call.nbytes)
         with here.workspace(offsets[-1]) as (space, epoch):
             in_slot = viewing_slot(space, epoch)
@@ -280,7 +280,7 @@ class StreamRuntime(BackgroundRuntime):
         rank, ranks = group.rank, group.world_size
         here = StreamCall(group, out.device, call.name)
         variant, chunks = all_reduce_variant(out, split, ranks)
-        launch = all_reduce_launch(rank, chunks, variant, here.mode)
+        launch = all_reduce_launch(rank, chunks, variant, here.slots)
         offsets, one_shot = variant.offsets(chunks), variant is AllReduceVariant.ONE_SHOT
         if split is not None:
             own = split.of(rank, out)
@@ -316,7 +316,7 @@ class StreamRuntime(BackgroundRuntime):
         group, sizes, device = call.group, call.sizes, call.device
         agree(group, call.name)
         rank, here = group.rank, StreamCall(group, device, call.name)
-        launch, places = exchange_and_consume_launch(rank, sizes, here.mode)
+        launch, places = exchange_and_consume_launch(rank, sizes, here.slots)
         offsets = part_offsets(sizes[rank])
         like = torch.empty(0, dtype=torch.uint8, device=device)
         staging = scratch(like, max(1, places[-1]))
@@ -343,7 +343,7 @@ class StreamRuntime(BackgroundRuntime):
         rank, ranks = group.rank, group.world_size
         here, shards = StreamCall(group, out.device, call.name), call.shards.packed()
         exchange = Exchange(shards.sizes, call.nbytes, ring)
-        launch = exchange_launch(rank, exchange, here.mode)
+        launch = exchange_launch(rank, exchange, here.slots)
         staging = staging_for(shards, min(2, ranks) if ring else ranks)
         sums = scratch_rows(out, 1 if ring else ranks)
         order = peers(rank, ranks)

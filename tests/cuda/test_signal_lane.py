@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp.cuda import Signals
 from symm_cp.cuda.stream_program import StreamLowering
 from symm_cp.cuda.workspaces import workspace
 from symm_cp.group import memory
@@ -88,9 +87,8 @@ def next_kernel(group: dist.ProcessGroup, case: Case, beside: bool) -> str:
     order = case.variant.issue_order(rank, world_size)
     if not beside:
         order = in_the_callers_lane(order)
-    launch = StreamLowering(
-        order, rank, world_size, binding(world_size), signals=Signals.STREAM, joined=True
-    ).launch()
+    lowering = StreamLowering(order, rank, world_size, binding(world_size), joined=True)
+    launch = lowering.launch()
     operands = torch.zeros(4, world_size * CHUNK, dtype=torch.uint8)
     begun, over, numbers = threading.Event(), threading.Event(), itertools.count()
     with simulation(copy_engines=1, deferred=True) as made:

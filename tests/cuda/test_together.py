@@ -146,8 +146,6 @@ def called(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None:
     [
         {},
         {"graph": True},
-        pytest.param({"signals": "kernel"}, marks=exhaustive),
-        pytest.param({"signals": "torch", "graph": True}, marks=exhaustive),
         pytest.param({"one_queue": True, "driver_version": 12050}, marks=exhaustive),
         pytest.param({"lazy_loading": True, "multiprocessors": True}, marks=exhaustive),
     ],

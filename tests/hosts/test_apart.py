@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def exchanges(group: dist.ProcessGroup) -> list[str]:
     own = dist.new_group(list(range(group.size())))
-    with simulation(signals="none"):
+    with simulation(passes=False):
         for index in range(4):
             test_random.gathers(own, index)
             test_random.scatters(own, index)
@@ -40,4 +40,4 @@ def exchanges(group: dist.ProcessGroup) -> list[str]:
 def test_ranks_without_signals_exchange_through_the_process_group(
     ranks: Ranks, world_size: int
 ) -> None:
-    assert ranks.run(world_size, exchanges) == ["no way to signal works"] * world_size
+    assert ranks.run(world_size, exchanges) == ["streams cannot signal"] * world_size

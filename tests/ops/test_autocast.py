@@ -14,32 +14,23 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import symm_cp
 from symm_cp.context_parallel import ContextParallel, context_parallel
+from symm_cp.ops import autocast
+from symm_cp.ops.op import declared
 from symm_cp.testing import Ranks
 from tests.ops.calls import OPS, Call, Tensors, calls, leaves
 from tests.tensor_parallel.common import fused_plan, mesh_of
 
-CASTING = (
-    "_all_gather_matmul_split",
-    "_matmul_reduce_scatter_split",
-    "fused_all_gather_matmul",
-    "fused_matmul_reduce_scatter",
-    "fused_matmul_all_reduce",
-    "project_to_heads",
-    "project_from_heads",
-    "fused_all_gather_attention",
-    "flex_all_gather_attention",
-    "fused_dispatch_grouped_matmul",
-    "fused_grouped_matmul_combine",
-)
-#: Ops whose last tensor is the weights of a sum, which autocast does not cast.
-KEEPING = ("fused_grouped_matmul_combine",)
+#: How many of its first inputs each rule casts.
+CAST = {autocast.cast: None, autocast.cast_query_key_value: 3, autocast.cast_operands: 2}
+#: The ops whose declarations have such a rule, with that number.
+CASTING = {op.name: CAST[op.autocast] for op in declared() if op.autocast in CAST}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def narrowed(name: str, inputs: Tensors, dtype: torch.dtype) -> Tensors:
     """The inputs as autocast casts them."""
-    count = len(inputs) - (name in KEEPING)
-    return [t.to(dtype) if i < count else t for i, t in enumerate(inputs)]
+    count = CASTING.get(name)
+    return [t.to(dtype) if count is None or i < count else t for i, t in enumerate(inputs)]
 
 
 def gradients(

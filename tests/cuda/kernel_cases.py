@@ -15,7 +15,7 @@ from symm_cp.cuda import kernels
 from symm_cp.cuda.kernels import attention_merge, tile_matmul
 from symm_cp.cuda.kernels.tile_matmul import Tiling as Products
 from symm_cp.cuda.kernels.tile_matmul import Words
-from symm_cp.schedule.patterns import peers
+from symm_cp.schedule import peers
 from symm_cp.tensors.alignment import scratch_rows
 from tests.cuda import interpreted
 

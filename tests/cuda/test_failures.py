@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import cuda, tuning
+from symm_cp import cuda, set_rotate_method, tuning
 from symm_cp.group import memory
-from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.common import device_kernels
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import SimulatedDevice, simulation

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from symm_cp import cuda
+from symm_cp.cuda import workspace
 from symm_cp.cuda.stream_program import Launch, StreamLowering, _KernelCall, lower
-from symm_cp.cuda.workspaces import workspace
 from symm_cp.group import memory
 from symm_cp.native import wire
 from symm_cp.runtime.program import Binding

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import tuning
 from symm_cp.ops.common import device_kernels
+from symm_cp.schedule import Compute, Copy, Signal, Wait
 from symm_cp.schedule.simulate import Event
-from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 

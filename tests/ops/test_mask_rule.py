@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import create_mask
 from symm_cp.ops.attention import masks as module
 from symm_cp.ops.attention.masks import MaskOptions, masks_of
 from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.schedule import SequenceLayout
 from symm_cp.schedule import mask as rule
-from symm_cp.schedule.layout import SequenceLayout
 
 CPU = torch.device("cpu")
 

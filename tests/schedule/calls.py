@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from symm_cp.schedule import Schedule, patterns
-from symm_cp.schedule.patterns import Channel, FormName, Variant
+from symm_cp.schedule import Schedule, Variant, patterns
+from symm_cp.schedule.patterns import Channel, FormName
 from symm_cp.schedule.patterns.two_shot_all_reduce import SOCKETS, socket_of
 from tests.exhaustive import some
 

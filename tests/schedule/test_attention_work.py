@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from symm_cp.schedule import CAUSAL, NO_MASK, Mask, head_tail, sequential
 from symm_cp.schedule.attention_work import AttentionWork
-from symm_cp.schedule.layout import head_tail, sequential
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Curve, Machine
-from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
 
 #: A multiplication or addition takes a second; moving bytes takes no time.
 COMPUTING = Machine(

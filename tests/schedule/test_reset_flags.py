@@ -10,9 +10,18 @@ from dataclasses import replace
 
 import pytest
 
-from symm_cp.schedule import Compute, Region, Schedule, Signal, Step, Wait, check
-from symm_cp.schedule.check import CheckReport, Race
-from symm_cp.schedule.patterns import PRODUCE_AND_REDUCE_SCATTER
+from symm_cp.schedule import (
+    CheckReport,
+    Compute,
+    Race,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Wait,
+    check,
+    patterns,
+)
 from tests.exhaustive import some
 from tests.schedule.calls import MIX, WORKSPACES, Workspace
 
@@ -65,7 +74,7 @@ def test_a_signal_that_could_be_lost_is_noticed(monkeypatch: pytest.MonkeyPatch)
     """Without the waits until the slot has been read, a rank could be a call ahead."""
     monkeypatch.setattr(sys.modules[CheckReport.__module__], "SHARED_BUFFERS", _Shared())
     call = []
-    for schedule in PRODUCE_AND_REDUCE_SCATTER.staged().schedules(2, 1):
+    for schedule in patterns.PRODUCE_AND_REDUCE_SCATTER.staged().schedules(2, 1):
         lanes = {
             name: tuple(step for step in lane if not (isinstance(step, Wait) and step.lag))
             for name, lane in schedule.lanes.items()

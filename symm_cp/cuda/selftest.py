@@ -28,7 +28,7 @@ from symm_cp.group.memory import Group, StateKey
 #: Seconds until work that should take less than a millisecond counts as failed. A smaller limit
 #: fails on a busy machine; a larger one delays the fallback of a machine on which a step hangs.
 LIMIT = 5.0
-#: The same for a whole step, in which kernels may be compiled.
+#: The same for a whole step, whose first calls of the driver may take long.
 STEP_LIMIT = 60.0
 
 # Seconds by which each rank is late in one of the calls: broken waits then read too early. A

@@ -100,14 +100,12 @@ def poll_launch(
 ) -> Launch:
     """All-gather and poll; `gathered` as for `gather_launch`.
 
-    Operands: the parts of the own shard, then the staging memory, or the caller's place for a shard
-    of one part.
+    Operands: the own shard, then the staging memory or the caller's place.
     """
     ranks, own = len(sizes.parts), _own_parts(sizes, rank)
     if gathered is not None:
         binding = Binding(
-            {"input": own, "gathered": (Extent.split(len(own), *gathered),)},
-            {"slot": sizes.slots()},
+            {"input": own, "gathered": (Extent.split(1, *gathered),)}, {"slot": sizes.slots()}
         )
         variant = patterns.ALL_GATHER_AND_POLL.staged(keep=True)
         return lower(variant, rank, ranks, binding, slots=slots)
@@ -115,7 +113,7 @@ def poll_launch(
     # In the order in which they are pulled.
     order = [turns.get(peer, 0) for peer in range(ranks)]
     binding = Binding(
-        {"input": own, "gathered": sizes.places_in_turn(len(own), order)}, {"slot": sizes.slots()}
+        {"input": own, "gathered": sizes.places_in_turn(1, order)}, {"slot": sizes.slots()}
     )
     variant = patterns.ALL_GATHER_AND_POLL.staged()
     return lower(variant, rank, ranks, binding, slots=slots)

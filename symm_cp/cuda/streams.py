@@ -147,7 +147,7 @@ class StreamRuntime(BackgroundRuntime):
     def all_gather_and_poll(
         self,
         group: Group,
-        shard: Sequence[torch.Tensor],
+        shard: torch.Tensor,
         kernel: Poll,
         call_name: bytes,
         *,
@@ -156,23 +156,19 @@ class StreamRuntime(BackgroundRuntime):
         """See `Runtime`."""
         agree(group, call_name)
         ranks = group.world_size
-        here = StreamCall(group, shard[0].device, call_name)
+        here = StreamCall(group, shard.device, call_name)
         here.by_epoch()
-        shards = Shards(shard, ranks).packed()
+        shards = Shards([shard], ranks).packed()
         if gathered is not None:
-            split = Split.equal(shard[0].shape[0], ranks)
+            split = Split.equal(shard.shape[0], ranks)
             target = split, tuple(gathered.shape), gathered.element_size()
             launch = poll_launch(group.rank, shards.sizes, here.slots, target)
-            staging, pulled = gathered, [gathered.unflatten(0, (ranks, -1))]
+            staging, pulled = gathered, gathered.unflatten(0, (ranks, -1))
         else:
             launch = poll_launch(group.rank, shards.sizes, here.slots)
             staging = staging_for(shards, ranks - 1)
             by_peer = staging[: (ranks - 1) * shards.nbytes].view(ranks - 1, shards.nbytes)
-            parts = zip(shards.sizes.offsets, shards.sizes.parts[0], shards.own, strict=False)
-            pulled = [
-                by_peer[:, offset : offset + size].view(t.dtype).unflatten(1, t.shape)
-                for offset, size, t in parts
-            ]
+            pulled = by_peer[:, : shard.nbytes].view(shard.dtype).unflatten(1, shard.shape)
         with here.workspace(shards.nbytes) as (space, epoch):
             words = space.flags("arrived"), wire.FLAG_BYTES // 4, epoch
             kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, *words)}

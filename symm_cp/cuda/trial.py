@@ -220,12 +220,12 @@ class Trial:
     def release(self, limit: float) -> bool:
         """Ends the waits of the lanes by writing the awaited numbers; returns whether it succeeds.
 
-        Waits in graphs reset their flags, so it writes again until all have ended.
+        Waits in graphs await 1 and reset it, so it writes again until all have ended.
         """
         if self.ended(0):
             return True
         deadline = time.monotonic() + limit
-        self.header.view(torch.int32).fill_(ROUNDS)
+        self.header.view(torch.int32).fill_(1 if self.graph else ROUNDS)
         while time.monotonic() < deadline:
             self.device.launch_on(self.aside, self._write_own_flags)
             if not self._ends([self.aside], limit / 2):

@@ -139,9 +139,9 @@ def test_checks_of_results() -> None:
 
 
 def test_rows_as_text() -> None:
-    row = Row("a case", "small", 2, "stream", host_us=10.0, error="RuntimeError: no driver")
+    row = Row("a case", "small", 2, host_us=10.0, error="RuntimeError: no driver")
     assert row.line().endswith("2 ranks  host     10.0 us  FAILED: RuntimeError: no driver")
-    row = Row("a case", "small", 2, "stream", host_us=10.0, device_us=30.0, kernels=2, copies=1,
+    row = Row("a case", "small", 2, host_us=10.0, device_us=30.0, kernels=2, copies=1,
               gap_us=1.5, driver={"a": (1, 2.0), "b": (3, 4.0)}, alone_us=20.0)  # fmt: skip
     assert "device      30.0 us  alone      20.0 us (1.50)  driver 4 calls 6.0 us" in row.line()
     assert row.line().endswith("2 kernels 1 copies gap 1.5 us")

@@ -11,26 +11,37 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_leaves
 
 import symm_cp
 from symm_cp.context_parallel import ContextParallel, context_parallel
 from symm_cp.ops import autocast
-from symm_cp.ops.op import declared
+from symm_cp.ops.op import Caller, Op, declared
 from symm_cp.testing import Ranks
-from tests.ops.calls import OPS, Call, Tensors, calls, leaves
+from tests.ops.calls import OPS, Call, Tensors, calls, is_real, leaves
 from tests.tensor_parallel.common import fused_plan, mesh_of
 
-#: How many of its first inputs each rule casts.
+#: How many of an op's first arguments each rule casts.
 CAST = {autocast.cast: None, autocast.cast_query_key_value: 3, autocast.cast_operands: 2}
-#: The ops whose declarations have such a rule, with that number.
-CASTING = {op.name: CAST[op.autocast] for op in declared() if op.autocast in CAST}
+
+
+def casting(op: Op) -> int:
+    """How many of the floating inputs of an op's example call autocast casts."""
+    assert op.example is not None
+    args, _ = op.example(Caller("", 0, 2, [1, 2]))
+    cast = tree_leaves(args[: CAST[op.autocast]])
+    return sum(isinstance(arg, torch.Tensor) and is_real(arg) for arg in cast)
+
+
+#: That number, of the ops whose declarations have such a rule.
+CASTING = {op.name: casting(op) for op in declared() if op.autocast in CAST}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def narrowed(name: str, inputs: Tensors, dtype: torch.dtype) -> Tensors:
     """The inputs as autocast casts them."""
-    count = CASTING.get(name)
-    return [t.to(dtype) if count is None or i < count else t for i, t in enumerate(inputs)]
+    count = CASTING.get(name, len(inputs))
+    return [t.to(dtype) if i < count else t for i, t in enumerate(inputs)]
 
 
 def gradients(

@@ -8,7 +8,6 @@ checked against a reference before it is timed. The first variant is the limit.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -27,12 +26,7 @@ import torch.nn.functional as F
 import symm_cp
 from benchmarks.harness import Case, main
 from symm_cp.cuda.kernels import tile_matmul
-from symm_cp.cuda.kernels.arrival_attention import Arrivals, Tiling, chunk_table
-from symm_cp.cuda.kernels.arrival_attention import arrival_attention as arrival_attention_kernel
-from symm_cp.ops.attention import arrival as arrival_attention
-from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.common import device_kernels
-from symm_cp.schedule.layout import sequential
 
 DEVICE = "cuda"
 # SYMM_CP_SUITE_SCALE divides every size, to try the suite out.
@@ -40,14 +34,6 @@ SCALE = int(os.environ.get("SYMM_CP_SUITE_SCALE", "1"))
 DTYPE = torch.bfloat16
 #: (name, hidden size, feed-forward size) of models; a rank has 8192 / W rows.
 MODELS = (("Llama-3 8B", 4096, 14336), ("Llama-3 70B", 8192, 28672))
-#: Other tilings of the kernel that polls: rows, keys, warps, stages.
-TILINGS = (
-    Tiling(128, 64, 8, 3),
-    Tiling(128, 64, 4, 3),
-    Tiling(64, 64, 4, 3),
-    Tiling(128, 128, 8, 3),
-)
-
 #: Other tilings of the matmuls by tiles.
 PRODUCT_TILINGS = (
     tile_matmul.Tiling(128, 256, 64, 8, 3),
@@ -311,53 +297,9 @@ def contention(group: dist.ProcessGroup) -> Iterator[Case]:
     )
 
 
-def polling(group: dist.ProcessGroup) -> Iterator[Case]:
-    """The polling kernel, on shards that have arrived, against flash attention on all keys."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    for features, causal, shards in itertools.product((64, 128), (False, True), (1, 4)):
-        length = 8192 // SCALE
-        part = length // shards
-        q, k, v = (normal(1, 32, length, features) for _ in range(3))
-        # Shard 0 is this rank's, the others were pulled.
-        own = [t[:, :, :part].contiguous() for t in (k, v)]
-        pulled = [t.unflatten(2, (shards, part)).movedim(2, 0).contiguous() for t in (k, v)]
-        words = torch.ones(shards, dtype=torch.int32, device=DEVICE)
-        arrivals = Arrivals(*(t[-max(1, shards - 1) :] for t in pulled), words, 1, 1)
-        chunks = chunk_table([[(0, part, shard * part)] for shard in range(shards)]).to(DEVICE)
-        at = torch.arange(length, dtype=torch.int32, device=DEVICE)
-
-        def run(
-            tiling: Tiling | None,
-            inputs: Any = (q, *own, arrivals, at, chunks),
-            causal: bool = causal,
-        ) -> Any:
-            return arrival_attention_kernel(*inputs, causal=causal, tiling=tiling)
-
-        def check(
-            run: Any = run, q: Any = q, k: Any = k, v: Any = v, causal: bool = causal
-        ) -> None:
-            expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-            for tiling in (None, *TILINGS):
-                close(run(tiling)[0], expected, f"the kernel that polls, {tiling}")
-
-        variants: dict[str, Callable[[], object]] = {
-            "flash": lambda q=q, k=k, v=v, causal=causal: flash(q, k, v, 0.0, causal),
-            "polling": lambda run=run: run(None),
-        }
-        for tiling in TILINGS:
-            label = f"polling, {tiling.rows}x{tiling.keys}, {tiling.warps}, {tiling.stages}"
-            variants[label] = lambda run=run, tiling=tiling: run(tiling)
-        mask = "causal" if causal else "full"
-        yield case(
-            f"{mask} attention of {length} tokens, 32 heads of {features}, {shards} shards there",
-            variants,
-            check=check,
-        )
-
-
 def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
     """Attention over shards against one call over gathered keys."""
-    W, rank, name = group.size(), group.rank(), group.group_name
+    W, rank = group.size(), group.rank()
     for length, features in ((8192, 128), (32768, 128), (8192, 64)):
         local = length // SCALE // W
         q, k, v = (normal(1, 32, local, features) for _ in range(3))
@@ -365,27 +307,20 @@ def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
             gathered(t.movedim(2, 0).contiguous(), group).movedim(0, 2).contiguous() for t in (k, v)
         )
         grad = torch.randn_like(q)
-        layout = sequential(local * W, W)
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         full = [t.clone().requires_grad_() for t in (q, key, value)]
-        state = symm_cp.group.memory.resolve(name)
-
-        def arrival(
-            q: Any = q, k: Any = k, v: Any = v, layout: Any = layout, s: Any = state
-        ) -> Any:
-            return arrival_attention.attend(s, q, k, v, AttentionSpec(layout=layout), b"")
 
         def train(function: Callable[..., Any], tensors: list[Any], grad: Any = grad) -> None:
             torch.autograd.grad(function(*tensors), tensors, grad)
 
-        def fused(q: Any, k: Any, v: Any) -> torch.Tensor:
-            with symm_cp.tuning.forced("pipeline"):
+        def fused(q: Any, k: Any, v: Any, way: str = "pipeline") -> torch.Tensor:
+            with symm_cp.tuning.forced(way):
                 return symm_cp.all_gather_attention(q, k, v, group=group)
 
         def check(q: Any = q, k: Any = k, v: Any = v, key: Any = key, value: Any = value) -> None:
             expected = F.scaled_dot_product_attention(q, key, value)
-            close(fused(q, k, v), expected, f"attention, rank {rank}")
-            close(arrival(q, k, v)[0], expected, f"attention by arrival, rank {rank}")
+            for way in symm_cp.tuning.ATTENTION_WAYS:
+                close(fused(q, k, v, way), expected, f"attention, {way}, rank {rank}")
 
         sizes = f"{length // SCALE} tokens, 32 heads of {features}"
         yield case(
@@ -395,7 +330,7 @@ def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
                     F.scaled_dot_product_attention(q, key, value)
                 ),
                 "fused, pipeline": lambda q=q, k=k, v=v: fused(q, k, v),
-                "fused, arrival flags": arrival,
+                "fused, together": lambda q=q, k=k, v=v: fused(q, k, v, "together"),
             },
             check=check,
         )
@@ -439,7 +374,7 @@ def graphs(group: dist.ProcessGroup) -> Iterator[Case]:
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     torch.cuda.set_device(group.rank() % torch.cuda.device_count())
-    for part in (latencies, launches, matmuls, tiles, contention, polling, attentions, graphs):
+    for part in (latencies, launches, matmuls, tiles, contention, attentions, graphs):
         yield from part(group)
 
 

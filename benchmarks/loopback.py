@@ -42,7 +42,6 @@ from benchmarks import kernel_timeline
 from benchmarks.kernel_timeline import Profile
 from benchmarks.loopback_cases import MODELS, SMALL, Case, Model, cases
 from benchmarks.loopback_device import (
-    SIGNALS,
     Loopback,
     LoopbackGpu,
     TimedDriver,
@@ -165,7 +164,6 @@ class Row:
     case: str
     model: str
     ranks: int
-    signals: str
     host_us: float | None = None
     device_us: float | None = None
     kernels: int | None = None
@@ -255,7 +253,7 @@ class Options:
         """Returns the file of a row's traces, without its suffix."""
         if self.traces is None:
             return None
-        name = f"{row.case} {row.model} {row.ranks} ranks {row.signals}"
+        name = f"{row.case} {row.model} {row.ranks} ranks"
         return self.traces / re.sub(r"\W+", "-", name.lower())
 
 
@@ -280,16 +278,16 @@ def fill(row: Row, case: Case, lab: Lab, driver: TimedDriver, group: Group, how:
 
 
 def rows_of(
-    ranks: int, model: Model, lab: Lab, driver: TimedDriver, signals: str, how: Options, only: str
+    ranks: int, model: Model, lab: Lab, driver: TimedDriver, how: Options, only: str
 ) -> Iterator[Row]:
     """Measures the cases of a model at a number of ranks; a failed case is a row with its error."""
     group = group_of(ranks, lab.kind)
-    known, polls = resolve(group), lab.device.polls() and signals == cuda.Signals.STREAM.value
+    known = resolve(group)
     try:
-        for case in cases(group, model, lab.device.torch_device, polls):
+        for case in cases(group, model, lab.device.torch_device):
             if only not in case.name:
                 continue
-            row = Row(case.name, model.name, ranks, signals)
+            row = Row(case.name, model.name, ranks)
             try:
                 fill(row, case, lab, driver, known, how)
             except Exception as error:
@@ -309,7 +307,6 @@ def _parse() -> argparse.Namespace:
     add("--model", default="", help="only models with this in their name")
     add("--case", default="", help="only cases with this in their name")
     add("--small", action="store_true", help="one model of small sizes")
-    add("--signals", choices=SIGNALS, default=SIGNALS[0], help="(%(default)s)")
     add("--graphs", action="store_true", help="capture calls into CUDA graphs as well")
     add("--seconds", type=float, default=0.6, help="time for a case (%(default)s)")
     add("--json", type=Path, help="write the rows, the machine and the date here")
@@ -342,10 +339,10 @@ def main() -> int:
         args.trace.mkdir(parents=True, exist_ok=True)
     how = Options(args.seconds, args.trace, args.graphs)
     rows: list[Row] = []
-    with _lab(args.simulated) as lab, loopback(lab.device, args.signals) as driver:
+    with _lab(args.simulated) as lab, loopback(lab.device) as driver:
         head = report.heading(["python", *sys.argv], lab.kind)
         for ranks, model in itertools.product(args.ranks, models):
-            for row in rows_of(ranks, model, lab, driver, args.signals, how, args.case):
+            for row in rows_of(ranks, model, lab, driver, how, args.case):
                 print(row.line(), flush=True)
                 rows.append(row)
                 if (

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 import symm_cp
 from benchmarks.one_rank import Call, gradient
-from symm_cp import tuning
 from symm_cp.schedule.layout import head_tail_order
 
 _DTYPE, _FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
@@ -62,16 +61,14 @@ class Case:
     slot_bytes: int = 0
 
 
-def cases(
-    group: dist.ProcessGroup, model: Model, device: torch.device, polls: bool
-) -> Iterator[Case]:
-    """Yields the cases of a model; `polls`: also attention by the kernel that polls."""
+def cases(group: dist.ProcessGroup, model: Model, device: torch.device) -> Iterator[Case]:
+    """Yields the cases of a model."""
     inputs = _Inputs(group, model, device)
     yield from _matmuls(inputs)
     yield from _matmul_gradients(inputs)
     if device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
         yield from _scaled(inputs)
-    yield from _attentions(inputs, polls)
+    yield from _attentions(inputs)
     yield from _moves(inputs)
 
 
@@ -238,7 +235,7 @@ def _scaled(inputs: _Inputs) -> Iterator[Case]:
     )
 
 
-def _attentions(inputs: _Inputs, polls: bool) -> Iterator[Case]:
+def _attentions(inputs: _Inputs) -> Iterator[Case]:
     attend, name = torch.ops.symm_mem.fused_all_gather_attention, inputs.name
     q, k, v = inputs.heads()
     keys, values = (inputs.gathered(t, 2) for t in (k, v))
@@ -251,14 +248,8 @@ def _attentions(inputs: _Inputs, polls: bool) -> Iterator[Case]:
     def run() -> torch.Tensor:
         return attend(q, k, v, name, enable_gqa=True)[0]
 
-    def polling() -> torch.Tensor:
-        with tuning.forced("arrival"):
-            return run()
-
     slot = k.nbytes + v.nbytes
     yield Case("attention", run, alone, equals(alone), slot)
-    if polls:
-        yield Case("attention, arrival flags", polling, alone, equals(alone))
     order = list(head_tail_order(inputs.ranks))
     yield Case(
         "attention, causal head-tail",

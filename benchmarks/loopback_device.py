@@ -3,12 +3,11 @@
 The workspace of each rank is this rank's own memory. The flags that a peer would raise there are
 raised beforehand, so that each wait passes at once:
 
-stream, kernel   Flags grow: a wait passes from the awaited number on (mod 2^32), so flags that are
-                 raised to 2^30 once pass in every call. What this rank signals to a peer lands in
-                 its own column of the flags, which nobody waits for.
-in graphs        Waiters reset flags: each call raises them anew before it begins, by a kernel in
-                 the caller's stream, which becomes part of the graph.
-torch            Not supported: torch's kernels signal between processes that made a rendezvous.
+eager        Flags grow: a wait passes from the awaited number on (mod 2^32), so flags that are
+             raised to 2^30 once pass in every call. What this rank signals to a peer lands in its
+             own column of the flags, which nobody waits for.
+in graphs    Waiters reset flags: each call raises them anew before it begins, by a kernel in the
+             caller's stream, which becomes part of the graph.
 
 In gathers each peer's shard is a copy of this rank's. In scatters, a peer's part for this rank is
 the previous content of its slot: zeros after `forget_slots`.
@@ -34,8 +33,6 @@ from symm_cp.native import wire
 
 #: The value that growing flags are raised to: waits for calls 1 to 2^30 pass.
 PASSED = 1 << 30
-#: The ways to signal that work here.
-SIGNALS = (cuda.Signals.STREAM.value, cuda.Signals.KERNEL.value)
 
 # Each function of the driver, timed. All parameters are numbers or pointers, and no function has
 # more than nine: nine words are passed on, and a function ignores any beyond its own.
@@ -150,14 +147,12 @@ def forget_slots(group: memory.Group) -> None:
 
 
 @contextmanager
-def loopback(device: Loopback, signals: str) -> Iterator[TimedDriver]:
+def loopback(device: Loopback) -> Iterator[TimedDriver]:
     """Inside, ops on a device's tensors run in loopback, over a driver that is timed."""
-    if signals not in SIGNALS:
-        raise ValueError(f"loopback: {signals=} is not supported, choose one of {SIGNALS}")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         driver = TimedDriver(folder, device.driver)
-        device.driver, device.signals_by = driver.path, cuda.Signals(signals)
+        device.driver = driver.path
         stack.enter_context(answered())
         stack.enter_context(cuda.replaced(device.torch_device, device))
         if device.torch_device.type == "cuda":

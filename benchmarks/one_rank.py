@@ -66,21 +66,18 @@ def answered() -> Iterator[None]:
         yield
 
 
-@cache
-def _works(signals: cuda.Signals) -> cuda.Verdict:
-    """Cached like the verdict of a self-test: making it is not part of issuing an op."""
-    return cuda.Verdict(signals)
+# Made once like the verdict of a self-test: making it is not part of issuing an op.
+_WORKS = cuda.Verdict()
 
 
 class AloneDevice(cuda.Device):
     """A device with one rank; a mixin that precedes the device's class among the bases."""
 
-    signals_by = cuda.Signals.STREAM
     workspaces: ClassVar[type[cuda.DeviceWorkspace]]
 
     def verdict(self, group: memory.Group) -> cuda.Verdict:
         """Assumes that everything works: there are no peers for the self-test."""
-        return _works(self.signals_by)
+        return _WORKS
 
     def workspace(
         self,

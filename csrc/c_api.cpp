@@ -362,7 +362,7 @@ int64_t symm_cp_driver_version(const char* path) {
   return guarded([&]() -> int64_t { return driver::load(path).version(); });
 }
 
-// Returns the first driver version on which streams can signal (Signals.STREAM).
+// Returns the first driver version on which streams can signal.
 int symm_cp_stream_signals_version() { return driver::kStreamSignalsVersion; }
 
 // `bases[r]` is the address at which rank r's workspace is mapped; `processes[r]` a pidfd of rank

@@ -4,9 +4,8 @@
 |---|---|---|
 | `SYMM_CP_BUILD_DIR` | folder of built code and of `symm-cp tune`'s tables | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
-| `SYMM_CP_SIGNALS` | how GPUs signal: by the `stream`, our `kernel` or `torch` | what works |
 | `SYMM_CP_SELFTEST` | 0: use GPUs without first testing what works between them | 1 |
-| `SYMM_CP_ATTENTION` | `pipeline`, on CUDA also `arrival`, `together` (tuning.py) | as tuned |
+| `SYMM_CP_ATTENTION` | `pipeline`, on CUDA also `together` (tuning.py) | as tuned |
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
 | `SYMM_CP_WAY` | `shards` or `whole`, on CUDA also `tiles`, of fused matmuls | as tuned |
@@ -81,14 +80,6 @@ def timeout_ms() -> int:
     return int(text)
 
 
-def signals() -> str | None:
-    """Returns how GPUs must signal each other, if the user chose: "stream", "kernel", "torch"."""
-    text = _get("SYMM_CP_SIGNALS") or None
-    if text not in (None, "stream", "kernel", "torch"):
-        raise ValueError(f"SYMM_CP_SIGNALS={text!r} must be 'stream', 'kernel' or 'torch'")
-    return text
-
-
 def selftest() -> bool:
     """Whether groups test at first use what works between their devices."""
     text = _get("SYMM_CP_SELFTEST", "1")
@@ -100,8 +91,8 @@ def selftest() -> bool:
 def attention() -> str | None:
     """Returns the way that attention on CUDA must take, if any."""
     text = _get("SYMM_CP_ATTENTION") or None
-    if text not in (None, "pipeline", "arrival", "together"):
-        raise ValueError(f"SYMM_CP_ATTENTION={text!r} must be 'pipeline', 'arrival' or 'together'")
+    if text not in (None, "pipeline", "together"):
+        raise ValueError(f"SYMM_CP_ATTENTION={text!r} must be 'pipeline' or 'together'")
     return text
 
 

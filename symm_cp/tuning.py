@@ -3,13 +3,11 @@
 A fused matmul runs shard by shard (`shards`), as one matmul (`whole`), or, if each rank has its own
 GPU, as one kernel that waits for shards or signals parts by tiles (`tiles`). Attention on CUDA runs
 as a `pipeline` of kernels, one for each shard when it arrives; or a kernel attends to this rank's
-keys while the peers' keys are gathered, and then to these `together`; or one kernel polls for the
-`arrival` of all shards.
+keys while the peers' keys are gathered, and then to these `together`.
 
 The way comes from, in this order: `SYMM_CP_WAY` and `SYMM_CP_ATTENTION`, or `forced`; the table of
-`symm-cp tune`; a threshold beside the op (ops/matmul/ways.py, ops/attention/choice.py). `tiles` and
-`arrival` run only where they were measured to be the fastest, or are forced. Ranks that share a GPU
-use `arrival` only when forced: its kernel keeps multiprocessors from the rank that it waits for.
+`symm-cp tune`; a threshold beside the op (ops/matmul/ways.py, ops/attention/choice.py). `tiles`
+runs only where it was measured to be the fastest, or is forced.
 
 All ranks of a group choose identically, from the table that the group's first rank has read.
 """
@@ -33,9 +31,7 @@ from symm_cp.measured import machine_key
 WAYS = ("shards", "whole")
 #: The way of fused matmuls that only GPUs have.
 TILES = "tiles"
-ATTENTION_WAYS = ("pipeline", "together", "arrival")
-#: Kernels that wait for other ranks' kernels: they run only if each rank has its own GPU.
-ALONE = frozenset((TILES, "arrival"))
+ATTENTION_WAYS = ("pipeline", "together")
 
 
 @dataclass(frozen=True)
@@ -214,14 +210,14 @@ def _unforced(
     group: Group, device: torch.device, key: str, ways: tuple[str, ...], by_size: str
 ) -> Choice:
     table = tuned(group)
-    alone = [way for way in ways if way in ALONE]
     # Ranks may choose for different work, so all of them compare GPUs at their first call.
-    shared = bool(alone) and not ALONE.isdisjoint(table.values()) and not _apart(group, device)
+    shared = TILES in ways and TILES in table.values() and not _apart(group, device)
     way = table.get(_on(device, key))
-    if way in ways and not (shared and way in alone):
+    if way in ways and not (shared and way == TILES):
         return Choice(way, "measured")
-    why = "ranks share a GPU" if shared else "not measured"
-    return Choice(by_size, "; ".join(["by size", *(f"{each}: {why}" for each in alone)]))
+    if TILES not in ways:
+        return Choice(by_size, "by size")
+    return Choice(by_size, f"by size; tiles: {'ranks share a GPU' if shared else 'not measured'}")
 
 
 def _apart(group: Group, device: torch.device) -> bool:

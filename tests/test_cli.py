@@ -286,12 +286,8 @@ def test_doctor_says_what_to_install(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_doctor_judges_the_settings_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_judges_the_settings_of_cuda() -> None:
     def judged(**environment: str) -> dict[str, tuple[str, str]]:
-        for name in ("SYMM_CP_SIGNALS", "SYMM_CP_SELFTEST"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
         found = accelerated.cuda_settings(environment)
         assert all(bool(f.advice) == (f.state == "missing") for f in found)
         return {f.name: (f.state, f.detail) for f in found}
@@ -299,18 +295,13 @@ def test_doctor_judges_the_settings_of_cuda(monkeypatch: pytest.MonkeyPatch) -> 
     by_default = judged()
     assert by_default["CUDA_MODULE_LOADING"][0] == "missing"
     assert by_default["CUDA_DEVICE_MAX_CONNECTIONS"] == ("info", "not set: 8 queues")
-    assert by_default["SYMM_CP_SIGNALS"][1].startswith("not set: the first way")
     assert "SYMM_CP_SELFTEST" not in by_default
     chosen = judged(
-        CUDA_MODULE_LOADING="EAGER", CUDA_DEVICE_MAX_CONNECTIONS="1", SYMM_CP_SIGNALS="kernel",
-        SYMM_CP_SELFTEST="0",
-    )  # fmt: skip
+        CUDA_MODULE_LOADING="EAGER", CUDA_DEVICE_MAX_CONNECTIONS="1", SYMM_CP_SELFTEST="0"
+    )
     assert chosen["CUDA_MODULE_LOADING"] == ("ok", "EAGER")
     assert "share a queue" in chosen["CUDA_DEVICE_MAX_CONNECTIONS"][1]
-    assert chosen["SYMM_CP_SIGNALS"] == ("info", "kernel")
     assert chosen["SYMM_CP_SELFTEST"][0] == "missing"
-    state, detail = judged(SYMM_CP_SIGNALS="bells")["SYMM_CP_SIGNALS"]
-    assert (state, "must be 'stream', 'kernel' or 'torch'" in detail) == ("missing", True)
 
 
 def test_doctor_judges_driver_and_backend() -> None:

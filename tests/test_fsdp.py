@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp.fsdp
-from symm_cp.schedule.steps import Copy
+from symm_cp.schedule import Copy
 from symm_cp.tensors.results import result_memory
 from symm_cp.testing import Ranks, say
 from tests.backend.world import world

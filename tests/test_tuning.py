@@ -193,20 +193,20 @@ def test_ranks_that_choose_differently_get_an_error(ranks: Ranks) -> None:
 
 
 def attention(group: dist.ProcessGroup, folder: str) -> None:
-    """The kernel that polls is chosen where it was faster, if each rank has a GPU of its own."""
+    """The way that was faster is chosen, unless another is forced."""
     state, rank = memory.resolve(group), group.rank()
     gpu, key = torch.device("cuda", 0), "all_gather_attention bfloat16 1x2x1x8x8x64 full 1 chunks"
     patch = unittest.mock.patch
     tuned_path = tuning.tuned_path
 
     def choice(
-        measured: str | None, *, shared: bool = False, ways: tuple[str, ...] = tuning.ATTENTION_WAYS
+        measured: str | None, *, ways: tuple[str, ...] = tuning.ATTENTION_WAYS
     ) -> tuple[str, str]:
         tuned = {} if measured is None else {f"GPU X: {key}": measured, key: "nothing"}
         Path(folder, f"{rank}.json").write_text(json.dumps(tuned if rank == 0 else {}))
         dist.barrier(group)
         tuning.relearn(state)
-        about = types.SimpleNamespace(uuid="one" if shared else f"number {rank}")
+        about = types.SimpleNamespace(uuid=f"number {rank}")
         with patch.object(torch.cuda, "get_device_properties", return_value=about):
             for _ in range(2):
                 with tuning.listening() as heard:
@@ -219,22 +219,20 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
         patch.object(tuning, "tuned_path", lambda _: Path(folder, f"{rank}.json")),
         patch.object(torch.cuda, "get_device_name", return_value="GPU X"),
     ):
-        by_size = "pipeline", "by size; arrival: not measured"
+        by_size = "pipeline", "by size"
         assert choice(None) == by_size
-        assert choice("arrival") == ("arrival", "measured")
+        assert choice("together") == ("together", "measured")
         assert choice("pipeline") == ("pipeline", "measured")
         assert choice("sideways") == by_size
-        shared = "pipeline", "by size; arrival: ranks share a GPU"
-        assert choice("arrival", shared=True) == shared
-        with tuning.forced("arrival"), tuning.forced("whole"):
-            assert choice("pipeline", shared=True) == ("arrival", "forced")
-            served = ("pipeline", "together")
-            assert choice("pipeline", ways=served) == ("pipeline", "arrival cannot serve it")
-            assert tuning.forced_ways() == {tuning.ATTENTION_WAYS: "arrival", tuning.WAYS: "whole"}
+        with tuning.forced("together"), tuning.forced("whole"):
+            assert choice("pipeline") == ("together", "forced")
+            served = ("pipeline",)
+            assert choice("pipeline", ways=served) == ("pipeline", "together cannot serve it")
+            assert tuning.forced_ways() == {tuning.ATTENTION_WAYS: "together", tuning.WAYS: "whole"}
             with tuning.forced(None):
                 assert choice("pipeline") == ("pipeline", "measured")
-        with patch.dict(os.environ, {"SYMM_CP_ATTENTION": "arrival"}):
-            assert choice("pipeline") == ("arrival", "forced")
+        with patch.dict(os.environ, {"SYMM_CP_ATTENTION": "together"}):
+            assert choice("pipeline") == ("together", "forced")
     assert tuning.tuned_path is tuned_path
     tuning.relearn(state)
 

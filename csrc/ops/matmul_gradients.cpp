@@ -39,6 +39,14 @@ struct Call {
   }
 };
 
+// Returns a tensor as a matrix of its last dimension. Not `flatten`, which fails under
+// `torch.autograd.grad(..., is_grads_batched=True)`.
+at::Tensor in_rows(const at::Tensor& tensor) {
+  c10::SymInt rows = 1;
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) rows *= tensor.sym_size(dim);
+  return tensor.reshape_symint({rows, tensor.sym_size(-1)});
+}
+
 // Saves how a call divides dimension `dim` of tensors with `dims` dimensions.
 void keep_division(AutogradContext* ctx, const Call& call, int64_t dim, int64_t dims) {
   ctx->saved_data["dim"] = dim < 0 ? dim + dims : dim;
@@ -233,9 +241,9 @@ struct MatmulAllReduce : torch::autograd::Function<MatmulAllReduce> {
     at::Tensor grad_a, grad_weight, grad_bias;
     const at::Tensor total = of_a || of_weight ? all_reduced(ctx, grad) : grad;
     if (of_a) grad_a = at::matmul(total, weight.t());
-    if (of_weight) grad_weight = at::matmul(a.flatten(0, -2).t(), total.flatten(0, -2));
+    if (of_weight) grad_weight = at::matmul(in_rows(a).t(), in_rows(total));
     if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2))
-      grad_bias = grad.flatten(0, -2).sum(0);
+      grad_bias = in_rows(grad).sum(0);
     return {grad_a, grad_weight, grad_bias, at::Tensor(), at::Tensor()};
   }
 

@@ -13,7 +13,6 @@ from symm_cp.cuda.base import (
     Device,
     DeviceWorkspace,
     Pending,
-    Signals,
     Verdict,
     events_needed,
 )
@@ -45,7 +44,6 @@ __all__ = [
     "DeviceWorkspace",
     "InPlace",
     "Pending",
-    "Signals",
     "Verdict",
     "choose",
     "device_for",

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import Work, _register_work
 
 from symm_cp.cuda import plans
-from symm_cp.cuda.base import Device, Signals
+from symm_cp.cuda.base import Device
 from symm_cp.cuda.stream_call import StreamCall, add_rows
 from symm_cp.cuda.stream_launches import background_launch
 from symm_cp.cuda.workspaces import workspace
@@ -56,14 +56,11 @@ def _start(
     source = tensor.contiguous()
     scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER
     with group.lock, device.guard():
-        # Waits by torch's kernels reset "done": a rank that reads in place and waits for this
-        # call's signal would consume the signal that belongs to the slot.
-        through_slot = call.mode.signals is Signals.TORCH
         some_empty = not scatter and min(chunks.nbytes) == 0
-        addresses = call.in_place([tensor], some_empty=some_empty or through_slot)
+        addresses = call.in_place([tensor], some_empty=some_empty)
         room = sum(chunks.nbytes) if scatter else max(chunks.nbytes)
         space = workspace(group, device, "async", 0 if addresses is not None else room)
-        launch = background_launch(pattern, group.rank, chunks, call.mode, addresses is not None)
+        launch = background_launch(pattern, group.rank, chunks, call.slots, addresses is not None)
         operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
         used = [source, target, result]
         call.run(launch, space, space.next_epoch(), operands, kernels, *used)

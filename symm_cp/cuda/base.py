@@ -29,14 +29,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
-from itertools import product
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
 from symm_cp import native
-from symm_cp.cuda import kernels
 from symm_cp.group.liveness import share, wait_limit, watched_processes
 from symm_cp.group.memory import Calls, Group, pages
 from symm_cp.modes import ordinary_tensors
@@ -56,24 +53,13 @@ _POLL = 1e-4  # seconds between polls of a stream; more delays the first call, l
 LANES = ("compute", "copy", "signal")
 
 
-class Signals(Enum):
-    """How ranks of a group on a device signal each other."""
-
-    #: Streams copy a word to the peer's flag, and wait by operations of the driver.
-    STREAM = "stream"
-    #: Our own kernels (kernels/signals.py).
-    KERNEL = "kernel"
-    #: torch's kernels for symmetric memory, whose waits reset the flag.
-    TORCH = "torch"
-    #: None of these work: the ranks work apart, over the process group.
-    NONE = "none"
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The features that a group may use on a device because they work on all of its ranks."""
 
-    signals: Signals = Signals.STREAM
+    #: Whether streams copy to and from peers, signal them, and wait for their signals. If not, the
+    #: ranks are treated as if they were on different hosts, and torch's kernels run for its ops.
+    passed: bool = True
     #: Whether copies may be issued in batches; otherwise one after the other.
     batches: bool = True
     #: Whether calls may be captured into graphs.
@@ -82,11 +68,6 @@ class Verdict:
     reason: str = ""
     #: The duration of the self-test, in seconds.
     seconds: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        """Whether ranks can reach each other's memory at all."""
-        return self.signals is not Signals.NONE
 
 
 class Pending(Protocol):
@@ -229,10 +210,6 @@ class Device(ABC):
                 )
             time.sleep(_POLL)
 
-    def offers(self) -> tuple[Signals, ...]:
-        """The means of signalling that the driver and torch may support, best first."""
-        return (Signals.STREAM,) if self.streams_can_wait() else ()
-
     def in_graph_tree(self) -> bool:
         """Whether `torch.compile(mode="reduce-overhead")` is warming up or capturing a graph."""
         return False
@@ -273,16 +250,6 @@ class Device(ABC):
 
         return call
 
-    def signal(self, bases: torch.Tensor, offset: int, first: int, count: int, value: int) -> None:
-        """Raises flags by a kernel in the current stream, see `kernels.signal`."""
-        kernels.signal(bases, offset, first, count, value)
-
-    def wait(
-        self, flags: torch.Tensor, first: int, count: int, needed: int, *, reset: bool
-    ) -> None:
-        """Waits for flags by a kernel in the current stream, see `kernels.wait`."""
-        kernels.wait(flags, first, count, needed, reset=reset)
-
     def streams_can_wait(self) -> bool:
         """Whether its driver lets streams wait in symmetric memory (csrc/cuda/driver.h).
 
@@ -301,10 +268,6 @@ class Device(ABC):
     def verdict(self, group: Group) -> Verdict:
         """Returns the features that a group may use. Collective at the first call for a group."""
         return Verdict()
-
-    def signals(self, group: Group) -> Signals:
-        """Returns how a group's ranks signal each other; collective at the first call."""
-        return self.verdict(group).signals
 
 
 class DeviceWorkspace(Calls, ABC):
@@ -330,7 +293,6 @@ class DeviceWorkspace(Calls, ABC):
         self.slot_bytes = pages(slot_bytes) + offset
         flag_bytes = wire.flag_offset(len(wire.DEVICE_FLAGS), 0, self.world_size)
         self.header_bytes = pages(flag_bytes) + offset
-        self.signals = verdict.signals
         self.limit_ms = 0 if channel == TRIAL else int(wait_limit(group).total_seconds() * 1000)
         self.given_up = False
         #: Tensors of failed calls, whose streams may still use them.
@@ -345,24 +307,13 @@ class DeviceWorkspace(Calls, ABC):
         self.memory[: self.header_bytes].zero_()
         one = wire.sent_offset(wire.CONSTANT_ONE, self.rank, self.world_size)
         self.memory[one : one + 4].view(torch.int32).fill_(1)
-        if self.signals is Signals.KERNEL:
-            self.bases = device.keep(
-                lambda: torch.tensor(addresses, dtype=torch.int64).to(self.memory.device)
-            )
-            if channel != TRIAL:
-                self.load_kernels()
-        if graph and self.signals is not Signals.TORCH:
+        if graph:
             # No peer has read this rank's slot before the first call.
             self.flags("done").fill_(1)
         device.settle(wait_limit(group).total_seconds())
         # After this, all ranks have cleared their flags and peers may signal. Uses the store, since
         # it may not be known yet whether kernels of this device reach a peer.
         share(group, f"cleared/{device.torch_type}/{channel}/{int(graph)}", "")
-        if self.signals is Signals.TORCH and (graph or channel == "async"):
-            # No peer has read this rank's slots before their first calls.
-            for peer, slot in product(range(self.world_size), range(self.slots)):
-                if peer != self.rank:
-                    self.signal("done", [peer], slot)
 
     @abstractmethod
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
@@ -370,35 +321,6 @@ class DeviceWorkspace(Calls, ABC):
 
         An address is 0 where a rank's memory is not mapped here.
         """
-
-    def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
-        """Signals consecutive ranks (mod W) by a kernel: with the epoch, or 1 in a graph."""
-        offset = wire.flag_offset(wire.DEVICE_FLAGS.index(flag), self.rank, self.world_size)
-        value = 1 if self.slots == 1 else epoch
-        self.device.signal(self.bases, offset, peers[0], len(peers), value)
-
-    def wait(
-        self, flag: str, peers: Sequence[int], epoch: int, *, lag: int = 0, call_name: bytes = b""
-    ) -> None:
-        """Waits by a kernel in the current stream for the signals of call `epoch - lag`.
-
-        In a graph it resets the flags.
-        """
-        reset = self.slots == 1
-        if not reset:
-            expect, number = native.load().symm_cp_streams_expect, wire.DEVICE_FLAGS.index(flag)
-            for peer in peers:
-                expect(self.handle, peer, number, epoch - lag, epoch, call_name)
-        needed = 1 if reset else epoch - lag
-        self.device.wait(self.flags(flag), peers[0], len(peers), needed, reset=reset)
-
-    def load_kernels(self) -> None:
-        """Launches the signal kernels once: their first launch may wait for all streams."""
-        reset, number = self.slots == 1, wire.DEVICE_FLAGS.index("arrived")
-        offset = wire.flag_offset(number, self.rank, self.world_size)
-        self.device.signal(self.bases, offset, self.rank, 1, 1)
-        self.device.wait(self.flags("arrived"), self.rank, 1, 1, reset=reset)
-        self.flags("arrived").zero_()
 
     def _open(self, group: Group, graph: bool, addresses: Sequence[int]) -> int:
         self.layout = wire.WorkspaceLayout(
@@ -480,10 +402,6 @@ class DeviceWorkspace(Calls, ABC):
     def serves(self, slot_bytes: int) -> bool:
         """Whether a call with a slot of `slot_bytes` can be made."""
         return super().serves(slot_bytes) and not self.given_up
-
-    def own_flags(self) -> Sequence[torch.Tensor]:
-        """Returns all memory in which peers signal this rank, as bytes."""
-        return (self.memory[: self.header_bytes],)
 
     def flags(self, name: str) -> torch.Tensor:
         """Returns each rank's flag `name` in this rank's memory, as int32."""

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from symm_cp.cuda import registry, selftest
-from symm_cp.cuda.base import LANES, Device, DeviceWorkspace, Pending, Signals, Verdict
+from symm_cp.cuda.base import LANES, Device, DeviceWorkspace, Pending, Verdict
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group.memory import Group
 from symm_cp.runtime.recorder import Mark
@@ -91,10 +91,6 @@ class CudaDevice(Device):
 
         self.launch_on(stream, record)
         return lambda: self.launch_on(stream, graph.replay)
-
-    def offers(self) -> tuple[Signals, ...]:
-        """The means of signalling that the driver and torch offer, best first."""
-        return (*super().offers(), Signals.KERNEL, Signals.TORCH)
 
     def mark(self, lane: str, channel: str) -> Mark:
         """Records the time at which the stream of a lane reaches this point."""

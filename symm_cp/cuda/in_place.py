@@ -98,12 +98,11 @@ def read_in_place(tensor: torch.Tensor, group: GroupLike) -> None:
         for key in [key for key, old in tensors.known.items() if old.storage.expired()]:
             del tensors.known[key]
         _agree(device, tensor, resolved)
-        mapped = device.keep(lambda: map_peers(tensor, resolved))
-        mapped.forget()
+        addresses = device.keep(lambda: map_peers(tensor, resolved))
         native.drop_plans()
         tensors.count += 1
         storage = StorageWeakRef(tensor.untyped_storage())
-        tensors.known[_key(tensor)] = InPlace(tensors.count, mapped.addresses, storage)
+        tensors.known[_key(tensor)] = InPlace(tensors.count, addresses, storage)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ streams. So the second call of a kind is recorded while Python makes it: command
 its launches, and the ops that its kernels call (`TorchDispatchMode` sees these). From then on
 csrc/ops/stream_plans.cpp replays the record. Code that changes something on which such a call
 depends must call `native.drop_plans`. Python still makes calls in captures, in place, in debug
-mode, with signals by kernels, and calls that draw random numbers.
+mode, and calls that draw random numbers.
 """
 
 from __future__ import annotations

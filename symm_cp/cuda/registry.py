@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from symm_cp import accelerators, native
-from symm_cp.cuda.base import Device, Signals
+from symm_cp.cuda.base import Device
 from symm_cp.group.hosts import apart_of, checks
 from symm_cp.group.memory import Group, StateKey
 
@@ -77,8 +77,7 @@ def spans_hosts(group: Group, device: torch.device) -> bool:
 def kernels_count(group: Group, device: torch.device) -> bool:
     """Whether kernels and streams can wait for each other in a call of a group, here and now.
 
-    False if ranks signal by kernels, which might find no free multiprocessor while another kernel
-    polls on all; and in a graph, where a call's number cannot change. Collective at the first call.
+    False in a graph, where a call's number cannot change. Collective at the first call.
     """
     if not has_streams(device):
         return False
@@ -86,7 +85,7 @@ def kernels_count(group: Group, device: torch.device) -> bool:
     if not serving.polls() or apart_of(group, device) is not None:
         return False
     with serving.guard():
-        return not serving.capturing() and serving.signals(group) is Signals.STREAM
+        return not serving.capturing() and serving.verdict(group).passed
 
 
 def _why_not_together(group: Group, device: torch.device) -> str | None:
@@ -94,7 +93,7 @@ def _why_not_together(group: Group, device: torch.device) -> str | None:
     if not has_streams(device):
         return None
     verdict = device_for(group, device).verdict(group)
-    return "" if verdict.passed else verdict.reason or "no way to signal works"
+    return "" if verdict.passed else verdict.reason or "streams cannot signal"
 
 
 checks.append(_why_not_together)

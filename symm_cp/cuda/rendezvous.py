@@ -23,7 +23,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -174,29 +173,12 @@ class PrivateGroup:
 _MADE: StateKey[Counter[str]] = StateKey("rendezvous made")
 
 
-@dataclass(frozen=True)
-class Mapped:
-    """Symmetric memory of all ranks of a group, as it is mapped here.
+def map_peers(tensor: torch.Tensor, group: Group) -> tuple[int, ...]:
+    """Maps all ranks' tensors, which are symmetric and of one size; returns where. Collective.
 
-    `handle` signals through the process group that it was made for, so only before `forget`.
-    """
-
-    handle: _SymmetricMemory
-    #: Where each rank's tensor begins.
-    addresses: tuple[int, ...]
-    private: PrivateGroup | None
-
-    def forget(self) -> None:
-        """Forgets the process group. The memory stays mapped as long as it is allocated here."""
-        if self.private is not None:
-            self.private.close()
-
-
-def map_peers(tensor: torch.Tensor, group: Group) -> Mapped:
-    """Maps the memory of all ranks' tensors, which are symmetric and of one size. Collective.
-
-    They may lie at different offsets of their allocations: torch's memory pools hand out any free
-    block of a rank (pytorch #190977). Raises `RuntimeError` on every rank if a mapping fails.
+    They stay mapped as long as `tensor` is allocated, and may lie at different offsets of their
+    allocations: torch's memory pools hand out any free block of a rank (pytorch #190977). Raises
+    `RuntimeError` on every rank if a mapping fails.
     """
     by_store = _SymmetricMemory.get_backend(tensor.device) in _BY_STORE
     if by_store:
@@ -209,11 +191,10 @@ def map_peers(tensor: torch.Tensor, group: Group) -> Mapped:
         texts = share_made(group, "mapped", lambda: str(_offset(tensor, handle, group.rank)))
         assert handle is not None
         bases = zip(handle.buffer_ptrs, map(int, texts), strict=True)
-        return Mapped(handle, tuple(base + offset for base, offset in bases), private)
-    except BaseException:
+        return tuple(base + offset for base, offset in bases)
+    finally:
         if private is not None:
             private.close()
-        raise
 
 
 def _offset(tensor: torch.Tensor, handle: _SymmetricMemory | None, rank: int) -> int:

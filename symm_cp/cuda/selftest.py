@@ -3,8 +3,7 @@
 All ranks take each step together and then share the outcome through the store; so a rank on which
 a step fails leaves no other one waiting, and all come to the same verdict. The steps are copies,
 signals, waits and graphs, issued by the native code that real calls use, on streams of the
-self-test. The host waits for each of them with a limit. The self-test tries ways to signal in turn,
-the best first, each in a workspace of its own, until one works.
+self-test. The host waits for each of them with a limit.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TypeAlias
 import torch
 
 from symm_cp import env
-from symm_cp.cuda.base import Device, Signals, Verdict
+from symm_cp.cuda.base import Device, Verdict
 from symm_cp.cuda.trial import ROUNDS, Trial
 from symm_cp.group.liveness import share
 from symm_cp.group.memory import Group, StateKey
@@ -29,7 +28,7 @@ from symm_cp.group.memory import Group, StateKey
 #: Seconds until work that should take less than a millisecond counts as failed. A smaller limit
 #: fails on a busy machine; a larger one delays the fallback of a machine on which a step hangs.
 LIMIT = 5.0
-#: The same for a whole step, in which kernels may be compiled.
+#: The same for a whole step, whose first calls of the driver may take long.
 STEP_LIMIT = 60.0
 
 # Seconds by which each rank is late in one of the calls: broken waits then read too early. A
@@ -43,12 +42,6 @@ _abandoned: list[Trial] = []
 
 #: A step of the self-test; returns why it failed, or an empty text.
 Step: TypeAlias = "Callable[[], str]"
-
-_NAMES = {
-    Signals.STREAM: "stream operations",
-    Signals.KERNEL: "kernels of symm_cp",
-    Signals.TORCH: "kernels of torch",
-}
 
 
 def verdict(group: Group, device: Device) -> Verdict:
@@ -76,7 +69,7 @@ class SelfTest:
     def __init__(self, group: Group, device: Device) -> None:
         self.group, self.device = group, device
         self.trials: list[Trial] = []
-        #: Why better means of signalling are not used.
+        #: The features that do not work, and why.
         self.reasons: list[str] = []
         #: A call of the driver did not return in time: it may still issue something later.
         self.held_up = False
@@ -104,62 +97,50 @@ class SelfTest:
         return replace(verdict, seconds=time.monotonic() - began)
 
     def _decide(self) -> Verdict:
-        ways, skipped = self._agree_on_ways()
-        if skipped or self.group.world_size == 1:
-            reason = "not tested, by SYMM_CP_SELFTEST=0" if skipped else ""
-            return Verdict(ways[0], graphs=self.device.captures, reason=reason)
-        preferred = ways[0]
-        trial = self._trial(preferred)
-        if Signals.STREAM in ways and not self._works(
-            "a write to a flag", trial, lambda: _write_flag(trial)
-        ):
-            ways = [way for way in ways if way is not Signals.STREAM]
+        if self.group.world_size == 1:
+            return Verdict(graphs=self.device.captures)
+        wanted, without = self._agree()
+        if without:
+            needs = "streams wait for peers from CUDA 12.5 on"
+            self.reasons.append(f"the drivers of ranks {without} are too old ({needs})")
+            return self._failed()
+        if not wanted:
+            reason = "not tested, by SYMM_CP_SELFTEST=0"
+            return Verdict(graphs=self.device.captures, reason=reason)
+        trial = self._trial()
         if not (
-            self._works("a copy within the device", trial, lambda: _fill(trial))
+            self._works("a write to a flag", trial, lambda: _write_flag(trial))
+            and self._works("a copy within the device", trial, lambda: _fill(trial))
             and self._works("a copy from a peer", trial, lambda: _pull(trial, single=True))
         ):
-            return self._none()
+            return self._failed()
         batches = self._works("a batch of copies", trial, lambda: _pull(trial, single=False))
         if not batches:
             self.reasons[-1] += ", so copies are issued one after the other"
-        for way in ways:
-            if trial.signals is not way:
-                trial = self._trial(way)
-            trial.space.set_single_copies(single=not batches)
-            if self._signals_work(trial):
-                break
-        else:
-            return self._none()
-        if way is not preferred:
-            self.reasons[-1] += f", so signals go by {_NAMES[way]}"
-        graphs = self.device.captures and self._graphs_work(way, batches)
-        return Verdict(way, batches, graphs, "; ".join(self.reasons))
+        trial.space.set_single_copies(single=not batches)
+        if not self._works("signals by streams", trial, lambda: _calls(trial)):
+            return self._failed()
+        graphs = self.device.captures and self._graphs_work(batches)
+        return Verdict(True, batches, graphs, "; ".join(self.reasons))
 
-    def _none(self) -> Verdict:
+    def _failed(self) -> Verdict:
         self.reasons[-1] += ", so ranks exchange data through the process group"
-        return Verdict(Signals.NONE, False, False, "; ".join(self.reasons))
+        return Verdict(False, False, False, "; ".join(self.reasons))
 
     # How ranks stay in step.
 
     def _share(self, text: str, seconds: float | None = None) -> list[str]:
         return share(self.group, f"selftest/{self.device.torch_type}", text, seconds=seconds)
 
-    def _agree_on_ways(self) -> tuple[list[Signals], bool]:
-        """The ways to signal that all ranks have, the best first; and whether all skip the test.
+    def _agree(self) -> tuple[bool, list[int]]:
+        """Whether any rank wants the test, and the ranks whose streams cannot wait for peers.
 
         This step waits for ranks that come late, as any op's first call does.
         """
-        chosen = env.signals()
-        offered = self.device.offers() if chosen is None else (Signals(chosen),)
-        texts = self._share(json.dumps([env.selftest(), [way.value for way in offered]]))
-        wanted = [json.loads(text) for text in texts]
-        ways = [way for way in offered if all(way.value in theirs for _, theirs in wanted)]
-        if not ways:
-            raise RuntimeError(
-                f"symm_cp: the ranks of group {self.group.name!r} have no common way to signal: "
-                f"{[theirs for _, theirs in wanted]}; set SYMM_CP_SIGNALS identically on all ranks"
-            )
-        return ways, not any(test for test, _ in wanted)
+        texts = self._share(json.dumps([env.selftest(), self.device.streams_can_wait()]))
+        answers = [json.loads(text) for text in texts]
+        without = [rank for rank, (_, can_wait) in enumerate(answers) if not can_wait]
+        return any(wanted for wanted, _ in answers), without
 
     def _works(self, what: str, trial: Trial, step: Step) -> bool:
         """Takes a step on all ranks; returns whether it worked on all, and notes why it did not.
@@ -179,10 +160,10 @@ class SelfTest:
         if stuck_ranks:
             raise RuntimeError(
                 f"symm_cp: {self.reasons[-1]}. Streams of ranks {stuck_ranks} stay stuck in it, so "
-                "these processes cannot use the device: start the program again and choose another "
-                "way to signal, SYMM_CP_SIGNALS=kernel or SYMM_CP_SIGNALS=torch"
+                "these processes cannot use the device: start the program again with a different "
+                "SYMM_CP_HOST on each rank, which then exchange data through the process group"
             )
-        # torch's kernels signal all workspaces of a group in one place, from torch 2.15 on.
+        # Releasing streams raised flags for which a later step waits.
         self._bounded(lambda: "" if trial.clear(LIMIT) else "stuck", 2 * LIMIT)
         return False
 
@@ -208,20 +189,13 @@ class SelfTest:
             trial.given_up = True  # the thread issues nothing more when the driver returns
         return f"the driver did not return within {seconds:g} s"
 
-    def _trial(self, way: Signals, *, graph: bool = False) -> Trial:
-        self.trials.append(Trial(self.group, self.device, way, graph=graph))
+    def _trial(self, *, graph: bool = False) -> Trial:
+        self.trials.append(Trial(self.group, self.device, graph=graph))
         return self.trials[-1]
 
-    def _signals_work(self, trial: Trial) -> bool:
-        """Tries a way to signal in calls that follow each other."""
-        name = f"signals by {_NAMES[trial.signals]}"
-        return self._works(name, trial, lambda: _warm_up(trial)) and self._works(
-            name, trial, lambda: _calls(trial)
-        )
-
-    def _graphs_work(self, way: Signals, batches: bool) -> bool:
+    def _graphs_work(self, batches: bool) -> bool:
         """Captures a call, and replays it with other inputs."""
-        trial, name = self._trial(way, graph=True), "a call in a graph"
+        trial, name = self._trial(graph=True), "a call in a graph"
         trial.space.set_single_copies(single=not batches)
         replays: list[Callable[[], object]] = []
 
@@ -275,11 +249,6 @@ def _pull(trial: Trial, *, single: bool) -> str:
     trial.space.set_single_copies(single=single)
     trial.issue([*trial.pull(place), *trial.join()], 0)
     return _ended(trial) or trial.wrong({place: 0}, LIMIT)
-
-
-def _warm_up(trial: Trial) -> str:
-    trial.warm_up()
-    return "" if trial.ended(LIMIT) else f"a rank's signal to itself did not arrive {_late()}"
 
 
 def _calls(trial: Trial) -> str:

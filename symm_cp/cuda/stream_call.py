@@ -13,10 +13,10 @@ from symm_cp.cuda.base import DeviceWorkspace
 from symm_cp.cuda.debug_calls import agree
 from symm_cp.cuda.in_place import any_in_place, found_in_place
 from symm_cp.cuda.registry import device_for, kind_for
-from symm_cp.cuda.stream_launches import CallMode
 from symm_cp.cuda.stream_program import Launch
 from symm_cp.cuda.workspaces import hold, workspace
 from symm_cp.group.memory import Group
+from symm_cp.native import wire
 from symm_cp.runtime.program import Kernel
 from symm_cp.tensors.alignment import scratch
 from symm_cp.tensors.dtypes import wide
@@ -48,7 +48,8 @@ class StreamCall:
     def __init__(self, group: Group, device: torch.device, call_name: bytes) -> None:
         self.group, self.name = group, call_name
         self.device = device_for(group, device)
-        self.mode = CallMode.of(self.device, group)
+        self.capturing = self.device.capturing()
+        self.slots = 1 if self.capturing else wire.SLOTS
 
     @classmethod
     def of(cls, shards: Shards, group: Group, call_name: bytes) -> StreamCall:
@@ -64,7 +65,7 @@ class StreamCall:
         """
         agree(self.group, self.name)
         found, route = None, b" through a slot"
-        if len(shard) == 1 and not self.mode.capturing and not some_empty:
+        if len(shard) == 1 and not self.capturing and not some_empty:
             found = found_in_place(shard[0], self.group)
         if (plan := plans.current()) is not None and any_in_place(self.group):
             plan.refuse("the group reads tensors in place")
@@ -75,7 +76,7 @@ class StreamCall:
 
     def by_epoch(self) -> None:
         """Declares that a kernel compares the call's number, which changes from call to call."""
-        assert not self.mode.capturing, "numbers cannot change in a graph"
+        assert not self.capturing, "numbers cannot change in a graph"
         if (plan := plans.current()) is not None:
             plan.refuse("a kernel compares the number of the call")
 
@@ -101,11 +102,12 @@ class StreamCall:
         frees it. Without an error the caller's stream waits for the other streams, or in the
         background `_start` keeps the memory allocated.
         """
-        capturing = self.mode.capturing
         try:
-            launch.run(space, epoch, operands, kernels, capturing=capturing, call_name=self.name)
+            launch.run(
+                space, epoch, operands, kernels, capturing=self.capturing, call_name=self.name
+            )
         except BaseException:
-            if not capturing:
+            if not self.capturing:
                 hold(space, *used)
                 with contextlib.suppress(RuntimeError):  # the device may have failed
                     self.device.used_by_copies(space.channel, *used)

@@ -1,6 +1,7 @@
 """The programs of pipelines on streams: registered variants, bound to memory and lowered.
 
-Each is made once for the sizes of a call, and cached.
+Each is made once for the sizes of a call, and cached. `slots`: 1 if the call is captured into a
+graph, else 2.
 """
 
 from __future__ import annotations
@@ -8,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from symm_cp.cuda.base import Device, Signals
 from symm_cp.cuda.stream_program import Launch, lower
-from symm_cp.group.memory import Group
 from symm_cp.runtime.all_reduce import AllReduceVariant
 from symm_cp.runtime.calls import Sizes
 from symm_cp.runtime.program import Binding
@@ -21,24 +20,6 @@ from symm_cp.tensors.pooled import PooledRows, PooledSums
 from symm_cp.tensors.shards import Extent, Parts, Shape, ShardSizes, Split
 
 
-@dataclass(frozen=True)
-class CallMode:
-    """The properties of calls on which their lowering depends."""
-
-    slots: int
-    signals: Signals
-
-    @property
-    def capturing(self) -> bool:
-        """Whether the call is captured into a graph."""
-        return self.slots == 1
-
-    @classmethod
-    def of(cls, device: Device, group: Group) -> CallMode:
-        """Returns the mode of a group's next call on a device."""
-        return cls(1 if device.capturing() else 2, device.signals(group))
-
-
 def _own_parts(sizes: ShardSizes, rank: int) -> Parts:
     return tuple(Extent.even(i, size) for i, size in enumerate(sizes.parts[rank]))
 
@@ -47,7 +28,7 @@ def _own_parts(sizes: ShardSizes, rank: int) -> Parts:
 def gather_launch(
     rank: int,
     sizes: ShardSizes,
-    mode: CallMode,
+    slots: int,
     in_place: bool,
     bounded: bool,
     gathered: tuple[Split, Shape, int] | None,
@@ -69,20 +50,20 @@ def gather_launch(
     binding = Binding(
         {"input": own, "gathered": pulled}, {"slot": sizes.slots(), "symmetric": symmetric}
     )
-    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return lower(variant, rank, ranks, binding, slots=slots)
 
 
 @lru_cache(maxsize=512)
-def together_launch(pooled: PooledRows, mode: CallMode) -> Launch:
+def together_launch(pooled: PooledRows, slots: int) -> Launch:
     """All-gather and consume together. Operands: the own tensors, the staging memory."""
     own = pooled.input()
     binding = Binding({"input": own, "gathered": pooled.pooled(len(own))}, {"slot": pooled.slots()})
     variant, ranks = patterns.ALL_GATHER_AND_CONSUME.staged(together=True), len(pooled.ranks)
-    return lower(variant, pooled.rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return lower(variant, pooled.rank, ranks, binding, slots=slots)
 
 
 @lru_cache(maxsize=512)
-def combine_launch(rank: int, sizes: ShardSizes, mode: CallMode, in_place: bool) -> Launch:
+def combine_launch(rank: int, sizes: ShardSizes, slots: int, in_place: bool) -> Launch:
     """All-gather and combine. Operands: own shard, staging memory, all ranks' if in place."""
     variant = patterns.ALL_GATHER_AND_COMBINE.staged(in_place=in_place)
     symmetric = {peer: (Extent.even(2, parts[0]),) for peer, parts in enumerate(sizes.parts)}
@@ -91,7 +72,7 @@ def combine_launch(rank: int, sizes: ShardSizes, mode: CallMode, in_place: bool)
         {"slot": sizes.slots(), "symmetric": symmetric},
     )
     ranks = len(sizes.parts)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return lower(variant, rank, ranks, binding, slots=slots)
 
 
 @lru_cache(maxsize=512)
@@ -100,7 +81,7 @@ def gather_into_launch(
     sizes: ShardSizes,
     split: Split,
     outputs: tuple[tuple[Shape, int], ...],
-    mode: CallMode,
+    slots: int,
 ) -> Launch:
     """All-gather and combine; `outputs` are the shape and bytes per element of each result.
 
@@ -110,39 +91,37 @@ def gather_into_launch(
     places = tuple(Extent.split(len(own) + i, split, *output) for i, output in enumerate(outputs))
     binding = Binding({"input": own, "gathered": places}, {"slot": sizes.slots()})
     variant, ranks = patterns.ALL_GATHER_AND_COMBINE.staged(), len(sizes.parts)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return lower(variant, rank, ranks, binding, slots=slots)
 
 
 @lru_cache(maxsize=512)
 def poll_launch(
-    rank: int, sizes: ShardSizes, mode: CallMode, gathered: tuple[Split, Shape, int] | None = None
+    rank: int, sizes: ShardSizes, slots: int, gathered: tuple[Split, Shape, int] | None = None
 ) -> Launch:
     """All-gather and poll; `gathered` as for `gather_launch`.
 
-    Operands: the parts of the own shard, then the staging memory, or the caller's place for a shard
-    of one part.
+    Operands: the own shard, then the staging memory or the caller's place.
     """
     ranks, own = len(sizes.parts), _own_parts(sizes, rank)
     if gathered is not None:
         binding = Binding(
-            {"input": own, "gathered": (Extent.split(len(own), *gathered),)},
-            {"slot": sizes.slots()},
+            {"input": own, "gathered": (Extent.split(1, *gathered),)}, {"slot": sizes.slots()}
         )
         variant = patterns.ALL_GATHER_AND_POLL.staged(keep=True)
-        return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+        return lower(variant, rank, ranks, binding, slots=slots)
     turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
     # In the order in which they are pulled.
     order = [turns.get(peer, 0) for peer in range(ranks)]
     binding = Binding(
-        {"input": own, "gathered": sizes.places_in_turn(len(own), order)}, {"slot": sizes.slots()}
+        {"input": own, "gathered": sizes.places_in_turn(1, order)}, {"slot": sizes.slots()}
     )
     variant = patterns.ALL_GATHER_AND_POLL.staged()
-    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return lower(variant, rank, ranks, binding, slots=slots)
 
 
 @lru_cache(maxsize=512)
 def produce_launch(
-    rank: int, partials: tuple[int, ...], mode: CallMode, *, together: bool = False
+    rank: int, partials: tuple[int, ...], slots: int, *, together: bool = False
 ) -> Launch:
     """Produce and reduce-scatter. Operand: the partial sums for this rank (`scratch_rows`)."""
     ranks = len(partials)
@@ -153,12 +132,12 @@ def produce_launch(
         }
     )
     variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged(together=together)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return lower(variant, rank, ranks, binding, slots=slots)
 
 
 @lru_cache(maxsize=512)
 def exchange_and_consume_launch(
-    rank: int, sizes: Sizes, mode: CallMode
+    rank: int, sizes: Sizes, slots: int
 ) -> tuple[Launch, tuple[int, ...]]:
     """Exchange and consume; `sizes[source][to]` are bytes. Operand: memory for the received parts.
 
@@ -171,13 +150,13 @@ def exchange_and_consume_launch(
     )
     variant = patterns.EXCHANGE_AND_CONSUME.staged()
     ranks = len(sizes)
-    launch = lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    launch = lower(variant, rank, ranks, binding, slots=slots)
     return launch, part_offsets(arriving)
 
 
 @lru_cache(maxsize=512)
 def all_reduce_launch(
-    rank: int, chunks: tuple[int, ...], variant: AllReduceVariant, mode: CallMode
+    rank: int, chunks: tuple[int, ...], variant: AllReduceVariant, slots: int
 ) -> Launch:
     """Produce and all-reduce. Operands: this rank's terms to add (`scratch_rows`), the result."""
     ranks = len(chunks)
@@ -190,7 +169,7 @@ def all_reduce_launch(
         }
     )
     staged = patterns.PRODUCE_AND_ALL_REDUCE.staged(**variant.options)
-    return lower(staged, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return lower(staged, rank, ranks, binding, slots=slots)
 
 
 @dataclass(frozen=True)
@@ -225,7 +204,7 @@ class Exchange:
 
 
 @lru_cache(maxsize=512)
-def exchange_launch(rank: int, exchange: Exchange, mode: CallMode) -> Launch:
+def exchange_launch(rank: int, exchange: Exchange, slots: int) -> Launch:
     """Consume and reduce-scatter.
 
     Operands: the parts of the own shard, the staging memory, the partial sums for this rank.
@@ -242,11 +221,11 @@ def exchange_launch(rank: int, exchange: Exchange, mode: CallMode) -> Launch:
         {"slot": exchange.slots(rank)},
     )
     variant = patterns.CONSUME_AND_REDUCE_SCATTER.staged(ring=exchange.ring)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return lower(variant, rank, ranks, binding, slots=slots)
 
 
 @lru_cache(maxsize=512)
-def exchange_together_launch(pooled: PooledSums, mode: CallMode) -> Launch:
+def exchange_together_launch(pooled: PooledSums, slots: int) -> Launch:
     """Consume and reduce-scatter together.
 
     Operands: the own tensors, the staging memory, the gradients of this rank's rows.
@@ -260,12 +239,12 @@ def exchange_together_launch(pooled: PooledSums, mode: CallMode) -> Launch:
     binding = Binding(buffers, {"slot": pooled.slots()})
     variant = patterns.CONSUME_AND_REDUCE_SCATTER.staged(together=True)
     rank, ranks = pooled.shard.rank, len(pooled.shard.ranks)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return lower(variant, rank, ranks, binding, slots=slots)
 
 
 @lru_cache(maxsize=512)
 def background_launch(
-    pattern: patterns.Pattern, rank: int, chunks: Extent, mode: CallMode, in_place: bool
+    pattern: patterns.Pattern, rank: int, chunks: Extent, slots: int, in_place: bool
 ) -> Launch:
     """`chunks` divide the whole tensor: the result of a gather, the input of a scatter.
 
@@ -290,4 +269,4 @@ def background_launch(
             },
         )
     variant = pattern.staged(in_place=in_place)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return lower(variant, rank, ranks, binding, slots=slots)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
 from symm_cp.cuda import plans
-from symm_cp.cuda.base import LANES, DeviceWorkspace, Signals, events_needed
+from symm_cp.cuda.base import LANES, DeviceWorkspace, events_needed
 from symm_cp.cuda.workspaces import give_up_on
 from symm_cp.native import wire
 from symm_cp.runtime import recorder
@@ -42,71 +42,19 @@ class _KernelCall:
     def launch(
         self,
         workspace: DeviceWorkspace,
-        kernels: Mapping[str, Kernel],
+        function: Kernel,
         recording: recorder.Recording | None,
         epoch: int,
         call_name: bytes,
     ) -> None:
         device, channel = workspace.device, workspace.channel
-        kernel = partial(kernels[self.name], self.index)
+        kernel = partial(function, self.index)
         if recording is None:
             device.launch(self.lane, channel, kernel)
             return
         step = Compute(self.name, self.index, (), ())
         with recording.on_lane(step, device, self.lane, channel, epoch, call_name):
             device.launch(self.lane, channel, kernel)
-
-
-@dataclass(frozen=True)
-class _ExchangeCall:
-    """A kernel that signals, or waits for, the same flag of consecutive ranks."""
-
-    steps: tuple[Signal | Wait, ...]
-    lane: str
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return tuple(_peer(step) for step in self.steps)
-
-    def takes(self, step: Signal | Wait, lane: str, world_size: int) -> bool:
-        """Whether this launch can include `step`, which would be issued right after it."""
-        last = self.steps[-1]
-        following = (_peer(last) + 1) % world_size
-        return lane == self.lane and _towards(last, following) == step
-
-    def launch(
-        self,
-        workspace: DeviceWorkspace,
-        kernels: Mapping[str, Kernel],
-        recording: recorder.Recording | None,
-        epoch: int,
-        call_name: bytes,
-    ) -> None:
-        if recording is not None:
-            for step in self.steps:
-                alone = _ExchangeCall((step,), self.lane)
-                device, channel = workspace.device, workspace.channel
-                with recording.on_lane(step, device, self.lane, channel, epoch, call_name):
-                    alone.launch(workspace, kernels, None, epoch, call_name)
-            return
-        first = self.steps[0]
-        if isinstance(first, Signal):
-            kernel = partial(workspace.signal, first.flag, self.peers, epoch)
-        else:
-            kernel = partial(
-                workspace.wait, first.flag, self.peers, epoch, lag=first.lag, call_name=call_name
-            )
-        workspace.device.launch(self.lane, workspace.channel, kernel)
-
-
-def _peer(step: Signal | Wait) -> int:
-    return step.to if isinstance(step, Signal) else step.source
-
-
-def _towards(step: Signal | Wait, peer: int) -> Signal | Wait:
-    if isinstance(step, Signal):
-        return replace(step, to=peer)
-    return replace(step, source=peer)
 
 
 #: The streams of the lanes.
@@ -119,7 +67,7 @@ _Batch: TypeAlias = "ctypes.Array[wire.StreamCommand]"
 class Launch:
     """A lowered schedule, made once for the sizes of its buffers."""
 
-    items: tuple[_KernelCall | _ExchangeCall | _Batch, ...]
+    items: tuple[_KernelCall | _Batch, ...]
     #: Whether the caller's stream waits for the end of all lanes.
     joined: bool
 
@@ -150,12 +98,11 @@ class Launch:
             if plan is not None:
                 plan.launch(workspace, epoch, lanes, addresses, call_name, self.joined)
             for item in self.items:
-                if not isinstance(item, ctypes.Array):
-                    given = kernels
-                    if plan is not None and isinstance(item, _KernelCall):
-                        kernel = plan.numbered(kernels[item.name], LANES.index(item.lane))
-                        given = {item.name: kernel}
-                    item.launch(workspace, given, recording, epoch, call_name)
+                if isinstance(item, _KernelCall):
+                    kernel = kernels[item.name]
+                    if plan is not None:
+                        kernel = plan.numbered(kernel, LANES.index(item.lane))
+                    item.launch(workspace, kernel, recording, epoch, call_name)
                 elif recording is None:
                     workspace.issue(item, *call)
                     if plan is not None:
@@ -177,8 +124,6 @@ class Launch:
             return "it is captured, or traced"
         if type(workspace).issue is not DeviceWorkspace.issue:
             return "its commands are not those of the driver"
-        if any(isinstance(item, _ExchangeCall) for item in self.items):
-            return "kernels signal"
         return ""
 
 
@@ -230,7 +175,6 @@ class StreamLowering:
         world_size: int,
         binding: Binding,
         *,
-        signals: Signals,
         joined: bool,
         captured: bool = False,
     ) -> None:
@@ -238,11 +182,10 @@ class StreamLowering:
         # Outside of graphs the issue order needs no edges.
         plain = GraphOrder(tuple(Ordered(lane, step) for lane, step in order))
         self.order = graph_order(tuple(order), rank) if captured else plain
-        self.by_kernels = signals is not Signals.STREAM
         self.joined = joined
-        # In the background, the peers' signals order steps of the caller's streams, unless waiters
-        # reset the signals: then a wait could consume another wait's signal.
-        self.follows = joined or captured or signals is Signals.TORCH
+        # In the background, the peers' signals order steps of the caller's streams, except in
+        # graphs, where waiters reset the signals: a wait could consume another wait's signal.
+        self.follows = joined or captured
         self.captured = captured
         # Own flags that a kernel polls, or raises, are numbers in memory; all others are events.
         self.in_memory = {
@@ -251,7 +194,7 @@ class StreamLowering:
             if isinstance(step, Compute)
             for number, (flag, _) in enumerate((*step.awaits, *step.raises))
         }
-        self.items: list[_KernelCall | _ExchangeCall | _Batch] = []
+        self.items: list[_KernelCall | _Batch] = []
         self.commands: list[wire.StreamCommand] = []
         # The places of signals to peers that steps of other lanes must follow in a graph.
         self.awaited = {place for held in self.order.steps for place in held.behind}
@@ -289,7 +232,9 @@ class StreamLowering:
 
     def _lower(self, lane: str, step: Step) -> None:
         if isinstance(step, Compute):
-            self._kernel(_KernelCall(step.kernel, step.index, lane))
+            self.copied = []
+            self._flush()
+            self.items.append(_KernelCall(step.kernel, step.index, lane))
         elif isinstance(step, Copy):
             self._copy(lane, step)
         elif isinstance(step, Signal):
@@ -308,11 +253,8 @@ class StreamLowering:
         # Each lane has a word that its streams copy to flags. These streams follow one another only
         # where calls are joined (csrc/cuda/streams.h).
         assert self.joined or lane == "copy", step
-        if self.by_kernels:
-            self._exchange(step, lane)
-        else:
-            flag = wire.DEVICE_FLAGS.index(step.flag)
-            self._add(wire.StreamKind.SIGNAL, lane, peer=step.to, flag=flag)
+        flag = wire.DEVICE_FLAGS.index(step.flag)
+        self._add(wire.StreamKind.SIGNAL, lane, peer=step.to, flag=flag)
 
     def _wait(self, lane: str, step: Wait) -> None:
         if step.source == self.rank and step.flag in self.in_memory:
@@ -320,8 +262,6 @@ class StreamLowering:
             self._add(wire.StreamKind.WAIT, lane, peer=number, flag=flag)
         elif step.source == self.rank:
             self._add(wire.StreamKind.WAIT_EVENT, lane, event=self._event(step.flag))
-        elif self.by_kernels:
-            self._exchange(step, lane)
         else:
             flag = wire.DEVICE_FLAGS.index(step.flag)
             self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
@@ -339,18 +279,6 @@ class StreamLowering:
         if self.commands:
             self.items.append(_batch(self.commands))
             self.commands = []
-
-    def _kernel(self, call: _KernelCall | _ExchangeCall) -> None:
-        self.copied = []
-        self._flush()
-        self.items.append(call)
-
-    def _exchange(self, step: Signal | Wait, lane: str) -> None:
-        last = self.items[-1] if self.items and not self.commands else None
-        if isinstance(last, _ExchangeCall) and last.takes(step, lane, self.world_size):
-            self.items[-1] = replace(last, steps=(*last.steps, step))
-        else:
-            self._kernel(_ExchangeCall((step,), lane))
 
     def _places(self, region: Region) -> Iterator[Place]:
         for operand, run in self.binding.runs(region):
@@ -386,17 +314,13 @@ def lower(
     binding: Binding,
     *,
     slots: int = 2,
-    signals: Signals = Signals.STREAM,
 ) -> Launch:
     """Lowers a registered variant.
 
-    Unless streams signal themselves, signals and waits between ranks become kernels. In channel
-    "sync" the caller's stream waits for the end of all lanes, otherwise only for its own steps.
-    With one slot the calls are captured into graphs.
+    In channel "sync" the caller's stream waits for the end of all lanes, otherwise only for its own
+    steps. With one slot the calls are captured into graphs.
     """
     order = variant.issue_order(rank, world_size, slots)
     joined = variant.channel == "sync"
-    lowering = StreamLowering(
-        order, rank, world_size, binding, signals=signals, joined=joined, captured=slots == 1
-    )
+    lowering = StreamLowering(order, rank, world_size, binding, joined=joined, captured=slots == 1)
     return lowering.launch()

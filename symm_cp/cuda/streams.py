@@ -78,7 +78,7 @@ class StreamRuntime(BackgroundRuntime):
             target = (split, tuple(gathered.shape), gathered.element_size())
         bounded = gathered is None and shards.sizes.equal and ranks >= _BOUNDED_FROM
         in_place = addresses is not None
-        launch = gather_launch(rank, shards.sizes, here.mode, in_place, bounded, target)
+        launch = gather_launch(rank, shards.sizes, here.slots, in_place, bounded, target)
         order = peers(rank, ranks)
         # If `gathered` holds the first part, staging memory holds the others, also this rank's.
         needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
@@ -112,7 +112,7 @@ class StreamRuntime(BackgroundRuntime):
         ranks, shards = call.group.world_size, call.shards.packed()
         here = StreamCall.of(shards, call.group, call.name)
         addresses = here.in_place(call.shards.own, some_empty=shards.sizes.some_empty)
-        launch = combine_launch(call.group.rank, shards.sizes, here.mode, addresses is not None)
+        launch = combine_launch(call.group.rank, shards.sizes, here.slots, addresses is not None)
         staging = staging_for(shards, ranks)
 
         def run_combine(_: int) -> None:
@@ -137,7 +137,7 @@ class StreamRuntime(BackgroundRuntime):
         here = StreamCall(group, shard[0].device, call_name)
         shards = Shards(shard, group.world_size, split.shard_shapes(*shard)).packed()
         shapes = tuple((tuple(output.shape), output.element_size()) for output in outputs)
-        launch = gather_into_launch(group.rank, shards.sizes, split, shapes, here.mode)
+        launch = gather_into_launch(group.rank, shards.sizes, split, shapes, here.slots)
         used = [*shards.own, *outputs]
         with here.workspace(shards.nbytes) as (space, epoch):
             kernels: dict[str, Kernel] = {"combine": lambda _: None}
@@ -146,7 +146,7 @@ class StreamRuntime(BackgroundRuntime):
     def all_gather_and_poll(
         self,
         group: Group,
-        shard: Sequence[torch.Tensor],
+        shard: torch.Tensor,
         kernel: Poll,
         call_name: bytes,
         *,
@@ -155,23 +155,19 @@ class StreamRuntime(BackgroundRuntime):
         """See `Runtime`."""
         agree(group, call_name)
         ranks = group.world_size
-        here = StreamCall(group, shard[0].device, call_name)
+        here = StreamCall(group, shard.device, call_name)
         here.by_epoch()
-        shards = Shards(shard, ranks).packed()
+        shards = Shards([shard], ranks).packed()
         if gathered is not None:
-            split = Split.equal(shard[0].shape[0], ranks)
+            split = Split.equal(shard.shape[0], ranks)
             target = split, tuple(gathered.shape), gathered.element_size()
-            launch = poll_launch(group.rank, shards.sizes, here.mode, target)
-            staging, pulled = gathered, [gathered.unflatten(0, (ranks, -1))]
+            launch = poll_launch(group.rank, shards.sizes, here.slots, target)
+            staging, pulled = gathered, gathered.unflatten(0, (ranks, -1))
         else:
-            launch = poll_launch(group.rank, shards.sizes, here.mode)
+            launch = poll_launch(group.rank, shards.sizes, here.slots)
             staging = staging_for(shards, ranks - 1)
             by_peer = staging[: (ranks - 1) * shards.nbytes].view(ranks - 1, shards.nbytes)
-            parts = zip(shards.sizes.offsets, shards.sizes.parts[0], shards.own, strict=False)
-            pulled = [
-                by_peer[:, offset : offset + size].view(t.dtype).unflatten(1, t.shape)
-                for offset, size, t in parts
-            ]
+            pulled = by_peer[:, : shard.nbytes].view(shard.dtype).unflatten(1, shard.shape)
         with here.workspace(shards.nbytes) as (space, epoch):
             words = space.flags("arrived"), wire.FLAG_BYTES // 4, epoch
             kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, *words)}
@@ -187,7 +183,7 @@ class StreamRuntime(BackgroundRuntime):
         here = StreamCall(group, out.device, call_name)
         here.by_epoch()
         nbytes = (out.nbytes,) * ranks
-        launch = produce_launch(rank, nbytes, here.mode, together=True)
+        launch = produce_launch(rank, nbytes, here.slots, together=True)
         sums, offsets = scratch_rows(out, ranks), part_offsets(nbytes)
         with here.workspace(offsets[-1]) as (space, epoch):
             pitch = padded(out.nbytes) // out.element_size()
@@ -206,7 +202,7 @@ class StreamRuntime(BackgroundRuntime):
         agree(group, call.name)
         here = StreamCall(group, shard[0].device, call.name)
         pooled = pooled_rows(group.rank, call.layout, row_bytes_of(shard))
-        launch = together_launch(pooled, here.mode)
+        launch = together_launch(pooled, here.slots)
         staging = scratch(shard[0], max(1, pooled.offsets[-1]))
 
         def run_consume_others(_: int) -> None:
@@ -228,7 +224,7 @@ class StreamRuntime(BackgroundRuntime):
         rows = pooled_rows(rank, call.layout, row_bytes_of(shard))
         rows_of_sums = pooled_rows(rank, call.layout, row_bytes_of(shard, out.dtype))
         pooled = PooledSums(rows, rows_of_sums)
-        launch = exchange_together_launch(pooled, here.mode)
+        launch = exchange_together_launch(pooled, here.slots)
         staging = scratch(shard[0], max(1, rows.offsets[-1]))
         sums = scratch_rows(out, group.world_size)
         with here.workspace(pooled.slot_bytes) as (space, epoch):
@@ -251,7 +247,7 @@ class StreamRuntime(BackgroundRuntime):
         group, out = call.group, call.out
         agree(group, call.name)
         rank, here = group.rank, StreamCall(group, out.device, call.name)
-        launch = produce_launch(rank, call.nbytes, here.mode)
+        launch = produce_launch(rank, call.nbytes, here.slots)
         sums, offsets = scratch_rows(out, group.world_size), part_offsets(call.nbytes)
         with here.workspace(offsets[-1]) as (space, epoch):
             in_slot = viewing_slot(space, epoch)
@@ -279,7 +275,7 @@ class StreamRuntime(BackgroundRuntime):
         rank, ranks = group.rank, group.world_size
         here = StreamCall(group, out.device, call.name)
         variant, chunks = all_reduce_variant(out, split, ranks)
-        launch = all_reduce_launch(rank, chunks, variant, here.mode)
+        launch = all_reduce_launch(rank, chunks, variant, here.slots)
         offsets, one_shot = variant.offsets(chunks), variant is AllReduceVariant.ONE_SHOT
         if split is not None:
             own = split.of(rank, out)
@@ -315,7 +311,7 @@ class StreamRuntime(BackgroundRuntime):
         group, sizes, device = call.group, call.sizes, call.device
         agree(group, call.name)
         rank, here = group.rank, StreamCall(group, device, call.name)
-        launch, places = exchange_and_consume_launch(rank, sizes, here.mode)
+        launch, places = exchange_and_consume_launch(rank, sizes, here.slots)
         offsets = part_offsets(sizes[rank])
         like = torch.empty(0, dtype=torch.uint8, device=device)
         staging = scratch(like, max(1, places[-1]))
@@ -342,7 +338,7 @@ class StreamRuntime(BackgroundRuntime):
         rank, ranks = group.rank, group.world_size
         here, shards = StreamCall(group, out.device, call.name), call.shards.packed()
         exchange = Exchange(shards.sizes, call.nbytes, ring)
-        launch = exchange_launch(rank, exchange, here.mode)
+        launch = exchange_launch(rank, exchange, here.slots)
         staging = staging_for(shards, min(2, ranks) if ring else ranks)
         sums = scratch_rows(out, 1 if ring else ranks)
         order = peers(rank, ranks)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from symm_cp.cuda.base import LANES, TRIAL, Device, DeviceWorkspace, Signals, Verdict
+from symm_cp.cuda.base import LANES, TRIAL, Device, DeviceWorkspace, Verdict
 from symm_cp.group.memory import Group
 from symm_cp.native import wire
 from symm_cp.schedule.patterns import peers
@@ -40,10 +40,8 @@ def contents(rank: int, turn: int) -> torch.Tensor:
 class Trial:
     """A workspace on trial, and the streams of all lanes."""
 
-    def __init__(
-        self, group: Group, device: Device, signals: Signals, *, graph: bool = False
-    ) -> None:
-        self.device, self.signals, self.graph = device, signals, graph
+    def __init__(self, group: Group, device: Device, *, graph: bool = False) -> None:
+        self.device, self.graph = device, graph
         self.rank, self.world_size = group.rank, group.world_size
         self.peers = peers(group.rank, group.world_size)
         self.given_up = False
@@ -54,7 +52,7 @@ class Trial:
         self.found = self._on_host(places)
         self.refill = self._on_host(ROUNDS * SLOT_BYTES)
         self.space: DeviceWorkspace = device.workspace(
-            group, TRIAL, SLOT_BYTES, graph=graph, verdict=Verdict(signals)
+            group, TRIAL, SLOT_BYTES, graph=graph, verdict=Verdict()
         )
         self.header = self._on_host(self.space.header_bytes)
         self.lanes = [device.borrow_stream() for _ in LANES]
@@ -87,7 +85,9 @@ class Trial:
         """Puts the contents of calls into the input; the compute lane must have ended."""
         for row, turn in zip(self.refill.view(ROUNDS, -1), turns, strict=False):
             row.copy_(contents(self.rank, turn))
-        self._on(_COMPUTE, lambda: self.input.copy_(self.refill, non_blocking=True))
+        self._check_given_up()
+        compute = self.lanes[_COMPUTE]
+        self.device.launch_on(compute, lambda: self.input.copy_(self.refill, non_blocking=True))
 
     def write_own_flag(self, epoch: int) -> None:
         """Writes a number to a flag in this rank's own memory."""
@@ -107,15 +107,6 @@ class Trial:
             _command(wire.StreamKind.RECORD, other, event=event),
             _command(wire.StreamKind.WAIT_EVENT, lane, event=event),
         ]
-
-    def warm_up(self) -> None:
-        """Signals this rank itself. Loading a kernel may wait until no other kernel runs."""
-        own = [self.rank]
-        if self.signals is Signals.KERNEL:
-            self._on(_COPY, self.space.load_kernels)
-        elif self.signals is Signals.TORCH:
-            self._on(_COPY, lambda: self.space.signal("partial", own, 1))
-            self._on(_COPY, lambda: self.space.wait("partial", own, 1))
 
     def fill(self, place: int) -> list[wire.StreamCommand]:
         """Copies a part of the input to this rank's slot."""
@@ -147,13 +138,8 @@ class Trial:
 
     def exchange(self, kind: wire.StreamKind, flag: str, epoch: int, lane: int = _COPY) -> None:
         """Signals each peer, or waits for the signal of each."""
-        if self.signals is Signals.STREAM:
-            number = wire.DEVICE_FLAGS.index(flag)
-            commands = [_command(kind, lane, peer=peer, flag=number) for peer in self.peers]
-            self.issue(commands, epoch)
-            return
-        by_kernel = self.space.signal if kind is wire.StreamKind.SIGNAL else self.space.wait
-        self._on(lane, lambda: by_kernel(flag, self.peers, epoch))
+        number = wire.DEVICE_FLAGS.index(flag)
+        self.issue([_command(kind, lane, peer=peer, flag=number) for peer in self.peers], epoch)
 
     def call(self, epoch: int, place: int) -> None:
         """Issues an all-gather of a part of the input, as real calls do.
@@ -174,10 +160,6 @@ class Trial:
         if self.graph:
             self.exchange(wire.StreamKind.SIGNAL, "done", epoch)
         self.issue(self.join(), epoch)
-
-    def _on(self, lane: int, kernel: Callable[[], object]) -> None:
-        self._check_given_up()
-        self.device.launch_on(self.lanes[lane], kernel)
 
     def _check_given_up(self) -> None:
         if self.given_up:
@@ -213,7 +195,7 @@ class Trial:
         """Names the ranks whose signals are missing, as far as the flags show."""
         late = []
         self._read(self.header, self.space.memory[: self.space.header_bytes])
-        if not self.graph and self.signals is not Signals.TORCH and self._ends([self.aside], limit):
+        if not self.graph and self._ends([self.aside], limit):
             first = wire.flag_offset(wire.DEVICE_FLAGS.index("ready"), 0, self.world_size)
             words = self.header[first:].view(torch.int32)[:: wire.FLAG_BYTES // 4]
             seen = {peer: int(words[peer]) for peer in sorted(self.peers)}
@@ -238,21 +220,18 @@ class Trial:
     def release(self, limit: float) -> bool:
         """Ends the waits of the lanes by writing the awaited numbers; returns whether it succeeds.
 
-        `ROUNDS` ends waits for at least a number, 1 ends waits in graphs. torch's kernels wait for
-        1 and reset it, and wait for 0 before they signal.
+        Waits in graphs await 1 and reset it, so it writes again until all have ended.
         """
         if self.ended(0):
             return True
-        deadline, patience = time.monotonic() + limit, 10 * _PAUSE
+        deadline = time.monotonic() + limit
+        self.header.view(torch.int32).fill_(1 if self.graph else ROUNDS)
         while time.monotonic() < deadline:
-            for value in (1, 0, ROUNDS):
-                self.header.view(torch.int32).fill_(value)
-                self.device.launch_on(self.aside, self._write_own_flags)
-                if not self._ends([self.aside], limit / 2):
-                    return False
-                if self._ends(self.lanes, patience):
-                    return True
-            patience *= 2  # a wait may look at its flag less often than this rank writes to it
+            self.device.launch_on(self.aside, self._write_own_flags)
+            if not self._ends([self.aside], limit / 2):
+                return False
+            if self._ends(self.lanes, 10 * _PAUSE):
+                return True
         return False
 
     def clear(self, limit: float) -> bool:
@@ -262,8 +241,7 @@ class Trial:
         return self._ends([self.aside], limit)
 
     def _write_own_flags(self) -> None:
-        for flags in self.space.own_flags():
-            flags.copy_(self.header[: flags.numel()], non_blocking=True)
+        self.space.memory[: len(self.header)].copy_(self.header, non_blocking=True)
 
 
 def _command(kind: wire.StreamKind, lane: int = _COPY, **fields: object) -> wire.StreamCommand:

@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 import torch
 
 from symm_cp import native
-from symm_cp.cuda.base import Device, DeviceWorkspace, Signals, Verdict
+from symm_cp.cuda.base import Device, DeviceWorkspace, Verdict
 from symm_cp.cuda.registry import device_for, spans_hosts
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group, GroupLike, StateKey, resolve
 from symm_cp.native import wire
 
-#: A device, its driver, a channel, and how the workspace is signalled.
-_Key = tuple[torch.device, str, str, Signals]
+#: A device, its driver, and a channel.
+_Key = tuple[torch.device, str, str]
 
 
-def _key(device: Device, channel: str, signals: Signals) -> _Key:
-    return device.torch_device, device.driver, channel, signals
+def _key(device: Device, channel: str) -> _Key:
+    return device.torch_device, device.driver, channel
 
 
 @dataclass
@@ -136,7 +136,7 @@ def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> De
             f"symm_cp: calls of group {group.name!r} on {device} cannot be captured into a graph: "
             f"{verdict.reason}"
         )
-    kind = workspaces_of(group).graphs.get(_key(device, channel, verdict.signals))
+    kind = workspaces_of(group).graphs.get(_key(device, channel))
     if kind is not None and kind.shared and device.in_graph_tree():
         present: DeviceWorkspace | None = kind.shared[-1]
     else:
@@ -160,7 +160,7 @@ def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> De
 def _workspace(
     group: Group, device: Device, channel: str, slot_bytes: int, verdict: Verdict
 ) -> DeviceWorkspace:
-    workspaces, key = workspaces_of(group), _key(device, channel, verdict.signals)
+    workspaces, key = workspaces_of(group), _key(device, channel)
     present = workspaces.current.get(key)
     if present is not None and present.serves(slot_bytes):
         return present
@@ -190,7 +190,7 @@ def _make_for_graphs(
     group: Group, device: Device, channel: str, slot_bytes: int, verdict: Verdict, count: int
 ) -> None:
     """Makes workspaces until `count` of that size are not used by a graph."""
-    key = _key(device, channel, verdict.signals)
+    key = _key(device, channel)
     kind = workspaces_of(group).graphs.setdefault(key, _GraphWorkspaces())
     for place in range(count):
         present = kind.free[place] if place < len(kind.free) else None
@@ -206,7 +206,7 @@ def _make_shared(
     group: Group, device: Device, channel: str, slot_bytes: int, verdict: Verdict
 ) -> None:
     """Makes a workspace for captures of torch.compile, unless there is one of that size."""
-    key = _key(device, channel, verdict.signals)
+    key = _key(device, channel)
     shared = workspaces_of(group).graphs.setdefault(key, _GraphWorkspaces()).shared
     if not shared or not shared[-1].serves(slot_bytes):
         needed = max([slot_bytes, *(made.slot_bytes for made in shared)])

@@ -2,8 +2,9 @@
 
 Backward passes are registered here, so that every op refuses in the same words what it cannot
 differentiate: forward-mode derivatives (`torch.func.jvp`), whose tangents would be lost, and
-`torch.func.grad`, which cannot see a backward pass of this kind. `torch.func.vmap` calls an op once
-for each element of the batch, one after the other and in the same order on all ranks.
+`torch.func.grad`, which cannot see a backward pass of this kind. `torch.func.vmap`, and
+`torch.autograd.grad` with `is_grads_batched`, call an op once for each element of the batch, one
+after the other and in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
@@ -149,6 +151,10 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
     return decorate
 
 
+def _is_batched(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and is_legacy_batchedtensor(arg)
+
+
 def register_vmap(declaration: Op) -> None:
     """Makes `torch.func.vmap` call an op for one element of the batch after the other.
 
@@ -157,11 +163,11 @@ def register_vmap(declaration: Op) -> None:
     """
     op, name, complete = declaration.overload, declaration.name, declaration.complete
 
-    def one_by_one(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+    def one_by_one(size: int, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
         flat, arguments = pytree.tree_flatten(args)
         dims = pytree.tree_leaves(in_dims)
         results = []
-        for index in range(info.batch_size):
+        for index in range(size):
             taken = [
                 arg if dim is None else arg.select(dim, index)
                 for arg, dim in zip(flat, dims, strict=True)
@@ -174,11 +180,25 @@ def register_vmap(declaration: Op) -> None:
         outputs = pytree.tree_structure(results[0])
         return pytree.tree_unflatten(stacked, outputs), pytree.tree_unflatten(out_dims, outputs)
 
-    def refuse_batched(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"{name}: torch.autograd.grad with is_grads_batched=True is not supported: call it "
-            "once for each gradient, or within torch.func.vmap"
-        )
+    def grads_batched(*args: Any, **kwargs: Any) -> Any:
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        if level > 1:
+            raise NotImplementedError(f"{name}: nested is_grads_batched=True is not supported")
+        flat, arguments = pytree.tree_flatten(args)
+        dims = [0 if _is_batched(arg) else None for arg in flat]
+        for place, dim in enumerate(dims):
+            if dim is not None:
+                flat[place] = torch._remove_batch_dim(flat[place], level, 1, dim)
+                size = len(flat[place])
+        outputs, _ = one_by_one(size, dims, *pytree.tree_unflatten(flat, arguments), **kwargs)
+        results, structure = pytree.tree_flatten(outputs)
+        wrapped = [t if t is None else torch._add_batch_dim(t, 0, level) for t in results]
+        return pytree.tree_unflatten(wrapped, structure)
 
-    torch.library.register_vmap(f"symm_mem::{name}", one_by_one, lib=lib)
-    lib.impl(name, refuse_batched, "Batched")  # the key of torch's first vmap, used only there
+    def mapped(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+        return one_by_one(info.batch_size, in_dims, *args, **kwargs)
+
+    torch.library.register_vmap(f"symm_mem::{name}", mapped, lib=lib)
+    # The key of torch's first vmap, used only by `torch.autograd.grad(is_grads_batched=True)`.
+    lib.impl(name, grads_batched, "Batched")

@@ -118,7 +118,7 @@ class Runtime(ABC):
     def all_gather_and_poll(
         self,
         group: Group,
-        shard: Sequence[torch.Tensor],
+        shard: torch.Tensor,
         kernel: Poll,
         call_name: bytes,
         *,
@@ -126,9 +126,9 @@ class Runtime(ABC):
     ) -> None:
         """Calls `kernel` once, while the peers' shards are in flight: it polls for them.
 
-        `shard` is one or more tensors, of equal shapes on all ranks. `gathered`, if given, is
-        contiguous and receives all ranks' single tensors, stacked along dimension 0: the kernel
-        gets all of it, in rank order. Raises `NotImplementedError` where kernels cannot poll.
+        All ranks' shards have equal shapes. `gathered`, if given, is contiguous and receives them,
+        concatenated along dimension 0: the kernel gets all of it, in rank order. Raises
+        `NotImplementedError` where kernels cannot poll.
         """
         raise NotImplementedError(f"{call_name.decode()}: kernels on this device cannot poll")
 

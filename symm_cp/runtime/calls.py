@@ -23,9 +23,9 @@ Combine: TypeAlias = Callable[[list[torch.Tensor]], None]
 Produce: TypeAlias = Callable[[int, torch.Tensor], None]
 #: Takes the tensors of a rank's shard, the rank, and the memory for the contribution to it.
 ConsumeAndProduce: TypeAlias = Callable[[list[torch.Tensor], int, torch.Tensor], None]
-#: Takes the peers' shards (one tensor for each part, in the order of `peers`), words of int32, a
-#: step and an epoch: shard i has arrived once word i * step is the epoch, or a later one.
-Poll: TypeAlias = Callable[[list[torch.Tensor], torch.Tensor, int, int], None]
+#: Takes the peers' shards (stacked, in the order of `peers`), words of int32, a step and an epoch:
+#: shard i has arrived once word i * step is the epoch, or a later one.
+Poll: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int, int], None]
 #: Takes memory for the contributions to all ranks (stacked), memory for the contribution to this
 #: rank, words of int32, a step and an epoch: raises word i * step to the epoch when the i-th peer's
 #: contribution is written.

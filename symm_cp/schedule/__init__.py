@@ -7,22 +7,30 @@ README.md explains the proof. Pure Python, no torch.
 """
 
 from symm_cp.schedule import patterns
-from symm_cp.schedule.check import CheckReport, check
+from symm_cp.schedule.check import CheckReport, Deadlock, Race, check
 from symm_cp.schedule.graphs import GraphCall, GraphOrder, check_graph, graph_order
 from symm_cp.schedule.issue_order import Call, check_issue_order
+from symm_cp.schedule.layout import SequenceLayout, head_tail, head_tail_order, sequential
+from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
 from symm_cp.schedule.patterns import Pattern, Variant, peers
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait, accesses
 
 __all__ = [
+    "CAUSAL",
     "Call",
+    "CheckReport",
     "Compute",
     "Copy",
-    "Pattern",
-    "Region",
-    "CheckReport",
+    "Deadlock",
     "GraphCall",
     "GraphOrder",
+    "Mask",
+    "NO_MASK",
+    "Pattern",
+    "Race",
+    "Region",
     "Schedule",
+    "SequenceLayout",
     "Signal",
     "Step",
     "Variant",
@@ -32,6 +40,9 @@ __all__ = [
     "check_graph",
     "check_issue_order",
     "graph_order",
+    "head_tail",
+    "head_tail_order",
     "patterns",
     "peers",
+    "sequential",
 ]

@@ -1,7 +1,9 @@
 """Which keys a query sees, by positions in the whole sequence.
 
-`Mask.regions` is the one rule: the tiles that a rank computes and the keys that its peers send it
-(tiles.py) both follow from it. A new kind of mask is a field of `Mask` and its part in `regions`.
+`sees` is the one rule. `Mask.regions` applies it to ranges of keys: the tiles that a rank computes
+and the keys that its peers send it (tiles.py) follow from the regions. Masks as functions
+(`MaskOptions.as_mask_mod`) apply it to tensors of positions. A new kind of mask is a field of
+`Mask` and an argument of `sees`, so both must pass it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,40 @@ from symm_cp.schedule.layout import Span
 _ENDLESS = 1 << 62
 _first, _end = itemgetter(0), itemgetter(1)
 R = TypeVar("R", bound="tuple[Any, ...]")
+
+
+def sees(*, limited: Any, in_prefix: Any, one_document: Any, shown: Any) -> Any:
+    """Whether a query sees a key, of booleans or tensors of them.
+
+    `limited`: the key is within the limits of distance; or these `Limits` themselves, and then the
+    result is the limits that remain. `one_document`: query and key are in one document.
+    """
+    return (limited | in_prefix) & one_document & shown
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Query i sees key j when -left <= j - i <= right (None: no limit)."""
+
+    left: int | None
+    right: int | None
+
+    def hold(self, distance: Any) -> Any:
+        """Whether a query sees keys at a distance j - i, or at each of a tensor of distances."""
+        seen = distance == distance
+        if self.left is not None:
+            seen = seen & (distance >= -self.left)
+        if self.right is not None:
+            seen = seen & (distance <= self.right)
+        return seen
+
+    def __or__(self, other: bool) -> Limits:
+        """The limits of keys that are seen within the limits, or anyway."""
+        return Limits(None, None) if other else self
+
+    def __and__(self, other: bool) -> Limits | None:
+        """The limits of keys that are seen within the limits, or not at all."""
+        return self if other else None
 
 
 class Keys(NamedTuple):
@@ -84,12 +120,14 @@ class Mask:
 
     def _keys_of(self, first: int, end: int) -> Iterator[Keys]:
         """Yields the keys that queries of the document [first, end) see, with their limits."""
-        unlimited = first if self.prefix is None else min(max(first, self.prefix), end)
+        prefix, limits = self.prefix or 0, Limits(self.left, self.right)
         for begin, stop in self._visible(first, end):
-            if begin < unlimited:
-                yield Keys(begin, min(stop, unlimited), None, None)
-            if unlimited < stop:
-                yield Keys(max(begin, unlimited), stop, self.left, self.right)
+            # Within each part, the rule is the same for all keys.
+            for part in pairwise(sorted({begin, stop, min(max(begin, prefix), stop)})):
+                seen = sees(
+                    limited=limits, in_prefix=part[0] < prefix, one_document=True, shown=True
+                )
+                yield Keys(*part, seen.left, seen.right)
 
     def _visible(self, first: int, end: int) -> Sequence[tuple[int, int]]:
         """Returns the ranges of visible keys in [first, end)."""

@@ -253,7 +253,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 RUN_SIMULATED = (
     *("doctor", "selftest-2", "selftest-one-connection"),
-    *("loopback", "loopback-graphs", "loopback-kernel"),
+    *("loopback", "loopback-graphs"),
     *("gpu", "gpu-ranks", "ops-matmul", "ops-attention", "ops-exchange"),
 )
 

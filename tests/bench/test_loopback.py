@@ -40,7 +40,7 @@ def rows(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-def check_rows(found: list[dict[str, Any]], *, graphs: bool, signals: str) -> None:
+def check_rows(found: list[dict[str, Any]], *, graphs: bool) -> None:
     for row in found:
         name, ranks = row["case"], row["ranks"]
         assert row["host_us"] > 0, name
@@ -50,7 +50,7 @@ def check_rows(found: list[dict[str, Any]], *, graphs: bool, signals: str) -> No
         assert row["copies"] >= 1, name
         driver = row["driver"]
         assert all(calls > 0 and us > 0 for calls, us in driver.values()), name
-        assert ("cuStreamBatchMemOp_v2" in driver) == (signals == "stream"), name
+        assert "cuStreamBatchMemOp_v2" in driver, name
         # Keys and values of a peer are copied as rows, which are not batched.
         by_rows = name == "all-gather of keys and values"
         assert ("cuMemcpy2DAsync_v2" if by_rows else "cuMemcpyBatchAsync_v2") in driver, name
@@ -70,23 +70,21 @@ def test_a_case_of_each_kind(tmp_path: Path) -> None:
         "all-gather-matmul, backward",
         "scaled all-gather-matmul",
     ]
-    check_rows(found, graphs=True, signals="stream")
+    check_rows(found, graphs=True)
     first = found[0]
     assert (first["kernels"], first["ranks"]) == (4, 4)
     assert first["alone_us"] > 0
     files = sorted(path.name for path in traces.iterdir())
     assert len(files) == len(found)
-    assert files[0] == "all-gather-matmul-backward-small-4-ranks-stream.steps.json"
+    assert files[0] == "all-gather-matmul-backward-small-4-ranks.steps.json"
     assert json.loads((traces / files[0]).read_text())["traceEvents"]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("signals", ["stream", "kernel"])
-def test_all_cases(signals: str, tmp_path: Path) -> None:
-    options = ("--ranks", "2", "4", "8", "16", "--graphs", "--signals", signals)
-    found = rows(tmp_path, *options)
+def test_all_cases(tmp_path: Path) -> None:
+    found = rows(tmp_path, "--ranks", "2", "4", "8", "16", "--graphs")
     assert len(found) == 4 * 16
-    check_rows(found, graphs=True, signals=signals)
+    check_rows(found, graphs=True)
 
 
 @pytest.mark.exhaustive
@@ -141,9 +139,9 @@ def test_checks_of_results() -> None:
 
 
 def test_rows_as_text() -> None:
-    row = Row("a case", "small", 2, "stream", host_us=10.0, error="RuntimeError: no driver")
+    row = Row("a case", "small", 2, host_us=10.0, error="RuntimeError: no driver")
     assert row.line().endswith("2 ranks  host     10.0 us  FAILED: RuntimeError: no driver")
-    row = Row("a case", "small", 2, "stream", host_us=10.0, device_us=30.0, kernels=2, copies=1,
+    row = Row("a case", "small", 2, host_us=10.0, device_us=30.0, kernels=2, copies=1,
               gap_us=1.5, driver={"a": (1, 2.0), "b": (3, 4.0)}, alone_us=20.0)  # fmt: skip
     assert "device      30.0 us  alone      20.0 us (1.50)  driver 4 calls 6.0 us" in row.line()
     assert row.line().endswith("2 kernels 1 copies gap 1.5 us")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 import threading
@@ -14,17 +13,11 @@ import torch
 
 from symm_cp.cuda import kernels
 from symm_cp.cuda.kernels import attention_merge, tile_matmul
-from symm_cp.cuda.kernels.arrival_attention import Arrivals, Tiling, chunk_table
-from symm_cp.cuda.kernels.arrival_attention import arrival_attention as attention
-from symm_cp.cuda.kernels.signals import signal, wait
 from symm_cp.cuda.kernels.tile_matmul import Tiling as Products
 from symm_cp.cuda.kernels.tile_matmul import Words
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
-from symm_cp.schedule.patterns import peers
+from symm_cp.schedule import peers
 from symm_cp.tensors.alignment import scratch_rows
 from tests.cuda import interpreted
-
-SMALL = Tiling(16, 16, 4, 1)
 
 
 def add_rows() -> int:
@@ -100,110 +93,6 @@ def merge_attention() -> int:
         attention_merge.merge_attention(out, lse, out, lse)
     assert grids == [((1 << 18) * 2,)]
     return cases
-
-
-class Case:
-    """One rank's attention over the shards of all ranks."""
-
-    def __init__(
-        self,
-        layout: SequenceLayout,
-        rank: int,
-        *,
-        causal: bool,
-        H: int,
-        G: int,
-        E: int,
-        # Not bfloat16, which the interpreter's dot treats as integers.
-        dtype: torch.dtype = torch.float16,
-    ) -> None:
-        B, length, ranks = 2, layout.length, layout.world_size
-        self.causal, self.E = causal, E
-        self.k, self.v = (torch.randn(B, G, length, E).to(dtype) for _ in range(2))
-        positions = [torch.tensor(list(layout.positions(r))) for r in range(ranks)]
-        self.positions = positions[rank].int()
-        self.q = torch.randn(B, len(self.positions), H, E).transpose(1, 2).to(dtype)
-        order = [rank, *peers(rank, ranks)]
-        self.own = [t[:, :, positions[rank]] for t in (self.k, self.v)]
-        self.shards = [[t[:, :, positions[peer]] for t in (self.k, self.v)] for peer in order[1:]]
-        room = max(layout.lengths)
-        self.keys, self.values = (
-            torch.full((max(1, ranks - 1), B, G, room, E), torch.nan, dtype=dtype) for _ in "kv"
-        )
-        self.words = torch.zeros(max(1, ranks - 1) * 16, dtype=torch.int32)
-        self.chunks = chunk_table(
-            [[(span.row, span.length, span.start) for span in layout.spans(o)] for o in order]
-        ).to(self.q.device)
-
-    def arrive(self, index: int, epoch: int) -> None:
-        for place, tensor in zip((self.keys, self.values), self.shards[index], strict=True):
-            place[index, :, :, : tensor.shape[2]] = tensor
-        self.words[index * 16] = epoch
-
-    def run(
-        self, epoch: int, tiling: Tiling | None = SMALL, programs: int | None = 3
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        arrivals = Arrivals(self.keys, self.values, self.words, 16, epoch)
-        return attention(
-            self.q,
-            *self.own,
-            arrivals,
-            self.positions,
-            self.chunks,
-            causal=self.causal,
-            tiling=tiling,
-            programs=programs,
-        )
-
-    def check(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        at = torch.arange(self.k.shape[2])
-        visible = self.positions.unsqueeze(1) >= at if self.causal else torch.ones(1, 1).bool()
-        expected, expected_lse = dense(self.q, self.k, self.v, visible, self.E**-0.5)
-        # Weights and results are rounded to 16 bits: 2^-8 each, of values of about one.
-        torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=2**-6)
-        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
-
-
-def layouts() -> list[SequenceLayout]:
-    return [
-        sequential(40, 1),
-        sequential(64, 2),
-        sequential(50, 3),
-        head_tail(64, 2),
-        head_tail(61, 3),
-    ]
-
-
-def arrival_attention() -> int:
-    cases = 0
-    sizes = itertools.cycle([(2, 2, 64), (4, 2, 64), (2, 1, 128)])
-    for layout in layouts():
-        for causal in (False, True):
-            H, G, E = next(sizes)
-            rank = random.randrange(layout.world_size)
-            case = Case(layout, rank, causal=causal, H=H, G=G, E=E)
-            epoch = random.choice([1, 7, 2**31 - 1])
-            for index in range(layout.world_size - 1):
-                case.arrive(index, epoch)
-            case.check(*case.run(epoch))
-            cases += 1
-    return cases
-
-
-def late_arrivals() -> int:
-    """The kernel begins before any shard has arrived, and waits for each of them."""
-    case = Case(head_tail(48, 3), 1, causal=True, H=2, G=2, E=64)
-    case.words[:] = 4  # of the previous call
-    finished: list[tuple[torch.Tensor, torch.Tensor]] = []
-    thread = threading.Thread(target=lambda: finished.append(case.run(5)))
-    thread.start()
-    for index in (0, 1):
-        time.sleep(0.5)
-        assert not finished, "the kernel did not wait"
-        case.arrive(index, 5)
-    thread.join(60)
-    case.check(*finished[0])
-    return 1
 
 
 TILES = Products(16, 16, 16, 4, 1)
@@ -312,52 +201,6 @@ def watch(words: Any, epoch: int, parts: Any, rank: int, raised: list[int]) -> N
             time.sleep(1e-5)
         if not parts[peer, :-1].isnan().any():
             raised.append(peer)
-
-
-def signals() -> int:
-    """Every wait ends with its last signal, and flags of other ranks are left alone."""
-    cases = 0
-    for W in (2, 3, 40):
-        for rank, reset in ((0, False), (W - 1, True)):
-            flags = torch.full((W, W, 16), -7, dtype=torch.int32)  # of each rank, by writer
-            bases = torch.tensor([of.data_ptr() for of in flags])
-            peer, needed = (rank + 1) % W, 1 if reset else 2**31 - 2
-            mine = flags[peer, :, 0]
-            mine[rank] = 0 if reset else needed - 1
-            waiting = threading.Thread(
-                target=lambda: wait(mine, rank, 1, needed, reset=reset)  # noqa: B023
-            )
-            waiting.start()
-            signal(bases, 64 * rank, (rank + 1) % W, W - 1, needed)
-            waiting.join(60)
-            assert not waiting.is_alive()
-            expected = torch.full_like(flags, -7)
-            expected[:, rank, 0] = needed
-            expected[peer, rank, 0] = 0 if reset else needed
-            expected[rank, rank, 0] = -7
-            assert torch.equal(flags, expected)
-            cases += 1
-    return cases
-
-
-def late_signals() -> int:
-    """A wait for several ranks ends when all of them have signalled, in any order."""
-    flags = torch.zeros(4, 16, dtype=torch.int32)[:, 0]
-    ended: list[bool] = []
-
-    def waits() -> None:
-        wait(flags, 2, 3, 5, reset=False)  # ranks 2, 3, 0
-        ended.append(True)
-
-    thread = threading.Thread(target=waits)
-    thread.start()
-    for rank in random.sample([0, 2, 3], 3):
-        time.sleep(0.2)
-        assert not ended, "the kernel did not wait"
-        flags[rank] = 6
-    thread.join(60)
-    assert ended
-    return 1
 
 
 if __name__ == "__main__":

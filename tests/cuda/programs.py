@@ -59,8 +59,7 @@ class Program:
     def drawn(cls, seed: int) -> Program:
         choose = random.Random(seed)
         mode = random_mode(choose)
-        # Kernels that poll need a multiprocessor each: two graphs at once may take them all.
-        at_once = mode["signals"] == "stream" and choose.random() < 0.5
+        at_once = choose.random() < 0.5
         graphs = [tuple(choose.choices(ALL, k=choose.randint(1, 3))) for _ in range(3)]
         return cls(
             mode | {"patience_ms": _PATIENCE_MS},

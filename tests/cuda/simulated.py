@@ -22,7 +22,6 @@ import os
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group import memory
 from symm_cp.runtime.recorder import Mark
 from tests.cuda import pools
-from tests.cuda.flag_kernels import FlagKernels
 from tests.cuda.graphs import Graph, refuse
 from tests.cuda.machine import Machine, build, machine
 
@@ -82,7 +80,7 @@ class Mode:
 
     delays_us: the longest delay before a command of a stream
     graph: each call is captured, and replayed at once
-    signals: how ranks signal each other
+    passes: whether the verdict is that streams signal
     driver_version: from 13010 on, no stream writes to a peer's memory; before 12080, there are no
         batched copies; before 12050, streams do not wait for symmetric memory
     one_queue: commands of all streams begin in the order in which they were issued
@@ -93,7 +91,6 @@ class Mode:
     contexts: threads have no current context until they set one
     copy_engines: the number of engines for copies between ranks, signals included; each engine runs
         one copy at a time; 0: one engine for each copy
-    stream_guard: signals by torch's kernels take turns on streams, as with torch 2.15
     deferred: calls return while their streams still run
     stepwise: kernels are waited for when they are launched, and exceptions raised there
     patience_ms: a wait that takes longer aborts the process
@@ -103,14 +100,13 @@ class Mode:
 
     delays_us: int = 100
     graph: bool = False
-    signals: str = "stream"
+    passes: bool = True
     driver_version: int = 13010
     one_queue: bool = False
     lazy_loading: bool = False
     multiprocessors: bool = False
     contexts: bool = False
     copy_engines: int = 0
-    stream_guard: bool = False
     deferred: bool = False
     stepwise: bool = False
     patience_ms: int = 30_000
@@ -120,10 +116,10 @@ class Mode:
     def plans(self) -> bool:
         """Whether calls may be made by plans: calls return when their streams have ended."""
         special = self.graph or self.deferred or self.stepwise or self.lazy_loading
-        return self.signals == "stream" and not special
+        return not special
 
 
-class SimulatedDevice(FlagKernels, cuda.Device):
+class SimulatedDevice(cuda.Device):
     """A device whose memory is the CPU's. Its null stream is one stream for all threads."""
 
     torch_type, dispatch_key = "cpu", "CPU"
@@ -145,12 +141,6 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         self.poisoned = False
         self.tree = False  # whether torch.compile warms up or captures a graph
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one
-        self._groups: weakref.WeakKeyDictionary[cuda.DeviceWorkspace, str] = (
-            weakref.WeakKeyDictionary()
-        )
-        # The last signal op of each group, for each capture.
-        self._guards: dict[tuple[str, int], tuple[int, _Event]] = {}
-        self._captures = 0
 
     @property
     def graph(self) -> Graph | None:
@@ -217,9 +207,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         function = getattr(kernel, "func", kernel)
         name = getattr(function, "__qualname__", "a kernel")
         stream = self.current_stream() if lane == "compute" else self._side(lane, channel)
-        workspace = getattr(function, "__self__", None)
-        signals = isinstance(workspace, cuda.DeviceWorkspace)
-        if self.graph is not None and not signals:  # its ops are recorded one by one
+        if self.graph is not None:  # its ops are recorded one by one
             self._lane = stream
             try:
                 kernel()
@@ -228,10 +216,8 @@ class SimulatedDevice(FlagKernels, cuda.Device):
             return
         if not self.capturing():
             self.machine.load(name, anyway=random.random() < 1 / 8)
-        with self._guarded(stream, workspace if signals else None):
-            keep = None if self.graph is None else self.graph.kept
-            kind = 2 if _POLLING in name else 1
-            self.machine.call(stream, kernel, kind=kind, name=name, keep=keep)
+        kind = 2 if _POLLING in name else 1
+        self.machine.call(stream, kernel, kind=kind, name=name)
         # A call's recording ends with the call: by then the kernel must have run.
         recorded = lane != "compute" and plans.current() is not None
         if (self.mode.stepwise or recorded) and not self.capturing():
@@ -256,33 +242,12 @@ class SimulatedDevice(FlagKernels, cuda.Device):
 
         return replay
 
-    def offers(self) -> tuple[cuda.Signals, ...]:
-        return (*super().offers(), cuda.Signals.KERNEL, cuda.Signals.TORCH)
-
     def _open_stream(self) -> int:
         return self.machine.stream(self.index)
 
     def ended(self, stream: int) -> bool:
         self.machine.raise_errors()
         return super().ended(stream)
-
-    @contextlib.contextmanager
-    def _guarded(self, stream: int, workspace: cuda.DeviceWorkspace | None) -> Iterator[None]:
-        """torch 2.15's GroupStreamGuard: the streams of a group signal one after the other."""
-        if workspace is None or not self.mode.stream_guard or not self._by_torch(workspace):
-            yield
-            return
-        # Operations outside of captures are ordered among themselves, as are those within one.
-        capture = id(self.graph) if self.graph is not None else self._captures * self.in_capture
-        place = self._groups[workspace], capture
-        last_stream, event = self._guards.get(place, (stream, None))
-        if event is not None and last_stream != stream:
-            event.hold_up(stream)
-        yield
-        self._guards[place] = stream, _Event(self, stream)
-
-    def _by_torch(self, workspace: cuda.DeviceWorkspace) -> bool:
-        return workspace.signals is cuda.Signals.TORCH
 
     def call(self, stream: int, function: Callable[[], object]) -> None:
         """Has a stream call a function."""
@@ -356,7 +321,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         return super().capture_id() or -self._times_in_capture
 
     def verdict(self, group: memory.Group) -> cuda.Verdict:
-        return cuda.Verdict(cuda.Signals(self.mode.signals))
+        return cuda.Verdict(self.mode.passes)
 
     def workspace(
         self,
@@ -369,9 +334,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
     ) -> cuda.DeviceWorkspace:
         if self.graph is not None:
             refuse("cuMemCreate")
-        made = SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
-        self._groups[made] = group.name
-        return made
+        return SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
         return is_symmetric(tensor)
@@ -407,7 +370,6 @@ class SimulatedDevice(FlagKernels, cuda.Device):
 
     def _captured(self, issue: Callable[[], object]) -> ctypes.c_void_p:
         graph, stream = ctypes.c_void_p(), self.current_stream()
-        self._captures += 1
         assert self.library.simulated_capture_begin(stream) == 0
         try:
             issue()
@@ -520,7 +482,5 @@ def random_mode(choose: random.Random) -> dict[str, Any]:
     mode: dict[str, Any] = {"driver_version": version, "delays_us": choose.choice([0, 100, 1000])}
     mode["copy_engines"] = choose.choice([0, 0, 1, 2])
     mode["plan_at"] = choose.choice([-1, 0, 1])
-    mode["signals"] = choose.choice(["stream", "stream", "kernel", "torch"])
-    switches = ("one_queue", "lazy_loading", "multiprocessors", "contexts", "stream_guard",
-                "poison", "offsets")  # fmt: skip
+    switches = ("one_queue", "lazy_loading", "multiprocessors", "contexts", "poison", "offsets")
     return mode | {switch: True for switch in switches if choose.random() < 0.4}

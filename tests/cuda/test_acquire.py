@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from symm_cp import cuda
 from symm_cp.commands.first_run.checks import Check, cpu_checks
-from symm_cp.cuda.workspaces import workspaces_of
+from symm_cp.cuda import workspaces_of
 from symm_cp.group import memory
 from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -13,40 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from symm_cp.cuda.kernels import arrival_attention as arrival
 from symm_cp.cuda.kernels import tile_matmul
 from symm_cp.cuda.kernels.attention_merge import merge_attention
 from symm_cp.cuda.kernels.row_sums import add_rows
-from tests.cuda.launches import TOOLS, recorded, resources
-from tests.exhaustive import exhaustive, some
+from tests.cuda.launches import recorded, resources
+from tests.exhaustive import some
 
 #: Shared memory that a block may have, in bytes, by compute capability.
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 #: Registers of a multiprocessor, which a block must fit into.
 REGISTERS = 65536
-
-
-def attention(
-    capability: int, features: int, causal: bool, *, epoch: int = 5, rows: int = 512
-) -> None:
-    """Launches the polling kernel as `arrival.attend` does: 4 ranks, grouped heads."""
-    B, H, G, W = 1, 4, 2, 4
-    half = torch.bfloat16
-    q = torch.empty(B, rows, H, features, dtype=half).transpose(1, 2)
-    k, v = (torch.empty(B, rows, G, features, dtype=half).transpose(1, 2) for _ in "kv")
-    pulled = (torch.empty(W - 1, B, G, rows, features, dtype=half) for _ in "kv")
-    words = torch.zeros((W - 1) * 16, dtype=torch.int32)
-    arrival.arrival_attention(
-        q,
-        k,
-        v,
-        arrival.Arrivals(*pulled, words, 16, epoch),
-        torch.zeros(rows, dtype=torch.int32),
-        torch.zeros(W, 2, 3, dtype=torch.int32),
-        causal=causal,
-        tiling=arrival.tiling_of(features, capability // 10),
-        programs=100,
-    )
 
 
 def sum_of_rows(
@@ -82,18 +57,11 @@ def by_tiles(
         tile_matmul.counted_matmul(a, weight, partials, out[:rows], 1, marks, **options)  # type: ignore[arg-type]
 
 
-ATTENTION = {
-    f"attention-{features}-{'causal' if causal else 'full'}": partial(
-        attention, features=features, causal=causal
-    )
-    for features, causal in itertools.product(arrival.FEATURES, (False, True))
-}
 #: Everything that is launched, by name; each is given a compute capability.
 LAUNCHES: dict[str, Callable[[int], None]] = {
     "add_rows": sum_of_rows,
     "add_rows-float64": partial(sum_of_rows, ranks=8, dtype=torch.float64),
     "merge_attention": merged,
-    **ATTENTION,
     **{
         f"{kernel}-matmul-{str(dtype)[6:]}": partial(by_tiles, kernel=kernel, dtype=dtype)
         for kernel in ("arrival", "counted")
@@ -120,54 +88,7 @@ def test_resources(name: str, capability: int, tmp_path: Path) -> None:
         used = resources(made.asm["cubin"], tmp_path)
         assert made.metadata.shared + used.shared <= SHARED[capability]
         assert used.registers * 32 * made.metadata.num_warps <= REGISTERS
-        if name not in ATTENTION:  # attention's loops have a test of their own
-            assert used.stack == 0, "registers spill"
-
-
-def innermost_loops(binary: bytes, folder: Path) -> list[list[str]]:
-    """The instruction names of each innermost loop of a binary."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(binary)
-    command = [str(TOOLS / "nvdisasm"), "-c", str(path)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    names: list[str] = []
-    labels: dict[str, int] = {}
-    loops: list[tuple[int, int]] = []
-    for line in text.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(names)
-        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", line):
-            names.append(found[1])
-            target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
-            if target and target[1] in labels:
-                loops.append((labels[target[1]], len(names)))
-    inner = [
-        (begin, end)
-        for begin, end in loops
-        if not any((a, b) != (begin, end) and begin <= a and b <= end for a, b in loops)
-    ]
-    return [names[begin:end] for begin, end in inner]
-
-
-@exhaustive
-@pytest.mark.parametrize(("capability", "product"), [(80, "HMMA"), (90, "HGMMA"), (100, "UTCHMMA")])
-@pytest.mark.parametrize("name", ATTENTION)
-def test_loops_over_keys_stay_in_registers(
-    name: str, capability: int, product: str, tmp_path: Path
-) -> None:
-    made = code_of(name, capability)[0]
-    over_keys = [
-        names for names in innermost_loops(made.asm["cubin"], tmp_path) if product in names
-    ]
-    # One loop over the own shard and one over pulled shards, each without masks and with them.
-    assert len(over_keys) == 4
-    for names in over_keys:
-        assert not {"LDL", "STL"} & set(names), "registers spill in the loop"
-        assert "LDGSTS" in names, "the next keys are not loaded in the background"
-    # A peer's data are read only after the word that says that their copy has ended.
-    assert ".global.sys.acquire." in made.asm["ptx"]
-    plain, masked = sorted(map(len, over_keys))[:2], sorted(map(len, over_keys))[2:]
-    assert 1.15 * max(plain) < min(masked), "whole tiles pay for masks"
+        assert used.stack == 0, "registers spill"
 
 
 @pytest.mark.parametrize("capability", some(90, of=[80, 90, 100, 120]))
@@ -204,22 +125,12 @@ def variants(*launches: Callable[[], None]) -> int:
     return len({(launch.kernel.fn, launch.variant) for launch in made})
 
 
-def test_no_epoch_compiles() -> None:
-    """Triton specialises on 1 and multiples of 16: peers would wait for such a compilation."""
-    epochs = [*range(1, 20), 32, 2**31 - 1]
-    assert variants(*(partial(attention, 90, 64, True, epoch=epoch) for epoch in epochs)) == 1
-
-
 def test_no_epoch_or_number_of_rows_compiles_a_matmul() -> None:
+    """Triton specialises on 1 and multiples of 16: peers would wait for such a compilation."""
     for kernel in ("arrival", "counted"):
         launch = partial(by_tiles, 90, kernel, torch.bfloat16)
         assert variants(*(partial(launch, epoch=e) for e in (1, 2, 16, 17, 2**31 - 2))) == 1
         assert variants(*(partial(launch, rows=rows) for rows in (1, 16, 100, 512))) == 1
-
-
-def test_numbers_of_queries_do_not_compile() -> None:
-    lengths = [16 * n for n in (1, 3, 32, 100)]
-    assert variants(*(partial(attention, 90, 64, True, rows=rows) for rows in lengths)) == 1
 
 
 def test_sums_compile_for_whole_vectors_and_for_the_rest() -> None:

@@ -491,25 +491,6 @@ def test_either_allocator_frees_what_the_other_has_allocated() -> None:
             del after
 
 
-def test_one_signal_of_a_group_waits_for_that_of_another_stream() -> None:
-    """As in torch 2.15: a signal behind a wait that never ends is never given."""
-    with simulation(delays_us=0, stream_guard=True) as made:
-        made._by_torch = lambda _: True  # type: ignore[method-assign]
-        may_end, order = threading.Event(), []
-        workspace: Any = type("Workspace", (), {})()
-        made._groups[workspace] = "group"
-        with made._guarded(made.streams("sync")[1], workspace):
-            made.call(made.streams("sync")[1], lambda: order.append(may_end.wait(10)))
-        with made._guarded(made.current_stream(), workspace):
-            made.call(0, lambda: order.append("signal"))
-        time.sleep(0.05)
-        assert order == []
-        may_end.set()
-        made.synchronize()
-        assert order == [True, "signal"]
-        del made._by_torch
-
-
 def test_pools_place_tensors_inside_of_their_memory() -> None:
     tensor = pools.at(512, 3, 5)
     assert tensor.untyped_storage().nbytes() == 3 * 5 * 4

@@ -95,19 +95,6 @@ def test_flash_with_any_number_of_features() -> None:
     attend("flash", torch.float16, causal=True, groups=2, features=20)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("features", [64, 128])
-def test_arrival_attention(dtype: torch.dtype, causal: bool, features: int) -> None:
-    """All shards have arrived; tests/cuda/test_arrivals.py has shards that are still pulled."""
-    for layout in kernel_cases.layouts():
-        with torch.device("cuda"):
-            case = kernel_cases.Case(layout, 0, causal=causal, H=4, G=2, E=features, dtype=dtype)
-            for index in range(layout.world_size - 1):
-                case.arrive(index, 7)
-            case.check(*case.run(7, tiling=None, programs=None))
-
-
 @pytest.mark.parametrize("dtype", tile_matmul.DTYPES)
 def test_matmuls_by_tiles(dtype: torch.dtype) -> None:
     """All shards have arrived; tests/cuda/test_tiles.py has shards that are still pulled."""

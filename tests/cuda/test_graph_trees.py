@@ -51,11 +51,11 @@ def warm_up(made: SimulatedDevice, call: Callable[[], Any]) -> Any:
     return result
 
 
-def trees(group: dist.ProcessGroup, names: list[str], signals: str, seed: int) -> None:
+def trees(group: dist.ProcessGroup, names: list[str], seed: int) -> None:
     own = dist.new_group(list(range(group.size())))  # without workspaces
     values = values_of(group, seed)
     chosen = [cases(own, values)[name] for name in names]
-    with simulation(poison=True, signals=signals, delays_us=50) as made:
+    with simulation(poison=True, delays_us=50) as made:
         graphs = []
         for call, expected in chosen:
             (found,) = warm_up(made, lambda call=call: [call()])
@@ -76,10 +76,9 @@ def trees(group: dist.ProcessGroup, names: list[str], signals: str, seed: int) -
     dist.destroy_process_group(own)
 
 
-@pytest.mark.parametrize("signals", some("stream", of=["stream", "kernel", "torch"]))
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
-def test_all_ops_are_captured_without_reserve(ranks: Ranks, world_size: int, signals: str) -> None:
-    ranks.run(world_size, trees, ALL, signals, random.randrange(1 << 30))
+def test_all_ops_are_captured_without_reserve(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, trees, ALL, random.randrange(1 << 30))
 
 
 def test_masks_are_kept_out_of_the_pool() -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
 from symm_cp import cuda
-from symm_cp.cuda import rendezvous, symmetric
 from symm_cp.group import memory
 from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
@@ -92,45 +89,3 @@ def test_calls_are_made_beside_a_capture(ranks: Ranks, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_two_graphs_are_replayed_on_two_streams(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, two_graphs, 20)
-
-
-def beyond_the_pads(group: dist.ProcessGroup, most: int) -> list[str]:
-    """The errors of reserving a graph too many, and of a call when torch's pads are full."""
-    own = dist.new_group(list(range(group.size())))
-    rows, weight, errors = torch.randn(group.size(), 3, 8), torch.randn(8, 5), []
-
-    def step() -> torch.Tensor:
-        return symm_cp.all_gather_matmul(rows[group.rank()], weight, gather_dim=0, group=own)
-
-    with simulation(signals="torch") as made, mock.patch.object(symmetric, "map_peers") as mapped:
-        mapped.side_effect = rendezvous.map_peers
-        cuda.reserve_on(memory.resolve(own), made, 1 << 10, graphs=most)
-        met = mapped.call_count
-        with pytest.raises(RuntimeError) as raised:
-            cuda.reserve_on(memory.resolve(own), made, 1 << 10, graphs=most + 1)
-        errors.append(str(raised.value))
-        with made.warming_up(), pytest.raises(RuntimeError) as raised:
-            step()
-        errors.append(str(raised.value))
-        assert mapped.call_count == met, "ranks met for a workspace that cannot signal"
-        # The existing workspaces still work.
-        torch.testing.assert_close(step(), rows.flatten(0, 1) @ weight)
-        graph, out = graphed(made, step)
-        graph.replay()
-        torch.testing.assert_close(out, rows.flatten(0, 1) @ weight)
-    dist.destroy_process_group(own)
-    return errors
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_more_graphs_than_torchs_signal_pads_have_room_for(ranks: Ranks, world_size: int) -> None:
-    """All ranks raise before they meet; the error names the graph and says what to do."""
-    # Eight channels of four bytes for each of two channels of a group.
-    room = symm_mem.get_signal_pad_size() // (64 * world_size)
-    enough = 64 * world_size * (room + 1)
-    for reserved, called in ranks.run(world_size, beyond_the_pads, room - 1):
-        for error in (reserved, called):
-            assert f"graph {room} on channel 'sync'" in error
-            assert f"set_signal_pad_size(n) on all ranks, with n of at least {enough}," in error
-            assert "reserve fewer graphs" in error
-        assert called.startswith("fused_all_gather_matmul: ")

@@ -1,4 +1,4 @@
-"""What attention keeps from call to call on devices: masks, tables and the edges of documents."""
+"""What attention keeps from call to call on devices: masks and the edges of documents."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import symm_cp
 from symm_cp import cuda
 from symm_cp.cuda.kept import HostReads
 from symm_cp.group import memory
-from symm_cp.ops.attention.arrival import _tables
 from symm_cp.ops.attention.masks import _host_edges
 from symm_cp.ops.attention.tiles import _band
-from symm_cp.schedule.layout import head_tail
 from symm_cp.testing import Ranks
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
@@ -69,15 +67,6 @@ def test_what_a_host_read_depends_on_its_context() -> None:
     tensor, count = OnGpu([0, 8]), iter(range(10))
     seen = [reads.get(tensor, lambda: next(count), context=context) for context in "aabba"]
     assert seen == [0, 0, 1, 1, 2]
-
-
-def test_tables_of_the_polling_kernel_are_kept_likewise() -> None:
-    layout = head_tail(64, 2)
-    with simulation():
-        kept = _tables(CPU, layout, 0, 32)
-        assert _tables(CPU, layout, 0, 32)[0] is kept[0]
-    with simulation(graph=True):
-        assert _tables(CPU, layout, 0, 32)[0] is not kept[0]
 
 
 def windows(group: dist.ProcessGroup, seed: int) -> None:

@@ -15,13 +15,9 @@ import pytest
 NAMES = [
     "add_rows",
     "merge_attention",
-    "arrival_attention",
-    "late_arrivals",
     "arrival_matmul",
     "late_shards",
     "counted_matmul",
-    "signals",
-    "late_signals",
 ]
 
 

@@ -9,13 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from symm_cp import cuda
-from symm_cp.cuda import Signals
-from symm_cp.cuda.stream_program import Launch, StreamLowering, _ExchangeCall, _KernelCall, lower
-from symm_cp.cuda.workspaces import workspace
+from symm_cp.cuda import workspace
+from symm_cp.cuda.stream_program import Launch, StreamLowering, _KernelCall, lower
 from symm_cp.group import memory
 from symm_cp.native import wire
 from symm_cp.runtime.program import Binding
-from symm_cp.schedule import Copy, Region, Signal, Step, Wait, patterns
+from symm_cp.schedule import Copy, Region, Step, patterns
 from symm_cp.tensors.shards import Extent
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
@@ -34,12 +33,8 @@ BINDING = Binding(
 def described(launch: Launch) -> list[str]:
     lines = []
     for item in launch.items:
-        if not isinstance(item, ctypes.Array):
-            if isinstance(item, _KernelCall):
-                names = f"{item.name}({item.index})"
-            else:
-                names = ", ".join(map(str, item.steps))
-            lines.append(f"{item.lane}: call {names}")
+        if isinstance(item, _KernelCall):
+            lines.append(f"{item.lane}: call {item.name}({item.index})")
             continue
         for command in item:
             assert isinstance(command, wire.StreamCommand)
@@ -122,51 +117,13 @@ def test_signals_behind_kernels_go_from_a_lane_of_their_own() -> None:
         assert not any("signal: " in line for line in described(others))
 
 
-@pytest.mark.parametrize("signals", [Signals.KERNEL, Signals.TORCH])
-def test_kernels_that_signal_go_to_that_lane_too(signals: Signals) -> None:
-    binding = Binding({"slot": (Extent.even(None, 64, 2),), "partials": (Extent.even(0, 64, 2),)})
-    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
-    calls = [line for line in described(lower(variant, 0, 2, binding, signals=signals))
-             if "'partial'" in line]  # fmt: skip
-    assert calls == [
-        "signal: call Signal('partial' to rank 1)",
-        "copy: call Wait('partial' from rank 1)",
-    ]
-
-
-def test_signals_by_kernels() -> None:
-    launch = lower(patterns.ALL_GATHER_AND_CONSUME.staged(), 0, 2, BINDING, signals=Signals.TORCH)
-    calls = [line for line in described(launch) if "call" in line]
-    assert sorted(calls) == [
-        "compute: call consume(0)",
-        "compute: call consume(1)",
-        "copy: call Signal('ready' to rank 1)",
-        "copy: call Wait('ready' from rank 1)",
-    ]
-
-
-def test_one_kernel_signals_all_peers() -> None:
-    """Consecutive steps of one kind are one launch; pulls may lie between the waits."""
-    wider = {name: (Extent.even(i, 64, 4),) for i, name in enumerate(["gathered", "output"], 1)}
-    binding = Binding({**BINDING.buffers, **wider})
-    everyone = (2, 3, 0)
-    for variant, signals, waits in (
-        (patterns.ALL_GATHER_AND_CONSUME.staged(), [everyone], [(2,), (3,), (0,)]),
-        (patterns.BACKGROUND_ALL_GATHER.staged(), [everyone] * 2, [everyone] * 2),
-    ):
-        launch = lower(variant, 1, 4, binding, signals=Signals.KERNEL)
-        exchanges = [item for item in launch.items if isinstance(item, _ExchangeCall)]
-        assert [e.peers for e in exchanges if isinstance(e.steps[0], Signal)] == signals
-        assert [e.peers for e in exchanges if isinstance(e.steps[0], Wait)] == waits
-
-
 @pytest.mark.parametrize("depends", [True, False])
 def test_copies_that_depend_on_each_other_are_not_batched(depends: bool) -> None:
     """The driver copies a batch in any order."""
     first = Copy(Region(0, "input"), Region(0, "gathered", 0))
     second = Copy(Region(0, "gathered", 0 if depends else 1), Region(0, "output", 0))
     order: Sequence[tuple[str, Step]] = [("copy", first), ("copy", second)]
-    launch = StreamLowering(order, 0, 1, BINDING, signals=Signals.STREAM, joined=True).launch()
+    launch = StreamLowering(order, 0, 1, BINDING, joined=True).launch()
     copies = [line for line in described(launch) if ": copy" in line]
     assert copies == ["copy: copy", "copy: copy alone" if depends else "copy: copy"]
 

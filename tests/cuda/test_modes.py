@@ -42,12 +42,12 @@ def test_mixes_of_more_ranks(ranks: Ranks, world_size: int, turn: int) -> None:
     assert failures == [""] * world_size, described(mode)
 
 
-def replays(group: dist.ProcessGroup, seed: int, signals: str) -> None:
+def replays(group: dist.ProcessGroup, seed: int) -> None:
     """Graphs of three ops, replayed in any order and on any stream, the same on all ranks."""
     rank, W, choose = group.rank(), group.size(), random.Random(seed)
     shard, full, weight = torch.zeros(3, 8), torch.zeros(2 * W, 8), torch.zeros(8, 5)
     q, k, v = torch.zeros(3, 1, 2, 8, 16)
-    with simulation(signals=signals) as made:
+    with simulation() as made:
         cuda.reserve_on(memory.resolve(group), made, 1 << 16, graphs=3)
         ops = [
             lambda: symm_cp.all_gather_matmul(shard, weight, gather_dim=0, group=group),
@@ -78,18 +78,17 @@ def replays(group: dist.ProcessGroup, seed: int, signals: str) -> None:
                 torch.testing.assert_close(out, expected[i], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("signals", some("stream", of=["stream", "kernel", "torch"]))
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
-def test_graphs_are_replayed_in_any_order(ranks: Ranks, world_size: int, signals: str) -> None:
-    ranks.run(world_size, replays, random.randrange(1 << 30), signals)
+def test_graphs_are_replayed_in_any_order(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, replays, random.randrange(1 << 30))
 
 
 @exhaustive
 def test_graphs_of_more_ranks_are_replayed_in_any_order(ranks: Ranks) -> None:
-    world_size, signals = random.randint(5, 8), random.choice(["stream", "kernel", "torch"])
-    with ranks.own(world_size, replays, random.randrange(1 << 30), signals) as running:
+    world_size = random.randint(5, 8)
+    with ranks.own(world_size, replays, random.randrange(1 << 30)) as running:
         failures = [outcome.failure for outcome in running.outcomes(120)]
-    assert failures == [""] * world_size, signals
+    assert failures == [""] * world_size
 
 
 def replays_at_once(group: dist.ProcessGroup) -> None:

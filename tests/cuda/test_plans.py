@@ -316,11 +316,6 @@ def in_python(group: dist.ProcessGroup) -> None:
             for _ in range(3):
                 symm_cp.all_gather_matmul(q[0, 0], q[0, 0].t(), group=group)
         assert runs() == 0
-    with simulation(signals="kernel"):
-        native.load().symm_cp_plans_record_at(0)
-        for _ in range(3):
-            ATTENTION(q, q, q, name)
-        assert (runs(), refusal()) == (0, "kernels signal")
 
 
 def test_what_stays_in_python(ranks: Ranks) -> None:

@@ -28,4 +28,3 @@ def test_a_program_is_drawn_by_its_seed() -> None:
     assert programs.Program.drawn(7) == programs.Program.drawn(7)
     drawn = [programs.Program.drawn(number) for number in range(100)]
     assert {program.at_once for program in drawn} == {False, True}
-    assert {program.mode["signals"] for program in drawn} == {"stream", "kernel", "torch"}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import tuning
 from symm_cp.ops.common import device_kernels
+from symm_cp.schedule import Compute, Copy, Signal, Wait
 from symm_cp.schedule.simulate import Event
-from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
 
@@ -21,10 +21,10 @@ def on(events: tuple[Event, ...], lane: str) -> list[Event]:
     return [event for event in events if event.lane == lane]
 
 
-def recorded(group: dist.ProcessGroup, signals: str) -> None:
+def recorded(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
     x, weight = torch.randn(6, 4), torch.randn(4, 5)
-    with simulation(signals=signals), tuning.forced("shards"):
+    with simulation(), tuning.forced("shards"):
         expected = symm_cp.all_gather_matmul(x, weight, group=group)
         with symm_cp.trace() as recording:
             out = symm_cp.all_gather_matmul(x, weight, group=group)
@@ -52,16 +52,15 @@ def recorded(group: dist.ProcessGroup, signals: str) -> None:
         assert pull.end <= kernel.start
 
 
-@pytest.mark.parametrize("signals", ["stream", "kernel", "torch"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_both_lanes_are_recorded(ranks: Ranks, world_size: int, signals: str) -> None:
-    ranks.run(world_size, recorded, signals)
+def test_both_lanes_are_recorded(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, recorded)
 
 
-def partial_sums(group: dist.ProcessGroup, signals: str) -> None:
+def partial_sums(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
     x, weight = torch.randn(3 * W, 4), torch.randn(4, 5)
-    with simulation(signals=signals), tuning.forced("shards"), symm_cp.trace() as recording:
+    with simulation(), tuning.forced("shards"), symm_cp.trace() as recording:
         symm_cp.matmul_reduce_scatter(x, weight, group=group)
     events = recording.timeline.events
     produced = [e for e in on(events, "compute") if isinstance(e.step, Compute)][:-1]
@@ -72,9 +71,8 @@ def partial_sums(group: dist.ProcessGroup, signals: str) -> None:
         assert kernel.end <= signal.end
 
 
-@pytest.mark.parametrize("signals", ["stream", "kernel", "torch"])
-def test_the_lane_that_signals_is_recorded(ranks: Ranks, signals: str) -> None:
-    ranks.run(3, partial_sums, signals)
+def test_the_lane_that_signals_is_recorded(ranks: Ranks) -> None:
+    ranks.run(3, partial_sums)
 
 
 def in_the_background(group: dist.ProcessGroup) -> None:

@@ -21,21 +21,9 @@ from symm_cp.native import wire
 from symm_cp.ops.common import device_kernels
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulated_device, simulation
-from tests.exhaustive import exhaustive
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-MODES = pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(
-            {"graph": graph, "signals": signals},
-            id=f"{signals}-graph" if graph else signals,
-            marks=[exhaustive] if graph and signals == "kernel" else [],
-        )
-        for signals in ("stream", "kernel", "torch")
-        for graph in (False, True)
-    ],
-)
+MODES = pytest.mark.parametrize("mode", [{}, {"graph": True}], ids=["eager", "graph"])
 all_gather = device_kernels["_low_contention_all_gather"]
 reduce_scatter = device_kernels["_low_contention_reduce_scatter"]
 wait = torch.ops._c10d_functional.wait_tensor
@@ -105,9 +93,8 @@ def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> No
         torch.testing.assert_close(wait(scattered), full.sum(0).chunk(W)[rank])
 
 
-@pytest.mark.parametrize("signals", ["stream", "torch"])
-def test_background_ops_of_late_peers_do_not_hold_up_the_caller(ranks: Ranks, signals: str) -> None:
-    mode = {"signals": signals, "one_queue": False, "lazy_loading": False, "stream_guard": False}
+def test_background_ops_of_late_peers_do_not_hold_up_the_caller(ranks: Ranks) -> None:
+    mode = {"one_queue": False, "lazy_loading": False}
     ranks.run(3, begun_before_the_peers, mode)
 
 

@@ -16,19 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp.cuda import Signals
+from symm_cp.cuda import workspace
 from symm_cp.cuda.stream_program import StreamLowering
-from symm_cp.cuda.workspaces import workspace
 from symm_cp.group import memory
 from symm_cp.runtime.program import Binding
-from symm_cp.schedule import Compute, Signal, Variant
-from symm_cp.schedule.patterns import (
-    CONSUME_AND_REDUCE_SCATTER,
-    EXCHANGE_AND_CONSUME,
-    PRODUCE_AND_ALL_REDUCE,
-    PRODUCE_AND_REDUCE_SCATTER,
-    IssueOrder,
-)
+from symm_cp.schedule import Compute, Signal, Variant, patterns
+from symm_cp.schedule.patterns import IssueOrder
 from symm_cp.tensors.shards import Extent
 from symm_cp.testing import Ranks
 from tests.cuda.machine import until
@@ -54,13 +47,15 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(PRODUCE_AND_REDUCE_SCATTER.staged(), 3, pull=1, kernel=1),  # of matmul-reduce-scatter
-    Case(PRODUCE_AND_ALL_REDUCE.staged(), 3, pull=1, kernel=1),
-    Case(EXCHANGE_AND_CONSUME.staged(), 3, pull=1, kernel=1),
+    Case(
+        patterns.PRODUCE_AND_REDUCE_SCATTER.staged(), 3, pull=1, kernel=1
+    ),  # of matmul-reduce-scatter
+    Case(patterns.PRODUCE_AND_ALL_REDUCE.staged(), 3, pull=1, kernel=1),
+    Case(patterns.EXCHANGE_AND_CONSUME.staged(), 3, pull=1, kernel=1),
     # Attention's backward pass: the shards of three peers are pulled one after the other.
-    Case(CONSUME_AND_REDUCE_SCATTER.staged(), 4, pull=3, kernel=1),
+    Case(patterns.CONSUME_AND_REDUCE_SCATTER.staged(), 4, pull=3, kernel=1),
     # Two shards, a partial sum, and the third shard, once the first has been consumed.
-    Case(CONSUME_AND_REDUCE_SCATTER.staged(ring=True), 4, pull=4, kernel=2),
+    Case(patterns.CONSUME_AND_REDUCE_SCATTER.staged(ring=True), 4, pull=4, kernel=2),
 ]
 
 
@@ -88,9 +83,8 @@ def next_kernel(group: dist.ProcessGroup, case: Case, beside: bool) -> str:
     order = case.variant.issue_order(rank, world_size)
     if not beside:
         order = in_the_callers_lane(order)
-    launch = StreamLowering(
-        order, rank, world_size, binding(world_size), signals=Signals.STREAM, joined=True
-    ).launch()
+    lowering = StreamLowering(order, rank, world_size, binding(world_size), joined=True)
+    launch = lowering.launch()
     operands = torch.zeros(4, world_size * CHUNK, dtype=torch.uint8)
     begun, over, numbers = threading.Event(), threading.Event(), itertools.count()
     with simulation(copy_engines=1, deferred=True) as made:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 import re
 import threading
 import time
@@ -20,13 +19,10 @@ from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
 from symm_cp.ops.common import device_kernels
 from symm_cp.testing import Ranks
-from tests.cuda import test_pipelines, test_runtime
 from tests.cuda.simulated import simulated_device, simulation
-from tests.exhaustive import some
 
 all_gather = device_kernels["_low_contention_all_gather"]
 wait = torch.ops._c10d_functional.wait_tensor
-SIGNALS = ("stream", "kernel", "torch")
 
 
 def a_call(group: dist.ProcessGroup) -> None:
@@ -40,8 +36,8 @@ def a_call(group: dist.ProcessGroup) -> None:
     assert torch.equal(wait(gathered), rows.flatten(0, 1))
 
 
-def of_version(group: dist.ProcessGroup, version: int, graph: bool, signals: str) -> None:
-    with simulation(graph=graph, signals=signals, driver_version=version) as made:
+def of_version(group: dist.ProcessGroup, version: int, graph: bool) -> None:
+    with simulation(graph=graph, driver_version=version) as made:
         cuda.reserve_on(memory.resolve(group), made, 1 << 10)
         for _ in range(3):
             a_call(group)
@@ -51,12 +47,7 @@ def of_version(group: dist.ProcessGroup, version: int, graph: bool, signals: str
 @pytest.mark.parametrize("version", [12050, 13000, 13010])
 def test_signals_by_streams_on_each_driver(ranks: Ranks, version: int, graph: bool) -> None:
     """Drivers without batched copies, with them, and without writes to peers' memory."""
-    ranks.run(2, of_version, version, graph, "stream")
-
-
-@pytest.mark.parametrize("signals", ["kernel", "torch"])
-def test_on_old_drivers_kernels_signal(ranks: Ranks, signals: str) -> None:
-    ranks.run(2, of_version, 12040, False, signals)
+    ranks.run(2, of_version, version, graph)
 
 
 @pytest.mark.parametrize(("version", "works"), [(12040, False), (12050, True), (13010, True)])
@@ -128,24 +119,9 @@ def test_what_the_driver_refuses_is_raised(ranks: Ranks) -> None:
         assert [re.sub(r"^\w+: (?=symm_cp: )", "", error) for error in errors] == expected, errors
 
 
-def guarded(group: dist.ProcessGroup, graph: bool, seed: int) -> None:
-    mode = {"signals": "torch", "stream_guard": True, "graph": graph}
-    test_runtime.mixes(group, 20, seed, mode)
-    test_pipelines.attention(group, mode, seed)  # backward: partial sums, also in a ring
-
-
-@pytest.mark.parametrize("graph", some(False, of=[False, True]))
-@pytest.mark.parametrize("world_size", some(3, of=[2, 3, 4]))
-def test_torchs_kernels_end_although_one_stream_follows_the_other(
-    ranks: Ranks, world_size: int, graph: bool
-) -> None:
-    """They would hang if the copy lane were handed out first, see tests/schedule."""
-    ranks.run(world_size, guarded, graph, random.randrange(1 << 30))
-
-
-def in_threads(group: dist.ProcessGroup, signals: str) -> None:
+def in_threads(group: dist.ProcessGroup) -> None:
     """Calls ops in threads without a current context, as threads of autograd do."""
-    with simulation(contexts=True, signals=signals) as made:
+    with simulation(contexts=True) as made:
         # Where a workspace is made, torch has just allocated its memory: there is a context.
         a_call(group)
         symm_cp.all_gather_kv(torch.ones(4, 6), torch.ones(4, 6), seq_dim=0, group=group)
@@ -182,9 +158,8 @@ def in_threads(group: dist.ProcessGroup, signals: str) -> None:
         assert raised == []
 
 
-@pytest.mark.parametrize("signals", SIGNALS)
-def test_threads_need_no_current_context(ranks: Ranks, signals: str) -> None:
-    ranks.run(2, in_threads, signals)
+def test_threads_need_no_current_context(ranks: Ranks) -> None:
+    ranks.run(2, in_threads)
 
 
 def test_the_device_is_current_when_torch_is_asked_about_its_stream(

@@ -165,9 +165,7 @@ def elsewhere(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
         assert got.shape == (4 * group.size(), 3)
 
 
-@pytest.mark.parametrize(
-    "mode", [{"graph": True}, {"signals": "kernel"}, {"polls": False}], ids=str
-)
+@pytest.mark.parametrize("mode", [{"graph": True}, {"passes": False}, {"polls": False}], ids=str)
 def test_where_kernels_and_streams_cannot_wait_for_each_other(
     ranks: Ranks, mode: dict[str, Any]
 ) -> None:

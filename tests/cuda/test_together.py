@@ -15,8 +15,7 @@ import symm_cp
 from symm_cp import cuda, tuning
 from symm_cp.group import memory
 from symm_cp.ops.attention import kernels, together
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
-from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
+from symm_cp.schedule import CAUSAL, NO_MASK, Mask, SequenceLayout, head_tail, sequential
 from symm_cp.schedule.tiles import held_by_others, tiles, tiles_of_others
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulation
@@ -146,8 +145,6 @@ def called(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None:
     [
         {},
         {"graph": True},
-        pytest.param({"signals": "kernel"}, marks=exhaustive),
-        pytest.param({"signals": "torch", "graph": True}, marks=exhaustive),
         pytest.param({"one_queue": True, "driver_version": 12050}, marks=exhaustive),
         pytest.param({"lazy_loading": True, "multiprocessors": True}, marks=exhaustive),
     ],

@@ -15,7 +15,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
 from symm_cp import native
-from symm_cp.cuda import Signals, Verdict
+from symm_cp.cuda import Verdict
 from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import simulated_device, simulation
@@ -191,7 +191,7 @@ def falls_back(group: dist.ProcessGroup) -> None:
         simulation(plan_at=-1) as made,
         symm_cp.override_cuda_ops(),
     ):
-        for verdict in (Verdict(), Verdict(Signals.NONE, reason="the trial timed out")):
+        for verdict in (Verdict(), Verdict(passed=False, reason="the trial timed out")):
             with mock.patch.object(made, "verdict", lambda group, verdict=verdict: verdict):
                 for _ in range(2):
                     got = _call_cuda_kernel("fused_matmul_reduce_scatter", x, w, "sum", 0, name)

@@ -14,7 +14,7 @@ from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.common import WITH_SIZES
 from symm_cp.ops.op import Caller, Op, declared
-from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule import SequenceLayout
 
 OPS = torch.ops.symm_mem
 Tensors = list[torch.Tensor]

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symm_cp import tuning
+from symm_cp import set_rotate_method, tuning
 from symm_cp.cuda import has_streams
-from symm_cp.ops.attention import set_rotate_method
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.schedule import SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests import device
 from tests.attention_reference import Problem, check

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import tuning
+from symm_cp import set_rotate_method, tuning
 from symm_cp.ops.attention import kernels as attention_kernels
-from symm_cp.ops.attention import set_rotate_method
-from symm_cp.schedule.layout import head_tail_order
+from symm_cp.schedule import head_tail_order
 from symm_cp.testing import Ranks
 
 OP = torch.ops.symm_mem.fused_all_gather_attention

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from symm_cp.schedule.layout import head_tail_order
+from symm_cp.schedule import head_tail_order
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, pairs, some
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from symm_cp.ops.attention import masks as module
 from symm_cp.ops.attention.masks import SHORT_GAP, documents_of, keys_of
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
-from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
+from symm_cp.schedule import CAUSAL, NO_MASK, Mask, SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests.allocations import allocated
 from tests.attention_reference import Problem, check

@@ -7,9 +7,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from symm_cp import tuning
+from symm_cp import set_rotate_method, tuning
 from symm_cp.group.memory import resolve
-from symm_cp.ops.attention import set_rotate_method
 from symm_cp.testing import Ranks
 from tests.allocations import peak_of
 from tests.exhaustive import exhaustive

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from symm_cp.ops.attention import philox, set_rotate_method
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp import set_rotate_method
+from symm_cp.ops.attention import philox
+from symm_cp.schedule import SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests import device
 from tests.attention_reference import Problem, check

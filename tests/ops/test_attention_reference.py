@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from symm_cp.ops.attention.reference import all_gather_attention
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
-from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
+from symm_cp.schedule import CAUSAL, NO_MASK, Mask, SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 

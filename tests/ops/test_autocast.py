@@ -11,34 +11,36 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_leaves
 
 import symm_cp
 from symm_cp.context_parallel import ContextParallel, context_parallel
+from symm_cp.ops import autocast
+from symm_cp.ops.op import Caller, Op, declared
 from symm_cp.testing import Ranks
-from tests.ops.calls import OPS, Call, Tensors, calls, leaves
+from tests.ops.calls import OPS, Call, Tensors, calls, is_real, leaves
 from tests.tensor_parallel.common import fused_plan, mesh_of
 
-CASTING = (
-    "_all_gather_matmul_split",
-    "_matmul_reduce_scatter_split",
-    "fused_all_gather_matmul",
-    "fused_matmul_reduce_scatter",
-    "fused_matmul_all_reduce",
-    "project_to_heads",
-    "project_from_heads",
-    "fused_all_gather_attention",
-    "flex_all_gather_attention",
-    "fused_dispatch_grouped_matmul",
-    "fused_grouped_matmul_combine",
-)
-#: Ops whose last tensor is the weights of a sum, which autocast does not cast.
-KEEPING = ("fused_grouped_matmul_combine",)
+#: How many of an op's first arguments each rule casts.
+CAST = {autocast.cast: None, autocast.cast_query_key_value: 3, autocast.cast_operands: 2}
+
+
+def casting(op: Op) -> int:
+    """How many of the floating inputs of an op's example call autocast casts."""
+    assert op.example is not None
+    args, _ = op.example(Caller("", 0, 2, [1, 2]))
+    cast = tree_leaves(args[: CAST[op.autocast]])
+    return sum(isinstance(arg, torch.Tensor) and is_real(arg) for arg in cast)
+
+
+#: That number, of the ops whose declarations have such a rule.
+CASTING = {op.name: casting(op) for op in declared() if op.autocast in CAST}
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def narrowed(name: str, inputs: Tensors, dtype: torch.dtype) -> Tensors:
     """The inputs as autocast casts them."""
-    count = len(inputs) - (name in KEEPING)
+    count = CASTING.get(name, len(inputs))
     return [t.to(dtype) if i < count else t for i, t in enumerate(inputs)]
 
 

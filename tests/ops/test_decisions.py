@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import symm_cp
-from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp import LoadBalancer
 from symm_cp.ops import exchange_heads, halo, scan
 from symm_cp.ops.attention import few_tokens, gather_kv
 from symm_cp.ops.attention import op as attention
@@ -29,7 +29,7 @@ from symm_cp.ops.matmul.scatter import (
 )
 from symm_cp.ops.op import Caller, declared
 from symm_cp.ops.op import Op as DeclaredOp
-from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule import SequenceLayout
 from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some

@@ -203,9 +203,18 @@ def test_refuses_transforms(ranks: Ranks) -> None:
     ranks.run(2, refuses_transforms)
 
 
+def refuses_batched(call: Call) -> None:
+    given = leaves(call.inputs)
+    outputs = call.run(*given)
+    seeds = [torch.stack([out.detach()] * 2) for out in outputs]
+    with pytest.raises(ValueError, match="grad_out has no storage"):
+        torch.autograd.grad(outputs, given, seeds, is_grads_batched=True)
+
+
 def maps(group: dist.ProcessGroup) -> None:
     for name, call in calls(group).items():
         if name == "flex_all_gather_attention":
+            refuses_batched(call)
             continue
         for dim in (0, 1):
             batch = [torch.stack([t, 2 * t, t + 1], dim) for t in call.inputs]
@@ -216,15 +225,16 @@ def maps(group: dist.ProcessGroup) -> None:
         given = leaves(call.inputs)
         outputs = call.run(*given)
         seeds = [torch.stack([out.detach(), out.detach().sin()]) for out in outputs]
-        if name not in ATTENTION:
-            with pytest.raises(NotImplementedError, match="is_grads_batched=True"):
-                torch.autograd.grad(outputs, given, seeds, is_grads_batched=True, retain_graph=True)
-        found = torch.func.vmap(
+        at_once = torch.autograd.grad(
+            outputs, given, seeds, is_grads_batched=True, retain_graph=True
+        )
+        mapped = torch.func.vmap(
             lambda *s, o=outputs, g=given: torch.autograd.grad(o, g, s, retain_graph=True)
         )(*seeds)
         for i in range(2):
             want = torch.autograd.grad(outputs, given, [s[i] for s in seeds], retain_graph=True)
-            torch.testing.assert_close([g[i] for g in found], list(want))
+            for found in (at_once, mapped):
+                torch.testing.assert_close([g[i] for g in found], list(want))
 
 
 def test_vmap(ranks: Ranks) -> None:

@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from symm_cp.context_parallel.load_balancers import (
+from symm_cp import (
     HeadTail,
     LoadBalancer,
     PerDocumentHeadTail,
     ProcessingTimeRoundRobin,
     Sequential,
+    set_rotate_method,
 )
 from symm_cp.group.memory import resolve
-from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.attention.flex import mask as flex_mask
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.methods import ALLGATHER, Method
-from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule import SequenceLayout
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 

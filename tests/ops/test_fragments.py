@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import symm_cp
-from symm_cp.ops.recurrent.convolution import causal_convolution
+from symm_cp import causal_convolution
 from symm_cp.ops.recurrent.fragments import runs_of
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.schedule import SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive, pairs, some

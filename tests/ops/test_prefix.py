@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.schedule.layout import head_tail, sequential
-from symm_cp.schedule.mask import Mask
+from symm_cp.schedule import Mask, head_tail, sequential
 from symm_cp.schedule.tiles import seen_by_peers
 from symm_cp.testing import Ranks
 from tests.attention_reference import Problem, check

@@ -10,7 +10,7 @@ from symm_cp import runtime
 from symm_cp.group.memory import resolve
 from symm_cp.ops.heads.packing import HeadPart, HeadRanges, head_exchange
 from symm_cp.runtime.round_trips import RoundTrip, Tensors, run_round_trips
-from symm_cp.schedule.layout import head_tail
+from symm_cp.schedule import head_tail
 from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
 from tests import device

@@ -20,7 +20,7 @@ from symm_cp.ops.attention import ulysses
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.methods import Method, split_by
 from symm_cp.ops.heads.shares import shares_of
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.schedule import SequenceLayout, head_tail, sequential
 from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive, some

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from symm_cp.schedule import Schedule, patterns
-from symm_cp.schedule.patterns import Channel, FormName, Variant
+from symm_cp.schedule import Schedule, Variant, patterns
+from symm_cp.schedule.patterns import Channel, FormName
 from tests.exhaustive import some
 
 #: All eight orders of three consecutive calls of two variants; a slot comes back within three.

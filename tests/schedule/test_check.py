@@ -9,27 +9,17 @@ from symm_cp.schedule import (
     CheckReport,
     Compute,
     Copy,
+    Deadlock,
+    Race,
     Region,
     Schedule,
     Signal,
     Step,
     Wait,
     check,
+    patterns,
 )
-from symm_cp.schedule.check import (
-    CALLER,
-    Deadlock,
-    ForeignAccess,
-    Race,
-    Starvation,
-    TwoWriters,
-    UninitialisedRead,
-)
-from symm_cp.schedule.patterns import (
-    ALL_GATHER_AND_COMBINE,
-    ALL_GATHER_AND_CONSUME,
-    TWO_SHOT_ALL_REDUCE,
-)
+from symm_cp.schedule.check import CALLER, ForeignAccess, Starvation, TwoWriters, UninitialisedRead
 from tests.schedule.calls import PLACES, Place
 
 INPUT, OUTPUT = Region(0, "input"), Region(0, "output")
@@ -164,7 +154,7 @@ def test_chunks_tell_apart_within_a_call_only() -> None:
 
 def test_the_caller_overwrites_the_symmetric_tensor_after_the_call() -> None:
     def hasty(rank: int) -> Schedule:
-        full = ALL_GATHER_AND_COMBINE.direct(in_place=True).schedule(rank, 2)
+        full = patterns.ALL_GATHER_AND_COMBINE.direct(in_place=True).schedule(rank, 2)
         return schedule(rank, *full.lanes["compute"][:-1])  # without the wait for "done"
 
     report = check([[hasty(0), hasty(1)]])
@@ -178,7 +168,7 @@ def test_the_caller_overwrites_the_symmetric_tensor_after_the_call() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_two_shot_without_the_slot_would_need_another_exchange(world_size: int) -> None:
     """The pattern goes through the slot, else peers would still read the tensor at return."""
-    in_place = TWO_SHOT_ALL_REDUCE.direct(in_place=True)
+    in_place = patterns.TWO_SHOT_ALL_REDUCE.direct(in_place=True)
 
     def direct(rank: int) -> Schedule:
         own = Region(rank, "symmetric", rank)
@@ -279,13 +269,13 @@ def test_a_kernel_that_polls_starts_when_the_peers_have_what_they_wait_for(missi
 
 
 def test_a_report_says_what_was_checked() -> None:
-    report = check([ALL_GATHER_AND_CONSUME.direct().schedules(3)] * 5)
+    report = check([patterns.ALL_GATHER_AND_CONSUME.direct().schedules(3)] * 5)
     assert (report.ok, report.calls, report.world_size) == (True, 5, 3)
     assert str(report) == "5 calls on 3 ranks: no problem"
 
 
 def test_schedules_that_do_not_fit_together_are_refused() -> None:
-    good = ALL_GATHER_AND_CONSUME.staged().schedules(2)
+    good = patterns.ALL_GATHER_AND_CONSUME.staged().schedules(2)
     with pytest.raises(ValueError, match="at least one call of at least one rank"):
         check([])
     with pytest.raises(ValueError, match=r"calls\[1\] has 1 schedules, .* world_size=2 ranks"):
@@ -293,7 +283,7 @@ def test_schedules_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"calls\[0\]\[0\] .* has .*=\(1, 2, 2\), must have \(0"):
         check([good[::-1]])
     with pytest.raises(ValueError, match=r"=\(0, 2, 1\), must have \(0, 2, 2\)"):
-        check([good, ALL_GATHER_AND_CONSUME.staged().schedules(2, slots=1)])
+        check([good, patterns.ALL_GATHER_AND_CONSUME.staged().schedules(2, slots=1)])
 
 
 def test_a_report_of_too_few_calls_says_how_many_it_takes() -> None:

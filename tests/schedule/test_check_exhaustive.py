@@ -11,9 +11,20 @@ from itertools import combinations
 
 import pytest
 
-from symm_cp.schedule import Compute, Region, Schedule, Signal, Step, Wait, accesses, check
-from symm_cp.schedule.check import CALLER, Deadlock, Race, Site
-from symm_cp.schedule.patterns import Variant
+from symm_cp.schedule import (
+    Compute,
+    Deadlock,
+    Race,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Variant,
+    Wait,
+    accesses,
+    check,
+)
+from symm_cp.schedule.check import CALLER, Site
 from tests.exhaustive import some
 from tests.schedule.calls import Workspace
 

@@ -8,8 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from symm_cp.schedule import GraphCall, GraphOrder, Signal, Variant, Wait, check_graph
-from symm_cp.schedule.patterns import PRODUCE_AND_REDUCE_SCATTER
+from symm_cp.schedule import GraphCall, GraphOrder, Signal, Variant, Wait, check_graph, patterns
 from tests.exhaustive import some
 from tests.schedule.calls import MIX, WORKSPACES
 from tests.schedule.test_issue_order import EXCHANGING
@@ -63,7 +62,7 @@ def test_without_the_edges_ranks_may_hang(variant: Variant, world_size: int) -> 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_each_edge_of_a_reduce_scatter_is_needed(world_size: int) -> None:
-    (variant,) = [v for v in VARIANTS if v.name == PRODUCE_AND_REDUCE_SCATTER.name]
+    (variant,) = [v for v in VARIANTS if v.name == patterns.PRODUCE_AND_REDUCE_SCATTER.name]
     call = GraphCall.of(variant, world_size)
     places = [place for place, held in enumerate(call.orders[0].steps) if held.behind]
     assert len(places) == world_size - 1

@@ -9,24 +9,27 @@ from itertools import combinations
 
 import pytest
 
-from symm_cp.schedule import Call, Compute, Signal, Step, Variant, Wait, check_issue_order
-from symm_cp.schedule.check import Deadlock
-from symm_cp.schedule.patterns import (
-    CONSUME_AND_REDUCE_SCATTER,
-    EXCHANGE_AND_CONSUME,
-    PRODUCE_AND_ALL_REDUCE,
-    PRODUCE_AND_REDUCE_SCATTER,
-    IssueOrder,
+from symm_cp.schedule import (
+    Call,
+    Compute,
+    Deadlock,
+    Signal,
+    Step,
+    Variant,
+    Wait,
+    check_issue_order,
+    patterns,
 )
+from symm_cp.schedule.patterns import IssueOrder
 from tests.exhaustive import some
 from tests.schedule.calls import MIX, PLACES, SIZES, WORKSPACES, Place, Workspace
 
 #: The patterns in which partial sums are exchanged.
 EXCHANGING = (
-    CONSUME_AND_REDUCE_SCATTER.name,
-    PRODUCE_AND_REDUCE_SCATTER.name,
-    PRODUCE_AND_ALL_REDUCE.name,
-    EXCHANGE_AND_CONSUME.name,
+    patterns.CONSUME_AND_REDUCE_SCATTER.name,
+    patterns.PRODUCE_AND_REDUCE_SCATTER.name,
+    patterns.PRODUCE_AND_ALL_REDUCE.name,
+    patterns.EXCHANGE_AND_CONSUME.name,
 )
 
 
@@ -203,7 +206,7 @@ def test_a_wait_for_an_own_flag_before_its_signal_is_noticed(place: Place, world
 
 
 def test_calls_that_do_not_fit_together_are_refused() -> None:
-    variant = PRODUCE_AND_REDUCE_SCATTER.staged()
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
     with pytest.raises(ValueError, match=r"all on the same number of ranks"):
         check_issue_order([])
     with pytest.raises(ValueError, match=r"on the same number of ranks; got \[2, 3\]"):

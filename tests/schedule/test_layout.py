@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symm_cp.schedule.layout import (
-    SequenceLayout,
-    Span,
-    among,
-    even_lengths,
-    head_tail,
-    pooled,
-    sequential,
-)
+from symm_cp.schedule import SequenceLayout, head_tail, sequential
+from symm_cp.schedule.layout import Span, among, even_lengths, pooled
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))

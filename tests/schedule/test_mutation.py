@@ -9,9 +9,19 @@ from dataclasses import replace
 
 import pytest
 
-from symm_cp.schedule import Compute, Copy, Region, Schedule, Signal, Step, Wait, check
-from symm_cp.schedule.check import Deadlock, _Lane, _Run
-from symm_cp.schedule.patterns import ALL_GATHER_AND_POLL, PRODUCE_AND_REDUCE_SCATTER
+from symm_cp.schedule import (
+    Compute,
+    Copy,
+    Deadlock,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Wait,
+    check,
+    patterns,
+)
+from symm_cp.schedule.check import _Lane, _Run
 from tests.exhaustive import some
 from tests.schedule.calls import CHAINS, LOOPS, MIX, PLACES, Place
 
@@ -187,7 +197,7 @@ def test_a_loop_needs_both_halves(place: Place) -> None:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_kernel_must_poll_the_flag_of_each_shard(world_size: int, keep: bool) -> None:
-    call = ALL_GATHER_AND_POLL.staged(keep=keep).schedules(world_size)
+    call = patterns.ALL_GATHER_AND_POLL.staged(keep=keep).schedules(world_size)
     offered, kernel = call[0].lanes["compute"]
     assert isinstance(kernel, Compute)
     for index, (_, shard) in enumerate(kernel.awaits):
@@ -205,7 +215,7 @@ def test_a_kernel_must_poll_the_flag_of_each_shard(world_size: int, keep: bool) 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_flag_of_a_kernel_says_that_its_own_region_was_written(world_size: int) -> None:
-    call = PRODUCE_AND_REDUCE_SCATTER.staged(together=True).schedules(world_size)
+    call = patterns.PRODUCE_AND_REDUCE_SCATTER.staged(together=True).schedules(world_size)
     kernel, *rest = call[0].lanes["compute"]
     assert isinstance(kernel, Compute)
     flags, regions = zip(*kernel.raises, strict=True)
@@ -222,7 +232,7 @@ def test_a_flag_of_a_kernel_says_that_its_own_region_was_written(world_size: int
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_may_differ_in_how_they_produce(world_size: int) -> None:
     """The way depends on the inner dimension, which may differ from rank to rank."""
-    ways = [PRODUCE_AND_REDUCE_SCATTER.staged(together=on) for on in (False, True)]
+    ways = [patterns.PRODUCE_AND_REDUCE_SCATTER.staged(together=on) for on in (False, True)]
     mixes = [
         [ways[bits >> rank & 1].schedule(rank, world_size) for rank in range(world_size)]
         for bits in range(1 << world_size)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
-from symm_cp.schedule.mask import Mask
+from symm_cp.schedule import Mask, SequenceLayout, head_tail, sequential
 from symm_cp.schedule.tiles import (
     Tile,
     for_samples,

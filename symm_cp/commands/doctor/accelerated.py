@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import accelerators, env, native
+from symm_cp import accelerators, native
 from symm_cp.commands.doctor.findings import Finding
 from symm_cp.cuda import Device, nvshmem
 from symm_cp.cuda.gpu import CudaDevice
@@ -94,7 +94,7 @@ def cuda_driver(version: int, copies: str) -> Finding:
     detail = f"CUDA {_release(version)}; {copies}"
     if version >= needed:
         return Finding("backends", name, "ok", f"{detail}; streams can signal")
-    detail += "; kernels signal, which take multiprocessors from the ops"
+    detail += "; streams cannot signal, so ranks exchange data through the process group"
     advice = f"update the driver: streams signal from CUDA {_release(needed)} on"
     return Finding("backends", name, "missing", detail, advice)
 
@@ -104,7 +104,7 @@ def _release(version: int) -> str:
 
 
 def cuda_settings(environment: Mapping[str, str]) -> list[Finding]:
-    """Judges the variables that control how CUDA streams run, and how ranks signal."""
+    """Judges the variables that control how CUDA streams run."""
     section, findings = "backends", []
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     queues = environment.get(name, "")
@@ -120,12 +120,6 @@ def cuda_settings(environment: Mapping[str, str]) -> list[Finding]:
         detail = f"{environment.get(name) or 'not set'}: kernels are loaded at their first launch"
         advice = f"export {name}=EAGER; a first launch may wait for all streams, and so for peers"
         findings.append(Finding(section, name, "missing", detail, advice))
-    name = "SYMM_CP_SIGNALS"
-    try:
-        detail = env.signals() or "not set: the first way to signal that the self-test sees work"
-        findings.append(Finding(section, name, "info", detail))
-    except ValueError as error:
-        findings.append(Finding(section, name, "missing", str(error), f"unset {name}"))
     if environment.get("SYMM_CP_SELFTEST") == "0":
         advice = "unset it, unless the self-test itself fails"
         detail = "0: what does not work between these GPUs may hang"

@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +25,10 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import cuda, env
+from symm_cp import cuda
 from symm_cp.commands import doctor
 from symm_cp.commands.first_run import checks
 from symm_cp.commands.first_run.checks import Check
-from symm_cp.cuda import Signals
 from symm_cp.group.memory import resolve
 from symm_cp.parsing import STDOUT, write_json
 from symm_cp.ranks import exit_as_rank, is_rank, run_limited
@@ -38,8 +37,7 @@ from symm_cp.ranks import exit_as_rank, is_rank, run_limited
 _BUDGET, _ENVIRONMENT_LIMIT, _PART_LIMIT = 110.0, 45.0, 50.0
 #: A wait that takes longer aborts the rank with a message, before the part's time is over.
 _WAIT_LIMIT_MS = 15_000
-_FOUND = "as found"
-_CPU = "CPU"
+_CPU, _GPUS = "CPU", "GPUs"
 #: Peers must detect a rank's death within this many seconds. Detection takes 0.1 on an idle
 #: machine; the rest is for busy machines.
 _NOTICED_SECONDS = 5.0
@@ -107,7 +105,8 @@ def main(args: argparse.Namespace) -> int:
         parts.append(start(_CPU, ranks, _PART_LIMIT, {}))
     if args.device != "cpu" and count > 0:
         ranks = args.ranks or min(max(count, 2), 8)
-        parts += _parts(ranks, start)
+        variables = {"SYMM_CP_TIMEOUT_MS": str(_WAIT_LIMIT_MS)}
+        parts.append(start(_GPUS, ranks, _PART_LIMIT, variables))
     _report(parts, ranks, args.json, seconds=time.monotonic() - began)
     if count == 0 and args.json != STDOUT:
         print("GPUs were not tested: torch finds no CUDA device.")
@@ -122,22 +121,6 @@ def _run_as_part(args: argparse.Namespace) -> NoReturn:
         exit_as_rank(lambda group: examine_cpu(group, say), args.rendezvous, "symm_cp")
     device = torch.device("cuda", torch.cuda.current_device())
     exit_as_rank(lambda group: examine(group, device, say), args.rendezvous)
-
-
-def _parts(ranks: int, start: Start) -> Iterator[Part]:
-    """Yields the parts on GPUs: with the self-test's choice of signals, then each other way."""
-    ways = [env.signals()] if env.signals() else [None, *(way.value for way in Signals)][:-1]
-    used = ""
-    for place, way in enumerate(ways):
-        if way is not None and way == used:
-            continue
-        variables = {"SYMM_CP_TIMEOUT_MS": str(_WAIT_LIMIT_MS)}
-        if way is not None:
-            variables["SYMM_CP_SIGNALS"] = way
-        limit = _PART_LIMIT if place == 0 else _PART_LIMIT / 2
-        part = start(f"signals {_FOUND if way is None else f'by {way}'}", ranks, limit, variables)
-        yield part
-        used = used or next((i.detail.split()[0] for i in part.items if i.name == _VERDICT), "-")
 
 
 # The work of ranks.
@@ -230,7 +213,7 @@ def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
     say(_VERDICT, {"state": "hung"})
     verdict = cuda.device_for(state, device).verdict(state)
     batches, graphs = ("yes" if b else "NO" for b in (verdict.batches, verdict.graphs))
-    detail = f"{verdict.signals.value} signals; batches: {batches}; graphs: {graphs}"
+    detail = f"batches: {batches}; graphs: {graphs}"
     if verdict.reason:
         detail += f"; {verdict.reason}"
     works = "ok" if verdict.passed else "failed"

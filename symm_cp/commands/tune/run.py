@@ -144,7 +144,7 @@ def _as_forced(way: str, run: Callable[[], object]) -> None:
 def _ways(args: argparse.Namespace) -> list[str]:
     ways = tuning.ATTENTION_WAYS if args.kind == "attention" else (*tuning.WAYS, tuning.TILES)
     shared = args.device == "cuda" and args.ranks > torch.cuda.device_count()
-    return [way for way in ways if not (shared and way in tuning.ALONE)]
+    return [way for way in ways if not (shared and way == tuning.TILES)]
 
 
 def _serves(way: str, run: Callable[[], object], key: str) -> bool:

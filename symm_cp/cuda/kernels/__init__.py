@@ -21,20 +21,6 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
     kernel(rows, out, mean=mean)
 
 
-def signal(bases: torch.Tensor, offset: int, first: int, count: int, value: int) -> None:
-    """Raises a flag at `count` ranks from `first` on to `value` (see signals.py)."""
-    from symm_cp.cuda.kernels.signals import signal as kernel
-
-    kernel(bases, offset, first, count, value)
-
-
-def wait(flags: torch.Tensor, first: int, count: int, needed: int, *, reset: bool) -> None:
-    """Waits for the flags of `count` ranks from `first` on (see signals.py)."""
-    from symm_cp.cuda.kernels.signals import wait as kernel
-
-    kernel(flags, first, count, needed, reset=reset)
-
-
 def merge_attention(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:

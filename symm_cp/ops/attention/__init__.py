@@ -18,7 +18,6 @@ In reading order:
     scoring     scores beyond torch's kernels: positions, soft caps, biases, dropout (philox)
     native_tiles  this project's kernels for one tile, on CPU and by matmuls (tiles_by_matmuls)
     few_tokens  plans for csrc/ops/attention.cpp, which runs small calls on CPU
-    arrival     on CUDA: one kernel that starts before the peers' keys have arrived
     flex        attention with any `mask_mod` and `score_mod`: eager, and as an op in graphs
     layouts     layouts of sequences as inputs of graphs
     sequence    `_gather_sequence`, which gives graphs a tensor of all positions
@@ -27,19 +26,19 @@ In reading order:
 
 To add a mask kind:
 
-1. a field of `Mask` and its part in `Mask.regions` (schedule/mask.py), which determines the tiles
-   that a rank computes and the keys that it sends;
-2. a field of `MaskOptions`, its line in `as_mask_mod`, its check and reading in `masks_of`
+1. a field of `Mask` and an argument of its rule, `sees` (schedule/mask.py), which determines the
+   tiles that a rank computes and the keys that it sends;
+2. a field of `MaskOptions`, its part in `as_mask_mod`, its check and reading in `masks_of`
    (masks.py); the ops' schemas and the masks of models (`SequenceMask`) follow from the field;
 3. an argument of `all_gather_attention` (context_parallel/attention.py);
-4. values in `KINDS` of tests/schedule/test_tiles.py, a case in tests/ops/test_attention_masks.py.
+4. values in `KINDS` of tests/schedule/test_tiles.py, a draw in tests/ops/test_mask_rule.py, a case
+   in tests/ops/test_attention_masks.py.
 
 Models of transformers use the kind once integrations/transformers/masks.py maps their mask
 functions to it; until then attention evaluates these functions tile by tile.
 
-A change of the scores is a field of the spec and of `Scoring`. `op` passes options on unread, and
-`arrival` refuses a spec that sets a field it does not read. Only tensors that require gradients
-(sinks, bias) need code in `op` as well.
+A change of the scores is a field of the spec and of `Scoring`. `op` passes options on unread. Only
+tensors that require gradients (sinks, bias) need code in `op` as well.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from symm_cp import tuning
 from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
-from symm_cp.ops.attention import arrival, together
+from symm_cp.ops.attention import together
 from symm_cp.ops.attention.methods import Method, MethodName
 from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -139,13 +139,22 @@ def way(
     if not has_streams(query.device):
         return "pipeline"
     ways, default = ["pipeline"], "pipeline"
-    if not backward and arrival.serves(group, query, key, spec):
-        ways.append("arrival")
     # Callers choose a ring of gradients where memory has no room for all of them.
     if together.fits(group, key, spec) and not (backward and spec.method == "alltoall"):
         ways.append("together")
         default = by_size(query.shape[1], key.shape[1], together.gathered_bytes(key, spec))
     if len(ways) == 1:
         return ways[0]
-    question = arrival.question(query, key, spec) + (" backward" if backward else "")
+    question = _question(query, key, spec) + (" backward" if backward else "")
     return tuning.choose(group, query.device, question, tuple(ways), default)
+
+
+def _question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:
+    """Returns the name of a call in the file of measured choices, identical on all ranks.
+
+    The name repeats the number of keys in place of the queries', which may differ between ranks.
+    """
+    B, H, _, E = query.shape
+    sizes = f"{B}x{H}x{key.shape[1]}x{key.shape[2]}x{key.shape[2]}x{E}"
+    kind, chunks = "causal" if spec.mask else "full", len(spec.layout.chunks(0))
+    return f"all_gather_attention {dtype_name(query.dtype)} {sizes} {kind} {chunks} chunks"

@@ -20,7 +20,7 @@ import torch
 
 from symm_cp.cuda.kept import HostReads, capturing, kept
 from symm_cp.schedule.layout import SequenceLayout
-from symm_cp.schedule.mask import Mask
+from symm_cp.schedule.mask import Limits, Mask, sees
 from symm_cp.schedule.tiles import Tile
 from symm_cp.tensors.dtypes import dtype_name
 
@@ -74,6 +74,11 @@ class MaskOptions:
         """The options that give documents."""
         return self._given("cu_seqlens", "document_edges", "document_ids")
 
+    @property
+    def limits(self) -> Limits:
+        """How far from its own position a query sees."""
+        return Limits(self.window_left, 0 if self.is_causal else self.window_right)
+
     def _given(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self, name) is not None]
 
@@ -103,28 +108,26 @@ class MaskOptions:
 
     def as_mask_mod(self) -> Callable[..., torch.Tensor]:
         """Returns the mask as a function of the indices of sample, head, query and key."""
-        edges = self.cu_seqlens
+        edges, ids, lengths = self.cu_seqlens, self.document_ids, self.prefix_lengths
         if self.document_edges is not None:
             edges = torch.tensor(self.document_edges)
 
-        def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> Any:
-            distance = kv - q
-            seen = distance == distance
-            if self.is_causal:
-                seen = seen & (distance <= 0)
-            if self.window_left is not None:
-                seen = seen & (distance >= -self.window_left)
-            if self.window_right is not None:
-                seen = seen & (distance <= self.window_right)
-            if (lengths := self.prefix_lengths) is not None:
-                seen = seen | (kv < (lengths[b] if len(lengths) > 1 else lengths[0]))
-            if (ids := self.document_ids) is not None:
-                seen = seen & (_entry(ids, b, q) == _entry(ids, b, kv))
+        def one_document(b: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> Any:
+            same: Any = True
+            if ids is not None:
+                same = _entry(ids, b, q) == _entry(ids, b, kv)
             if edges is not None:
-                seen = seen & ((edges <= q).sum() == (edges <= kv).sum())
-            if self.key_mask is not None:
-                seen = seen & _entry(self.key_mask, b, kv)
-            return seen
+                same = ((edges <= q).sum() == (edges <= kv).sum()) & same
+            return same
+
+        def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> Any:
+            return sees(
+                limited=self.limits.hold(kv - q),
+                in_prefix=lengths is not None
+                and kv < (lengths[b] if len(lengths) > 1 else lengths[0]),
+                one_document=one_document(b, q, kv),
+                shown=self.key_mask is None or _entry(self.key_mask, b, kv),
+            )
 
         return visible
 
@@ -304,8 +307,8 @@ def masks_of(
         raise ValueError(f"{op}: cu_seqlens and document_edges are both given, pass only one")
     if cu_seqlens is not None:
         edges = _host_edges(op, cu_seqlens, device)
-    right = 0 if options.is_causal else options.window_right
-    mask = Mask(options.window_left, right, _documents(op, edges, length))
+    limits = options.limits
+    mask = Mask(limits.left, limits.right, _documents(op, edges, length))
     for name, dtypes in (("document_ids", _INTS), ("key_mask", (torch.bool,))):
         if (tensor := getattr(options, name)) is not None:
             _check_over_sequence(op, name, tensor, query, length, dtypes)

@@ -23,7 +23,7 @@ import torch
 
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import arrival, choice, few_tokens, mesh_calls, ulysses
+from symm_cp.ops.attention import choice, few_tokens, mesh_calls, ulysses
 from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.options import OPTIONS, Options
@@ -97,10 +97,8 @@ def _attention_kernel(
         attend_heads = partial(_attend_heads, call)
         with mesh_calls.propagates_failure(*call.mesh_groups):
             return call.attend(_FORWARD, tensors, terms, attend_heads)
-    way = choice.way(group, query, key, spec)
-    if way == "arrival":
-        return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
-    return attend(_FORWARD, spec, group, tensors, terms, at_once=way == "together")
+    at_once = choice.way(group, query, key, spec) == "together"
+    return attend(_FORWARD, spec, group, tensors, terms, at_once=at_once)
 
 
 def _attention_backward_kernel(

@@ -56,16 +56,16 @@ def gather(
     # The place of the next rank's shard, which is pulled first.
     first_place = 0 if gathered is None else rank + 1
 
-    def kernel(pulled: list[torch.Tensor], words: torch.Tensor, step: int, epoch: int) -> None:
+    def kernel(pulled: torch.Tensor, words: torch.Tensor, step: int, epoch: int) -> None:
         from symm_cp.cuda.kernels.tile_matmul import Words, arrival_matmul
 
         arrivals = Words(words, step, epoch)
         for weight, out in zip(weights, outs, strict=True):
-            arrival_matmul(rows, pulled[0], first_place, weight, out.flatten(0, -2), rank, arrivals)
+            arrival_matmul(rows, pulled, first_place, weight, out.flatten(0, -2), rank, arrivals)
 
     runtime.of(shard, group).all_gather_and_poll(
         group,
-        [rows],
+        rows,
         kernel,
         call_name,
         gathered=None if gathered is None else gathered.flatten(0, -2),

@@ -23,6 +23,7 @@ ops that users call are native (csrc/ops/matmul_gradients.cpp).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,7 +53,12 @@ def is_transposed(weight: torch.Tensor) -> bool:
 
 def _left_transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left^H @ right, over all leading dimensions."""
-    return left.flatten(0, -2).mH @ right.flatten(0, -2)
+    return _in_rows(left).mH @ _in_rows(right)
+
+
+def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a matrix of its last dimension: `flatten` fails under `is_grads_batched`."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _gathered_products(
@@ -186,7 +192,7 @@ def _all_reduced(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _bias_gradient(grad: torch.Tensor) -> torch.Tensor:
-    return grad.flatten(0, -2).sum(0)
+    return _in_rows(grad).sum(0)
 
 
 def _all_reduced_sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -16,7 +16,6 @@ modules whose verdicts need no check.
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable
@@ -30,7 +29,6 @@ from torch.nn.modules import module as torch_module
 from symm_cp.context_parallel import agreement, inspectors
 from symm_cp.context_parallel.inspectors import Inspector, Limit
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.noise_places import Seen
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.verdicts import Known, known_of
 from symm_cp.ops.common import attention_runs
@@ -67,8 +65,6 @@ class Watch:
     calls: dict[nn.Module, Inspector] = field(default_factory=dict)  # modules with checked calls
     peers: str | tuple[str, ...] = ""  # see `reporting_to_peers`
     seeded: bool = False  # whether ranks have compared their seeds
-    seeds: dict[int, None] = field(default_factory=dict)  # drawn for dropouts in forward passes
-    seen: Seen | None = None
 
     @property
     def fused(self) -> bool:
@@ -203,20 +199,6 @@ def check_length(balancer: LoadBalancer) -> None:
 # --- hooks -------------------------------------------------------------------------------------
 
 
-# Functions that take a tensor only for its shape: `torch.overrides` does not list them as
-# overridable. Dynamo itself adds `torch.zeros_like` and similar functions.
-_MISSING = (torch.rand_like, torch.randn_like, torch.randint_like, torch.normal)
-
-
-def show_random_functions() -> None:
-    """Has Dynamo, if loaded, show `_MISSING` to torch function modes, as eager code does."""
-    module = sys.modules.get("torch._dynamo.variables.torch")
-    listed = getattr(module, "get_overridable_functions", None)
-    functions = listed() if listed is not None else None
-    if isinstance(functions, set):
-        functions.update(_MISSING)
-
-
 def constant_when_traced(function: Any) -> Any:
     """Like `torch.compiler.assume_constant_result`, which imports the compiler (a second)."""
     function._dynamo_marked_constant = True
@@ -245,7 +227,6 @@ def _complaint_before(called: nn.Module | int) -> str | None:
     watch = current()
     if watch is None:
         return None
-    show_random_functions()
     module = _module(called)
     try:
         watch.saw(module, compiling=True)

@@ -174,14 +174,14 @@ CASES: list[Any] = [
 
 
 def trains_with_dropout(group: dist.ProcessGroup, options: dict[str, Any]) -> Any:
-    BERT.update(dict.fromkeys(BERT, 0.1))
+    BERT["attention_probs_dropout_prob"] = 0.1
     return trains(group, "BertForMaskedLM", 1, False, options)
 
 
 @exhaustive
 @pytest.mark.parametrize("options", [{}, CHECKPOINTED])
 def test_dropout(ranks: Ranks, options: dict[str, Any]) -> None:
-    """All ranks use the seed of `args`, and their generators stay in step."""
+    """All ranks use the seed of `args`, and drop the same weights of attention as one process."""
     ((losses, evaluated, weights),) = results(ranks, 1, trains_with_dropout, options)
     ((without, _, _),) = results(ranks, 1, alone, "BertForMaskedLM", options)
     assert abs(losses[0] - without[0]) > 1e-3, "nothing was dropped"

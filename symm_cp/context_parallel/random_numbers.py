@@ -49,17 +49,19 @@ _NUMBERS: tuple[Any, ...] = (
     *(torch.Tensor.geometric_, torch.Tensor.random_),
     *(nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_),
 )
+#: Dropouts, whose second and third arguments are the probability and whether they are on.
+_DROPOUTS: tuple[Any, ...] = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_, torch.native_dropout, torch.feature_dropout),
+    *(torch.feature_dropout_, torch.alpha_dropout, torch.alpha_dropout_),
+    *(torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+)
 #: Functions that draw random numbers from a default generator.
 RANDOM = dict.fromkeys(
     [
-        *_NUMBERS,
-        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout),
-        *(F.feature_alpha_dropout, F.gumbel_softmax, F.rrelu, torch.rrelu, torch.native_dropout),
-        *(torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_),
-        *(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout),
-        *(torch.feature_alpha_dropout_, torch.multinomial, torch.Tensor.multinomial),
-        *(torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet),
-        torch.randperm,
+        *(*_NUMBERS, *_DROPOUTS, F.gumbel_softmax, F.rrelu, torch.rrelu, torch.multinomial),
+        *(torch.Tensor.multinomial, torch.poisson, torch.binomial, torch._standard_gamma),
+        *(torch._sample_dirichlet, torch.randperm),
     ]
 )
 
@@ -146,10 +148,12 @@ def own_numbers(rank: int) -> Iterator[None]:
 
     with _changed(change):
         yield
-        if torch.default_generator.initial_seed() != own:
+        # DTensor sends the state of rank 0's GPU to all ranks at its first random op.
+        if any(generator.initial_seed() != own for generator in _generators()):
             warnings.warn(
-                f"{_OP}: torch.manual_seed was called within the context, so ranks drew the same "
-                "numbers for different positions. Call it before the context",
+                f"{_OP}: torch.manual_seed, or the first random op of DTensors on a GPU, was "
+                "called within the context, so ranks drew the same numbers for different "
+                "positions. Call it before the context",
                 stacklevel=4,
             )
 
@@ -235,7 +239,7 @@ def call(region: ParallelRegion, func: Any, args: Any, kwargs: Any, *, entered: 
     `entered`: the default generators draw this rank's numbers. They do not in graphs of modules
     with the style `ContextParallel`.
     """
-    if kwargs.get("generator") is not None:
+    if kwargs.get("generator") is not None or (func in _DROPOUTS and _is_off(args, kwargs)):
         return func(*args, **kwargs)
     part = _part_of(args)
     if not entered or part is not None:
@@ -250,6 +254,13 @@ def call(region: ParallelRegion, func: Any, args: Any, kwargs: Any, *, entered: 
             "numbers on all ranks: pass a generator with a different seed on each rank"
         )
     return result
+
+
+def _is_off(args: Any, kwargs: Any) -> bool:
+    """Whether a dropout drops nothing."""
+    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    on = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+    return not on or p == 0
 
 
 def _outside_graph(function: Callable[..., Any], *args: Any) -> Any:

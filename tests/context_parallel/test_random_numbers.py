@@ -278,7 +278,7 @@ def seeds_inside(group: dist.ProcessGroup) -> None:
         torch.manual_seed(4)
         F.dropout(x, 0.5)
 
-    with pytest.warns(UserWarning, match="Call it before the context"):
+    with pytest.warns(UserWarning, match="Call it before"):
         within(group, step)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

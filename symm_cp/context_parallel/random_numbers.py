@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,8 @@ from symm_cp.schedule.layout import sequential
 _OP = "context_parallel"
 _SEEDS = 2**62  # the number of seeds, for torch's generators and the keys of attention's dropout
 _ODD = 0x9E3779B97F4A7C15
-_SHARED = 1 << 32  # numbers from here on are draws of all ranks; lower ones are ranks
+# Numbers from here on are draws of all ranks, or draws for parameters; lower ones are ranks.
+_SHARED, _PARAMETERS = 1 << 32, 1 << 33
 
 #: Functions whose results may be single numbers, or go into parameters.
 _NUMBERS: tuple[Any, ...] = (
@@ -75,8 +76,9 @@ def _mixed(seed: int, number: int) -> int:
 
 with ordinary_tensors():
     # The seed that all ranks of the innermost region share, and how many numbers were drawn with
-    # it; the seed is -1 outside of regions. A tensor, so that graphs draw in order.
-    _shared = torch.tensor([-1, 0], device="cpu")
+    # it, in general and for parameters, which a rank may make alone. The seed is -1 outside of
+    # regions. A tensor, so that graphs draw in order.
+    _shared = torch.tensor([-1, 0, 0], device="cpu")
 
 
 @dataclass
@@ -116,14 +118,21 @@ _outer: list[State] = []  # the states to be restored when regions end, of all t
 
 
 @contextmanager
-def _changed(change: Callable[[], None]) -> Iterator[None]:
-    """Changes the state until the end. Threads may overlap: the last to end restores the first."""
+def _changed(
+    change: Callable[[], None], and_then: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Changes the state until the end. Threads may overlap: the last to end restores the first.
+
+    `and_then` is called before the end, unless an exception is raised.
+    """
     with _lock, ordinary_tensors():
         before = state()
         _outer.append(before)
         change()
     try:
         yield
+        if and_then is not None:
+            and_then()
     finally:
         with _lock, ordinary_tensors():
             at = next(n for n, each in enumerate(_outer) if each is before)
@@ -134,28 +143,33 @@ def _changed(change: Callable[[], None]) -> Iterator[None]:
             del _outer[at]
 
 
-@contextmanager
-def own_numbers(rank: int) -> Iterator[None]:
+def own_numbers(rank: int) -> AbstractContextManager[None]:
     """Has the default generators draw numbers of this rank; all ranks enter together."""
-    with ordinary_tensors():
-        seed = next_seed(_shared)
-    own = _mixed(seed, rank)
+    own = 0
 
     def change() -> None:
+        nonlocal own
+        seed = next_seed(_shared)
+        if _outer[-1].shared[0] < 0:  # the default generator has drawn the seed
+            _outer[-1].own[0] = torch.default_generator.get_state()
+        else:
+            _outer[-1].shared.copy_(_shared)
+        own = _mixed(seed, rank)
         for generator in _generators():
             generator.manual_seed(own)
-        _shared.copy_(torch.tensor([seed, 0]))
+        _shared.copy_(torch.tensor([seed, 0, 0]))
 
-    with _changed(change):
-        yield
+    def check() -> None:
         # DTensor sends the state of rank 0's GPU to all ranks at its first random op.
         if any(generator.initial_seed() != own for generator in _generators()):
             warnings.warn(
                 f"{_OP}: torch.manual_seed, or the first random op of DTensors on a GPU, was "
                 "called within the context, so ranks drew the same numbers for different "
                 "positions. Call it before the context",
-                stacklevel=4,
+                stacklevel=5,
             )
+
+    return _changed(change, check)
 
 
 @contextmanager
@@ -172,9 +186,9 @@ def recomputing(forward: State) -> Iterator[None]:
 # --- draws of all ranks ------------------------------------------------------------------------
 
 
-def next_seed(shared: torch.Tensor) -> int:
+def next_seed(shared: torch.Tensor, *, parameters: bool = False) -> int:
     """Draws the next seed of all ranks; outside of regions, from torch's default CPU generator."""
-    seed, count = shared.tolist()
+    seed, *counts = shared.tolist()
     if seed < 0:
         return int(torch.randint(_SEEDS, (), device="cpu"))
     if torch._C._current_graph_task_id() != -1 and not _thread.recomputing:
@@ -182,8 +196,8 @@ def next_seed(shared: torch.Tensor) -> int:
             f"{_OP}: a backward pass draws a seed of attention's dropout. If it recomputes the "
             "forward pass, its gradients would belong to other masks: use torch.utils.checkpoint"
         )
-    shared[1] = count + 1
-    return _mixed(seed, _SHARED + count)
+    shared[1 + parameters] += 1
+    return _mixed(seed, counts[parameters] + (_PARAMETERS if parameters else _SHARED))
 
 
 _library = torch.library.Library("symm_cp", "FRAGMENT")
@@ -246,7 +260,9 @@ def call(region: ParallelRegion, func: Any, args: Any, kwargs: Any, *, entered: 
         return _outside_graph(_draw_alone, region, func, args, kwargs, entered, part)
     result = func(*args, **kwargs)
     first = result[0] if isinstance(result, tuple) else result
-    if func in _NUMBERS and (first.numel() == 1 or _has_parameter(args, kwargs)):
+    if func in _NUMBERS and isinstance(args[0] if args else kwargs.get("tensor"), nn.Parameter):
+        return _outside_graph(_draw_for_parameter, func, args, kwargs)
+    if func in _NUMBERS and first.numel() == 1:
         return _outside_graph(_draw_shared, region, func, args, kwargs)
     if not torch.compiler.is_compiling() and capturing(first.device):
         raise NotImplementedError(
@@ -271,8 +287,12 @@ def _outside_graph(function: Callable[..., Any], *args: Any) -> Any:
     return outside_graph(function, *args)
 
 
-def _has_parameter(args: Any, kwargs: Any) -> bool:
-    return isinstance(args[0] if args else kwargs.get("tensor"), nn.Parameter)
+def _draw_for_parameter(func: Any, args: Any, kwargs: Any) -> Any:
+    """Draws the same numbers on all ranks that draw as many for parameters."""
+    with ordinary_tensors():
+        seed = next_seed(_shared, parameters=True)
+    with _seeded(seed):
+        return func(*args, **kwargs)
 
 
 def _draw_shared(region: ParallelRegion, func: Any, args: Any, kwargs: Any) -> Any:

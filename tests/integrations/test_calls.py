@@ -18,8 +18,8 @@ from tests.integrations.common import Client
 
 _HERE = os.path.dirname(os.path.abspath(symm_cp.__file__)) + os.sep
 LAYERS = 8
-# A third are calls of the mode that sees each torch function; a tenth, of the hooks of modules.
-MOST_CALLS = 2100
+# 598 are calls of the mode that sees each torch function, and about 45 are made in each layer.
+MOST_CALLS = 1800
 
 
 def calls_of_a_warm_step(group: dist.ProcessGroup) -> collections.Counter[str]:
@@ -49,6 +49,5 @@ def calls_of_a_warm_step(group: dist.ProcessGroup) -> collections.Counter[str]:
 
 def test_a_warm_step_calls_few_functions(ranks: Ranks) -> None:
     counts = ranks.run(2, calls_of_a_warm_step)[0]
-    print("TOTAL", counts.total())
-    most = "\n".join(f"{n:6} {name}" for name, n in counts.most_common(400))
+    most = "\n".join(f"{n:6} {name}" for name, n in counts.most_common(40))
     assert counts.total() < MOST_CALLS, f"{counts.total()} calls:\n{most}"

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from symm_cp.context_parallel import agreement
-from symm_cp.context_parallel.averaging import averages
+from symm_cp.context_parallel.averaging import reduction_of
 from symm_cp.context_parallel.inspectors import BatchRules, batch_rules, positions
 from symm_cp.context_parallel.layouts import Cut, check_cut, cut, note_cut, remember
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
@@ -257,7 +257,7 @@ def shard_batch(
     group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
     shift = (shift_labels, ignore_index)
     if average_gradients is None:
-        average_gradients = model is not None and averages(model, group)
+        average_gradients = model is not None and reduction_of(model, group).averages
     return _shard(group, batch, model, seq_dim, load_balancer, shift, average_gradients)
 
 

@@ -1,5 +1,7 @@
 """Checkpoints of a region recompute in that region, wherever the backward pass runs.
 
+They draw the same random numbers again, also with `preserve_rng_state=False`.
+
 `torch.utils.checkpoint` calls its function again in the backward pass, which a program may run
 after the context: attention would then see this rank's part of the sequence only. No torch function
 mode sees a checkpoint, so while a region is active, both forms of checkpoint get a function that
@@ -10,10 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
+from symm_cp.context_parallel import random_numbers
 from symm_cp.context_parallel.flex_hook import current_mode
 
 # The classes that call the function again: with `use_reentrant=True`, and without. The second is
@@ -23,17 +27,24 @@ _REENTRANT: Any = torch_checkpoint.CheckpointFunction
 _FRAME: Any = getattr(torch_checkpoint, "_CheckpointFrame", None)
 
 
-def _in_its_region(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs in the innermost region of this thread, if there is one."""
+def _in_its_region(body: Callable[..., Any], *, forward: bool) -> Callable[..., Any]:
+    """Returns a function that recomputes in the innermost region of this thread, if there is one.
+
+    `forward`: the first call is the forward pass.
+    """
     mode = current_mode()
     if mode is None:
         return body
+    state = random_numbers.state()
 
     def within(*args: Any, **kwargs: Any) -> Any:
-        active = current_mode()
-        if active is not None and active.region is mode.region:
+        nonlocal forward
+        if forward:
+            forward = False
             return body(*args, **kwargs)
-        with mode.again():
+        active = current_mode()
+        again = nullcontext() if active and active.region is mode.region else mode.again()
+        with again, random_numbers.recomputing(state):
             return body(*args, **kwargs)
 
     return within
@@ -69,10 +80,10 @@ def _replace() -> Callable[[], None]:
     forward, init = _REENTRANT.forward, _FRAME and _FRAME.__init__
 
     def run(ctx: Any, body: Callable[..., Any], *args: Any) -> Any:
-        return forward(ctx, _in_its_region(body), *args)
+        return forward(ctx, _in_its_region(body, forward=True), *args)
 
     def remember(frame: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        init(frame, _in_its_region(recompute), *args, **kwargs)
+        init(frame, _in_its_region(recompute, forward=False), *args, **kwargs)
 
     def restore() -> None:
         _REENTRANT.forward = staticmethod(forward)

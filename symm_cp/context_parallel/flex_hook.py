@@ -105,9 +105,17 @@ class FlexMode(TorchFunctionMode):
         self.region = region
         self.watch = watch
 
+    #: Whether the region was entered outside of graphs, where default generators can be changed.
+    entered: bool = False
+
     def again(self) -> AbstractContextManager[None]:
         """Runs code as in the region, even after the region was left."""
         raise NotImplementedError
+
+
+def current_modes() -> list[FlexMode]:
+    """Returns the modes of the caller's regions, also when traced."""
+    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, FlexMode)]
 
 
 def current_mode() -> FlexMode | None:

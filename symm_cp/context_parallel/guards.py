@@ -16,7 +16,6 @@ modules whose verdicts need no check.
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable
@@ -26,11 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from symm_cp.context_parallel import agreement, inspectors
 from symm_cp.context_parallel.inspectors import Inspector, Limit
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.noise_places import Seen
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.verdicts import Known, known_of
 from symm_cp.ops.common import attention_runs
@@ -67,8 +66,7 @@ class Watch:
     calls: dict[nn.Module, Inspector] = field(default_factory=dict)  # modules with checked calls
     peers: str | tuple[str, ...] = ""  # see `reporting_to_peers`
     seeded: bool = False  # whether ranks have compared their seeds
-    seeds: dict[int, None] = field(default_factory=dict)  # drawn for dropouts in forward passes
-    seen: Seen | None = None
+    handles: list[RemovableHandle] = field(default_factory=list)  # of hooks of single modules
 
     @property
     def fused(self) -> bool:
@@ -188,7 +186,9 @@ def enter(watch: Watch, *, again: bool = False) -> None:
 
 def leave() -> None:
     """Ends the innermost watch."""
-    _thread.watches.pop()
+    watch = _thread.watches.pop()
+    while watch.handles:
+        watch.handles.pop().remove()
     _local.compiled = None
     _hooks.release()
 
@@ -201,20 +201,6 @@ def check_length(balancer: LoadBalancer) -> None:
 
 
 # --- hooks -------------------------------------------------------------------------------------
-
-
-# Functions that take a tensor only for its shape: `torch.overrides` does not list them as
-# overridable. Dynamo itself adds `torch.zeros_like` and similar functions.
-_MISSING = (torch.rand_like, torch.randn_like, torch.randint_like, torch.normal)
-
-
-def show_random_functions() -> None:
-    """Has Dynamo, if loaded, show `_MISSING` to torch function modes, as eager code does."""
-    module = sys.modules.get("torch._dynamo.variables.torch")
-    listed = getattr(module, "get_overridable_functions", None)
-    functions = listed() if listed is not None else None
-    if isinstance(functions, set):
-        functions.update(_MISSING)
 
 
 def constant_when_traced(function: Any) -> Any:
@@ -245,7 +231,6 @@ def _complaint_before(called: nn.Module | int) -> str | None:
     watch = current()
     if watch is None:
         return None
-    show_random_functions()
     module = _module(called)
     try:
         watch.saw(module, compiling=True)
@@ -285,6 +270,8 @@ def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
     agreement.compare_running("context_parallel", watch.group, module)
     if known is not None:  # hooks skip its parts when they run
         agreement.compare_parts("context_parallel", watch.group, known)
+        if module in watch.calls and watch.judged.issuperset(known.parts()):
+            _hooks.rest(watch, module)
 
 
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -335,24 +322,48 @@ class _Hooks:
     def acquire(self) -> None:
         with self._lock:
             self._users += 1
-            if self._users > 1:
-                return
             if self._before < 0:
                 # Calling a compiled module warns that global hooks run twice: harmless here.
                 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are gl")
                 self._before = torch_module.register_module_forward_pre_hook(_before).id
                 self._after = torch_module.register_module_forward_hook(_after, with_kwargs=True).id
-            torch_module._global_forward_pre_hooks[self._before] = _before
-            torch_module._global_forward_hooks[self._after] = _after
-            torch_module._global_forward_hooks_with_kwargs[self._after] = True
+            self._install()
 
     def release(self) -> None:
         with self._lock:
             self._users -= 1
-            if self._users == 0:
-                del torch_module._global_forward_pre_hooks[self._before]
-                del torch_module._global_forward_hooks[self._after]
-                del torch_module._global_forward_hooks_with_kwargs[self._after]
+            self._install()
+
+    def _install(self, *, resting: bool = False) -> None:
+        """Installs the hooks, or removes them if no region needs them."""
+        torch_module._global_forward_pre_hooks.pop(self._before, None)
+        torch_module._global_forward_hooks.pop(self._after, None)
+        torch_module._global_forward_hooks_with_kwargs.pop(self._after, None)
+        if self._users and not resting:
+            torch_module._global_forward_pre_hooks[self._before] = _before
+            torch_module._global_forward_hooks[self._after] = _after
+            torch_module._global_forward_hooks_with_kwargs[self._after] = True
+
+    def rest(self, watch: Watch, model: nn.Module) -> None:
+        """Removes the hooks until the end of a running model whose parts need no judgement.
+
+        They would be called for each of its parts. Until the region ends, the parts whose calls are
+        checked have hooks of their own. Does nothing if other threads have regions.
+        """
+
+        def resume(*_: Any) -> None:
+            with self._lock:
+                self._install()
+
+        with self._lock:
+            if self._users != len(_thread.watches):
+                return
+            self._install(resting=True)
+        parts = set(inspectors.modules_of(model))
+        for part in watch.calls:
+            if part in parts:
+                watch.handles.append(part.register_forward_hook(_after, with_kwargs=True))
+        watch.handles.append(model.register_forward_hook(resume, always_call=True))
 
 
 _hooks = _Hooks()

@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.context_parallel import guards, random_functions, sdpa, varlen
+from symm_cp.context_parallel import guards, random_numbers, sdpa, varlen
 from symm_cp.context_parallel.checkpoints import checkpoint_hook
-from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
+from symm_cp.context_parallel.flex_hook import FlexMode, current_modes, flex_hook
 from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.layouts import enter_cuts
 from symm_cp.context_parallel.refusals import reporting_models, reporting_to_peers
@@ -60,8 +60,10 @@ def entered(region: ParallelRegion, around: Around = nullcontext) -> Iterator[No
     """
     watch = region.watch()
     reporting_to_peers(region.peers, _check_shards, region)
-    guards.show_random_functions()
-    with _running(RegionMode(region, watch, around)):
+    with (
+        random_numbers.own_numbers(region.rank),
+        _running(RegionMode(region, watch, around, entered=True)),
+    ):
         yield
 
 
@@ -95,9 +97,17 @@ _BODIES = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Mod
 class RegionMode(FlexMode):
     """The torch function mode of a region: sees functions however they were imported."""
 
-    def __init__(self, region: ParallelRegion, watch: Watch, around: Around = nullcontext) -> None:
+    def __init__(
+        self,
+        region: ParallelRegion,
+        watch: Watch,
+        around: Around = nullcontext,
+        *,
+        entered: bool = False,
+    ) -> None:
         super().__init__(region, watch)
         self.around = around
+        self.entered = entered
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -116,8 +126,9 @@ class RegionMode(FlexMode):
         if func is F.scaled_dot_product_attention:
             self.watch.called = True
             return sdpa.attend(self.region, *args, **kwargs)
-        if func in random_functions.RANDOM:
-            return random_functions.call(self.region, self.watch, func, args, kwargs)
+        if func in random_numbers.RANDOM:
+            entered = self.entered or any(mode.entered for mode in current_modes())
+            return random_numbers.call(self.region, func, args, kwargs, entered=entered)
         if func in _HIDDEN:
             raise NotImplementedError(
                 f"{func.__name__} (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer) "
@@ -160,7 +171,7 @@ class RegionMode(FlexMode):
             count = 1 if isinstance(outputs, torch.Tensor) else len(outputs)
             grads = _Gradients(kwargs.get(name), count)
             grads.when_read = lambda: inner.enter_context(
-                RegionMode(self.region, self.watch, self.around)
+                RegionMode(self.region, self.watch, self.around, entered=self.entered)
             )
             return func(*args, **{**kwargs, name: grads})
 

@@ -201,8 +201,9 @@ def modules_of(model: nn.Module) -> Iterable[nn.Module]:
         if module in found:
             continue
         found[module] = None
-        if children := module._modules:
-            left += [child for child in reversed(children.values()) if child is not None]
+        for child in reversed(module._modules.values()):
+            if child is not None:
+                left.append(child)
     return found
 
 

@@ -20,13 +20,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.context_parallel.agreement import local_part
-from symm_cp.context_parallel.averaging import (
-    averages,
-    covers,
-    groups_of_wrappers,
-    is_averaged,
-    parameters,
-)
+from symm_cp.context_parallel.averaging import reduction_of
 from symm_cp.context_parallel.batch import LossReduction, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
 from symm_cp.context_parallel.inspectors import batch_rules, plain
@@ -109,8 +103,9 @@ def training_step(
     by_model = loss_function is None
     transformers = of_library(model)
     whole, shift_labels = _prepared(group, model, batch, by_model, transformers, shift_labels)
+    reduction = reduction_of(model, group)
     if average_gradients is None:
-        average_gradients = averages(model, group)
+        average_gradients = reduction.averages
     local, reduce_loss = shard_batch(
         mesh,
         whole,
@@ -123,7 +118,7 @@ def training_step(
     )
     inputs = local if by_model else _inputs(model, local)
     with (
-        _own_gradients(group, model, average_gradients) as gradients,
+        _own_gradients(group, reduction.left, average_gradients) as gradients,
         context_parallel(
             mesh,
             model=model if transformers else None,
@@ -234,10 +229,10 @@ class _Gradients:
 
 @contextmanager
 def _own_gradients(
-    group: dist.ProcessGroup, model: nn.Module, averaged: bool
+    group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], averaged: bool
 ) -> Iterator[_Gradients]:
-    """Sums, at the end of the body, its gradients that nothing else sums."""
-    gradients = _Gradients(_owned(model, group))
+    """Sums, at the end of the body, its gradients of parameters."""
+    gradients = _Gradients(parameters if torch.is_grad_enabled() else [])
     gradients.put_aside()
     try:
         yield gradients
@@ -250,14 +245,6 @@ def _own_gradients(
     gradients.add_to_earlier()
 
 
-def _owned(model: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
-    """Returns the parameters whose gradients nothing else sums over the ranks of a group."""
-    wrapped = any(covers(each, group) for each in groups_of_wrappers(model))
-    if wrapped or group.size() == 1 or not torch.is_grad_enabled():
-        return []
-    return [p for module, p in parameters(model) if not is_averaged(module, p, group)]
-
-
 @reports_to_peers
 def _finish(group: dist.ProcessGroup, gradients: _Gradients, averaged: bool) -> None:
     if gradients.expected and not gradients.arrived:
@@ -266,7 +253,7 @@ def _finish(group: dist.ProcessGroup, gradients: _Gradients, averaged: bool) -> 
             "step.loss.backward() inside, or enter it under torch.no_grad() for evaluation"
         )
     if gradients.expected and gradients.parameters:
-        if all(parameter.grad is None for parameter in gradients.parameters):
+        if not [parameter for parameter in gradients.parameters if parameter.grad is not None]:
             raise RuntimeError(
                 f"{_OP}: the block ends without gradients, though step.loss had its backward pass: "
                 "call zero_grad() before the block, or after the optimizer's step"
@@ -283,15 +270,17 @@ def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) ->
     """
     present = _present_anywhere(group, parameters)
     works = []
-    reduced = [p for p, is_present in zip(parameters, present, strict=True) if is_present]
-    for parameter in reduced:
+    for parameter, is_present in zip(parameters, present, strict=True):
+        if not is_present:
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif parameter.grad.layout != torch.strided:
             parameter.grad = parameter.grad.to_dense()
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()
-        local = local_part(parameter.grad)
+        grad = parameter.grad
+        local = grad.to_local() if hasattr(grad, "to_local") else grad
         if averaged:
             local /= group.size()
         works.append(dist.all_reduce(local, group=group, async_op=True))
@@ -312,7 +301,9 @@ def _present_anywhere(group: dist.ProcessGroup, parameters: Sequence[Any]) -> li
     with ordinary_tensors():
         record = torch.tensor(words, device=local_part(parameters[0]).device)
         rows = equal_inputs.gather_records(str(group.group_name), _OP, record)
+    anywhere = [0] * len(words)
+    for row in rows:
+        anywhere = [word | other for word, other in zip(anywhere, row, strict=True)]
     return [
-        any(row[number // _BITS] >> number % _BITS & 1 for row in rows)
-        for number in range(len(parameters))
+        bool(anywhere[number // _BITS] >> number % _BITS & 1) for number in range(len(parameters))
     ]

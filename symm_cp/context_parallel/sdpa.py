@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.load_balancers import LoadBalancer, permutation_on, positions_on
-from symm_cp.context_parallel.noise import saw_queries
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence, by_sample
@@ -53,7 +52,6 @@ def _attend(
         query, key, value = (
             t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4) for t in (query, key, value)
         )
-    saw_queries(query)
     if dropout_p != 0.0:
         out = attend_sequence(
             region,

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
-from symm_cp.context_parallel.noise import saw_queries, seed_of_attention
+from symm_cp.context_parallel.random_numbers import seed_of_attention
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.group.memory import resolve
@@ -48,7 +48,7 @@ def attend_sequence(
         softcap: scores become softcap * tanh(score / softcap).
         sinks: (H,), a logit of each head that takes part in the softmax and has no value.
         bias: added to the scores by distance; see `all_gather_attention`.
-        dropout_p: the share of the weights that is dropped. The seed is drawn from torch's default
+        dropout_p: the share of the weights that is dropped. The seed follows from torch's default
             CPU generator, which must have the same seed on all ranks.
 
     Returns (B, H, S_q, V). Raises `ValueError`, `TypeError` and `NotImplementedError` before any
@@ -66,7 +66,6 @@ def attend_sequence(
         "bias": bias,
         "dropout_p": dropout_p,
     }
-    saw_queries(query)
     related = mask.relates_positions
     if related and query.shape[2] != key.shape[2]:
         raise ValueError(

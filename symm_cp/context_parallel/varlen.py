@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
 from symm_cp.context_parallel.flex import in_tiles
 from symm_cp.context_parallel.guards import constant_when_traced
-from symm_cp.context_parallel.noise import saw_samples
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.cuda.kept import HostReads
@@ -66,7 +65,7 @@ def call(region: ParallelRegion, func: Any, args: Sequence[Any], kwargs: dict[st
         attend_now = _untraced() if "torch._dynamo" in sys.modules else _call
     elif not in_tiles(query.device):
         # Imported here because it loads Dynamo.
-        from symm_cp.context_parallel.noise_trace import outside_graph
+        from symm_cp.context_parallel.graph_breaks import outside_graph
 
         attend_now = functools.partial(outside_graph, _call)
     out, lse = attend_now(region, func, given)
@@ -183,7 +182,6 @@ def attend(
         region.group,
         [told] if isinstance(told, str) else list(told),
     )
-    saw_samples(layouts, tokens)
     left, right = window
     out, lse = all_gather_attention(
         *(tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors),

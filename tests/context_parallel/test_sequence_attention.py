@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import symm_cp
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.hooks import entered
 from symm_cp.context_parallel.region import ParallelRegion, region_over
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
@@ -209,7 +210,8 @@ def dropped(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
     outs = []
     for mask in (SequenceMask(is_causal=True), SequenceMask(mask_mod=by_head)):
         torch.manual_seed(seed)
-        out = attend_sequence(region, *(t[:, :, rows] for t in given[:3]), mask, dropout_p=0.5)
+        with entered(region):
+            out = attend_sequence(region, *(t[:, :, rows] for t in given[:3]), mask, dropout_p=0.5)
         outs += symm_cp.context_parallel_unshard(mesh_of(group), [out], [2], balancer)
     torch.manual_seed(seed)
     parts = [t[:, :, rows].requires_grad_() for t in given[:3]]

@@ -12,7 +12,7 @@ import torch
 def outside_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function in eager mode.
 
-    Layouts cannot be a graph's input if each sample has its own, or a function chooses them.
-    Functions that may be refused need layouts, too. On GPUs `varlen_attn` breaks the graph.
+    On GPUs `varlen_attn` breaks the graph. Random functions do where ranks draw equal numbers, and
+    where a graph cannot change default generators.
     """
     return function(*args, **kwargs)

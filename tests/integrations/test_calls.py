@@ -1,0 +1,53 @@
+"""How many Python functions of this package a training step calls beside the model's own."""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp.testing import Ranks
+from tests.context_parallel.common import mesh_of
+from tests.integrations.common import Client
+
+_HERE = os.path.dirname(os.path.abspath(symm_cp.__file__)) + os.sep
+LAYERS = 8
+# 598 are calls of the mode that sees each torch function, and about 45 are made in each layer.
+MOST_CALLS = 1800
+
+
+def calls_of_a_warm_step(group: dist.ProcessGroup) -> collections.Counter[str]:
+    client = Client("Llama", head="ForCausalLM").having(num_hidden_layers=LAYERS)
+    model, mesh = client.make("sdpa").train(), mesh_of(group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ids = torch.randint(0, 50, (2, 64), generator=torch.Generator().manual_seed(1))
+    counts: collections.Counter[str] = collections.Counter()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(_HERE):
+            counts[f"{name.removeprefix(_HERE)}:{frame.f_code.co_qualname}"] += 1
+
+    for number in range(5):
+        if number == 4:
+            sys.setprofile(count)
+        try:
+            with symm_cp.training_step(model, {"input_ids": ids, "labels": ids}, mesh) as step:
+                step.loss.backward()
+        finally:
+            sys.setprofile(None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts
+
+
+def test_a_warm_step_calls_few_functions(ranks: Ranks) -> None:
+    counts = ranks.run(2, calls_of_a_warm_step)[0]
+    most = "\n".join(f"{n:6} {name}" for name, n in counts.most_common(40))
+    assert counts.total() < MOST_CALLS, f"{counts.total()} calls:\n{most}"

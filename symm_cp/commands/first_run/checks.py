@@ -208,8 +208,11 @@ def cpu_checks(group: dist.ProcessGroup) -> Iterator[Check]:
                 _scanned)  # fmt: skip
     decays = torch.full((1, _DELTA_TOKENS, 1), _DECAY)
     strengths = torch.full_like(decays, _STRENGTH)
-    yield check("gated delta rule", [(1, _DELTA_TOKENS, 1, _DELTA_FEATURES)] * 3,
-                lambda *qkv: symm_cp.gated_delta_rule(*qkv, decays, strengths, group=group)[0],
+
+    def delta_rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return symm_cp.gated_delta_rule(q, k, v, decays, strengths, group=group)[0]
+
+    yield check("gated delta rule", [(1, _DELTA_TOKENS, 1, _DELTA_FEATURES)] * 3, delta_rule,
                 _delta_rule)  # fmt: skip
 
 

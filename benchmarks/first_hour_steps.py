@@ -85,8 +85,6 @@ def _suite(name: str, case: str, why: str, **more: object) -> Step:
     return replace(step, **more)  # type: ignore[arg-type]
 
 
-_TUNE = ("tune", "attention", "--device", "cuda", "--dtype", "bfloat16", "--force")
-
 STEPS: tuple[Step, ...] = (
     Step(
         "doctor",
@@ -164,30 +162,14 @@ STEPS: tuple[Step, ...] = (
         mps=True,
     ),
     _suite("attention-mps", "attention forward", "likewise, of attention", mps=True),
-    Step(
-        "tune",
-        "at which sizes the polling kernel is faster, for this GPU",
-        _python("-m", "symm_cp", *_TUNE, "--ranks", "2", "--out", f"{RESULTS}/tuned.json"),
-        300,
-    ),
     *(
         Step(
-            f"tune-{kind}",
-            "at which sizes one kernel by tiles is faster, where each rank has a GPU",
-            _python(
-                "-m",
-                "symm_cp",
-                "tune",
-                kind,
-                *_TUNE[2:],
-                "--ranks",
-                "2",
-                "--out",
-                f"{RESULTS}/tuned-{kind}.json",
-            ),
+            name,
+            f"which way of {kind} is fastest at which sizes, for this GPU",
+            _python("-m", "symm_cp", "tune", kind, "--device", "cuda", "--dtype", "bfloat16"),
             300,
         )
-        for kind in ("all-gather-matmul", "matmul-reduce-scatter")
+        for name, kind in (("tune", "attention"), ("tune-matmul", "matmul"))
     ),
 )
 

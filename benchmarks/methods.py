@@ -2,10 +2,8 @@
 
 Causal, forward and backward, at sizes and numbers of heads that favour one or the other: ranks with
 more work than others (a sequential layout, a number of heads that the ranks do not divide), few
-tokens, few key heads. The choice is made with the description of this machine that
-`symm-cp calibrate --ranks N` has written, or else with that of a typical one.
+tokens, few key heads.
 
-symm-cp calibrate --ranks 2
 python benchmarks/methods.py --ranks 2 --json benchmarks/results/methods.json
 """
 

@@ -28,7 +28,7 @@ Call = Callable[[], object]
 
 
 class _Shards(dict[str, str]):
-    """Choices of `symm-cp tune` where matmuls by shards are faster, as they are for large ones."""
+    """A table of `symm-cp tune` where matmuls by shards are faster, as they are for large ones."""
 
     def get(self, key: str, default: object = None) -> str:
         return "shards"
@@ -47,7 +47,8 @@ def group_of(ranks: int, device: str = "cpu") -> dist.ProcessGroup:
     on_one_host: dict[str, Hosts | None] = {"cpu": None, device: None}
     known.put(SPREADS, on_one_host)
     known.put(liveness._PROCESSES, [-1] * ranks)
-    tuning.facts_of(known).tuned = _Shards()
+    with mock.patch.object(tuning, "parse_tuned", return_value=_Shards()):
+        tuning.tuned(known)
     return group
 
 

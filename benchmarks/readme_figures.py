@@ -29,7 +29,6 @@ FILES = (
     "matmul",
     "few_rows",
     "attention",
-    *(f"predictions_{ranks}" for ranks in (2, 4, 8)),
     "compile",
     "collectives",
     "collectives_4",
@@ -87,10 +86,6 @@ def table(head: list[str], lines: list[list[str]]) -> list[str]:
 
 def ratio(row: dict[str, Any], name: str) -> str:
     return f"{row['ratio'][name]:.2f}" if name in row["ratio"] else ""
-
-
-def error(of: float) -> str:
-    return f"{of:+.0%}".replace("-0%", "+0%")
 
 
 #: The unfused variants: over this package's backend of torch.distributed, and over gloo.
@@ -228,19 +223,6 @@ def few_rows() -> list[str]:
         lines.append([name, "1", *cells])
     title = "`python benchmarks/few_rows.py` (a layer of Llama-3 8B, 128 tokens a rank)"
     return table([title, "limit", "by shards", "whole", "as chosen", *UNFUSED], lines)
-
-
-def predictions() -> list[str]:
-    files = [load(f"predictions_{ranks}")[1] for ranks in (2, 4, 8)]
-    lines = []
-    for name in files[0]:
-        cells = [
-            f"{duration(rows[name]['ms']['op'] / 1e3)}, {error(rows[name]['error'])}"
-            for rows in files
-        ]
-        lines.append([name.removesuffix(", float32"), *cells])
-    title = "`python benchmarks/predictions.py` (measured time, and the simulator's error)"
-    return table([title, "2 ranks", "4 ranks", "8 ranks"], lines)
 
 
 def compiled() -> list[str]:
@@ -398,7 +380,6 @@ def figures() -> str:
         *matmul(),
         *few_rows(),
         *attention(),
-        *predictions(),
         *compiled(),
     ]
     for name, section in OPTIONAL.items():

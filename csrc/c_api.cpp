@@ -307,8 +307,6 @@ void symm_cp_set_threads(int threads, int background) {
   set_background_threads(background);
 }
 
-void symm_cp_set_divided_from(int threads, int64_t bytes) { set_divided_from(threads, bytes); }
-
 // Returns how often threads divided a copy or a reduction. For tests.
 int64_t symm_cp_divisions() { return Team::divisions(); }
 

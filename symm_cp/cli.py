@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from symm_cp import __version__
-from symm_cp.commands import bench, explain, plan, run
+from symm_cp.commands import bench, explain, run, trace, tune
 from symm_cp.commands.demo import arguments as demo_arguments
 from symm_cp.parsing import add_json
 from symm_cp.ranks import add_rendezvous, is_rank, positive, started_elsewhere
@@ -47,11 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_json(doctor, "the findings")
     selftest(commands.add_parser("selftest", help="test what works here; ends within two minutes"))
-    planner = commands.add_parser(
-        "plan", help="predict the step time of a model on hosts with GPUs, for all parallel layouts"
-    )
-    plan.add_arguments(planner)
     bench.add_commands(commands)
+    for name, command in {"trace": trace, "tune": tune}.items():
+        command.add_arguments(
+            commands.add_parser(name, help=command.HELP, description=command.HELP)
+        )
     commands.add_parser("build", help="build the native part now instead of at first use")
     return parser
 
@@ -167,6 +167,8 @@ def _main(arguments: Sequence[str]) -> int:
     ):
         print(f"symm-cp {args.command}: {note}", file=sys.stderr)
     # The folders of these commands need torch.
-    modules = {"doctor": "doctor", "selftest": "first_run", "plan": "plan", "demo": "demo.start"}
-    code: int = import_module(f"symm_cp.commands.{modules.get(args.command, 'bench')}").main(args)
+    modules = {"selftest": "first_run", "demo": "demo.start", "trace": "trace.run"}
+    modules["tune"] = "tune.run"
+    module = import_module(f"symm_cp.commands.{modules.get(args.command, args.command)}")
+    code: int = module.main(args)
     return code

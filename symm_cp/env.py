@@ -2,14 +2,14 @@
 
 | variable | meaning | default |
 |---|---|---|
-| `SYMM_CP_BUILD_DIR` | folder of built code and measurements | `~/.cache/symm_cp` |
+| `SYMM_CP_BUILD_DIR` | folder of built code and of `symm-cp tune`'s tables | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
 | `SYMM_CP_SIGNALS` | how GPUs signal: by the `stream`, our `kernel` or `torch` | what works |
 | `SYMM_CP_SELFTEST` | 0: use GPUs without first testing what works between them | 1 |
 | `SYMM_CP_ATTENTION` | `pipeline`, on CUDA also `arrival`, `together` (tuning.py) | as tuned |
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
-| `SYMM_CP_WAY` | `shards` or `whole`, on CUDA also `tiles`, of fused matmuls | by simulation |
+| `SYMM_CP_WAY` | `shards` or `whole`, on CUDA also `tiles`, of fused matmuls | as tuned |
 | `SYMM_CP_BACKEND_FOR` | backends that symm_cp replaces on CPU (`symm-cp run` sets it) | none |
 | `SYMM_CP_PLANS` | 0: Python makes each call on CUDA, no recorded plan does | 1 |
 | `SYMM_CP_KEEP_MIB` | freed result memory that a process keeps for later results, in MiB | below |
@@ -27,7 +27,7 @@
 
 By default, large copies and reductions take all of torch's threads in the process
 (`OMP_NUM_THREADS`, `torch.set_num_threads`) if the ranks of the group may run on enough cores for
-one core per thread, and else one thread. `symm-cp calibrate` measures the size from which they do.
+one core per thread, and else one thread.
 
 Unless `SYMM_CP_READ_MESSAGES` is set, a rank reads a message in the sender's memory if the sender
 goes on meanwhile; if the sender waits, both copy at the same time through a ring.
@@ -59,7 +59,7 @@ class NoHomeError(RuntimeError):
 
 
 def build_dir() -> Path:
-    """Returns the folder of built native parts, calibrations and tunings; raises `NoHomeError`."""
+    """Returns the folder of built native parts and tables of `tune`; raises `NoHomeError`."""
     chosen = os.environ.get("SYMM_CP_BUILD_DIR")
     if chosen:
         return Path(chosen)

@@ -14,6 +14,7 @@ from symm_cp.trusted import write_output
 
 #: `--json` without a file: JSON is printed.
 STDOUT = Path("-")
+DTYPES = ("bfloat16", "float32", "float64")
 _PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -37,6 +38,14 @@ def write_json(path: Path, content: Any) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_output(path, text + "\n")
+
+
+def shapes(text: str) -> list[tuple[int, ...]]:
+    """Returns the numbers of each shape in "512x1024x512,8x8x8"."""
+    found = [tuple(map(int, shape.split("x"))) for shape in text.split(",")]
+    if min(map(min, found)) < 1:
+        raise ValueError(text)
+    return found
 
 
 def size_text(nbytes: int) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import signal
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator
@@ -18,9 +20,12 @@ import torch
 from symm_cp.testing import Ranks, Setup, delays, session_seed
 from symm_cp.testing.process import collect_garbage_seldom
 from tests.cuda import simulated
+from tests.exhaustive import drawn
 
 #: The processes that run functions of tests.
 SIZE = 4
+#: When the first test began.
+_BEGIN = pytest.StashKey[float]()
 
 _SETUP = Setup(
     backend="cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo",
@@ -35,8 +40,6 @@ _SETUP = Setup(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not 0 < (part := config.getoption("--draw")) <= 1:
-        raise pytest.UsageError(f"--draw: got {part:g}, must be above 0, and at most 1")
     if config.option.hypothesis_seed is None:  # repeats the draws of hypothesis, too
         config.option.hypothesis_seed = str(session_seed(config))
     # A shell that starts pytest in the background has it, and all that it starts, ignore Ctrl-C.
@@ -46,11 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked exhaustive, too")
     parser.addoption(
-        "--draw",
+        "--seconds",
         type=float,
-        default=1.0,
-        metavar="PART",
-        help="of the exhaustive cases of each test, run this part, drawn by the seed (0.5: half)",
+        default=math.inf,
+        help="begin exhaustive cases for so long, in an order drawn by the seed (without end)",
     )
 
 
@@ -104,19 +106,6 @@ def _is_left_out(item: pytest.Item, everything: bool, rare: Collection[pytest.It
     return sum(mark.name == "exhaustive" for mark in item.callspec.marks) > 1 or item in rare  # type: ignore[attr-defined]
 
 
-def _not_drawn(items: list[pytest.Item], part: float, seed: int) -> set[pytest.Item]:
-    """Returns the exhaustive cases of each test except for a random part of at least one case."""
-    tests: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("exhaustive"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    return {
-        item
-        for test, cases in tests.items()
-        for item in random.Random(f"{seed} {test}").sample(cases, int(len(cases) * (1 - part)))
-    }
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     everything = bool(config.getoption("--all"))
@@ -124,14 +113,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in rare:
         item.add_marker(pytest.mark.exhaustive)
     left_out = [item for item in items if _is_left_out(item, everything, rare)]
-    if everything:
-        left = set(items).difference(left_out)
-        candidates = [item for item in items if item in left]
-        left_out.extend(_not_drawn(candidates, config.getoption("--draw"), session_seed(config)))
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         kept = set(items).difference(left_out)
         items[:] = [item for item in items if item in kept]
+    if math.isfinite(config.getoption("--seconds")):
+        items[:] = drawn(items, session_seed(config))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -140,8 +127,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.stash[_BEGIN] = time.monotonic()
     collect_garbage_seldom()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Leaves out exhaustive cases when the time of --seconds is used up."""
+    if item.get_closest_marker("exhaustive") is None:
+        return None
+    used = time.monotonic() - item.session.stash[_BEGIN]
+    return True if used > item.config.getoption("--seconds") else None
 
 
 def pytest_unconfigure() -> None:

@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 exhaustive = pytest.mark.exhaustive
+#: Parts of a drawn order: more share a short time more evenly, and load and compile more often.
+_PARTS = 20
+
+
+def drawn(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Orders exhaustive cases so that each file has its share of however long they may run.
+
+    Each part of the order has some of every test's cases, file by file, since cases of a file share
+    modules and compiled functions. The seed draws the cases of a part and the order of its files.
+    Cases that are not exhaustive come first.
+    """
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    places: dict[pytest.Item, tuple[int, float]] = {}
+    for test, cases in tests.items():
+        draw = random.Random(f"{seed} {test}")
+        first = draw.randrange(_PARTS)
+        for turn, item in enumerate(draw.sample(cases, len(cases))):
+            part = (first + turn) % _PARTS
+            file = item.nodeid.partition("::")[0]
+            places[item] = part, random.Random(f"{seed} {part} {file}").random()
+    return sorted(items, key=lambda item: places.get(item, (-1, 0.0)))
 
 
 def some(*plain: Any, of: Iterable[Any]) -> list[Any]:

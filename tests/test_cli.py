@@ -38,7 +38,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    commands = ("demo", "run", "doctor", "plan", "bench", "trace", "calibrate", "tune", "build")
+    commands = ("demo", "run", "doctor", "bench", "trace", "tune", "build")
     assert all(f"\n    {command}" in shown for command in commands)
 
 
@@ -68,8 +68,7 @@ def over_torch(
 
 HELP = [
     ["--version"], ["--help"], ["doctor", "-h"], ["demo", "--help"], ["bench", "--help"],
-    ["trace", "--help"], ["calibrate", "--help"], ["tune", "--help"], ["plan", "--help"],
-    ["selftest", "--help"], ["build", "--help"],
+    ["trace", "--help"], ["tune", "--help"], ["selftest", "--help"], ["build", "--help"],
 ]  # fmt: skip
 
 
@@ -82,7 +81,7 @@ def test_help_takes_neither_torch_nor_a_build(script: bool, tmp_path: Path) -> N
     wrong = over_torch(tmp_path, "raise ImportError", "bench", "--nonsense", script=script)
     assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
     # Other commands do import torch.
-    assert "ImportError" in over_torch(tmp_path, "raise ImportError", "plan").stderr
+    assert "ImportError" in over_torch(tmp_path, "raise ImportError", "tune").stderr
     assert not (tmp_path / "built").exists()
 
 
@@ -108,28 +107,23 @@ def interrupted(arguments: Sequence[str], begun: str) -> tuple[int, str]:
     """Sends Ctrl-C to a command and its ranks once it prints `begun`; returns code and stderr."""
     process = subprocess.Popen(
         [sys.executable, "-m", "symm_cp", *arguments],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    assert process.stderr is not None
-    before = ""
-    while begun not in before:
-        line = process.stderr.readline()
-        assert line, before
-        before += line
+    assert process.stdout is not None
+    while begun not in (line := process.stdout.readline()):
+        assert line, process.communicate()
     sent = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert time.monotonic() - sent < 15
-    return process.returncode, before + error
+    return process.returncode, error
 
 
 @pytest.mark.exhaustive
-def test_an_interrupt_ends_a_command_and_its_ranks_in_a_line(tmp_path: Path) -> None:
-    out = str(tmp_path / "machine.toml")
-    code, error = interrupted(["calibrate", "--force", "--seconds", "0.3", "--out", out], "calls")
+def test_an_interrupt_ends_a_command_and_its_ranks_in_a_line() -> None:
+    code, error = interrupted(["bench", "collectives", "--seconds", "0.1"], "all-gather")
     assert code == 130, error
-    lines = [line for line in error.splitlines() if line and "/12" not in line]
-    assert lines == ["symm-cp: interrupted"], error
+    assert [line for line in error.splitlines() if line] == ["symm-cp: interrupted"], error
 
 
 def test_a_terminal_interrupts_no_rank(tmp_path: Path) -> None:
@@ -184,7 +178,7 @@ def test_a_reader_that_stops_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "symm_cp", "plan", "--model", "llama3-8b"],
+        [sys.executable, "-m", "symm_cp", "doctor"],
         stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
     )  # fmt: skip
     os.close(writing)
@@ -204,7 +198,7 @@ def test_only_all_variables_together_make_a_rank() -> None:
     assert "running as the only rank" in ranks.started_elsewhere(None, {**RANK, "WORLD_SIZE": "1"})
 
 
-@pytest.mark.parametrize("command", ["demo", "bench", "trace", "calibrate", "tune"])
+@pytest.mark.parametrize("command", ["demo", "bench", "trace", "tune"])
 def test_a_wrappers_rank_is_ignored(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,7 +265,7 @@ def test_json_is_an_option_of_all_reports_alike() -> None:
         for option in parser._actions
         if "--json" in option.option_strings
     }
-    assert {"demo", "doctor", "explain", "plan", "selftest"} < set(options)
+    assert {"demo", "doctor", "explain", "selftest"} < set(options)
     for name, option in options.items():
         assert (option.nargs, option.const, option.type) == ("?", STDOUT, Path), name
 

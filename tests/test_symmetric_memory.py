@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import itertools
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -435,6 +437,29 @@ def reuse_of_a_name(group: dist.ProcessGroup) -> None:
 
 def test_groups_come_and_go(ranks: Ranks) -> None:
     ranks.run(2, reuse_of_a_name)
+
+
+def worlds(group: dist.ProcessGroup, folder: Path) -> None:
+    """A new group may have an old one's address and name; rank 1 keeps its old groups."""
+    rank, size = group.rank(), group.size()
+    kept, due, gaps = [], 0, itertools.cycle(range(1, 9))
+    del group
+    dist.destroy_process_group()
+    for life in range(180):
+        store, limit = dist.FileStore(str(folder / str(life)), size), datetime.timedelta(seconds=20)
+        dist.init_process_group("symm_cp", store=store, rank=rank, world_size=size, timeout=limit)
+        dist.all_reduce(torch.ones(8))
+        if life == due:
+            due += next(gaps)
+            make(dist.group.WORLD, 16)
+        if rank == 1:
+            kept.append(dist.group.WORLD)
+        dist.destroy_process_group()
+
+
+def test_worlds_come_and_go(ranks: Ranks, tmp_path: Path) -> None:
+    with ranks.own(2, worlds, tmp_path) as running:
+        assert [outcome.failure for outcome in running.outcomes(90)] == ["", ""]
 
 
 def many_allocations(group: dist.ProcessGroup) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
-from symm_cp import env, measured, native, trusted
+from symm_cp import env, native
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
 from tests.test_run import symm_cp_in
@@ -287,59 +287,15 @@ def copies(divisions: Callable[[], int], nbytes: int) -> bool:
     return divisions() > before
 
 
-def divides_as_measured(group: dist.ProcessGroup) -> None:
-    library = native.load()
-    try:
-        with threads(2) as divisions:
-            assert not copies(divisions, 100 << 10)
-            assert copies(divisions, 200 << 10)
-            library.symm_cp_set_divided_from(2, MIB)
-            assert not copies(divisions, MIB - 1)
-            assert copies(divisions, MIB)
-            library.symm_cp_set_divided_from(2, 1)  # a part is a page at least
-            assert not copies(divisions, 8191)
-            assert copies(divisions, 8192)
-        with threads(3) as divisions:  # not measured
-            assert not copies(divisions, 100 << 10)
-            assert copies(divisions, 200 << 10)
-        library.symm_cp_set_divided_from(0, 0)
-        with threads(2) as divisions:
-            assert not copies(divisions, 100 << 10)
-    finally:
-        library.symm_cp_set_divided_from(0, 0)
+def divides_from_128_kib(group: dist.ProcessGroup) -> None:
+    for count in (2, 3):
+        with threads(count) as divisions:
+            assert not copies(divisions, (128 << 10) - 1)
+            assert copies(divisions, 128 << 10)
 
 
-def test_threads_share_work_from_the_measured_size_on(ranks: Ranks) -> None:
-    ranks.run(1, divides_as_measured)
-
-
-LOADED = """
-import torch, symm_cp
-from symm_cp import native
-torch.set_num_threads(2)
-library = native.load()
-library.symm_cp_set_threads(2, 1)
-x, out = torch.ones(75 << 10), torch.zeros(75 << 10)
-for size in (200 << 10, 300 << 10):
-    library.symm_cp_copy(out.data_ptr(), x.data_ptr(), size, False)
-    print(library.symm_cp_divisions(), end=" ")
-"""
-
-
-def test_the_measured_size_is_read_when_the_library_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = native.library_path().parent
-    (tmp_path / built.name).symlink_to(built)
-    monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
-    for threads, text in (2, measured.to_toml(256 << 10)), (3, "divided_from = -1"), (4, "["):
-        trusted.write(measured.divided_path(threads), text.encode())
-    trusted.write(tmp_path / "divided_2_another-machine.toml", measured.to_toml(1).encode())
-    loaded = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True)
-    assert loaded.stdout == "0 1 ", loaded.stderr
-    for threads, why in (3, "divided_from must be a number of bytes, not -1"), (4, "Invalid"):
-        assert f"not used: {measured.divided_path(threads)}: {why}" in loaded.stderr
-    assert loaded.stderr.count("not used") == 2
+def test_threads_share_work_of_128_kib_and_more(ranks: Ranks) -> None:
+    ranks.run(1, divides_from_128_kib)
 
 
 @exhaustive

@@ -1,4 +1,4 @@
-"""The choice between ways: forced, measured or simulated."""
+"""The choice between ways: forced, measured or by size."""
 
 from __future__ import annotations
 
@@ -17,123 +17,9 @@ import symm_cp
 from symm_cp import tuning
 from symm_cp.group import memory
 from symm_cp.runtime import cpu
-from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Curve, to_toml
-from symm_cp.schedule.matmul_work import MatmulWork
-from symm_cp.tensors.dtypes import dtype_name
 from symm_cp.testing import Ranks
 
-F32, BF16 = torch.float32, torch.bfloat16
-
-
-def faster(work: MatmulWork, ranks: int = 2) -> str:
-    seconds = work.seconds(TYPICAL_CPU, ranks)
-    return min(seconds, key=seconds.__getitem__)
-
-
 ROWS = 1_100_000  # with fewer, native kernels run without a choice
-
-
-def gather(rows: int, inner: int, columns: int, dtype: torch.dtype = F32) -> MatmulWork:
-    shard = rows * inner * dtype.itemsize
-    return MatmulWork(
-        "all_gather_matmul",
-        dtype_name(dtype),
-        dtype.itemsize,
-        ((rows, inner, columns),),
-        shard=shard,
-    )
-
-
-def scatter(rows: int, inner: int, columns: int) -> MatmulWork:
-    partial = rows * columns * 4
-    return MatmulWork(
-        "matmul_reduce_scatter", "float32", 4, ((rows, inner, columns),), partial=partial
-    )
-
-
-def all_reduce(rows: int, columns: int) -> MatmulWork:
-    nbytes = rows * columns * 4
-    products = ((rows, columns, columns),)
-    return MatmulWork("matmul_all_reduce", "float32", 4, products, partial=nbytes, everywhere=True)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_few_rows_are_summed_whole_and_many_part_by_part_on_gpus(ranks: int) -> None:
-    def fastest(rows: int) -> str:
-        seconds = all_reduce(rows, 4096).seconds(MACHINES["h100"], ranks, device="cuda")
-        return min(seconds, key=seconds.__getitem__)
-
-    assert fastest(1) == "whole"
-    assert fastest(8192) == "shards"
-    assert faster(all_reduce(1, 4096), ranks) == "whole"
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("make", [gather, scatter])
-def test_few_rows_for_a_large_weight_go_whole(make, ranks: int) -> None:  # type: ignore[no-untyped-def]
-    assert faster(make(1, 4096, 4096), ranks) == "whole"
-    assert faster(make(128, 4096, 4096), ranks) == "whole"
-    assert faster(make(4096, 4096, 256), ranks) == "shards"
-    assert faster(make(0, 16, 16), ranks) in tuning.WAYS
-
-
-# All-gather-matmuls in bfloat16 on 8 H100, as others have measured them: rows of a rank, columns,
-# inner dimension, microseconds of NCCL and then one matmul, and of torch's op, which goes by shards
-# (meta-pytorch/kraken#2, M, N and K; the last one is pytorch#143160's).
-MEASURED = [
-    (128, 6656, 4096, 142, 277),
-    (128, 6656, 8192, 284, 635),
-    (128, 6656, 16384, 514, 1167),
-    (256, 6656, 4096, 273, 310),
-    (256, 6656, 8192, 499, 548),
-    (256, 6656, 16384, 953, 1333),
-    (512, 6656, 4096, 515, 456),
-    (512, 6656, 8192, 912, 838),
-    (512, 6656, 16384, 1810, 1633),
-    (256, 3584, 8192, 301, 354),
-]
-
-
-@pytest.mark.parametrize(("rows", "columns", "inner", "whole", "shards"), MEASURED)
-def test_gpus_are_predicted_as_others_measured_them(
-    rows: int, columns: int, inner: int, whole: float, shards: float
-) -> None:
-    found = gather(rows, inner, columns, BF16).seconds(MACHINES["h100"], 8, device="cuda")
-    assert found["whole"] * 1e6 == pytest.approx(whole, rel=0.15)
-    # Shards of few tiles vary: libraries divide some products along the inner dimension as well.
-    assert found["shards"] * 1e6 == pytest.approx(shards, rel=0.35)
-    assert (found["whole"] < found["shards"]) == (whole < shards)
-
-
-def test_results_that_are_added_to_are_read_again() -> None:
-    def weight_gradient(dtype: torch.dtype, rows: int, size: int) -> MatmulWork:
-        item = dtype.itemsize
-        products, shard = ((size, rows, size),), rows * size * item
-        return MatmulWork(
-            "weight_grad",
-            dtype_name(dtype),
-            dtype.itemsize,
-            products,
-            shard,
-            accumulated=size * size * item,
-        )
-
-    assert faster(weight_gradient(BF16, 128, 4096)) == "whole"
-    assert faster(weight_gradient(F32, 128, 4096)) == "whole"
-    assert faster(weight_gradient(F32, 4096, 256)) == "shards"
-
-
-def test_a_closed_form() -> None:
-    """With infinitely fast memory, the ways differ by the weight, read W times or once."""
-    machine = TYPICAL_CPU.__class__("m", 1e9, 0, 1e30, 1e30, matmul_reached=1.0, kernel_seconds=0.0)
-    weighed = {
-        "weight.float32": Curve((1.0, 1e9), (1e-9, 1.0)),
-        "matmul.float32": Curve((1.0,), (1e-9,)),
-    }
-    machine = machine.__class__(**{**vars(machine), "signal_seconds": 0.0, "curves": weighed})
-    seconds = gather(10, 1000, 250).seconds(machine, 4)
-    assert seconds["shards"] == pytest.approx(4 * (5e6 * 1e-9 + 1e-3))
-    assert seconds["whole"] == pytest.approx(4 * 5e6 * 1e-9 + 1e-3)
 
 
 def chosen(group: dist.ProcessGroup) -> dict[str, tuning.Choice]:
@@ -155,14 +41,13 @@ def files(group: dist.ProcessGroup, folder: str) -> None:
     state, rank, W = memory.resolve(group), group.rank(), group.size()
     cache = os.environ.get("XDG_CACHE_HOME"), os.environ.get("SYMM_CP_BUILD_DIR")
     os.environ["SYMM_CP_BUILD_DIR"] = os.path.join(folder, str(rank))
-    tuned, machine = tuning.tuned_path(W), tuning.machine_path(W)
+    tuned = tuning.tuned_path(W)
     tuned.parent.mkdir(parents=True)
     try:
         outcomes = []
         for way in tuning.WAYS:
             others = tuning.WAYS[1 - tuning.WAYS.index(way)]
             tuned.write_text(json.dumps({KEY: way if rank == 0 else others}))
-            machine.write_text(to_toml(TYPICAL_CPU) if rank == 0 else "no TOML at all")
             dist.barrier(group)
             tuning.relearn(state)
             outcomes.append(run(group))
@@ -173,11 +58,8 @@ def files(group: dist.ProcessGroup, folder: str) -> None:
         tuned.unlink()
         dist.barrier(group)
         tuning.relearn(state)
-        (choice,) = chosen(group).values()
-        assert choice.source == "simulated"
-        assert choice.predicted == pytest.approx(gather(ROWS, 8, 3).seconds(TYPICAL_CPU, W))
-        assert choice.predicted[choice.way] == min(choice.predicted.values())
-        assert str(choice).startswith(f"{choice.way} (simulated; simulated: shards ")
+        # On CPU what is too large for a native call goes by shards.
+        assert str(chosen(group)[KEY]) == "shards (by size)"
         dist.barrier(group)
     finally:
         os.environ.pop("SYMM_CP_BUILD_DIR")
@@ -187,43 +69,39 @@ def files(group: dist.ProcessGroup, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_what_was_measured_comes_before_the_simulation(
+def test_what_was_measured_comes_before_the_size(
     ranks: Ranks, world_size: int, tmp_path: Path
 ) -> None:
     ranks.run(world_size, files, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["machine_path", "tuned_path"])
-def test_files_that_another_user_could_change_are_not_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_table_that_another_user_could_change_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
-    path = getattr(tuning, name)
-    assert tuning.read_file(path, 2) == ("", "")
-    path(2).write_text("text")
-    path(2).chmod(0o644)
-    assert tuning.read_file(path, 2) == ("text", "")
-    path(2).chmod(0o666)
-    text, reason = tuning.read_file(path, 2)
+    path = tuning.tuned_path(2)
+    assert tuning.read_tuned(2) == ("", "")
+    path.write_text("text")
+    path.chmod(0o644)
+    assert tuning.read_tuned(2) == ("text", "")
+    path.chmod(0o666)
+    text, reason = tuning.read_tuned(2)
     assert text == ""
     assert "not used: " in reason
-    assert f"{path(2)}: others can write it" in reason
-    path(2).chmod(0o644)
-    path(2).write_bytes(b"\xff")
-    assert tuning.read_file(path, 2)[1] != ""
+    assert f"{path}: others can write it" in reason
+    path.chmod(0o644)
+    path.write_bytes(b"\xff")
+    assert tuning.read_tuned(2)[1] != ""
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", "")
     monkeypatch.setenv("HOME", "")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert tuning.read_file(path, 2) == ("", "")
+    assert tuning.read_tuned(2) == ("", "")
 
 
-@pytest.mark.parametrize("name", ["machine_path", "tuned_path"])
-def test_files_are_those_of_this_kind_of_machine(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_is_of_one_kind_of_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home folder may be shared by two kinds of machines, and used with two releases of torch."""
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
-    path, names = getattr(tuning, name), set()
+    names = {tuning.tuned_path(3).name}
     for attribute, value in (
         ("processor_name", lambda: "Model (R) 1"),
         ("processor_name", lambda: "Model (R) 2"),
@@ -231,19 +109,9 @@ def test_files_are_those_of_this_kind_of_machine(
         ("os.cpu_count", lambda: 7),
     ):
         monkeypatch.setattr(f"symm_cp.measured.{attribute}", value)
-        names.add(path(2).name)
-    assert len(names) == 4
-    assert {n.partition("_2_")[2].rpartition(".")[0] for n in names} >= {
-        "model-r-2-7-cores-torch-2.99"
-    }
-    older = tmp_path / f"{name.removesuffix('_path')}_2{path(2).suffix}"
-    older.write_text("of an unknown machine")
-    older.chmod(0o644)
-    text, reason = tuning.read_file(path, 2)
-    assert text == ""
-    assert f"not used: {older} does not say for which machine" in reason
-    assert len(reason.splitlines()) == 1
-    assert tuning.read_file(path, 3) == ("", "")
+        names.add(tuning.tuned_path(2).name)
+    assert len(names) == 5
+    assert "tuned_2_model-r-2-7-cores-torch-2.99.json" in names
 
 
 def distrusts(group: dist.ProcessGroup, folder: str) -> None:
@@ -261,8 +129,8 @@ def distrusts(group: dist.ProcessGroup, folder: str) -> None:
         tuning.relearn(state)
         if group.rank() == 0:
             with pytest.raises(UserWarning, match=r"not used: .*tuned\.json: others can write it"):
-                tuning.facts_of(state)
-        assert tuning.facts_of(state).tuned == {}
+                tuning.tuned(state)
+        assert tuning.tuned(state) == {}
     dist.barrier(group)
     tuning.relearn(state)
 
@@ -278,13 +146,12 @@ def test_a_damaged_file_of_choices(text: str) -> None:
 
 
 def forced(group: dist.ProcessGroup) -> None:
-    state = memory.resolve(group)
-    tuning.relearn(state)
-    dist.barrier(group)
+    patch = unittest.mock.patch.object
     for way in tuning.WAYS:
         # Ignores symmetric memory that earlier tests may have left in the group.
-        plain = unittest.mock.patch.object(cpu, "has_symmetric", return_value=False)
-        with symm_cp.trace() as recording, tuning.forced(way), plain:
+        plain = patch(cpu, "has_symmetric", return_value=False)
+        no_table = patch(tuning, "tuned", side_effect=AssertionError)
+        with symm_cp.trace() as recording, tuning.forced(way), plain, no_table:
             run(group)
         labels = {event.op for event in recording.timeline.events}
         assert all(label.startswith("fused_all_gather_matmul") for label in labels)
@@ -295,7 +162,6 @@ def forced(group: dist.ProcessGroup) -> None:
                 assert chosen(group) == {KEY: tuning.Choice(tuning.WAYS[0], "forced")}
         finally:
             del os.environ["SYMM_CP_WAY"]
-    assert not tuning.facts_read(state)
     os.environ["SYMM_CP_WAY"] = "sideways"
     try:
         with pytest.raises(ValueError, match="SYMM_CP_WAY='sideways' must be"):
@@ -304,7 +170,7 @@ def forced(group: dist.ProcessGroup) -> None:
         del os.environ["SYMM_CP_WAY"]
     with pytest.raises(ValueError, match="must be one of"), tuning.forced("sideways"):
         pass
-    assert chosen(group)[KEY].source == "simulated"
+    assert chosen(group)[KEY].source == "by size"
 
 
 def test_a_way_can_be_forced(ranks: Ranks) -> None:
@@ -328,7 +194,7 @@ def test_ranks_that_choose_differently_get_an_error(ranks: Ranks) -> None:
 
 def attention(group: dist.ProcessGroup, folder: str) -> None:
     """The kernel that polls is chosen where it was faster, if each rank has a GPU of its own."""
-    state, rank, W = memory.resolve(group), group.rank(), group.size()
+    state, rank = memory.resolve(group), group.rank()
     gpu, key = torch.device("cuda", 0), "all_gather_attention bfloat16 1x2x1x8x8x64 full 1 chunks"
     patch = unittest.mock.patch
     tuned_path = tuning.tuned_path
@@ -344,7 +210,7 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
         with patch.object(torch.cuda, "get_device_properties", return_value=about):
             for _ in range(2):
                 with tuning.listening() as heard:
-                    way = tuning.choose_attention(state, gpu, key, ways)
+                    way = tuning.choose(state, gpu, key, ways, "pipeline")
         assert heard[f"GPU X: {key}"].way == way
         dist.barrier(group)
         return way, heard[f"GPU X: {key}"].source
@@ -353,15 +219,13 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
         patch.object(tuning, "tuned_path", lambda _: Path(folder, f"{rank}.json")),
         patch.object(torch.cuda, "get_device_name", return_value="GPU X"),
     ):
-        assert choice(None) == ("pipeline", "not measured")
+        by_size = "pipeline", "by size; arrival: not measured"
+        assert choice(None) == by_size
         assert choice("arrival") == ("arrival", "measured")
         assert choice("pipeline") == ("pipeline", "measured")
-        assert choice("sideways") == ("pipeline", "not measured")
-        if W > 1:
-            assert choice("arrival", shared=True) == ("pipeline", "ranks share a GPU")
-            with tuning.listening() as heard:
-                tuning.choose(state, gpu, gather(ROWS, 8, 3))
-            assert heard[f"GPU X: {KEY}"].source == "simulated as an H100"
+        assert choice("sideways") == by_size
+        shared = "pipeline", "by size; arrival: ranks share a GPU"
+        assert choice("arrival", shared=True) == shared
         with tuning.forced("arrival"), tuning.forced("whole"):
             assert choice("pipeline", shared=True) == ("arrival", "forced")
             served = ("pipeline", "together")
@@ -375,6 +239,6 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
     tuning.relearn(state)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_attention_goes_by_what_was_measured(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
     ranks.run(world_size, attention, str(tmp_path))

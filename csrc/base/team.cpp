@@ -22,9 +22,6 @@ class NoPool : public Pool {
 Pool* callers = nullptr;
 std::atomic<Threads> chosen{Threads::kWhereCoresSuffice};
 std::atomic<int> background{1};
-// Indexed by number of threads; 0: not measured. Larger numbers of threads count as not measured.
-constexpr int kMostMeasured = 512;
-std::array<std::atomic<int64_t>, kMostMeasured + 1> divided_from{};
 std::atomic<int64_t> divided{0};
 thread_local Team* current = nullptr;
 thread_local bool has_left = false;
@@ -82,19 +79,6 @@ void set_threads(Threads threads) { chosen = threads; }
 void set_background_threads(int threads) { background = threads; }
 int background_threads() { return background; }
 
-void set_divided_from(int threads, int64_t bytes) {
-  // A part has at least one page: see divide_bytes.
-  const auto measured = [bytes](int count) {
-    return bytes == 0 ? 0 : std::max(bytes, count * kPage);
-  };
-  int64_t least = Team::kLeastBytes;
-  for (int count = 2; count <= kMostMeasured; ++count) {
-    if (threads == 0 || threads == count) divided_from[count] = measured(count);
-    if (const int64_t from = divided_from[count]; from > 0) least = std::min(least, from);
-  }
-  Team::least_bytes_ = least;
-}
-
 CoreMask cores_of(Pool& pool, int threads) {
   struct Union {
     std::mutex mutex;
@@ -142,12 +126,8 @@ int Team::threads() {
 
 int Team::parts_of_large(int64_t bytes) {
   if (current == nullptr) return 1;
-  const int all = current->threads();
-  if (all <= kMostMeasured) {
-    const int64_t from = divided_from[static_cast<size_t>(all)].load(std::memory_order_relaxed);
-    if (from > 0) return bytes < from ? 1 : all;
-  }
-  return static_cast<int>(std::min<int64_t>(all, std::max<int64_t>(1, bytes / (kLeastBytes / 2))));
+  const int64_t parts = bytes / (kLeastBytes / 2);
+  return static_cast<int>(std::min<int64_t>(current->threads(), parts));
 }
 
 void Team::run_parts(int parts, void (*body)(void*, int), void* argument) {

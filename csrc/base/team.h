@@ -35,9 +35,6 @@ void set_threads(Threads threads);
 // The number of a copy engine's own threads; see lane.cpp.
 void set_background_threads(int threads);
 int background_threads();
-// Sets the number of bytes from which on this many threads share work, as measured (symm-cp
-// calibrate); 0 bytes: not measured. With 0 threads, sets it for every number of threads.
-void set_divided_from(int threads, int64_t bytes);
 
 // The cores that threads may run on. In a loop of short parts, a thread that has to wait for a core
 // holds up all others for a time slice, some milliseconds: more threads help only if each has a
@@ -74,9 +71,7 @@ class Team {
 
   // The number of parts into which the calling thread divides work on `bytes`: 1 if the work is so
   // small that the threads' synchronisation would take longer.
-  static int parts_of(int64_t bytes) {
-    return bytes < least_bytes_.load(std::memory_order_relaxed) ? 1 : parts_of_large(bytes);
-  }
+  static int parts_of(int64_t bytes) { return bytes < kLeastBytes ? 1 : parts_of_large(bytes); }
   // Calls body(part) for each part.
   template <class Body>
   static void run(int parts, const Body& body) {
@@ -92,13 +87,10 @@ class Team {
   static void leave_callers_pool();
 
  private:
-  friend void set_divided_from(int threads, int64_t bytes);
-
-  // Without a measurement, work of at least this many bytes is divided, into parts of at least half
-  // that. If there are more threads than parts, some threads get none.
+  // Work of at least this many bytes is divided, into parts of at least half that; if there are
+  // more threads than parts, some threads get none. At 256 KiB one thread copies in 1.17 of the
+  // time of two and adds in 1.25 (benchmarks/results/threads_1.json); at half of that they tie.
   static constexpr int64_t kLeastBytes = int64_t{128} << 10;
-  // The smallest number of bytes from which on any number of threads shares work.
-  static inline std::atomic<int64_t> least_bytes_{kLeastBytes};
 
   static int parts_of_large(int64_t bytes);
   static void run_parts(int parts, void (*body)(void*, int), void* argument);

@@ -35,9 +35,12 @@ struct GroupPeers {
 };
 
 // The number of tensor rendezvous that this rank has begun in a process group, including failed
-// ones: the same on all ranks.
+// ones: the same on all ranks. The weak pointer keeps the address of a group that is gone from
+// being another group's.
 struct Count {
-  const void* process_group = nullptr;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group{
+      c10::intrusive_ptr<c10d::ProcessGroup>()};
+  c10::intrusive_ptr<c10d::Store> store;  // only for a group known by set_group_info
   int64_t value = 0;
 };
 
@@ -109,10 +112,22 @@ milliseconds timeout_of(c10d::ProcessGroup& group) {
   return chosen ? *chosen : own_timeout_of(group);
 }
 
-bool current(const GroupPeers& known, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+// Whether `known`, GroupPeers or a Count, belongs to the group that now has this name.
+template <class Known>
+bool current(const Known& known, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
              const std::string& name) {
   if (process_group) return known.process_group.lock().get() == process_group.get();
   return known.store == symm::get_group_info(name).store;
+}
+
+// The count of the group that now has this name; call it with the registry's lock.
+Count& count_of(const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+                const std::string& name) {
+  Count& count = registry().rendezvous[name];
+  if (current(count, process_group, name)) return count;
+  count = Count{c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group)};
+  if (!process_group) count.store = symm::get_group_info(name).store;
+  return count;
 }
 
 StoreBootstrap bootstrap_of(const std::string& name,
@@ -353,9 +368,7 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
           current(*group_peers->second, process_group, name) &&
           known->second->peers() == group_peers->second->peers)
         return known->second;
-      Count& count = registry().rendezvous[name];
-      if (count.process_group != process_group.get()) count = {process_group.get(), 0};
-      sequence = count.value++;
+      sequence = count_of(process_group, name).value++;
     }
     WaitBudget budget(symm_cp::timeout_of(name));
     const Rendezvous rendezvous{"tensor/" + std::to_string(sequence), "symm_mem.rendezvous",
@@ -474,10 +487,14 @@ std::shared_ptr<Mapping> mapping_of_handle(symm::SymmetricMemory& handle) {
 
 void release_groups() {
   std::vector<std::shared_ptr<GroupPeers>> ended;  // their sockets close after the lock is released
+  const auto is_gone = [](const auto& known) {
+    return !known.store && known.process_group.use_count() == 0;
+  };
   std::lock_guard<std::mutex> lock(registry().mutex);
+  std::erase_if(registry().rendezvous, [&](const auto& each) { return is_gone(each.second); });
   for (auto* groups : {&registry().groups, &registry().unmet})
     for (auto it = groups->begin(); it != groups->end();) {
-      const bool gone = !it->second->store && it->second->process_group.use_count() == 0;
+      const bool gone = is_gone(*it->second);
       if (gone) ended.push_back(std::move(it->second));
       it = gone ? groups->erase(it) : std::next(it);
     }
@@ -529,7 +546,7 @@ int64_t symm_cp_rendezvous_begun(const char* group) {
   std::lock_guard<std::mutex> lock(registry().mutex);
   const auto known = registry().rendezvous.find(group);
   if (known == registry().rendezvous.end()) return 0;
-  return known->second.process_group == process_group.get() ? known->second.value : 0;
+  return symm_cp::current(known->second, process_group, group) ? known->second.value : 0;
 }
 
 }  // extern "C"

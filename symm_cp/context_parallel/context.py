@@ -177,8 +177,8 @@ def context_parallel(
             same work under a causal mask. Any mask can be combined with any load balancer.
         method: how attention is split over the ranks. "allgather": each rank attends with its
             queries to all keys. "ulysses": ranks exchange parts of the sequence for heads; there
-            must be at least one head per rank. "auto": the faster one for each call, by the
-            simulator's figures. For a 2-D mesh the method of each dimension, as in ("ulysses",
+            must be at least one head per rank. "auto": for each call the one that is
+            likely faster. For a 2-D mesh the method of each dimension, as in ("ulysses",
             "allgather"). The default is set by `set_rotate_method`.
         on_unfused: what to do at the end if modules ran but no such function was called, so that
             attention, if there was any, saw only this rank's part: "raise" `RuntimeError`, "warn",

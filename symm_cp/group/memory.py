@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -400,6 +401,7 @@ on_creation: list[Callable[[Group], object]] = []
 on_first_use: list[Callable[[Group], object]] = []
 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
+_making = threading.RLock()  # threads that use a group first at once must make one object
 
 
 def _forget(name: str, group: Group) -> None:
@@ -428,11 +430,21 @@ def resolve(group: GroupLike) -> Group:
     # Another group may have had the same name before, so the objects are compared.
     if known is not None and known[0]() is process_group:
         return known[1]
-    new_group = Group(process_group)
-    if process_group in dist.distributed_c10d._world.pg_map:  # not the part of a group on a host
-        for publish in on_first_use:
-            publish(new_group)
-    _groups[name] = (weakref.ref(process_group), new_group)
+    with _making:
+        known = _groups.get(name)
+        if known is not None and known[0]() is process_group:
+            return known[1]
+        new_group = Group(process_group)
+        _groups[name] = (weakref.ref(process_group), new_group)
+    try:
+        if (
+            process_group in dist.distributed_c10d._world.pg_map
+        ):  # not the part of a group on a host
+            for publish in on_first_use:
+                publish(new_group)
+    except BaseException:
+        _forget(name, new_group)
+        raise
     weakref.finalize(process_group, _forget, name, new_group).atexit = False
     return new_group
 

@@ -28,7 +28,6 @@ from symm_cp.native.compiler import find_compiler
 from symm_cp.native.errors import BuildError, say
 from symm_cp.native.library import (
     address_of,
-    divide_as_measured,
     drop_plans,
     error,
     glue_if_built,
@@ -46,7 +45,6 @@ __all__ = [
     "build_glue",
     "cache_key",
     "check_headers",
-    "divide_as_measured",
     "drop_plans",
     "error",
     "find_compiler",

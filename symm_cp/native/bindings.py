@@ -66,7 +66,6 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_result_memory": (None, [ctypes.POINTER(LONG)]),
     "symm_cp_reduce": (LONG, [VOID, VOID, INT, LONG, INT, INT, INT]),
     "symm_cp_set_threads": (None, [INT, INT]),
-    "symm_cp_set_divided_from": (None, [INT, LONG]),
     "symm_cp_divisions": (LONG, []),
     "symm_cp_reducible": (INT, [INT, INT]),
     "symm_cp_copy": (None, [VOID, VOID, LONG, INT]),

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from symm_cp import env, measured
+from symm_cp import env
 from symm_cp.native import prebuilt, wire
 from symm_cp.native.bindings import INT, LONG, SIGNATURES, TEXT, VOID
 from symm_cp.native.building import (
@@ -66,7 +66,6 @@ def load() -> ctypes.CDLL:
         library.symm_cp_set_threads(env.threads(), env.background_threads())
     except ValueError as error:
         say(f"{error}; using the default")
-    divide_as_measured(library)
     # The watch's thread calls the CUDA driver, which ends with the process.
     atexit.register(library.symm_cp_watch_stop)
     # Built now, not in the first call that could use it: other ranks would wait for that call.
@@ -76,13 +75,6 @@ def load() -> ctypes.CDLL:
             build_glue()
     _loaded.append(path)
     return library
-
-
-def divide_as_measured(library: ctypes.CDLL) -> None:
-    """Sets the sizes from which threads share work, as `symm-cp calibrate` measured them."""
-    library.symm_cp_set_divided_from(0, 0)
-    for threads, size in measured.divided_from(say).items():
-        library.symm_cp_set_divided_from(threads, size)
 
 
 def _open_native_part() -> tuple[Path, ctypes.CDLL]:

@@ -165,11 +165,6 @@ def sizes_text(split: Split) -> str:
     return f" sizes={text if len(text) <= _LONG_SIZES else f'#{zlib.crc32(text.encode()):08x}'}"
 
 
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Returns the bytes that the elements of a tensor take."""
-    return tensor.numel() * tensor.element_size()
-
-
 def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
     """Raises `ValueError` for a tensor that is not contiguous."""
     if not tensor.is_contiguous():

@@ -6,6 +6,7 @@ import contextlib
 import copyreg
 import datetime
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from symm_cp.testing.process import Setup
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.
 _DRAWN = int.from_bytes(os.urandom(4), "little")
+#: The names of failed tests that the command to repeat them has; more make a long line.
+_REPEATED = 10
 _CUDA_ON_CPU = pytest.StashKey[contextlib.ExitStack]()
 
 
@@ -105,11 +108,19 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {SEED_VARIABLE}={session_seed(config)}"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints how to repeat failures."""
-    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
-        seed = session_seed(terminalreporter.config)
-        terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={seed}")
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Prints last how to repeat failures."""
+    yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    failed = [*reporter.stats.get("failed", ()), *reporter.stats.get("error", ())]
+    if names := list(dict.fromkeys(report.nodeid for report in failed)):
+        given = [str(argument) for argument in session.config.invocation_params.args]
+        options = [argument for argument in given if argument not in session.config.args]
+        command = shlex.join(["pytest", *options, *names[:_REPEATED]])
+        reporter.write_line(f"repeat: {SEED_VARIABLE}={session_seed(session.config)} {command}")
 
 
 @contextlib.contextmanager

@@ -152,17 +152,14 @@ def _settle(member: Member) -> None:
 
 
 def _forget_the_machine(folder: Path) -> None:
-    """Ignores the user's measurements, which would change the schedules that ops choose."""
-    users = env.build_dir()
+    """Ignores the user's table of `symm-cp tune`, which would change the ways that ops choose."""
+    users, usual = env.build_dir(), tuning.tuned_path
 
-    def elsewhere(path: Path) -> Path:
+    def elsewhere(ranks: int) -> Path:
+        path = usual(ranks)
         return folder / path.name if path.parent == users else path
 
-    for name in ("machine_path", "tuned_path"):
-        usual = getattr(tuning, name)
-        setattr(tuning, name, lambda ranks, usual=usual: elsewhere(usual(ranks)))
-    with contextlib.suppress(native.BuildError):
-        native.load().symm_cp_set_divided_from(0, 0)
+    tuning.tuned_path = elsewhere
 
 
 def _join(member: Member) -> dict[int, dist.ProcessGroup | None]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from symm_cp import tuning
 from symm_cp.commands.bench import jobs, shapes
 from symm_cp.commands.bench.jobs import Setting
+from symm_cp.commands.bench.models import MODELS
 from symm_cp.commands.harness.measure import UNFUSED
-from symm_cp.commands.plan.models import MODELS
 from symm_cp.parsing import size_text
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
@@ -107,24 +107,6 @@ def wrong_result(group: dist.ProcessGroup) -> None:
 
 def test_a_wrong_result_is_noticed(ranks: Ranks) -> None:
     ranks.run(2, wrong_result)
-
-
-def bytes_moved(group: dist.ProcessGroup) -> None:
-    """Predictions use the sizes of the tensors."""
-    W = group.size()
-
-    def sizes(job: jobs.Job) -> tuple[float, float, float]:
-        assert job.work is not None
-        return job.work.shard, job.work.partial, job.work.fresh
-
-    assert sizes(jobs.gather_matmul(Setting(group, BF16), 6, 8, 4)) == (6 * 8 * 2, 0, W * 6 * 4 * 2)
-    assert sizes(jobs.matmul_scatter(Setting(group), 6, 8, 4)) == (0, 6 * 4 * 4, 6 * 4 * 4)
-    assert sizes(jobs.attention(Setting(group), 10, 4, 2, 8))[0] == 2 * 2 * 10 * 8 * 4
-    assert sizes(jobs.reduce_scatter(Setting(group), 4096))[:2] == (W * 4096, 4096)
-
-
-def test_sizes_of_predictions(ranks: Ranks) -> None:
-    ranks.run(2, bytes_moved)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

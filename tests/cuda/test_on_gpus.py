@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import symm_cp
-from symm_cp import inductor
+from symm_cp import inductor, native
 from symm_cp.testing import Ranks
 from tests.device import devices
 
@@ -315,15 +315,17 @@ def test_compiled_code_is_fused(ranks: Ranks, world_size: int) -> None:
 )
 def test_commands(arguments: str, tmp_path: Path) -> None:
     """Two ranks, which share a GPU if need be."""
+    (tmp_path / native.cache_key()).symlink_to(native.library_path().parent)
     command = [sys.executable, "-m", "symm_cp", *arguments.split(), "--device", "cuda"]
-    if arguments.startswith("tune"):
-        command += ["--out", str(tmp_path / "tuned.json")]
     done = subprocess.run(
-        [*command, "--seconds", "0.05"], capture_output=True, text=True, check=False
+        [*command, "--seconds", "0.05"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "SYMM_CP_BUILD_DIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     if arguments.startswith("tune"):
         name = torch.cuda.get_device_name()
-        assert all(
-            key.startswith(name) for key in json.loads((tmp_path / "tuned.json").read_text())
-        )
+        (table,) = tmp_path.glob("tuned_2_*.json")
+        assert all(key.startswith(name) for key in json.loads(table.read_text()))

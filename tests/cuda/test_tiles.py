@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import tuning
+from symm_cp import accelerators, tuning
 from symm_cp.group import memory
 from symm_cp.ops.matmul import by_tiles
-from symm_cp.schedule.matmul_work import MatmulWork
 from symm_cp.testing import Ranks
 from tests.cuda import test_plans
 from tests.exhaustive import exhaustive, some
@@ -177,21 +176,21 @@ def test_where_kernels_and_streams_cannot_wait_for_each_other(
 
 def chosen(group: dist.ProcessGroup, apart: bool) -> None:
     """Unless forced, tiles are chosen only if measured and if each rank has its own GPU."""
-    question = MatmulWork("all_gather_matmul", "float32", 4, ((64, 8, 3),), shard=2048)
-    state, device = memory.resolve(group), torch.device("cpu")
-    facts = tuning.facts_of(state)
-    facts.tuned = {question.key: "tiles"}
-    facts.apart = apart
-    with tuning.listening() as choices:
-        assert tuning.choose(state, device, question) in tuning.WAYS
-        way = tuning.choose(state, device, question, tiles=True)
+    state, device, key = memory.resolve(group), torch.device("cpu"), "all_gather_matmul of a test"
+    served = (*tuning.WAYS, tuning.TILES)
+    tuning.tuned(state)[key] = "tiles"
+    with (
+        tuning.listening() as choices,
+        mock.patch.object(accelerators, "uuid_of", return_value=str(group.rank() * apart)),
+    ):
+        assert tuning.choose(state, device, key, tuning.WAYS, "whole") == "whole"
+        way = tuning.choose(state, device, key, served, "shards")
         (choice,) = choices.values()
-    assert (way == "tiles") is apart
+    assert way == ("tiles" if apart else "shards")
     assert choice.source == "measured" if apart else "ranks share a GPU" in choice.source
-    facts.tuned = {}
-    facts.choices.clear()
+    tuning.tuned(state).clear()
     with tuning.listening() as choices:
-        assert tuning.choose(state, device, question, tiles=True) in tuning.WAYS
+        assert tuning.choose(state, device, key, served, "shards") == "shards"
         (choice,) = choices.values()
     assert "tiles: not measured" in str(choice)
     tuning.relearn(state)

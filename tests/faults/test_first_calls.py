@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -97,3 +100,23 @@ OPS = sorted((*strange.RAW, *strange.ENTRY_POINTS))
 @pytest.mark.parametrize("name", some(*OPS[::7], of=OPS))
 def test_a_refusal_waits_for_nobody(ranks: Ranks, name: str) -> None:
     ranks.run(2, refused_by_one, name)
+
+
+def in_threads(group: dist.ProcessGroup, count: int) -> None:
+    """Threads make equal calls, so any thread's call may meet any of a peer's."""
+    for _ in range(12):
+        own = dist.new_group(list(range(group.size())), timeout=datetime.timedelta(seconds=30))
+        ready = threading.Barrier(count)
+
+        def work(own: dist.ProcessGroup = own, ready: threading.Barrier = ready) -> list[float]:
+            ready.wait()
+            return [call(torch.ones(2, 3), own).tolist() for _ in range(5)]
+
+        with ThreadPoolExecutor(count) as pool:
+            for found in [pool.submit(work) for _ in range(count)]:
+                assert found.result() == [[2.0 * group.size()] * 3] * 5
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_threads_make_the_first_calls(ranks: Ranks, count: int) -> None:
+    ranks.run(2, in_threads, count)

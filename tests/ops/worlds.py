@@ -108,12 +108,11 @@ class World:
 
     @contextlib.contextmanager
     def _in_place_of_groups(self) -> Iterator[None]:
-        here, facts = self.here, tuning.Facts(0, "", "")
+        here = self.here
         patches = [
             mock.patch.object(common, "resolve", side_effect=lambda name: here.rank),
             mock.patch("symm_cp.runtime.of", return_value=_Runtime()),
-            mock.patch.object(tuning, "facts_of", return_value=facts),
-            mock.patch.object(tuning, "hosts_of", return_value=None),
+            mock.patch.object(tuning, "tuned", return_value={}),
             mock.patch(
                 "symm_cp.ops.attention.spread.numbers_of_all",
                 lambda group, name, numbers: group.tell(name, numbers),

@@ -75,7 +75,9 @@ def test_what_another_project_sees(tmp_path: Path) -> None:
     assert "test_one_hangs, 2 ranks: ranks [1] did not end within 8 s" in output
     assert re.search("RaceError: rank [01] writes bytes 0 to 16 of rank [01]'s buffer", output)
     assert "the marker ranks needs a number of ranks" in output
-    assert "repeat these inputs with SYMM_CP_TEST_SEED=" in output
+    repeat = output.splitlines()[-1]
+    assert re.match(r"repeat: SYMM_CP_TEST_SEED=\d+ pytest .*--ranks-races", repeat)
+    assert "test_others.py::test_one_fails" in repeat
 
 
 @exhaustive

@@ -1,4 +1,4 @@
-"""`symm-cp bench`, `trace`, `calibrate` and `tune`: times of ops, measured and predicted."""
+"""`symm-cp bench`: times of fused ops, of unfused ones, and their limit."""
 
 from __future__ import annotations
 
@@ -8,29 +8,15 @@ from typing import Any
 
 from symm_cp.commands.bench import parsers
 
-# Each command's module and help text. Parsers need no torch.
-_COMMANDS = {
-    "bench": ("command", "time fused ops against unfused ones and against their limit"),
-    "trace": (
-        "timeline",
-        "record a timeline of each lane of each rank, next to a simulation of the schedule",
-    ),
-    "calibrate": (
-        "calibrate",
-        "measure what kernels, copies and calls cost here, for predictions (trace, tune)",
-    ),
-    "tune": ("tune", "measure which way of fused ops is fastest here, and save it for them"),
-}
+HELP = "time fused ops against unfused ones and against their limit"
 
 
 def add_commands(commands: Any) -> None:
-    """Adds these commands to the subparsers of `symm-cp`."""
-    for name, (_, text) in _COMMANDS.items():
-        getattr(parsers, name)(commands.add_parser(name, help=text, description=text))
+    """Adds the command to the subparsers of `symm-cp`. Needs no torch."""
+    parsers.bench(commands.add_parser("bench", help=HELP, description=HELP))
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs one of the commands and returns its exit code."""
-    module = import_module(f"symm_cp.commands.bench.{_COMMANDS[args.command][0]}")
-    code: int = module.main(args)
+    """Runs the command and returns its exit code."""
+    code: int = import_module("symm_cp.commands.bench.command").main(args)
     return code

@@ -21,11 +21,12 @@ from symm_cp.commands.harness.measure import COMMUNICATION, FUSED, LIMIT, UNFUSE
 from symm_cp.commands.harness.paired import unfused_over
 from symm_cp.commands.harness.progress import Progress
 from symm_cp.commands.harness.start import run_command
+from symm_cp.parsing import DTYPES as DTYPE_NAMES
 from symm_cp.parsing import STDOUT
 from symm_cp.ranks import check_device, run_ranks
 from symm_cp.schedule.trace import load_pyplot
 
-DTYPES = {name: getattr(torch, name) for name in parsers.DTYPES}
+DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 def _names(text: str) -> list[str]:

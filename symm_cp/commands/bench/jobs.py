@@ -1,4 +1,4 @@
-"""The jobs of `symm-cp bench` and `symm-cp trace`: each fused op, its unfused form and its limit.
+"""The jobs of `symm-cp bench`: each fused op, its unfused form and its limit.
 
 The variants of a job are `limit` (the compute alone, on input that is already local; for
 collectives a copy of the result's bytes), `communication` (the collective alone), `unfused` (one
@@ -33,16 +33,6 @@ from symm_cp.cuda import read_in_place
 from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter
 from symm_cp.ops.matmul.all_reduce import unfused_all_reduce
 from symm_cp.parsing import size_text
-from symm_cp.schedule.machine import Machine
-from symm_cp.schedule.patterns import (
-    ALL_GATHER_AND_CONSUME,
-    BACKGROUND_ALL_GATHER,
-    BACKGROUND_REDUCE_SCATTER,
-    PRODUCE_AND_REDUCE_SCATTER,
-    Pattern,
-    Variant,
-)
-from symm_cp.schedule.work import Work
 from symm_cp.tensors.dtypes import dtype_name
 
 IN_PLACE, TORCH = "fused, in place", "torch"
@@ -109,14 +99,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """A case, and the work (if any) from which the simulator predicts its variant `fused`.
-
-    `kernel` runs the kernel for one shard, to time it alone.
-    """
+    """A case of the command."""
 
     case: Case
-    work: Work | None = None
-    kernel: Callable[[], object] | None = None
 
 
 def _close(setting: Setting, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -152,18 +137,9 @@ def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
         for shard in (x, shared):
             _close(setting, run(shard), full @ weight)
 
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    item = x.element_size()
-    work = Work(
-        "all_gather_matmul",
-        _variant(setting, ALL_GATHER_AND_CONSUME),
-        _matmul(setting, rows, inner, columns),
-        shard=rows * inner * item,
-        fresh=setting.ranks * rows * columns * item,
-    )
     name = f"all-gather-matmul, {rows} x {inner} a rank, {columns} columns"
     case = setting.case(name, variants, check=check)
-    return Job(case, work, lambda: torch.mm(x, weight, out=out))
+    return Job(case)
 
 
 def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job:
@@ -187,22 +163,13 @@ def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job
     if setting.cuda:
         op = torch.ops.symm_mem.fused_matmul_reduce_scatter
         variants[TORCH] = lambda: op(x, weight, "sum", 0, setting.name)
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    item = x.element_size()
-    work = Work(
-        "matmul_reduce_scatter",
-        _variant(setting, PRODUCE_AND_REDUCE_SCATTER),
-        _matmul(setting, rows, inner, columns),
-        partial=rows * columns * item,
-        fresh=rows * columns * item,
-    )
     name = f"matmul-reduce-scatter, {rows} x {inner} for a rank, {columns} columns"
     case = setting.case(
         name,
         variants,
         check=lambda: _close(setting, run(), unfused_reduce_scatter(full, "sum", 0, setting.name)),
     )
-    return Job(case, work, lambda: torch.mm(x[:rows], weight, out=out))
+    return Job(case)
 
 
 def matmul_all_reduce(setting: Setting, rows: int, inner: int, columns: int) -> Job:
@@ -230,15 +197,6 @@ def matmul_all_reduce(setting: Setting, rows: int, inner: int, columns: int) -> 
     return Job(setting.case(name, variants, check=check))
 
 
-def _variant(setting: Setting, pattern: Pattern) -> Variant:
-    return pattern.staged() if setting.cuda else pattern.direct()
-
-
-def _matmul(setting: Setting, rows: int, inner: int, columns: int) -> Callable[[Machine], float]:
-    dtype, item = dtype_name(setting.dtype), setting.dtype.itemsize
-    return lambda machine: machine.product(rows, inner, columns, dtype, item)
-
-
 def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Job:
     """Returns attention without a mask, with `tokens` of the sequence on each rank."""
     q = setting.normal(1, heads, tokens, head_dim)
@@ -255,15 +213,6 @@ def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim
     def run() -> torch.Tensor:
         return all_gather_attention(q, k, v, group=setting.group, enable_gqa=grouped)
 
-    item = q.element_size()
-    dtype = dtype_name(setting.dtype)
-    work = Work(
-        "all_gather_attention",
-        _variant(setting, ALL_GATHER_AND_CONSUME),
-        lambda machine: machine.attention(4.0 * heads * tokens * tokens * head_dim, dtype),
-        shard=2 * kv_heads * tokens * head_dim * item,
-        fresh=2 * heads * tokens * head_dim * item,
-    )
     case = setting.case(
         f"attention, {tokens} tokens a rank, {heads} heads ({kv_heads} for keys) of {head_dim}",
         {
@@ -274,7 +223,7 @@ def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim
         },
         check=lambda: _close(setting, run(), attend(keys, values)),
     )
-    return Job(case, work, lambda: attend(k, v))
+    return Job(case)
 
 
 def attention_backward(
@@ -330,8 +279,6 @@ def all_gather(setting: Setting, nbytes: int) -> Job:
             if not torch.equal(run(shard), full):
                 raise AssertionError("the gathered tensor differs from the shards")
 
-    variant = BACKGROUND_ALL_GATHER.direct()
-    work = Work("all_gather", variant, _nothing, nbytes, fresh=setting.ranks * nbytes)
     case = setting.case(
         f"all-gather, {size_text(nbytes)} a rank",
         {
@@ -343,7 +290,7 @@ def all_gather(setting: Setting, nbytes: int) -> Job:
         check=check,
         inner=_inner(nbytes),
     )
-    return Job(case, work)
+    return Job(case)
 
 
 def reduce_scatter(setting: Setting, nbytes: int) -> Job:
@@ -361,8 +308,6 @@ def reduce_scatter(setting: Setting, nbytes: int) -> Job:
         for full in (x, shared):
             _close(setting, run(full), want)
 
-    variant = BACKGROUND_REDUCE_SCATTER.direct()
-    work = Work("reduce_scatter", variant, _nothing, setting.ranks * nbytes, nbytes, nbytes)
     case = setting.case(
         f"reduce-scatter, {size_text(nbytes)} a rank",
         {
@@ -375,11 +320,7 @@ def reduce_scatter(setting: Setting, nbytes: int) -> Job:
         check=check,
         inner=_inner(nbytes),
     )
-    return Job(case, work)
-
-
-def _nothing(machine: Machine) -> float:
-    return 0.0
+    return Job(case)
 
 
 def _inner(nbytes: int) -> int:

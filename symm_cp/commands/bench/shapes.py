@@ -9,8 +9,8 @@ from functools import partial
 
 from symm_cp.commands.bench import jobs
 from symm_cp.commands.bench.jobs import Job, Setting
+from symm_cp.commands.bench.models import MODELS
 from symm_cp.commands.bench.parsers import DEFAULTS, KINDS
-from symm_cp.commands.plan.models import MODELS
 
 __all__ = ["DEFAULTS", "KINDS", "TOKENS", "Wanted", "nbytes", "products", "wanted"]
 

@@ -1,1 +1,1 @@
-"""Shared by `symm-cp demo`, `bench`, `trace`, `calibrate`, `tune` and by `benchmarks/`."""
+"""Shared by `symm-cp demo`, `bench`, `trace`, `tune` and by `benchmarks/`."""

@@ -6,7 +6,7 @@ import csv
 import datetime
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from symm_cp import parsing
 from symm_cp.commands.harness.measure import Row, duration
 from symm_cp.measured import processor_name
-from symm_cp.trusted import write, write_output
+from symm_cp.trusted import write_output
 
 #: The meaning of the numbers in `line`.
 LEGEND = (
@@ -50,9 +50,6 @@ def line(row: Row) -> str:
             if overlap.is_conclusive
             else f"overlap: inconclusive, the machine is too noisy ({interval})"
         )
-    error = row.notes.get("error")
-    if isinstance(error, float):
-        cells.append(f"simulated {error:+.1%}")
     return f"{row.case}\n    " + "  ".join(cells)
 
 
@@ -98,14 +95,3 @@ def write_csv(path: Path, rows: Sequence[Written]) -> None:
     writer.writeheader()
     writer.writerows(lines)
     write_output(path, text.getvalue())
-
-
-def keep(out: Path | None, place: Callable[[], Path], text: str) -> Path:
-    """Writes a file that ops read, to `out` or else to its place in the cache; returns the path."""
-    if out is None:
-        path = place()
-        write(path, text.encode())
-        return path
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_output(out, text)
-    return out

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from symm_cp import tuning
 from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention import arrival, together
-from symm_cp.ops.attention.methods import Method
+from symm_cp.ops.attention.methods import Method, MethodName
 from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import Mask
-from symm_cp.tensors.dtypes import dtype_name
+from symm_cp.schedule.tiles import tiles
+from symm_cp.tensors.dtypes import dtype_name, wide
+
+# `together` merges results once instead of W - 1 times, but hides transfers behind this rank's keys
+# only. By the model of 8 H100 in benchmarks/gpu_ways.py (no GPU has measured it) it takes 0.6 to
+# 1.06 of the pipeline's time if at least four query heads share a key head: there are few bytes to
+# hide and many to merge. With fewer it takes 0.6 to 1.0 up to 32 MiB of gathered keys and values,
+# where the host's time counts, and beyond 0.9 to 1.5.
+_GROUPED = 4
+_FEW_BYTES = 32 << 20
+
+# Layouts with shards of slightly different lengths count as balanced.
+_BALANCED = 1.05
 
 
 def settled(
@@ -32,13 +45,83 @@ def settled(
 
     The choice depends only on values that all ranks share: it is the same on each, in every run.
     `queries` is the layout of the queries, by default the spec's, or else that of the keys.
-    Collective at the first call for a group.
     """
     method = Method.of(op, options)
     if method.name != "auto":
         return method
-    work = _work_of(query, key, spec, queries, backward=backward)
-    return Method(tuning.choose_method(group, query.device, work))
+    if group.world_size == 1:
+        return Method("allgather")
+    item, wide_item = query.dtype.itemsize, wide(key.dtype).itemsize
+    exchanges, why = by_heads(
+        queries or spec.queries or spec.layout,
+        spec.layout,
+        (spec.mask,) if isinstance(spec.mask, Mask) else spec.mask,
+        (query.shape[1], key.shape[1]),
+        moved(item, wide_item, backward=backward) if has_streams(query.device) else None,
+    )
+    chosen: MethodName = "ulysses" if exchanges else "allgather"
+    shape = "x".join(map(str, (*query.shape[:2], key.shape[1], spec.layout.length)))
+    name = f"attention{' backward' * backward} {dtype_name(query.dtype)} {shape}"
+    tuning.note(query.device, name, tuning.Choice(chosen, why))
+    return Method(chosen)
+
+
+def moved(item: int, wide_item: int, *, backward: bool) -> tuple[int, int]:
+    """Returns the bytes that move per feature: of all keys, and of a rank's share of the heads.
+
+    Forward keys move, or queries, keys, values and results. Backward keys move, and their gradients
+    in a wide type; or all of these and their gradients.
+    """
+    return (item + wide_item, 2 * item) if backward else (item, item)
+
+
+@lru_cache(maxsize=512)
+def by_heads(
+    queries: SequenceLayout,
+    keys: SequenceLayout,
+    masks: tuple[Mask, ...],
+    heads: tuple[int, int],
+    bytes_moved: tuple[int, int] | None,
+) -> tuple[bool, str]:
+    """Whether to exchange heads instead of gathering keys, and why.
+
+    The slowest rank sets the time: by keys the rank with the most pairs of query and key, by heads
+    a rank with the most heads. If the work is equal, GPUs take the method that moves fewer bytes
+    (`moved`; None: on CPU).
+    On CPU ranks read keys in place; there one kernel for the whole sequence beats a merge for each
+    rank: 1.05 of the time by keys for 256 tokens forward, 0.6 to 0.74 up to 1,024 tokens backward,
+    equal from 4,096 on (benchmarks/results/methods.json, two ranks).
+    """
+    ranks, (of_queries, of_keys) = keys.world_size, heads
+    if of_queries < ranks:
+        return False, "fewer heads than ranks"
+    pairs = [
+        sum(
+            tile.pairs
+            for mask in masks
+            for owner in range(ranks)
+            for tile in tiles(keys, mask, rank, owner, queries, queries.lengths[rank])
+        )
+        for rank in range(ranks)
+    ]
+    work_by_keys = max(pairs) * of_queries
+    work_by_heads = sum(pairs) * -(-of_queries // ranks)
+    if work_by_heads > _BALANCED * work_by_keys:
+        return False, "ranks would have unequal numbers of heads"
+    if work_by_keys > _BALANCED * work_by_heads:
+        return True, "ranks would have unequal parts of the mask"
+    if bytes_moved is None:
+        return True, "one kernel for the whole sequence"
+    bytes_by_keys = bytes_moved[0] * ranks * of_keys
+    bytes_by_heads = bytes_moved[1] * (of_queries + max(of_keys, ranks))
+    return bytes_by_heads < bytes_by_keys, "moves fewer bytes"
+
+
+def by_size(heads: int, kv_heads: int, gathered_bytes: int) -> str:
+    """Returns how a pass by keys runs on streams if both "pipeline" and "together" support it."""
+    return (
+        "together" if heads >= _GROUPED * kv_heads or gathered_bytes <= _FEW_BYTES else "pipeline"
+    )
 
 
 def way(
@@ -55,38 +138,14 @@ def way(
     """
     if not has_streams(query.device):
         return "pipeline"
-    ways = ["pipeline"]
+    ways, default = ["pipeline"], "pipeline"
     if not backward and arrival.serves(group, query, key, spec):
         ways.append("arrival")
-    work = None
     # Callers choose a ring of gradients where memory has no room for all of them.
     if together.fits(group, key, spec) and not (backward and spec.method == "alltoall"):
         ways.append("together")
-        work = _work_of(query, key, spec, backward=backward)
+        default = by_size(query.shape[1], key.shape[1], together.gathered_bytes(key, spec))
     if len(ways) == 1:
         return ways[0]
     question = arrival.question(query, key, spec) + (" backward" if backward else "")
-    return tuning.choose_attention(group, query.device, question, tuple(ways), work)
-
-
-def _work_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    spec: AttentionSpec,
-    queries: SequenceLayout | None = None,
-    *,
-    backward: bool = False,
-) -> AttentionWork:
-    return AttentionWork(
-        batch=query.shape[0],
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        features=query.shape[3],
-        value_features=spec.features(key),
-        dtype=dtype_name(query.dtype),
-        item=query.dtype.itemsize,
-        queries=queries or spec.queries or spec.layout,
-        keys=spec.layout,
-        masks=(spec.mask,) if isinstance(spec.mask, Mask) else spec.mask,
-        backward=backward,
-    )
+    return tuning.choose(group, query.device, question, tuple(ways), default)

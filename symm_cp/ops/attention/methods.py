@@ -7,7 +7,7 @@
     Ranks exchange parts of the sequence for heads: each attends with some heads to the whole
     sequence, and the results are exchanged back.
 `auto`
-    The faster of the two by the simulator's figures (choice.py).
+    The one of the two that is likely faster (choice.py).
 
 Over a mesh of two dimensions, ranks exchange heads along one, and gather keys along the other.
 """

@@ -32,19 +32,23 @@ _MOST_BYTES = 2**30
 OWN, OTHERS = range(2)
 
 
+def gathered_bytes(key: torch.Tensor, spec: AttentionSpec) -> int:
+    """Returns the bytes of a sample's keys and values on all ranks."""
+    _, G, _, E = key.shape
+    return spec.layout.length * G * (E + spec.features(key)) * key.element_size()
+
+
 def fits(group: Group, key: torch.Tensor, spec: AttentionSpec) -> bool:
     """Returns whether a call can run in two steps; all ranks get the same answer."""
-    B, G, _, E = key.shape
-    nbytes = spec.layout.length * G * (E + spec.features(key)) * key.element_size()
     return (
         group.world_size > 1
-        and B == 1  # a shard is then a run of bytes
+        and key.shape[0] == 1  # a shard is then a run of bytes
         and isinstance(spec.mask, Mask)
         and spec.hidden is None
         and not spec.rescores
         # On simulated devices, torch's CPU kernel needs values with as many features as keys.
         and (spec.value_features is None or key.device.type != "cpu")
-        and nbytes <= _MOST_BYTES
+        and gathered_bytes(key, spec) <= _MOST_BYTES
         and _sends_all(spec.layout, spec.mask, spec.queries)
         and hosts_of(group, key.device) is None
     )

@@ -7,6 +7,7 @@
     derivatives  the gradients of all these ops, to any order
     products     sums of products of shards
     operands     checks of operands and scales
+    ways         whether a matmul runs shard by shard or as one
     scaled_mm    products with scales: a scaled weight is a weight with another `multiply`
 
 Gradients communicate through the same pipelines: an all-gather-matmul has a matmul-reduce-scatter

@@ -21,6 +21,7 @@ from symm_cp.ops import autocast
 from symm_cp.ops.common import Place, call_signature, check_reduce_op, in_test_mode, kernel_and_fake
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
+from symm_cp.ops.matmul import ways
 from symm_cp.ops.matmul.derivatives import ALL_REDUCED_SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
     check_bias,
@@ -36,11 +37,9 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Terms
 from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
-from symm_cp.schedule.matmul_work import MatmulWork
-from symm_cp.tensors.dtypes import dtype_name
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import choose
+from symm_cp.tuning import WAYS, choose
 
 ALL_REDUCE = "fused_matmul_all_reduce"
 SUM = "_fused_matmuls_all_reduce"
@@ -113,15 +112,9 @@ def produce_and_all_reduce(
     split = _by_rows(group, out)
     rows, columns = split.sizes[0], out.shape[1]
     # A nominal inner dimension: the real one may differ, and all ranks must choose the same way.
-    work = MatmulWork(
-        "matmul_all_reduce",
-        dtype_name(out.dtype),
-        out.dtype.itemsize,
-        ((rows, columns, columns),),
-        partial=rows * columns * out.element_size(),
-        everywhere=True,
-    )
-    whole = choose(group, out.device, work) == "whole"
+    question = ways.question("matmul_all_reduce", out.dtype, (rows, columns, columns))
+    by_size = ways.for_sum(out.device, rows, columns)
+    whole = choose(group, out.device, question, WAYS, by_size) == "whole"
     runtime.of(out, group).produce_and_all_reduce(
         group,
         lambda rank, partial: produce(None if whole else rank, partial),

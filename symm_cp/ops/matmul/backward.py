@@ -15,8 +15,8 @@ from symm_cp.ops.common import (
     call_signature,
     gather_split,
     kernel_and_fake,
-    nbytes_of,
 )
+from symm_cp.ops.matmul import ways
 from symm_cp.ops.matmul.derivatives import (
     SCATTER_BACKWARD_GRADIENT,
     WEIGHT_GRAD_GRADIENT,
@@ -24,12 +24,10 @@ from symm_cp.ops.matmul.derivatives import (
 )
 from symm_cp.ops.matmul.products import Sum, as_rows, at_last
 from symm_cp.ops.op import ONE_BY_ONE, Op, arguments, declare, untouched
-from symm_cp.schedule.matmul_work import MatmulWork
 from symm_cp.tensors.alignment import aligned
-from symm_cp.tensors.dtypes import dtype_name
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import choose
+from symm_cp.tuning import WAYS, choose
 
 _WEIGHT_GRAD = "_fused_all_gather_weight_grad"
 _BACKWARD = "_fused_matmul_reduce_scatter_backward"
@@ -98,16 +96,12 @@ def _weight_grad_rows(
 ) -> None:
     """Gathers another dimension: the results are sums over shards."""
     shard, front = x_shard.movedim(split.dim, 0), split.along(0)
-    *lead, inner = largest = front.largest_shape(shard.shape)
-    work = MatmulWork(
-        "weight_grad",
-        dtype_name(x_shard.dtype),
-        x_shard.dtype.itemsize,
-        tuple((inner, math.prod(lead), grad.shape[-1]) for grad in grads),
-        shard=math.prod(largest) * x_shard.element_size(),
-        accumulated=sum(nbytes_of(out) for out in outs),
-    )
-    whole = choose(group, x_shard.device, work) == "whole"
+    *lead, inner = front.largest_shape(shard.shape)
+    rows, columns = math.prod(lead), [grad.shape[-1] for grad in grads]
+    products = [(inner, rows, count) for count in columns]
+    question = ways.question("weight_grad", x_shard.dtype, *products)
+    by_size = ways.for_gradient(x_shard.device, rows, sum(columns))
+    whole = choose(group, x_shard.device, question, WAYS, by_size) == "whole"
     gathered = new_result(x_shard, front.whole_shape(shard.shape)) if whole else None
     sums = [] if whole else [Sum(out, group.world_size) for out in outs]
 
@@ -218,18 +212,14 @@ def _backward_rows(
 ) -> None:
     """Rows of the product were scattered; `a_front` and `grad_a` have that dimension in front."""
     shard, front = grad_shard.movedim(split.dim, 0), split.along(0)
-    *lead, outer = largest = front.largest_shape(shard.shape)
+    *lead, outer = front.largest_shape(shard.shape)
     rows, inner = math.prod(lead), weight.shape[0]
-    work = MatmulWork(
-        "matmul_reduce_scatter_backward",
-        dtype_name(shard.dtype),
-        shard.dtype.itemsize,
-        ((rows, outer, inner),) * (grad_a is not None)
-        + ((inner, rows, outer),) * (grad_weight is not None),
-        shard=math.prod(largest) * shard.element_size(),
-        accumulated=0 if grad_weight is None else nbytes_of(grad_weight),
-    )
-    whole = choose(group, shard.device, work) == "whole"
+    products = [(rows, outer, inner)] * (grad_a is not None)
+    products += [(inner, rows, outer)] * (grad_weight is not None)
+    question = ways.question("matmul_reduce_scatter_backward", shard.dtype, *products)
+    for_size = ways.for_gather if grad_weight is None else ways.for_gradient
+    by_size = for_size(shard.device, rows, inner)
+    whole = choose(group, shard.device, question, WAYS, by_size) == "whole"
     gathered = new_result(shard, front.whole_shape(shard.shape)) if whole else None
     sums = [] if whole or grad_weight is None else [Sum(grad_weight, group.world_size)]
 

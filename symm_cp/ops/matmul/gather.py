@@ -31,7 +31,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.error_reports import entry_point
-from symm_cp.ops.matmul import by_tiles
+from symm_cp.ops.matmul import by_tiles, ways
 from symm_cp.ops.matmul.operands import (
     Operand,
     check_matrices,
@@ -41,12 +41,11 @@ from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, TORCHS, Op, arguments, declare
 from symm_cp.runtime.calls import Consume
-from symm_cp.schedule.matmul_work import MatmulWork
 from symm_cp.tensors.alignment import ALIGN, aligned
-from symm_cp.tensors.dtypes import NARROW, dtype_name
+from symm_cp.tensors.dtypes import NARROW
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Shape, Shapes, Split
-from symm_cp.tuning import TILES, choose
+from symm_cp.tuning import TILES, WAYS, choose
 
 GATHER = "fused_all_gather_matmul"
 
@@ -72,7 +71,8 @@ class GatherPlan(NamedTuple):
     outs: list[list[int]]
     rows: list[int]  # of each rank's part of a result
     name: bytes
-    work: MatmulWork
+    part: tuple[int, int]  # of a result, for the largest shard: rows and columns
+    question: str
 
 
 def _checked(
@@ -120,13 +120,8 @@ def planned(
         outs=[[*whole[:-1], count] for count in columns],
         rows=[size * each for size in front.sizes],
         name=name_of(op, x_shard.dtype, shape, f"{detail}gather_dim={split.dim}", split),
-        work=MatmulWork(
-            "all_gather_matmul",
-            dtype_name(x_shard.dtype),
-            x_shard.dtype.itemsize,
-            products,
-            shard=math.prod(largest) * x_shard.dtype.itemsize,
-        ),
+        part=(math.prod(largest[:-1]), max(columns, default=0)),
+        question=ways.question("all_gather_matmul", x_shard.dtype, *products),
     )
 
 
@@ -177,7 +172,9 @@ def all_gather_matmul_kernel(
     if plan.by_columns:
         return _gather_columns(group, plan, x_shard, weights, return_A)
     tiles = by_tiles.gathers(group, x_shard, weights, equal=plan.split.is_equal)
-    way = choose(group, x_shard.device, plan.work, tiles=tiles)
+    served = (*WAYS, TILES) if tiles else WAYS
+    by_size = ways.for_gather(x_shard.device, *plan.part)
+    way = choose(group, x_shard.device, plan.question, served, by_size)
     whole = way == "whole"
     outs = [new_result(x_shard, shape) for shape in plan.outs]
     gathered = new_result(x_shard, plan.whole) if return_A or whole else None

@@ -33,7 +33,7 @@ from symm_cp.ops.common import (
     unfused_reduce_scatter,
 )
 from symm_cp.ops.error_reports import entry_point
-from symm_cp.ops.matmul import by_tiles
+from symm_cp.ops.matmul import by_tiles, ways
 from symm_cp.ops.matmul.block_scales import FORMATS
 from symm_cp.ops.matmul.derivatives import SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
@@ -59,11 +59,10 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
-from symm_cp.schedule.matmul_work import MatmulWork
-from symm_cp.tensors.dtypes import dtype_name, real
+from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import TILES, choose
+from symm_cp.tuning import TILES, WAYS, choose
 
 SCATTER = "fused_matmul_reduce_scatter"
 SUM = "_fused_matmuls_reduce_scatter"
@@ -102,15 +101,9 @@ def _way(group: Group, terms: Terms) -> str:
         (rows, left.shape[-1], right.shape[1])
         for left, right in zip(terms.lefts, terms.rights, strict=True)
     )
-    nbytes = rows * columns * like.element_size()
-    work = MatmulWork(
-        "matmul_reduce_scatter",
-        dtype_name(like.dtype),
-        like.dtype.itemsize,
-        products,
-        partial=nbytes,
-    )
-    return choose(group, like.device, work, tiles=by_tiles.scatters(group, terms))
+    question = ways.question("matmul_reduce_scatter", like.dtype, *products)
+    served = (*WAYS, TILES) if by_tiles.scatters(group, terms) else WAYS
+    return choose(group, like.device, question, served, ways.for_sum(like.device, rows, columns))
 
 
 def _multiply_and_reduce_scatter(

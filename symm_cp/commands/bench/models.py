@@ -34,11 +34,6 @@ class Model:
         attention = self.hidden * (2 * self.query + 2 * self.shared)
         return attention + 3 * self.hidden * self.feed_forward
 
-    @property
-    def parameters(self) -> int:
-        """The number of weights in all matrices; embedding and head are separate matrices."""
-        return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
-
 
 #: Sources: the models' configurations as published by Meta (Llama 3) and Alibaba (Qwen 3).
 MODELS = {

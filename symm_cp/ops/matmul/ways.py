@@ -1,0 +1,67 @@
+"""Whether a fused matmul runs shard by shard (`shards`) or as one matmul (`whole`), by its size.
+
+`shards` hides transfers behind matmuls, but each of the W matmuls reads the weight, and a GPU takes
+as long for a shard with few tiles as for a shard with a tile for each multiprocessor. `whole`
+gathers first (or scatters last) and multiplies once.
+
+On CPU calls that exchange up to 64 MiB are one native call, which multiplies once
+(csrc/ops/fused_matmuls.cpp). From 8 MiB on both ways took the same time there (two ranks), so
+larger calls go by shards, which needs no memory for the gathered matrix.
+
+The numbers for GPUs are from the model of 8 H100 in benchmarks/gpu_ways.py, bfloat16, which agrees
+with ten measured all-gather-matmuls; no GPU has measured the other ops. Over the model's grid of 2
+to 8 ranks, 1 to 4,096 rows of a rank and 1,024 to 14,336 features, the chosen way takes 1.01 of the
+faster one on average, and 1.30 at most (few inner features). `symm-cp tune` measures, and its table
+comes before this file.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from symm_cp.cuda import has_streams
+from symm_cp.tensors.dtypes import dtype_name
+
+#: A matmul as (rows of the result, inner dimension, columns of the result).
+Product: TypeAlias = "tuple[int, int, int]"
+
+# All-gather-matmuls: the rows of a rank and the elements of its part of the result from which
+# shards are faster. With 256 rows and 6,656 columns `whole` takes 0.71 to 0.91 of the time by
+# shards, with 512 rows 1.09 to 1.13 (8 H100, meta-pytorch/kraken#2).
+_GATHER_ROWS = 512
+_GATHER_ELEMENTS = 1 << 20
+# Matmul-reduce-scatters and matmul-all-reduces: the elements of a rank's part of the result.
+# `whole` also copies the product. At 4,096 inner features and 6,656 columns it takes 0.95 of the
+# time by shards with 256 rows, and 1.11 to 1.21 with 512.
+_SUM_ELEMENTS = 1 << 21
+# Weight gradients add each shard's product to the result, which moves about five times its bytes in
+# 16 bits. With 3,584 features that are not gathered, `whole` takes 0.89 to 0.99 of the time by
+# shards with 2,048 rows of a rank, and 1.05 to 1.18 with 4,096.
+_GRADIENT_ROWS = 512
+
+
+def question(op: str, dtype: torch.dtype, *products: Product) -> str:
+    """Returns the name of a call in the file of `symm-cp tune`; `products` are those of a shard."""
+    shapes = ",".join("x".join(map(str, product)) for product in products)
+    return f"{op} {dtype_name(dtype)} {shapes}"
+
+
+def for_gather(device: torch.device, rows: int, columns: int) -> str:
+    """Returns the way of an all-gather-matmul whose largest shard gives `rows` x `columns`."""
+    if has_streams(device) and (rows < _GATHER_ROWS or rows * columns < _GATHER_ELEMENTS):
+        return "whole"
+    return "shards"
+
+
+def for_sum(device: torch.device, rows: int, columns: int) -> str:
+    """Returns the way of a matmul that is summed over ranks; a rank's part has `rows` rows."""
+    return "whole" if has_streams(device) and rows * columns < _SUM_ELEMENTS else "shards"
+
+
+def for_gradient(device: torch.device, rows: int, features: int) -> str:
+    """Returns the way of a weight gradient: a shard has `rows`; `features` are not gathered."""
+    if has_streams(device) and rows < max(_GRADIENT_ROWS, features):
+        return "whole"
+    return "shards"

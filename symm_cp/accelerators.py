@@ -47,14 +47,9 @@ def name_of(device: torch.device) -> str:
     return str(_ask(device, "get_device_name", index_of(device)))
 
 
-def properties_of(device: torch.device) -> Any:
-    """Returns torch's description of a device, whose attributes depend on its type."""
-    return _ask(device, "get_device_properties", index_of(device))
-
-
 def uuid_of(device: torch.device) -> str:
     """Returns an identifier of the device that is unique across hosts."""
-    return str(properties_of(device).uuid)
+    return str(_ask(device, "get_device_properties", index_of(device)).uuid)
 
 
 def reaches(device: torch.device, peer: int) -> bool:

@@ -15,7 +15,6 @@ import pytest
 
 from symm_cp import cli, native, ranks
 from symm_cp.commands import doctor as doctor_module
-from symm_cp.commands.doctor import accelerated
 from symm_cp.parsing import STDOUT
 
 
@@ -236,7 +235,7 @@ def test_doctor_finds_a_working_backend() -> None:
     findings = {f["name"]: f for f in json.loads(done.stdout)}
     assert findings["CPU"]["state"] == "ok"
     assert findings["compiler"]["state"] == "ok"
-    assert "Autograd" in findings["fused_all_gather_matmul"]["detail"]
+    assert "fused_all_gather_matmul" in findings["for CPU, CUDA, gradients"]["detail"]
     for finding in findings.values():
         assert bool(finding["advice"]) == (finding["state"] == "missing"), finding
 
@@ -270,12 +269,10 @@ def test_json_is_an_option_of_all_reports_alike() -> None:
         assert (option.nargs, option.const, option.type) == ("?", STDOUT, Path), name
 
 
-def test_doctor_lists_unneeded_ops_on_one_line() -> None:
-    findings = doctor_module.op_findings()
-    assert not [finding for finding in findings if finding.detail in ("none", "Meta")]
-    assert any(finding.name == "multimem_all_reduce_" for finding in findings)
-    for others in (finding for finding in findings if finding.name == "others"):
-        assert "as expected" in others.detail
+def test_doctor_lists_ops_by_their_kernels() -> None:
+    ops = {finding.name: finding.detail.split(", ") for finding in doctor_module.ops()}
+    assert "nvshmem_put" in ops["for CPU"]
+    assert "all_gather_kv" in ops["for CPU, CUDA, gradients"]
 
 
 @pytest.mark.exhaustive
@@ -287,29 +284,23 @@ def test_doctor_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_doctor_judges_the_settings_of_cuda() -> None:
-    def judged(**environment: str) -> dict[str, tuple[str, str]]:
-        found = accelerated.cuda_settings(environment)
+    def judged(backend: str | None = "CUDA", **environment: str) -> dict[str, str]:
+        found = list(doctor_module.cuda_settings(environment, backend))
         assert all(bool(f.advice) == (f.state == "missing") for f in found)
-        return {f.name: (f.state, f.detail) for f in found}
+        return {f.name: f.state for f in found}
 
-    by_default = judged()
-    assert by_default["CUDA_MODULE_LOADING"][0] == "missing"
-    assert by_default["CUDA_DEVICE_MAX_CONNECTIONS"] == ("info", "not set: 8 queues")
-    assert "SYMM_CP_SELFTEST" not in by_default
-    chosen = judged(
-        CUDA_MODULE_LOADING="EAGER", CUDA_DEVICE_MAX_CONNECTIONS="1", SYMM_CP_SELFTEST="0"
-    )
-    assert chosen["CUDA_MODULE_LOADING"] == ("ok", "EAGER")
-    assert "share a queue" in chosen["CUDA_DEVICE_MAX_CONNECTIONS"][1]
-    assert chosen["SYMM_CP_SELFTEST"][0] == "missing"
+    assert judged() == {"CUDA_MODULE_LOADING": "missing", "torch's symmetric memory": "ok"}
+    assert judged(None, CUDA_MODULE_LOADING="EAGER") == {"torch's symmetric memory": "missing"}
+    assert judged("NCCL", CUDA_DEVICE_MAX_CONNECTIONS="1", SYMM_CP_SELFTEST="0") == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "info",
+        "CUDA_MODULE_LOADING": "missing",
+        "SYMM_CP_SELFTEST": "missing",
+        "torch's symmetric memory": "info",
+    }
 
 
-def test_doctor_judges_driver_and_backend() -> None:
-    new = accelerated.cuda_driver(13010, "batched copies")
-    assert (new.state, new.detail) == ("ok", "CUDA 13.1; batched copies; streams can signal")
-    old = accelerated.cuda_driver(12040, "single copies")
-    assert old.state == "missing"
-    assert old.advice == "update the driver: streams signal from CUDA 12.5 on"
-    states = {name: accelerated.symmetric_memory(name).state for name in ("CUDA", "NCCL", None)}
-    assert states == {"CUDA": "ok", "NCCL": "info", None: "missing"}
-    assert "before the first op of symm_cp" in accelerated.symmetric_memory("CUDA").detail
+def test_doctor_judges_the_driver() -> None:
+    new = doctor_module.cuda_driver(13010)
+    assert (new.state, new.detail) == ("ok", "CUDA 13.1; streams can signal peers")
+    old = doctor_module.cuda_driver(12040)
+    assert (old.state, old.advice) == ("missing", "update it: they can from CUDA 12.5 on")

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import symm_cp
 from symm_cp import tuning
-from symm_cp.commands import doctor
 from symm_cp.group import memory
 from symm_cp.native import wire
 from symm_cp.runtime.program import probing
@@ -350,17 +349,3 @@ def test_reserved_huge_pages(ranks: Ranks, asking: list[int]) -> None:
     finally:
         with contextlib.suppress(OSError):
             HUGE_PAGES.write_text(before)
-
-
-def test_doctor_on_reserved_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text(
-        "HugePages_Total:      64\nHugePages_Free:       60\nHugepagesize:  2048 kB\n"
-    )
-    (finding,) = doctor.reserved_pages(meminfo)
-    assert finding.detail.startswith("60 of 64 (of 2048 kB) are free; they are left to others")
-    monkeypatch.setenv("SYMM_CP_HUGE_PAGES", "1")
-    (finding,) = doctor.reserved_pages(meminfo)
-    assert finding.detail.endswith("they are taken, where enough are free")
-    meminfo.write_text("HugePages_Total:       0\n")
-    assert doctor.reserved_pages(meminfo) == []

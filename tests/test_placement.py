@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import cores
-from symm_cp.commands.doctor.placement import Owned, memory_of_ranks, owned
+from symm_cp.commands.doctor import memory_of_ranks, owned
 from symm_cp.testing import Ranks
 
 _MIB = 1 << 20
@@ -30,24 +30,12 @@ NUMA_MAPS = r"""
 7f0001000000 default file=/memfd:symm_cp-board\040(deleted) dirty=1 N0=1 kernelpagesize_kB=4
 7f0001400000 default heap anon=12 dirty=12 N0=12 kernelpagesize_kB=4
 """
-SMAPS = """
-7f0000000000-7f0000400000 rw-s 00000000 00:01 5 /memfd:symm_cp:41:group 0 (deleted)
-Size:               4096 kB
-ShmemPmdMapped:        0 kB
-7f0000800000-7f0000c00000 rw-s 00000000 00:01 6 /memfd:symm_cp:42:tensors (deleted)
-ShmemPmdMapped:     4096 kB
-7f0000c00000-7f0001000000 rw-s 00000000 00:01 7 /memfd:symm_cp:41:tensors (deleted)
-ShmemPmdMapped:     2048 kB
-7f0001400000-7f0001500000 rw-p 00000000 00:00 0
-ShmemPmdMapped:        8 kB
-"""
 
 
 def test_what_a_process_owns() -> None:
-    found = owned(41, NUMA_MAPS, SMAPS)
-    assert found == {
-        "group 0": Owned({0: 2 * _MIB, 1: 3 * _MIB}, huge=2 * _MIB),
-        "tensors": Owned({1: 4 * _MIB}, huge=2 * _MIB),
+    assert owned(41, NUMA_MAPS) == {
+        "group 0": {0: 2 * _MIB, 1: 3 * _MIB},
+        "tensors": {1: 4 * _MIB},
     }
 
 
@@ -56,7 +44,6 @@ def processes(folder: Path, process: int, numa_maps: str) -> Path:
     own.mkdir()
     (own / "maps").write_text(numa_maps)
     (own / "numa_maps").write_text(numa_maps)
-    (own / "smaps").write_text("")
     return folder
 
 

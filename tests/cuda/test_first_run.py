@@ -109,53 +109,43 @@ def command(*arguments: str) -> argparse.Namespace:
     return args
 
 
-def started(results: dict[str, list[Item]], *arguments: str) -> tuple[int, list[str]]:
-    """The exit code, and each started part."""
-    parts: list[str] = []
+def started(
+    gpus: int, results: dict[str, list[Item]], *arguments: str
+) -> tuple[int, list[tuple[str, int]]]:
+    """The exit code, and each started part with its number of ranks."""
+    parts: list[tuple[str, int]] = []
 
     def run(_: Any, part: str, ranks: int, seconds: float, variables: Mapping[str, str]) -> Part:
-        parts.append(part)
-        assert seconds <= 50
+        parts.append((part, ranks))
+        assert seconds <= 50  # two parts end within two minutes
         return Part(part, results.get(part, []), "ended")
 
-    with mock.patch.object(first_run, "run_part", run):
+    with (
+        mock.patch.object(first_run, "run_part", run),
+        mock.patch.object(torch.cuda, "device_count", return_value=gpus),
+    ):
         return first_run.main(command(*arguments)), parts
 
 
 def test_what_hangs_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    results = {
-        "environment": [Item("GPUs", "info", "4")],
-        "GPUs": [Item("causal attention", "hung", "rank 1: did not end")],
-    }
-    code, parts = started(results, "--device", "cuda")
-    assert code == 1
-    assert parts == ["environment", "GPUs"]
-    text = capsys.readouterr().out
-    assert "GPUs: causal attention: rank 1: did not end" in text
-    code, parts = started(results, "--json")
-    assert code == 1
-    assert parts == ["environment", "CPU", "GPUs"]
+    results = {"GPUs": [Item("causal attention", "hung", "rank 1: did not end")]}
+    assert started(4, results, "--device", "cuda") == (1, [("GPUs", 4)])
+    shown = capsys.readouterr().out
+    assert "! causal attention  hung     rank 1: did not end\n" in shown
+    assert "\n1 failed: please report it" in shown
+    assert started(1, results, "--json") == (1, [("CPU", 2), ("GPUs", 2)])
     report = json.loads(capsys.readouterr().out)
-    assert report["ranks"] == 4
+    assert report["ranks"] == 2
     assert report["parts"][-1]["items"][0]["state"] == "hung"
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """No line says "ok" about what was not tested."""
-    results = {
-        "environment": [
-            Item("GPUs", "info", "0"),
-            Item("backends: CUDA", "missing", "torch is built without CUDA"),
-        ]
-    }
-    code, parts = started(results, "--device", "cuda")
-    assert (code, parts) == (2, ["environment"])
+    assert started(0, {}, "--device", "cuda") == (2, [])
     shown, error = capsys.readouterr()
     assert "nothing was tested: torch finds no CUDA device" in error
-    assert " ok " not in shown
-    assert "backends: CUDA  missing  torch is built without CUDA" in shown
-    code, parts = started(results)
-    assert (code, parts) == (0, ["environment", "CPU"])
+    assert shown == ""
+    assert started(0, {}, "--ranks", "3") == (0, [("CPU", 3)])
     shown = capsys.readouterr().out
     assert shown.endswith("All works: CPU.\nGPUs were not tested: torch finds no CUDA device.\n")
 
@@ -189,7 +179,7 @@ def test_the_command_on_the_cpu(tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All works: CPU." in done.stdout
-    items = {i["name"]: i for i in json.loads(report.read_text())["parts"][1]["items"]}
+    items = {i["name"]: i for i in json.loads(report.read_text())["parts"][0]["items"]}
     assert {item["state"] for item in items.values()} == {"ok"}
     assert items["a lost peer is noticed"]["detail"].startswith("after ")
 

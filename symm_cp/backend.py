@@ -120,7 +120,7 @@ def _open(
 ) -> dist.Backend:
     glue, library = native.load_glue(), native.load()
     milliseconds = int(timeout.total_seconds() * 1000)
-    open_backend = native.address_of(library.symm_cp_backend_open)
+    open_backend = native.address_of(library["symm_cp_backend_open"])
     local, gloo, ranks = hosts or (None, None, ())
     by_host = (ctypes.c_int32 * size)(*(peer for on_host in ranks for peer in on_host))
     try:

@@ -1,4 +1,4 @@
-"""What an import of `symm_cp` loads: everything, except where torch's own import asks for the backend.
+"""What an import of `symm_cp` loads: everything, unless torch's own import asks for the backend.
 
 `when_imported` calls a function as soon as another library has been imported.
 """
@@ -37,7 +37,8 @@ class _Arrival(MetaPathFinder):
         if name != self._module:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for each in others if (found := each.find_spec(name, path, target))), None)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

@@ -129,7 +129,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def open_to_read(path: Path) -> int:
-    """Returns a descriptor of a trusted file, which the caller closes; raises like `check_folder`."""
+    """Returns a descriptor, which the caller closes; raises like `check_folder`."""
     return _open(path, os.O_RDONLY)
 
 

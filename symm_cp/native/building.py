@@ -16,7 +16,6 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import replace
@@ -150,11 +149,22 @@ def _compile(sources: Sources, target: Path, compiler: Compiler) -> None:
     toolchain = _digest(compiler.identity, torch.__version__, _python())
     objects = {unit: folder / _object_name(unit, sources, toolchain) for unit in units}
     missing = [unit for unit in units if not _is_there(objects[unit])]
-    files, compiled = sum(len(unit.sources) for unit in missing), 0
+    _compile_all({unit: objects[unit] for unit in missing}, sources, compiler)
+    for path in objects.values():
+        with suppress(OSError):
+            os.utime(path)  # see _prune
+    trusted.check_folder(target.parent, create=True)
+    scratch = target.with_suffix(".tmp")
+    compiler.link(list(objects.values()), scratch, *libraries)
+    _keep(scratch, target)
+
+
+def _compile_all(objects: dict[Unit, Path], sources: Sources, compiler: Compiler) -> None:
+    files, compiled = sum(len(unit.sources) for unit in objects), 0
     progress = _Progress()
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         # Units with torch, which take longest, come first, so that others compile meanwhile.
-        jobs = {pool.submit(_make, unit, objects[unit], sources, compiler): unit for unit in missing}
+        jobs = {pool.submit(_make, u, path, sources, compiler): u for u, path in objects.items()}
         try:
             for job in as_completed(jobs):
                 job.result()
@@ -163,13 +173,6 @@ def _compile(sources: Sources, target: Path, compiler: Compiler) -> None:
         finally:
             progress.end()
             pool.shutdown(cancel_futures=True)
-    for path in objects.values():
-        with suppress(OSError):
-            os.utime(path)  # see _prune
-    trusted.check_folder(target.parent, create=True)
-    scratch = target.with_suffix(".tmp")
-    compiler.link(list(objects.values()), scratch, *libraries)
-    _keep(scratch, target)
 
 
 def _object_name(unit: Unit, sources: Sources, toolchain: str) -> str:

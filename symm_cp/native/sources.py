@@ -20,7 +20,7 @@ from symm_cp.native.errors import BuildError
 _OPTIMIZED = {"attention": "-O3", "channel": "-O2", "exchange": "-O3", "messages": "-O2"}
 #: Torch's headers take most of the time of a compilation, so sources that need them are compiled
 #: this many at a time. See native/README for figures.
-_TOGETHER = 6
+_TOGETHER = 8
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 _TORCH = ("ATen/", "c10/", "torch/")
 #: Includes of this header mark files that need Python's headers; they form a library of their own.

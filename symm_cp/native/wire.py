@@ -1,6 +1,6 @@
-"""The types that cross the C functions and the layout of a workspace, as csrc/channel/wire.h has them.
+"""What Python shares with the native part: types of the C functions, the layout of a workspace.
 
-wire.h explains them; names and values are read from it (see `declared`). Imports no torch.
+csrc/channel/wire.h explains it; names and values are read from there (see `declared`).
 """
 
 from __future__ import annotations

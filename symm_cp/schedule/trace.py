@@ -69,7 +69,7 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 def save(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     """Writes the trace-event file."""
-    _write(Path(path), json.dumps(chrome(timelines)) + "\n")
+    write_output(Path(path), json.dumps(chrome(timelines)) + "\n")
 
 
 def load_pyplot() -> Any:

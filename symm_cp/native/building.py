@@ -5,10 +5,10 @@ Objects are cached by unit in the folder of built code; an object's key is its u
 below csrc/. All builds in a folder share one lock: each uses all cores anyway, and reuses the
 objects of the build before. Only the user can change what is built (see `trusted`).
 
-`torch.utils.cpp_extension` with ninja was tried instead. It compiles each source alone, with torch's
-headers: a first build takes about 300 s of processor time, here 145 s (torch 2.13, g++ 12). After a
-change of ops/attention.cpp it takes 6.5 s, here 8 s. It has one set of flags for all sources, and
-ninja would have to be installed.
+`torch.utils.cpp_extension` with ninja was tried instead (torch 2.13, g++ 12). It compiles each
+source alone, with torch's headers: a first build takes about 300 s of processor time, here 145 s.
+After a change of ops/attention.cpp it takes 6.5 s, here 8 s. It has one set of flags for all
+sources, and ninja would have to be installed.
 """
 
 from __future__ import annotations

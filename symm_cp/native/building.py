@@ -141,6 +141,7 @@ def _build(name: str, what: str, verbose: bool, here: bool) -> Path:
 
 def _compile(sources: Sources, target: Path, compiler: Compiler) -> None:
     """Makes a library; compiles the units that have no object yet."""
+    libraries: tuple[str, ...]
     if target.name == _LIBRARY:
         units, libraries = [*sources.torch, *sources.plain], ("torch_cpu", "c10")
     else:

@@ -79,7 +79,9 @@ def _members(enumeration: str) -> Iterator[tuple[str, int]]:
 
 class _FromHeader(EnumMeta):
     @classmethod
-    def __prepare__(metacls, cls: str, bases: tuple[type, ...], /, **options: Any) -> Any:
+    def __prepare__(  # type: ignore[override]  # as in typeshed: EnumMeta differs from type
+        metacls, cls: str, bases: tuple[type, ...], **options: Any
+    ) -> Any:
         namespace = super().__prepare__(cls, bases, **options)
         if bases != (IntEnum,):
             for name, value in _members(cls):

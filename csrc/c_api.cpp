@@ -66,10 +66,12 @@ extern "C" {
 
 const char* symm_cp_error() { return last_error.c_str(); }
 
-// The contract as text, see wire.h.
-const char* symm_cp_wire() {
-  static const std::string text = wire_description();
-  return text.c_str();
+// See wire.h.
+int64_t symm_cp_flag_offset(int flag, int writer, int world_size) {
+  return flag_offset(flag, writer, world_size);
+}
+int64_t symm_cp_sent_offset(int word, int rank, int world_size) {
+  return sent_offset(word, rank, world_size);
 }
 
 // Opens a group in which this process is rank `rank`. Not collective. `timeout_ms`: 0 for the
@@ -155,6 +157,11 @@ int64_t symm_cp_reserve(void* group, int channel, int64_t slot_bytes) {
     }
     return 0;
   });
+}
+
+// Returns the bytes of a workspace with slots of at least `slot_bytes`.
+int64_t symm_cp_bytes_for(int world_size, int64_t slot_bytes) {
+  return layout_of(world_size, slot_bytes).end();
 }
 
 int64_t symm_cp_slot_bytes(void* group, int channel) {

@@ -4,13 +4,10 @@ Importing this package adds kernels: torch's symmetric memory and the ops of `to
 work on CPU tensors from then on. It builds its native part once for the installed torch. If that
 cannot be built or loaded (no C++ compiler, no folder for it, a folder that others can write), the
 import succeeds and prints one line, and the first use raises an error that says what to do.
-
-`import symm_cp.schedule` alone loads none of this, nor torch, and works on any system (loading.py).
 """
 
 from __future__ import annotations
 
-import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
@@ -18,7 +15,7 @@ from symm_cp import loading as _loading
 from symm_cp import started as _started
 
 __version__ = "0.1.0"
-_everything = not _loading.only_schedule()
+_everything = _loading.everything()
 if _everything and _started.as_command():  # ends here for --help, --version and wrong arguments
     _import_module("symm_cp.cli").answer()
 if _everything:
@@ -123,9 +120,6 @@ if _TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    if not name.startswith("__") and _loading.loads_more():
-        _loading.load_everything()
-        return getattr(_sys.modules[__name__], name)
     # Imported when asked for: torch's compiler takes a second, its styles (DTensor) half a second.
     if name in ("fsdp", "inductor", "moe", "tensor_parallel"):
         return _import_module(f"symm_cp.{name}")

@@ -10,15 +10,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from symm_cp import loading
-
 _NAME = "symm_cp"
 
 
 def register() -> None:
     """Registers the backend by its name; the first group that uses it imports `symm_cp`."""
     package = sys.modules[_NAME]
-    if package._everything or loading.is_partial():
+    if package._everything:
         return  # it is being imported, and registers the backend itself
     for name in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
         del sys.modules[name]

@@ -81,7 +81,7 @@ def native_backend(
 ) -> dist.Backend:
     """Makes a backend for ranks that are all on this host. Collective."""
     glue, library = native.load_glue(), native.load()
-    open_backend = native.address_of(library.symm_cp_backend_open)
+    open_backend = native.address_of(library["symm_cp_backend_open"])
     milliseconds = int(timeout.total_seconds() * 1000)
     try:
         return glue.symm_cp_backend_object(

@@ -7,17 +7,10 @@ folder above it, runs code as that user. A folder or file is *trusted* if
   as well), and
 - nobody else can write it. A folder with the sticky bit (`/tmp`) may be writable, because only
   owners can rename or remove their files in it. Its group may write it if that is the owner's
-  private group: the owner's primary group, of the owner's name, and without other members. Many
-  distributions make such folders (umask 002).
+  private group, as many distributions make folders (umask 002).
 
-This applies to all folders from `/` down, and the owners of symbolic links on the way must be
-trusted as well. Each name is opened relative to its opened folder, without following links, and the
-descriptor is checked instead of the name: nothing can be replaced between check and use. The file
-itself must not be a link.
-
-In a user namespace (a rootless container) folders such as `/` and `/home` belong to an owner
-outside the namespace, who appears as the overflow user; such a *folder* is accepted like root's, a
-file is not.
+All folders and links from `/` down are checked; whoever cannot write them cannot replace a file
+between its check and its use. The file itself must not be a link, and is checked once it is open.
 """
 
 from __future__ import annotations
@@ -33,13 +26,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_NAME = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Does not block on a FIFO instead of a file.
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-#: Access control lists beside the mode. The mode's group bits bound their rights from above, but
-#: do not show which users they name.
-_LISTS = ("system.posix_acl_access", "system.nfs4_acl", "system.richacl")
+#: Access control lists: the mode's group bits bound their rights, but do not show whom they name.
+_LISTS = {"system.posix_acl_access", "system.nfs4_acl", "system.richacl"}
 _MAX_LINKS = 40  # as in the kernel
 
 
@@ -53,177 +43,84 @@ def owners() -> frozenset[int]:
 
 
 def is_outside_namespace(uid: int) -> bool:
-    """Whether a user id stands for users that this user namespace does not map."""
-    return _is_unmapped(uid, "uid")
+    """Whether a user id stands for users that this user namespace does not map.
 
-
-def _is_unmapped(number: int, kind: str) -> bool:
+    In a rootless container, `/` and `/home` may belong to them: such folders are trusted.
+    """
     with suppress(OSError, ValueError):
-        if number != int(Path(f"/proc/sys/kernel/overflow{kind}").read_text()):
-            return False
-        for line in Path(f"/proc/self/{kind}_map").read_text().splitlines():
-            first, _, count = map(int, line.split())
-            if first <= number < first + count:
-                return False
-        return True
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+        ranges = [tuple(map(int, line.split())) for line in lines]
+        return uid == int(Path("/proc/sys/kernel/overflowuid").read_text()) and not any(
+            first <= uid < first + count for first, _, count in ranges
+        )
     return False
 
 
-def _writers_in_group(owner: int, gid: int) -> str | None:
-    """Names the users other than the owner who have a group's write access, if any.
-
-    None for the owner's private group. Like sshd, relies on the databases of users and groups, and
-    requires that the group has the owner's name, since network databases may not list everybody.
-    """
+def _is_private_group(about: os.stat_result, opened: int | str) -> bool:
+    """Whether only the owner is in the group, by the databases of users and groups, like sshd."""
     try:
-        user, group = pwd.getpwuid(owner), grp.getgrgid(gid)
+        user, group = pwd.getpwuid(about.st_uid), grp.getgrgid(about.st_gid)
     except KeyError:
-        return f"group {gid}"
-    if _is_unmapped(gid, "gid"):  # stands for any group outside of the user namespace
-        return f"group {gid}"
-    members = {entry.pw_name for entry in pwd.getpwall() if entry.pw_gid == gid}
-    if others := sorted(members.union(group.gr_mem) - {user.pw_name}):
-        return f"group {group.gr_name!r} with {', '.join(others)}"
-    if (user.pw_gid, user.pw_name) == (gid, group.gr_name):
-        return None
-    return f"group {group.gr_name!r}"
+        return False
+    members = {entry.pw_name for entry in pwd.getpwall() if entry.pw_gid == group.gr_gid}
+    with suppress(OSError):  # a file system without attributes
+        if _LISTS.intersection(os.listxattr(opened)):
+            return False
+    # A network's databases may not list all members, so the name must be the user's as well.
+    own = (user.pw_gid, user.pw_name) == (group.gr_gid, group.gr_name)
+    return own and members.union(group.gr_mem) <= {user.pw_name}
 
 
-def _has_list(fd: int, name: str) -> bool:
-    try:
-        os.getxattr(f"/proc/self/fd/{fd}", name)  # by name: O_PATH descriptors cannot be read
-    except OSError as error:
-        return error.errno not in (errno.ENODATA, errno.ENOTSUP)
-    return True
-
-
-def _writers(fd: int, about: os.stat_result) -> str | None:
-    """Names the users other than the owner who can write an open file or folder, if any."""
-    if about.st_mode & stat.S_IWOTH:
-        return "everybody"
-    if not about.st_mode & stat.S_IWGRP:
-        return None
-    if any(_has_list(fd, name) for name in _LISTS):
-        return "an access control list"
-    return _writers_in_group(about.st_uid, about.st_gid)
-
-
-def _problem(fd: int, about: os.stat_result) -> str | None:
-    """Returns why a file, folder or link is not trusted; None if it is."""
-    trusted = owners()
-    if about.st_uid not in trusted and not (
-        stat.S_ISDIR(about.st_mode) and is_outside_namespace(about.st_uid)
-    ):
+def _check(about: os.stat_result, path: str | Path, opened: int | str) -> None:
+    """Raises `UntrustedError` unless a file, folder or link is trusted."""
+    trusted, is_folder = owners(), stat.S_ISDIR(about.st_mode)
+    ours = about.st_uid in trusted
+    if not ours and not (is_folder and is_outside_namespace(about.st_uid)):
         users = " or ".join(str(uid) for uid in sorted(trusted))
-        return f"it belongs to user {about.st_uid}, not to user {users}"
-    sticky = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX
-    if sticky or stat.S_ISLNK(about.st_mode):
-        return None
-    if writers := _writers(fd, about):
-        return f"others can write it (mode {stat.S_IMODE(about.st_mode):o}: {writers})"
-    return None
+        raise UntrustedError(f"{path}: it belongs to user {about.st_uid}, not to user {users}")
+    if stat.S_ISLNK(about.st_mode) or (is_folder and about.st_mode & stat.S_ISVTX):
+        return
+    by_group = about.st_mode & stat.S_IWGRP and not (ours and _is_private_group(about, opened))
+    if about.st_mode & stat.S_IWOTH or by_group:
+        mode = stat.S_IMODE(about.st_mode)
+        raise UntrustedError(f"{path}: others can write it (mode {mode:o})")
 
 
-def _check(fd: int, path: str | Path) -> os.stat_result:
-    about = os.fstat(fd)
-    problem = _problem(fd, about)
-    if problem is not None:
-        raise UntrustedError(f"{path}: {problem}")
-    return about
+def check_folder(path: Path, *, create: bool = False) -> None:
+    """Raises `UntrustedError` unless a folder, and all that leads to it, is trusted.
 
-
-def _about(error: OSError, path: str | Path) -> OSError:
-    """Returns the error with the whole path instead of a name in an opened folder."""
-    return OSError(error.errno, error.strerror, str(path))
-
-
-def _make(name: str, parent: int) -> None:
-    with suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=parent)
-
-
-def _enter(name: str, parent: int) -> int:
-    """Opens a name without following links; opens a folder for reading if permitted."""
-    fd = os.open(name, _NAME, dir_fd=parent)
-    if not stat.S_ISDIR(os.fstat(fd).st_mode):
-        return fd
-    with suppress(OSError):
-        # Unlike O_PATH this makes an automounter mount the folder.
-        opened = os.open(name, _FOLDER, dir_fd=parent)
-        os.close(fd)
-        return opened
-    return fd
-
-
-def _open_folder(path: Path, *, create: bool) -> int:
-    """Opens a folder step by step from the root; `create` makes missing ones (mode 700)."""
-    pending = list(reversed(path.absolute().parts))
-    at, where, links = os.open("/", _NAME), "/", 0
-    try:
-        while pending:
-            name = pending.pop()
-            child = os.path.join(where, name)  # "/" for "/"
-            try:
-                try:
-                    fd = _enter(name, at)
-                except FileNotFoundError:
-                    if not create:
-                        raise
-                    _make(name, at)
-                    fd = _enter(name, at)
-            except OSError as error:
-                raise _about(error, child) from None
-            about = os.fstat(fd)
-            if stat.S_ISLNK(about.st_mode):
-                links += 1
-                target = _target(fd, child, links)
-                pending += reversed(Path(target).parts)
-                continue
-            at, where, fd = fd, child, at
-            os.close(fd)
-            _check(at, where)
-            if not stat.S_ISDIR(about.st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), child)
-    except BaseException:
-        os.close(at)
-        raise
-    return at
-
-
-def _target(fd: int, path: str, links: int) -> str:
-    """Returns the target of a link, and closes its descriptor."""
-    try:
-        _check(fd, path)
-        if links > _MAX_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-        return os.readlink("", dir_fd=fd)
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def folder(path: Path, *, create: bool = False) -> Iterator[int]:
-    """Yields a descriptor of a trusted folder, for use as `dir_fd`; `create` makes it if missing.
-
-    Raises `UntrustedError`, and other `OSError`s if it cannot be opened or made.
+    `create` makes missing folders (mode 700). Raises other `OSError`s as well.
     """
-    fd = _open_folder(path, create=create)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    at, pending, links = "/", list(reversed(path.absolute().parts)), 0
+    while pending:
+        at = os.path.join(at, pending.pop())  # "/" for "/"
+        if create and not os.path.lexists(at):
+            with suppress(FileExistsError):
+                os.mkdir(at, 0o700)
+        about = os.lstat(at)
+        if stat.S_ISDIR(about.st_mode):
+            about = os.lstat(os.path.join(at, "."))  # an automounter mounts the folder for this
+        _check(about, at, at)
+        if stat.S_ISLNK(about.st_mode):
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), at)
+            pending += reversed(Path(os.readlink(at)).parts)
+            at = os.path.dirname(at)
 
 
-def _open(path: Path, flags: int, parent: int) -> int:
-    """Opens a trusted regular file in an opened folder."""
+def _open(path: Path, flags: int) -> int:
+    check_folder(path.parent)
     try:
-        fd = os.open(path.name, flags | _FILE, 0o600, dir_fd=parent)
+        fd = os.open(path, flags | _FILE, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise UntrustedError(f"{path}: it is a symbolic link, not a file") from None
-        raise _about(error, path) from None
+        raise
     try:
-        if not stat.S_ISREG(_check(fd, path).st_mode):
+        about = os.fstat(fd)
+        _check(about, path, fd)
+        if not stat.S_ISREG(about.st_mode):
             raise UntrustedError(f"{path}: it is not a regular file")
     except BaseException:
         os.close(fd)
@@ -232,13 +129,12 @@ def _open(path: Path, flags: int, parent: int) -> int:
 
 
 def open_to_read(path: Path) -> int:
-    """Returns a descriptor of a trusted file, which the caller closes; raises like `folder`."""
-    with folder(path.parent) as parent:
-        return _open(path, os.O_RDONLY, parent)
+    """Returns a descriptor, which the caller closes; raises like `check_folder`."""
+    return _open(path, os.O_RDONLY)
 
 
 def read(path: Path) -> bytes:
-    """Returns the content of a trusted file; raises like `folder`."""
+    """Returns the content of a trusted file; raises like `check_folder`."""
     with open(open_to_read(path), "rb") as file:
         return file.read()
 
@@ -246,31 +142,25 @@ def read(path: Path) -> bytes:
 def write(path: Path, content: bytes) -> None:
     """Atomically replaces a file in a trusted folder; makes the folder if missing.
 
-    Only the user can write the new file. Raises like `folder`.
+    Only the user can write the new file. Raises like `check_folder`.
     """
-    with folder(path.parent, create=True) as parent:
-        scratch = f".{path.name}.{secrets.token_hex(8)}"
-        try:
-            fd = os.open(
-                scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=parent
-            )
-            with open(fd, "wb") as file:
-                file.write(content)
-                os.fchmod(fd, 0o644)  # whatever the umask
-            os.replace(scratch, path.name, src_dir_fd=parent, dst_dir_fd=parent)
-        except OSError as error:
-            with suppress(OSError):
-                os.unlink(scratch, dir_fd=parent)
-            raise _about(error, path) from None
+    check_folder(path.parent, create=True)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+            os.fchmod(file.fileno(), 0o644)  # whatever the umask
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock on a trusted file; makes the file if missing; raises like `folder`."""
-    with folder(path.parent) as parent:
-        fd = _open(path, os.O_RDWR | os.O_CREAT, parent)
-    with open(fd, "rb"):
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    """Holds a lock on a trusted file; makes the file if missing; raises like `check_folder`."""
+    with open(_open(path, os.O_RDWR | os.O_CREAT), "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -281,16 +171,11 @@ def write_output(path: Path, content: str | bytes) -> None:
     user's link, and to write another user's file in a folder where everybody can make files.
     Raises `UntrustedError` and other `OSError`s.
     """
-    data = content.encode() if isinstance(content, str) else content
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        if os.lstat(path).st_uid not in owners():
-            raise UntrustedError(f"{path}: it is a symbolic link of another user") from None
-        fd = os.open(path, flags, 0o666)
+    is_link = path.is_symlink()
+    if is_link and path.lstat().st_uid not in owners():
+        raise UntrustedError(f"{path}: it is a symbolic link of another user")
+    follow = 0 if is_link else os.O_NOFOLLOW  # not a link that is made meanwhile
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | follow, 0o666)
     with open(fd, "wb") as file:
         about = os.fstat(fd)
         if stat.S_ISREG(about.st_mode):
@@ -298,4 +183,4 @@ def write_output(path: Path, content: str | bytes) -> None:
             if public and about.st_uid not in owners():
                 raise UntrustedError(f"{path}: it is a file of another user")
             os.ftruncate(fd, 0)
-        file.write(data)
+        file.write(content.encode() if isinstance(content, str) else content)

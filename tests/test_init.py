@@ -98,12 +98,12 @@ _ODD = {
         "has no home folder .HOME.: set SYMM_CP_BUILD_DIR",
     ),
     "another user's cache": (
-        "os.mkdir(cache); real = os.fstat\n"
-        "def fstat(fd):\n"
-        "    about = real(fd)\n"
+        "os.mkdir(cache); real = os.lstat\n"
+        "def lstat(path, **options):\n"
+        "    about = real(path, **options)\n"
         "    mine = about.st_ino == os.stat(cache).st_ino\n"
         "    return os.stat_result((*about[:4], 54321, *about[5:])) if mine else about\n"
-        "os.fstat = fstat",
+        "os.lstat = lstat",
         "built: it belongs to user 54321, .*SYMM_CP_BUILD_DIR",
     ),
     "a stderr that is closed": ("os.environ['CXX'] = 'none'; sys.stderr.close()", ""),

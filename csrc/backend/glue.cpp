@@ -12,6 +12,8 @@
 #include <string>
 #include <utility>
 
+#include "base/glue.h"
+
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 
 namespace {
@@ -37,8 +39,8 @@ pybind11::object open_backend(Open open, pybind11::handle store, const char* nam
 }  // namespace
 
 // Returns a new reference; null with an exception set. The caller holds Python's lock.
-extern "C" __attribute__((visibility("default"))) PyObject* symm_cp_backend_object(
-    void* open, PyObject* store, const char* name, int rank, int size, int64_t timeout_ms) {
+SYMM_CP_EXPORT PyObject* symm_cp_backend_object(void* open, PyObject* store, const char* name,
+                                                int rank, int size, int64_t timeout_ms) {
   try {
     return open_backend(reinterpret_cast<Open>(open), store, name, rank, size, timeout_ms)
         .release()

@@ -160,7 +160,7 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
   WorkspaceLayout layout = layout_of(group_.world_size(), slot_bytes);
   layout.slots += group_.offset();
   layout.slot_bytes += group_.offset();
-  const int64_t bytes = layout.slots + layout.slot_count * layout.slot_bytes;
+  const int64_t bytes = layout.end();
   Segment memory = [&] {
     try {
       const std::string owner = "group " + group_.name() + ", rank " + text(group_.rank());

@@ -1,12 +1,11 @@
-// The contract between the native part and Python, mirrored by symm_cp/native/wire.py: the types
-// that cross the C functions, and the layout of a workspace. symm_cp/native/library.py compares
-// both sides (symm_cp_wire) when it loads the library.
+// What the native part shares with Python: the types that cross the C functions, and the layout of
+// a workspace. symm_cp/native/declared.py reads this file, so nothing of it is written twice; it
+// knows enumerations, structs of plain fields, and constants that are literals or lists of texts.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 namespace symm_cp {
 
@@ -14,15 +13,10 @@ namespace symm_cp {
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
 
-// An enumeration, and its enumerators as text for the comparison with Python.
-#define SYMM_CP_WIRE_ENUM(Name, ...)         \
-  enum class Name : int32_t { __VA_ARGS__ }; \
-  inline constexpr const char* k##Name##Text = #__VA_ARGS__
-
 // Where a step's bytes are: kOperand is an address given with the call (operands[index]), kSlot the
 // workspace slot of rank `index` in this call, kShard the shard that rank `index` published in this
 // call (its slot, or its symmetric tensor).
-SYMM_CP_WIRE_ENUM(Space, kOperand, kSlot, kShard);
+enum class Space : int32_t { kOperand, kSlot, kShard };
 
 struct Reference {
   Space space;
@@ -33,7 +27,7 @@ struct Reference {
 // The steps of native programs. kPublish writes the record of this rank's call; kVerify is the last
 // step of a call and throws if a peer has failed it meanwhile. kProduce makes the caller write this
 // rank's data; only loops have it. kConsume is for recordings: a kernel on gathered data.
-SYMM_CP_WIRE_ENUM(Kind, kCopy, kSignal, kWait, kReduce, kPublish, kVerify, kProduce, kConsume);
+enum class Kind : int32_t { kCopy, kSignal, kWait, kReduce, kPublish, kVerify, kProduce, kConsume };
 
 // `bytes` is per row; rows are `pitch` bytes apart.
 struct Command {
@@ -57,7 +51,7 @@ struct Command {
 // The steps of programs for streams. kRecord records an event on the lane, kWaitEvent makes the
 // lane wait for one; kArrived writes the epoch to this rank's own flag `flag` for writer `peer`,
 // which a kernel polls.
-SYMM_CP_WIRE_ENUM(StreamKind, kCopy, kSignal, kWait, kRecord, kWaitEvent, kArrived);
+enum class StreamKind : int32_t { kCopy, kSignal, kWait, kRecord, kWaitEvent, kArrived };
 
 // Only the fields of its kind are read.
 struct StreamCommand {
@@ -89,25 +83,44 @@ struct TraceEvent {
 };
 
 // Element types of native reductions, numbered as torch numbers its scalar types.
-SYMM_CP_WIRE_ENUM(DType, kUint8, kInt8, kInt16, kInt32, kInt64, kFloat16, kFloat32, kFloat64,
-                  kComplex64 = 9, kComplex128, kBool, kBfloat16 = 15);
+enum class DType : int32_t {
+  kUint8,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kFloat16,
+  kFloat32,
+  kFloat64,
+  kComplex64 = 9,
+  kComplex128,
+  kBool,
+  kBfloat16 = 15
+};
 
 // How native reductions combine elements, numbered as c10d numbers its operators.
-SYMM_CP_WIRE_ENUM(ReduceOp, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor);
+enum class ReduceOp : int32_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor };
 
 // The collectives of exchange.h. kTwoShotAllReduce is an all-reduce whose inputs and outputs are
 // lists of the parts that the ranks reduce. In a kJoiningAllToAll a rank takes from all at once; in
 // a kHandledAllToAll the caller writes and reads the slots.
-SYMM_CP_WIRE_ENUM(ExchangeKind, kAllGather, kAllReduce, kTwoShotAllReduce, kReduceScatter,
-                  kAllToAll, kJoiningAllToAll, kHandledAllToAll);
+enum class ExchangeKind : int32_t {
+  kAllGather,
+  kAllReduce,
+  kTwoShotAllReduce,
+  kReduceScatter,
+  kAllToAll,
+  kJoiningAllToAll,
+  kHandledAllToAll
+};
 
 // The loops of a kind of exchange, by where the input lies; not every kind has both.
-SYMM_CP_WIRE_ENUM(LoopKind, kPlain, kInPlace);
+enum class LoopKind : int32_t { kPlain, kInPlace };
 inline constexpr int kLoopKinds = 2;
 
 // The buffers of a loop: this rank's input and output, a rank's slot, and a rank's input in
 // symmetric memory.
-SYMM_CP_WIRE_ENUM(Buffer, kInput, kOutput, kPeerSlot, kSymmetric);
+enum class Buffer : int32_t { kInput, kOutput, kPeerSlot, kSymmetric };
 
 // Part `chunk` of a buffer, or all of it (-1).
 struct Area {
@@ -146,6 +159,11 @@ struct Box {
 enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };
 inline constexpr const char* kChannelNames[] = {"sync", "async"};
 
+// The bytes of a piece of an exchange, over all parts: small enough that both halves of all ranks'
+// slots fit into the caches. Its parts begin at multiples of kPartAlignment.
+inline constexpr int64_t kPieceBytes = 524288;
+inline constexpr int64_t kPartAlignment = 64;
+
 // Flags of a workspace. A rank raises the first kFlags at a peer; the others exist on devices only:
 // "arrived", for a rank's own polling kernel; "gave up", of a rank that has aborted the call;
 // "sent", the words that streams copy to peers' flags, see sent_offset; and "ready in place".
@@ -181,12 +199,13 @@ constexpr int64_t sent_offset(int word, int rank, int world_size) {
 // The last call that a workspace takes; the next call announces that the workspace is replaced. A
 // wait compares 32-bit numbers by their difference, so that 2^31 calls later a flag that few ops
 // raise would look raised (tests/model/protocol.pml, WRAP).
-inline constexpr int64_t kLastEpoch = (int64_t{1} << 31) - 2;
+inline constexpr int64_t kLastEpoch = 0x7ffffffe;
 
 // On CPU the value of a flag is a call and a piece of it; pieces are numbered from 0 in each call.
 inline constexpr int kPieceBits = 14;
 inline constexpr int64_t kMaxPieces = int64_t{1} << kPieceBits;
-inline constexpr int64_t kLastCpuEpoch = (int64_t{1} << (31 - kPieceBits)) - 2;
+inline constexpr int64_t kLastCpuEpoch = 0x1fffe;
+static_assert(kLastCpuEpoch == (int64_t{1} << (31 - kPieceBits)) - 2);
 
 constexpr uint32_t ticket(uint32_t epoch, uint32_t piece) { return epoch << kPieceBits | piece; }
 
@@ -199,6 +218,9 @@ inline bool reached(uint32_t seen, uint32_t ticket) {
 // The place of the data of a call: in the slot, in the caller's symmetric tensor, or nowhere yet,
 // because the ranks replace the workspace first.
 enum class Place : uint32_t { kSlot = 0, kInPlace = 1, kReplaced = 2 };
+
+// The bytes of a call's name that peers compare.
+inline constexpr size_t kMaxCallName = 103;
 
 // The entry that a rank writes for its call before it signals that its shard is ready. Peers
 // compare it, so ranks that disagree on the op, dtype, shape or place raise instead of mixing their
@@ -213,10 +235,9 @@ struct Record {
   // Peers compare the digest, so that they need this cache line only; the name is for errors.
   uint64_t digest;
   int64_t bytes;  // given to every rank
-  char call_name[104];
+  char call_name[kMaxCallName + 1];
 };
 inline constexpr int64_t kRecordBytes = 192;  // a multiple of a cache line
-inline constexpr size_t kMaxCallName = sizeof(Record::call_name) - 1;
 static_assert(sizeof(Record) <= kRecordBytes);
 
 // Why a call failed on a rank. There is room for the last kFailures; the mark itself is in the
@@ -246,6 +267,7 @@ struct WorkspaceLayout {
   int64_t slot_bytes;
   int64_t slot_count;
 
+  int64_t end() const { return slots + slot_count * slot_bytes; }
   int64_t slot_offset(uint32_t epoch) const { return slots + epoch % slot_count * slot_bytes; }
   int64_t record_offset(uint32_t epoch) const {
     return records + epoch % slot_count * kRecordBytes;
@@ -259,9 +281,5 @@ struct WorkspaceLayout {
            epoch % kFailures * static_cast<int64_t>(sizeof(Failure));
   }
 };
-
-// All of the above as text, one line for each enumeration, struct, list of names and limit.
-// wire.py computes the same.
-std::string wire_description();
 
 }  // namespace symm_cp

@@ -48,10 +48,6 @@ struct Loop {
   bool helps_later() const;
 };
 
-// The bytes of a piece, over all parts: small enough that both halves of all ranks' slots fit into
-// the caches.
-inline constexpr int64_t kPieceBytes = int64_t{512} << 10;
-
 // The caller's steps in a kHandledAllToAll, in this order. Exceptions end the call on all ranks.
 class SlotHandler {
  public:
@@ -112,9 +108,6 @@ constexpr bool two_shot(int ranks, int64_t bytes, bool in_place) {
 // Returns an all-to-all of boxes, without the addresses of the tensors. `joining`: the data
 // from all ranks lies side by side, rather than the data for all ranks.
 Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes, bool joining);
-
-// Parts of a piece begin at multiples of this.
-inline constexpr int64_t kPartAlignment = 64;
 
 // Carries an exchange out in the calling thread. Calls of several threads take turns. Throws
 // PeerError and ResourceError, after it has reported them to the peers.

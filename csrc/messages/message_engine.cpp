@@ -12,7 +12,7 @@ namespace symm_cp {
 
 namespace {
 
-constexpr int64_t kPieceBytes = int64_t{32} << 10;
+constexpr int64_t kRingPieceBytes = int64_t{32} << 10;
 constexpr int64_t kReadBytes = int64_t{4} << 20;        // of a peer's memory, at a time
 constexpr std::chrono::microseconds kMoment{10};        // from an offer to the wait for it
 constexpr int64_t kMaxQueuedBytes = int64_t{16} << 20;  // copies for which the ring has no room
@@ -561,7 +561,7 @@ bool MessageEngine::push_pieces(MessageLink& link) {
 }
 
 uint32_t MessageEngine::piece_of(const Transmission& send) {
-  return static_cast<uint32_t>(std::min(kPieceBytes, send.message.bytes - send.moved));
+  return static_cast<uint32_t>(std::min(kRingPieceBytes, send.message.bytes - send.moved));
 }
 
 bool MessageEngine::next_fits(MessageLink& link) {

@@ -7,6 +7,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <cmath>

@@ -20,6 +20,7 @@
 #include <string>
 #include <utility>
 
+#include "base/glue.h"
 #include "ops/python_arguments.h"
 
 namespace {
@@ -243,6 +244,6 @@ PyMethodDef kFunctions[] = {
 }  // namespace
 
 // Returns a new reference to one of the functions above.
-extern "C" __attribute__((visibility("default"))) PyObject* symm_cp_decoding(int number) {
+SYMM_CP_EXPORT PyObject* symm_cp_decoding(int number) {
   return PyCFunction_New(&kFunctions[number], nullptr);
 }

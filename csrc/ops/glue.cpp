@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/glue.h"
 #include "ops/python_arguments.h"
 
 namespace {
@@ -82,8 +83,7 @@ PyTypeObject* call_type() {
 
 // Returns a new reference to a callable equivalent to `torchs`, torch's callable for the op; null
 // with an exception set on failure. The callable lives as long as the process.
-extern "C" __attribute__((visibility("default"))) PyObject* symm_cp_op_call(const char* name,
-                                                                            PyObject* torchs) {
+SYMM_CP_EXPORT PyObject* symm_cp_op_call(const char* name, PyObject* torchs) {
   HANDLE_TH_ERRORS
   const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   auto arguments = std::make_unique<std::vector<Argument>>();

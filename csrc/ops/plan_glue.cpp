@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/glue.h"
 #include "ops/python_arguments.h"
 #include "ops/stream_plans.h"
 
@@ -102,8 +103,6 @@ bool arguments_of(const KnownOp& op, PyObject* args, PyObject* kwargs,
 }
 
 }  // namespace
-
-#define SYMM_CP_EXPORT extern "C" __attribute__((visibility("default")))
 
 SYMM_CP_EXPORT PyObject* symm_cp_plan_launch(void* handle, void* streams, PyObject* memory,
                                              const symm_cp::WorkspaceLayout* layout, uint32_t epoch,

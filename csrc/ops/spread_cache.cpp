@@ -6,6 +6,9 @@
 // Shapes: query (B, H, S, E), key (B, G, K, E), value (B, G, K, V), with this rank's K.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>

@@ -2,6 +2,7 @@
 // blocks to one rank each, and NVSHMEM's and multicast's broadcast, all-gather and all-to-all.
 // torch has these ops only on GPUs.
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <set>

@@ -245,7 +245,7 @@ def _find_by_name(name: bytes, ask: int) -> int:
         if isinstance(error, Exception):
             library.symm_cp_explain(str(error).encode())
         else:  # Ctrl-C
-            library.symm_cp_explain_interruption(group and group.handle, type(error))
+            library.symm_cp_explain_interruption(group and group.handle, id(type(error)))
         return -1
     return 0
 

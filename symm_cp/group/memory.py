@@ -54,11 +54,8 @@ def pages(nbytes: int) -> int:
 
 def workspace_bytes(world_size: int, slot_bytes: int) -> int:
     """Returns the bytes that a workspace takes on each rank (the formula above)."""
-    flags = wire.flag_offset(len(wire.FLAGS), 0, world_size)
-    failures = wire.FAILURES * ctypes.sizeof(wire.Failure)
-    header = flags + wire.SLOTS * wire.RECORD_BYTES + failures
-    header += wire.SLOTS * wire.sizes_bytes(world_size)
-    return pages(header) + wire.SLOTS * pages(slot_bytes)
+    nbytes: int = native.load().symm_cp_bytes_for(world_size, slot_bytes)
+    return nbytes
 
 
 def group_name(group: GroupLike) -> str:

@@ -53,19 +53,10 @@ class Compiler:
                 *([processor()] if level == _NATIVE else []),
             )
         )
-        programs = {os.path.basename(os.path.realpath(word)) for word in self.command}
-        ccache = None if "ccache" in programs else shutil.which("ccache")
-        #: ccache, if installed: it also reuses objects of other build folders.
-        self._prefix = [ccache] if ccache else []
-
-    @property
-    def takes_precompiled(self) -> bool:
-        """Whether precompiled headers work as in g++; clang's are bound to their paths."""
-        return "clang" not in self.identity
 
     def compile(self, arguments: Sequence[str], out: Path) -> None:
         """Compiles with the common flags; file names are relative to the folder of the sources."""
-        self.run([*self._prefix, *self.command, *self._flags, "-I.", *arguments, "-o", str(out)])
+        self.run([*self.command, *self._flags, "-I.", *arguments, "-o", str(out)])
 
     def link(self, objects: Sequence[Path], out: Path, *torch_libraries: str) -> None:
         """Links a library with libraries of torch."""

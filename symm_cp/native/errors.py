@@ -34,8 +34,8 @@ def explained() -> Iterator[None]:
         ) from error
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """Prints a line on stderr, if stderr exists and is writable."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            print(f"symm_cp: {text}", file=sys.stderr, flush=True)
+            print(f"symm_cp: {text}", file=sys.stderr, end=end, flush=True)

@@ -4,60 +4,48 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import difflib
 import os
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
-from symm_cp import env
-from symm_cp.native import prebuilt, wire
-from symm_cp.native.bindings import INT, LONG, SIGNATURES, TEXT, VOID
-from symm_cp.native.building import (
-    build,
-    build_glue,
-    glue_beside,
-    headers,
-    mark_used,
-    open_verified,
-)
+from symm_cp import env, trusted
+from symm_cp.native import prebuilt
+from symm_cp.native.building import build, build_glue, glue_beside, headers, mark_used
+from symm_cp.native.declared import functions
 from symm_cp.native.errors import BuildError, explained, say
 
+#: Takes the name of a group; see csrc/channel/groups.h.
+FindGroup = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int)
+NoteCall = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _loaded: list[Path] = []  # of the native part
-_OTHER_VERSION = "csrc/ and symm_cp/ are of different versions: install symm_cp again"
+_L = TypeVar("_L", bound=ctypes.CDLL)
 
 
-def _compare(library: str) -> None:
-    """Raises `BuildError` with a diff if the library's contract differs from the package's."""
-    package = wire.description()
-    if library != package:
-        lines = difflib.unified_diff(
-            library.splitlines(),
-            package.splitlines(),
-            "csrc/channel/wire.h",
-            "symm_cp/native/wire.py",
-            "",
-            "",
-            0,
-        )
-        raise BuildError("\n".join([_OTHER_VERSION, *lines]))
+class _Library(ctypes.CDLL):
+    """A library whose functions have the types that csrc/ declares."""
+
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
+        if name not in functions():
+            raise AttributeError(f"csrc/ defines no C function {name}")
+        function = self[name]
+        function.restype, function.argtypes = functions()[name]
+        setattr(self, name, function)  # the next look-up finds it
+        return function
+
+
+class _Glue(_Library, ctypes.PyDLL):
+    """A library whose functions run with Python's lock held, and may raise."""
 
 
 @cache
 def load() -> ctypes.CDLL:
     """Returns the native library, building it if it was never built; raises `BuildError`.
 
-    The library must be unchanged since it was built, in folders that only its owner can change.
     Loading registers the CPU backend with torch's symmetric memory.
     """
     path, library = _open_native_part()
-    for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(library, name, None)
-        if function is None:
-            raise BuildError(f"{_OTHER_VERSION} (the library has no function {name})")
-        function.restype = result
-        function.argtypes = arguments
-    _compare(library.symm_cp_wire().decode())
     try:
         library.symm_cp_keep_results(env.kept_bytes())
     except ValueError as error:  # an import never fails
@@ -80,22 +68,22 @@ def load() -> ctypes.CDLL:
 def _open_native_part() -> tuple[Path, ctypes.CDLL]:
     path = build()
     try:
-        return path, _open_library(path, ctypes.CDLL)
+        return path, _open_library(path, _Library)
     except BuildError as error:
         if not path.is_relative_to(prebuilt.FOLDER):
             raise
         say(str(error))
     path = build(here=True)
-    return path, _open_library(path, ctypes.CDLL)
+    return path, _open_library(path, _Library)
 
 
-def _open_library(path: Path, kind: type[ctypes.CDLL]) -> ctypes.CDLL:
+def _open_library(path: Path, kind: type[_L]) -> _L:
     with explained():
         # Stays open: the loader identifies libraries by name, so if another file got the same
         # descriptor number, the loader would return this library again.
-        fd = open_verified(path)
+        fd = trusted.open_to_read(path)
     mark_used(path)
-    name = f"/proc/self/fd/{fd}"  # the verified file, even if the path was replaced since
+    name = f"/proc/self/fd/{fd}"  # the file that was checked, even if the path was replaced since
     try:
         return kind(name)
     except OSError as error:  # a damaged file, or a file system mounted noexec
@@ -110,29 +98,7 @@ def _open_library(path: Path, kind: type[ctypes.CDLL]) -> ctypes.CDLL:
 def load_glue() -> ctypes.CDLL:
     """Returns the library of `build_glue`, building it if need be; raises `BuildError`."""
     load()
-    glue = _open_library(glue_beside(_loaded[0]) or build_glue(), ctypes.PyDLL)
-    make = glue.symm_cp_backend_object
-    make.restype = ctypes.py_object
-    make.argtypes = [VOID, ctypes.py_object, TEXT, INT, INT, LONG]
-    glue.symm_cp_plan_launch.argtypes = [
-        *(VOID, VOID, ctypes.py_object, VOID, ctypes.c_uint32, VOID, VOID, INT, TEXT),
-        *(INT, ctypes.py_object, ctypes.py_object),
-    ]
-    glue.symm_cp_plan_ran.argtypes = [VOID, INT, TEXT, TEXT, *[ctypes.py_object] * 3]
-    glue.symm_cp_plan_called.argtypes = [VOID, INT, *[ctypes.py_object] * 3]
-    for name in ("launch", "ran", "called"):
-        glue[f"symm_cp_plan_{name}"].restype = ctypes.py_object
-    glue.symm_cp_plan_commands.argtypes = [VOID, VOID, INT]
-    glue.symm_cp_plan_refuse.argtypes = [VOID, TEXT]
-    glue.symm_cp_plan_ask.argtypes = [VOID, ctypes.py_object]
-    for name in ("commands", "refuse", "ask"):
-        glue[f"symm_cp_plan_{name}"].restype = None
-    call = glue.symm_cp_op_call
-    call.restype = ctypes.py_object
-    call.argtypes = [TEXT, ctypes.py_object]
-    glue.symm_cp_decoding.restype = ctypes.py_object
-    glue.symm_cp_decoding.argtypes = [INT]
-    return glue
+    return _open_library(glue_beside(_loaded[0]) or build_glue(), _Glue)
 
 
 def glue_if_built() -> ctypes.CDLL | None:
@@ -152,7 +118,7 @@ def drop_plans() -> None:
 
 def address_of(function: object) -> int:
     """Returns the address of a function of a native library."""
-    return ctypes.cast(function, VOID).value or 0  # type: ignore[arg-type]
+    return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
 def error() -> str:

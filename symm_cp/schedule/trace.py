@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
+from symm_cp.trusted import write_output
 
 #: For each kind of step its name, and the colour of its bars.
 _KINDS: dict[type, tuple[str, str]] = {
@@ -22,15 +22,6 @@ _KINDS: dict[type, tuple[str, str]] = {
     Wait: ("wait", "#c9c9c9"),
     Signal: ("signal", "#55a868"),
 }
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    if sys.platform == "linux":
-        from symm_cp.trusted import write_output  # needs Linux
-
-        write_output(path, content)
-    else:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _lanes(timeline: Timeline) -> list[tuple[int, str]]:
@@ -78,7 +69,7 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 def save(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     """Writes the trace-event file."""
-    _write(Path(path), json.dumps(chrome(timelines)) + "\n")
+    write_output(Path(path), json.dumps(chrome(timelines)) + "\n")
 
 
 def load_pyplot() -> Any:
@@ -110,7 +101,7 @@ def save_figure(figure: Any, path: Path) -> None:
     """Writes a matplotlib figure in the format of the file's suffix (PNG without one)."""
     content = io.BytesIO()
     figure.savefig(content, dpi=150, format=path.suffix.removeprefix(".") or "png")
-    _write(path, content.getvalue())
+    write_output(path, content.getvalue())
 
 
 def draw(path: str | Path, timelines: Mapping[str, Timeline], title: str = "") -> None:

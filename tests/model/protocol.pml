@@ -21,7 +21,7 @@
 #define SLOTS 2
 #endif
 
-/* Epochs of 3 bits stand for those of 32, and LAST_EPOCH of wire.py is half of what there is. */
+/* Epochs of 3 bits stand for those of 32, and kLastEpoch of wire.h is half of what there is. */
 #define EPOCHS 8
 #define LAST (EPOCHS / 2 - 1)
 #define ARRIVED(seen, epoch) (((seen) - (epoch) + EPOCHS) % EPOCHS < EPOCHS / 2)

@@ -202,7 +202,8 @@ def choose(
         choice = Choice(by_size, f"{way} cannot serve it")
     else:
         choice = _unforced(group, device, key, ways, by_size)
-    note(device, key, choice)
+    if _listening is not None:
+        note(device, key, choice)
     return choice.way
 
 
@@ -212,7 +213,7 @@ def _unforced(
     table = tuned(group)
     # Ranks may choose for different work, so all of them compare GPUs at their first call.
     shared = TILES in ways and TILES in table.values() and not _apart(group, device)
-    way = table.get(_on(device, key))
+    way = table.get(_on(device, key)) if table else None
     if way in ways and not (shared and way == TILES):
         return Choice(way, "measured")
     if TILES not in ways:

@@ -384,7 +384,7 @@ _streams = StreamRuntime()
 
 def _choose(device: torch.device, group: Group) -> Runtime:
     together = spans_hosts(group, device) or apart_of(group, device) is None
-    return _streams if together else runtime.unfused
+    return _streams if together else runtime.FOR_RANKS_APART
 
 
 runtime.serve(kinds, _choose)

@@ -13,7 +13,7 @@ from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.cpu import CpuRuntime, boxes_of
 from symm_cp.runtime.unfused import UnfusedRuntime
 
-__all__ = ["Choose", "background_of", "boxes_of", "of", "serve", "unfused"]
+__all__ = ["FOR_RANKS_APART", "Choose", "background_of", "boxes_of", "of", "serve"]
 
 #: Returns the runtime for a group's tensors on a device.
 Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
@@ -22,7 +22,7 @@ _served: list[tuple[Container[str], Choose]] = []
 
 _cpu = CpuRuntime()
 #: For groups whose ranks work apart, whatever device their tensors are on.
-unfused = UnfusedRuntime()
+FOR_RANKS_APART = UnfusedRuntime()
 
 
 def serve(types: Container[str], choose: Choose) -> None:
@@ -36,7 +36,7 @@ def of(tensor: torch.Tensor, group: Group) -> Runtime:
     for types, choose in _served:
         if device.type in types:
             return choose(device, group)
-    return _cpu if apart_of(group, device) is None else unfused
+    return _cpu if apart_of(group, device) is None else FOR_RANKS_APART
 
 
 def background_of(tensor: torch.Tensor, group: Group) -> BackgroundRuntime:

@@ -180,7 +180,7 @@ def _call_cuda_kernel(name: str, *args: Any) -> Any:
 
 
 def falls_back(group: dist.ProcessGroup) -> None:
-    x, w, name = torch.randn(4, 4), torch.randn(4, 4), group.group_name
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
     expected = symm_cp.matmul_reduce_scatter(x, w, group=group)
     mock, torchs = unittest.mock, torch.full((2,), 7.0)
     lines: list[str] = []
@@ -192,6 +192,7 @@ def falls_back(group: dist.ProcessGroup) -> None:
         symm_cp.override_cuda_ops(),
     ):
         for verdict in (Verdict(), Verdict(passed=False, reason="the trial timed out")):
+            name = dist.new_group([0, 1]).group_name
             with mock.patch.object(made, "verdict", lambda group, verdict=verdict: verdict):
                 for _ in range(2):
                     got = _call_cuda_kernel("fused_matmul_reduce_scatter", x, w, "sum", 0, name)

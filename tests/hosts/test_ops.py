@@ -215,7 +215,7 @@ def test_gpus_that_do_not_reach_each_other_warn_once(ranks: Ranks) -> None:
 
 def without_signals(group: dist.ProcessGroup) -> object:
     own = dist.new_group(list(range(group.size())))
-    with simulation(signals="none"):
+    with simulation(passes=False):
         for index in range(4):
             test_random.gathers(own, index)
             test_random.scatters(own, index)
@@ -229,7 +229,7 @@ def without_signals(group: dist.ProcessGroup) -> object:
 
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
 def test_ranks_that_cannot_signal_each_other(ranks: Ranks, world_size: int) -> None:
-    expected = hosts.Apart("no way to signal works", failed_check=True)
+    expected = hosts.Apart("streams cannot signal", failed_check=True)
     assert ranks.run(world_size, without_signals) == [expected] * world_size
 
 

@@ -47,6 +47,10 @@ Action action_of(OpType type) {
 }
 
 Exchange like(const Exchange& exchange, ExchangeKind kind) {
+  // Averages of hosts' averages would be rounded twice.
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      exchange.reduce_op != ReduceOp::kAvg || exchange.dtype > DType::kInt64, exchange.call_name,
+      ": avg of integers is not supported across hosts; use sum");
   Exchange made{};
   made.kind = kind;
   made.call_name = exchange.call_name;

@@ -140,6 +140,15 @@ struct Average : Sum {
     return v / static_cast<std::remove_cvref_t<decltype(v[0])>>(count);
   }
 };
+// Rounds toward zero, as NCCL does. The sum is computed on unsigned numbers, which wrap.
+struct IntegerAverage : Average {
+  template <class V>
+  static V combine(V a, V b) {
+    using Number = std::remove_cvref_t<decltype(a[0])>;
+    using Unsigned = std::make_unsigned_t<Number>;
+    return as<Number>(as<Unsigned>(a) + as<Unsigned>(b));
+  }
+};
 // An average over a power of two: multiplies, which is faster than dividing and gives the same
 // bits.
 struct ExactAverage : Sum {
@@ -311,6 +320,7 @@ Pass pass_of_integers(ReduceOp op) {
   switch (op) {
     case ReduceOp::kMin:
     case ReduceOp::kMax: return pass_of_numbers<Plain<T>>(op);
+    case ReduceOp::kAvg: return pass<Plain<T>, IntegerAverage>;
     case ReduceOp::kBand: return pass<Plain<uint8_t>, And>;
     case ReduceOp::kBor: return pass<Plain<uint8_t>, Or>;
     case ReduceOp::kBxor: return pass<Plain<uint8_t>, Xor>;

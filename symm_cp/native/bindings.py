@@ -58,6 +58,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_interruption_was_reported": (INT, []),
     "symm_cp_was_reported": (ctypes.c_int, [ctypes.c_char_p]),
     "symm_cp_serve_cpu": (None, [INT]),
+    "symm_cp_check_as_gpus": (None, [INT]),
     "symm_cp_serve_few_rows": (None, [INT]),
     "symm_cp_serve_few_tokens": (None, [INT]),
     "symm_cp_on_small_matmul": (None, [NoteCall]),

@@ -182,8 +182,16 @@ def uninitialized_ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def group() -> None:
+def group(request: pytest.FixtureRequest) -> marker.GroupOfRanks:
     """On a rank, the default group of a test that is marked with `ranks`."""
+    found = marker.marker_of(request.node)
+    if found is None or not found.init:
+        instead = "mark the test with" if found is None else "without init=False, use"
+        pytest.fail(
+            f"the fixture 'group' exists on ranks only: {instead} @pytest.mark.ranks(world_size)",
+            pytrace=False,
+        )
+    return marker.GroupOfRanks()
 
 
 def _call(

@@ -304,6 +304,12 @@ class _WithoutMemory(NamedTuple):
     rank: int
     world_size: int
 
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(
+            f"the ranks of group {self.name!r} cannot meet (torch's backend 'fake'); in test mode "
+            "only ops with an unfused definition run there, and no gradients"
+        )
+
     @classmethod
     def of(cls, group_name: str) -> _WithoutMemory:
         """Returns the group; `group_name` may be one of torch's backend "fake"."""

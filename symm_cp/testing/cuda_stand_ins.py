@@ -9,17 +9,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import unittest
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
 
 
-class UnmappedError(NotImplementedError):
-    """A test needs a feature of GPUs only; the plugin skips it, with this text as the reason."""
+class UnmappedError(NotImplementedError, unittest.SkipTest):
+    """A test needs a feature of GPUs only; it is skipped, with this text as the reason."""
 
 
 def unmapped(name: str) -> Callable[..., Any]:
@@ -72,13 +73,18 @@ class _Stream:
     device_type = 1  # CUDA
     device = torch.device("cpu")
     _last_id = 0
-    _by_id: WeakValueDictionary[int, _Stream] = WeakValueDictionary()
+    _by_id: ClassVar[WeakValueDictionary[int, _Stream]] = WeakValueDictionary()
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         _Stream._last_id += 1
-        self.stream_id, self.priority = _Stream._last_id, priority
+        self._id, self.priority = _Stream._last_id, priority
         self._outer: list[_Stream] = []
-        _Stream._by_id[self.stream_id] = self
+
+    @property
+    def stream_id(self) -> int:
+        """A number by which the stream can be set."""
+        _Stream._by_id[self._id] = self
+        return self._id
 
     def __enter__(self) -> _Stream:
         self._outer.append(torch.cuda.current_stream())  # type: ignore[arg-type]

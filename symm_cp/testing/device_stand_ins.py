@@ -117,6 +117,7 @@ def of_modules() -> Iterator[StandIn]:
     # It would free the parameter's memory after a copy to the CPU, which is no copy here.
     handle = import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
     yield handle, "to_cpu", nullcontext
+    yield torch.cpu.Stream, "synchronize", _none  # its devices are the CPU
     parse_to = torch._C._nn._parse_to
 
     def parse_to_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -342,10 +343,16 @@ def of_attention() -> Iterator[StandIn]:
         local = {name: getattr(value, "_local_tensor", value) for name, value in given.items()}
         group = inputs[0].mesh.get_group()
         if "grad_out" in local:
+            dtype = local["query"].dtype
+            for (
+                name,
+                value,
+            ) in local.items():  # the gradients are sums of as many as there are ranks
+                local[name] = value.float() if isinstance(value, torch.Tensor) else value
             results = ring._templated_ring_attention_backward(
                 group, 2, op, grad_out_name="grad_out", **local
             )
-            return dispatcher.wrap(results, inputs)
+            return dispatcher.wrap([x.to(dtype) for x in results], inputs)
         results = ring._templated_ring_attention(group, 2, op, **local)
         shape, sums = inputs[0].tensor_meta.shape, results[1]
         meta = specs.TensorMeta(shape[:3], (shape[1] * shape[2], shape[2], 1), sums.dtype)

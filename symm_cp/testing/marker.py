@@ -44,7 +44,7 @@ class GroupOfRanks:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
-            f"group.{name}: the group exists on ranks only, and fixtures run in pytest's own process"
+            f"group.{name}: the group exists on ranks only, fixtures run in pytest's process"
         )
 
 

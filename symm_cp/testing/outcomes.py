@@ -71,7 +71,7 @@ def needs_a_gpu(reports: Collection[str]) -> str:
 
 
 def _cause(reports: Mapping[int, str], failed: Collection[int]) -> str:
-    """Returns the first line of a failure: pytest shows it in its summary."""
+    """Returns the first line of the report of a rank that failed by itself."""
     ranks = [rank for rank in failed if not _PEER_FAILED.search(reports[rank])] or [*failed]
     rank = next(iter(ranks or reports))
     report = reports[rank]
@@ -92,14 +92,17 @@ class RankError(AssertionError):
         skip: Skip | None = None,
         failed: Collection[int] = (),
     ) -> None:
-        lines = [_cause(reports, failed), f"{what} (repeat with {SEED_VARIABLE}={seed})"]
+        #: One line: the error of the first rank that failed by itself.
+        self.cause = _cause(reports, failed)
+        lines = [self.cause, f"{what} (repeat with {SEED_VARIABLE}={seed})"]
         equal: dict[str, list[int]] = defaultdict(list)  # ranks, by their reports without locals
         for rank, report in sorted(reports.items()):
             equal[_LOCAL.sub("", report)].append(rank)
         for ranks in equal.values():
             several = "s" if len(ranks) > 1 else ""
             lines.append(f"--- rank{several} {', '.join(map(str, ranks))} ---")
-            lines.append(reports[ranks[0]].rstrip())
+            cause, traceback, rest = reports[ranks[0]].rstrip().partition("\nTraceback ")
+            lines.append((traceback + rest).lstrip() or cause)
         super().__init__("\n".join(lines))
         self.reports = dict(reports)
         #: The skip of the first rank that skipped the function, if no other rank failed.

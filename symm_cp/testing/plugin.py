@@ -7,7 +7,7 @@ import copyreg
 import datetime
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -136,6 +136,18 @@ def _skips_reported() -> Iterator[None]:
         if skip is None:
             raise
     raise skip.exception()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
+    """Makes pytest's summary name the cause of a failure on ranks."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, RankError) and hasattr(report.longrepr, "reprcrash"):
+        report.longrepr.reprcrash.message = error.cause
+    return report
 
 
 class _PluginsRanks(Ranks):

@@ -148,7 +148,7 @@ def describe(error: BaseException) -> str:
     """Formats an error: a line with its cause, then its traceback with local variables."""
     summary = traceback.TracebackException.from_exception(error)
     _trim(summary, error)
-    cause = next(iter(summary.format_exception_only())).strip()
+    cause = next(summary.format_exception_only()).partition("\n")[0]
     if cause == "AssertionError" and summary.stack:
         cause = f"AssertionError: {summary.stack[-1].line}"
     return "".join([cause, "\n", *summary.format()])

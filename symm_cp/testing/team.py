@@ -37,9 +37,9 @@ from symm_cp.testing.process import Setup
 GRACE = 3.0
 DUMP_LIMIT = 2.0
 
+_HERE = re.escape(str(Path(__file__).parent))
 _PLUMBING = re.compile(
-    rf'^  File "({re.escape(str(Path(__file__).parent))}/|<|.*/(multiprocessing/|threading\.py)).*\n',
-    re.MULTILINE,
+    rf'^  File "({_HERE}/|<|.*/multiprocessing/|.*/threading\.py).*\n', re.MULTILINE
 )
 _NO_FRAMES = re.compile(r"^(Current thread|Thread) 0x.*:\n+(?!  File)", re.MULTILINE)
 _FORKED = multiprocessing.get_context("forkserver")

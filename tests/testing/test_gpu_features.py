@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-import unittest
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,8 +26,6 @@ from torch.distributed.tensor.experimental._attention import (
     context_parallel_unshard,
     set_rotate_method,
 )
-from torch.testing._internal.common_device_type import instantiate_device_type_tests
-from torch.testing._internal.common_utils import TestCase
 
 from symm_cp.testing import Ranks, UnmappedError, cuda_on_cpu
 from tests.exhaustive import exhaustive
@@ -81,23 +78,6 @@ def test_a_stream_is_set_by_number() -> None:
         numbers = {name: getattr(stream, name) for name in ("stream_id", "device_index")}
         torch._C._cuda_setStream(**numbers, device_type=stream.device_type)
         assert torch.cuda.current_stream() is stream
-
-
-class Sum(TestCase):
-    """torch makes `SumCUDA` of this."""
-
-    def test_sum(self, device: str) -> None:
-        self.assertEqual(torch.ones(3, device=device).sum().item(), 3)
-
-
-def test_device_type_tests_run() -> None:
-    made: dict[str, Any] = {"Sum": Sum}
-    with cuda_on_cpu(world_size=2):
-        instantiate_device_type_tests(Sum, made, only_for="cuda")
-        suite = unittest.defaultTestLoader.loadTestsFromTestCase(made["SumCUDA"])
-        result = suite.run(unittest.TestResult())
-    assert (result.testsRun, result.errors, result.failures) == (1, [], [])
-    assert not result.skipped
 
 
 def compiled(mode: str | None, backend: str) -> torch.Tensor:
@@ -159,7 +139,7 @@ def callbacks(group: dist.ProcessGroup) -> None:
 def failed_callbacks(group: dist.ProcessGroup) -> None:
     """A future has the error of its collective, whenever that happened."""
     expanded = torch.ones(1).expand(4)
-    with pytest.raises(Exception, match="expanded|overlap|more than one"):
+    with pytest.raises(Exception, match=r"all_reduce: .*expanded"):
         dist.all_reduce(expanded, group=group, async_op=True).get_future().wait()
 
 
@@ -195,9 +175,7 @@ def fsdp1(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(y.detach(), expected)
         y.sum().backward()
         config = FullStateDictConfig(offload_to_cpu=True, rank0_only=False)
-        with FullyShardedDataParallel.state_dict_type(
-            model, StateDictType.FULL_STATE_DICT, config
-        ):
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             weight = model.state_dict()["weight"]
         torch.testing.assert_close(weight, firsts[0])
         with FullyShardedDataParallel.summon_full_params(
@@ -221,11 +199,9 @@ def ring(group: dist.ProcessGroup) -> None:
         expected = torch.autograd.grad(whole.square().sum(), (q, k, v))
         buffers = [x.detach().clone() for x in (q, k, v)]
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
-            for buffer in buffers:
-                buffer.requires_grad_()
-            part = F.scaled_dot_product_attention(*buffers, is_causal=True)
-            part.square().sum().backward()
-            grads = [buffer.grad for buffer in buffers]
+            parts = [buffer.clone().requires_grad_() for buffer in buffers]
+            part = F.scaled_dot_product_attention(*parts, is_causal=True)
+            grads = torch.autograd.grad(part.square().sum(), parts)
         unsharded = context_parallel_unshard(mesh, [part.detach(), *grads], [2] * 4)
         for result, wanted in zip(unsharded, (whole.detach(), *expected), strict=True):
             torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
@@ -336,9 +312,9 @@ _REJECTED: dict[str, Callable[[dist.ProcessGroup], Calls]] = {
 def rejects(group: dist.ProcessGroup, row: str) -> None:
     with cuda_on_cpu(group.size(), group.rank()):
         for name, (call, message) in _REJECTED[row](group).items():
-            with pytest.raises(RuntimeError, match=message):
+            with pytest.raises(RuntimeError) as raised:
                 call()
-                pytest.fail(f"{row}: {name} was accepted")
+            assert message in str(raised.value), name
             dist.barrier(group)
 
 

@@ -320,8 +320,21 @@ class _ShardSeeds:
             generator.set_state(state)
 
 
+def _all_to_all(
+    shard: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
+) -> torch.Tensor:
+    """DTensor's change of the sharded dimension, which is an all-gather on torch's CPU meshes."""
+    name = mesh.get_group(mesh_dim).group_name
+    moved: torch.Tensor = torch.ops._dtensor.shard_dim_alltoall(shard, gather_dim, shard_dim, name)
+    return moved
+
+
 def of_dtensors() -> Iterator[StandIn]:
-    """Yields stand-ins that draw random DTensors."""
+    """Yields stand-ins that draw random DTensors, and that shard another dimension."""
+    for module in ("_collective_utils", "placement_types"):
+        owner = import_module(f"torch.distributed.tensor.{module}")
+        if hasattr(owner, "shard_dim_alltoall"):
+            yield owner, "shard_dim_alltoall", _all_to_all
     rng = import_module("torch.distributed.tensor._random")
     for module in (rng, import_module("torch.distributed.tensor._dispatch")):
         yield module, "is_rng_supported_mesh", lambda device_mesh: True
@@ -330,7 +343,17 @@ def of_dtensors() -> Iterator[StandIn]:
 
 
 def of_attention() -> Iterator[StandIn]:
-    """Yields the stand-in by which torch's `context_parallel` rings with the CPU's attention."""
+    """Yields stand-ins by which all kernels, and `context_parallel`, are the CPU's attention."""
+    attention = import_module("torch.nn.attention")
+    choose = attention._sdpa_kernel
+    absent = {attention.SDPBackend.EFFICIENT_ATTENTION, attention.SDPBackend.CUDNN_ATTENTION}
+
+    def choose_flash(backends: Any, set_priority: bool = False) -> None:
+        choose(backends, set_priority)
+        if not absent.isdisjoint(backends):
+            torch._C._set_sdp_use_flash(True)
+
+    yield attention, "_sdpa_kernel", choose_flash
     ring = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
     dispatcher = import_module("torch.distributed.tensor").DTensor._op_dispatcher
     specs = import_module("torch.distributed.tensor._dtensor_spec")
@@ -339,7 +362,7 @@ def of_attention() -> Iterator[StandIn]:
         given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
         if given.pop("attn_mask", None) is not None:
             raise UnmappedError("needs a GPU: context_parallel with attn_mask")
-        inputs = [given[name]._spec for name in ("query", "key", "value")]
+        inputs: list[Any] = [given[name]._spec for name in ("query", "key", "value")]
         local = {name: getattr(value, "_local_tensor", value) for name, value in given.items()}
         group = inputs[0].mesh.get_group()
         if "grad_out" in local:

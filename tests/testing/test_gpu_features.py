@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.trace_rules
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
@@ -21,11 +22,14 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     StateDictType,
 )
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import (
     context_parallel_unshard,
     set_rotate_method,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from symm_cp.testing import Ranks, UnmappedError, cuda_on_cpu
 from tests.exhaustive import exhaustive
@@ -78,6 +82,27 @@ def test_a_stream_is_set_by_number() -> None:
         numbers = {name: getattr(stream, name) for name in ("stream_id", "device_index")}
         torch._C._cuda_setStream(**numbers, device_type=stream.device_type)
         assert torch.cuda.current_stream() is stream
+
+
+def test_the_compiler_tells_stand_ins_apart() -> None:
+    """Dynamo refuses two rules for one function; it looks them up once, at any time."""
+    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map
+    with cuda_on_cpu():
+        rules.cache_clear()
+        try:
+            assert torch.cuda.initial_seed in rules()
+        finally:
+            rules.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "backend", ["EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "FLASH_ATTENTION", "MATH"]
+)
+def test_chosen_attention_kernels(backend: str) -> None:
+    x = torch.rand(1, 2, 4, 8)
+    with cuda_on_cpu(), sdpa_kernel(getattr(SDPBackend, backend)):
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        assert torch.backends.cuda.flash_sdp_enabled() is (backend != "MATH")
 
 
 def compiled(mode: str | None, backend: str) -> torch.Tensor:
@@ -208,6 +233,17 @@ def ring(group: dist.ProcessGroup) -> None:
             torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
 
 
+def redistributed(group: dist.ProcessGroup) -> None:
+    """Another dimension is sharded by an all-to-all, as on meshes of CUDA."""
+    mesh = dist.DeviceMesh.from_group(group, "cuda")
+    whole = torch.arange(16.0).view(4, 4)
+    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    with CommDebugMode() as calls:
+        columns = rows.redistribute(placements=[Shard(1)])
+    assert calls.get_comm_counts() == {torch.ops._dtensor.shard_dim_alltoall: 1}
+    torch.testing.assert_close(columns.full_tensor(), whole)
+
+
 def nccl_policies(group: dist.ProcessGroup) -> None:
     options = dist.ProcessGroupNCCL.Options()
     options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
@@ -222,7 +258,16 @@ def native_matmul(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [callbacks, failed_callbacks, averages, fsdp1, ring, nccl_policies, native_matmul],
+    [
+        callbacks,
+        failed_callbacks,
+        averages,
+        fsdp1,
+        ring,
+        redistributed,
+        nccl_policies,
+        native_matmul,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_on_ranks(row: Callable[[dist.ProcessGroup], None], ranks: Ranks) -> None:

@@ -331,8 +331,8 @@ def _all_to_all(
 
 def of_dtensors() -> Iterator[StandIn]:
     """Yields stand-ins that draw random DTensors, and that shard another dimension."""
-    for module in ("_collective_utils", "placement_types"):
-        owner = import_module(f"torch.distributed.tensor.{module}")
+    for name in ("_collective_utils", "placement_types"):
+        owner = import_module(f"torch.distributed.tensor.{name}")
         if hasattr(owner, "shard_dim_alltoall"):
             yield owner, "shard_dim_alltoall", _all_to_all
     rng = import_module("torch.distributed.tensor._random")
@@ -359,21 +359,20 @@ def of_attention() -> Iterator[StandIn]:
     specs = import_module("torch.distributed.tensor._dtensor_spec")
 
     def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+        given: dict[str, Any] = (
+            dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+        )
         if given.pop("attn_mask", None) is not None:
             raise UnmappedError("needs a GPU: context_parallel with attn_mask")
         inputs: list[Any] = [given[name]._spec for name in ("query", "key", "value")]
         local = {name: getattr(value, "_local_tensor", value) for name, value in given.items()}
         group = inputs[0].mesh.get_group()
         if "grad_out" in local:
-            dtype = local["query"].dtype
-            for (
-                name,
-                value,
-            ) in local.items():  # the gradients are sums of as many as there are ranks
-                local[name] = value.float() if isinstance(value, torch.Tensor) else value
+            # Each gradient is a sum over the ranks, which 16-bit types would round at every step.
+            dtype = inputs[0].tensor_meta.dtype
+            wide = {name: x.float() if torch.is_tensor(x) else x for name, x in local.items()}
             results = ring._templated_ring_attention_backward(
-                group, 2, op, grad_out_name="grad_out", **local
+                group, 2, op, grad_out_name="grad_out", **wide
             )
             return dispatcher.wrap([x.to(dtype) for x in results], inputs)
         results = ring._templated_ring_attention(group, 2, op, **local)

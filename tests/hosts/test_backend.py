@@ -77,6 +77,9 @@ def reductions(dtype: torch.dtype) -> list[dist.ReduceOp.RedOpType]:
 
 def reduce(span: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     rank, W = span.rank(), span.size()
+    if not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool:
+        with pytest.raises(NotImplementedError, match="avg of integers is not supported across"):
+            dist.all_reduce(inputs(W, shape, dtype)[rank], Op.AVG, span)
     for op in reductions(dtype):
         xs = inputs(W, (W, *shape), dtype)
         mine = xs[rank].clone()

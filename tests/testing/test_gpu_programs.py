@@ -422,10 +422,6 @@ def maps_and_restores(group: dist.ProcessGroup) -> None:
         assert torch.equal(torch.rand(1, device="cuda"), first)
         stream = torch.cuda.current_stream()
         stream.wait_event(stream.record_event())
-        needs = (torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle, torch.cuda.mem_get_info)
-        for needs_a_gpu in needs:
-            with pytest.raises(UnmappedError, match=r"needs a GPU: torch\.cuda"):
-                needs_a_gpu()
     assert (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available()) == before
 
 

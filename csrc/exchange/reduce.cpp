@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -141,12 +142,18 @@ struct Average : Sum {
   }
 };
 // Rounds toward zero, as NCCL does. The sum is computed on unsigned numbers, which wrap.
-struct IntegerAverage : Average {
+struct IntegerAverage {
   template <class V>
   static V combine(V a, V b) {
     using Number = std::remove_cvref_t<decltype(a[0])>;
     using Unsigned = std::make_unsigned_t<Number>;
     return as<Number>(as<Unsigned>(a) + as<Unsigned>(b));
+  }
+  template <class V>
+  static V finish(V v, int count) {
+    using Number = std::remove_cvref_t<decltype(v[0])>;
+    const bool fits = count <= std::numeric_limits<Number>::max();
+    return fits ? v / static_cast<Number>(count) : V{};
   }
 };
 // An average over a power of two: multiplies, which is faster than dividing and gives the same

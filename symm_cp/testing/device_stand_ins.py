@@ -368,13 +368,10 @@ def of_attention() -> Iterator[StandIn]:
         local = {name: getattr(value, "_local_tensor", value) for name, value in given.items()}
         group = inputs[0].mesh.get_group()
         if "grad_out" in local:
-            # Each gradient is a sum over the ranks, which 16-bit types would round at every step.
-            dtype = inputs[0].tensor_meta.dtype
-            wide = {name: x.float() if torch.is_tensor(x) else x for name, x in local.items()}
             results = ring._templated_ring_attention_backward(
-                group, 2, op, grad_out_name="grad_out", **wide
+                group, 2, op, grad_out_name="grad_out", **local
             )
-            return dispatcher.wrap([x.to(dtype) for x in results], inputs)
+            return dispatcher.wrap(results, inputs)
         results = ring._templated_ring_attention(group, 2, op, **local)
         shape, sums = inputs[0].tensor_meta.shape, results[1]
         meta = specs.TensorMeta(shape[:3], (shape[1] * shape[2], shape[2], 1), sums.dtype)

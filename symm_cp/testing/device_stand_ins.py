@@ -101,6 +101,18 @@ def _on_cpu(init: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def _offloading(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns FSDP1's preparation for backward; it accumulates no gradients that it offloads."""
+
+    @functools.wraps(prepare)
+    def call(handle: Any) -> None:
+        prepare(handle)
+        if handle._offload_params:  # known by the device of the gradient, which is the CPU here
+            vars(handle.flat_param).pop("_saved_grad_shard", None)
+
+    return call
+
+
 def of_modules() -> Iterator[StandIn]:
     """Yields stand-ins that move modules, or run them on several devices."""
     ddp = torch.nn.parallel.DistributedDataParallel
@@ -117,6 +129,8 @@ def of_modules() -> Iterator[StandIn]:
     # It would free the parameter's memory after a copy to the CPU, which is no copy here.
     handle = import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
     yield handle, "to_cpu", nullcontext
+    prepare = handle.prepare_gradient_for_backward
+    yield handle, "prepare_gradient_for_backward", _offloading(prepare)
     yield torch.cpu.Stream, "synchronize", _none  # its devices are the CPU
     parse_to = torch._C._nn._parse_to
 

@@ -213,6 +213,26 @@ def fsdp1(group: dist.ProcessGroup) -> None:
         torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
+def accumulated(group: dist.ProcessGroup) -> None:
+    """Gradients that are accumulated in `no_sync` and offloaded replace those of the last step."""
+    x = torch.rand(6, 4, device="cuda")
+    dist.broadcast(x, group_src=0, group=group)
+    for original in (False, True):
+        model = FullyShardedDataParallel(
+            nn.Linear(4, 4), group, cpu_offload=CPUOffload(True), use_orig_params=original,
+            device_id=torch.cuda.current_device(), sync_module_states=True,
+        )  # fmt: skip
+        model(x).square().sum().backward()
+        expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        with model.no_sync():
+            for part in x[:4].split(2):
+                model(part).square().sum().backward()
+        model(x[4:]).square().sum().backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        torch.testing.assert_close(found, expected)
+
+
 def ring(group: dist.ProcessGroup) -> None:
     """torch's own `context_parallel`: attention and its gradients are one process's."""
     world = group.size()
@@ -263,6 +283,7 @@ def native_matmul(group: dist.ProcessGroup) -> None:
         failed_callbacks,
         averages,
         fsdp1,
+        accumulated,
         ring,
         redistributed,
         nccl_policies,

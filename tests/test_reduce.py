@@ -33,10 +33,12 @@ GUARD = 64
 
 
 def operators(dtype: torch.dtype) -> set[ReduceOp]:
-    """The reductions of a dtype that gloo has, and averages of floating and complex numbers."""
+    """The reductions of a dtype that gloo has, and averages of numbers."""
     if dtype in COMPLEX:
         return {ReduceOp.SUM, ReduceOp.AVG}
-    return set(ReduceOp) - (BITWISE if dtype in FLOATS else {ReduceOp.AVG})
+    if dtype is torch.bool:
+        return set(ReduceOp) - {ReduceOp.AVG}
+    return set(ReduceOp) - (BITWISE if dtype in FLOATS else set())
 
 
 def _lesser(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -66,7 +68,11 @@ def expected(sources: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
         return torch.view_as_complex(expected([torch.view_as_real(x) for x in sources], op))
     wide = [x.float() if dtype in (torch.float16, torch.bfloat16) else x for x in sources]
     result = reduce(COMBINE[op], wide)
-    return (result / len(sources) if op == ReduceOp.AVG else result).to(dtype)
+    if op != ReduceOp.AVG:
+        return result.to(dtype)
+    if dtype in FLOATS:
+        return (result / len(sources)).to(dtype)
+    return result.div(len(sources), rounding_mode="trunc")  # of a sum that wraps
 
 
 def numbers(dtype: torch.dtype, elements: int) -> torch.Tensor:

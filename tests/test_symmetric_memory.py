@@ -248,7 +248,7 @@ def default_group(group: dist.ProcessGroup) -> None:
     tensor = _SymmetricMemory.empty_strided_p2p((8,), (1,), torch.float32, CPU, group.group_name)
     assert _SymmetricMemory.rendezvous(tensor).world_size == group.size()
     nameless = symm_mem.empty(8, device="cpu")
-    with pytest.raises((RuntimeError, ValueError), match="group_name"):
+    with pytest.raises(RuntimeError, match="group_name"):
         _SymmetricMemory.rendezvous(nameless)
 
 
@@ -335,6 +335,15 @@ def use_pads(group: dist.ProcessGroup) -> None:
     assert not handle.get_signal_pad(rank).view(torch.int32).any()  # zero when nothing is under way
     with pytest.raises(RuntimeError):
         handle.get_signal_pad(rank, (handle.signal_pad_size // 4 + 1,))
+    for peer in (-1, world_size):
+        with pytest.raises(RuntimeError, match=f"rank={peer} is not in a group"):
+            handle.get_signal_pad(peer)
+        for call in (handle.get_buffer, handle.get_remote_tensor):
+            with pytest.raises(RuntimeError):
+                call(peer, (4,), torch.float32)
+        for call in (handle.put_signal, handle.wait_signal):
+            with pytest.raises(RuntimeError, match="rank"):
+                call(peer)
 
 
 @pytest.mark.parametrize("world_size", WORLD_4S)
@@ -353,12 +362,12 @@ def wrong_channels(group: dist.ProcessGroup) -> None:
     ]
     for call in calls:
         for channel in (-1, count, count + 1, 1 << 30):
-            with pytest.raises(ValueError, match=f"channel {channel} is out of range"):
+            with pytest.raises(RuntimeError, match=f"channel {channel} is out of range"):
                 call(channel)
     for rank in (-1, group.size()):
-        with pytest.raises(ValueError, match=f"rank {rank}"):
+        with pytest.raises(RuntimeError, match=f"rank {rank}"):
             handle.put_signal(rank)
-        with pytest.raises(ValueError, match=f"rank {rank}"):
+        with pytest.raises(RuntimeError, match=f"rank {rank}"):
             handle.wait_signal(rank)
     handle.barrier(channel=count - 1)  # the last one is good
 

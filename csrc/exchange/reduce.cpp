@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -138,6 +139,21 @@ struct Average : Sum {
   template <class V>
   static V finish(V v, int count) {
     return v / static_cast<std::remove_cvref_t<decltype(v[0])>>(count);
+  }
+};
+// Rounds toward zero, as NCCL does. The sum is computed on unsigned numbers, which wrap.
+struct IntegerAverage {
+  template <class V>
+  static V combine(V a, V b) {
+    using Number = std::remove_cvref_t<decltype(a[0])>;
+    using Unsigned = std::make_unsigned_t<Number>;
+    return as<Number>(as<Unsigned>(a) + as<Unsigned>(b));
+  }
+  template <class V>
+  static V finish(V v, int count) {
+    using Number = std::remove_cvref_t<decltype(v[0])>;
+    const bool fits = count <= std::numeric_limits<Number>::max();
+    return fits ? v / static_cast<Number>(count) : V{};
   }
 };
 // An average over a power of two: multiplies, which is faster than dividing and gives the same
@@ -311,6 +327,7 @@ Pass pass_of_integers(ReduceOp op) {
   switch (op) {
     case ReduceOp::kMin:
     case ReduceOp::kMax: return pass_of_numbers<Plain<T>>(op);
+    case ReduceOp::kAvg: return pass<Plain<T>, IntegerAverage>;
     case ReduceOp::kBand: return pass<Plain<uint8_t>, And>;
     case ReduceOp::kBor: return pass<Plain<uint8_t>, Or>;
     case ReduceOp::kBxor: return pass<Plain<uint8_t>, Xor>;

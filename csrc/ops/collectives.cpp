@@ -4,6 +4,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <torch/library.h>
 
+#include "ops/as_torch.h"
 #include "ops/kernels.h"
 
 namespace symm_cp {
@@ -48,11 +49,17 @@ void all_reduce(const char* op, Group& group, const at::Tensor& given, std::stri
   run(group, call->exchange);
 }
 
+// Compiled programs call ops of our own: their inputs need not lie in symmetric memory.
+bool is_torchs(const c10::OperatorHandle& op) {
+  return op.schema().name().find("::_") == std::string::npos;
+}
+
 void one_shot(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor output;
-  if (!guarded(kOneShot, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded_as_torch(kOneShot, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(0);
+        if (is_torchs(op)) check_sum_on_gpus(kOneShot, input, arguments.text(1));
         output = new_output(input, input.sizes());
         all_reduce(kOneShot, *group, input, arguments.text(1), output);
       }))
@@ -60,12 +67,17 @@ void one_shot(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end(std::move(output));
 }
 
-void all_reduce_out(const char* name, const c10::OperatorHandle& op, Stack* stack) {
+void all_reduce_out(const char* name, bool in_parts, const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor output = arguments.tensor(3);
-  if (!guarded(name, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded_as_torch(name, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(0);
+        check_sum_on_gpus(name, input, arguments.text(1));
         check_out(name, "out", output, input.sizes(), input.scalar_type());
+        if (in_parts) {
+          check_output_on_gpus(name, "out", input, output);
+          check_ranks_on_gpus(name, input, *group);
+        }
         all_reduce(name, *group, input, arguments.text(1), output);
       }))
     return call_python(op, stack);
@@ -73,32 +85,40 @@ void all_reduce_out(const char* name, const c10::OperatorHandle& op, Stack* stac
 }
 
 void one_shot_out(const c10::OperatorHandle& op, Stack* stack) {
-  all_reduce_out(kOneShot, op, stack);
+  all_reduce_out(kOneShot, false, op, stack);
 }
 
 void two_shot_out(const c10::OperatorHandle& op, Stack* stack) {
-  all_reduce_out(kTwoShotOut, op, stack);
+  all_reduce_out(kTwoShotOut, true, op, stack);
 }
 
 // torch's ops copy the input to the buffer, where the peers read it. Here the group has its own
 // memory for the exchange, so the buffer is only checked.
-void check_buffer(const at::Tensor& buffer, const at::Tensor& input) {
+void check_buffer(const at::Tensor& buffer, const at::Tensor& input, const std::string& reduce_op) {
   kernels::check_dense(kOneShotCopy, "symm_buffer", buffer);
   TORCH_CHECK_VALUE(buffer.scalar_type() == input.scalar_type() && buffer.numel() >= input.numel(),
                     kOneShotCopy, ": symm_buffer is ", name_dtype(buffer.scalar_type()), " ",
                     buffer.sizes(), ", needs ", name_dtype(input.scalar_type()),
                     " and room for local_input of shape ", input.sizes());
+  check_sum_on_gpus(kOneShotCopy, buffer, reduce_op);
+  if (!checks_as_gpus()) return;
+  kernels::check_dense(kOneShotCopy, "local_input", input);
+  TORCH_CHECK(buffer.sizes() == input.sizes(), kOneShotCopy, ": local_input has shape ",
+              input.sizes(), ", on GPUs it must be symm_buffer's: ", buffer.sizes());
+  check_output_on_gpus(kOneShotCopy, "local_input", buffer, input);
+  check_output_on_gpus(kOneShotCopy, "symm_buffer", input, buffer);  // equal alignments
 }
 
 void one_shot_copy(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor output;
-  if (!guarded(kOneShotCopy, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
-        const at::Tensor& input = arguments.tensor(1);
-        check_buffer(arguments.tensor(0), input);
-        output = new_output(input, input.sizes());
-        all_reduce(kOneShotCopy, *group, input, arguments.text(2), output);
-      }))
+  if (!guarded_as_torch(kOneShotCopy, arguments, 3, kSync,
+                        [&](const std::shared_ptr<Group>& group) {
+                          const at::Tensor& input = arguments.tensor(1);
+                          check_buffer(arguments.tensor(0), input, arguments.text(2));
+                          output = new_output(input, input.sizes());
+                          all_reduce(kOneShotCopy, *group, input, arguments.text(2), output);
+                        }))
     return call_python(op, stack);
   arguments.end(std::move(output));
 }
@@ -106,12 +126,13 @@ void one_shot_copy(const c10::OperatorHandle& op, Stack* stack) {
 void one_shot_copy_out(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor output = arguments.tensor(4);
-  if (!guarded(kOneShotCopy, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
-        const at::Tensor& input = arguments.tensor(1);
-        check_buffer(arguments.tensor(0), input);
-        check_out(kOneShotCopy, "out", output, input.sizes(), input.scalar_type());
-        all_reduce(kOneShotCopy, *group, input, arguments.text(2), output);
-      }))
+  if (!guarded_as_torch(
+          kOneShotCopy, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
+            const at::Tensor& input = arguments.tensor(1);
+            check_buffer(arguments.tensor(0), input, arguments.text(2));
+            check_out(kOneShotCopy, "out", output, input.sizes(), input.scalar_type());
+            all_reduce(kOneShotCopy, *group, input, arguments.text(2), output);
+          }))
     return call_python(op, stack);
   arguments.end(output);
 }
@@ -119,10 +140,11 @@ void one_shot_copy_out(const c10::OperatorHandle& op, Stack* stack) {
 void two_shot_in_place(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor input = arguments.tensor(0);
-  if (!guarded(kTwoShot, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded_as_torch(kTwoShot, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         TORCH_CHECK_VALUE(at::has_internal_overlap(input) != at::MemOverlap::Yes, kTwoShot,
                           ": input is written to, it must not be expanded: sizes ", input.sizes(),
                           ", strides ", input.strides());
+        check_sum_on_gpus(kTwoShot, input, arguments.text(1));
         const at::Tensor dense = input.contiguous();
         all_reduce(kTwoShot, *group, dense, arguments.text(1), dense, true);
         if (!dense.is_same(input)) input.copy_(dense);
@@ -140,12 +162,13 @@ void check_multimem(const char* op, const Arguments& arguments) {
   kernels::check_dense(op, "input", arguments.tensor(0));
   check_symmetric(op, "input", arguments.tensor(0));
   check_sum(op, "reduce_op", arguments.text(1));
+  check_sum_on_gpus(op, arguments.tensor(0), arguments.text(1));
 }
 
 void multimem_in_place(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor input = arguments.tensor(0);
-  if (!guarded(kMultimem, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded_as_torch(kMultimem, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         check_multimem(kMultimem, arguments);
         all_reduce(kMultimem, *group, input, "sum", input, true);
       }))
@@ -157,15 +180,16 @@ void multimem_in_place(const c10::OperatorHandle& op, Stack* stack) {
 void multimem_one_shot(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor output = arguments.count() == 4 ? arguments.tensor(3) : at::Tensor();
-  if (!guarded(kMultimemOneShot, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
-        const at::Tensor& input = arguments.tensor(0);
-        check_multimem(kMultimemOneShot, arguments);
-        if (output.defined())
-          check_out(kMultimemOneShot, "out", output, input.sizes(), input.scalar_type());
-        else
-          output = new_output(input, input.sizes());
-        all_reduce(kMultimemOneShot, *group, input, "sum", output);
-      }))
+  if (!guarded_as_torch(
+          kMultimemOneShot, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+            const at::Tensor& input = arguments.tensor(0);
+            check_multimem(kMultimemOneShot, arguments);
+            if (output.defined())
+              check_out(kMultimemOneShot, "out", output, input.sizes(), input.scalar_type());
+            else
+              output = new_output(input, input.sizes());
+            all_reduce(kMultimemOneShot, *group, input, "sum", output);
+          }))
     return call_python(op, stack);
   arguments.end(std::move(output));
 }
@@ -188,7 +212,7 @@ at::Tensor columns_together(const at::Tensor& input, int ranks) {
   return input.unflatten(-1, {ranks, input.size(-1) / ranks}).movedim(-2, 0).contiguous();
 }
 
-void reduce_scatter(Group& group, const at::Tensor& given, bool split_last_dim,
+void reduce_scatter(Group& group, const at::Tensor& given, bool split_last_dim, bool as_torchs,
                     at::Tensor& output) {
   const int ranks = group.world_size();
   const auto sizes = scattered_sizes(given, split_last_dim, ranks);
@@ -197,6 +221,7 @@ void reduce_scatter(Group& group, const at::Tensor& given, bool split_last_dim,
   } else {
     output = new_output(given, sizes);
   }
+  if (as_torchs) check_scatter_on_gpus(kReduceScatter, given, output, split_last_dim, group);
   const bool by_columns = split_last_dim && given.dim() > 1;
   at::Tensor input = by_columns ? columns_together(given, ranks) : given.contiguous();
   bool in_place = !by_columns && input.is_same(given) && is_symmetric(group, input);
@@ -226,9 +251,10 @@ void reduce_scatter_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const bool to_argument = op.schema().arguments().size() == 4;
   at::Tensor output = to_argument ? arguments.tensor(3) : at::Tensor();
-  if (!guarded(kReduceScatter, arguments, 1, kSync, [&](const std::shared_ptr<Group>& group) {
-        reduce_scatter(*group, arguments.tensor(0), arguments.flag(2), output);
-      }))
+  if (!guarded_as_torch(
+          kReduceScatter, arguments, 1, kSync, [&](const std::shared_ptr<Group>& group) {
+            reduce_scatter(*group, arguments.tensor(0), arguments.flag(2), to_argument, output);
+          }))
     return call_python(op, stack);
   arguments.end(std::move(output));
 }

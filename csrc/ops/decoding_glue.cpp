@@ -226,7 +226,7 @@ PyObject* agree(PyObject*, PyObject* const* given, Py_ssize_t) {
     const pybind11::gil_scoped_release without_gil;
     const c10::InferenceMode ordinary(false);
     static const c10::OperatorHandle op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("symm_mem::one_shot_all_reduce", "");
+        c10::Dispatcher::singleton().findSchemaOrThrow("symm_mem::_one_shot_all_reduce", "");
     const at::Tensor sums =
         first_result(op, {at::tensor({first, second}, at::kLong), "sum", group});
     const auto* const sum = sums.const_data_ptr<int64_t>();

@@ -8,6 +8,8 @@
 
 #include "ops/gradients.h"
 
+#include "ops/as_torch.h"
+
 namespace symm_cp {
 
 namespace gradients {
@@ -156,6 +158,7 @@ struct AllReduceBackward : torch::autograd::Node {
   // used takes part as well, with zeros.
   variable_list apply(variable_list&& grads) override {
     const at::Tensor grad = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
+    const kernels::OwnCalls own;
     return {grad.is_cpu() ? all_reduce(grad, reduce_op, group) : all_reduce_on_device(grad)};
   }
 
@@ -231,6 +234,7 @@ struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
     return tensor;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const kernels::OwnCalls own;
     return {all_reduce(grads[0], ctx->saved_data["reduce_op"], ctx->saved_data["group"]),
             at::Tensor(), at::Tensor()};
   }

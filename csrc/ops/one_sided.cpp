@@ -16,6 +16,7 @@
 #include "base/team.h"
 #include "exchange/copy.h"
 #include "memory/mapping.h"
+#include "ops/as_torch.h"
 #include "ops/kernels.h"
 
 namespace symm_cp {
@@ -32,16 +33,16 @@ using torch::jit::Stack;
 // Runs a kernel and converts its errors to Python's.
 template <class Body>
 void checked(const char* op, const Arguments& arguments, const Body& body) {
-  arguments.check_memory(op);
-  try {
-    body();
-  } catch (const c10::Error&) {
-    throw;
-  } catch (const std::out_of_range& error) {
-    TORCH_CHECK_VALUE(false, op, ": ", error.what());
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, op, ": ", error.what());
-  }
+  raising_as_torch([&] {
+    arguments.check_memory(op);
+    try {
+      body();
+    } catch (const c10::Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, op, ": ", error.what());
+    }
+  });
 }
 
 // The place of a tensor in the memory of all ranks, or in their signal pads.

@@ -7,6 +7,7 @@
 
 #include <set>
 
+#include "ops/as_torch.h"
 #include "ops/kernels.h"
 
 namespace symm_cp {
@@ -89,7 +90,7 @@ constexpr const char* kBlocks = "nccl_reduce_scatter_offset";
 
 void tile_reduce(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
-  if (!guarded(kTile, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded_as_torch(kTile, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor &in = arguments.tensor(0), &out = arguments.tensor(1);
         const int64_t root = arguments.number(2);
         check_tile(kTile, "in_tile", in);
@@ -107,7 +108,7 @@ void tile_reduce(const c10::OperatorHandle& op, Stack* stack) {
 
 void multi_root_tile_reduce(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
-  if (!guarded(kTiles, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded_as_torch(kTiles, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
         Reduction reduction{arguments.tensors(0), *arguments.numbers(2), {}};
         const auto& [tiles, roots, outs] = reduction;
         const at::Tensor& out = arguments.tensor(1);
@@ -139,12 +140,13 @@ void multi_root_tile_reduce(const c10::OperatorHandle& op, Stack* stack) {
 void multimem_reduce(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor out = arguments.tensor(4);
-  if (!guarded(kReduce, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded_as_torch(kReduce, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(0);
         const int64_t root = arguments.number(2);
         kernels::check_dense(kReduce, "input", input);
         check_symmetric(kReduce, "input", input);
         check_sum(kReduce, "reduce_op", arguments.text(1));
+        check_sum_on_gpus(kReduce, input, arguments.text(1));
         check_rank(kReduce, "root", root, group->world_size());
         Reduction reduction{{input}, {root}, {}};
         if (root == group->rank()) {
@@ -201,7 +203,7 @@ Reduction blocks_of(const at::Tensor& input, int64_t dim, std::optional<std::vec
 
 void reduce_scatter_offset(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
-  if (!guarded(kBlocks, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded_as_torch(kBlocks, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(0);
         const int64_t dim = arguments.number(3);
         TORCH_CHECK_VALUE(input.dim() == 2, kBlocks, ": input has ", input.dim(),
@@ -249,22 +251,25 @@ std::vector<Extent> equal_parts(const at::Tensor& tensor, int ranks) {
 void multimem_all_gather(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor out = arguments.tensor(2);
-  if (!guarded(kMulticastGather, arguments, 1, kSync, [&](const std::shared_ptr<Group>& group) {
-        const at::Tensor& input = arguments.tensor(0);
-        check_has_dims(kMulticastGather, "input", input);
-        kernels::check_dense(kMulticastGather, "input", input);
-        check_symmetric(kMulticastGather, "out", out);
-        at::DimVector sizes(input.sizes());
-        sizes[0] *= group->world_size();
-        check_out(kMulticastGather, "out", out, sizes, input.scalar_type());
-        const at::Tensor given = overlap(input, out) ? input.clone() : input;
-        Exchange exchange =
-            exchange_of(ExchangeKind::kAllGather,
-                        name_call(kMulticastGather, input.scalar_type(), input.sizes(), ""));
-        exchange.input.push_back(bytes_of(given));
-        exchange.output = equal_parts(out, group->world_size());
-        run(*group, std::move(exchange));
-      }))
+  if (!guarded_as_torch(
+          kMulticastGather, arguments, 1, kSync, [&](const std::shared_ptr<Group>& group) {
+            const at::Tensor& input = arguments.tensor(0);
+            check_has_dims(kMulticastGather, "input", input);
+            kernels::check_dense(kMulticastGather, "input", input);
+            check_symmetric(kMulticastGather, "out", out);
+            at::DimVector sizes(input.sizes());
+            sizes[0] *= group->world_size();
+            check_out(kMulticastGather, "out", out, sizes, input.scalar_type());
+            if (checks_as_gpus() && out.numel() > 0)
+              alignment_on_gpus(kMulticastGather, "out", out);
+            const at::Tensor given = overlap(input, out) ? input.clone() : input;
+            Exchange exchange =
+                exchange_of(ExchangeKind::kAllGather,
+                            name_call(kMulticastGather, input.scalar_type(), input.sizes(), ""));
+            exchange.input.push_back(bytes_of(given));
+            exchange.output = equal_parts(out, group->world_size());
+            run(*group, std::move(exchange));
+          }))
     return call_python(op, stack);
   arguments.end(out);
 }
@@ -272,7 +277,7 @@ void multimem_all_gather(const c10::OperatorHandle& op, Stack* stack) {
 void broadcast(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor input = arguments.tensor(0);
-  if (!guarded(kBroadcast, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded_as_torch(kBroadcast, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         const int64_t root = arguments.number(1);
         kernels::check_dense(kBroadcast, "input", input);
         check_symmetric(kBroadcast, "input", input);
@@ -292,7 +297,7 @@ void broadcast(const c10::OperatorHandle& op, Stack* stack) {
 void exchange_equal_parts(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor out = arguments.tensor(1);
-  if (!guarded(kAllToAll, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded_as_torch(kAllToAll, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(0);
         const int ranks = group->world_size();
         kernels::check_dense(kAllToAll, "input", input);

@@ -282,8 +282,6 @@ class CpuSymmetricMemory : public symm::SymmetricMemory {
   static void guarded(F body) {
     try {
       body();
-    } catch (const std::out_of_range& error) {
-      TORCH_CHECK_VALUE(false, error.what());
     } catch (const std::exception& error) {
       TORCH_CHECK(false, error.what());
     }
@@ -341,8 +339,8 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
     }
     if (block == nullptr) return nullptr;  // as torch does for an ordinary tensor
     const auto name = group_name ? group_name : block->default_group;
-    TORCH_CHECK_VALUE(name.has_value(),
-                      "rendezvous: group_name was given neither here nor at the allocation");
+    TORCH_CHECK(name.has_value(),
+                "rendezvous: group_name was given neither here nor at the allocation");
     const size_t offset = static_cast<size_t>(static_cast<char*>(ptr) - block->segment.data());
     const WithoutGil without_gil;
     try {

@@ -12,6 +12,7 @@
 #include "exchange/copy.h"
 #include "memory/mapping.h"
 #include "memory/slot_stores.h"
+#include "ops/as_torch.h"
 #include "ops/kernels.h"
 
 namespace symm_cp {
@@ -273,7 +274,7 @@ void run_shuffle(const Shuffle& shuffle, Group& group) {
 // `experts`: 0 to derive it from the number of splits.
 bool call_shuffle(const char* op, const Arguments& arguments, int64_t experts, bool by_rank,
                   bool placed, const char* chunks_name, c10::function_ref<int64_t()> alignment) {
-  return guarded(op, arguments, 4, kSync, [&](const std::shared_ptr<Group>& group) {
+  return guarded_as_torch(op, arguments, 4, kSync, [&](const std::shared_ptr<Group>& group) {
     const at::Tensor& chunks = arguments.tensor(2);
     const int64_t ranks = group->world_size();
     if (experts == 0 && chunks.dim() > 0) experts = chunks.size(-1) / ranks;

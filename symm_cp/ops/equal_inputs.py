@@ -289,7 +289,7 @@ def _sums_agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> boo
         data.update(memoryview(flat.numpy()).cast("B") if len(flat) else b"")
         number = int.from_bytes(data.digest())
         pieces = [number >> _PIECE, number & ((1 << _PIECE) - 1)]
-        sums = direct("one_shot_all_reduce")(torch.tensor(pieces), "sum", group).tolist()
+        sums = direct("_one_shot_all_reduce")(torch.tensor(pieces), "sum", group).tolist()
     return bool(sums == [piece * state.world_size for piece in pieces])
 
 

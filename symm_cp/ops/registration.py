@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import cuda, native
 from symm_cp.cuda import plans
@@ -41,6 +43,27 @@ def register() -> None:
         if op.vmap is ONE_BY_ONE:
             register_vmap(op)
         refuse_without_memory(op)
+    _check_ranks_of_pads()
+
+
+def _check_ranks_of_pads() -> None:
+    """Makes handles refuse the signal pad of a rank that does not exist, as newer torch does.
+
+    torch would read past its list of addresses, and the tensor that it returns end the process.
+    """
+    kind: Any = torch_symm_mem._SymmetricMemory
+    original = kind.get_signal_pad
+
+    @functools.wraps(original)
+    def get_signal_pad(self: Any, rank: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not 0 <= rank < self.world_size:
+            raise RuntimeError(
+                f"get_signal_pad: {rank=} is not in a group of {self.world_size} ranks"
+            )
+        pad: torch.Tensor = original(self, rank, *args, **kwargs)
+        return pad
+
+    kind.get_signal_pad = get_signal_pad
 
 
 def register_plans() -> None:

@@ -362,21 +362,10 @@ def _patched_handles(notes: _Notes) -> Iterator[Any]:
 
         return call
 
-    def get_signal_pad(original: Any) -> Any:
-        def call(self: Any, rank: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if not 0 <= rank < self.world_size:  # torch would read past its list of addresses
-                raise ValueError(
-                    f"get_signal_pad: {rank=} is not in a group of {self.world_size} ranks"
-                )
-            return original(self, rank, *args, **kwargs)
-
-        return call
-
     yield patch("rendezvous", rendezvous, static=True)
     yield patch("barrier", barrier)
     yield patch("put_signal", put_signal)
     yield patch("wait_signal", wait_signal)
-    yield patch("get_signal_pad", get_signal_pad)
 
 
 def _printed(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -7,17 +7,20 @@ or class in neither a table nor `_AS_IT_IS` raises `UnmappedError`.
 from __future__ import annotations
 
 import sys
+import threading
 import time
+import unittest
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 
 
-class UnmappedError(NotImplementedError):
-    """A test needs a feature of GPUs only; the plugin skips it, with this text as the reason."""
+class UnmappedError(NotImplementedError, unittest.SkipTest):
+    """A test needs a feature of GPUs only; it is skipped, with this text as the reason."""
 
 
 def unmapped(name: str) -> Callable[..., Any]:
@@ -66,14 +69,22 @@ _SUBMODULES = {
 class _Stream:
     """A stream whose work is done when the call that issued it has returned."""
 
-    cuda_stream = 0
+    cuda_stream = device_index = 0
+    device_type = 1  # CUDA
     device = torch.device("cpu")
     _last_id = 0
+    _by_id: ClassVar[WeakValueDictionary[int, _Stream]] = WeakValueDictionary()
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         _Stream._last_id += 1
-        self.stream_id, self.priority = _Stream._last_id, priority
+        self._id, self.priority = _Stream._last_id, priority
         self._outer: list[_Stream] = []
+
+    @property
+    def stream_id(self) -> int:
+        """A number by which the stream can be set."""
+        _Stream._by_id[self._id] = self
+        return self._id
 
     def __enter__(self) -> _Stream:
         self._outer.append(torch.cuda.current_stream())  # type: ignore[arg-type]
@@ -210,12 +221,12 @@ def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-class Devices:
-    """`count` devices, of which the program has chosen one, and one of its streams."""
+class Devices(threading.local):
+    """`count` devices, of which each thread has chosen one, and one of its streams."""
 
-    def __init__(self, count: int, current: int) -> None:
+    def __init__(self, count: int, current: int, default_stream: _Stream) -> None:
         self._count, self._current = count, current
-        self._default_stream = self._stream = _Stream()
+        self._default_stream = self._stream = default_stream
 
     def _set_device(self, device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
@@ -229,6 +240,21 @@ class Devices:
 
     def _set_stream(self, stream: _Stream | None) -> None:
         self._stream = self._stream if stream is None else stream
+
+    def of_bindings(self) -> dict[str, Any]:
+        """Returns the stand-ins for functions of `torch._C` that torch and its tests call."""
+
+        def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+            self._stream = _Stream._by_id[stream_id]
+
+        return {
+            "_cuda_setStream": set_stream,
+            "_cuda_setDevice": lambda device: self._set_device(device),
+            "_cuda_getDevice": lambda: self._current,
+            "_cuda_synchronize": _nothing(),
+            "_cuda_clearCublasWorkspaces": _nothing(),
+            "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        }
 
     def of_cuda(self) -> dict[str, Any]:
         """Returns the stand-ins for names of `torch.cuda`."""
@@ -288,14 +314,14 @@ class Devices:
 
     def _random(self) -> dict[str, Any]:
         """Returns stand-ins by which all devices use the generator of the CPU."""
-        cpu = torch.default_generator
+        cpu = torch.default_generator  # Dynamo has rules for its methods: these are other functions
         return {
             "default_generators": (cpu,) * self._count,
-            "manual_seed": cpu.manual_seed,
-            "manual_seed_all": cpu.manual_seed,
-            "seed": cpu.seed,
-            "seed_all": cpu.seed,
-            "initial_seed": cpu.initial_seed,
+            "manual_seed": lambda seed: cpu.manual_seed(seed),
+            "manual_seed_all": lambda seed: cpu.manual_seed(seed),
+            "seed": lambda: cpu.seed(),
+            "seed_all": lambda: cpu.seed(),
+            "initial_seed": lambda: cpu.initial_seed(),
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "get_rng_state_all": lambda: [torch.get_rng_state()] * self._count,
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
@@ -317,6 +343,11 @@ class Devices:
             "get_sync_debug_mode": lambda: 0,
             "set_sync_debug_mode": _nothing(),
         }
+
+
+def devices(count: int, current: int) -> Devices:
+    """Returns devices on whose one stream all threads begin."""
+    return Devices(count, current, _Stream())
 
 
 def _memory() -> dict[str, Any]:
@@ -379,6 +410,8 @@ def stand_ins(devices: Devices) -> Iterator[tuple[ModuleType, str, Any]]:
             for owner in (module, *submodules):
                 if hasattr(owner, name):
                     yield owner, name, stand_in
+    for name, stand_in in devices.of_bindings().items():
+        yield torch._C, name, stand_in
     # Constructors do not make instances of torch's classes, which Dynamo would trace.
     yield torch, "Stream", standing_for(torch.Stream, _Stream)
     yield torch, "Event", standing_for(torch.Event, _Event)

@@ -9,7 +9,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,18 @@ def _on_cpu(init: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def _offloading(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns FSDP1's preparation for backward; it accumulates no gradients that it offloads."""
+
+    @functools.wraps(prepare)
+    def call(handle: Any) -> None:
+        prepare(handle)
+        if handle._offload_params:  # known by the device of the gradient, which is the CPU here
+            vars(handle.flat_param).pop("_saved_grad_shard", None)
+
+    return call
+
+
 def of_modules() -> Iterator[StandIn]:
     """Yields stand-ins that move modules, or run them on several devices."""
     ddp = torch.nn.parallel.DistributedDataParallel
@@ -111,6 +124,14 @@ def of_modules() -> Iterator[StandIn]:
     yield data_parallel, "_get_available_device_type", lambda: None
     fsdp = import_module("torch.distributed.fsdp").FullyShardedDataParallel
     yield fsdp, "__init__", _on_cpu(fsdp.__init__)
+    init = import_module("torch.distributed.fsdp._init_utils")
+    yield init, "_check_module_states_for_sync_module_states", _none
+    # It would free the parameter's memory after a copy to the CPU, which is no copy here.
+    handle = import_module("torch.distributed.fsdp._flat_param").FlatParamHandle
+    yield handle, "to_cpu", nullcontext
+    prepare = handle.prepare_gradient_for_backward
+    yield handle, "prepare_gradient_for_backward", _offloading(prepare)
+    yield torch.cpu.Stream, "synchronize", _none  # its devices are the CPU
     parse_to = torch._C._nn._parse_to
 
     def parse_to_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -196,10 +217,18 @@ def of_tools() -> Iterator[StandIn]:
     for profiler in (profilers.profile, profilers._KinetoProfile):
         yield profiler, "__init__", _changing(profiler.__init__, activities=_without_cuda)
     yield torch.cuda.nvtx, "_nvtx", NVTX
+    get_module = torch.get_device_module
+
+    def module_of(device: Any = None) -> Any:
+        return torch.cuda if device is None or mapped(device) != device else get_module(device)
+
+    yield torch, "get_device_module", module_of
 
 
 class _ProcessGroupNCCL:
     """No group is an instance; functions check for it even in builds of torch without NCCL."""
+
+    NCCL_CTA_POLICY_DEFAULT, NCCL_CTA_POLICY_EFFICIENCY, NCCL_CTA_POLICY_ZERO = 0, 1, 2
 
     class Options:
         """Accepted, and ignored by `symm_cp`."""
@@ -227,6 +256,16 @@ def of_groups() -> Iterator[StandIn]:
         yield nccl, name, unmapped(f"torch.cuda.nccl.{name}")
     make = c10d._new_process_group_helper
     yield c10d, "_new_process_group_helper", _taking(make, _without_nccl)
+    get_future = c10d.Work.get_future
+
+    def completed(self: Any) -> Any:
+        """Returns the completed future: NCCL's `then` calls at once, in the caller's thread."""
+        future = get_future(self)
+        with suppress(Exception):  # the future has the error, too
+            future.wait()
+        return future
+
+    yield c10d.Work, "get_future", completed
     get_backend = c10d.ProcessGroup._get_backend
     yield c10d.ProcessGroup, "_get_backend", lambda self, device: get_backend(self, mapped(device))
     yield DeviceMesh, "__init__", _taking(DeviceMesh.__init__, mapped)
@@ -256,7 +295,8 @@ def of_symmetric_memory() -> Iterator[StandIn]:
 
     yield torch_symm_mem, "set_backend", choose
     yield torch_symm_mem, "get_backend", backend_of
-    for name in ("get_mem_pool", "get_mempool_allocator"):
+    # `_fused_all_gather_matmul_native` waits on one stream for what another will do later.
+    for name in ("get_mem_pool", "get_mempool_allocator", "_fused_all_gather_matmul_native"):
         yield torch_symm_mem, name, unmapped(f"torch.distributed._symmetric_memory.{name}")
 
 
@@ -294,13 +334,69 @@ class _ShardSeeds:
             generator.set_state(state)
 
 
+def _all_to_all(
+    shard: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
+) -> torch.Tensor:
+    """DTensor's change of the sharded dimension, which is an all-gather on torch's CPU meshes."""
+    name = mesh.get_group(mesh_dim).group_name
+    moved: torch.Tensor = torch.ops._dtensor.shard_dim_alltoall(shard, gather_dim, shard_dim, name)
+    return moved
+
+
 def of_dtensors() -> Iterator[StandIn]:
-    """Yields stand-ins that draw random DTensors."""
+    """Yields stand-ins that draw random DTensors, and that shard another dimension."""
+    for name in ("_collective_utils", "placement_types"):
+        owner = import_module(f"torch.distributed.tensor.{name}")
+        if hasattr(owner, "shard_dim_alltoall"):
+            yield owner, "shard_dim_alltoall", _all_to_all
     rng = import_module("torch.distributed.tensor._random")
     for module in (rng, import_module("torch.distributed.tensor._dispatch")):
         yield module, "is_rng_supported_mesh", lambda device_mesh: True
     yield rng, "OffsetBasedRNGTracker", _ShardSeeds
     yield rng, "_rng_tracker", None
+
+
+def of_attention() -> Iterator[StandIn]:
+    """Yields stand-ins by which all kernels, and `context_parallel`, are the CPU's attention."""
+    attention = import_module("torch.nn.attention")
+    choose = attention._sdpa_kernel
+    absent = {attention.SDPBackend.EFFICIENT_ATTENTION, attention.SDPBackend.CUDNN_ATTENTION}
+
+    def choose_flash(backends: Any, set_priority: bool = False) -> None:
+        choose(backends, set_priority)
+        if not absent.isdisjoint(backends):
+            torch._C._set_sdp_use_flash(True)
+
+    yield attention, "_sdpa_kernel", choose_flash
+    ring = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    dispatcher = import_module("torch.distributed.tensor").DTensor._op_dispatcher
+    specs = import_module("torch.distributed.tensor._dtensor_spec")
+
+    def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given: dict[str, Any] = (
+            dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+        )
+        if given.pop("attn_mask", None) is not None:
+            raise UnmappedError("needs a GPU: context_parallel with attn_mask")
+        inputs: list[Any] = [given[name]._spec for name in ("query", "key", "value")]
+        local = {name: getattr(value, "_local_tensor", value) for name, value in given.items()}
+        group = inputs[0].mesh.get_group()
+        if "grad_out" in local:
+            results = ring._templated_ring_attention_backward(
+                group, 2, op, grad_out_name="grad_out", **local
+            )
+            return dispatcher.wrap(results, inputs)
+        results = ring._templated_ring_attention(group, 2, op, **local)
+        shape, sums = inputs[0].tensor_meta.shape, results[1]
+        meta = specs.TensorMeta(shape[:3], (shape[1] * shape[2], shape[2], 1), sums.dtype)
+        return dispatcher.wrap(results, [inputs[0], replace(inputs[0], tensor_meta=meta)])
+
+    aten = torch.ops.aten
+    handlers = {
+        aten._scaled_dot_product_flash_attention_for_cpu.default: run,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: run,
+    }
+    yield ring, "custom_ops", ring.custom_ops | handlers
 
 
 def _without_accelerator(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,8 +9,9 @@ functions of `torch.cuda` and `torch.accelerator` (cuda_stand_ins.py), and other
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from itertools import chain
 from typing import Any
@@ -19,6 +20,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from symm_cp import native
 from symm_cp.testing import cuda_stand_ins, device_stand_ins
 from symm_cp.testing.cuda_stand_ins import UnmappedError
 from symm_cp.testing.device_stand_ins import is_index, mapped
@@ -47,6 +49,29 @@ class _OnCpu(TorchFunctionMode):
         return func(*map(mapped, args), **kwargs)
 
 
+def _in_threads() -> Iterator[device_stand_ins.StandIn]:
+    """Yields the stand-in by which threads that a program starts get the CPU, too."""
+    bootstrap = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def begin(self: threading.Thread) -> None:
+        with _OnCpu():
+            bootstrap(self)
+
+    yield threading.Thread, "_bootstrap_inner", begin
+
+
+@contextmanager
+def _checked_as_on_gpus() -> Iterator[None]:
+    """Inside, ops check their arguments as torch's CUDA kernels do (csrc/ops/as_torch.h)."""
+    with suppress(native.BuildError):  # without a compiler there are no such ops
+        native.load().symm_cp_check_as_gpus(1)
+    try:
+        yield
+    finally:
+        with suppress(native.BuildError):
+            native.load().symm_cp_check_as_gpus(0)
+
+
 @contextmanager
 def cuda_on_cpu(world_size: int = 1, rank: int = 0) -> Iterator[None]:
     """Inside, programs that ask for CUDA run on the CPU.
@@ -56,26 +81,28 @@ def cuda_on_cpu(world_size: int = 1, rank: int = 0) -> Iterator[None]:
         rank: the result of `torch.cuda.current_device`.
 
     Features of GPUs only (graphs, free memory, ...) raise `UnmappedError`; kernels in Triton fail
-    as without a GPU. In threads that the program starts, functions are replaced but the mode is
-    off.
+    as without a GPU. What torch's kernels of symmetric memory reject on GPUs is rejected.
     """
     # Dynamo reads torch.cuda once, here, and must find torch's own functions.
     import_module("torch._dynamo")
     import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable._get_handlers()
     replaced = chain(
+        _in_threads(),
         device_stand_ins.of_modules(),
         device_stand_ins.of_autocast(),
         device_stand_ins.of_tools(),
         device_stand_ins.of_groups(),
         device_stand_ins.of_symmetric_memory(),
         device_stand_ins.of_dtensors(),
+        device_stand_ins.of_attention(),
         device_stand_ins.of_compilation(),
-        cuda_stand_ins.stand_ins(cuda_stand_ins.Devices(world_size, rank)),
+        cuda_stand_ins.stand_ins(cuda_stand_ins.devices(world_size, rank)),
     )
     with ExitStack() as stack:
         # All originals are read before the first is replaced.
         for owner, name, stand_in in list(replaced):
             create = not hasattr(owner, name)
             stack.enter_context(mock.patch.object(owner, name, stand_in, create=create))
+        stack.enter_context(_checked_as_on_gpus())
         stack.enter_context(_OnCpu())
         yield

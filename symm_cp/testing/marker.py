@@ -37,6 +37,17 @@ class Marker:
             raise ValueError(f"timeout={limit!r} must be positive")
 
 
+class GroupOfRanks:
+    """Stands for the default group in pytest's own process, where fixtures run."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"group.{name}: the group exists on ranks only, fixtures run in pytest's process"
+        )
+
+
 def marker_of(item: pytest.Item) -> Marker | None:
     """Returns the marker of a test, if it has one; raises `UsageError` for wrong arguments."""
     mark = item.get_closest_marker("ranks")

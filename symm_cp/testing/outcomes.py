@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 import unittest
+from collections import defaultdict
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 SEED_VARIABLE = "SYMM_CP_TEST_SEED"
+
+#: Begins the report of a rank that did not end in time; its stacks follow.
+STUCK = "was still here:"
+_STUCK_AT = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_LOCAL = re.compile(r"^    \w+ = .*\n", re.MULTILINE)
 
 _UNMAPPED = re.compile(r"^symm_cp\.testing\.cuda_stand_ins\.UnmappedError: (.*)$", re.MULTILINE)
 # Matches errors of ranks whose peers may have failed first, and errors whose cause is that a peer
@@ -47,7 +54,7 @@ def skip_of(error: BaseException) -> Skip | None:
 
 def waited_for_a_skip(report: str) -> bool:
     """Whether a rank failed only because it waited for a rank that skipped the test."""
-    if report.startswith("was still here"):
+    if report.startswith(STUCK):
         return "in init_process_group" in report  # its time-out may be longer than the test's
     return bool(_PEER_LEFT.search(report))
 
@@ -58,20 +65,44 @@ def needs_a_gpu(reports: Collection[str]) -> str:
     for report in reports:
         if found := _UNMAPPED.search(report):
             reasons.append(found[1])
-        elif not (report.startswith("was still here") or _PEER_FAILED.search(report)):
+        elif not (report.startswith(STUCK) or _PEER_FAILED.search(report)):
             return ""
     return reasons[0] if reasons else ""
+
+
+def _cause(reports: Mapping[int, str], failed: Collection[int]) -> str:
+    """Returns the first line of the report of a rank that failed by itself."""
+    ranks = [rank for rank in failed if not _PEER_FAILED.search(reports[rank])] or [*failed]
+    rank = next(iter(ranks or reports))
+    report = reports[rank]
+    first = report.partition("\n")[0]
+    if report.startswith(STUCK) and (at := _STUCK_AT.search(report)):
+        first = f"{STUCK} {Path(at[1]).name}:{at[2]}, in {at[3]}"
+    return f"rank {rank}: {first}"
 
 
 class RankError(AssertionError):
     """Some ranks of a run failed; the message holds every failing rank's traceback."""
 
     def __init__(
-        self, what: str, reports: Mapping[int, str], seed: int, skip: Skip | None = None
+        self,
+        what: str,
+        reports: Mapping[int, str],
+        seed: int,
+        skip: Skip | None = None,
+        failed: Collection[int] = (),
     ) -> None:
-        lines = [f"{what} (repeat with {SEED_VARIABLE}={seed})"]
+        #: One line: the error of the first rank that failed by itself.
+        self.cause = _cause(reports, failed)
+        lines = [self.cause, f"{what} (repeat with {SEED_VARIABLE}={seed})"]
+        equal: dict[str, list[int]] = defaultdict(list)  # ranks, by their reports without locals
         for rank, report in sorted(reports.items()):
-            lines += [f"--- rank {rank} ---", report.rstrip()]
+            equal[_LOCAL.sub("", report)].append(rank)
+        for ranks in equal.values():
+            several = "s" if len(ranks) > 1 else ""
+            lines.append(f"--- rank{several} {', '.join(map(str, ranks))} ---")
+            cause, traceback, rest = reports[ranks[0]].rstrip().partition("\nTraceback ")
+            lines.append((traceback + rest).lstrip() or cause)
         super().__init__("\n".join(lines))
         self.reports = dict(reports)
         #: The skip of the first rank that skipped the function, if no other rank failed.

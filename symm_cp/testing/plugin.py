@@ -7,7 +7,7 @@ import copyreg
 import datetime
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -138,6 +138,18 @@ def _skips_reported() -> Iterator[None]:
     raise skip.exception()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
+    """Makes pytest's summary name the cause of a failure on ranks."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, RankError) and hasattr(report.longrepr, "reprcrash"):
+        report.longrepr.reprcrash.message = error.cause
+    return report
+
+
 class _PluginsRanks(Ranks):
     """Ranks whose functions may skip the test that calls them, also without the marker."""
 
@@ -182,8 +194,16 @@ def uninitialized_ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def group() -> None:
+def group(request: pytest.FixtureRequest) -> marker.GroupOfRanks:
     """On a rank, the default group of a test that is marked with `ranks`."""
+    found = marker.marker_of(request.node)
+    if found is None or not found.init:
+        instead = "mark the test with" if found is None else "without init=False, use"
+        pytest.fail(
+            f"the fixture 'group' exists on ranks only: {instead} @pytest.mark.ranks(world_size)",
+            pytrace=False,
+        )
+    return marker.GroupOfRanks()
 
 
 def _call(

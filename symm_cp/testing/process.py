@@ -14,6 +14,7 @@ import importlib
 import os
 import pickle
 import random
+import reprlib
 import signal
 import sys
 import traceback
@@ -36,9 +37,9 @@ from symm_cp.testing.outcomes import skip_of
 from symm_cp.testing.state import restored
 
 _CLONE_NEWNET = 0x40000000
-_MAX_LOCAL = 400
 _FIRST_GROUP = 1000
 _GROUPS_OF_A_RUN = 1000
+_PLUMBING = str(Path(__file__).parent)
 # Folders of code whose local variables do not help a test's author.
 _LIBRARIES = (str(Path(native.__file__).parent.parent), str(Path(os.__file__).parent))
 
@@ -112,24 +113,45 @@ def say(value: object) -> None:
     _pipe.send_bytes(pickle.dumps(("said", value)))
 
 
+class _Locals(reprlib.Repr):
+    """Shows a local variable in one line: the kind of a tensor, not its elements."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, torch.Tensor | np.ndarray):
+            return f"<{type(x).__name__} {str(x.dtype).removeprefix('torch.')}{list(x.shape)}>"
+        return " ".join(super().repr1(x, level).split())
+
+
+_locals = _Locals()
+_locals.maxstring = _locals.maxother = 200
+
+
+def _trim(summary: traceback.TracebackException | None, error: BaseException | None) -> None:
+    """Drops frames that lead to the test, and adds the local variables of its own frames."""
+    if summary is None or error is None:
+        return
+    frames = []
+    for shown, (frame, _) in zip(
+        summary.stack, traceback.walk_tb(error.__traceback__), strict=False
+    ):
+        if shown.filename.startswith(_PLUMBING) or frame.f_locals.get("__tracebackhide__"):
+            continue
+        if not shown.filename.startswith(_LIBRARIES) and "site-packages" not in shown.filename:
+            shown.locals = {name: _locals.repr(value) for name, value in frame.f_locals.items()}
+        frames.append(shown)
+    summary.stack[:] = frames
+    _trim(summary.__cause__, error.__cause__)
+    _trim(summary.__context__, error.__context__)
+
+
 def describe(error: BaseException) -> str:
-    """Formats an error with local variables, except in frames of Python and of libraries."""
-    try:
-        summary = traceback.TracebackException.from_exception(error, capture_locals=True)
-    except Exception as unshown:  # from the `repr` of a local variable
-        text = "".join(traceback.format_exception(error))
-        return f"{text}(local variables cannot be shown: {type(unshown).__name__}: {unshown})\n"
-    for frame in summary.stack:
-        if frame.locals is not None:
-            shown = (
-                not frame.filename.startswith(_LIBRARIES) and "site-packages" not in frame.filename
-            )
-            frame.locals = {
-                name: text if len(text) <= _MAX_LOCAL else f"{text[:_MAX_LOCAL]}..."
-                for name, text in frame.locals.items()
-                if shown
-            }
-    return "".join(summary.format())
+    """Formats an error: a line with its cause, then its traceback with local variables."""
+    summary = traceback.TracebackException.from_exception(error)
+    _trim(summary, error)
+    cause = next(summary.format_exception_only()).partition("\n")[0]
+    if cause == "AssertionError" and summary.stack:
+        cause = f"AssertionError: {summary.stack[-1].line}"
+    return "".join([cause, "\n", *summary.format()])
 
 
 def _settle(member: Member) -> None:

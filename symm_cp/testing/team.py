@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from symm_cp import native
 from symm_cp.testing import process as rank_process
 from symm_cp.testing.accesses import Log
-from symm_cp.testing.outcomes import RankError, RankTimeout, Skip, waited_for_a_skip
+from symm_cp.testing.outcomes import STUCK, RankError, RankTimeout, Skip, waited_for_a_skip
 from symm_cp.testing.process import Setup
 
 # Seconds that the other ranks get to end by themselves after one rank has failed; and seconds after
@@ -36,6 +37,11 @@ from symm_cp.testing.process import Setup
 GRACE = 3.0
 DUMP_LIMIT = 2.0
 
+_HERE = re.escape(str(Path(__file__).parent))
+_PLUMBING = re.compile(
+    rf'^  File "({_HERE}/|<|.*/multiprocessing/|.*/threading\.py).*\n', re.MULTILINE
+)
+_NO_FRAMES = re.compile(r"^(Current thread|Thread) 0x.*:\n+(?!  File)", re.MULTILINE)
 _FORKED = multiprocessing.get_context("forkserver")
 _SPAWNED = multiprocessing.get_context("spawn")
 
@@ -209,7 +215,7 @@ class Team:
         """Returns the error to raise when not all ranks have sent a result."""
         pending, failed = replies.pending(), replies.failed()
         stuck = self.where(pending)
-        reports = {rank: f"was still here:\n{stuck[rank]}" for rank in pending}
+        reports = {rank: f"{STUCK}\n{stuck[rank]}" for rank in pending}
         for rank, report in replies.failures.items():
             output = self.output(rank).strip()
             reports[rank] = f"{report}\n(output)\n{output}" if output else report
@@ -219,7 +225,7 @@ class Team:
                 f"{what}: skipped on ranks {sorted(replies.skips)}", reports, seed, skip
             )
         if failed:
-            return RankError(f"{what}: failed on ranks {failed}", reports, seed)
+            return RankError(f"{what}: failed on ranks {failed}", reports, seed, failed=failed)
         return RankTimeout(f"{what}: ranks {pending} did not end within {timeout} s", reports, seed)
 
     def output(self, rank: int) -> str:
@@ -238,7 +244,7 @@ class Team:
                 break
             time.sleep(0.05)
         time.sleep(0.1)  # the dump is written line by line
-        return {rank: self.output(rank) for rank in pending}
+        return {rank: _without_plumbing(self.output(rank)) for rank in pending}
 
     def hear(self, rank: int, timeout: float) -> Any:
         """Returns a rank's next value of `say`; fails when it ends or says nothing in time."""
@@ -275,6 +281,14 @@ class Team:
         self._processes = []
         self._store = None
         self._folder.cleanup()
+
+
+def _without_plumbing(stacks: str) -> str:
+    """Returns the stacks of threads without frames that lead to the test, and without idle threads.
+
+    These are threads that have only such frames.
+    """
+    return _NO_FRAMES.sub("", _PLUMBING.sub("", stacks))
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -213,7 +213,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     odd = torch.ones(size * 4 + (1 if first else 0))
     short = _lists(ours, 4)[1 if first else 0 :]
     float8 = x.to(torch.float8_e4m3fn) if first else x
-    integers = x.int() if first else x
+    truths = x.bool() if first else x
     whole = torch.ones(size * 2)
     split = [1] * size if first else [2] * size
     wrong = torch.ones(3) if first else x
@@ -223,7 +223,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "elements": lambda: all_gather_single(odd, x, group=ours),
         "list": lambda: dist.all_gather(short, x, group=ours),
         "float8": lambda: dist.all_reduce(float8, group=ours),
-        "avg": lambda: dist.all_reduce(integers, dist.ReduceOp.AVG, group=ours),
+        "avg": lambda: dist.all_reduce(truths, dist.ReduceOp.AVG, group=ours),
         "splits": lambda: dist.all_to_all_single(whole, whole.clone(), split, split, group=ours),
         "own part": lambda: dist.all_gather(lists, wrong, group=ours),
         "one of several": lambda: dist.all_reduce_coalesced([x, expanded, x], group=ours),

@@ -48,6 +48,8 @@ def dense(op: Op.RedOpType, inputs: list[torch.Tensor]) -> torch.Tensor:
     if op == Op.AVG:
         if dtype.is_complex:
             return torch.view_as_complex(dense(op, [torch.view_as_real(x) for x in inputs]))
+        if not dtype.is_floating_point:  # rounded toward zero; sums wrap
+            return stacked.sum(0, dtype=dtype).div(len(inputs), rounding_mode="trunc")
         wide = dtype if dtype is torch.float64 else torch.float32
         return (stacked.to(wide).sum(0) / len(inputs)).to(dtype)
     result = inputs[0].clone()
@@ -68,7 +70,7 @@ def reductions() -> list[tuple[Op.RedOpType, Dtypes]]:
     bitwise: Dtypes = (*INTEGERS, torch.bool)
     return [
         (Op.SUM, REDUCED),
-        (Op.AVG, (*FLOATING, *COMPLEX)),
+        (Op.AVG, (*FLOATING, *INTEGERS, *COMPLEX)),
         (Op.PRODUCT, (*FLOATING, *INTEGERS, torch.bool)),
         (Op.MIN, (*FLOATING, *INTEGERS, torch.bool)),
         (Op.MAX, (*FLOATING, *INTEGERS, torch.bool)),

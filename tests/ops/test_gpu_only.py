@@ -125,7 +125,7 @@ def all_to_all_refusals(group: dist.ProcessGroup) -> None:
     found = symmetric(torch.zeros(2, W, dtype=torch.int64))
 
     def refused(message: str, *args: Any, everywhere: bool = True) -> None:
-        with pytest.raises((ValueError, TypeError), match=message):
+        with pytest.raises(RuntimeError, match=message):
             OPS.all_to_all_vdev(*args, name)
         OPS.all_to_all_vdev(rows, out, splits, found, name)  # the group works
         assert out[:, 0].tolist() == [float(r) for r in range(W) for _ in range(2)]
@@ -146,13 +146,13 @@ def all_to_all_refusals(group: dist.ProcessGroup) -> None:
     # One rank refuses what the others accept.
     given = rows.clone() if rank == W - 1 else rows
     message = "input is not in symmetric memory"
-    with pytest.raises((ValueError, RuntimeError), match=message):
+    with pytest.raises(RuntimeError, match=message):
         OPS.all_to_all_vdev(given, out, splits, found, name)
     # Tensors of different rendezvous.
     other = symm_mem.empty(2 * W, 3, device="cpu")
     symm_mem.rendezvous(other, name)
     given = other if rank == 0 else rows
-    with pytest.raises((ValueError, RuntimeError), match="are of different rendezvous"):
+    with pytest.raises(RuntimeError, match="are of different rendezvous"):
         OPS.all_to_all_vdev(given, out, splits, found, name)
     OPS.all_to_all_vdev(rows, out, splits, found, name)
     # A rank without rows, whose own part of the others' rendezvous still exists, or was freed.
@@ -168,7 +168,7 @@ def all_to_all_refusals(group: dist.ProcessGroup) -> None:
         args = (nothing, out, none)
     else:
         args = (own, out, splits)
-    with pytest.raises((ValueError, RuntimeError), match="input is empty, and this rank has freed"):
+    with pytest.raises(RuntimeError, match="input is empty, and this rank has freed"):
         OPS.all_to_all_vdev(*args, found, name)
     OPS.all_to_all_vdev(rows, out, splits, found, name)
 
@@ -311,10 +311,10 @@ def refusals(group: dist.ProcessGroup) -> None:
             (lambda: blocks_of(x, [], name, 0, [3, 6], [0, 0]), "give all ranks"),
         ]
     for call, message in wrong:
-        with pytest.raises((ValueError, RuntimeError), match=message):
+        with pytest.raises(RuntimeError, match=message):
             call()
         if rank == W - 1:  # one rank alone
-            with pytest.raises((ValueError, RuntimeError), match=message):
+            with pytest.raises(RuntimeError, match=message):
                 call()
         else:
             with pytest.raises(RuntimeError, match=message):
@@ -357,7 +357,7 @@ def strange_tensors(group: dist.ProcessGroup) -> None:
     for op, call in calls.items():
         for kind in kinds:
             begin = time.monotonic()
-            with pytest.raises((RuntimeError, ValueError, NotImplementedError), match=op):
+            with pytest.raises(RuntimeError, match=op):
                 call(kind if rank == 0 else x)
             assert time.monotonic() - begin < 5
             x.fill_(1)
@@ -479,7 +479,7 @@ def counted(group: dist.ProcessGroup) -> None:
         OPS.nccl_wait_signal(boxed, before)  # two were put, two are taken
         assert place.tolist() == [10.0 * turn + before] * 6
         dist.barrier(group)
-    with pytest.raises(ValueError, match="src has 28 bytes, hdl has 24"):
+    with pytest.raises(RuntimeError, match="src has 28 bytes, hdl has 24"):
         OPS.nccl_put_signal(torch.ones(7), boxed, after)
 
 
@@ -487,13 +487,13 @@ def one_sided(group: dist.ProcessGroup) -> None:
     puts_and_gets(group)
     signals(group)
     counted(group)
-    with pytest.raises(ValueError, match="tensor is not in symmetric memory"):
+    with pytest.raises(RuntimeError, match="tensor is not in symmetric memory"):
         OPS.nvshmem_put(torch.ones(3), 0)
-    with pytest.raises(ValueError, match="tensor was not rendezvoused"):
+    with pytest.raises(RuntimeError, match="tensor was not rendezvoused"):
         OPS.nccl_get(symmetric(torch.ones(3)), 0)
     x = symm_mem.empty(3, device="cpu")
     symm_mem.rendezvous(x, group)
-    with pytest.raises(ValueError, match=f"peer={group.size()} is not a rank"):
+    with pytest.raises(RuntimeError, match=f"peer={group.size()} is not a rank"):
         OPS.nccl_put(x, group.size())
 
 
@@ -534,7 +534,7 @@ def test_words() -> None:
         (lambda: OPS.stream_write_value32_(words.view(2, 3), 0, 1), "must be a contiguous"),
         (lambda: OPS.stream_write_value32_(words.to(torch.int32), 0, 1), "input is torch.int32"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(RuntimeError, match=message):
             call()
 
 
@@ -553,9 +553,9 @@ def test_a_matmul_that_waits_for_its_rows() -> None:
     product = OPS._async_input_mm(a, b, signals, 2)
     thread.join()
     torch.testing.assert_close(product, rows @ b)
-    with pytest.raises(ValueError, match="a_chunk_pivot=4"):
+    with pytest.raises(RuntimeError, match="a_chunk_pivot=4"):
         OPS._async_input_mm(a, b, signals, 4)
-    with pytest.raises(ValueError, match="not divisible by 5 chunks"):
+    with pytest.raises(RuntimeError, match="not divisible by 5 chunks"):
         OPS._async_input_mm(a, b, torch.ones(5, dtype=torch.uint32), 0)
 
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from symm_cp.testing import Ranks, UnmappedError, cuda_on_cpu
-from symm_cp.testing.cuda_stand_ins import Devices
+from symm_cp.testing.cuda_stand_ins import devices
 from tests.exhaustive import exhaustive
 
 
@@ -297,7 +297,7 @@ def test_only_gpus(name: str) -> None:
 
 def test_all_of_torch_cuda_works_or_says_that_it_needs_a_gpu() -> None:
     """Functions without a stand-in say so, or work when called without arguments."""
-    mapped = Devices(2, 0).of_cuda()
+    mapped = devices(2, 0).of_cuda()
     functions = [name for name in torch.cuda.__all__ if callable(getattr(torch.cuda, name))]
     refusals = 0
     with cuda_on_cpu(world_size=2):
@@ -422,10 +422,6 @@ def maps_and_restores(group: dist.ProcessGroup) -> None:
         assert torch.equal(torch.rand(1, device="cuda"), first)
         stream = torch.cuda.current_stream()
         stream.wait_event(stream.record_event())
-        needs = (torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle, torch.cuda.mem_get_info)
-        for needs_a_gpu in needs:
-            with pytest.raises(UnmappedError, match=r"needs a GPU: torch\.cuda"):
-                needs_a_gpu()
     assert (torch.cuda.is_available(), torch.cuda.Stream, dist.is_nccl_available()) == before
 
 

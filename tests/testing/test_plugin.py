@@ -21,7 +21,7 @@ def outcomes(
     """Runs pytest on samples; returns the outcome of each test by name, and the output."""
     for name in samples:
         (folder / f"test_{name}.py").write_text((_SAMPLES / f"{name}.txt").read_text())
-    command = [sys.executable, "-m", "pytest", "-p", "symm_cp.testing", "-v", "-rs", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "symm_cp.testing", "-v", "-rsfE", *options]
     variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     done = subprocess.run(
         [*command, "--rootdir", str(folder)],
@@ -68,9 +68,17 @@ def test_what_another_project_sees(tmp_path: Path) -> None:
         "test_makes_another": "PASSED",
         "test_a_function": "PASSED",
         "test_forgets_a_barrier": "FAILED",
+        "test_without_the_marker": "ERROR",
+        "test_without_a_default_group": "ERROR",
+        "test_a_fixture_with_a_group": "ERROR",
     }, output
     assert "test_one_fails, 2 ranks: failed on ranks [1]" in output
     assert "mine = 41" in output  # the locals
+    assert "- rank 1: AssertionError: " in output  # pytest's summary
+    assert "symm_cp/testing/process.py" not in output
+    assert "the fixture 'group' exists on ranks only: mark the test with" in output
+    assert "the fixture 'group' exists on ranks only: without init=False, use" in output
+    assert "group.size: the group exists on ranks only" in output
     assert re.search(r"--- rank 1 ---\s+was still here:(.|\n)*in test_one_hangs", output)
     assert "test_one_hangs, 2 ranks: ranks [1] did not end within 8 s" in output
     assert re.search("RaceError: rank [01] writes bytes 0 to 16 of rank [01]'s buffer", output)
@@ -163,4 +171,4 @@ def test_tests_of_torch_kind_run_on_cpu(tmp_path: Path) -> None:
         [*command, str(program)], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"Ran 2 tests in .*\n\nOK\n", done.stderr), done.stderr
+    assert re.search(r"Ran 5 tests in .*\n\nOK \(skipped=1\)\n", done.stderr), done.stderr

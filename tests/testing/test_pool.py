@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,8 +97,24 @@ def fail_with_a_local(group: dist.ProcessGroup) -> None:
 
 
 def test_locals_that_cannot_be_shown(few: Ranks) -> None:
-    with pytest.raises(RankError, match=r"bad luck on 0, False\n.*RuntimeError: no repr today"):
+    with pytest.raises(RankError, match=r"bad luck on 0, False\n(.|\n)*unshown = <Unshown inst"):
         few.run(1, fail_with_a_local)
+
+
+def fail_with_a_tensor(group: dist.ProcessGroup) -> None:
+    parts = [torch.zeros(3, dtype=torch.int64)]
+    assert parts[0].sum() == 1
+
+
+def test_failures_are_short(few: Ranks) -> None:
+    """Names the cause first, shows no elements of tensors, and equal reports once."""
+    with pytest.raises(RankError) as caught:
+        few.run(2, fail_with_a_tensor)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == caught.value.cause == "rank 0: AssertionError: assert parts[0].sum() == 1"
+    assert lines[2:4] == ["--- ranks 0, 1 ---", "Traceback (most recent call last):"]
+    assert "    parts = [<Tensor int64[3]>]" in lines
+    assert len(lines) < 12
 
 
 @pytest.mark.exhaustive
@@ -121,6 +138,8 @@ def test_a_hang_is_killed_and_located(few: Ranks) -> None:
     with pytest.raises(RankTimeout, match=rf"ranks \[1\] did not end within {seconds} s") as caught:
         few.run(2, hang, 1, timeout=seconds)
     assert "in hang" in caught.value.reports[1]
+    assert "process.py" not in caught.value.reports[1]
+    assert re.fullmatch(r"rank 1: was still here: test_pool.py:\d+, in hang", caught.value.cause)
     for pid in before:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -129,8 +129,10 @@ def _reduce_scatter_fake(
 
 
 def all_reduced(input: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Returns the sum over the ranks of an input that need not lie in symmetric memory."""
-    total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(input, *rest)
+    """Returns the sum over the ranks of an input that, on CPU, need not lie in symmetric memory."""
+    ops = torch.ops.symm_mem
+    op = ops._one_shot_all_reduce if input.device.type == "cpu" else ops.one_shot_all_reduce
+    total: torch.Tensor = op(input, *rest)
     return total
 
 

@@ -75,7 +75,7 @@ def _reduced(op: str, group: Group, tensor: torch.Tensor, reduce_op: str) -> tor
     """Returns the all-reduce of a tensor that is already computed."""
     if not has_streams(tensor.device) and apart_of(group, tensor.device) is None:
         try:
-            total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
+            total: torch.Tensor = torch.ops.symm_mem._one_shot_all_reduce(
                 tensor, reduce_op, group.name
             )
         except RuntimeError as error:

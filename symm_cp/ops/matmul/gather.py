@@ -16,7 +16,7 @@ import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import runtime
-from symm_cp.group.memory import Group, GroupLike, group_name, resolve
+from symm_cp.group.memory import Group, GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
@@ -157,7 +157,7 @@ def all_gather_matmul_kernel(
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Runs the op on this rank's shard; `sizes`: every rank's shard length, if they differ."""
-    group = resolve(group_name) if rank is None else group_of(group_name, rank)
+    group = group_of(group_name, rank)
     plan = plan_gather(
         (x_shard.shape, x_shard.dtype, x_shard.device),
         tuple([(weight.shape, weight.dtype, weight.device) for weight in weights]),

@@ -31,7 +31,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 import symm_cp
 from benchmarks.idle import IdleDevice, IdleSymmetricMemory, idle, torchs_workspace
 from benchmarks.one_rank import Call, gradient, group_of
-from symm_cp import native
+from symm_cp import native, tuning
 from symm_cp.commands.harness import report
 from symm_cp.ranks import positive
 
@@ -272,7 +272,7 @@ def main() -> None:
     native.load()
     torch.set_num_threads(1)
     found = []
-    with idle() as device:
+    with idle() as device, tuning.forced("shards"), tuning.forced("pipeline"):
         for ranks in args.ranks:
             for row in rows(ranks, device, args.seconds):
                 print(row.line(), flush=True)

@@ -147,7 +147,7 @@ def tells_that_ddp_waits(group: dist.ProcessGroup) -> None:
             step()
             assert model.embed.weight.grad is not None
         else:
-            with pytest.raises(RuntimeError, match="DDP did not reduce.* of Mixed .*find_unused"):
+            with pytest.raises(RuntimeError, match=r"DDP did not reduce.* of Mixed .*find_unused"):
                 step()
 
 

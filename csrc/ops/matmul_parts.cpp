@@ -3,6 +3,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/movedim.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -45,17 +46,6 @@ std::string name_whole(const char* op, at::ScalarType dtype, at::IntArrayRef sha
   return name_call(op, dtype, with_length(shape, division.dim, division.length()), detail);
 }
 
-// A contiguous tensor may have any stride along a dimension of length 1, and kernels may mistake
-// such a stride for another layout.
-bool has_plain_strides(const at::Tensor& tensor) {
-  int64_t stride = 1;
-  for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {
-    if (tensor.stride(dim) != stride) return false;
-    stride *= tensor.size(dim);
-  }
-  return true;
-}
-
 }  // namespace
 
 bool may_serve() { return serves_small_matmuls() && std::getenv("SYMM_CP_WAY") == nullptr; }
@@ -86,8 +76,12 @@ at::Tensor as_rows(const at::Tensor& tensor, int64_t dim) {
 at::Tensor aligned(const at::Tensor& tensor) {
   constexpr uintptr_t kAlignment = 64;
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  if (tensor.is_contiguous() && address % kAlignment == 0)
-    return has_plain_strides(tensor) ? tensor : tensor.view(tensor.sizes());
+  if (tensor.is_contiguous() && address % kAlignment == 0) {
+    // A contiguous tensor may have any stride along a dimension of length 1, and kernels may
+    // mistake such a stride for another layout.
+    const at::DimVector strides = c10::contiguous_strides(tensor.sizes());
+    return tensor.strides() == strides ? tensor : tensor.as_strided(tensor.sizes(), strides);
+  }
   return new_output(tensor, tensor.sizes()).copy_(tensor);
 }
 
@@ -228,8 +222,10 @@ void Terms::add_up(const at::Tensor& out) const {
       at::mm_out(product, lefts[i], rights[i]);
     if (narrow) i == 0 ? sum.copy_(part) : sum.add_(part);
   }
-  if (addend.defined())
-    lefts.empty() ? sum.copy_(addend.view_as(sum)) : sum.add_(addend.view_as(sum));
+  if (addend.defined()) {  // a gradient, of any strides
+    const at::Tensor added = addend.reshape(sum.sizes());
+    lefts.empty() ? sum.copy_(added) : sum.add_(added);
+  }
   if (bias_alone) sum.add_(bias);
   if (narrow) out.copy_(sum);
 }

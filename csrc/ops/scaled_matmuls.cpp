@@ -84,7 +84,7 @@ std::optional<at::Tensor> optional(const at::Tensor& tensor) {
 
 // Gives scales the shape that `_scaled_mm` requires when the other operand has several.
 at::Tensor spread(const at::Tensor& scale, at::IntArrayRef shape) {
-  return scale.numel() == 1 ? scale.reshape({1, 1}).expand(shape).contiguous() : aligned(scale);
+  return aligned(scale.numel() == 1 ? scale.reshape({1, 1}).expand(shape) : scale);
 }
 
 // Like `scaled_mm_out` of ops/matmul/scaled_mm.py: writes to the matrix `out`, in its dtype.

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn.parallel import DistributedDataParallel
 
 from symm_cp.context_parallel.agreement import local_part
 from symm_cp.context_parallel.averaging import reduction_of
 from symm_cp.context_parallel.batch import LossReduction, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
-from symm_cp.context_parallel.inspectors import batch_rules, plain
+from symm_cp.context_parallel.inspectors import batch_rules, modules_of, plain
 from symm_cp.context_parallel.lengths import BalancersByLength
 from symm_cp.context_parallel.verdicts import of_library
 from symm_cp.group.memory import GroupLike
@@ -96,8 +97,8 @@ def training_step(
     as a penalty on weights, counts once for each rank: divide it by their number. For evaluation
     enter the block under `torch.no_grad()`. Raises as `shard_batch` and `context_parallel` do,
     `ValueError` for a model without a loss, or if it is unknown whether the model shifts labels,
-    and `RuntimeError` if the loss had no backward pass inside, or if its gradients are gone at
-    the end.
+    and `RuntimeError` if the loss had no backward pass inside, if its gradients are gone at the
+    end, or if DDP did not reduce them.
     """
     group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
     by_model = loss_function is None
@@ -118,7 +119,7 @@ def training_step(
     )
     inputs = local if by_model else _inputs(model, local)
     with (
-        _own_gradients(group, reduction.left, average_gradients) as gradients,
+        _own_gradients(group, model, reduction.left, average_gradients) as gradients,
         context_parallel(
             mesh,
             model=model if transformers else None,
@@ -229,14 +230,14 @@ class _Gradients:
 
 @contextmanager
 def _own_gradients(
-    group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], averaged: bool
+    group: dist.ProcessGroup, model: nn.Module, parameters: Sequence[nn.Parameter], averaged: bool
 ) -> Iterator[_Gradients]:
     """Sums, at the end of the body, its gradients of parameters."""
     gradients = _Gradients(parameters if torch.is_grad_enabled() else [])
     gradients.put_aside()
     try:
         yield gradients
-        _finish(group, gradients, averaged)
+        _finish(group, model, gradients, averaged)
     except BaseException as error:
         gradients.restore()
         with contextlib.suppress(Exception):  # the peers wait for this rank at the end
@@ -246,12 +247,16 @@ def _own_gradients(
 
 
 @reports_to_peers
-def _finish(group: dist.ProcessGroup, gradients: _Gradients, averaged: bool) -> None:
+def _finish(
+    group: dist.ProcessGroup, model: nn.Module, gradients: _Gradients, averaged: bool
+) -> None:
     if gradients.expected and not gradients.arrived:
         raise RuntimeError(
             f"{_OP}: the block ended without a backward pass of step.loss: call "
             "step.loss.backward() inside, or enter it under torch.no_grad() for evaluation"
         )
+    if gradients.expected:
+        _check_reduced(model)
     if gradients.expected and gradients.parameters:
         if not [parameter for parameter in gradients.parameters if parameter.grad is not None]:
             raise RuntimeError(
@@ -259,6 +264,21 @@ def _finish(group: dist.ProcessGroup, gradients: _Gradients, averaged: bool) -> 
                 "call zero_grad() before the block, or after the optimizer's step"
             )
         _sum(group, gradients.parameters, averaged)
+
+
+def _check_reduced(model: nn.Module) -> None:
+    """Raises if a DDP still waits for gradients: it has then reduced none, or only some of them."""
+    for module in modules_of(model):
+        if isinstance(module, DistributedDataParallel):
+            try:
+                module._check_reducer_finalized()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{_OP}: DDP did not reduce the gradients, since parameters of "
+                    f"{type(module.module).__name__} took no part in step.loss: wrap it in "
+                    "DistributedDataParallel(model, find_unused_parameters=True), or set "
+                    "requires_grad=False for these parameters before it is wrapped"
+                ) from error
 
 
 @torch.no_grad()

@@ -51,6 +51,7 @@ _FUSED = {
 _ADVICE = (
     "call the op that is named, or compile the program: the passes of symm_cp.inductor fuse these"
 )
+_NONE = torch._C._disabled_torch_dispatch_impl  # what types without dispatch of their own have
 _FSDP = "fsdp.use"
 _FSDP_ADVICE = "call symm_cp.fsdp.use(model) after fully_shard"
 
@@ -98,7 +99,8 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         """Calls the op; subclasses, such as DTensor, first call ops on their plain tensors."""
         fake = any(issubclass(each, FakeTensor) for each in types)
-        if types and not fake:
+        # Ops that save tensors for backward give the type of plain ones, too.
+        if not fake and any(each.__torch_dispatch__ is not _NONE for each in types):
             return NotImplemented
         results = func(*args, **(kwargs or {}))
         name = getattr(getattr(func, "overloadpacket", func), "__name__", str(func))

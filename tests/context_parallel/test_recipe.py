@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import symm_cp
 from symm_cp.testing import Ranks
@@ -111,6 +112,49 @@ def test_gradients_are_those_of_one_process(
 IGNORED = -100
 
 
+class Around(nn.Module):
+    """Calls another model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids)  # type: ignore[no-any-return]
+
+
+def tells_that_ddp_waits(group: dist.ProcessGroup) -> None:
+    """A parameter without a gradient stops DDP's reduction, wherever in the model DDP is."""
+    ids = torch.randint(2, 7, (1, 8 * group.size()))  # `rare` has no part
+    for nested, unused in ((False, False), (True, False), (False, True)):
+        torch.manual_seed(0)
+        model = Mixed(sparse=False).double()
+        wrapped: nn.Module = DistributedDataParallel(
+            model, process_group=group, find_unused_parameters=unused
+        )
+        wrapped = Around(wrapped) if nested else wrapped
+
+        def step(wrapped: nn.Module = wrapped) -> None:
+            with symm_cp.training_step(
+                wrapped,
+                {"input_ids": ids, "labels": ids},
+                group,
+                loss_function=lambda logits, local: loss_of(logits, local["labels"]),
+            ) as step:
+                step.loss.backward()
+
+        if unused:
+            step()
+            assert model.embed.weight.grad is not None
+        else:
+            with pytest.raises(RuntimeError, match=r"DDP did not reduce.* of Mixed .*find_unused"):
+                step()
+
+
+def test_ddp_that_did_not_reduce(ranks: Ranks) -> None:
+    ranks.run(2, tells_that_ddp_waits)
+
+
 def trains_llama(group: dist.ProcessGroup, method: Any) -> None:
     """A model that computes its loss: compares weights after three steps, and steps' results."""
     model, dense = (model_of("LlamaForCausalLM", sliding_window=None) for _ in range(2))
@@ -157,9 +201,9 @@ def test_a_model_that_computes_its_loss(ranks: Ranks, world_size: int, method: A
 class Mixed(nn.Module):
     """Attention, and a table that only one rank needs; takes no positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = True) -> None:
         super().__init__()
-        self.embed, self.rare = nn.Embedding(31, 16), nn.Embedding(31, 16, sparse=True)
+        self.embed, self.rare = nn.Embedding(31, 16), nn.Embedding(31, 16, sparse=sparse)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)

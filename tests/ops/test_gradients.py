@@ -13,6 +13,7 @@ import symm_cp
 from symm_cp import tuning
 from symm_cp.testing import Ranks
 from tests import device
+from tests.ops.calls import Call, calls, leaves
 
 pytestmark = device.devices(*device.NAMES)
 
@@ -241,6 +242,65 @@ class Undefined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> None:  # type: ignore[override]
         return None
+
+
+def laid_out_otherwise(grad: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors with the values of a gradient, and strides of other kinds."""
+    backwards = grad.permute(*reversed(range(grad.dim()))).contiguous()
+    wide = torch.stack([grad, grad], -1)[..., 0]
+    return [backwards.permute(*reversed(range(grad.dim()))), wide]
+
+
+def matmuls_in_three_dimensions(group: dist.ProcessGroup) -> dict[str, Call]:
+    W = group.size()
+    found = {"all-reduce": Call(lambda *x: [symm_cp.matmul_all_reduce(*x, group=group)], [])}
+    for dim in range(3):
+        found |= {
+            f"gather {dim}": Call(
+                lambda x, w, _, dim=dim: symm_cp.all_gather_matmul(
+                    x, [w], gather_dim=dim, group=group
+                ),
+                [],
+            ),
+            f"scatter {dim}": Call(
+                lambda x, w, _, dim=dim: [
+                    symm_cp.matmul_reduce_scatter(x, w, scatter_dim=dim, group=group)
+                ],
+                [],
+            ),
+        }
+    for name, call in found.items():
+        inner = 3 * W if name == "gather 2" else 3
+        call.inputs = [rand(2 * W, 3 * W, 3), rand(inner, 5 * W), rand(5 * W)]
+    return found
+
+
+def strides_of_gradients(group: dist.ProcessGroup) -> None:
+    """Autograd promises no strides for incoming gradients."""
+    for name, call in (calls(group) | matmuls_in_three_dimensions(group)).items():
+        given = leaves(call.inputs)
+        outputs = [out for out in call.run(*given) if out.requires_grad]
+
+        def gradients(grads: list[torch.Tensor], given: Any = given, outputs: Any = outputs) -> Any:
+            return torch.autograd.grad(outputs, given, grads, retain_graph=True, allow_unused=True)
+
+        plain = [torch.randn_like(out).contiguous() for out in outputs]
+        others = list(zip(*map(laid_out_otherwise, plain), strict=True))
+        # Values that all elements share, as `sum` expands them, in the last dimensions or in all.
+        for fewer in (1, 2, 9):
+            ones = [out.new_full(out.shape[: max(0, out.dim() - fewer)], 2.0) for out in outputs]
+            same = [o[(...,) + (None,) * (out.dim() - o.dim())] for o, out in zip(ones, outputs)]
+            same = [one.expand(out.shape) for one, out in zip(same, outputs, strict=True)]
+            for kind, (grads, dense) in enumerate(
+                [*((each, plain) for each in others), (same, [each.contiguous() for each in same])]
+            ):
+                for got, want in zip(gradients(list(grads)), gradients(dense), strict=True):
+                    torch.testing.assert_close(got, want, msg=lambda m: f"{name} {kind}: {m}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_strides_of_incoming_gradients(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, strides_of_gradients)
 
 
 def undefined_gradients(group: dist.ProcessGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -387,6 +388,49 @@ def views(group: dist.ProcessGroup) -> None:
             assert run(tensor).is_inference()
         with torch.no_grad():
             assert torch.equal(run(tensor) + 1, plain)
+
+
+def spaced(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The same values: every other column and row of a wider tensor, and by columns."""
+    values = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    for other in (
+        values.repeat_interleave(2, 1)[:, ::2],
+        values.repeat_interleave(2, 0)[::2],
+        values.t().contiguous().t(),
+        torch.cat([values, values], 1)[:, : values.shape[1]],
+        torch.cat([values, values])[: values.shape[0]],
+    ):
+        yield other.view(tensor.dtype)
+
+
+def strides(group: dist.ProcessGroup, way: str | None) -> None:
+    """Strides of length 1 mean nothing, and others are taken, whatever the number of rows is."""
+    rest: dict[str, Any] = {"group": group, "out_dtype": torch.float32}
+    ops: list[Callable[..., Any]] = [
+        symm_cp.scaled_all_gather_matmul,
+        symm_cp.scaled_matmul_reduce_scatter,
+        symm_cp.scaled_matmul_all_reduce,
+    ]
+    for op, rows, inner, columns in itertools.product(ops, (1, 4), (1, 16), (1, 16)):
+        rows *= group.size() if op is ops[1] else 1
+        operands = [
+            float8(rows, inner), float8(columns, inner).t(), scales(rows, 1), scales(1, columns)
+        ]  # fmt: skip
+        if not native_for(*operands[2:]):
+            operands[2:] = [scales(1, 1), scales(1, 1)]
+        with tuning.forced(way):
+            expected = op(*operands, **rest)[-1]
+            for place, given in enumerate(operands):
+                for number, other in enumerate(spaced(given)):
+                    assert torch.equal(other.float(), given.float())
+                    found = op(*operands[:place], other, *operands[place + 1 :], **rest)[-1]
+                    told = f"{op.__name__} {rows} {inner} {columns}: {place} {number}"
+                    torch.testing.assert_close(found, expected, msg=lambda m, t=told: f"{t}: {m}")
+
+
+@pytest.mark.parametrize("way", [None, "shards"])
+def test_strides(ranks: Ranks, way: str | None) -> None:
+    ranks.run(2, strides, way)
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))

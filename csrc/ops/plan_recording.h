@@ -195,16 +195,6 @@ class PlanRecording final : public Recording {
     return std::get<KernelStep>(plan_.steps.back()).steps;
   }
 
-  // Whether one of the indices is a mask: the number of results depends on its values.
-  static bool by_mask(const c10::IValue& indices) {
-    const auto list = indices.toListRef();
-    return std::any_of(list.begin(), list.end(), [](const c10::IValue& index) {
-      return index.isTensor() && index.toTensor().defined() &&
-             (index.toTensor().scalar_type() == at::kBool ||
-              index.toTensor().scalar_type() == at::kByte);
-    });
-  }
-
   // Whether the host sees values, or sizes that depend on values: a replay would use those of the
   // recorded call. resolve_conj and resolve_neg are all that is seen of numpy() and tolist().
   static bool reads_values(const c10::OperatorHandle& op, const Stack& arguments) {
@@ -217,10 +207,8 @@ class PlanRecording final : public Recording {
     const auto on_device = [&](const c10::IValue& value) {
       return value.isTensor() && value.toTensor().defined() && !on_host(value);
     };
-    const bool any_size =
-        name == "aten::index" ? by_mask(arguments[1]) : op.hasTag(at::Tag::dynamic_output_shape);
-    return any_size || op.hasTag(at::Tag::data_dependent_output) || name == "aten::resolve_conj" ||
-           name == "aten::resolve_neg" ||
+    return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
+           name == "aten::resolve_conj" || name == "aten::resolve_neg" ||
            (is_copy && std::any_of(arguments.begin(), arguments.end(), on_host) &&
             std::any_of(arguments.begin(), arguments.end(), on_device));
   }

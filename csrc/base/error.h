@@ -23,6 +23,12 @@ class PeerError : public std::runtime_error {
   std::string cause_;
 };
 
+// A peer did not answer in time: the ranks may no longer agree on which call is next.
+class TimedOut : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
 // A signal handler raised a Python exception while this rank waited.
 class Interrupted : public PeerError {
  public:

@@ -105,6 +105,10 @@ class Board {
     entry.number.store(number);
   }
 
+  // Whether a call of the rank has timed out: it makes no more calls in this group.
+  bool timed_out() const { return timed_out_.load() != 0; }
+  void set_timed_out() { timed_out_.store(1); }
+
   // A lost rank that a failed message has reported to this rank, which may then make no more calls.
   std::optional<int> missed() const {
     const uint32_t found = missed_.load();
@@ -126,7 +130,8 @@ class Board {
   std::atomic<int64_t> entered_[kChannels];
   std::atomic<int64_t> generation_[kChannels];
   std::atomic<uint32_t> threads_;
-  std::atomic<uint32_t> missed_;   // the rank, plus 1
+  std::atomic<uint32_t> missed_;  // the rank, plus 1
+  std::atomic<uint32_t> timed_out_;
   std::atomic<uint32_t> version_;  // odd while the rest is being written
   std::atomic<int32_t> blocked_channel_;
   std::atomic<int64_t> blocked_number_;

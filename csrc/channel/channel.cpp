@@ -202,7 +202,8 @@ int64_t* Channel::sizes_of(int rank, const Call& call) const {
 void Channel::check_wait(int peer, Call& call, const std::string& awaited, bool expired) {
   const int rank = mapping_->rank();
   const std::string context = call.call_name + ": rank " + std::to_string(rank) + " waiting for " +
-                              awaited + " (call " + std::to_string(call.number) + ")";
+                              awaited + " (call " + std::to_string(call.number) +
+                              (entered(peer, call.epoch) ? ")" : ", which it did not make yet)");
   mapping_->throw_if_peer_lost(peer, expired, call.budget, context);
   for (int other = 0; other < mapping_->world_size(); ++other) {
     if (other == rank) continue;

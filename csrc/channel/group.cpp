@@ -79,6 +79,7 @@ bool Workspace::begins_at_once(int64_t slot_bytes) const {
 Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& call_name,
                       std::chrono::milliseconds timeout) {
   group_.check_owned(call_name);
+  group_.throw_if_timed_out(call_name);
   const int64_t in_step = group_.in_step(index_, number);
   number = group_.moved(index_, number);
   Call call{number, static_cast<uint32_t>(number - base_), call_name.substr(0, kMaxCallName),
@@ -297,6 +298,7 @@ std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {
     shared.begin_generation(index, own_board_.generation(index));
   }
   shared.set_threads(several_threads_ ? 2 : 1);
+  if (own_board_.timed_out()) shared.set_timed_out();
   std::atomic_store(&peers_, found);
   return found;
 }
@@ -320,6 +322,7 @@ void Group::end(int index, int64_t number, const std::string& cause, const CallS
 void Group::failed(int index, int64_t number, const std::exception& error) {
   const std::string cause = cause_of(error, rank_);
   const CallSite* other = other_of(error);
+  note_time_out(error);
   if (other != nullptr && other->channel != index) {
     const CallSite own{index, moved(index, number), {}};
     give_up_at(other->channel, other->number, cause, &own);
@@ -329,6 +332,26 @@ void Group::failed(int index, int64_t number, const std::exception& error) {
   if (dynamic_cast<const OutOfStep*>(&error) == nullptr || !owned()) return;
   if (const auto peers = known_peers()) peers->refuse(key_of_call(index, number), cause);
   workspaces_[index].drop();
+}
+
+// The peers' boards tell why they failed the call; a rank that waits for them reads the boards,
+// too.
+void Group::note_time_out(const std::exception& error) {
+  if (timed_out_ || !owned()) return;
+  bool timed_out = dynamic_cast<const TimedOut*>(&error) != nullptr;
+  if (const auto peers = known_peers())
+    for (int rank = 0; rank < world_size_; ++rank) timed_out |= peers->board(rank).timed_out();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!timed_out || timed_out_) return;
+  time_out_ = error.what();
+  timed_out_ = true;
+  board().set_timed_out();
+}
+
+void Group::throw_if_timed_out(const std::string& call_name) const {
+  if (timed_out_)
+    throw PeerError(call_name + ": a call of group '" + name_ + "' has timed out (" + time_out_ +
+                    "), so its ranks may not agree on which call is next. Make the group anew");
 }
 
 void Group::throw_if_closing() const {
@@ -347,6 +370,8 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
   const Board& mine = board();
   const Board& theirs = peers->board(peer);
   const std::string who = "rank " + text(peer);
+  if (theirs.timed_out())
+    throw PeerError(call.call_name + ": an earlier call has timed out on " + who);
   if (theirs.entered(call.channel) > call.number) {
     if (!on_memory) {
       // The peer has made memory for this call together with this rank, has failed the call there,

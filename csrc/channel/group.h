@@ -145,6 +145,9 @@ class Group {
   // never make, and `OutOfStep` when the peer has gone past this rank's call.
   // `on_memory`: the call waits in the memory of its channel, not for new memory.
   void check_agreement(const CallSite& call, int peer, bool on_memory);
+  // Throws once a call of any rank has timed out: a late rank may have left calls out, and its
+  // calls would then be paired with other calls of its peers, in silence.
+  void throw_if_timed_out(const std::string& call_name) const;
   // Throws when this object is being destroyed, or was aborted.
   void throw_if_closing() const;
   std::string closed_text() const;
@@ -175,6 +178,7 @@ class Group {
   }
   void compare(const CallSite& call, int peer, const CallSite& theirs);
   void throw_if_missed(const CallSite& call, int peer) const;
+  void note_time_out(const std::exception& error);
   void end(int index, int64_t number, const std::string& cause, const CallSite* other);
   void check_generation(const CallSite& call, int peer);
 
@@ -201,6 +205,8 @@ class Group {
   Clock::time_point mismatch_since_[kChannels]{};  // since when a peer seems to use other memory
   Clock::time_point apart_since_[kChannels]{};     // since when it seems to make another first call
   std::atomic<bool> closing_{false};
+  std::atomic<bool> timed_out_{false};  // a call, here or on a peer
+  std::string time_out_;                // its error; set once, before the flag
   // Throws Interrupted when a handler of a signal raises while it waits.
   static void acquire(std::recursive_timed_mutex& mutex);
   static constexpr int kKinds = 9;

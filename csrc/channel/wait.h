@@ -15,6 +15,8 @@
 #include <climits>
 #include <cstdint>
 #include <ctime>
+#include <functional>
+#include <string>
 
 #include "base/pauses.h"
 #include "base/python.h"
@@ -28,23 +30,35 @@ using Clock = std::chrono::steady_clock;
 // not count: a long kernel must not use up a peer's time.
 struct WaitBudget {
   explicit WaitBudget(std::chrono::milliseconds all) : limit(all), left(all) {}
+  // Says on stderr, once for each budget, that the call has waited for long. `context` names the
+  // call and what it waits for. Call it about every `kSlice` of a wait.
+  void say_if_long(const std::string& group, const std::function<std::string()>& context);
+  Clock::duration waited() const {
+    return limit - left + (begin == Clock::time_point{} ? Clock::duration{} : Clock::now() - begin);
+  }
   std::chrono::milliseconds limit;
   Clock::duration left;
+  Clock::time_point begin{};  // of the wait under way
+
+ private:
+  bool said_ = false;
 };
 
 // Charges a budget for the lifetime of this object.
 class Waiting {
  public:
-  explicit Waiting(WaitBudget& budget) : budget_(budget), begin_(Clock::now()) {}
-  ~Waiting() { budget_.left -= Clock::now() - begin_; }
+  explicit Waiting(WaitBudget& budget) : budget_(budget) { budget.begin = Clock::now(); }
+  ~Waiting() {
+    budget_.left -= Clock::now() - budget_.begin;
+    budget_.begin = {};
+  }
   Waiting(const Waiting&) = delete;
   Waiting& operator=(const Waiting&) = delete;
-  Clock::duration left() const { return budget_.left - (Clock::now() - begin_); }
+  Clock::duration left() const { return budget_.limit - budget_.waited(); }
   bool expired() const { return left() <= Clock::duration::zero(); }
 
  private:
   WaitBudget& budget_;
-  Clock::time_point begin_;
 };
 
 inline void cpu_relax() {

@@ -86,7 +86,7 @@ void Mapping::close() {
   if (peers_->owned()) control(rank()).closed.store(1);
 }
 
-void Mapping::throw_if_peer_lost(int peer, bool expired, const WaitBudget& budget,
+void Mapping::throw_if_peer_lost(int peer, bool expired, WaitBudget& budget,
                                  const std::string& context) const {
   const std::string who = "rank " + text(peer);
   const auto lost = [&](const std::string& why) {
@@ -97,7 +97,8 @@ void Mapping::throw_if_peer_lost(int peer, bool expired, const WaitBudget& budge
   // checked first.
   if (peers_->dead(peer)) throw lost("died");
   if (control(peer).closed.load() == 1) throw lost("has left the group");
-  if (expired) throw PeerError(context + ": timed out after " + text(budget.limit.count()) + " ms");
+  if (expired) throw TimedOut(context + ": timed out after " + text(budget.limit.count()) + " ms");
+  budget.say_if_long(peers_->group(), [&] { return context; });
 }
 
 WaitBudget Mapping::budget_of(int64_t timeout_ms) const {
@@ -211,6 +212,7 @@ void Mapping::await_number(int64_t* number, int source, const char* op,
             throw_if_peer_lost(peer, false, budget, context);
         if (expired)
           throw PeerError(context + ": timed out after " + text(budget.limit.count()) + " ms");
+        budget.say_if_long(peers_->group(), [&] { return context; });
       });
 }
 

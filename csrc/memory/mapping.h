@@ -53,8 +53,8 @@ class Mapping {
   // Reports to the peers that this rank sends no more signals here.
   void close();
   // Throws when `peer` cannot signal any more, because it died or has closed the memory, or when
-  // the wait has expired. `call_name` names the waiting call.
-  void throw_if_peer_lost(int peer, bool expired, const WaitBudget& budget,
+  // the wait has expired. `call_name` names the waiting call, which says once that it waits.
+  void throw_if_peer_lost(int peer, bool expired, WaitBudget& budget,
                           const std::string& call_name) const;
 
   // Signal-pad protocol of torch: a word is 0, or 1 between a put and the wait that consumes it.

@@ -182,7 +182,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   void wake_waiters();
   bool spin(const Transmission& transmission);
   bool yield(const Transmission& transmission);
-  void sleep(Transmission& transmission, const Waiting& waiting, const WaitBudget& budget);
+  void sleep(Transmission& transmission, const Waiting& waiting, WaitBudget& budget);
   void serve();
   void serve_links();
   void check_owned(const std::string& what) const;

@@ -182,8 +182,7 @@ bool MessageEngine::yield(const Transmission& transmission) {
 }
 
 // Sleeps until there is work, or for a slice. Throws when the wait cannot go on.
-void MessageEngine::sleep(Transmission& transmission, const Waiting& waiting,
-                          const WaitBudget& budget) {
+void MessageEngine::sleep(Transmission& transmission, const Waiting& waiting, WaitBudget& budget) {
   Doorbell& bell = bell_->doorbell();
   bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
   const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
@@ -204,6 +203,10 @@ void MessageEngine::sleep(Transmission& transmission, const Waiting& waiting,
     if (!give_up_for(error.what())) return;
     throw;
   }
+  budget.say_if_long(group_, [&] {
+    const Held held(*this);
+    return describe(transmission);
+  });
   if (waiting.expired())
     give_up_for("timed out after " + std::to_string(budget.limit.count()) + " ms");
 }

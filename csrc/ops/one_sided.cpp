@@ -271,6 +271,9 @@ void await_word(const AtomicWord& word, int64_t chunk) {
     if (round < 1000) continue;
     std::this_thread::sleep_for(std::chrono::microseconds(round < 2000 ? 10 : 500));
     throw_if_interrupted();
+    budget.say_if_long("", [&] {
+      return "_async_input_mm: waiting for the signal of chunk " + std::to_string(chunk) + " of a";
+    });
     if (waiting.expired())
       throw PeerError("chunk " + std::to_string(chunk) + " of a was not signalled within " +
                       std::to_string(budget.limit.count()) + " ms");

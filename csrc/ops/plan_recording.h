@@ -52,8 +52,8 @@ class PlanRecording final : public Recording {
   void op(int kernel, const c10::OperatorHandle& op, const Stack& arguments,
           const std::vector<at::Tensor>& results) override {
     const c10::FunctionSchema& schema = op.schema();
-    if (schema.name() == "aten::_local_scalar_dense") return refuse("it reads a number");
-    if (draws_numbers(schema, arguments)) return refuse(schema.name() + " draws random numbers");
+    if (reads_values(op, arguments)) return refuse(schema.name() + " reads values on the host");
+    if (draws_numbers(op, arguments)) return refuse(schema.name() + " draws random numbers");
     const Within kernel_of_launch(*this, kernel);
     const bool fresh = std::any_of(results.begin(), results.end(), [&](const at::Tensor& result) {
       return result.defined() && value_of(result) == kNoValue;
@@ -195,13 +195,29 @@ class PlanRecording final : public Recording {
     return std::get<KernelStep>(plan_.steps.back()).steps;
   }
 
-  static bool draws_numbers(const c10::FunctionSchema& schema, const Stack& arguments) {
+  // Whether the host sees values, or sizes that depend on values: a replay would use those of the
+  // recorded call. resolve_conj and resolve_neg are all that is seen of numpy() and tolist().
+  static bool reads_values(const c10::OperatorHandle& op, const Stack& arguments) {
+    const std::string& name = op.schema().name();
+    const bool is_copy = name == "aten::_to_copy" || name == "aten::copy_";
+    const auto on_host = [](const c10::IValue& value) {
+      return value.isDevice() ? value.toDevice().is_cpu()
+                              : value.isTensor() && value.toTensor().is_cpu();
+    };
+    const auto on_device = [&](const c10::IValue& value) {
+      return value.isTensor() && value.toTensor().defined() && !on_host(value);
+    };
+    return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
+           name == "aten::resolve_conj" || name == "aten::resolve_neg" ||
+           (is_copy && std::any_of(arguments.begin(), arguments.end(), on_host) &&
+            std::any_of(arguments.begin(), arguments.end(), on_device));
+  }
+
+  static bool draws_numbers(const c10::OperatorHandle& op, const Stack& arguments) {
     for (size_t i = 0; i < arguments.size(); ++i)
-      if (schema.arguments()[i].name() == "dropout_p" && arguments[i].isDouble())
+      if (op.schema().arguments()[i].name() == "dropout_p" && arguments[i].isDouble())
         return arguments[i].toDouble() > 0;
-    const std::string& name = schema.name();
-    return name.find("rand") != std::string::npos || name.find("dropout") != std::string::npos ||
-           name.find("bernoulli") != std::string::npos;
+    return op.hasTag(at::Tag::nondeterministic_seeded);
   }
 
   // Adds the tensor's memory as a value and returns the value's number; returns kNoValue if the

@@ -224,10 +224,12 @@ std::shared_ptr<GroupPeers> group_peers_of(const std::string& name, const Rendez
       std::this_thread::sleep_for(milliseconds(2));
       throw_if_interrupted();
       rendezvous.on_slice();
+      rendezvous.budget.say_if_long(
+          name, [&] { return rendezvous.call_name + ": waiting for another thread's rendezvous"; });
       if (waiting.expired())
-        throw PeerError(rendezvous.call_name +
-                        ": another thread did not make the rendezvous of group '" + name +
-                        "' within " + std::to_string(rendezvous.budget.limit.count()) + " ms");
+        throw TimedOut(rendezvous.call_name +
+                       ": another thread did not make the rendezvous of group '" + name +
+                       "' within " + std::to_string(rendezvous.budget.limit.count()) + " ms");
       lock.lock();
     }
   }

@@ -89,6 +89,10 @@ void Peers::make_mesh(Bootstrap& bootstrap, const Rendezvous& rendezvous) {
     throw_if_interrupted();
     rendezvous.on_slice();
     if (waiting.expired()) throw_late(rendezvous);
+    rendezvous.budget.say_if_long(group_, [&] {
+      return rendezvous.call_name + ": rank " + text(rank_) + " waiting for rank " +
+             text(missing_board()) + ", which did not come yet";
+    });
     wait_for_peers();
   }
 }
@@ -199,15 +203,21 @@ void Peers::wait_for_peers() {
   poll(entries.data(), entries.size(), static_cast<int>(kPollInterval.count()));
 }
 
-void Peers::throw_late(const Rendezvous& rendezvous) {
-  const std::string limit = " within " + text(rendezvous.budget.limit.count()) + " ms";
+int Peers::missing_board() const {
   int missing = rank_;
   for (int peer = 0; peer < world_size_; ++peer)
     if (peer != rank_ && boards_[peer].data() == nullptr) missing = peer;
+  return missing;
+}
+
+void Peers::throw_late(const Rendezvous& rendezvous) {
+  const std::string limit = " within " + text(rendezvous.budget.limit.count()) + " ms";
+  const int missing = missing_board();
   const bool found = peers_[missing].socket.valid();
-  throw_missing(
-      missing, rendezvous.call_name,
-      found ? "did not come" + limit : "was not found on the host of rank " + text(rank_) + limit);
+  const std::string why =
+      "rank " + text(missing) +
+      (found ? " did not come" : " was not found on the host of rank " + text(rank_)) + limit;
+  throw TimedOut(rendezvous.call_name + ": " + why, why + " (noticed by rank " + text(rank_) + ")");
 }
 
 }  // namespace symm_cp

@@ -274,15 +274,16 @@ void Peers::throw_if_gone(int peer, const std::string& key, const std::string& c
 
 // Throws when a missing peer will never come, or the time-out has passed.
 void Peers::check_missing(const std::string& key, const std::string& context,
-                          const std::vector<bool>& have, bool expired, const WaitBudget& budget) {
+                          const std::vector<bool>& have, bool expired, WaitBudget& budget) {
   for (int peer = 0; peer < world_size_; ++peer)
     if (!have[peer]) throw_if_gone(peer, key, context);
-  if (!expired) return;
   std::string late;
   for (int peer = 0; peer < world_size_; ++peer)
     if (!have[peer]) late += (late.empty() ? "rank " : ", rank ") + text(peer);
-  throw PeerError(context + ": " + late + " did not come within the timeout of " +
-                  text(budget.limit.count()) + " ms");
+  budget.say_if_long(group_, [&] { return context + ": " + late + " did not come yet"; });
+  if (!expired) return;
+  throw TimedOut(context + ": " + late + " did not come within the timeout of " +
+                 text(budget.limit.count()) + " ms");
 }
 
 std::vector<Received> Peers::exchange(const Rendezvous& rendezvous, int round,

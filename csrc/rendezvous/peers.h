@@ -155,6 +155,7 @@ class Peers {
   bool exchange_boards(const Rendezvous& rendezvous);
   void take_board(int peer);
   void wait_for_peers();
+  int missing_board() const;
   [[noreturn]] void throw_late(const Rendezvous& rendezvous);
 
   bool send_message(int peer, const Message& message, const std::vector<int>& fds);
@@ -167,7 +168,7 @@ class Peers {
   void throw_if_refused(const std::string& key, const std::string& context, int peer) const;
   [[noreturn]] void throw_missing(int peer, const std::string& call_name, const std::string& why);
   void check_missing(const std::string& key, const std::string& call_name,
-                     const std::vector<bool>& have, bool expired, const WaitBudget& budget);
+                     const std::vector<bool>& have, bool expired, WaitBudget& budget);
 
   std::string group_;
   int rank_;

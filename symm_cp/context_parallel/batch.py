@@ -398,6 +398,8 @@ def _shift(
         labels = batch["labels"].roll(-1, seq_dim)
         labels.select(seq_dim, labels.shape[seq_dim] - 1).fill_(ignore_index)
         batch["labels"] = labels
+    if rules is not None:
+        rules.check_labels(batch, ignore_index)
     if by_model:
         batch["shift_labels"] = batch["labels"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,9 @@ class BatchRules:
     def shifts_labels(self) -> bool:
         """Whether the model shifts labels unless it gets `shift_labels`."""
         return False
+
+    def check_labels(self, batch: Mapping[str, Any], ignore_index: int) -> None:
+        """Raises `NotImplementedError` for (shifted) labels whose loss would differ in a region."""
 
 
 class Inspector:

@@ -47,6 +47,17 @@ def current() -> Recording | None:
     return _here.recording
 
 
+#: Ops through which tolist() and numpy() read values; they call no other op.
+_READERS = {torch.ops.aten.resolve_conj.default, torch.ops.aten.resolve_neg.default}
+
+
+@functools.cache
+def _consists_of_others(func: Any) -> bool:
+    """Whether torch carries an op out by calling other ops on all devices."""
+    own = any(func.has_kernel_for_dispatch_key(key) for key in ("CPU", "CUDA", "PrivateUse1"))
+    return func.namespace == "aten" and func not in _READERS and func._can_decompose() and not own
+
+
 class Recording(TorchDispatchMode):
     """The recording of a call, which is made inside its `with` block."""
 
@@ -70,8 +81,17 @@ class Recording(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Carries out an op, and records it."""
+        """Carries out an op, and records it.
+
+        An op that consists of others is recorded as those: their tags tell what they read.
+        """
         kwargs, before = kwargs or {}, _here.recording
+        if _consists_of_others(func):
+            super().__enter__()
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         _here.recording = None  # a fused op inside is a separate call
         try:
             result = func(*args, **kwargs)

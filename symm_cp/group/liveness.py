@@ -174,7 +174,9 @@ def _patience(
     limit = wait_limit(group).total_seconds()
     if seconds is not None:
         limit = min(limit, seconds)
-    deadline = time.monotonic() + limit
+    begin = time.monotonic()
+    deadline = begin + limit
+    say_at = begin + native.load().symm_cp_say_waits_after(-1) / 1000
     pauses: dict[str, float] = {}
     with _links(group) as lost:
 
@@ -192,6 +194,14 @@ def _patience(
                 raise PeerLostError(
                     f"rank {rank if gone is None else gone} of group {group.name!r} {reason} (rank "
                     f"{group.rank} waited for {key!r})"
+                )
+            nonlocal say_at
+            if time.monotonic() > say_at:
+                say_at = deadline  # once
+                native.say(
+                    f"still waiting, group {group.name!r}: rank {group.rank} waiting for rank "
+                    f"{rank} to write {key!r}: {time.monotonic() - begin:.0f} s so far, time-out "
+                    f"after {limit:g} s"
                 )
             pause = pauses.get(key, _SHORTEST_PAUSE)
             time.sleep(pause)

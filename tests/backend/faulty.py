@@ -316,10 +316,9 @@ def first_barrier(group: dist.ProcessGroup) -> tuple[list[str], float]:
 
 def time_outs(group: dist.ProcessGroup) -> list[float]:
     """Seconds that rank 0 waits: by the group's time-out, a changed one, and the call's own."""
-    ours = fresh(group, SHORT)
     seconds = []
 
-    def measure(call: Callable[[], object]) -> None:
+    def measure(call: Callable[[], object], ours: dist.ProcessGroup) -> None:
         dist.barrier(ours)
         if group.rank() == 0:
             begin = time.monotonic()
@@ -329,12 +328,13 @@ def time_outs(group: dist.ProcessGroup) -> list[float]:
         if group.rank() != 0:
             told(call)  # rank 0 has given up this call
 
-    measure(lambda: dist.all_reduce(torch.ones(3), group=ours))
-    ours.set_timeout(2 * SHORT)
-    measure(lambda: dist.all_reduce(torch.ones(3), group=ours))
+    first, second, third = (fresh(group, SHORT) for _ in range(3))
+    measure(lambda: dist.all_reduce(torch.ones(3), group=first), first)
+    second.set_timeout(2 * SHORT)
+    measure(lambda: dist.all_reduce(torch.ones(3), group=second), second)
     options = dist.AllreduceOptions()
     options.timeout = SHORT / 2
-    measure(lambda: ours.allreduce([torch.ones(3)], options).wait())
+    measure(lambda: third.allreduce([torch.ones(3)], options).wait(), third)
     return seconds
 
 

@@ -322,6 +322,71 @@ def test_what_stays_in_python(ranks: Ranks) -> None:
     ranks.run(2, in_python)
 
 
+#: Kernels that read values, or sizes that depend on values, on the host: all sum up 2-D tensors.
+READERS: dict[str, Callable[[torch.Tensor], torch.Tensor | float]] = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x.sum()),
+    "bool": lambda x: x.sum() if x.sum() > 0 else x.sum() * 1,
+    "is_nonzero": lambda x: x.sum() if torch.is_nonzero(x.sum()) else 0.0,
+    "tolist": lambda x: sum(sum(row) for row in x.tolist()),
+    "numpy": lambda x: float(x.numpy().sum(dtype="float64")),
+    "asarray": lambda x: float(np.asarray(x).sum(dtype="float64")),
+    "equal": lambda x: x.sum() if torch.equal(x, x.abs()) else x.sum() * 1,
+    "allclose": lambda x: x.sum() if torch.allclose(x, x.abs()) else x.sum() * 1,
+    "nonzero": lambda x: x.flatten()[x.flatten().nonzero()].sum(),
+    "where": lambda x: x[torch.where(x != 0)].sum(),
+    "mask": lambda x: x[x > 0].sum() + x[x <= 0].sum(),
+    "masked_select": lambda x: torch.masked_select(x, x != 0).sum(),
+    "unique": lambda x: torch.unique(x).sum(),
+    "one_hot": lambda x: x.sum() + 0 * torch.nn.functional.one_hot(x.abs().long()).sum(),
+    "repeat_interleave": lambda x: (
+        x[0].repeat_interleave(x[0].abs().long() + 1).sum() * 0 + x.sum()
+    ),
+    "tensor_split": lambda x: sum(
+        part.sum() for part in torch.tensor_split(x, torch.argmax(x[:, 0])[None])
+    ),
+    "normal_": lambda x: x.sum() + 0 * torch.empty(3).normal_().sum(),
+    "exponential_": lambda x: x.sum() + 0 * torch.empty(3).exponential_().sum(),
+    "randperm": lambda x: x[torch.randperm(len(x))].sum(),
+    "multinomial": lambda x: x.sum() + 0 * torch.multinomial(torch.ones(3), 1).sum(),
+    "dropout": lambda x: x.sum() + 0 * torch.dropout(x, 0.5, True).sum(),
+}
+
+
+def readers(group: dist.ProcessGroup) -> dict[str, str]:
+    """Multiplies by a number that the kernel reads; returns why each call was not recorded."""
+    mm, reasons = torch.mm, {}
+    others: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "clamp": lambda x: x.clamp(min=x.min()).reshape(-1).sum(),
+        "index_select": lambda x: x.index_select(0, torch.arange(len(x))).sum(),
+    }
+    with simulation(plan_at=0), tuning.forced("shards"):
+        for number, (kind, read) in enumerate({**READERS, **others}.items()):
+
+            def multiply(x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+                total: torch.Tensor = mm(x * read(x), w, out=out)  # noqa: B023
+                return total
+
+            for turn in range(3):
+                generator = torch.Generator().manual_seed(turn)
+                shards = torch.randn(group.size(), 2 + number, 6, generator=generator)
+                w = torch.randn(6, 5, generator=generator)
+                expected = [shard * shard.sum() @ w for shard in shards]
+                with unittest.mock.patch.object(torch, "mm", multiply):
+                    found = symm_cp.all_gather_matmul(shards[group.rank()], w, group=group)
+                torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4)
+            made = runs()
+            assert made == (0 if kind in READERS else 2), (kind, made, refusal())
+            reasons[kind] = refusal() if kind in READERS else ""
+    return reasons
+
+
+def test_kernels_whose_host_reads_values_stay_in_python(ranks: Ranks) -> None:
+    for reasons in ranks.run(2, readers):
+        for kind in READERS:
+            assert "reads values" in reasons[kind] or "draws random numbers" in reasons[kind], kind
+
+
 def failing(group: dist.ProcessGroup) -> None:
     """A failing call gives up its workspace; later calls work."""
     x, w = torch.randn(2, 6), torch.randn(6, 5)

@@ -6,6 +6,8 @@ This recognises models by their attributes, and does not import transformers.
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -73,6 +75,53 @@ class ModelBatchRules(BatchRules):
                 "model, and compute the loss from the logits and the labels that it returns"
             )
         return False
+
+    def check_labels(self, batch: Mapping[str, Any], ignore_index: int) -> None:
+        """Refuses labels predicted by eager attention from positions that see no key."""
+        mask = batch.get("decoder_attention_mask" if self.has_decoder else "attention_mask")
+        labels, eager = batch["labels"], [*filter(_averages, modules_of(self.model))]
+        if not eager or not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
+            return
+        sees = _sees_a_key(mask, min((_windows(part) for part in eager), default=0))
+        if sees.shape == labels.shape and bool(((labels != ignore_index) & ~sees).any()):
+            raise NotImplementedError(
+                f"{self.op}: attention_mask hides all keys from a position whose label is "
+                f"predicted (the last one of padding on the left): eager attention of "
+                f"{type(eager[0]).__name__} gives it the mean of all values, ours gives zeros. "
+                f"Give the first token of each sample no label ({ignore_index}), or pad right"
+            )
+
+
+def _averages(module: nn.Module) -> bool:
+    """Tells whether a model attends eagerly in one process: without a key it takes the mean.
+
+    With sinks it takes zeros, as other implementations do.
+    """
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    eager = chosen == "eager" or (
+        chosen == "symm_cp" and not getattr(module, "_supports_sdpa", True)
+    )
+    return eager and not any(
+        getattr(part, name, None) is not None
+        for part in module.modules()
+        for name in ("sinks", "s_aux", "attention_sinks")
+    )
+
+
+def _windows(module: nn.Module) -> int:
+    """Returns the sliding window of a model's layers; a huge number if it has none."""
+    window = getattr(module.config, "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else sys.maxsize
+
+
+def _sees_a_key(mask: torch.Tensor, window: int) -> torch.Tensor:
+    """Returns which positions see a key: of a causal mask by padding, or of a whole mask."""
+    if mask.dim() == 4:
+        shown = mask if not mask.is_floating_point() else mask > torch.finfo(mask.dtype).min / 2
+        return shown.bool().any(-1).all(1)
+    count = mask.bool().long().cumsum(1)
+    before = nn.functional.pad(count, (min(window, mask.shape[1]), 0))[:, : mask.shape[1]]
+    return count > before
 
 
 def _counts_by_mask(module: nn.Module) -> bool:

@@ -37,7 +37,11 @@ def attend(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     mask = _additive(query, key, attention_mask, is_causal=is_causal)
-    return eager(module, query, key, value, mask, **kwargs)
+    out, weights = eager(module, query, key, value, mask, **kwargs)
+    if mask is not None:  # zeros, as in a region and by sdpa; eager attention takes the mean
+        blind = (mask <= torch.finfo(mask.dtype).min / 2).all(-1).transpose(1, 2)[..., None]
+        out = out.masked_fill(blind, 0)
+    return out, weights
 
 
 def has_sinks(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -28,10 +28,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from symm_cp.context_parallel import agreement, inspectors
-from symm_cp.context_parallel.inspectors import Inspector, Limit
+from symm_cp.context_parallel.inspectors import Inspector, Known, Limit, known_of
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.context_parallel.verdicts import Known, known_of
 from symm_cp.ops.common import attention_runs
 
 ON_UNFUSED = ("raise", "warn", "ignore")
@@ -91,7 +90,7 @@ class Watch:
             self._judge(known, part, compiling or compiled)
         if compiling or known.compiles:
             return None
-        passing, calls = known.passing(inner, self.states, self._fits, self.balancers)
+        passing, calls = known.passing(self.states, self._fits)
         self.judged.update(passing)
         self.calls.update(calls)
         return known

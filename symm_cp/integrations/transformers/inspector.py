@@ -17,8 +17,7 @@ from torch import nn
 
 from symm_cp.context_parallel import inspectors
 from symm_cp.context_parallel.guards import Watch
-from symm_cp.context_parallel.inspectors import BatchRules, Verdict
-from symm_cp.context_parallel.verdicts import known_of
+from symm_cp.context_parallel.inspectors import BatchRules, Verdict, known_of
 from symm_cp.integrations.transformers.batches import ModelBatchRules
 from symm_cp.integrations.transformers.calls import check_call
 from symm_cp.integrations.transformers.limits import (

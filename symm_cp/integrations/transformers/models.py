@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from symm_cp.context_parallel.flex_hook import spread_region
-from symm_cp.context_parallel.verdicts import known_of
+from symm_cp.context_parallel.inspectors import known_of
 from symm_cp.integrations.transformers.attention import NAME
 from symm_cp.integrations.transformers.in_use import InUse
 from symm_cp.integrations.transformers.limits import makes_own_sequence

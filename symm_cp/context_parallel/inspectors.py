@@ -224,6 +224,11 @@ def positions(shape: Sequence[int], seq_dim: int, device: torch.device) -> torch
 #: Returns the modules of a model for which a function of a module is true.
 Select = Callable[[Callable[[nn.Module], Any]], list[nn.Module]]
 
+#: The states that inspectors get when they judge the next module.
+States = dict[Inspector, Hashable]
+#: The limits of a part of a model, and the inspector that checks its calls.
+Row = tuple[tuple[Limit, ...], Inspector | None]
+
 _VALUES = {bool, int, float, str, types.NoneType}
 _CONTAINERS = {list, tuple, dict, set, frozenset}
 _MOST_VERSIONS = 3  # versions of one model: outside of contexts, and within contexts with `model=`
@@ -288,7 +293,7 @@ def _alive(references: list[Any]) -> list[Any]:
 class Known:
     """Inspectors' verdicts on the parts of a model, in one state of it.
 
-    Keeps no part of the model alive. Verdicts are keyed by the number of a part in `modules()`.
+    Keeps no part of the model alive.
     """
 
     def __init__(self, parts: list[nn.Module], facts: list[Any], objects: list[Any]) -> None:
@@ -301,10 +306,8 @@ class Known:
                 self._objects.append(weakref.ref(each))
             except TypeError:
                 self._lasting.append(each)
-        self._numbers = {id(part): number for number, part in enumerate(parts)}
-        self._verdicts: dict[Any, Verdict] = {}
         self._chosen: dict[Any, list[int]] = {}
-        self._by_limits: dict[Any, dict[tuple[Limit, ...], list[int]]] = {}
+        self._judged: dict[Any, tuple[list[Row], States]] = {}
         #: The groups over which the parameters of all parts were compared.
         self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
         self.compiles = any(
@@ -320,14 +323,6 @@ class Known:
         """Whether the facts are those of these verdicts: ids of dead objects are used again."""
         return self.facts == facts and None not in _alive(self._objects)
 
-    def judge(self, module: nn.Module, inspector: Inspector, state: Hashable) -> Verdict:
-        """Returns an inspector's verdict on a part."""
-        key = self._numbers[id(module)], inspector, state
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            verdict = self._verdicts[key] = inspector.judge(module, state)
-        return verdict
-
     def select(self, is_chosen: Callable[[nn.Module], Any]) -> list[nn.Module]:
         """Returns the parts for which a function of a module is true; calls it once per part."""
         numbers = self._chosen.get(is_chosen)
@@ -336,42 +331,28 @@ class Known:
             self._chosen[is_chosen] = numbers
         return [self._parts[number]() for number in numbers]  # type: ignore[misc]
 
-    def passing(
-        self, states: dict[Inspector, Hashable], fits: Callable[[Limit], bool]
-    ) -> tuple[list[nn.Module], dict[nn.Module, Inspector]]:
-        """Returns the parts that need no judgement when they run, and those with checked calls.
-
-        Their only limits fit, or are limits of the model itself, and they leave the states as the
-        model itself has left them: the order in which they run makes no difference.
-        """
+    def judged(self, states: States) -> tuple[list[Row], States]:
+        """Returns the verdicts on all parts, in order, and the states after them."""
         key = tuple(states.items())
-        if key not in self._by_limits:
-            self._by_limits[key] = self._group(states)
-        parts = self.parts()
-        passing = []
-        for limits, numbers in self._by_limits[key].items():
-            if all(map(fits, limits)):
-                passing += [parts[number] for number in numbers]
-        return passing, {
-            part: inspector
-            for inspector, state in states.items()
-            for part in passing
-            if self._verdicts[self._numbers[id(part)], inspector, state].checks_calls
-        }
+        if key not in self._judged:
+            self._judged[key] = self._judge(dict(states))
+        return self._judged[key]
 
-    def _group(self, states: dict[Inspector, Hashable]) -> dict[tuple[Limit, ...], list[int]]:
-        """Returns the numbers of parts by their limits besides the model's own."""
-        parts, groups = self.parts(), dict[tuple[Limit, ...], list[int]]()
-        own: set[Limit] = set()
-        for number, part in enumerate(parts):
-            each = [(state, self.judge(part, i, state)) for i, state in states.items()]
-            if any(verdict.state != state for state, verdict in each):
-                return {}
-            limits = [limit for _, verdict in each for limit in verdict.limits]
-            if number == 0:  # the other limits depend on whether the part is compiled
+    def _judge(self, states: States) -> tuple[list[Row], States]:
+        rows: list[Row] = []
+        own: set[Limit] = set()  # the model's, which are checked when it runs
+        for part in self.parts():
+            limits: list[Limit] = []
+            checks: Inspector | None = None
+            for inspector in loaded():
+                verdict = inspector.judge(part, states.get(inspector))
+                states[inspector] = verdict.state
+                limits += verdict.limits
+                checks = inspector if verdict.checks_calls else checks
+            rows.append((tuple(limit for limit in limits if limit not in own), checks))
+            if len(rows) == 1:  # the other limits depend on whether the part is compiled
                 own = {limit for limit in limits if limit.harmless_up_to is None}
-            groups.setdefault(tuple(x for x in limits if x not in own), []).append(number)
-        return groups
+        return rows, states
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, list[Known]] = weakref.WeakKeyDictionary()

@@ -176,8 +176,10 @@ def loaded() -> Sequence[Inspector]:
 
 def batch_rules(op: str, model: nn.Module) -> BatchRules:
     """Returns the rules by which a model uses a batch."""
-    found = (inspector.batch_rules(op, model) for inspector in loaded())
-    return next(rules for rules in found if rules is not None)
+    for inspector in loaded():
+        if (rules := inspector.batch_rules(op, model)) is not None:
+            return rules
+    raise AssertionError("torch's inspector has rules for all models")
 
 
 def by_position(mask_module: str | None) -> bool:
@@ -245,7 +247,7 @@ def _settings(value: Any) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _facts(parts: list[nn.Module], watched: frozenset[str]) -> tuple[list[Any], list[Any]]:
+def _facts(parts: list[nn.Module], watched: set[str]) -> tuple[list[Any], list[Any]]:
     """Returns what verdicts on parts depend on: plain values, and ids of the objects returned."""
     # Loops without calls of their own: they run for all parts of a model in each context.
     seen: list[Any] = []
@@ -329,7 +331,10 @@ class Known:
         if numbers is None:
             numbers = [number for number, part in enumerate(self.parts()) if is_chosen(part)]
             self._chosen[is_chosen] = numbers
-        return [self._parts[number]() for number in numbers]  # type: ignore[misc]
+        parts: list[Any] = []
+        for number in numbers:
+            parts.append(self._parts[number]())
+        return parts
 
     def judged(self, states: States) -> tuple[list[Row], States]:
         """Returns the verdicts on all parts, in order, and the states after them."""
@@ -360,10 +365,12 @@ _known: weakref.WeakKeyDictionary[nn.Module, list[Known]] = weakref.WeakKeyDicti
 
 def known_of(model: nn.Module) -> Known:
     """Returns inspectors' verdicts on a model in its current state."""
-    watched = {"config", "_compiled_call_impl"}.union(*(each.attributes for each in loaded()))
+    inspectors, watched = loaded(), {"config", "_compiled_call_impl"}
+    for inspector in inspectors:
+        watched |= inspector.attributes
     parts = modules_of(model)
-    facts, objects = _facts(parts, frozenset(watched))
-    facts.append(len(_inspectors))
+    facts, objects = _facts(parts, watched)
+    facts.append(len(inspectors))
     versions = _known.setdefault(model, [])
     for known in versions:
         if known.holds(facts):
@@ -371,7 +378,9 @@ def known_of(model: nn.Module) -> Known:
     else:
         known = Known(parts, facts, objects)
     if versions[:1] != [known]:
-        versions[:] = [known, *[other for other in versions if other is not known]]
+        if known in versions:
+            versions.remove(known)
+        versions.insert(0, known)
         del versions[_MOST_VERSIONS:]
     return known
 

@@ -50,13 +50,12 @@ def enabled(*tensors: torch.Tensor) -> bool:
     """Whether ranks compare inputs now: not while code is traced or a graph is captured."""
     if not env.compare_inputs() or torch.compiler.is_compiling():
         return False
-    return not any(
-        isinstance(t, FakeTensor)
-        or t.is_meta
-        or torch._C._functorch.is_functorch_wrapped_tensor(t)
-        or capturing(t.device)
-        for t in tensors
-    )
+    for t in tensors:
+        if isinstance(t, FakeTensor) or t.is_meta or capturing(t.device):
+            return False
+        if torch._C._functorch.is_functorch_wrapped_tensor(t):
+            return False
+    return True
 
 
 def compare(

@@ -128,12 +128,13 @@ class _Inspector(inspectors.Inspector):
         with ExitStack() as stack:
             if spread:
                 stack.enter_context(_flex_masks.in_use())
-            if not any(known_of(model).select(uses_transformers) for model in models):
+            known = [known_of(model) for model in models]
+            if not any(each.select(uses_transformers) for each in known):
                 yield None
                 return
             from symm_cp.integrations.transformers.models import attending
 
-            yield stack.enter_context(attending(models))
+            yield stack.enter_context(attending(known))
 
     def batch_rules(self, op: str, model: nn.Module) -> BatchRules:
         return ModelBatchRules(op, model)

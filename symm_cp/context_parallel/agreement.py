@@ -86,32 +86,21 @@ def compare_cut(
         notes=(known is not None and known.loaded, _kinds_of(alone)),
     )
     if notes and any(map(any, notes)):
-        _heed(_known.setdefault(group, _Known()), alone, notes)
-    known = _known.get(group)
+        known = _known.setdefault(group, _Known())
+        if any(loaded for loaded, _ in notes):
+            for each in (known.checked, known.roots, known.met, known.stepping):
+                each.clear()
+            known.loaded = False
+        if alone and len({kinds for _, kinds in notes}) == 1:
+            known.together = ModulesByThemselves(alone)
+        known.alone.clear()
     if known is not None and known.together is not None:
-        _compare_together(op, group, known)
-
-
-def _heed(known: _Known, alone: Sequence[nn.Module], notes: Sequence[Sequence[int]]) -> None:
-    """Records that some rank has loaded a model, and the modules that all ranks run."""
-    if any(loaded for loaded, _ in notes):
-        for each in (known.checked, known.roots, known.met, known.stepping):
-            each.clear()
-        known.loaded = False
-    if alone and len({kinds for _, kinds in notes}) == 1:
-        known.together = ModulesByThemselves(alone)
-    known.alone.clear()
-
-
-def _compare_together(op: str, group: dist.ProcessGroup, known: _Known) -> None:
-    """Compares torch modules that all ranks run, until their first optimizer step."""
-    modules, known.together = known.together, None
-    assert modules is not None
-    known.met.difference_update(modules.modules())
-    compare_model(op, group, modules)
-    known.met.update(modules.modules())
-    if modules not in known.stepped:
-        known.together = modules
+        modules, known.together = known.together, None
+        known.met.difference_update(modules.modules())  # if this raises, they are compared again
+        compare_model(op, group, modules)
+        known.met.update(modules.modules())
+        if modules not in known.stepped:  # compared again until their first optimizer step
+            known.together = modules
 
 
 def _alive(modules: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:

@@ -103,8 +103,9 @@ def compare(
     if 0 in differing:
         names.insert(0, f"the set of tensors (here {_listed([name for name, _ in items])})")
     if names:
-        counted = slots if differing else None
-        raise disagreement(op, subject, names, [tuple(r[:counted]) for r in records], remedy)
+        sides = _sides([row[:slots] if differing else row for row in records])
+        shown = f"{subject} differ between {sides} in {_listed(names)}"
+        raise reported(RuntimeError(f"{op}: {shown}: {remedy} ({OFF})"))
     return [row[len(row) - len(notes) :] for row in told]
 
 
@@ -118,24 +119,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def disagreement(
-    op: str,
-    subject: str,
-    names: Sequence[str],
-    records: Sequence[tuple[int, ...]],
-    remedy: str,
-) -> RuntimeError:
-    """Returns the error of ranks whose records differ, which all of them raise."""
-    shown = f"{sides(records)} in {_listed(names)}"
-    message = f"{op}: {subject} differ between {shown}: {remedy} ({OFF})"
-    return reported(RuntimeError(message))
-
-
-def sides(records: Sequence[tuple[int, ...]]) -> str:
+def _sides(records: Sequence[Record]) -> str:
     """Names the ranks that have equal records, and the ranks that differ."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, record in enumerate(records):
-        alike.setdefault(record, []).append(rank)
+        alike.setdefault(tuple(record), []).append(rank)
     each = [f"rank {r[0]}" if len(r) == 1 else f"ranks {r}" for r in alike.values()]
     return " and ".join(each)
 

@@ -82,9 +82,9 @@ class Watch:
         """
         if self.world_size == 1 or module in self.judged:
             return None
-        self.judged.add(module)
         if module in self.limits:  # a part of a model that ran before
             self._apply(module, self.limits[module], compiling)
+            self.judged.add(module)
             return None
         inner = getattr(module, "_orig_mod", module)  # of torch.compile(module)
         known = known_of(inner)
@@ -100,6 +100,7 @@ class Watch:
                 self._apply(part, limits, compiling or compiled)
             else:
                 self.limits[part] = limits
+        self.judged.add(module)  # not before: a caller that catches an error may run it again
         return known
 
     def _fits(self, limit: Limit) -> bool:
@@ -233,7 +234,6 @@ def _complaint_before(called: nn.Module | int) -> str | None:
     try:
         watch.saw(module, compiling=True)
     except NotImplementedError as error:
-        watch.judged.discard(module)  # a caller that catches the error may run it again
         return str(error)
     return None
 

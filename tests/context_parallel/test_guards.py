@@ -164,6 +164,11 @@ def are_refused(group: dist.ProcessGroup) -> None:
         symm_cp.context_parallel(mesh_of(group)),
     ):
         build("Mistral", sliding_window=40)(**local_batch(group))
+    windowed = build("Mistral", sliding_window=40)
+    with symm_cp.context_parallel(mesh_of(group), load_balancer=layout(group), on_unfused="ignore"):
+        for _ in range(2):  # a caller that catches the error runs it again
+            with pytest.raises(NotImplementedError, match="sliding_window=40"):
+                windowed(**local_batch(group))
 
 
 def test_what_would_be_wrong_is_refused(ranks: Ranks) -> None:

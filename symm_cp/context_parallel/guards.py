@@ -11,7 +11,7 @@ the model is traced. On one rank nothing is spread or refused.
 
 Verdicts are kept with the model: the first module that runs has all modules judged that are
 registered in it. While a model of transformers runs whose modules have all passed, the hooks are
-removed: a module that runs in it without being registered in it (in a plain list) is not judged.
+removed, unless it keeps other modules in plain lists: these are judged when they run.
 """
 
 from __future__ import annotations
@@ -268,7 +268,8 @@ def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
     agreement.compare_running("context_parallel", watch.group, module)
     if known is not None and not compiling and not known.compiles:  # hooks skip its parts
         agreement.compare_parts("context_parallel", watch.group, known)
-        if module in watch.calls and watch.judged.issuperset(known.parts()):
+        passed = watch.judged.issuperset(known.parts()) and not known.has_others
+        if passed and module in watch.calls:
             _hooks.rest(watch, module)
 
 

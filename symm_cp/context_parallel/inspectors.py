@@ -317,6 +317,16 @@ class Known:
             for part in parts
         )
 
+        all_parts = set(parts)
+        #: Whether a part keeps modules in a plain list, tuple or dict, where they are no parts.
+        self.has_others = any(
+            isinstance(item, nn.Module) and item not in all_parts
+            for part in parts
+            for value in vars(part).values()
+            if type(value) in (list, tuple, dict)
+            for item in (value.values() if isinstance(value, dict) else value)
+        )
+
     def parts(self) -> list[nn.Module]:
         """Returns the parts of the model."""
         return _alive(self._parts)

@@ -272,7 +272,7 @@ def main() -> None:
     native.load()
     torch.set_num_threads(1)
     found = []
-    with idle() as device, tuning.forced("shards"), tuning.forced("pipeline"):
+    with idle() as device, tuning.forced("shards"):
         for ranks in args.ranks:
             for row in rows(ranks, device, args.seconds):
                 print(row.line(), flush=True)

@@ -205,9 +205,8 @@ bool is_countable(const at::Tensor& tensor) {
 }
 
 // Arguments: the input, text that must be equal as well, the name of the group and its size.
-// Returns whether input and text are equal on all ranks, like `_sums_agree`. A peer may run
-// `_sums_agree` in the same call. Its hash is a different one, so the sums do not match and all
-// ranks compare everything.
+// Returns whether input and text are equal on all ranks. A peer that gets None sums zeros in the
+// same call (equal_inputs.py), so the sums do not match and all ranks compare everything.
 PyObject* agree(PyObject*, PyObject* const* given, Py_ssize_t) {
   HANDLE_TH_ERRORS
   if (!no_modes() || !is_plain(given[0])) Py_RETURN_NONE;

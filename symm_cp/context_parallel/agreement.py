@@ -7,17 +7,15 @@ batches, buffers, how they are cut  whenever they are cut                       
 parameters                          before a model's first step, and when a       `RuntimeError`
                                     batch is cut after a `load_state_dict`
 gradients                           in the context after the model's first        a warning
-                                    optimizer step, as that step saw them
+                                    optimizer step, by what it added to weights
 
-Ranks compare parameters and gradients that must be equal on all of them: plain ones, and DTensors
-that are not split over these ranks (FSDP2's over other mesh dimensions). They do not compare
-buffers of models: running statistics differ between ranks of correct programs.
+Ranks compare parameters that must be equal on all of them: plain ones, and DTensors that are not
+split over these ranks (FSDP2's over other mesh dimensions). They do not compare buffers of models:
+running statistics differ between ranks of correct programs.
 
 A comparison is a collective, so an action that one rank may take alone must not start it: loading a
 checkpoint that it broadcasts afterwards, or running a small module as a probe. Ranks therefore
-exchange notes of both when they cut a batch. Gradients may differ if the optimizer sums them, or if
-they are yet to be summed: a step's comparison covers the parameters of its optimizer, and reports
-them only if they differ afterwards.
+exchange notes of both when they cut a batch.
 """
 
 from __future__ import annotations
@@ -33,21 +31,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from symm_cp.context_parallel.inspectors import plain
+from symm_cp.context_parallel.inspectors import Known, plain
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.verdicts import Known
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
 
-_SLOTS = 1024  # words of the record of all parameters of a model
-# The number of compared gradients; the number of values of each, and of its parameter before and
-# after the step.
-_SAMPLED, _VALUES = 8, 8
-_ROW = 1 + 3 * _VALUES  # whether the optimizer saw a gradient, and the values
-_GRADIENT_TOLERANCE = 0.05  # sums over ranks are equal but for rounding; parts differ by about 1
+_SAMPLED, _VALUES = 8, 8  # parameters whose first steps are compared, and values of each
+_TOLERANCE = 0.05  # sums over ranks are equal but for rounding; parts differ by about 1
 _MOST_ROUNDS = 64  # contexts that wait for a first optimizer step
 
 _SAME_BATCHES = (
@@ -95,32 +86,21 @@ def compare_cut(
         notes=(known is not None and known.loaded, _kinds_of(alone)),
     )
     if notes and any(map(any, notes)):
-        _heed(_known.setdefault(group, _Known()), alone, notes)
-    known = _known.get(group)
+        known = _known.setdefault(group, _Known())
+        if any(loaded for loaded, _ in notes):
+            for each in (known.checked, known.roots, known.met, known.stepping):
+                each.clear()
+            known.loaded = False
+        if alone and len({kinds for _, kinds in notes}) == 1:
+            known.together = ModulesByThemselves(alone)
+        known.alone.clear()
     if known is not None and known.together is not None:
-        _compare_together(op, group, known)
-
-
-def _heed(known: _Known, alone: Sequence[nn.Module], notes: Sequence[Sequence[int]]) -> None:
-    """Records that some rank has loaded a model, and the modules that all ranks run."""
-    if any(loaded for loaded, _ in notes):
-        for each in (known.checked, known.roots, known.met):
-            each.clear()
-        known.loaded = False
-    if alone and len({kinds for _, kinds in notes}) == 1:
-        known.together = ModulesByThemselves(alone)
-    known.alone.clear()
-
-
-def _compare_together(op: str, group: dist.ProcessGroup, known: _Known) -> None:
-    """Compares torch modules that all ranks run, until their first optimizer step."""
-    modules, known.together = known.together, None
-    assert modules is not None
-    known.met.difference_update(modules.modules())
-    compare_model(op, group, modules)
-    known.met.update(modules.modules())
-    if modules not in known.stepped:
-        known.together = modules
+        modules, known.together = known.together, None
+        known.met.difference_update(modules.modules())  # if this raises, they are compared again
+        compare_model(op, group, modules)
+        known.met.update(modules.modules())
+        if modules not in known.stepped:  # compared again until their first optimizer step
+            known.together = modules
 
 
 def _alive(modules: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
@@ -145,45 +125,26 @@ def _kinds_of(modules: Sequence[nn.Module]) -> int:
 # --- models ------------------------------------------------------------------------------------
 
 
-@dataclass
 class _FirstStep:
-    """The gradients of a model at its first optimizer step since it ran in a context.
+    """Some values of a model's parameters until its first optimizer step has changed them."""
 
-    `seen`: by parameter number, values of its gradient, and of the parameter before the step.
-    """
-
-    parameters: list[tuple[str, weakref.ref[nn.Parameter]]]
-    device: torch.device
-    seen: dict[int, torch.Tensor] = field(default_factory=dict)
-    rounds: int = 0
+    def __init__(self, parameters: Sequence[tuple[str, Any]]) -> None:
+        self.parameters = [(name, weakref.ref(parameter)) for name, parameter in parameters]
+        self.device = local_part(parameters[0][1]).device
+        self.rounds = 0
+        self.before = self._values()
 
     @torch.no_grad()
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Records some values of the gradients that an optimizer is about to use."""
-        used = {id(p) for entry in optimizer.param_groups for p in entry["params"]}
-        for number, (_, reference) in enumerate(self.parameters):
-            parameter = reference()
-            if parameter is None or id(parameter) not in used or number in self.seen:
-                continue
-            grad = local_part(parameter.grad) if parameter.grad is not None else None
-            if grad is not None and grad.layout == torch.strided:
-                values = [_sampled(grad), _sampled(local_part(parameter))]
-                self.seen[number] = torch.cat(values).to(self.device)
-
-    @torch.no_grad()
-    def record(self) -> torch.Tensor:
-        """Returns the values seen, and current values of the parameters: a row for each."""
-        rows = torch.zeros(len(self.parameters), _ROW, dtype=torch.float64, device=self.device)
-        for number, values in self.seen.items():
-            parameter = self.parameters[number][1]()
-            if parameter is not None:
-                after = _sampled(local_part(parameter)).to(self.device)
-                rows[number] = torch.cat([values.new_ones(1), values, after])
+    def _values(self) -> torch.Tensor:
+        rows = torch.zeros(len(self.parameters), _VALUES, dtype=torch.float64, device=self.device)
+        for row, (_, reference) in zip(rows, self.parameters, strict=True):
+            if (parameter := reference()) is not None:
+                row.copy_(equal_inputs.spread_values(local_part(parameter), _VALUES))
         return rows
 
-
-def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    return equal_inputs.spread_values(tensor, _VALUES)
+    def changes(self) -> torch.Tensor:
+        """Returns how much the values have changed: a row for each parameter."""
+        return self._values() - self.before
 
 
 @dataclass
@@ -225,9 +186,14 @@ def compare_model(op: str, group: dist.ProcessGroup | str, model: nn.Module) -> 
     if not _awaits_step(known, model):
         return
     if plain(model) in known.stepping:
-        _compare_gradients(op, group, known, plain(model))
+        _compare_step(op, group, known, plain(model))
+        return
+    found = [(name, p) for name, p in _equal_parameters(model, group) if p.requires_grad]
+    if found:
+        sampled = found[:: math.ceil(len(found) / _SAMPLED)]
+        known.stepping[plain(model)] = _FirstStep(sampled)
     else:
-        _await_step(group, known, plain(model))
+        known.stepped.add(plain(model))
 
 
 def compare_running(op: str, group: str, module: nn.Module) -> None:
@@ -316,45 +282,18 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 def _compare_parameters(op: str, group: dist.ProcessGroup, known: _Known, model: nn.Module) -> None:
     found = list(_equal_parameters(model, group))
-    if not equal_inputs.enabled(*(local_part(p) for _, p in found)):
+    items = [(n, local_part(p).detach().requires_grad_(p.requires_grad)) for n, p in found]
+    if not equal_inputs.enabled(*(local for _, local in items)):
         return
+    if found:
+        for module in (model, plain(model)):
+            if _forget not in module._load_state_dict_post_hooks.values():
+                module.register_load_state_dict_post_hook(_forget)
+        subject = f"the parameters of {type(plain(model)).__name__}"
+        name = str(group.group_name)
+        equal_inputs.compare(name, op, items, subject=subject, remedy=_SAME_WEIGHTS, exact=True)
     known.checked.update(model.modules())
     known.roots.add(model)
-    if not found:
-        return
-    for module in (model, plain(model)):
-        if _forget not in module._load_state_dict_post_hooks.values():
-            module.register_load_state_dict_post_hook(_forget)
-    with ordinary_tensors():
-        record, names = _record_of(found)
-        what = f"the parameters of {type(plain(model)).__name__} by {op}"
-        records = equal_inputs.gather_records(str(group.group_name), what, record)
-    differing = [k for k in range(_SLOTS) if len({each[k] for each in records}) > 1]
-    if differing:
-        known.roots.discard(model)
-        known.checked.difference_update(model.modules())
-        shown = [name for k in differing for name in names[k]] or ["names"]
-        subject = f"the parameters of {type(plain(model)).__name__}"
-        raise equal_inputs.disagreement(
-            op, subject, shown, [tuple(r) for r in records], _SAME_WEIGHTS
-        )
-
-
-def _record_of(parameters: Sequence[tuple[str, Any]]) -> tuple[torch.Tensor, list[list[str]]]:
-    """Returns a record of parameters, and the parameter names behind each of its words."""
-    fixed, names = [0] * _SLOTS, [list[str]() for _ in range(_SLOTS)]
-    device = local_part(parameters[0][1]).device
-    sums = []
-    for number, (name, parameter) in enumerate(parameters):
-        slot, local = number % _SLOTS, local_part(parameter)
-        kind = name, local.dtype, local.shape, parameter.requires_grad
-        fixed[slot] = equal_inputs.text_hash((fixed[slot], *kind))
-        names[slot].append(name)
-        sums.append((slot, equal_inputs.content_hash(local).to(device) * (2 * number + 1)))
-    record = torch.tensor(fixed, device=device)
-    index = torch.tensor([slot for slot, _ in sums], device=device)
-    record.index_add_(0, index, torch.stack([each for _, each in sums]))
-    return record, names
 
 
 def _forget(module: nn.Module, keys: Any = None) -> None:
@@ -363,57 +302,26 @@ def _forget(module: nn.Module, keys: Any = None) -> None:
         known.loaded |= module in known.checked
 
 
-_awaiting: list[RemovableHandle] = []  # the handle of a hook of all optimizers
-
-
-def _await_step(group: dist.ProcessGroup, known: _Known, model: nn.Module) -> None:
-    """Records the gradients of a model's first step, in a hook of all optimizers.
-
-    The hook stays until no model awaits its first step.
-    """
-    found = [(name, p) for name, p in _equal_parameters(model, group) if p.requires_grad]
-    if not found:
-        known.stepped.add(model)
-        return
-    chosen = found[:: math.ceil(len(found) / _SAMPLED)]
-    references = [(name, weakref.ref(parameter)) for name, parameter in chosen]
-    known.stepping[model] = _FirstStep(references, local_part(chosen[0][1]).device)
-    if not _awaiting:
-        _awaiting.append(register_optimizer_step_pre_hook(_before_step))
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    for step in _steps_awaited():
-        step.take(optimizer)
-
-
-def _steps_awaited() -> list[_FirstStep]:
-    return [step for known in list(_known.values()) for step in list(known.stepping.values())]
-
-
-def _compare_gradients(op: str, group: dist.ProcessGroup, known: _Known, model: nn.Module) -> None:
+def _compare_step(op: str, group: dist.ProcessGroup, known: _Known, model: nn.Module) -> None:
+    """Warns if the first optimizer step changed parameters differently on the ranks."""
     step = known.stepping[model]
     step.rounds += 1
+    what = f"the first step of {type(model).__name__} by {op}"
     with ordinary_tensors():
-        record = step.record()
-        what = f"the gradients of {type(model).__name__} by {op}"
-        records = equal_inputs.gather_records(
-            str(group.group_name), what, record.reshape(-1).view(torch.int64)
-        )
-    numbers = [equal_inputs.as_floats(each) for each in records]
-    by_rank = [[each[k : k + _ROW] for k in range(0, len(each), _ROW)] for each in numbers]
-    rows = list(zip(*by_rank, strict=True))
-    differing = [name for (name, _), row in zip(step.parameters, rows, strict=True) if _parted(row)]
-    if not differing and step.rounds < _MOST_ROUNDS and not any(map(_moved, rows)):
-        step.seen.clear()
+        record = step.changes().reshape(-1).view(torch.int64)
+        records = equal_inputs.gather_records(str(group.group_name), what, record)
+    changes = [equal_inputs.as_floats(each) for each in records]
+    differing, moved = [], False
+    for number, (name, _) in enumerate(step.parameters):
+        begin = number * _VALUES
+        first, *others = (each[begin : begin + _VALUES] for each in changes)
+        moved |= any(first) and all(map(any, others))
+        if any(equal_inputs.far_apart(first, other, _TOLERANCE) for other in others):
+            differing.append(name)
+    if not differing and not moved and step.rounds < _MOST_ROUNDS:
         return
     del known.stepping[model]
     known.stepped.add(model)
-    if not _steps_awaited():  # the hook cannot remove itself while the optimizer iterates hooks
-        while _awaiting:
-            _awaiting.pop().remove()
     if differing:
         warnings.warn(
             f"{op}: at the last optimizer step the gradients of {type(plain(model)).__name__} "
@@ -422,18 +330,3 @@ def _compare_gradients(op: str, group: dist.ProcessGroup, known: _Known, model: 
             f"{_SUM_GRADIENTS} ({equal_inputs.OFF})",
             stacklevel=2,
         )
-
-
-def _moved(row: Sequence[Sequence[float]]) -> bool:
-    """Whether a step has changed a parameter on all ranks, as far as its values show."""
-    return all(each[0] and each[-2 * _VALUES : -_VALUES] != each[-_VALUES:] for each in row)
-
-
-def _parted(row: Sequence[Sequence[float]]) -> bool:
-    """Whether ranks took a step with different gradients, and their parameters now differ."""
-    first, *others = (each[1 : 1 + _VALUES] for each in row)
-    return (
-        all(each[0] for each in row)
-        and any(equal_inputs.far_apart(first, other, _GRADIENT_TOLERANCE) for other in others)
-        and any(each[-_VALUES:] != row[0][-_VALUES:] for each in row)
-    )

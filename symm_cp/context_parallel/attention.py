@@ -126,7 +126,7 @@ def all_gather_attention(
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
     name, split = split_by(_OP, group, method, argument="group")
-    like, told = query, split.peers(name)
+    like, told = query, name if split.grid is None else split.peers(name)
     of_dtensors = not (type(query) is type(key) is type(value) is torch.Tensor) and (
         is_dtensor(query) or is_dtensor(key) or is_dtensor(value)
     )
@@ -146,8 +146,9 @@ def all_gather_attention(
         "key_mask": key_mask,
         "prefix_lengths": prefix_lengths,
     }
-    # Omitted arguments cost least.
-    options = {name: option for name, option in options.items() if option is not None}
+    for name_of_option in [*options]:  # omitted arguments cost least
+        if options[name_of_option] is None:
+            del options[name_of_option]
     if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
         options["document_edges"] = reporting_to_peers(
             told, _document_edges, options.pop("cu_seqlens")
@@ -179,11 +180,13 @@ def _layout_options(
         return {"layouts": keys}
     options = {}
     if keys is not None:
-        options["chunk_order"] = list(keys.layout.chunk_order)
-        options["chunk_lengths"] = list(keys.layout.chunk_lengths)
+        layout = keys.layout
+        options["chunk_order"] = list(layout.chunk_order)
+        options["chunk_lengths"] = list(layout.chunk_lengths)
     if queries is not None:
-        options["query_chunk_order"] = list(queries.layout.chunk_order)
-        options["query_chunk_lengths"] = list(queries.layout.chunk_lengths)
+        layout = queries.layout
+        options["query_chunk_order"] = list(layout.chunk_order)
+        options["query_chunk_lengths"] = list(layout.chunk_lengths)
     return options
 
 

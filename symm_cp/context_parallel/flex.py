@@ -233,6 +233,8 @@ def spread(
             "pass this rank's parts (to_local())"
         )
     local = (query.shape[2], key.shape[2])
+    if region.even and len(region.balancers) == 1 and local[0] == local[1]:
+        return region.balancers[0], region.balancers[0]
     queries = region.layout(local[0])
     keys = region.layout_of_keys(*local, ordered=ordered)
     return queries, keys or Sequential(local[1] * region.world_size, region.world_size)

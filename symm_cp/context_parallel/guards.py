@@ -9,8 +9,9 @@ innermost region of its thread, which has inspectors.py judge it. A forward hook
 pre-hook gets keyword arguments, passes calls to inspectors. Within `torch.compile` both run when
 the model is traced. On one rank nothing is spread or refused.
 
-Verdicts are kept with the model: once a model has run, its first module that runs also passes all
-modules whose verdicts need no check.
+Verdicts are kept with the model: the first module that runs has all modules judged that are
+registered in it. While a model of transformers runs whose modules have all passed, the hooks are
+removed, unless it keeps other modules in plain lists: these are judged when they run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +29,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from symm_cp.context_parallel import agreement, inspectors
-from symm_cp.context_parallel.inspectors import Inspector, Limit
+from symm_cp.context_parallel.inspectors import Inspector, Known, Limit, States, known_of
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.context_parallel.verdicts import Known, known_of
 from symm_cp.ops.common import attention_runs
 
 ON_UNFUSED = ("raise", "warn", "ignore")
@@ -57,12 +57,12 @@ class Watch:
     first_module: str | None = None
     called: bool = False
     runs_before: int = 0
-    # The states that inspectors get when they judge the next module.
-    states: dict[Inspector, Hashable] = field(default_factory=dict)
+    states: States = field(default_factory=dict)
     has_positions: bool = False  # whether a model got the positions of its tokens
     recurred_without_documents: bool = False  # whether the last recurrent layer got none
     pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
     judged: set[nn.Module] = field(default_factory=set)
+    limits: dict[nn.Module, tuple[Limit, ...]] = field(default_factory=dict)  # of other parts
     calls: dict[nn.Module, Inspector] = field(default_factory=dict)  # modules with checked calls
     peers: str | tuple[str, ...] = ""  # see `reporting_to_peers`
     seeded: bool = False  # whether ranks have compared their seeds
@@ -78,32 +78,30 @@ class Watch:
     def saw(self, module: nn.Module, *, compiling: bool = False) -> Known | None:
         """Records that a module runs; raises `NotImplementedError` if its result would be wrong.
 
-        Returns the verdicts on its parts, or None if each part must be judged when it runs.
+        The first module of a model has all parts judged. Then returns the verdicts, else None.
         """
         if self.world_size == 1 or module in self.judged:
             return None
-        self.judged.add(module)
+        if module in self.limits:  # a part of a model that ran before
+            self._apply(module, self.limits[module], compiling)
+            self.judged.add(module)
+            return None
         inner = getattr(module, "_orig_mod", module)  # of torch.compile(module)
         known = known_of(inner)
         self.first_module = self.first_module or type(inner).__name__
         compiled = inner is not module or module._compiled_call_impl is not None
-        for part in known.parts() if compiled else (inner,):
-            self._judge(known, part, compiling or compiled)
-        if compiling or known.compiles:
-            return None
-        passing, calls = known.passing(inner, self.states, self._fits, self.balancers)
-        self.judged.update(passing)
-        self.calls.update(calls)
-        return known
-
-    def _judge(self, known: Known, part: nn.Module, compiling: bool) -> None:
-        for inspector in inspectors.loaded():
-            verdict = known.judge(part, inspector, self.states.get(inspector))
-            self.states[inspector] = verdict.state
-            if verdict.checks_calls:
+        rows, self.states = known.judged(self.states)
+        for part, (limits, inspector) in zip(known.parts(), rows, strict=True):
+            if inspector is not None:
                 self.calls[part] = inspector
-            for limit in verdict.limits:
-                self._apply(part, limit, compiling)
+            if not limits or all(map(self._fits, limits)):
+                self.judged.add(part)
+            elif part is inner or compiled:
+                self._apply(part, limits, compiling or compiled)
+            else:
+                self.limits[part] = limits
+        self.judged.add(module)  # not before: a caller that catches an error may run it again
+        return known
 
     def _fits(self, limit: Limit) -> bool:
         """Whether a limit makes no difference within the region."""
@@ -111,18 +109,19 @@ class Watch:
             return False
         return limit.needs_length and all(limit.fits(b.lengths) for b in self.balancers)
 
-    def _apply(self, module: nn.Module, limit: Limit, compiling: bool) -> None:
-        if self._fits(limit):
-            return
-        if not limit.needs_length:
-            raise limit.error(module)
-        for balancer in self.balancers:
-            if not limit.fits(balancer.lengths):
-                raise limit.error(module, balancer.seq_length)
-        if compiling and limit.harmless_up_to is not None:
-            # The graph may later run for other lengths without this check.
-            raise limit.error(module)
-        self.pending.append((module, limit))
+    def _apply(self, module: nn.Module, limits: Iterable[Limit], compiling: bool) -> None:
+        for limit in limits:
+            if self._fits(limit):
+                continue
+            if not limit.needs_length:
+                raise limit.error(module)
+            for balancer in self.balancers:
+                if not limit.fits(balancer.lengths):
+                    raise limit.error(module, balancer.seq_length)
+            if compiling and limit.harmless_up_to is not None:
+                # The graph may later run for other lengths without this check.
+                raise limit.error(module)
+            self.pending.append((module, limit))
 
     def check_lengths(self, lengths: list[int]) -> None:
         """Raises if a module that ran does not support shards of these lengths."""
@@ -235,7 +234,6 @@ def _complaint_before(called: nn.Module | int) -> str | None:
     try:
         watch.saw(module, compiling=True)
     except NotImplementedError as error:
-        watch.judged.discard(module)  # a caller that catches the error may run it again
         return str(error)
     return None
 
@@ -268,9 +266,10 @@ def _before(module: nn.Module, args: Any) -> None:
 def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
     known = watch.saw(module, compiling=compiling)
     agreement.compare_running("context_parallel", watch.group, module)
-    if known is not None:  # hooks skip its parts when they run
+    if known is not None and not compiling and not known.compiles:  # hooks skip its parts
         agreement.compare_parts("context_parallel", watch.group, known)
-        if module in watch.calls and watch.judged.issuperset(known.parts()):
+        passed = watch.judged.issuperset(known.parts()) and not known.has_others
+        if passed and module in watch.calls:
             _hooks.rest(watch, module)
 
 

@@ -5,6 +5,9 @@ describes what its models require, how they attend and how they use a batch. Not
 it: `symm_cp/integrations/__init__.py` registers the name of a module that shows that the library is
 in use, and a function that imports the inspector, which is called once that module is loaded. So
 `import symm_cp` imports no library, and no floor imports a higher one.
+
+A model has a hundred modules, and judging one takes fifty calls of Python functions. So verdicts
+are kept with the model: `known_of` returns them until a fact changes that they depend on.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import types
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -174,8 +179,10 @@ def loaded() -> Sequence[Inspector]:
 
 def batch_rules(op: str, model: nn.Module) -> BatchRules:
     """Returns the rules by which a model uses a batch."""
-    found = (inspector.batch_rules(op, model) for inspector in loaded())
-    return next(rules for rules in found if rules is not None)
+    for inspector in loaded():
+        if (rules := inspector.batch_rules(op, model)) is not None:
+            return rules
+    raise AssertionError("torch's inspector has rules for all models")
 
 
 def by_position(mask_module: str | None) -> bool:
@@ -195,8 +202,8 @@ def plain(model: nn.Module) -> Any:
         inner = wrapped
 
 
-def modules_of(model: nn.Module) -> Iterable[nn.Module]:
-    """The same as `model.modules()`, whose nested generators take ten times as long."""
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The same as `list(model.modules())`, whose nested generators take ten times as long."""
     found: dict[nn.Module, None] = {}
     left = [model]
     while left:
@@ -207,7 +214,7 @@ def modules_of(model: nn.Module) -> Iterable[nn.Module]:
         for child in reversed(module._modules.values()):
             if child is not None:
                 left.append(child)
-    return found
+    return [*found]
 
 
 def positions(shape: Sequence[int], seq_dim: int, device: torch.device) -> torch.Tensor:
@@ -215,3 +222,186 @@ def positions(shape: Sequence[int], seq_dim: int, device: torch.device) -> torch
     along = [1] * len(shape)
     along[seq_dim] = -1
     return torch.arange(shape[seq_dim], device=device).view(along).expand(*shape)
+
+
+# --- verdicts kept with a model ------------------------------------------------------------------
+
+#: Returns the modules of a model for which a function of a module is true.
+Select = Callable[[Callable[[nn.Module], Any]], list[nn.Module]]
+
+#: The states that inspectors get when they judge the next module.
+States = dict[Inspector, Hashable]
+#: The limits of a part of a model, and the inspector that checks its calls.
+Row = tuple[tuple[Limit, ...], Inspector | None]
+
+_VALUES = {bool, int, float, str, types.NoneType}
+_CONTAINERS = {list, tuple, dict, set, frozenset}
+_MOST_VERSIONS = 3  # versions of one model: outside of contexts, and within contexts with `model=`
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    """Returns the attributes of a configuration, without computed attributes of its class."""
+    if isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
+        return {}
+    try:
+        values = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _facts(parts: list[nn.Module], watched: set[str]) -> tuple[list[Any], list[Any]]:
+    """Returns what verdicts on parts depend on: plain values, and ids of the objects returned."""
+    # Loops without calls of their own: they run for all parts of a model in each context.
+    seen: list[Any] = []
+    configs: dict[int, Any] = {}
+    for part in parts:
+        values = part.__dict__
+        seen += (type(part), *part._modules.keys(), *part._modules.values())
+        seen += part._forward_pre_hooks.values()
+        for stored in (values, part._parameters, part._buffers):
+            if stored and not watched.isdisjoint(stored.keys()):
+                for name in watched.intersection(stored.keys()):
+                    if stored is values or stored[name] is not None:
+                        seen += (name, stored[name])
+        if (config := values.get("config")) is not None:
+            configs[id(config)] = config
+    pending = [*configs.values()]
+    for config in pending:
+        for name, value in _settings(config).items():
+            seen += (name, value)
+            kind = type(value)
+            if kind not in _VALUES and kind not in _CONTAINERS and id(value) not in configs:
+                configs[id(value)] = value
+                pending.append(value)
+    facts: list[Any] = []
+    objects = []
+    for value in seen:
+        kind = type(value)
+        if kind in _CONTAINERS:
+            value = repr(value)
+        elif kind not in _VALUES:
+            # Each access to a method makes a new object.
+            objects.append(value.__func__ if kind is types.MethodType else value)
+            value = id(objects[-1])
+        facts.append(value)
+    return facts, objects
+
+
+def _alive(references: list[Any]) -> list[Any]:
+    parts = []
+    for reference in references:  # not a map: if Dynamo traces that, it calls the modules
+        parts.append(reference())
+    return parts
+
+
+class Known:
+    """Inspectors' verdicts on the parts of a model, in one state of it.
+
+    Keeps no part of the model alive.
+    """
+
+    def __init__(self, parts: list[nn.Module], facts: list[Any], objects: list[Any]) -> None:
+        self.facts = facts
+        self._parts = [weakref.ref(part) for part in parts]
+        self._objects: list[weakref.ref[Any]] = []
+        self._lasting: list[Any] = []  # objects without weak references, such as a dtype
+        for each in objects:
+            try:
+                self._objects.append(weakref.ref(each))
+            except TypeError:
+                self._lasting.append(each)
+        self._chosen: dict[Any, list[int]] = {}
+        self._judged: dict[Any, tuple[list[Row], States]] = {}
+        #: The groups over which the parameters of all parts were compared.
+        self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.compiles = any(
+            vars(part).get("_compiled_call_impl") is not None or "_orig_mod" in part._modules
+            for part in parts
+        )
+
+        all_parts = set(parts)
+        #: Whether a part keeps modules in a plain list, tuple or dict, where they are no parts.
+        self.has_others = any(
+            isinstance(item, nn.Module) and item not in all_parts
+            for part in parts
+            for value in vars(part).values()
+            if type(value) in (list, tuple, dict)
+            for item in (value.values() if isinstance(value, dict) else value)
+        )
+
+    def parts(self) -> list[nn.Module]:
+        """Returns the parts of the model."""
+        return _alive(self._parts)
+
+    def holds(self, facts: list[Any]) -> bool:
+        """Whether the facts are those of these verdicts: ids of dead objects are used again."""
+        return self.facts == facts and None not in _alive(self._objects)
+
+    def select(self, is_chosen: Callable[[nn.Module], Any]) -> list[nn.Module]:
+        """Returns the parts for which a function of a module is true; calls it once per part."""
+        numbers = self._chosen.get(is_chosen)
+        if numbers is None:
+            numbers = [number for number, part in enumerate(self.parts()) if is_chosen(part)]
+            self._chosen[is_chosen] = numbers
+        parts: list[Any] = []
+        for number in numbers:
+            parts.append(self._parts[number]())
+        return parts
+
+    def judged(self, states: States) -> tuple[list[Row], States]:
+        """Returns the verdicts on all parts, in order, and the states after them."""
+        key = tuple(states.items())
+        if key not in self._judged:
+            self._judged[key] = self._judge(dict(states))
+        return self._judged[key]
+
+    def _judge(self, states: States) -> tuple[list[Row], States]:
+        rows: list[Row] = []
+        own: set[Limit] = set()  # the model's, which are checked when it runs
+        for part in self.parts():
+            limits: list[Limit] = []
+            checks: Inspector | None = None
+            for inspector in loaded():
+                verdict = inspector.judge(part, states.get(inspector))
+                states[inspector] = verdict.state
+                limits += verdict.limits
+                checks = inspector if verdict.checks_calls else checks
+            rows.append((tuple(limit for limit in limits if limit not in own), checks))
+            if len(rows) == 1:  # the other limits depend on whether the part is compiled
+                own = {limit for limit in limits if limit.harmless_up_to is None}
+        return rows, states
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, list[Known]] = weakref.WeakKeyDictionary()
+
+
+def known_of(model: nn.Module) -> Known:
+    """Returns inspectors' verdicts on a model in its current state."""
+    inspectors, watched = loaded(), {"config", "_compiled_call_impl"}
+    for inspector in inspectors:
+        watched |= inspector.attributes
+    parts = modules_of(model)
+    facts, objects = _facts(parts, watched)
+    facts.append(len(inspectors))
+    versions = _known.setdefault(model, [])
+    for known in versions:
+        if known.holds(facts):
+            break
+    else:
+        known = Known(parts, facts, objects)
+    if versions[:1] != [known]:
+        if known in versions:
+            versions.remove(known)
+        versions.insert(0, known)
+        del versions[_MOST_VERSIONS:]
+    return known
+
+
+def of_library(model: nn.Module) -> bool:
+    """Whether a model has a part of a library other than torch."""
+    return bool(known_of(model).select(_is_of_library))
+
+
+def _is_of_library(module: nn.Module) -> bool:
+    return any(each.judge(module, None).state is not None for each in loaded())

@@ -24,9 +24,8 @@ from symm_cp.context_parallel.agreement import local_part
 from symm_cp.context_parallel.averaging import reduction_of
 from symm_cp.context_parallel.batch import LossReduction, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
-from symm_cp.context_parallel.inspectors import batch_rules, modules_of, plain
+from symm_cp.context_parallel.inspectors import batch_rules, modules_of, of_library, plain
 from symm_cp.context_parallel.lengths import BalancersByLength
-from symm_cp.context_parallel.verdicts import of_library
 from symm_cp.group.memory import GroupLike
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs

@@ -73,11 +73,13 @@ def attend_sequence(
             "and documents require equal lengths"
         )
 
+    if not region.of_samples:
+        return _attend_batch(_Call(region, query, key, value, mask, options), related)
+
     def attend(
-        own: ParallelRegion, index: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        own: ParallelRegion, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        of_sample = mask if index is None else mask.sample(index)
-        return _attend_batch(_Call(own, q, k, v, of_sample, options), related)
+        return _attend_batch(_Call(own, q, k, v, mask.sample(index), options), related)
 
     return by_sample(_OP, region, (query, key, value), attend)
 
@@ -131,7 +133,7 @@ def _attend_batch(call: _Call, related: bool) -> torch.Tensor:
     if layouts is None:
         queries, keys = flex.spread(region, query, key, ordered=ordered)
         spread = {"load_balancer": keys}
-        if ordered and queries != keys:
+        if ordered and queries is not keys and queries != keys:
             spread["query_load_balancer"] = queries
     return all_gather_attention(  # type: ignore[no-any-return]
         query,

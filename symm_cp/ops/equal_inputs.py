@@ -12,7 +12,6 @@ and compares them. All ranks see the same records, so all ranks raise, or none.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +33,8 @@ from symm_cp.tensors.dtypes import dtype_name
 #: The text in errors that says how to turn the comparison off.
 OFF = "SYMM_CP_COMPARE_INPUTS=0 turns this check off"
 
-_SLOTS = 16  # words of a record for exact comparison; further items share the last word
+# Words of a record for exact comparison, which further items share.
+_SLOTS, _SLOTS_OF_WEIGHTS = 16, 1024
 _FLOATS, _VALUES = 4, 8  # floating-point tensors of a record, and values of each
 # Relative to the largest value. Other data differ by about 1, results in bfloat16 by about 0.01.
 TOLERANCE = 0.1
@@ -50,13 +50,12 @@ def enabled(*tensors: torch.Tensor) -> bool:
     """Whether ranks compare inputs now: not while code is traced or a graph is captured."""
     if not env.compare_inputs() or torch.compiler.is_compiling():
         return False
-    return not any(
-        isinstance(t, FakeTensor)
-        or t.is_meta
-        or torch._C._functorch.is_functorch_wrapped_tensor(t)
-        or capturing(t.device)
-        for t in tensors
-    )
+    for t in tensors:
+        if isinstance(t, FakeTensor) or t.is_meta or capturing(t.device):
+            return False
+        if torch._C._functorch.is_functorch_wrapped_tensor(t):
+            return False
+    return True
 
 
 def compare(
@@ -67,48 +66,64 @@ def compare(
     subject: str,
     remedy: str,
     notes: Sequence[int] = (),
+    exact: bool = False,
 ) -> list[list[int]]:
     """Raises `RuntimeError` on all ranks unless the items are equal on all ranks. Collective.
 
     `subject` says in the error what the items are ("the batches that ranks cut"). `notes` are
     numbers that the ranks exchange and that may differ: returns all ranks' notes. Returns
-    an empty list at once on one rank, and where the comparison is turned off.
+    an empty list at once on one rank, and where the comparison is turned off. `exact`: all bytes
+    of all items count, and whether they require gradients: for weights.
     """
     tensors = [value for _, value in items if isinstance(value, torch.Tensor)]
     state = resolve(group)
     if state.world_size == 1 or not enabled(*tensors):
         return []
+    slots = _SLOTS_OF_WEIGHTS if exact else _SLOTS
+    floats = [] if exact else [t for t in tensors if t.is_floating_point() or t.is_complex()]
+    floats = floats[:_FLOATS]
     with ordinary_tensors():
-        record, named = _record(items, tensors[0].device if tensors else torch.device("cpu"))
-        told = gather_records(group, op, torch.cat([record, record.new_tensor(notes)]))
-    records = [each[: len(record)] for each in told]
-    differing = [k for k in range(_SLOTS) if len({each[k] for each in records}) > 1]
-    named[0] = [f"the set of tensors (here {', '.join(name for name, _ in items)})"]
-    names = [", ".join(named[k]) for k in differing] or _differing_values(items, records)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        parts = [_hashes(items, slots, device, exact=exact)]
+        for tensor in floats:
+            parts.append(spread_values(tensor, _VALUES).to(device).view(torch.int64))
+        missing = 0 if exact else (_FLOATS - len(floats)) * _VALUES
+        parts.append(parts[0].new_tensor([*[0] * missing, *notes]))
+        told = gather_records(group, f"{subject} by {op}", torch.cat(parts))
+    records = [row[: len(row) - len(notes)] for row in told]
+    columns = list(zip(*records, strict=True))
+    differing = [k for k in range(slots) if columns[k].count(columns[k][0]) < len(records)]
+    unequal = [item for k in differing if k for item in items[k - 1 :: slots - 1]]
+    for number, tensor in enumerate([] if differing else floats):
+        begin = slots + number * _VALUES
+        first, *others = (as_floats(record[begin : begin + _VALUES]) for record in records)
+        if any(far_apart(first, other) for other in others):
+            unequal += [item for item in items if item[1] is tensor]
+    names = [name if exact else _described(name, value) for name, value in unequal]
+    if 0 in differing:
+        names.insert(0, f"the set of tensors (here {_listed([name for name, _ in items])})")
     if names:
-        counted = _SLOTS if differing else None
-        raise disagreement(op, subject, names, [tuple(r[:counted]) for r in records], remedy)
-    return [each[len(record) :] for each in told]
+        sides = _sides([row[:slots] if differing else row for row in records])
+        shown = f"{subject} differ between {sides} in {_listed(names)}"
+        raise reported(RuntimeError(f"{op}: {shown}: {remedy} ({OFF})"))
+    return [row[len(row) - len(notes) :] for row in told]
 
 
-def disagreement(
-    op: str,
-    subject: str,
-    names: Sequence[str],
-    records: Sequence[tuple[int, ...]],
-    remedy: str,
-) -> RuntimeError:
-    """Returns the error of ranks whose records differ, which all of them raise."""
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    message = f"{op}: {subject} differ between {sides(records)} in {shown}: {remedy} ({OFF})"
-    return reported(RuntimeError(message))
+def _described(name: str, value: Any) -> str:
+    is_tensor = isinstance(value, torch.Tensor)
+    text = f"{dtype_name(value.dtype)}{list(value.shape)}" if is_tensor else str(value)
+    return f"{name} (here {text if len(text) <= 60 else f'{text[:57]}...'})"
 
 
-def sides(records: Sequence[tuple[int, ...]]) -> str:
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _sides(records: Sequence[Record]) -> str:
     """Names the ranks that have equal records, and the ranks that differ."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, record in enumerate(records):
-        alike.setdefault(record, []).append(rank)
+        alike.setdefault(tuple(record), []).append(rank)
     each = [f"rank {r[0]}" if len(r) == 1 else f"ranks {r}" for r in alike.values()]
     return " and ".join(each)
 
@@ -131,32 +146,25 @@ def gather_records(group: GroupLike, op: str, record: torch.Tensor) -> list[list
     return rows
 
 
-def _record(items: Sequence[Item], device: torch.device) -> tuple[torch.Tensor, list[list[str]]]:
-    """Returns the record of items, and the names of the items that each of its slots stands for."""
-    fixed, hashes, named = [0] * _SLOTS, [], [list[str]() for _ in range(_SLOTS)]
+def _hashes(
+    items: Sequence[Item], slots: int, device: torch.device, *, exact: bool
+) -> torch.Tensor:
+    """Returns the words of a record for which any difference counts."""
+    fixed, places, hashes = [0] * slots, list[int](), list[torch.Tensor]()
     fixed[0] = text_hash([name for name, _ in items])
-    for number, (name, value) in enumerate(items, 1):
-        slot = min(number, _SLOTS - 1)
-        is_tensor = isinstance(value, torch.Tensor)
-        kind = (value.dtype, tuple(value.shape)) if is_tensor else value
-        fixed[slot] = text_hash((fixed[slot], repr(kind)))
-        named[slot].append(f"{name} (here {_described(value)})")
-        if is_tensor and not _is_float(value):
-            hashes.append((slot, hashed(value).to(device)))
+    for number, (name, value) in enumerate(items):
+        slot, kind = 1 + number % (slots - 1), value  # the first word stands for all names
+        if isinstance(value, torch.Tensor):
+            kind = value.dtype, tuple(value.shape), exact and value.requires_grad
+            if exact or not (value.is_floating_point() or value.is_complex()):
+                places.append(slot)
+                content = content_hash(value) if exact else hashed(value)
+                hashes.append(content.to(device) * (2 * number + 1))
+        fixed[slot] = text_hash((fixed[slot], name, kind))
     record = torch.tensor(fixed, device=device)
-    for slot, value in hashes:
-        record[slot] += value * (2 * slot + 1)
-    values = [_values(value).to(device) for _, value in _floats(items)]
-    values.append(torch.zeros((_FLOATS - len(values)) * _VALUES, dtype=torch.float64))
-    numbers = torch.cat([each.to(device) for each in values])
-    return torch.cat([record, numbers.view(torch.int64)]), named
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{dtype_name(value.dtype)}{list(value.shape)}"
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if hashes:
+        record.index_add_(0, torch.tensor(places, device=device), torch.stack(hashes))
+    return record
 
 
 def text_hash(value: Any) -> int:
@@ -197,16 +205,6 @@ def content_hash(tensor: torch.Tensor) -> torch.Tensor:
     return words.sum() + hashed(ends)
 
 
-def _is_float(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _floats(items: Sequence[Item]) -> list[tuple[str, torch.Tensor]]:
-    """Returns the items' floating-point tensors whose values are compared."""
-    tensors = ((n, t) for n, t in items if isinstance(t, torch.Tensor) and _is_float(t))
-    return list(itertools.islice(tensors, _FLOATS))
-
-
 def spread_values(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Returns `count` evenly spaced values of a tensor in float64, zeros for missing ones."""
     flat = tensor.detach()
@@ -217,10 +215,6 @@ def spread_values(tensor: torch.Tensor, count: int) -> torch.Tensor:
     index = torch.unravel_index(places.to(flat.device), flat.shape) if flat.dim() else ()
     values = flat[index].to(torch.float64) if index else flat.to(torch.float64).expand(count)
     return values.contiguous()
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    return spread_values(tensor, _VALUES)
 
 
 def as_floats(words: Record) -> list[float]:
@@ -237,39 +231,26 @@ def far_apart(one: Sequence[float], other: Sequence[float], tolerance: float = T
     return any(abs(a - b) > tolerance * largest for a, b in finite)
 
 
-def _differing_values(items: Sequence[Item], records: Sequence[Record]) -> list[str]:
-    """Returns the names of floating-point tensors that differ by more than rounding."""
-    names = []
-    for number, (name, value) in enumerate(_floats(items)):
-        begin = _SLOTS + number * _VALUES
-        first, *others = (as_floats(record[begin : begin + _VALUES]) for record in records)
-        if any(far_apart(first, other) for other in others):
-            names.append(f"{name} (here {_described(value)})")
-    return names
-
-
 # --- inputs of a module, eager and compiled ----------------------------------------------------
 
 _SAME = "_same_on_all_ranks"
-_PIECE = 28  # bits of a hash in one addend: sums over any number of ranks do not overflow
 
 
 def _compare_input(
     input: torch.Tensor, op: str, name: str, remedy: str, group: str, *further: Item
 ) -> None:
     """Like `compare` for one tensor, in a quarter of its time if all ranks' are equal."""
-    if not enabled(input) or _sums_agree(group, input, further):
+    if not enabled(input) or _agree(group, input, further):
         return
     items = [(name, input), *further]
     compare(group, op, items, subject="the inputs of ranks", remedy=remedy)
 
 
-def _sums_agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> bool:
-    """Whether inputs on CPU are surely equal on all ranks, by one native all-reduce of a hash.
+def _agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> bool:
+    """Whether a few ids on CPU are surely equal on all ranks, by one native all-reduce of a hash.
 
-    If False, floating-point inputs may still be equal up to rounding. If hashes differ, their sum
-    is not `world_size` times any of them (except with probability 2 ** -56), so all ranks get the
-    same answer.
+    If hashes differ, their sum is not `world_size` times any of them (except with probability
+    2 ** -56), so all ranks get the same answer.
     """
     state = resolve(group)
     if state.world_size == 1:
@@ -279,18 +260,9 @@ def _sums_agree(group: str, input: torch.Tensor, further: Sequence[Item]) -> boo
     if apart_of(state, input.device) is not None:  # it is an op on peers' memory
         return False
     agreed = decoding_call("agree")(input, repr(further), group, state.world_size)
-    if agreed is not None:
-        return bool(agreed)
-    with ordinary_tensors():
-        counted = _values(input) if _is_float(input) else input.detach()
-        flat = counted.reshape(-1)[:_MOST_HASHED].contiguous()
-        described = repr((input.dtype, input.shape, *further))
-        data = hashlib.blake2b(described.encode(), digest_size=7)
-        data.update(memoryview(flat.numpy()).cast("B") if len(flat) else b"")
-        number = int.from_bytes(data.digest())
-        pieces = [number >> _PIECE, number & ((1 << _PIECE) - 1)]
-        sums = direct("_one_shot_all_reduce")(torch.tensor(pieces), "sum", group).tolist()
-    return bool(sums == [piece * state.world_size for piece in pieces])
+    if agreed is None:  # peers may sum hashes natively: join them, so that all compare everything
+        direct("_one_shot_all_reduce")(torch.zeros(2, dtype=torch.int64), "sum", group)
+    return bool(agreed)
 
 
 def _same_kernel(
@@ -320,7 +292,7 @@ def same_on_all_ranks(
     if not env.compare_inputs():
         return input
     if torch.compiler.is_compiling():
-        if _is_float(input):
+        if input.is_floating_point() or input.is_complex():
             return input
         same: torch.Tensor = torch.ops.symm_mem._same_on_all_ranks(input, op, name, remedy, group)
         return same

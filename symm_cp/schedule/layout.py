@@ -113,7 +113,7 @@ def even_lengths(length: int, chunks: int) -> tuple[int, ...]:
     if length < 0:
         raise ValueError(f"{length=} must not be negative")
     each, more = divmod(length, chunks)
-    return tuple(each + (chunk < more) for chunk in range(chunks))
+    return (each + 1,) * more + (each,) * (chunks - more)
 
 
 def sequential(length: int, world_size: int) -> SequenceLayout:

@@ -164,6 +164,12 @@ def are_refused(group: dist.ProcessGroup) -> None:
         symm_cp.context_parallel(mesh_of(group)),
     ):
         build("Mistral", sliding_window=40)(**local_batch(group))
+    model = build("Llama")
+    model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    with symm_cp.context_parallel(mesh_of(group), load_balancer=layout(group)):
+        for _ in range(2):  # a caller that catches the error runs it again
+            with pytest.raises(NotImplementedError, match="LlamaAttention has sinks"):
+                model(**local_batch(group))
 
 
 def test_what_would_be_wrong_is_refused(ranks: Ranks) -> None:
@@ -202,6 +208,32 @@ def judged_by_attributes(group: dist.ProcessGroup) -> None:
 
 def test_attention_modules_are_judged_by_what_they_use(ranks: Ranks) -> None:
     ranks.run(2, judged_by_attributes)
+
+
+class WithHidden(transformers.LlamaForCausalLM):
+    """Runs a model that is not registered in it."""
+
+    def forward(self, **inputs: Any) -> Any:
+        for hidden in self.hidden:  # type: ignore[union-attr]
+            hidden(**inputs)
+        return super().forward(**inputs)
+
+
+def unregistered(group: dist.ProcessGroup) -> None:
+    for hidden, message in [
+        ([build("Mistral", sliding_window=40)], "MistralForCausalLM has config"),
+        ([], None),
+    ]:
+        model = build("Llama")
+        model.__class__ = WithHidden
+        model.hidden = hidden
+        refused = pytest.raises(NotImplementedError, match=message) if message else nullcontext()
+        with refused, symm_cp.context_parallel(mesh_of(group), load_balancer=layout(group)):
+            model(**local_batch(group))
+
+
+def test_modules_in_a_plain_list_are_judged(ranks: Ranks) -> None:
+    ranks.run(2, unregistered)
 
 
 def positions(group: dist.ProcessGroup) -> None:

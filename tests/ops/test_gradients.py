@@ -289,13 +289,17 @@ def strides_of_gradients(group: dist.ProcessGroup) -> None:
         # Values that all elements share, as `sum` expands them, in the last dimensions or in all.
         for fewer in (1, 2, 9):
             ones = [out.new_full(out.shape[: max(0, out.dim() - fewer)], 2.0) for out in outputs]
-            same = [o[(...,) + (None,) * (out.dim() - o.dim())] for o, out in zip(ones, outputs)]
+            same = [
+                o[(...,) + (None,) * (out.dim() - o.dim())]
+                for o, out in zip(ones, outputs, strict=True)
+            ]
             same = [one.expand(out.shape) for one, out in zip(same, outputs, strict=True)]
             for kind, (grads, dense) in enumerate(
                 [*((each, plain) for each in others), (same, [each.contiguous() for each in same])]
             ):
                 for got, want in zip(gradients(list(grads)), gradients(dense), strict=True):
-                    torch.testing.assert_close(got, want, msg=lambda m: f"{name} {kind}: {m}")
+                    of = f"{name} {kind}"
+                    torch.testing.assert_close(got, want, msg=lambda m, of=of: f"{of}: {m}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

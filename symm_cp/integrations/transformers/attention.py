@@ -13,13 +13,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
 from symm_cp.context_parallel import sdpa
-from symm_cp.context_parallel.flex_hook import current_region, handled
+from symm_cp.context_parallel.flex_hook import current_mode, handled
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.integrations.transformers import outside, spread
-from symm_cp.integrations.transformers.limits import SYMM_CP
+from symm_cp.integrations.transformers.limits import SCALED, SYMM_CP
 from symm_cp.integrations.transformers.masks import OP, sequence_mask, with_packing
 from symm_cp.integrations.transformers.positions import rescaled
 from symm_cp.integrations.transformers.tables import bias_by_distance
@@ -40,14 +40,14 @@ def mask_function(
     **kwargs: Any,
 ) -> SequenceMask | torch.Tensor | None:
     """Returns the mask of a model's layers; within a region, one for the whole sequence."""
-    within = current_region()
+    mode = current_mode()
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    if within is None or (within[0].world_size == 1 and _is_step(*arguments[1:])):
+    if mode is None or (mode.region.world_size == 1 and _is_step(*arguments[1:])):
         return masking_utils.sdpa_mask(*arguments, mask_function, attention_mask, **kwargs)
     if not torch.compiler.is_compiling():
         mask_function = with_packing(mask_function, sys._getframe(1), batch_size)
     return reporting_to_peers(
-        within[0].peers, mask_of_region, within[0], mask_function, arguments, attention_mask
+        mode.region.peers, mask_of_region, mode.region, mask_function, arguments, attention_mask
     )
 
 
@@ -93,10 +93,10 @@ def attention_function(
         options = {"dropout": dropout, "scaling": scaling}
         tensors = (query, key, value)
         return spread.attend(part, module, tensors, attention_mask, options, is_causal, kwargs)
-    within = current_region()
-    region = within[0] if within is not None else getattr(attention_mask, "region", None)
-    if within is not None:
-        within[1].called = True
+    mode = current_mode()
+    region = mode.region if mode is not None else getattr(attention_mask, "region", None)
+    if mode is not None:
+        mode.watch.called = True
     of_one = region is not None and region.world_size == 1 and key.shape[2] != query.shape[2]
     if (bias := kwargs.get("position_bias")) is not None and bias.numel() == 0:
         del kwargs["position_bias"]
@@ -147,13 +147,14 @@ def _attend(
             f"{NAME}: {name} has a paged cache, which is not supported within context_parallel"
         )
     query, *others = tensors
-    tensors = (rescaled(region, module, query), *others)
-    sinks = kwargs.get("s_aux")
+    if getattr(module, SCALED, None):
+        tensors = (rescaled(region, module, query), *others)
+    sinks, bias = kwargs.get("s_aux"), kwargs.get("position_bias")
     options = {
         **options,
         "enable_gqa": tensors[0].shape[1] != tensors[1].shape[1],
         "softcap": kwargs.get("softcap"),
-        "bias": bias_by_distance(name, kwargs.get("position_bias")),
+        "bias": None if bias is None else bias_by_distance(name, bias),
         "sinks": getattr(module, "sinks", None) if sinks is None else sinks,
     }
     if mask is None:

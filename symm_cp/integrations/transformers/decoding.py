@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from symm_cp.context_parallel.inspectors import known_of
 from symm_cp.context_parallel.spread_keys import Blocks, SpreadKeys
 from symm_cp.group.memory import GroupLike, group_name, resolve
 from symm_cp.integrations.transformers.limits import SYMM_CP
@@ -184,7 +185,7 @@ def decoding(
     that does not attend through transformers' `AttentionInterface`.
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    with attending(model):
+    with attending([known_of(model)]):
         hook = parts[0].register_forward_pre_hook(_compare_inputs, with_kwargs=True)
         try:
             yield SpreadCache(parts[0].config, mesh, block_size=block_size, capacity=capacity)

@@ -17,8 +17,7 @@ from torch import nn
 
 from symm_cp.context_parallel import inspectors
 from symm_cp.context_parallel.guards import Watch
-from symm_cp.context_parallel.inspectors import BatchRules, Verdict
-from symm_cp.context_parallel.verdicts import known_of
+from symm_cp.context_parallel.inspectors import BatchRules, Verdict, known_of
 from symm_cp.integrations.transformers.batches import ModelBatchRules
 from symm_cp.integrations.transformers.calls import check_call
 from symm_cp.integrations.transformers.limits import (
@@ -129,12 +128,13 @@ class _Inspector(inspectors.Inspector):
         with ExitStack() as stack:
             if spread:
                 stack.enter_context(_flex_masks.in_use())
-            if not any(known_of(model).select(uses_transformers) for model in models):
+            known = [known_of(model) for model in models]
+            if not any(each.select(uses_transformers) for each in known):
                 yield None
                 return
             from symm_cp.integrations.transformers.models import attending
 
-            yield stack.enter_context(attending(models))
+            yield stack.enter_context(attending(known))
 
     def batch_rules(self, op: str, model: nn.Module) -> BatchRules:
         return ModelBatchRules(op, model)

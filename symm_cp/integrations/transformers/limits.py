@@ -170,9 +170,13 @@ def _is_length_dependent(rope_type: str) -> bool:
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
+#: The attribute of Llama 4's attention modules that turns on scales of queries by position.
+SCALED = "attn_temperature_tuning"
+
+
 def position_scaled(module: nn.Module) -> bool:
     """Tells whether an attention module scales queries by their index in the tensor (Llama 4)."""
-    tuned = getattr(module, "attn_temperature_tuning", None)
+    tuned = getattr(module, SCALED, None)
     return bool(tuned) and not getattr(module, "use_rope", True)
 
 

@@ -327,13 +327,13 @@ def with_packing(function: Any, caller: types.FrameType, batch: int) -> Any:
     if factory in _UNPOSITIONED:
         return function
     needed = ("position_ids", "attention_mask", kinds.CACHE, "block_sequence_ids")
-    if any(name not in names for name in needed):
+    if not names.keys() >= {*needed}:
         raise NotImplementedError(
             f"{OP}: cannot tell whether {factory} of transformers {transformers.__version__} "
             f"looked for packed documents: it has the variables {sorted(names)}. Use another "
             "version of transformers, or another attn_implementation"
         )
-    positions, mask, cache, blocks = (names[name] for name in needed)
+    positions, mask, cache, blocks = [names[name] for name in needed]
     if positions is None or mask is not None or cache is not None:
         return function
 

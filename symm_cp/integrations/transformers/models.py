@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from symm_cp.context_parallel.flex_hook import spread_region
-from symm_cp.context_parallel.verdicts import known_of
+from symm_cp.context_parallel.inspectors import Known
 from symm_cp.integrations.transformers.attention import NAME
 from symm_cp.integrations.transformers.in_use import InUse
 from symm_cp.integrations.transformers.limits import makes_own_sequence
@@ -67,22 +67,22 @@ def _refusing(module: nn.Module) -> Any:
 
 
 @contextmanager
-def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+def attending(known: Sequence[Known]) -> Iterator[list[nn.Module]]:
     """Makes models attend with symm_cp; yields the modules that must run in the `with` block.
 
     Raises `ValueError` if no model is transformers', `NotImplementedError` for a model that does
     not attend through transformers' `AttentionInterface`.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    known = [known_of(each) for each in models]
 
-    def select(is_chosen: Callable[[nn.Module], Any]) -> list[nn.Module]:
+    def several(is_chosen: Callable[[nn.Module], Any]) -> list[nn.Module]:
         found = {id(part): part for each in known for part in each.select(is_chosen)}
         return list(found.values())
 
+    select = known[0].select if len(known) == 1 else several
+
     configs = _configurations(select(_has_config))
     if not configs:
-        names = ", ".join(sorted({type(each).__name__ for each in models[:1]}))
+        names = ", ".join(type(each.parts()[0]).__name__ for each in known[:1])
         raise ValueError(f"{_OP}: model={names} has no model of transformers in it")
     for module in select(_cannot_attend):
         raise NotImplementedError(

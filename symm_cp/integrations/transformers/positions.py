@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from symm_cp.context_parallel.flex_hook import spread_region
+from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.context_parallel.verdicts import Select
 from symm_cp.integrations.transformers.limits import length_dependent_rotary, position_scaled
 from symm_cp.ops.attention.layouts import encoded
 from symm_cp.schedule.layout import sequential

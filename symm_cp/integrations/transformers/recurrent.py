@@ -24,9 +24,9 @@ from transformers.activations import ACT2FN
 
 from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.context_parallel.guards import Watch
+from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
 from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.context_parallel.verdicts import Select
 from symm_cp.integrations.transformers.in_use import InUse
 from symm_cp.integrations.transformers.limits import (
     RECURRENCE_KNOWN,

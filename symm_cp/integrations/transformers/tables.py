@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from symm_cp.context_parallel.flex_hook import current_region, spread_region
+from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.context_parallel.verdicts import Select
 from symm_cp.integrations.transformers.in_use import InUse
 
 _OP = "context_parallel"

@@ -96,7 +96,9 @@ class MaskOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the options of the mask as `all_gather_attention` takes them."""
-        options = {name: getattr(self, name) for name in _NAMES}
+        options: dict[str, Any] = {}
+        for name in _NAMES:  # a loop without calls: this runs in each layer
+            options[name] = getattr(self, name)
         edges = options.pop("document_edges")
         return options if edges is None else {**options, "cu_seqlens": edges}
 

@@ -154,7 +154,7 @@ def split_by(
     for a method that does not exist or does not fit the mesh; `argument` names the mesh in errors.
     """
     if isinstance(method, Method):  # as in each layer of a model
-        return group_name(mesh), method
+        return mesh if isinstance(mesh, str) else group_name(mesh), method
     return _split_by(op, mesh, method, argument)
 
 

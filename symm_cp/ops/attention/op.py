@@ -224,17 +224,20 @@ class _Attention(torch.autograd.Function):
             **dict(zip(ctx.named, tensors, strict=True)),
         )
         found = {"sinks": of_sinks, "bias": of_bias}
-        of_options = (found[name] if wanted[name] else None for name in ctx.named)
-        return *grads, None, None, None, *of_options
+        grads += (None, None, None)
+        for name in ctx.named:
+            grads.append(found[name] if wanted[name] else None)
+        return tuple(grads)
 
 
 def _attention_autograd(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_transforms(_FORWARD, query, key, value, options.get("sinks"), options.get("bias"))
-    tensors = {name: t for name, t in options.items() if isinstance(t, torch.Tensor)}
-    for name in tensors:
-        del options[name]
+    tensors = {}
+    for name in [*options]:
+        if isinstance(options[name], torch.Tensor):
+            tensors[name] = options.pop(name)
     return _Attention.apply(  # type: ignore[no-any-return]
         query, key, value, group_name, options, tuple(tensors), *tensors.values()
     )

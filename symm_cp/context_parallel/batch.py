@@ -94,8 +94,9 @@ class LossReduction:
 
     #: How the sequences of the batch are spread, for `context_parallel`.
     load_balancer: BalancersByLength
-    #: How many labels of the whole batch count.
+    #: How many labels of the whole batch count, and whether this rank has any of them.
     num_items: int
+    has_labels: bool
 
     def __init__(
         self,
@@ -105,6 +106,7 @@ class LossReduction:
         average_gradients: bool,
     ) -> None:
         own, self.num_items = counted or (0, 0)
+        self.has_labels = own > 0
         self.load_balancer = load_balancer
         size = group.size()
         # Made here, since Dynamo does not trace it.
@@ -248,9 +250,12 @@ def shard_batch(
 
     Returns the local batch, and a function that takes the mean loss over this rank's labels and
     returns the mean over all ranks' labels: the same on all ranks, and such that the sum of the
-    ranks' gradients is the whole batch's gradient. Raises `ValueError` for a batch without a
-    sequence, of another length than the load balancer's, or without exactly one label for each
-    position; `RuntimeError` on all ranks if they cut different batches, or cut them differently, or
+    ranks' gradients is the whole batch's gradient. On a rank without labels the loss itself may be
+    NaN, but its gradients must be finite: those of `F.cross_entropy` are, those of a sum that is
+    divided by the number of labels are not (`training_step` takes both). Raises `ValueError` for a
+    batch without a sequence, of another length than the load balancer's, or without exactly one
+    label for each position; `RuntimeError` on all ranks if they cut different batches, or cut them
+    differently, or
     if their `model`s have different parameters; `NotImplementedError` for a `model` that shifts
     labels by itself. Source: the recipes of torchtitan and transformers.
     """

@@ -116,7 +116,8 @@ def training_step(
         average_gradients=average_gradients,
         method=method,
     )
-    inputs = local if by_model else _inputs(model, local)
+    labelled = _labelled(local, reduce_loss)
+    inputs = labelled if by_model else _inputs(model, local)
     with (
         _own_gradients(group, model, reduction.left, average_gradients) as gradients,
         context_parallel(
@@ -127,7 +128,7 @@ def training_step(
         ),
     ):
         output = model(**inputs)
-        loss = _loss(model, output, local, loss_function, reduce_loss)
+        loss = _loss(model, output, labelled, loss_function, reduce_loss)
         gradients.awaits(loss)
         yield TrainingStep(loss, output, local, reduce_loss.num_items)
 
@@ -157,6 +158,19 @@ def _prepared(
     if not by_model and shift_labels is None:
         shift_labels = not (rules.has_decoder or "decoder_input_ids" in whole)
     return whole, shift_labels
+
+
+def _labelled(local: dict[str, Any], reduce_loss: LossReduction) -> dict[str, Any]:
+    """Returns the local batch, with a label if this rank has none; its loss counts 0 times.
+
+    The gradients of a mean over no labels may be 0 / 0, and NaN times 0 is NaN.
+    """
+    labels = local.get("labels")
+    if reduce_loss.has_labels or not isinstance(labels, torch.Tensor):
+        return local
+    labels = labels.clone(memory_format=torch.contiguous_format)
+    labels.view(-1)[:1] = 0
+    return local | {name: labels for name in ("labels", "shift_labels") if name in local}
 
 
 def _inputs(model: nn.Module, local: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -110,6 +111,54 @@ def test_gradients_are_those_of_one_process(
 
 
 IGNORED = -100
+
+
+def masked_mean(logits: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+    mask, labels = batch["labels"] != IGNORED, batch["labels"].clamp(min=0)
+    return (F.cross_entropy(logits.mT, labels, reduction="none") * mask).sum() / mask.sum()
+
+
+class Scored(nn.Module):
+    """Computes its loss; takes shifted labels."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> dict[str, Any]:
+        return {"loss": masked_mean(self.decoder(input_ids), {"labels": labels})}
+
+
+def without_labels(group: dist.ProcessGroup, by_model: bool) -> None:
+    """A rank without labels adds nothing, though a mean over no labels has NaN gradients."""
+    torch.manual_seed(0)
+    one: nn.Module = Mixed(sparse=False).double()
+    ids = torch.randint(8, 31, (2, 6 * group.size()))
+    labels = ids.clone()
+    labels[:, 6:] = IGNORED  # in sequential order all are on rank 0
+    wanted = masked_mean(one(ids), {"labels": labels})
+    wanted.backward()
+    model: nn.Module = copy.deepcopy(one)
+    model.zero_grad()
+    options: dict[str, Any] = {} if by_model else {"loss_function": masked_mean}
+    with symm_cp.training_step(
+        Scored(model) if by_model else model,
+        {"input_ids": ids, "labels": labels},
+        group,
+        shift_labels=False,
+        load_balancer=symm_cp.Sequential(ids.shape[1], group.size()),
+        **options,
+    ) as step:
+        step.loss.backward()
+    assert torch.equal(step.batch["labels"], labels[:, 6 * group.rank() :][:, :6])
+    torch.testing.assert_close(step.loss, wanted)
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+def test_a_rank_without_labels(ranks: Ranks, by_model: bool) -> None:
+    ranks.run(3, without_labels, by_model)
 
 
 class Around(nn.Module):

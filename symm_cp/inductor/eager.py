@@ -95,7 +95,7 @@ class Watch(TorchDispatchMode):
         self._origins: dict[int, tuple[StorageWeakRef, Call]] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+        self, func: Any, types: Iterable[Any], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Calls the op; subclasses, such as DTensor, first call ops on their plain tensors."""
         fake = any(issubclass(each, FakeTensor) for each in types)

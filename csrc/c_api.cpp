@@ -23,6 +23,7 @@
 #include "memory/blocks.h"
 #include "memory/mapping.h"
 #include "memory/slot_stores.h"
+#include "ops/low_contention.h"
 
 namespace {
 
@@ -293,7 +294,10 @@ void* symm_cp_slot(void* group) {
 void symm_cp_keep_results(int64_t bytes) { Blocks::instance().set_limit(bytes); }
 
 // Unmaps the memory of freed results; returns its size.
-int64_t symm_cp_empty_cache() { return static_cast<int64_t>(Blocks::instance().empty()); }
+int64_t symm_cp_empty_cache() {
+  release_dropped_results();
+  return static_cast<int64_t>(Blocks::instance().empty());
+}
 
 void symm_cp_result_memory(BlockUsage* usage) { *usage = Blocks::instance().usage(); }
 

@@ -539,3 +539,25 @@ def test_doctor_looks_for_huge_pages(
     for finding, file in zip(found, ("enabled", "shmem_enabled"), strict=True):
         assert finding.detail == f"transparent huge pages: {chosen} ({tmp_path / file})"
         assert bool(finding.advice) == (finding.state == "missing")
+
+
+def results_are_dropped(group: dist.ProcessGroup) -> list[int]:
+    """Results of transfers that nothing waits for: their memory is free once they have ended."""
+    whole, shard = torch.ones(1 << 20), torch.ones(1 << 18)
+    small, before = torch.ones(64), torch._C._distributed_c10d._get_work_registry_size()
+    for _ in range(20):
+        symm_cp.low_contention_all_gather(shard, group=group)
+        symm_cp.low_contention_reduce_scatter(whole, group=group)
+        symm_cp.low_contention_all_gather(small, group=group)
+    last = symm_cp.low_contention_all_gather(shard, group=group)
+    assert (last == 1).all()  # its transfer is the last, so all others have ended
+    del last
+    symm_cp.empty_cache()
+    left = torch._C._distributed_c10d._get_work_registry_size() - before
+    return [result_memory().in_use, left]
+
+
+def test_results_that_are_dropped(ranks: Ranks) -> None:
+    for in_use, works in ranks.run(2, results_are_dropped):
+        assert works == 0
+        assert in_use == 0

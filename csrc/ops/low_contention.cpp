@@ -3,9 +3,13 @@
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <mutex>
+#include <vector>
+
 #include "base/profiler_event.h"
 #include "base/python.h"
 #include "ops/kernels.h"
+#include "ops/low_contention.h"
 
 namespace symm_cp {
 
@@ -25,7 +29,8 @@ constexpr const char* kScatterOut = "_low_contention_reduce_scatter_out";
 constexpr int64_t kWakeBytes = int64_t{64} << 10;
 
 // Holds the transfer's input until it is waited for, and the output's storage. It does not hold the
-// output tensor, since the work is registered under that tensor.
+// output tensor, since the work is registered under that tensor. torch keeps the work until then,
+// even if nobody can wait any more: see `release_dropped_results`.
 class Transfer : public c10d::Work {
  public:
   Transfer(std::shared_ptr<Group> group, int64_t number, std::shared_ptr<ProfilerEvent> event,
@@ -38,6 +43,13 @@ class Transfer : public c10d::Work {
 
   bool isCompleted() override { return group_->lane().finished(number_); }
 
+  // Whether nobody has the result, and its transfer has ended; makes it run if it has not begun.
+  bool is_dropped() {
+    if (output_.use_count() > 1) return false;
+    if (!isCompleted()) group_->lane().wake();
+    return isCompleted();
+  }
+
   bool wait(std::chrono::milliseconds /*timeout*/) override {
     try {
       group_->lane().wait(number_);
@@ -49,12 +61,55 @@ class Transfer : public c10d::Work {
     return true;
   }
 
+  // Weak references, which `Transfers` has, keep the object, but not what it holds.
+  void release_resources() override {
+    group_.reset();
+    event_.reset();
+    input_.reset();
+    output_ = {};
+  }
+
  private:
   std::shared_ptr<Group> group_;
   int64_t number_;
   std::shared_ptr<ProfilerEvent> event_;  // null unless a profiler is active
   at::Tensor input_;
   c10::Storage output_;
+};
+
+// The transfers that were started, and may not have been waited for yet.
+class Transfers {
+ public:
+  // Never destroyed: results may be dropped while the process ends.
+  static Transfers& instance() {
+    static Transfers& transfers = *new Transfers;
+    return transfers;
+  }
+
+  void add(const c10::intrusive_ptr<Transfer>& transfer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    started_.emplace_back(transfer);
+  }
+
+  // Has torch forget the transfers whose results were dropped.
+  void release() {
+    std::vector<c10::intrusive_ptr<Transfer>> alive;  // destroyed without the lock
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      std::erase_if(started_, [&](const auto& weak) {
+        auto transfer = weak.lock();
+        if (!transfer) return true;
+        alive.push_back(std::move(transfer));
+        return false;
+      });
+    }
+    for (const auto& transfer : alive)
+      if (transfer->is_dropped()) c10d::unregister_work(transfer);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<c10::weak_intrusive_ptr<Transfer>> started_;
 };
 
 int64_t row_bytes(const at::Tensor& tensor) {
@@ -131,6 +186,7 @@ bool rows_adjoin(const at::Tensor& tensor) {
 // if that is undefined, and returns it.
 at::Tensor start_transfer(const char* op, const std::shared_ptr<Group>& group, CheckedCall& call,
                           const at::Tensor& given, at::Tensor output = {}) {
+  release_dropped_results();
   at::Tensor input = given.contiguous();
   if (!output.defined()) output = new_output(given, call.output_shape);
   const bool in_place = call.in_place_possible && input.is_same(given) && rows_adjoin(given) &&
@@ -142,8 +198,10 @@ at::Tensor start_transfer(const char* op, const std::shared_ptr<Group>& group, C
   call.bind(input.const_data_ptr(), output.mutable_data_ptr());
   const std::shared_ptr<ProfilerEvent> event = ProfilerEvent::begin(op, given);
   const Started started = start(*group, call.exchange, call.background);
-  c10d::register_work(
-      output, c10::make_intrusive<Transfer>(group, started.number, event, input, output.storage()));
+  const auto transfer =
+      c10::make_intrusive<Transfer>(group, started.number, event, input, output.storage());
+  c10d::register_work(output, transfer);
+  Transfers::instance().add(transfer);
   return output;
 }
 
@@ -243,6 +301,8 @@ void background_reduce_scatter_out(const c10::OperatorHandle& op, Stack* stack) 
 }
 
 }  // namespace
+
+void release_dropped_results() { Transfers::instance().release(); }
 
 TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
   m.impl(kGatherOut, torch::CppFunction::makeFromBoxedFunction<&background_all_gather_out>());

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from symm_cp.inductor.eager import Watch
 from symm_cp.testing import Ranks
 from tests.backend.common import all_gather_single, reduce_scatter_single
 from tests.context_parallel.common import mesh_of
+from tests.context_parallel.test_batch import model_of
+from tests.ops.calls import calls, trained
 
 
 def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -129,3 +133,28 @@ def test_fsdp2(ranks: Ranks) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_could_be_fused(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, watched)
+
+
+def changes_nothing(group: dist.ProcessGroup) -> None:
+    """Every op with a gradient, and steps of whole models, give the same bits under a watcher."""
+    for name, call in calls(group).items():
+        plain = trained(call)
+        with Watch():
+            watched = trained(call)
+        for one, other in zip(chain(*plain), chain(*watched), strict=True):
+            assert torch.equal(one, other), name
+    ids = torch.arange(8 * group.size())[None] % 29 + 2
+    batch = {"input_ids": ids, "labels": ids}
+    for name in ("LlamaForCausalLM", "GPT2LMHeadModel"):
+        found = []
+        for watcher in (nullcontext(), Watch()):
+            model = model_of(name)
+            with watcher, symm_cp.training_step(model, batch, group) as step:
+                step.loss.backward()
+            found.append([step.loss, *(p.grad for p in model.parameters())])
+        for one, other in zip(*found, strict=True):
+            assert one is other is None or torch.equal(one, other), name
+
+
+def test_a_watcher_changes_nothing(ranks: Ranks) -> None:
+    ranks.run(2, changes_nothing)

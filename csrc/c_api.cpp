@@ -102,6 +102,9 @@ void symm_cp_set_timeout(void* group, int64_t timeout_ms) {
   of(group).set_timeout(std::chrono::milliseconds(timeout_ms));
 }
 
+// Makes the group refuse later calls: Python has waited for a peer in vain.
+void symm_cp_timed_out(void* group, const char* why) { of(group).note_time_out(TimedOut(why)); }
+
 // Begins a call on the channel `sync`; returns its epoch: calls are counted from the first one on
 // this memory.
 int64_t symm_cp_begin(void* group, int64_t slot_bytes, const char* call_name) {

@@ -148,6 +148,8 @@ class Group {
   // Throws once a call of any rank has timed out: a late rank may have left calls out, and its
   // calls would then be paired with other calls of its peers, in silence.
   void throw_if_timed_out(const std::string& call_name) const;
+  // Notes that the group must refuse calls, if the error is a time-out or a peer has timed out.
+  void note_time_out(const std::exception& error);
   // Throws when this object is being destroyed, or was aborted.
   void throw_if_closing() const;
   std::string closed_text() const;
@@ -178,7 +180,6 @@ class Group {
   }
   void compare(const CallSite& call, int peer, const CallSite& theirs);
   void throw_if_missed(const CallSite& call, int peer) const;
-  void note_time_out(const std::exception& error);
   void end(int index, int64_t number, const std::string& cause, const CallSite* other);
   void check_generation(const CallSite& call, int peer);
 

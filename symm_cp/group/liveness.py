@@ -191,10 +191,13 @@ def _patience(
                     reason = "died or left before its first call"
                 else:
                     reason = f"died (noticed by rank {rank})"
-                raise PeerLostError(
+                why = (
                     f"rank {rank if gone is None else gone} of group {group.name!r} {reason} (rank "
                     f"{group.rank} waited for {key!r})"
                 )
+                if gone is None and seconds is None:
+                    group.timed_out(why)
+                raise PeerLostError(why)
             nonlocal say_at
             if time.monotonic() > say_at:
                 say_at = deadline  # once

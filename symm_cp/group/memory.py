@@ -344,6 +344,10 @@ class Group:
         """Sets how long later calls wait for their peers. For tests."""
         self._library.symm_cp_set_timeout(self.handle, milliseconds)
 
+    def timed_out(self, why: str) -> None:
+        """Makes the group refuse later calls, on this rank and its peers."""
+        self._library.symm_cp_timed_out(self.handle, why.encode())
+
     def workspace(self, channel: str) -> Workspace:
         """Returns the workspace of a channel."""
         return self._workspaces[channel]

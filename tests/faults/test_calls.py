@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import resource
 import signal
@@ -130,6 +131,25 @@ def missed(group: dist.ProcessGroup, first: bool) -> None:
 @pytest.mark.parametrize("first", [False, True])
 def test_a_call_that_only_one_rank_made(ranks: Ranks, first: bool) -> None:
     ranks.run(2, missed, first)
+
+
+def missed_before_hosts_are_known(group: dist.ProcessGroup) -> None:
+    """Rank 1 waits in vain for rank 0 to write to the store on which host it is."""
+    own = dist.new_group([0, 1], backend="gloo", timeout=datetime.timedelta(seconds=1))
+    os.environ["SYMM_CP_HOST"] = own.group_name
+    x = torch.ones(2)
+    if own.rank() == 1:
+        with pytest.raises(RuntimeError, match=r"rank 0 .* wrote nothing to the store within 1 s"):
+            OPS.one_shot_all_reduce(x, "sum", own.group_name)
+    dist.barrier(group)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"rank 0 .* wrote nothing to the store within 1 s"):
+            OPS.one_shot_all_reduce(x, "sum", own.group_name)
+
+
+def test_the_first_call_that_only_one_rank_made(ranks: Ranks) -> None:
+    with ranks.own(2, missed_before_hosts_are_known) as running:
+        assert [outcome.failure for outcome in running.outcomes()] == ["", ""]
 
 
 def interrupted(group: dist.ProcessGroup, new_host: bool) -> None:

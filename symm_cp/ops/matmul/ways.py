@@ -50,18 +50,18 @@ def question(op: str, dtype: torch.dtype, *products: Product) -> str:
 
 def for_gather(device: torch.device, rows: int, columns: int) -> str:
     """Returns the way of an all-gather-matmul whose largest shard gives `rows` x `columns`."""
-    if has_streams(device) and (rows < _GATHER_ROWS or rows * columns < _GATHER_ELEMENTS):
+    if (rows < _GATHER_ROWS or rows * columns < _GATHER_ELEMENTS) and has_streams(device):
         return "whole"
     return "shards"
 
 
 def for_sum(device: torch.device, rows: int, columns: int) -> str:
     """Returns the way of a matmul that is summed over ranks; a rank's part has `rows` rows."""
-    return "whole" if has_streams(device) and rows * columns < _SUM_ELEMENTS else "shards"
+    return "whole" if rows * columns < _SUM_ELEMENTS and has_streams(device) else "shards"
 
 
 def for_gradient(device: torch.device, rows: int, features: int) -> str:
     """Returns the way of a weight gradient: a shard has `rows`; `features` are not gathered."""
-    if has_streams(device) and rows < max(_GRADIENT_ROWS, features):
+    if rows < max(_GRADIENT_ROWS, features) and has_streams(device):
         return "whole"
     return "shards"

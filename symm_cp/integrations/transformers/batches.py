@@ -79,8 +79,11 @@ class ModelBatchRules(BatchRules):
     def check_labels(self, batch: Mapping[str, Any], ignore_index: int) -> None:
         """Refuses labels predicted by eager attention from positions that see no key."""
         mask = batch.get("decoder_attention_mask" if self.has_decoder else "attention_mask")
-        labels, eager = batch["labels"], [*filter(_averages, modules_of(self.model))]
-        if not eager or not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
+        if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
+            return
+        labels, modules = batch["labels"], modules_of(self.model)
+        eager = [part for part in modules if hasattr(part, "config") and _averages(part)]
+        if not eager:
             return
         sees = _sees_a_key(mask, min((_windows(part) for part in eager), default=0))
         if sees.shape == labels.shape and bool(((labels != ignore_index) & ~sees).any()):

@@ -13,19 +13,6 @@ from symm_cp.parsing import plot_file
 from tests.exhaustive import exhaustive
 
 
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command, with ranks as processes, and returns its output."""
-
-    def go(*arguments: object) -> str:
-        code = main([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        assert code == 0, out + err
-        return out
-
-    return go
-
-
 @pytest.mark.exhaustive
 def test_bench(tmp_path: Path, run: Callable[..., str]) -> None:
     out, plots = tmp_path / "new" / "b.json", tmp_path / "plots"

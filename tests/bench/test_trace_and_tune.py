@@ -18,19 +18,6 @@ from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Region, Step
 
 
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command, with ranks as processes, and returns its output."""
-
-    def go(*arguments: object) -> str:
-        code = main([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        assert code == 0, out + err
-        return out
-
-    return go
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("op", "shape"),

@@ -48,6 +48,9 @@ def calls_of_a_warm_step(group: dist.ProcessGroup) -> collections.Counter[str]:
 
 
 def test_a_warm_step_calls_few_functions(ranks: Ranks) -> None:
-    counts = ranks.run(2, calls_of_a_warm_step)[0]
+    with ranks.own(2, calls_of_a_warm_step) as running:  # other tests leave hooks in a process
+        first, second = running.outcomes(90)
+    assert not first.failure + second.failure
+    counts = first.result
     most = "\n".join(f"{n:6} {name}" for name, n in counts.most_common(40))
     assert counts.total() < MOST_CALLS, f"{counts.total()} calls:\n{most}"

@@ -20,7 +20,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +81,14 @@ def reduce(nbytes: float, parts: int) -> float:
     return (parts + 1) * nbytes / MEMORY
 
 
-def of_schedule(variant: Variant, ranks: int, kernel: float, shard: float, partial: float) -> float:
-    """Seconds of a schedule whose kernels each take `kernel` seconds; sizes in bytes."""
+def of_schedule(
+    variant: Variant,
+    ranks: int,
+    kernel: float | Callable[[int, Compute], float],
+    shard: float,
+    partial: float,
+) -> float:
+    """Seconds of a schedule, of which each kernel takes `kernel` seconds; sizes in bytes."""
 
     def cost(rank: int, step: Step) -> float:
         if isinstance(step, Copy):
@@ -90,7 +96,9 @@ def of_schedule(variant: Variant, ranks: int, kernel: float, shard: float, parti
             return nbytes / LINK if step.src.rank != step.dst.rank else copy(nbytes)
         if not isinstance(step, Compute):
             return 0.0
-        return reduce(partial, ranks) if step.kernel in ("reduce", "add") else kernel
+        if step.kernel in ("reduce", "add"):
+            return reduce(partial, ranks)
+        return kernel(rank, step) if callable(kernel) else kernel
 
     return simulate([variant.schedules(ranks)], cost, signal=SIGNAL).total
 
@@ -180,20 +188,12 @@ class Attention:
     def _of_schedule(self, variant: Variant, ranks: int) -> float:
         rows = self.tokens // ranks
         shard = 2 * rows * self.kv_heads * self.features * ITEM
-        sums = shard * WIDE / ITEM
 
-        def cost(rank: int, step: Step) -> float:
-            if isinstance(step, Copy):
-                nbytes = sums if step.dst.buffer == "partials" else shard
-                return nbytes / LINK if step.src.rank != step.dst.rank else copy(nbytes)
-            if not isinstance(step, Compute):
-                return 0.0
-            if step.kernel in ("reduce", "add"):
-                return reduce(sums, ranks)
+        def kernel(rank: int, step: Compute) -> float:
             others = step.kernel == "consume others"
             return self._kernels(ranks, rank, None if others else step.index)
 
-        return simulate([variant.schedules(ranks)], cost, signal=SIGNAL).total
+        return of_schedule(variant, ranks, kernel, shard, shard * WIDE / ITEM)
 
     def _kernels(self, ranks: int, rank: int, owner: int | None) -> float:
         """Seconds of a rank's tiles against the keys of `owner` (None: of all others)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 import random
 import time
 from collections import Counter
@@ -13,6 +15,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from symm_cp.backend import native_backend
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
 from tests.patience import patient
@@ -92,3 +95,37 @@ def gives_up(group: dist.ProcessGroup, quitter: int) -> None:
 )
 def test_a_rank_gives_up_at_each_point(ranks: Ranks, world_size: int, quitter: int) -> None:
     ranks.run(world_size, gives_up, quitter)
+
+
+class Slow(Unreliable):
+    """A store that takes `delay` for each access, and has a key only after a second."""
+
+    def __init__(self, inner: dist.Store, *, delay: float, late: str) -> None:
+        super().__init__(inner, slow_at=0, fails_at=0)
+        self.delay, self.late, self.begin = delay, late, time.monotonic()
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(self.delay)
+        return (keys != [self.late] or time.monotonic() - self.begin > 1) and super().check(keys)
+
+
+def leaves(group: dist.ProcessGroup, kind: str) -> str:
+    """Rank 1 leaves once it has met all; rank 2 meets rank 0, or looks at rank 1, after that."""
+    rank, timeout = group.rank(), datetime.timedelta(seconds=20)
+    store: dist.Store = dist.PrefixStore("leaves", _get_process_group_store(group))
+    if rank == 2:
+        closes = kind == "closes"
+        store = Slow(store, delay=0 if closes else 0.3, late="symm_cp/peer/0" if closes else "")
+    made = native_backend(store, "leaves", rank, group.size(), timeout)
+    if rank == 1 and kind == "dies":
+        os._exit(0)
+    return f"rank {made.rank()}"
+
+
+@pytest.mark.parametrize("kind", ["closes", "dies"])
+def test_a_rank_may_leave_once_it_has_met_all(ranks: Ranks, kind: str) -> None:
+    """It has done its part, even if others do not know each other yet."""
+    with ranks.own(3, leaves, kind) as running:
+        outcomes = running.outcomes()
+    for rank in (0, 2):
+        assert outcomes[rank].result == f"rank {rank}", outcomes[rank]

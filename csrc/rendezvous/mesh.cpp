@@ -150,7 +150,8 @@ void Peers::check_connection(Bootstrap& bootstrap, const Rendezvous& rendezvous,
                              bool thorough) {
   const Peer& connected = peers_[peer];
   if (boards_[peer].data() != nullptr) {
-    throw_if_gone(peer, rendezvous.key, rendezvous.call_name);
+    // A peer that was sent this rank's board, too, may have met all, and have left since.
+    if (!connected.has_board) throw_if_gone(peer, rendezvous.key, rendezvous.call_name);
     return;
   }
   bool replaced = connected.closed;
@@ -162,7 +163,7 @@ void Peers::check_connection(Bootstrap& bootstrap, const Rendezvous& rendezvous,
   if (replaced)
     forget(peer);
   else if (dead(peer))
-    throw_missing(peer, rendezvous.call_name, "died");
+    throw_if_gone(peer, kBoards, rendezvous.call_name);  // its last message may be its board
 }
 
 // Sends this rank's board to the connected peers that do not have it, and takes theirs. True when

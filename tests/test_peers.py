@@ -113,9 +113,10 @@ def leaves(group: dist.ProcessGroup, kind: str) -> str:
     """Rank 1 leaves once it has met all; rank 2 meets rank 0, or looks at rank 1, after that."""
     rank, timeout = group.rank(), datetime.timedelta(seconds=20)
     store: dist.Store = dist.PrefixStore("leaves", _get_process_group_store(group))
-    if rank == 2:
-        closes = kind == "closes"
-        store = Slow(store, delay=0 if closes else 0.3, late="symm_cp/peer/0" if closes else "")
+    if kind == "closes" and rank == 2:
+        store = Slow(store, delay=0, late="symm_cp/peer/0")
+    elif kind == "dies" and rank > 0:
+        store = Slow(store, delay=0.05 if rank == 1 else 0.3, late="")
     made = native_backend(store, "leaves", rank, group.size(), timeout)
     if rank == 1 and kind == "dies":
         os._exit(0)

@@ -250,6 +250,12 @@ def _find_by_name(name: bytes, ask: int) -> int:
     return 0
 
 
+# Ranks run different code in it: no frame may wait for other ranks to compile the same.
+_frames = torch._C._dynamo.eval_frame
+_frames.set_code_exec_strategy(
+    _find_by_name.__code__,
+    _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP),
+)
 _callback = native.FindGroup(_find_by_name)  # C++ calls it as long as the process lives
 
 

@@ -124,6 +124,9 @@ def of_modules() -> Iterator[StandIn]:
     yield data_parallel, "_get_available_device_type", lambda: None
     fsdp = import_module("torch.distributed.fsdp").FullyShardedDataParallel
     yield fsdp, "__init__", _on_cpu(fsdp.__init__)
+    parameters = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    group = parameters.FSDPParamGroup
+    yield group, "__init__", _changing(group.__init__, device=mapped)
     init = import_module("torch.distributed.fsdp._init_utils")
     yield init, "_check_module_states_for_sync_module_states", _none
     # It would free the parameter's memory after a copy to the CPU, which is no copy here.
@@ -213,6 +216,9 @@ def of_tools() -> Iterator[StandIn]:
     yield torch.serialization, "default_restore_location", _taking(restore, mapped)
     pinning = import_module("torch.utils.data._utils.pin_memory")
     yield pinning, "pin_memory", lambda data, device=None: data
+    # By it `assertEqual` of torch's `TestCase` compares devices.
+    pair = import_module("torch.testing._comparison").Pair
+    yield pair, "__init__", _changing(pair.__init__, actual=mapped, expected=mapped)
     profilers = import_module("torch.profiler")
     for profiler in (profilers.profile, profilers._KinetoProfile):
         yield profiler, "__init__", _changing(profiler.__init__, activities=_without_cuda)
@@ -269,6 +275,14 @@ def of_groups() -> Iterator[StandIn]:
     get_backend = c10d.ProcessGroup._get_backend
     yield c10d.ProcessGroup, "_get_backend", lambda self, device: get_backend(self, mapped(device))
     yield DeviceMesh, "__init__", _taking(DeviceMesh.__init__, mapped)
+    remote = torch.distributed._remote_device  # its text stays that of CUDA
+    device_of = remote.device
+    yield remote, "device", lambda self: mapped(device_of(self))
+    options = getattr(import_module("torch.distributed.rpc"), "TensorPipeRpcBackendOptions", None)
+    if options:  # this build of torch has it
+        yield options, "__init__", _changing(options.__init__, device_maps=_none, devices=_none)
+        yield options, "set_device_map", lambda self, to, device_map: None
+        yield options, "set_devices", lambda self, devices: None
 
 
 def of_symmetric_memory() -> Iterator[StandIn]:
@@ -416,5 +430,7 @@ def of_compilation() -> Iterator[StandIn]:
     # A build for CUDA would call this, since torch.cuda is said to be available.
     fake = import_module("torch._subclasses.fake_tensor")
     yield fake, "init_gpu_context", lambda device: None
+    # With `enable_compiler_collectives`, Dynamo enters its group's device.
+    yield import_module("torch._dynamo.device_interface").CpuInterface, "device", nullcontext
     triton = import_module("torch.utils._triton")  # which has no kernels for CPUs
     yield triton, "has_triton_package", lambda: False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import rpc
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.fsdp import (
     CPUOffload,
     FullStateDictConfig,
@@ -270,6 +275,35 @@ def nccl_policies(group: dist.ProcessGroup) -> None:
     assert dist.new_group([0, 1], backend="nccl", pg_options=options).size() == group.size()
 
 
+def remote_calls(group: dist.ProcessGroup) -> None:
+    """Remote calls map devices of one rank to those of another."""
+    name, peer = f"worker{group.rank()}", 1 - group.rank()
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method="env://", devices=["cuda:0"], device_maps={f"worker{peer}": {0: 1}}
+    )
+    options.set_device_map(f"worker{peer}", {1: 0})
+    options.set_devices([0, 1])
+    with socket.socket() as chosen:
+        chosen.bind(("localhost", 0))
+        ports = [chosen.getsockname()[1]]
+    dist.broadcast_object_list(ports, src=0, group=group)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(ports[0])}
+    rpc.init_rpc(name, rank=group.rank(), world_size=2, rpc_backend_options=options)
+    x = torch.full((2,), 1.0 + group.rank(), device="cuda")
+    more = rpc.rpc_sync(f"worker{peer}", torch.add, args=(x, 1))
+    assert more.tolist() == [2.0 + group.rank()] * 2
+    rpc.shutdown()
+
+
+def sharded(group: dist.ProcessGroup) -> None:
+    """The places of a sharded tensor keep the names that the program gave them."""
+    rank, places = group.rank(), ["rank:0/cuda:0", "rank:1/cuda:1"]
+    tensor = sharded_tensor.ones(ChunkShardingSpec(0, [*places]), 6, 2, process_group=group)
+    (shard,) = tensor.local_shards()
+    assert str(shard.metadata.placement) == places[rank]
+    assert shard.metadata.placement.device() == shard.tensor.device == torch.device("cpu")
+
+
 def native_matmul(group: dist.ProcessGroup) -> None:
     a, b = torch.rand(8, 4, device="cuda"), torch.rand(4, 8, device="cuda")
     with pytest.raises(UnmappedError, match="_fused_all_gather_matmul_native"):
@@ -287,6 +321,8 @@ def native_matmul(group: dist.ProcessGroup) -> None:
         ring,
         redistributed,
         nccl_policies,
+        remote_calls,
+        sharded,
         native_matmul,
     ],
     ids=lambda f: f.__name__,

@@ -171,4 +171,4 @@ def test_tests_of_torch_kind_run_on_cpu(tmp_path: Path) -> None:
         [*command, str(program)], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"Ran 5 tests in .*\n\nOK \(skipped=1\)\n", done.stderr), done.stderr
+    assert re.search(r"Ran 6 tests in .*\n\nOK \(skipped=1\)\n", done.stderr), done.stderr

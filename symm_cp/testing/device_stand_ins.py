@@ -216,8 +216,8 @@ def of_tools() -> Iterator[StandIn]:
     yield torch.serialization, "default_restore_location", _taking(restore, mapped)
     pinning = import_module("torch.utils.data._utils.pin_memory")
     yield pinning, "pin_memory", lambda data, device=None: data
-    # By it `assertEqual` of torch's `TestCase` compares devices.
-    pair = import_module("torch.testing._comparison").Pair
+    # `assertEqual` of torch's `TestCase` compares devices by it.
+    pair = import_module("torch.testing._comparison").ObjectPair
     yield pair, "__init__", _changing(pair.__init__, actual=mapped, expected=mapped)
     profilers = import_module("torch.profiler")
     for profiler in (profilers.profile, profilers._KinetoProfile):

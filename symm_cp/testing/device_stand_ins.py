@@ -124,9 +124,6 @@ def of_modules() -> Iterator[StandIn]:
     yield data_parallel, "_get_available_device_type", lambda: None
     fsdp = import_module("torch.distributed.fsdp").FullyShardedDataParallel
     yield fsdp, "__init__", _on_cpu(fsdp.__init__)
-    parameters = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    group = parameters.FSDPParamGroup
-    yield group, "__init__", _changing(group.__init__, device=mapped)
     init = import_module("torch.distributed.fsdp._init_utils")
     yield init, "_check_module_states_for_sync_module_states", _none
     # It would free the parameter's memory after a copy to the CPU, which is no copy here.

@@ -47,6 +47,10 @@ def is_index(value: Any) -> bool:
     return type(value) is int
 
 
+def _compared(value: Any) -> Any:
+    return mapped(value) if isinstance(value, torch.device) else value  # words stay what they are
+
+
 def _device(device: Any) -> Any:
     return torch.device("cpu") if is_index(device) else mapped(device)
 
@@ -213,9 +217,9 @@ def of_tools() -> Iterator[StandIn]:
     yield torch.serialization, "default_restore_location", _taking(restore, mapped)
     pinning = import_module("torch.utils.data._utils.pin_memory")
     yield pinning, "pin_memory", lambda data, device=None: data
-    # `assertEqual` of torch's `TestCase` compares devices by it.
-    pair = import_module("torch.testing._comparison").ObjectPair
-    yield pair, "__init__", _changing(pair.__init__, actual=mapped, expected=mapped)
+    # `assertEqual` of torch's `TestCase` compares by it.
+    pair = import_module("torch.testing._comparison").Pair
+    yield pair, "__init__", _changing(pair.__init__, actual=_compared, expected=_compared)
     profilers = import_module("torch.profiler")
     for profiler in (profilers.profile, profilers._KinetoProfile):
         yield profiler, "__init__", _changing(profiler.__init__, activities=_without_cuda)

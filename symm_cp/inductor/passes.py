@@ -21,7 +21,7 @@ from symm_cp.inductor.fuse_projections import fuse_projections
 from symm_cp.inductor.fuse_scatters import fuse_scatters
 from symm_cp.inductor.hide_collectives import sink_collectives
 from symm_cp.inductor.neighbours import record_called, record_others
-from symm_cp.inductor.nodes import value
+from symm_cp.inductor.nodes import know_equal_sizes, value
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.rewrite import wait_for_each
 
@@ -107,6 +107,7 @@ def _refuse(report: Report) -> None:
 def fuse_post_grad(graph: Graph, options: Options) -> None:
     """Rewrites a forward or a backward graph."""
     wait_for_each(graph)
+    know_equal_sizes(graph)
     if options.context_parallel:
         fuse_all_to_alls(graph, options)
         fuse_projections(graph, options)
@@ -126,6 +127,7 @@ def fuse_post_grad(graph: Graph, options: Options) -> None:
 def fuse_joint(graph: Graph, options: Options) -> None:
     """Rewrites a joint graph of forward and backward."""
     wait_for_each(graph)
+    know_equal_sizes(graph)
     if options.context_parallel:
         fuse_attention(graph, options)
         graph.eliminate_dead_code()

@@ -198,13 +198,13 @@ declare(
 @entry_point
 def dispatch_matmul(
     tokens: torch.Tensor,
-    weights: torch.Tensor | Sequence[torch.Tensor],
+    weights: Weights,
     experts: torch.Tensor,
     num_experts: int,
     *,
     group: GroupLike,
     capacity: int | None = None,
-) -> tuple[Any, Routing]:
+) -> tuple[Weights, Routing]:
     """Sends tokens to the ranks of their experts, and multiplies them by the experts' weights.
 
     Same result as::
@@ -222,8 +222,7 @@ def dispatch_matmul(
     weights, and the routing. Differentiable in tokens and weights, once. Errors and
     `torch.compile` as for `moe.dispatch`.
     """
-    single = isinstance(weights, torch.Tensor)
-    matrices = [weights] if single else list(weights)
+    matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     name = group_name(group)
     local = unfused.experts_of_rank("dispatch_matmul", num_experts, world_size_of(name))
     given, on = (tokens, matrices), tokens.device.type
@@ -232,7 +231,7 @@ def dispatch_matmul(
     _check_dispatch(*given, local)
     rows, routing = unfused.route(tokens, experts, num_experts, capacity, name)
     _, products = direct(DISPATCH_MATMUL)(tokens, matrices, routing.table, rows, *routing[2:])
-    return (products[0] if single else products), routing
+    return (products[0] if isinstance(weights, torch.Tensor) else products), routing
 
 
 def matmul_combine(

@@ -211,7 +211,7 @@ declare(
 @entry_point
 def scaled_all_gather_matmul(
     shard: torch.Tensor,
-    weights: torch.Tensor | Sequence[torch.Tensor],
+    weights: Weights,
     shard_scale: torch.Tensor,
     weight_scales: torch.Tensor | Sequence[torch.Tensor],
     *,
@@ -222,7 +222,7 @@ def scaled_all_gather_matmul(
     out_dtype: torch.dtype | Sequence[torch.dtype | None] | None = None,
     use_fast_accum: bool = False,
     sizes: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[torch.Tensor, Weights]:
     """Multiplies an all-gathered float8 tensor with matrices, rescaling as `torch._scaled_mm` does.
 
     Same result as::
@@ -244,7 +244,6 @@ def scaled_all_gather_matmul(
     `_scaled_mm`. Errors as for `all_gather_matmul`. Source: torch's
     `symm_mem::fused_all_gather_scaled_matmul`.
     """
-    single = isinstance(weights, torch.Tensor)
     matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     count, name = len(matrices), group_name(group)
     scales, *options = [
@@ -256,4 +255,4 @@ def scaled_all_gather_matmul(
     gathered, outputs = call(
         shard, matrices, shard_scale, scales, gather_dim, name, *options, *uneven
     )
-    return gathered, outputs[0] if single else outputs
+    return gathered, outputs[0] if isinstance(weights, torch.Tensor) else outputs

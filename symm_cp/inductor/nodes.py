@@ -5,12 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import os
+import re
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import Graph, Node
+
+#: Folders of code that programs call, not their own.
+LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -62,6 +68,13 @@ def group_of(collective: Node) -> str:
     """Returns the name of a collective's group, or its ranks where the op takes ranks."""
     group = argument(collective, "group_name")
     return str(argument(collective, "ranks") if group is None else group)
+
+
+def place_of(node: Node) -> str:
+    """Returns file and line of the program's code that a node comes from; empty if unknown."""
+    frames = re.findall(r'File "(.+?)", line (\d+)', str(node.meta.get("stack_trace") or ""))
+    own = [(path, line) for path, line in frames if not path.startswith(LIBRARIES)]
+    return "{}:{}".format(*own[-1]) if own else ""
 
 
 def awaited(graph: Graph, collective: Any) -> list[tuple[Node, Node]]:

@@ -218,11 +218,12 @@ class Tracer:
     ) -> Traced | None:
         """Returns a trace less the columns behind its `last` slice; None if it has no columns."""
         shape = static_shape(operand.source) or ()
-        whole = (Factor(len(shape) - 1, 1, shape[-1]),) if shape else ()
         sliced = last.target is aten.slice.Tensor and operand.end is None
-        if not (self._first_columns and sliced and operand.axes[along] == whole):
+        if not (self._first_columns and sliced and shape):
             return None
-        kept = (replace(whole[0], size=columns),)
+        if operand.axes[along] != (Factor(len(shape) - 1, 1, shape[-1]),):
+            return None
+        kept = (Factor(len(shape) - 1, 1, columns),)
         axes = (*operand.axes[:along], kept, *operand.axes[along + 1 :])
         return replace(operand, axes=axes, end=last.args[3])
 

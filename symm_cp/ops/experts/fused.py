@@ -16,15 +16,15 @@ Source: expert parallelism (GShard, 2020); `torch.nn.functional.grouped_mm`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import group_of, world_size_of
+from symm_cp.ops.common import Weights, group_of, world_size_of
 from symm_cp.ops.direct import direct
-from symm_cp.ops.error_reports import entry_point
+from symm_cp.ops.error_reports import entry_point, names_op
 from symm_cp.ops.experts import gradients
 from symm_cp.ops.experts import op as unfused
 from symm_cp.ops.experts.op import Routing
@@ -195,7 +195,7 @@ declare(
 # --- entry points ----------------------------------------------------------------------------
 
 
-@entry_point
+@entry_point(DISPATCH_MATMUL)
 def dispatch_matmul(
     tokens: torch.Tensor,
     weights: Weights,
@@ -234,6 +234,7 @@ def dispatch_matmul(
     return (products[0] if isinstance(weights, torch.Tensor) else products), routing
 
 
+@names_op("matmul_combine", instead_of=MATMUL_COMBINE)
 def matmul_combine(
     rows: torch.Tensor | Sequence[torch.Tensor],
     expert_weights: torch.Tensor | Sequence[torch.Tensor],

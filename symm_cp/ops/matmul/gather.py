@@ -34,6 +34,7 @@ from symm_cp.ops.common import (
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul import by_tiles, ways
 from symm_cp.ops.matmul.operands import (
+    WORDS_OF_GATHERS,
     Operand,
     check_matrices,
     check_rows,
@@ -424,7 +425,7 @@ def all_gather_matmul(
 ) -> tuple[torch.Tensor, Weights]: ...
 
 
-@entry_point
+@entry_point(GATHER, WORDS_OF_GATHERS)
 def all_gather_matmul(
     shard: torch.Tensor,
     weights: Weights,

@@ -18,6 +18,7 @@ from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
     Place,
+    Weights,
     caller,
     check_dim,
     gather_split,
@@ -29,6 +30,7 @@ from symm_cp.ops.common import (
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul.gather import GatherPlan, fake_results, gather_rows, gather_shards, planned
 from symm_cp.ops.matmul.operands import (
+    WORDS_OF_GATHERS,
     Operand,
     check_bias,
     check_float8,
@@ -208,7 +210,7 @@ declare(
 )
 
 
-@entry_point
+@entry_point(SCALED_GATHER, WORDS_OF_GATHERS)
 def scaled_all_gather_matmul(
     shard: torch.Tensor,
     weights: Weights,

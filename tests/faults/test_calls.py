@@ -41,7 +41,7 @@ def refused_by_one(group: dist.ProcessGroup) -> None:
     for _ in range(3):
         begin, bad = time.monotonic(), own.rank() == 0
         error = ValueError if bad else RuntimeError
-        with pytest.raises(error, match=r"B\[0\] of shape \[5, 4\] needs 6 rows") as caught:
+        with pytest.raises(error, match=r"weights\[0\] of shape \[5, 4\] needs 6 rows") as caught:
             symm_cp.all_gather_matmul(x, torch.ones(5 if bad else 6, 4), group=own)
         assert bad or "ValueError on rank 0" in str(caught.value)
         assert time.monotonic() - begin < patient(2)
@@ -61,7 +61,7 @@ def refused_twice(group: dist.ProcessGroup) -> None:
         dist.barrier(group)
     for rows in (5, 7):
         error = RuntimeError if late else ValueError
-        with pytest.raises(error, match=rf"B\[0\] of shape \[{rows}, 4\] needs 6 rows"):
+        with pytest.raises(error, match=rf"weights\[0\] of shape \[{rows}, 4\] needs 6 rows"):
             symm_cp.all_gather_matmul(x, torch.ones(6 if late else rows, 4), group=own)
     if not late:
         dist.barrier(group)

@@ -66,9 +66,12 @@ def through_rows(tracer: Tracer, wait: Node) -> str:
         dim = _gathered_dim(tracer, node)
         if dim is not None and dim != len(static_shape(node) or ()) - 1:
             known[node] = dim
-    given = set(known)
+    given, others = set(known), set[Node]()  # others: of several rows
     for node in wait.graph.nodes:
         inputs = [each for each in node.all_input_nodes if each in known]
+        if not others.isdisjoint(node.all_input_nodes):
+            others.add(node)
+            continue
         if not inputs or node in known:
             continue
         if node.target in MATMULS and left(node) in known:
@@ -79,6 +82,8 @@ def through_rows(tracer: Tracer, wait: Node) -> str:
             )
         if _works_on_rows(node, known):
             known[node] = known[inputs[0]]
+        else:
+            others.add(node)
     return ""
 
 

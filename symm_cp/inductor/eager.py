@@ -96,6 +96,10 @@ class Call:
         return "", "no fused op exists for what is next to it"
 
 
+#: The origin of tensors that depend on several rows of a gathered one.
+_SEVERAL_ROWS = Call("", "")
+
+
 class Watch(TorchDispatchMode):
     """Notes the collectives that are called while it is active, and the calls next to them."""
 
@@ -145,9 +149,10 @@ class Watch(TorchDispatchMode):
             products = origins and all(each and each.kind == "matmul" for each in origins)
             if by_rows := not moved and self._works_on_rows(func, name, given, inputs):
                 origins.discard(None)
-            call = None
             if moved or by_rows or (name in ("add", "add_") and products):
                 call = origins.pop()
+            elif any(each and (each.columns or each is _SEVERAL_ROWS) for each in origins):
+                call = _SEVERAL_ROWS
             passed = {self._through(t) for t in inputs} - {""} | ({name} if by_rows else set())
             through = ", ".join(sorted(passed))
         elif call.group:
@@ -221,7 +226,7 @@ class Watch(TorchDispatchMode):
     def _feed(self, call: Call, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             origin, through = self._origin(tensor), self._through(tensor)
-            if origin is None:
+            if origin is None or origin is _SEVERAL_ROWS:
                 continue
             if not through:
                 call.before.setdefault(origin.kind, origin.name)

@@ -53,6 +53,7 @@ def advises(group: dist.ProcessGroup) -> None:
     for fn in (
         lambda x, w: (gather(x) * rows) @ w,
         lambda x, w: gather(x).softmax(0) @ w,
+        lambda x, w: (lambda full: full - full.mean(0))(gather(x)) @ w,
         lambda x, w: rms(all_gather_tensor(x, 1, group)) @ torch.cat([w] * group.size()),
         lambda x, w: gather(x).t()[2:9].t() @ w[2:9],  # slices columns
     ):
@@ -110,7 +111,8 @@ def watches(group: dist.ProcessGroup) -> None:
         assert seen["where"].startswith(f"{__file__}:")
     rows = torch.rand(8 * group.size(), 16)
     assert found(lambda: (gather() * rows) @ w)["could_be"] is None
-    assert found(lambda: gather().softmax(0) @ w)["could_be"] is None
+    for fn in (lambda x: x.softmax(0), lambda x: x - x.mean(0), lambda x: x / x.max()):
+        assert found(lambda fn=fn: fn(gather()) @ w)["could_be"] is None
     assert found(lambda: gather() @ w)["reason"].startswith("it is next to mm")
 
 

@@ -150,7 +150,11 @@ def refused(group: dist.ProcessGroup) -> None:
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, r"(a|shard)_scale of shape .* a scale for each 32", {"of_a": x.scale[:, :1]}),
         (ValueError, r"(a|shard)_scale of shape .* a scale for each 32", {"of_a": x.scale[:1]}),
-        (ValueError, r"weight_scale.* of shape .* does not fit weights?.mT", {"of_b": weight.scale.t()}),
+        (
+            ValueError,
+            r"weight_scale.* of shape .* does not fit weights?.mT",
+            {"of_b": weight.scale.t()},
+        ),
         (ValueError, r"scale.* of shape .* a scale for each 32", odd),
         (TypeError, "both or none must be scales of blocks", {"of_a": one}),
         (TypeError, "both or none must be scales of blocks", {"of_b": one}),

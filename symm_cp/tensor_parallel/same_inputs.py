@@ -53,8 +53,7 @@ def _count(module: nn.Module, *_: Any) -> None:
         _registrations += 1
 
 
-#: An error of the comparison on a rank whose peer makes another call, or none.
-_OTHER_CALL = re.compile(r"rank \d+ calls _?one_shot_all_reduce.*?, rank (\d+) calls (?!\1)")
+_CALLS = re.compile(r"rank (\d+) calls (\w+)")
 
 
 def _called_by(name: str) -> bool:
@@ -101,16 +100,23 @@ class SameInputs:
         except RuntimeError as error:  # the program may make parameters equal now
             self.added.clear()
             self.seen = -1
-            if peer := _OTHER_CALL.search(str(error)):
-                raise reported(RuntimeError(self._alone(peer[1], str(error)))) from error
+            if text := self._alone(str(error)):
+                raise reported(RuntimeError(text)) from error
             raise
 
-    def _alone(self, peer: str, text: str) -> str:
-        """Returns the text of an error for ranks that do not compare their inputs of the model."""
+    def _alone(self, text: str) -> str:
+        """Returns the text of an error if a peer made another call than this one; else empty."""
+        calls = {int(rank): op for rank, op in _CALLS.findall(text)}
+        own = calls.pop(self.seat.rank, "")
+        peers = [rank for rank, op in calls.items() if op != own]
+        if not own or not peers:
+            return ""
         called = "generate" if _called_by("generate") else "the model"
-        only = " only" if self.seat.world_size == 2 else f", not on rank {peer}"
-        where = f"{called} was called on rank {self.seat.rank}{only}"
-        return f"{_OP}: {where}: call it on every rank of the mesh, which hold it together ({text})"
+        only = " only" if self.seat.world_size == 2 else f", not on rank {peers[0]}"
+        return (
+            f"{_OP}: {called} was called on rank {self.seat.rank}{only}, where rank {peers[0]} "
+            f"called {calls[peers[0]]}: call it on every rank of the mesh"
+        )
 
     def _added_to(self, model: nn.Module) -> tuple[Item, ...]:
         """Returns an item for parameters added after `apply`; all earlier ones are DTensors."""

@@ -239,6 +239,23 @@ def test_threads_whose_first_calls_are_far_apart(ranks: Ranks, pause: float) -> 
     ranks.run(2, in_two_threads, pause)
 
 
+def calls_of_two_threads(group: dist.ProcessGroup) -> None:
+    """As when a checkpoint is saved in the background over the group of training."""
+    own, x = dist.new_group(list(range(group.size())), backend="symm_cp"), torch.ones(3)
+    thread = threading.Thread(target=dist.all_reduce, args=(x,), kwargs={"group": own})
+    thread.start()
+    thread.join()
+    dist.all_reduce(x, group=own)
+    call = partial(dist.broadcast, src=0) if own.rank() == 0 else dist.all_reduce
+    advice = r"another thread of (this rank|rank \d) uses the group: give it one of its own"
+    with pytest.raises(RuntimeError, match=rf"ranks disagree: .*{advice}"):
+        call(x, group=own)
+
+
+def test_threads_that_share_a_group(ranks: Ranks) -> None:
+    ranks.run(2, calls_of_two_threads)
+
+
 def in_other_channels(group: dist.ProcessGroup) -> float:
     own, x = dist.new_group(list(range(group.size())), backend="symm_cp"), torch.ones(50)
     call = partial(works, own) if own.rank() == 0 else partial(dist.all_reduce, x, group=own)

@@ -71,11 +71,7 @@ def entry_point(
 def _improve(words: Mapping[str, str], signature: inspect.Signature) -> _Improve:
     """Returns a function that puts the user's words into an error, and advice."""
     longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<!\w)_?({longest_first})(?:_split)?(\[\d+\])?(?!\w)")
-
-    def word(found: re.Match[str]) -> str:
-        name = words[found[1]]
-        return name + (found[2] or "" if name.endswith("s") else "")
+    pattern = re.compile(rf"(?<!\w)(?<!the )(?<!\d )_?({longest_first})(?:_split)?(\[\d+\])?(?!\w)")
 
     def improve(error: Exception, args: Any, kwargs: Any) -> None:
         text = str(error)
@@ -87,6 +83,12 @@ def _improve(words: Mapping[str, str], signature: inspect.Signature) -> _Improve
             text = _UNKNOWN.sub(r"\1 \2 was destroyed", text)
         if "sizes" in signature.parameters and given.get("sizes") is None:
             text += _advice(text, group)
+
+        def word(found: re.Match[str]) -> str:
+            name = words[found[1]]
+            several = name.endswith("s") or isinstance(given.get(name), list | tuple)
+            return name + (found[2] or "" if several else "")
+
         error.args = (pattern.sub(word, text),)
 
     return improve

@@ -50,7 +50,7 @@ def test_each_dtype_is_a_series_and_the_machine_is_named(
     assert scale == "linear"
     assert times.get_legend() is not None
     assert 1.1 < ratios.get_ylim()[1] < 3.0  # fused ratios are visible, gloo's leaves the axis
-    assert "unfused (symm_cp)" in overlap.get_ylabel()
+    assert "unfused (symm_cp)" in overlap.get_title()
     assert [line.get_label() for line in shares] == [*dtypes]
     assert list(shares[0].get_ydata()) == pytest.approx([0.8, 0.8])
     for text in HEAD.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from symm_cp.commands.harness.report import Written
 from symm_cp.parsing import plot_file
 from symm_cp.schedule.trace import load_pyplot, plain_numbers, save_figure
 
-_NOISY = {"color": "gray", "alpha": 0.5, "linewidth": 1.0}  # an interval without a point
+_NOISY = {"color": "gray", "linestyle": "dotted"}  # an interval without a point
+_LINES = ("-", "--", ":", "-.")  # one for each dtype
 # The end of the axis of ratios, by the largest of a fused op: gloo's would hide all differences.
 _HEADROOM = 1.5
 
@@ -41,7 +43,7 @@ def draw(path: Path, rows: Sequence[Written], head: Mapping[str, Any]) -> list[P
         ranks = "" if name == "scaling" else f"{max_ranks} ranks, "
         figure.supxlabel(
             f"{ranks}{head['machine']}, torch {head['torch']}, {head['date']}. Bars: 95% "
-            "intervals; gray, without a point: too noisy to compare",
+            "intervals; dotted, without a point: too noisy to compare",
             fontsize="small",
         )
         figure.tight_layout()
@@ -51,34 +53,36 @@ def draw(path: Path, rows: Sequence[Written], head: Mapping[str, Any]) -> list[P
     return written
 
 
-def _series(rows: Sequence[Written], x: str) -> Iterator[tuple[str, dict[int, Written]]]:
-    """Yields each variant and dtype as "VARIANT, DTYPE", with its rows by `x`."""
+def _series(
+    rows: Sequence[Written], x: str
+) -> Iterator[tuple[str, dict[str, Any], dict[int, Written]]]:
+    """Yields each variant and dtype: the variant, how it is drawn, its rows by `x`."""
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    for name in dict.fromkeys(name for row in rows for name in row["ms"]):
-        for dtype in dtypes:
+    for color, name in enumerate(dict.fromkeys(name for row in rows for name in row["ms"])):
+        for line, dtype in zip(cycle(_LINES), dtypes, strict=False):
             chosen = [row for row in rows if name in row["ms"] and row["dtype"] == dtype]
+            style = {"label": f"{name}, {dtype}", "color": f"C{color}", "linestyle": line}
             if chosen:
-                yield f"{name}, {dtype}", {row[x]: row for row in chosen}
+                yield name, {**style, "marker": "o"}, {row[x]: row for row in chosen}
 
 
 def _with_bars(
-    ax: Any, label: str, values: Mapping[int, tuple[float, Sequence[float], bool]]
+    ax: Any, style: dict[str, Any], values: Mapping[int, tuple[float, Sequence[float], bool]]
 ) -> None:
     """Draws values with their intervals; of noisy ones (the third item), the interval alone."""
     shown = {x: value for x, (value, _, is_noisy) in values.items() if not is_noisy}
-    (drawn,) = ax.plot(list(shown), list(shown.values()), marker="o", label=label)
+    ax.plot(list(shown), list(shown.values()), **style)
     for x, (_, (low, high), is_noisy) in values.items():
-        ax.vlines(x, low, high, **(_NOISY if is_noisy else {"color": drawn.get_color()}))
+        ax.vlines(x, low, high, **(_NOISY if is_noisy else {"color": style["color"]}))
 
 
 def _draw_ratios(ax: Any, rows: Sequence[Written], x: str) -> None:
     """Draws ratios to the limit on a linear axis."""
     fused = [1.0]
-    for label, by_x in _series(rows, x):
-        name = label.rpartition(", ")[0]
+    for name, style, by_x in _series(rows, x):
         ratios = {at: (row["ratio"][name], row["ratio_95"][name]) for at, row in by_x.items()}
         fused += [ratio for ratio, _ in ratios.values() if name.startswith(FUSED)]
-        _with_bars(ax, label, {at: (*r, ratio_is_noisy(*r)) for at, r in ratios.items()})
+        _with_bars(ax, style, {at: (*r, ratio_is_noisy(*r)) for at, r in ratios.items()})
     ax.axhline(1.0, color="gray", linewidth=0.8)
     ax.set_ylim(0.0, min(_HEADROOM * max(fused), ax.get_ylim()[1]))
     ax.set_ylabel("ratio to the limit (slower variants leave the axis)")
@@ -86,11 +90,13 @@ def _draw_ratios(ax: Any, rows: Sequence[Written], x: str) -> None:
 
 def _draw_overlap(ax: Any, rows: Sequence[Written]) -> None:
     over = next(name for name in rows[0]["ms"] if name.startswith(UNFUSED))
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+    dtypes = dict.fromkeys(row["dtype"] for row in rows)
+    for line, dtype in zip(cycle(_LINES), dtypes, strict=False):
+        style = {"label": dtype, "color": "C0", "linestyle": line, "marker": "o"}
         overlaps = {row["size"]: row["overlap"] for row in rows if row["dtype"] == dtype}
         values = {x: (each["value"], each["interval"]) for x, each in overlaps.items()}
-        _with_bars(ax, dtype, {x: (*v, overlap_is_noisy(v[1])) for x, v in values.items()})
-    ax.set(ylim=(-0.25, 1.25), ylabel=f"overlap: share hidden of {over}'s communication")
+        _with_bars(ax, style, {x: (*v, overlap_is_noisy(v[1])) for x, v in values.items()})
+    ax.set(ylim=(-0.25, 1.25), ylabel="overlap", title=f"share hidden of {over}'s communication")
     ax.legend(fontsize="small")
 
 
@@ -98,15 +104,14 @@ def _against_size(pyplot: Any, kind: str, rows: Sequence[Written]) -> Any:
     overlaps = [row for row in rows if "overlap" in row]
     count = 3 if overlaps else 2
     figure, (times, ratios, *others) = pyplot.subplots(1, count, figsize=(5.5 * count, 4.5))
-    for label, by_size in _series(rows, "size"):
-        name = label.rpartition(", ")[0]
-        milliseconds = [row["ms"][name] for row in by_size.values()]
-        times.plot(list(by_size), milliseconds, marker="o", label=label)
+    for name, style, by_size in _series(rows, "size"):
+        times.plot(list(by_size), [row["ms"][name] for row in by_size.values()], **style)
     _draw_ratios(ratios, rows, "size")
     if overlaps:
         _draw_overlap(others[0], overlaps)
     for ax in (times, ratios, *others):
         ax.set(xscale="log", xlabel=rows[0]["unit"])
+        plain_numbers(ax.xaxis, at=sorted({row["size"] for row in rows}))
     times.set(yscale="log", ylabel="milliseconds", title=kind)
     plain_numbers(times.yaxis)
     times.legend(fontsize="small")

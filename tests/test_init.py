@@ -9,12 +9,10 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 import symm_cp
 from tests.exhaustive import some
@@ -50,18 +48,6 @@ def test_public_functions_say_what_they_return(module: str) -> None:
             text = str(inspect.signature(function).return_annotation)
             # Batches may hold anything.
             assert not re.search(r"\b(Any|_empty)\b", text.replace("dict[str, Any]", "")), name
-
-
-def one_or_several(x: torch.Tensor, several: list[torch.Tensor], group: str) -> None:
-    """Never runs: mypy checks that results have the types of their arguments."""
-    one: torch.Tensor = symm_cp.all_gather_matmul(x, x, group=group)
-    rows: tuple[torch.Tensor, torch.Tensor] = symm_cp.all_gather_matmul(
-        x, one, group=group, return_gathered=True
-    )
-    many: Sequence[torch.Tensor] = symm_cp.all_gather_matmul(x, several, group=group)
-    attended: torch.Tensor = symm_cp.all_gather_attention(x, *rows, group=group, is_causal=True)
-    _, lse = symm_cp.all_gather_attention(x, x, attended, group=group, return_lse=True)
-    _ = lse.sum(), many[0].sum()
 
 
 #: A public function of the package `symm_cp.schedule` has the name of its module.

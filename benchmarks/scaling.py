@@ -64,11 +64,11 @@ def main() -> None:
     by_ranks = [row for kind, shapes in RANKS.items() for row in bench(kind, shapes, "1..16", "1")]
     steep = list(cliffs(by_size))
     print("\n".join(steep) or "no cliffs")
+    head = report.heading(["python", *sys.argv], "cpu")
     if args.plot is not None:
-        plots.draw(args.plot / "sizes", by_size)
-        plots.draw(args.plot / "ranks", by_ranks)
+        plots.draw(args.plot / "sizes", by_size, head)
+        plots.draw(args.plot / "ranks", by_ranks, head)
     if args.json is not None:
-        head = report.heading(["python", *sys.argv], "cpu")
         report.write_json(args.json, {**head, "cliffs": steep}, [*by_size, *by_ranks])
 
 

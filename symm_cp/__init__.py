@@ -130,6 +130,10 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'symm_cp' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 if _everything:
     _ops.register()
     _backend.register()

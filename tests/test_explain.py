@@ -51,7 +51,8 @@ def test_a_program_of_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "rank 0: 2 of 3 collectives fused\n" in done.stdout
     assert "(2 KiB on 2 ranks): fused into fused_matmul_all_reduce" in done.stdout
-    assert "left alone: no fused op exists for all_to_all_single" in done.stdout
+    left = "left alone: no fused op exists for all_to_all_single"
+    assert f"at {program}:20): {left}" in done.stdout
     assert "symm_cp.sequence_to_heads and heads_to_sequence" in done.stdout
     assert "compiled other graphs" not in done.stdout
     graphs = json.loads((tmp_path / "out.json").read_text())["graphs"]
@@ -89,8 +90,9 @@ def test_an_eager_program_of_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", program]
     done = symm_cp_in(tmp_path, "explain", "--eager", "--json", "o", "--", *map(str, command))
     assert done.returncode == 0, done.stderr
-    line = "- all_reduce (2 KiB on 2 ranks, 2 calls): left alone: it is next to addmm: "
-    assert line + "symm_cp.matmul_all_reduce could run here" in done.stdout
+    line = f"- all_reduce (2 KiB on 2 ranks, 2 calls, at {program}:15): left alone: it is next to "
+    assert line + "addmm: symm_cp.matmul_all_reduce could run here" in done.stdout
+    assert "rank 0: 0 of 7 collectives fused\n" in done.stdout
     assert "other graphs" not in done.stdout
     graphs = json.loads((tmp_path / "o").read_text())["graphs"]
     assert [graph["rank"] for graph in graphs] == [0, 1]
@@ -114,7 +116,7 @@ def test_a_program_that_fails(tmp_path: Path) -> None:
 
 def decision(**changes: Any) -> dict[str, Any]:
     each = {"name": "all_gather", "bytes": 2048, "ranks": 2, "calls": 1}
-    each |= {"advice": "", "could_be": None}
+    each |= {"advice": "", "could_be": None, "where": ""}
     return {**each, "fused_into": "an_op", "runs_as": None, "reason": "because", **changes}
 
 
@@ -138,12 +140,17 @@ def test_the_report() -> None:
     ]
     assert "no graph with a collective was compiled" in report([])
     assert report([], eager=True) == "no collective was called"
-    calls = [decision(**left, calls=3, could_be="op"), decision(**left)]
+    calls = [
+        decision(**left, calls=3, could_be="op", advice="change it", where="train.py:7"),
+        decision(**left),
+    ]
     assert report([{"rank": 0, "graph": 1, "eager": True, "collectives": calls}]).splitlines() == [
-        "rank 0: 0 of 2 collectives fused",
-        "called by uncompiled code; symm_cp could fuse or hide 1",
-        "- all_gather (2 KiB on 2 ranks, 3 calls): left alone: because",
+        "rank 0: 0 of 4 collectives fused",
+        "called by uncompiled code; symm_cp could fuse or hide 3",
+        "- all_gather (2 KiB on 2 ranks, 3 calls, at train.py:7): left alone: because",
         "- all_gather (2 KiB on 2 ranks): left alone: because",
+        "what to change:",
+        "- change it (3 x)",
     ]
 
 

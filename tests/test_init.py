@@ -35,6 +35,21 @@ def test_all_names_are_there() -> None:
         _ = symm_cp.nothing
 
 
+def test_dir_lists_public_names() -> None:
+    assert dir(symm_cp) == sorted(symm_cp.__all__)
+
+
+@pytest.mark.parametrize("module", ["", "context_parallel", "moe", "tensor_parallel", "schedule"])
+def test_public_functions_say_what_they_return(module: str) -> None:
+    public = importlib.import_module(f"symm_cp.{module}" if module else "symm_cp")
+    for name in public.__all__:
+        function = getattr(public, name)
+        if inspect.isfunction(function):
+            text = str(inspect.signature(function).return_annotation)
+            # Batches may hold anything.
+            assert not re.search(r"\b(Any|_empty)\b", text.replace("dict[str, Any]", "")), name
+
+
 #: A public function of the package `symm_cp.schedule` has the name of its module.
 SHADOWED = ("symm_cp.schedule.check",)
 

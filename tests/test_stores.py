@@ -68,6 +68,6 @@ def test_a_store_that_is_locked_ends_in_time(ranks: Ranks, tmp_path: Path, call:
     with ranks.own(2, while_locked, tmp_path / "store", call) as running:
         (error, seconds), _ = (outcome.result for outcome in running.outcomes())
     if call == "op":
-        assert "fused_all_gather_matmul: the group's" in error, error
+        assert "all_gather_matmul: the group's" in error, error
     assert re.search(r"store did not answer within (0.5 s|500 ms)", error), error
     assert seconds < patient(TIMEOUT_MS / 1000 + 2)

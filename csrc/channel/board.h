@@ -55,6 +55,7 @@ class Board {
   // Whether a single thread made all calls. If so, only the call in which it is blocked can
   // proceed.
   bool single_threaded() const { return threads_.load() == 1; }
+  bool several_threads() const { return threads_.load() > 1; }
   void set_threads(uint32_t count) { threads_.store(count); }
 
   // Returns the call in which the only calling thread is blocked; nullopt if it is not blocked.

@@ -289,9 +289,20 @@ void Channel::verify(int peer, const Call& call) {
   const auto place = [&](Place of) {
     return theirs.place == call.place ? "" : kPlaces[static_cast<uint32_t>(of) % 3];
   };
-  const std::string mine = "rank " + std::to_string(mapping_->rank()) + " calls " + call.call_name;
-  throw PeerError("ranks disagree: " + mine + place(call.place) + ", rank " + std::to_string(peer) +
-                  " calls " + theirs.call_name + place(theirs.place));
+  const int rank = mapping_->rank();
+  const std::string text = "ranks disagree: rank " + std::to_string(rank) + " calls " +
+                           call.call_name + place(call.place) + ", rank " + std::to_string(peer) +
+                           " calls " + theirs.call_name + place(theirs.place);
+  // Threads of two ranks that call in another order.
+  for (const int each : {rank, peer}) {
+    if (!mapping_->peers()->board(each).several_threads()) continue;
+    const auto advice = [](const std::string& who) {
+      return ": another thread of " + who + " uses the group: give it one of its own";
+    };
+    const std::string cause = text + advice("rank " + std::to_string(each));
+    throw PeerError(each == rank ? text + advice("this rank") : cause, cause);
+  }
+  throw PeerError(text);
 }
 
 void Channel::verify_all(const Call& call) {

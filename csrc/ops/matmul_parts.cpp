@@ -43,6 +43,7 @@ std::string name_whole(const char* op, at::ScalarType dtype, at::IntArrayRef sha
   std::string detail = std::string(argument) + "=" + std::to_string(division.dim);
   if (!more.empty()) detail += " " + more;
   if (!uneven.empty()) detail += " " + uneven;
+  if (uneven.empty()) return name_call(op, dtype, shape, detail);
   return name_call(op, dtype, with_length(shape, division.dim, division.length()), detail);
 }
 

@@ -117,12 +117,16 @@ def report(
         ranks.setdefault(graph["rank"], []).append(graph)
     first, own = next(iter(ranks.items()))
     decisions = [each for graph in own for each in graph["collectives"]]
-    fused = sum(bool(each["fused_into"]) for each in decisions)
-    lines = [f"rank {first}: {fused} of {len(decisions)} collectives fused"]
+    fused = sum(each["calls"] for each in decisions if each["fused_into"])
+    count = sum(each["calls"] for each in decisions)
+    lines = [f"rank {first}: {fused} of {count} collectives fused"]
     for graph in own:
         lines += [_title(graph), *map(_line, graph["collectives"])]
     lines += broken
-    advice = Counter(each["advice"] for each in decisions if each["advice"])
+    advice = Counter[str]()
+    for each in decisions:
+        advice[each["advice"]] += each["calls"] if each["advice"] else 0
+    advice += Counter()  # drops the empty text
     lines += ["what to change:"] if advice else []
     lines += [f"- {text} ({count} x)" for text, count in advice.items()]
     others = [rank for rank, found in ranks.items() if _fates(found) != _fates(own)]
@@ -133,7 +137,7 @@ def report(
 
 def _title(graph: dict[str, Any]) -> str:
     if graph.get("eager"):
-        fusible = sum(bool(each["could_be"]) for each in graph["collectives"])
+        fusible = sum(each["calls"] for each in graph["collectives"] if each["could_be"])
         return f"called by uncompiled code; symm_cp could fuse or hide {fusible}"
     joint = ", of forward and backward before they are split" if graph.get("joint") else ""
     return f"graph {graph['graph']}{joint}"
@@ -147,7 +151,8 @@ def _line(each: dict[str, Any]) -> str:
         fate = f"fused into {each['fused_into']}"
     elif each["runs_as"]:
         fate = f"runs as {each['runs_as']}: {each['reason']}"
-    return f"- {each['name']} ({size} on {each['ranks']} ranks{calls}): {fate}"
+    at = f", at {each['where']}" if each["where"] else ""
+    return f"- {each['name']} ({size} on {each['ranks']} ranks{calls}{at}): {fate}"
 
 
 def _fates(graphs: list[dict[str, Any]]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +17,7 @@ from symm_cp.ops.error_reports import entry_point
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-    from typing_extensions import TypeIs
+    from typing_extensions import TypeIs, Unpack
 
 _OP = "all_gather_attention"
 _SEQ_DIM, _HEAD_DIM = 2, 1
@@ -32,7 +32,51 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     return isinstance(tensor, DTensor)
 
 
-@entry_point
+class _Options(TypedDict, total=False):
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    load_balancer: LoadBalancer | torch.Tensor | None
+    cu_seqlens: torch.Tensor | Sequence[int] | None
+    window_left: int | None
+    window_right: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    bias: torch.Tensor | None
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
+    document_ids: torch.Tensor | None
+    key_mask: torch.Tensor | None
+    query_load_balancer: LoadBalancer | None
+    method: MethodLike | Method | None
+    prefix_lengths: torch.Tensor | int | None
+
+
+@overload
+def all_gather_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: GroupLike,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> torch.Tensor: ...
+
+
+@overload
+def all_gather_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: GroupLike,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@entry_point("fused_all_gather_attention")
 def all_gather_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -57,7 +101,7 @@ def all_gather_attention(
     method: MethodLike | Method | None = None,
     return_lse: bool = False,
     prefix_lengths: torch.Tensor | int | None = None,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attends to the keys of all ranks without gathering them first.
 
     Same result as, with `q`, `k`, `v` the ranks' shards joined in sequence order::

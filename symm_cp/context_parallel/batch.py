@@ -23,7 +23,7 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import active
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.layouts import encoded
-from symm_cp.ops.attention.methods import MethodLike, split_by
+from symm_cp.ops.attention.methods import MethodLike, group_by
 from symm_cp.ops.common import attention_runs
 from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.schedule.layout import sequential
@@ -254,16 +254,25 @@ def shard_batch(
     NaN, but its gradients must be finite: those of `F.cross_entropy` are, those of a sum that is
     divided by the number of labels are not (`training_step` takes both). Raises `ValueError` for a
     batch without a sequence, of another length than the load balancer's, or without exactly one
-    label for each position; `RuntimeError` on all ranks if they cut different batches, or cut them
-    differently, or
-    if their `model`s have different parameters; `NotImplementedError` for a `model` that shifts
+    label for each position; `TypeError` for a batch without names; `RuntimeError` on all ranks if
+    they cut different batches, or cut them differently, or if their `model`s have different
+    parameters; `NotImplementedError` for a `model` that shifts
     labels by itself. Source: the recipes of torchtitan and transformers.
     """
-    group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
+    group = group_by(_OP, mesh, method)
     shift = (shift_labels, ignore_index)
     if average_gradients is None:
         average_gradients = model is not None and reduction_of(model, group).averages
     return _shard(group, batch, model, seq_dim, load_balancer, shift, average_gradients)
+
+
+def check_mapping(op: str, batch: object) -> None:
+    """Raises `TypeError` for a batch without names."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"{op}: batch is a {type(batch).__name__}, must be a mapping from names to tensors: "
+            "{'input_ids': ids, 'labels': labels}"
+        )
 
 
 @reports_to_peers
@@ -277,6 +286,7 @@ def _shard(
     average_gradients: bool,
 ) -> tuple[dict[str, Any], LossReduction]:
     shift_labels, ignore_index = shift
+    check_mapping(_OP, batch)
     whole = _completed(dict(batch), model, seq_dim, shift_labels, ignore_index)
     lengths = _lengths(whole, seq_dim)
     balancers = {n: balancer_for(_OP, load_balancer, n, group.size()) for n in lengths}

@@ -9,7 +9,6 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.context_parallel import agreement, guards, inspectors
@@ -20,15 +19,11 @@ from symm_cp.context_parallel.lengths import Balancers, BalancersByLength, balan
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import ParallelRegion, active, region_over
 from symm_cp.group.memory import GroupLike
-from symm_cp.ops.attention.methods import MethodLike, split_by
+from symm_cp.ops.attention.methods import MethodLike, group_by
 from symm_cp.ops.common import unfused_all_gather
 from symm_cp.ops.error_reports import reports_to_peers
 
 Buffer = TypeVar("Buffer", torch.Tensor, BlockMask)
-
-
-def _process_group(op: str, mesh: GroupLike, method: MethodLike | None) -> dist.ProcessGroup:
-    return _resolve_process_group(split_by(op, mesh, method)[0])  # type: ignore[arg-type]
 
 
 def _dim(op: str, tensor: torch.Tensor, seq_dim: int) -> int:
@@ -89,7 +84,7 @@ def context_parallel_shard(
     Source: torch's `_context_parallel_shard`.
     """
     op = "context_parallel_shard"
-    group = _process_group(op, mesh, method)
+    group = group_by(op, mesh, method)
     return _shard(op, group, buffers, seq_dims, load_balancer)
 
 
@@ -198,7 +193,7 @@ def context_parallel(
     changed; `RuntimeError` on all ranks if their buffers differ, or the parameters of a model that
     runs for the first time. Source: torch's `context_parallel`.
     """
-    group, tensors = _process_group("context_parallel", mesh, method), list(buffers or ())
+    group, tensors = group_by("context_parallel", mesh, method), list(buffers or ())
     keep = {id(tensor) for tensor in no_restore_buffers or ()}
     balancers, shards = _cut_buffers(
         group, tensors, buffer_seq_dims or (), keep, load_balancer, on_unfused
@@ -349,7 +344,7 @@ def context_parallel_unshard(
     Source: torch's `context_parallel_unshard`.
     """
     op = "context_parallel_unshard"
-    group = _process_group(op, mesh, method)
+    group = group_by(op, mesh, method)
     if len(buffers) != len(seq_dims):
         raise ValueError(
             f"{op}: {len(buffers)} buffers and {len(seq_dims)} seq_dims, must be equal"

@@ -39,7 +39,7 @@ def sequence_to_heads(
     load_balancer: LoadBalancer | None = None,
     heads: Sequence[Heads] | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
-@entry_point
+@entry_point(OP, {"tensors": "x"})
 def sequence_to_heads(
     x: torch.Tensor | Tensors,
     *,
@@ -88,7 +88,7 @@ def heads_to_sequence(
     load_balancer: LoadBalancer | None = None,
     heads: Sequence[Heads] | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
-@entry_point
+@entry_point(OP, {"tensors": "x"})
 def heads_to_sequence(
     x: torch.Tensor | Tensors,
     *,
@@ -140,7 +140,7 @@ def ulysses_projection(
     load_balancer: LoadBalancer | None = None,
     heads: Sequence[Heads] | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
-@entry_point
+@entry_point(PROJECT)
 def ulysses_projection(
     x: torch.Tensor,
     weights: torch.Tensor | Tensors,
@@ -183,6 +183,7 @@ def ulysses_projection(
     return results[0] if one else tuple(results)
 
 
+@entry_point(COLLECT, {"tensors": "x", "weights": "weight"})
 def ulysses_output_projection(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -17,19 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 from symm_cp.context_parallel.agreement import local_part
 from symm_cp.context_parallel.averaging import reduction_of
-from symm_cp.context_parallel.batch import LossReduction, sequence_of, shard_batch
+from symm_cp.context_parallel.batch import LossReduction, check_mapping, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
 from symm_cp.context_parallel.inspectors import batch_rules, modules_of, of_library, plain
 from symm_cp.context_parallel.lengths import BalancersByLength
 from symm_cp.group.memory import GroupLike
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
-from symm_cp.ops.attention.methods import MethodLike, split_by
+from symm_cp.ops.attention.methods import MethodLike, group_by
 from symm_cp.ops.error_reports import refuse, reports_to_peers
 
 _OP = "training_step"
@@ -99,7 +98,7 @@ def training_step(
     and `RuntimeError` if the loss had no backward pass inside, if its gradients are gone at the
     end, or if DDP did not reduce them.
     """
-    group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
+    group = group_by(_OP, mesh, method)
     by_model = loss_function is None
     transformers = of_library(model)
     whole, shift_labels = _prepared(group, model, batch, by_model, transformers, shift_labels)
@@ -143,6 +142,7 @@ def _prepared(
     shift_labels: bool | None,
 ) -> tuple[dict[str, Any], bool | None]:
     """Returns the whole batch in the model's form, and whether its labels are to be shifted."""
+    check_mapping(_OP, batch)
     whole = dict(batch)
     if by_model and not transformers and shift_labels is None:
         raise ValueError(

@@ -411,9 +411,11 @@ def _forget(name: str, group: Group) -> None:
     group.close()
 
 
-def unknown_group(name: str) -> ValueError:
-    """Returns the error for a name that no process group has."""
-    return ValueError(f"group: there is no process group named {name!r}")
+def unknown_group(group: GroupLike) -> ValueError:
+    """Returns the error for a group that was destroyed, or a name that no process group has."""
+    if isinstance(group, str):
+        return ValueError(f"group: there is no process group named {group!r}")
+    return ValueError(f"group: process group {group_name(group)!r} was destroyed")
 
 
 def resolve(group: GroupLike) -> Group:
@@ -426,7 +428,7 @@ def resolve(group: GroupLike) -> Group:
     try:
         process_group = _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError) as error:
-        raise unknown_group(name) from error
+        raise unknown_group(group) from error
     # Another group may have had the same name before, so the objects are compared.
     if known is not None and known[0]() is process_group:
         return known[1]

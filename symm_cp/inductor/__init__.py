@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
 from symm_cp import tuning
-from symm_cp.inductor.decisions import Decision, Report, graph_breaks, recording
+from symm_cp.inductor.decisions import Decision, Report, graph_breaks, printing_rank, recording
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import UnfusedError, install, passes_for
 
@@ -133,7 +133,8 @@ def disable() -> None:
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Compiles a function or module, and returns a `Report` on each of its collectives; print it.
 
-    The report also has the reasons of graph breaks, where code ran uncompiled.
+    Printed on all ranks, it is one report: the first rank's. It also has the reasons of graph
+    breaks, where code ran uncompiled.
 
     Uses the options of `enable`, or the defaults. Runs the function once and, where its result
     needs gradients of the arguments or of its parameters, the backward pass as well (no `.grad`
@@ -161,5 +162,6 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         if totals and leaves:
             torch.autograd.grad(totals, leaves, allow_unused=True)
         report.breaks = graph_breaks(broken_before)
+        report.printed_by = printing_rank(report)
         torch._dynamo.reset()
     return report

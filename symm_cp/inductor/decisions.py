@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -36,6 +37,8 @@ class Decision:
     runs_as: str | None = None
     #: How to change the program so that it communicates less; empty if there is no advice.
     advice: str = ""
+    #: File and line of the program that calls it; empty if unknown.
+    where: str = ""
 
     def __str__(self) -> str:
         fate = "left alone"
@@ -43,7 +46,8 @@ class Decision:
             fate = f"fused into {self.fused_into}"
         elif self.runs_as:
             fate = f"not fused, runs as {self.runs_as}"
-        return f"{self.collective} (group {self.group}): {fate}: {self.reason}"
+        at = f", at {self.where}" if self.where else ""
+        return f"{self.collective} (group {self.group}{at}): {fate}: {self.reason}"
 
 
 @dataclass
@@ -55,6 +59,8 @@ class Report:
     ways: dict[str, Choice] = field(default_factory=dict)
     #: Reasons for graph breaks, with counts; code there ran uncompiled and is not in the report.
     breaks: dict[str, int] = field(default_factory=dict)
+    #: The rank that prints the report, if it is another one.
+    printed_by: int | None = None
 
     @property
     def fused(self) -> list[Decision]:
@@ -82,7 +88,18 @@ class Report:
         return advice
 
     def __str__(self) -> str:
-        lines = [f"{len(self.fused)} of {len(self.decisions)} collectives fused"]
+        """Returns the text on the rank that prints it, and one line on others."""
+        if self.printed_by is None:
+            return self.text()
+        first = f"rank {self.printed_by} prints the report (Report.text() has this rank's)"
+        return f"rank {dist.get_rank()}: {self._summary()}; {first}"
+
+    def _summary(self) -> str:
+        return f"{len(self.fused)} of {len(self.decisions)} collectives fused"
+
+    def text(self) -> str:
+        """Returns the whole text, on any rank."""
+        lines = [self._summary()]
         lines += [f"- {decision}" for decision in self.decisions]
         lines += [f"- {matmul}: {choice}" for matmul, choice in self.ways.items()]
         lines += [f"- {text} ({count} x)" for text, count in self.breaks.items()]
@@ -99,6 +116,16 @@ def graph_breaks(before: Mapping[str, int] | None = None) -> dict[str, int]:
         text = f"graph break: {what}. {explanation.strip()}".rstrip(". ")
         breaks[f"{text}{_IN_CHECKPOINTS}" if "Unsafe side effect" in text else text] += count
     return dict(breaks)
+
+
+def printing_rank(report: Report) -> int | None:
+    """Returns the first rank of the groups of a report's collectives, if it is another rank."""
+    if not dist.is_initialized():
+        return None
+    groups = {decision.group for decision in report.decisions}
+    members = [dist.get_process_group_ranks(_resolve_process_group(name)) for name in groups]  # type: ignore[arg-type]
+    first = min((min(ranks) for ranks in members), default=0)
+    return None if first == dist.get_rank() else first
 
 
 def _backend_of(group_name: str) -> str:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from symm_cp.inductor import notes
 from symm_cp.inductor.decisions import Decision
 from symm_cp.inductor.neighbours import ATTENTION, GROUPED, MATMULS, MOVES
+from symm_cp.inductor.nodes import LIBRARIES
 
 #: For each collective: the op that fuses it, by the kinds of calls before and after ("": any).
 #: The first matching row counts; the op of the same shape computes the gradients.
@@ -53,6 +54,9 @@ _ADVICE = (
 )
 _NONE = torch._C._disabled_torch_dispatch_impl  # what types without dispatch of their own have
 _FSDP = "fsdp.use"
+_GATHER_MATMUL = "all_gather_matmul"
+_NORMS = {"native_layer_norm", "_fused_rms_norm"}
+_REDUCTIONS = {"mean", "sum", "var", "var_mean", "amax"}
 _FSDP_ADVICE = "call symm_cp.fsdp.use(model) after fully_shard"
 
 
@@ -65,10 +69,14 @@ class Call:
     group: str = ""
     nbytes: int = 0
     ranks: int = 1
+    where: str = ""  # file and line of the program
     by_fsdp: bool = False  # `fsdp.use` replaces it
+    columns: int = 0  # the length of the last dimension of a matrix that is gathered
     #: Names of ops whose results it takes, and of ops that take its results, by kind.
     before: dict[str, str] = field(default_factory=dict)
     after: dict[str, str] = field(default_factory=dict)
+    #: Names of ops that work on each row by itself, between a gather and a matmul.
+    through: str = ""
 
     def replacement(self) -> tuple[str, str]:
         """Returns the op of `symm_cp` that could run here (empty if there is none), and why."""
@@ -79,7 +87,17 @@ class Call:
             if all(names) or (any(names) and not (before and after)):
                 others = " and ".join(filter(None, names))
                 return op, f"it is next to {others}: symm_cp.{op} could run here"
+        if self.through:
+            return _GATHER_MATMUL, (
+                f"it feeds a matmul through {self.through}, which works on each row by itself: "
+                f"apply it to the shard, before the collective, then symm_cp.{_GATHER_MATMUL} "
+                "could run here, with the same result"
+            )
         return "", "no fused op exists for what is next to it"
+
+
+#: The origin of tensors that depend on several rows of a gathered one.
+_SEVERAL_ROWS = Call("", "")
 
 
 class Watch(TorchDispatchMode):
@@ -92,7 +110,8 @@ class Watch(TorchDispatchMode):
         self.rank = 0
         self._collectives: list[Call] = []
         # Keyed by the storage's address, which no other storage gets while a weak reference exists.
-        self._origins: dict[int, tuple[StorageWeakRef, Call]] = {}
+        # The last item names the ops that have worked on each row since.
+        self._origins: dict[int, tuple[StorageWeakRef, Call, str]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: Any = (), kwargs: Any = None
@@ -111,23 +130,31 @@ class Watch(TorchDispatchMode):
     def described(self) -> Iterator[dict[str, Any]]:
         """Yields the collectives as `explain` lists them: equal collectives once, with a count."""
         counted = Counter(
-            (call.kind, call.group, call.nbytes, call.ranks, *call.replacement())
+            (call.kind, call.group, call.nbytes, call.ranks, call.where, *call.replacement())
             for call in self._collectives
         )
-        for (kind, group, nbytes, ranks, op, reason), calls in counted.items():
+        for (kind, group, nbytes, ranks, where, op, reason), calls in counted.items():
             advice = {"": "", _FSDP: _FSDP_ADVICE}.get(op, _ADVICE)
-            decision = Decision(kind, group, None, reason, bool(op), advice=advice)
+            decision = Decision(kind, group, None, reason, bool(op), advice=advice, where=where)
             described = notes.described(decision, nbytes, ranks, calls)
             yield {**described, "could_be": op or None}
 
     def _note(self, func: Any, name: str, given: dict[str, Any], results: Any) -> None:
         inputs = _tensors(given)
         call = self._collective(func, name, given) or _computation(name)
+        through = ""
         if call is None:
             origins = {self._origin(t) for t in inputs if t.is_floating_point()}  # no indices
             moved = name in MOVES and len(origins) == 1
             products = origins and all(each and each.kind == "matmul" for each in origins)
-            call = origins.pop() if moved or (name in ("add", "add_") and products) else None
+            if by_rows := not moved and self._works_on_rows(func, name, given, inputs):
+                origins.discard(None)
+            if moved or by_rows or (name in ("add", "add_") and products):
+                call = origins.pop()
+            elif any(each and (each.columns or each is _SEVERAL_ROWS) for each in origins):
+                call = _SEVERAL_ROWS
+            passed = {self._through(t) for t in inputs} - {""} | ({name} if by_rows else set())
+            through = ", ".join(sorted(passed))
         elif call.group:
             self._feed(call, _tensors(given, "input", "tensors"))
         elif call.kind == "attention":
@@ -141,7 +168,7 @@ class Watch(TorchDispatchMode):
             if call is None:
                 self._origins.pop(storage._cdata, None)
             else:
-                self._origins[storage._cdata] = StorageWeakRef(storage), call
+                self._origins[storage._cdata] = StorageWeakRef(storage), call, through
 
     def _collective(self, func: Any, name: str, given: dict[str, Any]) -> Call | None:
         plain = name.replace("_", "")
@@ -156,8 +183,10 @@ class Watch(TorchDispatchMode):
         # Only the root has tensors to scatter; the output's size is the same on all ranks.
         own = _tensors(given, "output" if kind == "scatter" else "input", "tensors")
         nbytes = sum(t.numel() * t.element_size() for t in own)
-        by_fsdp = kind in ("all_gather", "reduce_scatter") and _called_by_fsdp()
-        call = Call(kind, name, group.group_name, nbytes, group.size(), by_fsdp)
+        where, by_fsdp = _caller()
+        by_fsdp &= kind in ("all_gather", "reduce_scatter")
+        columns = own[0].shape[-1] if kind == "all_gather" and own and own[0].dim() > 1 else 0
+        call = Call(kind, name, group.group_name, nbytes, group.size(), where, by_fsdp, columns)
         self._collectives.append(call)
         self._origins = {
             address: origin for address, origin in self._origins.items() if not origin[0].expired()
@@ -168,10 +197,42 @@ class Watch(TorchDispatchMode):
         found = self._origins.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
+    def _through(self, tensor: torch.Tensor) -> str:
+        found = self._origins.get(tensor.untyped_storage()._cdata)
+        return "" if found is None else found[2]
+
+    def _works_on_rows(
+        self, func: Any, name: str, given: dict[str, Any], inputs: list[torch.Tensor]
+    ) -> bool:
+        """Whether an op works on each row of one gathered matrix by itself, as norms do."""
+        gathered = [t for t in inputs if self._origin(t) is not None]
+        others = [t for t in inputs if self._origin(t) is None]
+        origins = {self._origin(t) for t in gathered}
+        if len(origins) != 1 or any(t.dim() > 1 for t in others):
+            return False
+        (call,) = origins
+        if (
+            not call
+            or not call.columns
+            or any(t.shape[-1] not in (1, call.columns) for t in inputs)
+        ):
+            return False
+        if name in _REDUCTIONS:
+            dims = given.get("dim")
+            last = dims in (-1, [-1], [gathered[0].dim() - 1])
+            return last and bool(given.get("keepdim"))
+        return name in _NORMS or torch.Tag.pointwise in getattr(func, "tags", ())
+
     def _feed(self, call: Call, tensors: Iterable[torch.Tensor]) -> None:
-        for origin in filter(None, map(self._origin, tensors)):
-            call.before.setdefault(origin.kind, origin.name)
-            origin.after.setdefault(call.kind, call.name)
+        for tensor in tensors:
+            origin, through = self._origin(tensor), self._through(tensor)
+            if origin is None or origin is _SEVERAL_ROWS:
+                continue
+            if not through:
+                call.before.setdefault(origin.kind, origin.name)
+                origin.after.setdefault(call.kind, call.name)
+            elif call.kind == "matmul":
+                origin.through = through
 
 
 def _named(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -188,13 +249,18 @@ def _tensors(given: dict[str, Any], *beginnings: str) -> list[torch.Tensor]:
     return [each for each in leaves if each.layout is torch.strided]
 
 
-def _called_by_fsdp() -> bool:
+def _caller() -> tuple[str, bool]:
+    """Returns file and line of the program that runs now, and whether FSDP2 is below it."""
     frame: FrameType | None = sys._getframe()
+    where, by_fsdp = "", False
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp._fully_shard"):
-            return True
+        path = frame.f_code.co_filename
+        if not where and not path.startswith((*LIBRARIES, "<")):
+            where = f"{path}:{frame.f_lineno}"
+        module = str(frame.f_globals.get("__name__"))
+        by_fsdp = by_fsdp or module.startswith("torch.distributed.fsdp._fully_shard")
         frame = frame.f_back
-    return False
+    return where, by_fsdp
 
 
 def _computation(name: str) -> Call | None:

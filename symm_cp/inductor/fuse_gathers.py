@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from symm_cp.inductor.advice import instead_of_moving, through_rows
 from symm_cp.inductor.axes import Axes, expose, sizes, without
 from symm_cp.inductor.decisions import Decision, record
 from symm_cp.inductor.matmuls import (
@@ -78,7 +79,9 @@ def _fuse(
             reasons.append(f"it feeds {lost.name}, which has no fused form")
         else:
             through = f"it feeds {path[-1].name} through {lost.name}, which is not followed"
-            reasons.append(f"{through}: move it before the collective")
+            reasons.append(f"{through}{instead_of_moving(tracer, lost)}")
+    if not matches and not reasons and (through := through_rows(tracer, wait)):
+        return None, through, False
     if not matches and not reasons and (why := why_attention_is_not_fused(wait)):
         reasons.append(why)
     if matches:

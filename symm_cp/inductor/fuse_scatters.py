@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.axes import Axes, Factor, lead, origin, sizes
 from symm_cp.inductor.decisions import Decision, record
-from symm_cp.inductor.matmuls import SCALED, right, scaled_options
+from symm_cp.inductor.matmuls import SCALED, scaled_options
 from symm_cp.inductor.nodes import (
     SCATTER,
     WAIT,
@@ -35,7 +36,7 @@ _FUSED_SUM = torch.ops.symm_mem._fused_matmuls_reduce_scatter.default
 
 def fuse_scatters(graph: Graph, options: Options) -> None:
     """Fuses matmuls with reduce-scatters, and records a decision for each reduce-scatter."""
-    tracer = Tracer(graph, SUMS_OF_MATMULS)
+    tracer = Tracer(graph, SUMS_OF_MATMULS, first_columns=True)
     for scatter in graph.find_nodes(op="call_function", target=SCATTER):
         if all(user.target is not WAIT for user in scatter.users):
             continue
@@ -59,6 +60,9 @@ def _rewrite(graph: Graph, scatter: Node, traced: Traced, terms: list[Node]) -> 
     if cut is None or shape is None:
         return "the scattered dimension is not one of the product's"
     ranks, want = cut
+    if traced.end is not None:  # of the columns
+        factors = [factor for axis in traced.axes for factor in axis]
+        shape = *shape[:-1], math.prod(f.size for f in factors if f.dim == len(shape) - 1)
     is_last = ranks.dim == len(shape) - 1
     if is_last and ranks.end != shape[-1]:
         return "the scattered dimension is inside the columns of the product"
@@ -67,7 +71,7 @@ def _rewrite(graph: Graph, scatter: Node, traced: Traced, terms: list[Node]) -> 
         return "the columns for each rank are not divisible by 16, as kernels on GPUs require"
     product_shape, dim, have = _by_columns(shape, ranks) if is_last else _by_rows(shape, ranks)
     emitter = Emitter(graph, scatter)
-    result = _emit(emitter, scatter, terms, product_shape, dim)
+    result = _emit(emitter, scatter, terms, product_shape, dim, traced.end)
     arranged = emitter.rearrange(emitter.reshape(result, sizes(have)), have, want)
     if arranged is None:
         return "the scattered product cannot be arranged"
@@ -102,17 +106,27 @@ def _without_ones(axes: Axes) -> Axes:
 
 
 def _emit(
-    emitter: Emitter, scatter: Node, terms: list[Node], product_shape: list[int], dim: int
+    emitter: Emitter,
+    scatter: Node,
+    terms: list[Node],
+    product_shape: list[int],
+    dim: int,
+    end: Any,
 ) -> Node:
-    """Inserts the fused op for products of `product_shape`."""
+    """Inserts the fused op for products of `product_shape`, the columns up to `end` if not None."""
     reduce_op, group = scatter.args[1], scatter.args[3]
     lefts, rights = operands_of(emitter, terms, product_shape[:-1])
     biases = sum_of_biases(emitter, terms)
+    if end is not None:
+        rights = [emitter.call(aten.slice.Tensor, each, -1, 0, end) for each in rights]
+    if end is not None and biases is not None:
+        biases = emitter.call(aten.slice.Tensor, biases, -1, 0, end)
     is_scaled = terms[0].target is SCALED
     if any(map(is_dynamic, product_shape)) and (is_scaled or biases is not None):
         raise DynamicShapeError("its rows are unknown at compile time")
     if is_scaled:
-        return _emit_scaled(emitter, scatter, terms[0], lefts[0], product_shape, dim)
+        operands = lefts[0], rights[0]
+        return _emit_scaled(emitter, scatter, terms[0], operands, product_shape, dim, end)
     if len(terms) == 1 and biases is None:
         op = op_for("fused_matmul_reduce_scatter", scatter.meta["val"].device)
         return emitter.call(op, lefts[0], rights[0], reduce_op, dim, group)
@@ -122,14 +136,22 @@ def _emit(
 
 
 def _emit_scaled(
-    emitter: Emitter, scatter: Node, matmul: Node, x: Node, product_shape: list[int], dim: int
+    emitter: Emitter,
+    scatter: Node,
+    matmul: Node,
+    operands: tuple[Node, Node | None],
+    product_shape: list[int],
+    dim: int,
+    end: Any,
 ) -> Node:
     reduce_op, group = scatter.args[1], scatter.args[3]
     scale, weight_scale = matmul.args[2:4]
     if math.prod(static_shape(scale) or ()) != 1:
         assert isinstance(scale, Node)
         scale = emitter.reshape(scale, [*product_shape[:-1], 1])
-    op = op_for("fused_scaled_matmul_reduce_scatter", x.meta["val"].device)
-    operands = x, right(matmul), scale, weight_scale
+    if end is not None and math.prod(static_shape(weight_scale) or ()) != 1:
+        weight_scale = emitter.call(aten.slice.Tensor, weight_scale, -1, 0, end)
+    op = op_for("fused_scaled_matmul_reduce_scatter", operands[0].meta["val"].device)
     options = scaled_options(matmul)
-    return emitter.call(op, *operands, reduce_op, dim, dim, group, product_shape, *options)
+    scales = scale, weight_scale
+    return emitter.call(op, *operands, *scales, reduce_op, dim, dim, group, product_shape, *options)

@@ -72,7 +72,8 @@ class Traced:
     `source` is the node where the trace ended: the wait for an all-gather, or a matmul. The origin
     of `axes` is the source's result or, after a slice, the slice of it. `dtypes` are the dtypes of
     the source and of each cast. For a gather `ranks` is the factor of the origin that counts the
-    ranks; each rank's shard is the input of the gather, or the slice `sliced` of it.
+    ranks; each rank's shard is the input of the gather, or the slice `sliced` of it. If not None,
+    `end` is where the columns of the source end that the tensor holds: a number or a node.
     """
 
     source: Node
@@ -80,6 +81,7 @@ class Traced:
     dtypes: tuple[torch.dtype | Bits, ...]
     ranks: Factor | None = None
     sliced: Sliced | None = None
+    end: Any = None
 
     @property
     def gather(self) -> Node:
@@ -96,12 +98,20 @@ class Tracer:
     """Traces each node of a graph once.
 
     Traces end at waits for gathers, at calls of one of `ends`, and at single results of calls of
-    one of `items_of`.
+    one of `items_of`. Only with `first_columns` can a trace have an `end`.
     """
 
-    def __init__(self, graph: Graph, ends: set[Any], items_of: set[Any] | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        ends: set[Any],
+        items_of: set[Any] | None = None,
+        *,
+        first_columns: bool = False,
+    ) -> None:
         self._ends = ends
         self._items_of = items_of or set()
+        self._first_columns = first_columns
         self._traced: dict[Node, Traced] = {}
         self._arrangements: dict[Node, list[Node]] = {}
         for node in graph.nodes:
@@ -188,21 +198,34 @@ class Tracer:
         places = [_part_of(part) for part in parts]
         if not places or places[0] is None:
             return None
-        whole, along, _, _ = places[0]
+        whole, along, _, step = places[0]
         operand, shape = self[whole], static_shape(whole)
+        count = len(parts)
         if operand is None or shape is None or not isinstance(dim, int):
             return None
-        count = len(parts)
-        if shape[along] % count != 0:
-            return None
-        step = shape[along] // count
         if places != [(whole, along, i * step, (i + 1) * step) for i in range(count)]:
             return None
-        cut = lead(operand.axes, along, count)
-        if cut is None:
+        if count * step != shape[along]:
+            operand = self._of_first_columns(operand, along, count * step, parts[-1])
+        cut = None if operand is None else lead(operand.axes, along, count)
+        if operand is None or cut is None:
             return None
         factor, rest = cut
         return replace(operand, axes=prepend(rest, dim % len(shape), factor))
+
+    def _of_first_columns(
+        self, operand: Traced, along: int, columns: int, last: Node
+    ) -> Traced | None:
+        """Returns a trace less the columns behind its `last` slice; None if it has no columns."""
+        shape = static_shape(operand.source) or ()
+        sliced = last.target is aten.slice.Tensor and operand.end is None
+        if not (self._first_columns and sliced and shape):
+            return None
+        if operand.axes[along] != (Factor(len(shape) - 1, 1, shape[-1]),):
+            return None
+        kept = (Factor(len(shape) - 1, 1, columns),)
+        axes = (*operand.axes[:along], kept, *operand.axes[along + 1 :])
+        return replace(operand, axes=axes, end=last.args[3])
 
     def _part(self, node: Node) -> Traced | None:
         """Traces one of the results of splitting a gathered tensor."""

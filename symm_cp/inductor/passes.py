@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from symm_cp.inductor.fuse_projections import fuse_projections
 from symm_cp.inductor.fuse_scatters import fuse_scatters
 from symm_cp.inductor.hide_collectives import sink_collectives
 from symm_cp.inductor.neighbours import record_called, record_others
-from symm_cp.inductor.nodes import value
+from symm_cp.inductor.nodes import know_equal_sizes, place_of, value
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.rewrite import wait_for_each
 
@@ -70,9 +71,10 @@ class Pass(CustomGraphPass):
         for earlier in self._before:
             earlier(graph)
         before = _given(graph) if listeners else {}
+        nodes = {node.name: node for node in graph.nodes}
         with recording() as report:
             self._run(graph, self.options)
-        report.decisions = _final(report)
+        report.decisions = [_placed(decision, nodes) for decision in _final(report)]
         for listen in listeners:
             listen(before, report, self._run is fuse_joint)
         for decision in report.decisions:
@@ -86,6 +88,12 @@ class Pass(CustomGraphPass):
         if any(identity is None for identity in earlier):
             return None
         return (self._stage, _sources(), repr(self.options), tuple(map(repr, earlier)))
+
+
+def _placed(decision: Decision, nodes: Mapping[str, Node]) -> Decision:
+    """Returns a decision with the places of its collectives in the program."""
+    known = [nodes[name] for name in decision.collective.split(", ") if name in nodes]
+    return replace(decision, where=", ".join(dict.fromkeys(filter(None, map(place_of, known)))))
 
 
 def _final(report: Report) -> list[Decision]:
@@ -107,6 +115,7 @@ def _refuse(report: Report) -> None:
 def fuse_post_grad(graph: Graph, options: Options) -> None:
     """Rewrites a forward or a backward graph."""
     wait_for_each(graph)
+    know_equal_sizes(graph)
     if options.context_parallel:
         fuse_all_to_alls(graph, options)
         fuse_projections(graph, options)
@@ -126,6 +135,7 @@ def fuse_post_grad(graph: Graph, options: Options) -> None:
 def fuse_joint(graph: Graph, options: Options) -> None:
     """Rewrites a joint graph of forward and backward."""
     wait_for_each(graph)
+    know_equal_sizes(graph)
     if options.context_parallel:
         fuse_attention(graph, options)
         graph.eliminate_dead_code()

@@ -19,7 +19,7 @@ from symm_cp.inductor.matmuls import (
     why_unsupported,
 )
 from symm_cp.inductor.neighbours import FOR_EXPERTS, feeding, is_of_experts
-from symm_cp.inductor.nodes import argument, aten, static_shape
+from symm_cp.inductor.nodes import SCATTER, argument, aten, static_shape
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Traced, Tracer
 from symm_cp.inductor.rewrite import Emitter
@@ -86,7 +86,11 @@ def reduced_products(
         if is_of_experts(path[-1]):
             return [], f"{name} feeds it, which has no fused form{FOR_EXPERTS}", True
         reason = f"the reduced tensor is not only {name}, rearranged"
-        return [], f"{reason}: move the ops between them behind the collective", True
+        # Sums of elements may be moved afterwards, but each rank gets only some of the sums.
+        instead = "rearrange its operands instead"
+        if reduction.target is not SCATTER:
+            instead = "move the ops between them behind the collective"
+        return [], f"{reason}: {instead}", True
     return [], "the reduced tensor is not the product of a matmul", False
 
 

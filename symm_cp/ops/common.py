@@ -34,6 +34,8 @@ from symm_cp.tensors.shards import Split
 
 P = ParamSpec("P")
 R = TypeVar("R")
+#: One tensor or several: a function of weights returns one product or a list of products.
+Weights = TypeVar("Weights", torch.Tensor, Sequence[torch.Tensor])
 
 _MAX_PLANS = 512
 _LONG_SIZES = 48  # characters in a call's name, which peers compare; longer: a checksum
@@ -272,13 +274,22 @@ def scatter_split(
                 f"{argument}={dim} has length {length}"
             )
         return split
-    if length % world_size != 0:
+    if _is_true(length % world_size != 0):
         instead = ": give sizes, the length of each rank's part" if any_sizes else ""
         raise ValueError(
             f"{op}: dimension {argument}={dim} has length {length}, which is not divisible by "
             f"world size {world_size}{instead}"
         )
     return Split.equal(length // world_size, world_size, dim)
+
+
+def _is_true(condition: bool | torch.SymBool) -> bool:
+    """Returns a condition's value; False if compilers do not know it: then the kernel checks it."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
 
 
 def _split(op: str, sizes: Sequence[int], world_size: int, dim: int) -> Split:

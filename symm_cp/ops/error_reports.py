@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -23,34 +25,111 @@ OPS_ON_CPU: set[str] = set()
 
 P = ParamSpec("P")
 R = TypeVar("R")
+#: Changes the text of a call's error, given the call's arguments.
+_Improve: TypeAlias = Callable[[Exception, Any, Any], None]
 
 
 def reports_to_peers(
-    function: Callable[P, R], group: str = "group", channel: str = "sync", op: str = ""
+    function: Callable[P, R],
+    group: str = "group",
+    channel: str = "sync",
+    op: str = "",
+    words: Mapping[str, str] | None = None,
 ) -> Callable[P, R]:
     """Returns the function, with its errors reported to the peers.
 
     They may be making the same call, and would wait for this rank until their time-out. `group`
     names the argument that holds the group, `channel` the channel of the call. Errors that name no
-    op get the name `op`.
+    op get the name `op`; in this rank's error `words` replace others afterwards.
     """
     signature = inspect.signature(function)
 
     def group_of_call(args: Any, kwargs: Any) -> Any:
         return signature.bind(*args, **kwargs).arguments[group]
 
-    return reporting(function, group_of_call, channel, op, traced=True)
+    improve = None if words is None else _improve(words, signature)
+    return reporting(function, group_of_call, channel, op, improve, traced=True)
 
 
-def entry_point(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns a function that users call with `group`, with its errors reported to the peers."""
-    name = function.__name__
-    return reports_to_peers(function, channel=channel_of(name), op=name)
+def entry_point(
+    op: str = "", words: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function that users call with `group`: its errors are reported to the peers.
+
+    They name the function, not the `op` that it calls; `words` has the function's names of
+    arguments, by the op's.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        name = function.__name__
+        named = {op or name: name, **words}
+        return reports_to_peers(function, channel=channel_of(name), op=name, words=named)
+
+    return decorated
 
 
-def names_op(op: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function's errors name the op that the user called, if they name none."""
-    return lambda function: reporting(function, None, "", op, traced=True)
+def _improve(words: Mapping[str, str], signature: inspect.Signature) -> _Improve:
+    """Returns a function that puts the user's words into an error, and advice."""
+    longest_first = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<!\w)(?<!the )(?<!\d )_?({longest_first})(?:_split)?(\[\d+\])?(?!\w)")
+
+    def improve(error: Exception, args: Any, kwargs: Any) -> None:
+        text = str(error)
+        if error.args != (text,):
+            return
+        given = signature.bind(*args, **kwargs).arguments
+        group = given.get("group", "")
+        if not isinstance(group, str):  # the program still has it
+            text = _UNKNOWN.sub(r"\1 \2 was destroyed", text)
+        if "sizes" in signature.parameters and given.get("sizes") is None:
+            text += _advice(text, group)
+
+        def word(found: re.Match[str]) -> str:
+            name = words[found[1]]
+            several = name.endswith("s") or isinstance(given.get(name), list | tuple)
+            return name + (found[2] or "" if several else "")
+
+        error.args = (pattern.sub(word, text),)
+
+    return improve
+
+
+_UNKNOWN = re.compile("there is no (process group) named ('.*?')")
+_CALL = r"rank (\d+) calls (\w+(?: \w+\[[\d, ]+\])+ [^,]*?(?<!scatter_)dim=(\d+))"
+_TWO_CALLS = re.compile(rf"ranks disagree: {_CALL}[^,]*, {_CALL}")
+
+
+def _advice(text: str, group: GroupLike) -> str:
+    """Returns what to do if only the lengths of the ranks' shards differ; empty otherwise."""
+    found = _TWO_CALLS.search(text)
+    if found is None:
+        return ""
+    lengths: dict[int, int] = {}
+    rests = set()
+    for rank, call, dim in (found.groups()[:3], found.groups()[3:]):
+        shapes = [shape.split(", ") for shape in re.findall(r"\[(.*?)\]", call)]
+        if len(shapes[0]) <= int(dim):
+            return ""
+        lengths[int(rank)] = int(shapes[0][int(dim)])
+        rests.add((call.split("[")[0], str([s[: int(dim)] + s[int(dim) + 1 :] for s in shapes])))
+    if len(rests) > 1 or len(set(lengths.values())) == 1:
+        return ""
+    in_order = [lengths[rank] for rank in sorted(lengths)]
+    if resolve(group).world_size == len(in_order):
+        return f": shards of unequal lengths need sizes={in_order}"
+    ranks = " and ".join(f"{lengths[rank]} on rank {rank}" for rank in sorted(lengths))
+    return f": shards of unequal lengths need sizes, the length on each rank ({ranks})"
+
+
+def names_op(op: str, instead_of: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function's errors name what the user called, if they name nothing, or another op."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        words = {instead_of or op: op}
+        improve = _improve(words, inspect.signature(function))
+        return reporting(function, None, "", op, improve, traced=True)
+
+    return decorated
 
 
 def reporting(
@@ -58,12 +137,14 @@ def reporting(
     group_of_call: Callable[[Any, Any], Any] | None,
     channel: str,
     op: str,
+    improve: _Improve | None = None,
     *,
     traced: bool = False,
 ) -> Callable[P, R]:
     """Returns the function, with errors that name the op and are reported to the call's group.
 
-    `traced`: compilers trace the function, unlike kernels and gradients.
+    `improve` changes an error's text, after it was reported. `traced`: compilers trace the
+    function, unlike kernels and gradients.
     """
 
     @functools.wraps(function)
@@ -81,6 +162,9 @@ def reporting(
                 _name_op(op, error)
             if group_of_call is not None:
                 report(group_of_call, channel, error, args, kwargs)
+            if improve is not None:
+                with contextlib.suppress(Exception):  # the error itself matters more
+                    improve(error, args, kwargs)
             raise
 
     return call

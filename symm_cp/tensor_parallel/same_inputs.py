@@ -12,6 +12,9 @@ are compared once, in the first call with them.
 
 from __future__ import annotations
 
+import re
+import sys
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +26,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from symm_cp.group.memory import reported
 from symm_cp.ops.equal_inputs import Item, content_hash, same_on_all_ranks, text_hash
 from symm_cp.tensor_parallel.whole import Seat
 
@@ -47,6 +51,17 @@ def _count(module: nn.Module, *_: Any) -> None:
     global _registrations
     if module in _members:
         _registrations += 1
+
+
+_CALLS = re.compile(r"rank (\d+) calls (\w+)")
+
+
+def _called_by(name: str) -> bool:
+    """Whether a function of this name is on the stack."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
 
 
 class SameInputs:
@@ -82,10 +97,26 @@ class SameInputs:
             return value
         try:
             return same_on_all_ranks(value, _OP, name, _REMEDY, self.seat.group, *further)
-        except RuntimeError:  # the program may make parameters equal now
+        except RuntimeError as error:  # the program may make parameters equal now
             self.added.clear()
             self.seen = -1
+            if text := self._alone(str(error)):
+                raise reported(RuntimeError(text)) from error
             raise
+
+    def _alone(self, text: str) -> str:
+        """Returns the text of an error if a peer made another call than this one; else empty."""
+        calls = {int(rank): op for rank, op in _CALLS.findall(text)}
+        own = calls.pop(self.seat.rank, "")
+        peers = [rank for rank, op in calls.items() if op != own]
+        if not own or not peers:
+            return ""
+        called = "generate" if _called_by("generate") else "the model"
+        only = " only" if self.seat.world_size == 2 else f", not on rank {peers[0]}"
+        return (
+            f"{_OP}: {called} was called on rank {self.seat.rank}{only}, where rank {peers[0]} "
+            f"called {calls[peers[0]]}: call it on every rank of the mesh"
+        )
 
     def _added_to(self, model: nn.Module) -> tuple[Item, ...]:
         """Returns an item for parameters added after `apply`; all earlier ones are DTensors."""

@@ -136,15 +136,15 @@ def _all_reduce_kind(name: str) -> Kind:
 #: `good` takes the number of ranks and three small sizes.
 KINDS: dict[str, Kind] = {
     "all_gather_matmul": Kind(
-        "fused_all_gather_matmul",
-        ("A", "B[0]", "B[1]", "gather_dim", "group"),
+        "all_gather_matmul",
+        ("shard", "weights[0]", "weights[1]", "gather_dim", "group"),
         lambda W, r, k, n: ((r, k), (k, n), (k, 2)),
         _call_gather_matmul,
         _gather_matmul,
     ),
     "matmul_reduce_scatter": Kind(
-        "fused_matmul_reduce_scatter",
-        ("A", "B", "scatter_dim", "reduce_op", "group"),
+        "matmul_reduce_scatter",
+        ("a", "weight", "scatter_dim", "reduce_op", "group"),
         lambda W, r, k, n: ((r * W, k), (k, n)),
         lambda t, case, group: symm_cp.matmul_reduce_scatter(
             t[0], t[1], scatter_dim=case.dim, reduce_op=case.reduce_op, group=group
@@ -152,14 +152,14 @@ KINDS: dict[str, Kind] = {
         _matmul_scatter,
     ),
     "low_contention_all_gather": Kind(
-        "_low_contention_all_gather",
+        "low_contention_all_gather",
         ("tensor", "group"),
         lambda W, r, k, n: ((r, k),),
         lambda t, case, group: wait_tensor(symm_cp.low_contention_all_gather(t[0], group=group)),
         lambda ranks, rank, case: [gathered(ranks, 0)],
     ),
     "low_contention_reduce_scatter": Kind(
-        "_low_contention_reduce_scatter",
+        "low_contention_reduce_scatter",
         ("tensor", "dim", "reduce_op", "group"),
         lambda W, r, k, n: ((r * W, k),),
         lambda t, case, group: wait_tensor(
@@ -193,7 +193,7 @@ KINDS: dict[str, Kind] = {
         _gather_kv,
     ),
     "all_gather_attention": Kind(
-        "fused_all_gather_attention",
+        "all_gather_attention",
         ("query", "key", "value", "is_causal", "group"),
         lambda W, r, k, n: ((1, r, k, n),) * 3,
         lambda t, case, group: symm_cp.all_gather_attention(
@@ -202,7 +202,7 @@ KINDS: dict[str, Kind] = {
         _attention,
     ),
     "attention_options": Kind(
-        "fused_all_gather_attention",
+        "all_gather_attention",
         ("query", "key", "value", "sinks", "bias", "is_causal", "group"),
         lambda W, r, k, n: (*((1, r, k, n),) * 3, (r,), (r, 2 * k * W - 1)),
         _call_attention_with_options,

@@ -201,8 +201,8 @@ def _heads_of(case: Case, tensors: int) -> Any:
 def _exchange(good: Any, op: Callable[..., Any], expected: Any) -> Kind:
     """One of the two exchanges between sequence and heads, with two tensors."""
     return Kind(
-        "exchange_heads",
-        ("tensors", "positions", "heads", "head_ranges", "group"),
+        op.__name__,
+        ("x", "x[0]", "x[1]", "tensors", "positions", "heads", "head_ranges", "group"),
         good,
         lambda t, case, group: list(op(t, group=group, heads=_heads_of(case, len(t)))),
         expected,
@@ -266,7 +266,7 @@ KINDS: dict[str, Kind] = {
         lambda W, r, k, n: ((1, r, k * W, n),) * 2, symm_cp.heads_to_sequence, _to_sequence
     ),
     "ulysses_projection": Kind(
-        "project_to_heads",
+        "ulysses_projection",
         ("x", "weights", "biases", "features", "positions", "heads", "head_ranges", "group"),
         lambda W, r, k, n: ((1, r, k), (k, 2 * n * W), (2 * n * W,)),
         lambda t, case, group: symm_cp.ulysses_projection(
@@ -277,8 +277,8 @@ KINDS: dict[str, Kind] = {
         {"heads": _HEADS, "features": (-1, 0, 1, 3)},
     ),
     "ulysses_output_projection": Kind(
-        "project_from_heads",
-        ("tensors", "weights", "bias", "positions", "heads", "head_ranges", "group"),
+        "ulysses_output_projection",
+        ("x", "weight", "bias", "positions", "heads", "head_ranges", "group"),
         lambda W, r, k, n: ((1, r, k * W, 2), (2 * r * W, n), (n,)),
         lambda t, case, group: symm_cp.ulysses_output_projection(
             t[0], t[1], bias=t[2], group=group, heads=case.option("heads")

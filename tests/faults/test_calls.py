@@ -41,7 +41,7 @@ def refused_by_one(group: dist.ProcessGroup) -> None:
     for _ in range(3):
         begin, bad = time.monotonic(), own.rank() == 0
         error = ValueError if bad else RuntimeError
-        with pytest.raises(error, match=r"B\[0\] of shape \[5, 4\] needs 6 rows") as caught:
+        with pytest.raises(error, match=r"weights\[0\] of shape \[5, 4\] needs 6 rows") as caught:
             symm_cp.all_gather_matmul(x, torch.ones(5 if bad else 6, 4), group=own)
         assert bad or "ValueError on rank 0" in str(caught.value)
         assert time.monotonic() - begin < patient(2)
@@ -61,7 +61,7 @@ def refused_twice(group: dist.ProcessGroup) -> None:
         dist.barrier(group)
     for rows in (5, 7):
         error = RuntimeError if late else ValueError
-        with pytest.raises(error, match=rf"B\[0\] of shape \[{rows}, 4\] needs 6 rows"):
+        with pytest.raises(error, match=rf"weights\[0\] of shape \[{rows}, 4\] needs 6 rows"):
             symm_cp.all_gather_matmul(x, torch.ones(6 if late else rows, 4), group=own)
     if not late:
         dist.barrier(group)
@@ -237,6 +237,23 @@ def in_two_threads(group: dist.ProcessGroup, pause: float) -> None:
 @pytest.mark.parametrize("pause", some(1.0, of=[0.01, 0.1, 1.0, 3.0]))
 def test_threads_whose_first_calls_are_far_apart(ranks: Ranks, pause: float) -> None:
     ranks.run(2, in_two_threads, pause)
+
+
+def calls_of_two_threads(group: dist.ProcessGroup) -> None:
+    """As when a checkpoint is saved in the background over the group of training."""
+    own, x = dist.new_group(list(range(group.size())), backend="symm_cp"), torch.ones(3)
+    thread = threading.Thread(target=dist.all_reduce, args=(x,), kwargs={"group": own})
+    thread.start()
+    thread.join()
+    dist.all_reduce(x, group=own)
+    call = partial(dist.broadcast, src=0) if own.rank() == 0 else dist.all_reduce
+    advice = r"another thread of (this rank|rank \d) uses the group: give it one of its own"
+    with pytest.raises(RuntimeError, match=rf"ranks disagree: .*{advice}"):
+        call(x, group=own)
+
+
+def test_threads_that_share_a_group(ranks: Ranks) -> None:
+    ranks.run(2, calls_of_two_threads)
 
 
 def in_other_channels(group: dist.ProcessGroup) -> float:

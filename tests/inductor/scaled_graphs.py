@@ -67,6 +67,35 @@ def gather_scaled_as_bytes_in_the_middle(group: Any, x: Any, w: Any) -> Any:
     return scaled(full.flatten(0, 1), b, one, one * 0.5)
 
 
+def gather_scaled_in_the_middle(group: Any, x: Any, w: Any) -> Any:
+    """As float8, without a view of bytes; flattened for the matmul, and unflattened behind it."""
+    a, scale_a = eight_bits(x)
+    b, scale_b = eight_bits(w.t().contiguous())
+    if torch.compiler.is_compiling():
+        full = funcol.all_gather_tensor(a, 1, group)
+    else:
+        full = funcol.all_gather_tensor(a.view(torch.uint8), 1, group).view(FLOAT8)
+    return scaled(full.flatten(0, 1), b.t(), scale_a, scale_b).unflatten(0, full.shape[:2])
+
+
+def gather_scaled_rows_in_the_middle(group: Any, x: Any, w: Any) -> Any:
+    """With the rows' scales, gathered along the same dimension."""
+    a, scale_a = eight_bits_by_row(x)
+    b, scale_b = eight_bits_by_row(w.t())
+    full = funcol.all_gather_tensor(a.view(torch.uint8), 1, group).view(FLOAT8)
+    scales = funcol.all_gather_tensor(scale_a, 1, group)
+    return scaled(full.view(-1, x.shape[2]), b.t(), scales.view(-1, 1), scale_b.t())
+
+
+def gather_scaled_permuted(group: Any, x: Any, w: Any) -> Any:
+    """Along dimension 0 of the permuted tensor, as asynchronous tensor parallelism writes it."""
+    a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
+    one = torch.ones((), dtype=torch.float32)
+    front = a.view(torch.uint8).movedim(1, 0).contiguous()
+    full = funcol.all_gather_tensor(front, 0, group).view(FLOAT8).movedim(0, 1)
+    return scaled(full.reshape(-1, x.shape[2]), b, one, one * 0.5)
+
+
 def gather_scaled_rows(group: Any, x: Any, w: Any) -> Any:
     a, scale_a = eight_bits_by_row(x)
     b, scale_b = eight_bits_by_row(w.t())
@@ -115,6 +144,16 @@ def graphs(W: int) -> dict[str, GraphCase]:
             (AG8,),
             dtype=torch.float32,
         ),
+        **{
+            f"scaled, middle, {name}": GraphCase(
+                fn, ((2, 8, 32), (32, 16)), fused, dtype=torch.float32
+            )
+            for name, fn, fused in (
+                ("one scale", gather_scaled_in_the_middle, (AG8,)),
+                ("rows", gather_scaled_rows_in_the_middle, (AG8, AG8)),
+                ("permuted", gather_scaled_permuted, (AG8,)),
+            )
+        },
         "scaled rows": GraphCase(
             gather_scaled_rows, ((16, 32), (32, 16)), (AG8, AG8), dtype=torch.float32
         ),

@@ -282,8 +282,8 @@ def compiles(group: dist.ProcessGroup) -> None:
             assert after.stride() == before.stride()
         report = symm_cp.inductor.explain(fn, *inputs)
         assert len(report.fused) == 8, str(report)
-        assert "fused into project_to_heads: with the projections next to it" in str(report)
-        assert "fused into project_from_heads: with the projections next to it" in str(report)
+        assert "fused into project_to_heads: with the projections next to it" in report.text()
+        assert "fused into project_from_heads: with the projections next to it" in report.text()
 
 
 @pytest.mark.exhaustive

@@ -148,14 +148,18 @@ def refused(group: dist.ProcessGroup) -> None:
     mixed = {"a": narrow.rows, "b": weight.rows.t()[:32], "of_b": weight.scale[:, :1]}
     one = torch.ones(())
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
-        (ValueError, r"A_scale of shape .* a scale for each 32", {"of_a": x.scale[:, :1]}),
-        (ValueError, r"A_scale of shape .* a scale for each 32", {"of_a": x.scale[:1]}),
-        (ValueError, r"B_scale.* of shape .* does not fit B.mT", {"of_b": weight.scale.t()}),
+        (ValueError, r"(a|shard)_scale of shape .* a scale for each 32", {"of_a": x.scale[:, :1]}),
+        (ValueError, r"(a|shard)_scale of shape .* a scale for each 32", {"of_a": x.scale[:1]}),
+        (
+            ValueError,
+            r"weight_scale.* of shape .* does not fit weights?.mT",
+            {"of_b": weight.scale.t()},
+        ),
         (ValueError, r"scale.* of shape .* a scale for each 32", odd),
         (TypeError, "both or none must be scales of blocks", {"of_a": one}),
         (TypeError, "both or none must be scales of blocks", {"of_b": one}),
         (TypeError, "scale.* is torch.float8_e4m3fn", {"of_a": narrow.scale}),
-        (TypeError, "A is torch.float4_e2m1fn_x2", mixed),
+        (TypeError, "(a|shard) is torch.float4_e2m1fn_x2", mixed),
     ]
 
     def calls(**changed: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -115,6 +116,73 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 def test_bad_arguments(ranks: Ranks) -> None:
     ranks.run(2, refuses)
+
+
+def says_what_was_called(group: dist.ProcessGroup) -> None:
+    rank, W, ones = group.rank(), group.size(), torch.ones
+    f8, one = ones(16, 16).to(FLOAT8), ones(())
+    cases = [
+        (r"^all_gather_matmul: weights\[1\] of shape \[4, 2\] needs 3 rows to follow shard of",
+         lambda: symm_cp.all_gather_matmul(ones(2, 3), [ones(3, 2), ones(4, 2)], group=group)),
+        (r"^matmul_reduce_scatter: weight of shape \[4, 2\] needs 3 rows to follow a of",
+         lambda: symm_cp.matmul_reduce_scatter(ones(W, 3), ones(4, 2), group=group)),
+        (r"^matmul_all_reduce: weight of shape \[4, 2\] needs 3 rows to follow a of",
+         lambda: symm_cp.matmul_all_reduce(ones(4, 3), ones(4, 2), group=group)),
+        (r"^scaled_all_gather_matmul: weight_scales\[0\] of shape \[1, 3\] does not fit weights of",
+         lambda: symm_cp.scaled_all_gather_matmul(f8, [f8.t()], one, [ones(1, 3)], group=group)),
+        (r"^scaled_matmul_reduce_scatter: a_scale of shape \[3, 1\] does not fit a of",
+         lambda: symm_cp.scaled_matmul_reduce_scatter(f8, f8.t(), ones(3, 1), one, group=group)),
+        (r"^low_contention_all_gather: ",
+         lambda: symm_cp.low_contention_all_gather(one, group=group)),
+        (r"^all_gather_attention: query has 2 heads and key 3",
+         lambda: symm_cp.all_gather_attention(
+             ones(1, 2, 8, 4), ones(1, 3, 8, 4), ones(1, 3, 8, 4), group=group)),
+        (r"^sequence_to_heads: x has 1 heads",
+         lambda: symm_cp.sequence_to_heads(ones(1, 1, 8, 4), group=group)),
+        (r"^ulysses_output_projection: weight has 9 rows",
+         lambda: symm_cp.ulysses_output_projection(ones(1, 2, 2 * W, 4), ones(9, 4), group=group)),
+        (r"^dispatch_matmul: weights\[0\] ",
+         lambda: symm_cp.moe.dispatch_matmul(
+             ones(8, 4), ones(2, 5, 4), torch.zeros(8, 2, dtype=torch.int64), 2 * W, group=group)),
+        (r"^training_step: batch is a Tensor, must be a mapping",
+         lambda: symm_cp.training_step(
+             torch.nn.Linear(2, 2), ones(1, 8), group).__enter__()),  # type: ignore[arg-type]
+        (r"^shard_batch: batch is a list, must be a mapping",
+         lambda: symm_cp.shard_batch(group, [ones(1, 8)])),  # type: ignore[arg-type]
+    ]  # fmt: skip
+    for message, call in cases:
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+    # Peers of a rank that refuses are told in the same words.
+    with pytest.raises((ValueError, RuntimeError), match=r"all_gather_matmul: weights\[0\] of sh"):
+        symm_cp.all_gather_matmul(ones(2, 3), ones(3 + (rank == 0), 2), group=group)
+    lengths = [8, *[9] * (W - 1)]
+    text = rf"sizes={re.escape(str(lengths))}$" if W == 2 else r"sizes, the length on each rank \("
+    for dim, shape in enumerate(([lengths[rank], 3], [2, lengths[rank], 3])):
+        with pytest.raises(RuntimeError, match=f"shards of unequal lengths need {text}") as caught:
+            symm_cp.all_gather_matmul(ones(shape), ones(3, 2), gather_dim=dim, group=group)
+        assert f"calls all_gather_matmul float32{shape} gather_dim={dim}" in str(caught.value)
+    with pytest.raises(RuntimeError, match="ranks disagree") as caught:  # not only in length
+        symm_cp.all_gather_matmul(ones(lengths[rank], 3 + rank), ones(3 + rank, 2), group=group)
+    assert "sizes" not in str(caught.value)
+    gone = dist.new_group(list(range(W)))
+    symm_cp.all_gather_matmul(ones(2, 3), ones(3, 2), group=gone)
+    dist.destroy_process_group(gone)
+    for call in (
+        lambda: symm_cp.all_gather_matmul(ones(2, 3), ones(3, 2), group=gone),
+        lambda: symm_cp.low_contention_all_gather(ones(2, 3), group=gone),
+        lambda: symm_cp.reserve(gone, 8),
+        lambda: symm_cp.shard_batch(gone, {"input_ids": ones(1, 8).long()}),
+        lambda: symm_cp.context_parallel(gone).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=r"process group '\d+' was destroyed"):
+            call()
+    works(group)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_errors_name_what_was_called(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, says_what_was_called)
 
 
 def disagrees(group: dist.ProcessGroup) -> None:

@@ -185,11 +185,11 @@ def test_notices_ranks_that_disagree(ranks: Ranks) -> None:
 def one_rank_refuses(group: dist.ProcessGroup) -> None:
     x, w = torch.zeros(1, 4, 3, 2), torch.zeros(3, 8)
     with pytest.raises(
-        (ValueError, RuntimeError), match=r"exchange_heads: .*must have 4 dimensions"
+        (ValueError, RuntimeError), match=r"sequence_to_heads: .*must have 4 dimensions"
     ):
         symm_cp.sequence_to_heads(x if group.rank() else x[0], group=group)
     weight = w if group.rank() else w.double()
-    with pytest.raises((TypeError, RuntimeError), match=r"project_to_heads: .*they must agree"):
+    with pytest.raises((TypeError, RuntimeError), match=r"ulysses_projection: .*they must agree"):
         symm_cp.ulysses_projection(torch.zeros(1, 3, 3), weight, features=2, group=group)
     symm_cp.sequence_to_heads(x, group=group)
 

@@ -556,27 +556,27 @@ def refuses(group: dist.ProcessGroup) -> None:
         return symm_cp.matmul_reduce_scatter(whole, w, group=group, sizes=sizes)
 
     cases = [
-        (r"fused_all_gather_matmul: sizes=\[2\] has 1 entries, must have one for each of the 2",
+        (r"all_gather_matmul: sizes=\[2\] has 1 entries, must have one for each of the 2",
          lambda: gather([2])),
-        (r"fused_all_gather_matmul: sizes=\[4, -1\] must not be negative", lambda: gather([4, -1])),
+        (r"all_gather_matmul: sizes=\[4, -1\] must not be negative", lambda: gather([4, -1])),
         (rf"sizes=\[3, 3\] give rank {rank} a shard of length 3, but dimension gather_dim=0 of its "
          rf"shard has length {2 - rank}", lambda: gather([3, 3])),
         (r"sizes=\[\] has 0 entries", lambda: gather([])),
-        (r"fused_matmul_reduce_scatter: sizes=\[2, 2\] add up to 4, but dimension scatter_dim=0 "
+        (r"matmul_reduce_scatter: sizes=\[2, 2\] add up to 4, but dimension scatter_dim=0 "
          r"has length 3", lambda: scatter([2, 2])),
         (r"has length 3, which is not divisible by world size 2: give sizes",
          lambda: scatter(None)),
-        (r"fused_all_gather_scaled_matmul: sizes=\[1, 1, 1\] has 3 entries",
+        (r"scaled_all_gather_matmul: sizes=\[1, 1, 1\] has 3 entries",
          lambda: symm_cp.scaled_all_gather_matmul(
              f8, w8, one, one, group=group, sizes=[1, 1, 1], out_dtype=torch.float32)),
-        (r"fused_scaled_matmul_reduce_scatter: sizes=\[1, 1\] add up to 2",
+        (r"scaled_matmul_reduce_scatter: sizes=\[1, 1\] add up to 2",
          lambda: symm_cp.scaled_matmul_reduce_scatter(
              float8(3, 16), w8, one, one, group=group, sizes=[1, 1], out_dtype=torch.float32)),
-        (r"_low_contention_all_gather: sizes=\[3, 3\] give rank",
+        (r"low_contention_all_gather: sizes=\[3, 3\] give rank",
          lambda: symm_cp.low_contention_all_gather(x, group=group, sizes=[3, 3])),
-        (r"_low_contention_all_gather: sizes=\[\] has 0 entries",
+        (r"low_contention_all_gather: sizes=\[\] has 0 entries",
          lambda: symm_cp.low_contention_all_gather(x, group=group, sizes=[])),
-        (r"_low_contention_reduce_scatter: sizes=\[3, 1\] add up to 4",
+        (r"low_contention_reduce_scatter: sizes=\[3, 1\] add up to 4",
          lambda: symm_cp.low_contention_reduce_scatter(whole, group=group, sizes=[3, 1])),
         (r"all_gather_kv: sizes=\[1\] has 1 entries",
          lambda: symm_cp.all_gather_kv(x, x, seq_dim=0, group=group, sizes=[1])),

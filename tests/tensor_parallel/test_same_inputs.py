@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import symm_cp
 from symm_cp.tensor_parallel import apply
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
@@ -98,6 +99,29 @@ def samples(group: dist.ProcessGroup) -> None:
 
 def test_other_samples_are_refused_on_all_ranks(ranks: Ranks) -> None:
     ranks.run(2, samples)
+
+
+def alone(group: dist.ProcessGroup, generates: bool, first: bool) -> None:
+    """A call of one rank, while the other makes another call."""
+    dense = model_of("llama")
+    model: Any = apply(copy.deepcopy(dense), mesh_of(group))
+    ids = tokens_of(dense)
+    if not first:
+        model(ids)
+    if group.rank() == 0:
+        what = "generate" if generates else "the model"
+        with pytest.raises(RuntimeError, match=f"{what} was called on rank 0 only, "):
+            model.generate(ids, max_new_tokens=2) if generates else model(ids)
+    else:
+        with pytest.raises(RuntimeError):
+            symm_cp.matmul_all_reduce(torch.ones(2, 3), torch.ones(3, 2), group=mesh_of(group))
+    dist.barrier(group)
+    model(ids)
+
+
+@pytest.mark.parametrize(("generates", "first"), [(True, True), (True, False), (False, False)])
+def test_a_call_on_one_rank_only(ranks: Ranks, generates: bool, first: bool) -> None:
+    ranks.run(2, alone, generates, first)
 
 
 class Adapter(nn.Module):

@@ -59,10 +59,11 @@ def _start(args: argparse.Namespace) -> int:
         if code != 0:
             return code
         rows += measured
+    head = report.heading(["symm-cp", *args.arguments])
     if args.json is not None:
-        report.write_json(args.json, report.heading(["symm-cp", *args.arguments]), rows)
+        report.write_json(args.json, head, rows)
     if args.plot is not None:
-        for path in plots.draw(args.plot, rows):
+        for path in plots.draw(args.plot, rows, head):
             print(path, file=sys.stderr if args.json == STDOUT else sys.stdout)
     return 0
 

@@ -26,13 +26,23 @@ LIMIT, UNFUSED, FUSED, IN_PLACE = "limit", "unfused", "fused", "fused, in place"
 _RESAMPLES = 500  # of the bootstrap: quantiles at 2.5% then rest on 12 values
 #: An overlap whose interval is wider than this is inconclusive.
 _MAX_WIDTH = 0.25
-_MAX_RATIO_WIDTH = 0.1  # likewise for ratios of times
+_MAX_RATIO_WIDTH = 0.1  # likewise for ratios of times, relative to ratios above 1
 _WARM_UP = 2  # calls that are not timed
 _MIN_REPETITIONS = 5  # even if a case takes longer than its time
 _TIMING_SECONDS, _MAX_INNER = 1e-3, 200  # length and calls of a timing, for `inner` 0
 _PAUSE_SECONDS = 0.05  # threads of GNU's OpenMP look for more work for about 15 ms
 
 Interval = tuple[float, float]
+
+
+def overlap_is_noisy(interval: Interval) -> bool:
+    """Whether an overlap's interval is too wide for a claim."""
+    return interval[1] - interval[0] > _MAX_WIDTH
+
+
+def ratio_is_noisy(ratio: float, interval: Interval) -> bool:
+    """Whether a ratio's interval is too wide for a claim."""
+    return interval[1] - interval[0] > _MAX_RATIO_WIDTH * max(1.0, ratio)
 
 
 def unfused_over(backend: str) -> str:
@@ -74,7 +84,7 @@ class Overlap:
     @property
     def is_conclusive(self) -> bool:
         """Whether noise was low enough for the value to be meaningful."""
-        return self.interval[1] - self.interval[0] <= _MAX_WIDTH
+        return not overlap_is_noisy(self.interval)
 
 
 @dataclass(frozen=True)
@@ -110,11 +120,11 @@ class Row:
         """Returns the ratio and its interval as text; of a wide interval, only that it is wide."""
         if len(self.seconds[name]) < _MIN_REPETITIONS:
             return "too few repetitions to compare"
-        low, high = self.ratio_interval(name)
+        ratio, (low, high) = self.ratio(name), self.ratio_interval(name)
         interval = f"({low:.2f} to {high:.2f})"
-        if high - low > _MAX_RATIO_WIDTH:
+        if ratio_is_noisy(ratio, (low, high)):
             return f"too noisy to compare {interval}"
-        return f"{self.ratio(name):.2f} {interval}"
+        return f"{ratio:.2f} {interval}"
 
     def overlap(self) -> Overlap | None:
         """Returns the hidden share of communication; None unless all three variants were timed."""

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from symm_cp import parsing
-from symm_cp.commands.harness.measure import Row, duration
+from symm_cp.commands.harness.measure import Row, duration, ratio_is_noisy
 from symm_cp.measured import processor_name
 
 #: The meaning of the numbers in `line`.
 LEGEND = (
     "medians of repetitions; in parentheses the ratio to the limit: the median of the ratios within"
     " each\nrepetition, in which drift of the machine's speed cancels (so not the quotient of the "
-    "medians)"
+    "medians), or\nits 95% interval alone where that is too wide to compare"
 )
 
 #: A row in the form for JSON.
@@ -37,7 +37,7 @@ def device_name(device: str) -> str:
 
 def line(row: Row) -> str:
     """Returns a row as text: times, ratios to the limit, overlap and its interval."""
-    cells = [f"{name} {duration(row.median(name))} ({row.ratio(name):.2f})" for name in row.seconds]
+    cells = [f"{name} {duration(row.median(name))} ({_ratio(row, name)})" for name in row.seconds]
     overlap = row.overlap()
     if overlap is not None:
         low, high = overlap.interval
@@ -48,6 +48,13 @@ def line(row: Row) -> str:
             else f"overlap: inconclusive, the machine is too noisy ({interval})"
         )
     return f"{row.case}\n    " + "  ".join(cells)
+
+
+def _ratio(row: Row, name: str) -> str:
+    ratio, (low, high) = row.ratio(name), row.ratio_interval(name)
+    if ratio_is_noisy(ratio, (low, high)):
+        return f"too noisy: {low:.2f} to {high:.2f}"
+    return f"{ratio:.2f}"
 
 
 def heading(command: Sequence[str], device: str = "cpu") -> dict[str, Any]:

@@ -30,7 +30,7 @@ from symm_cp.context_parallel.layouts import last_cut
 from symm_cp.context_parallel.lengths import Balancers
 from symm_cp.context_parallel.region import ParallelRegion, region_over
 from symm_cp.group.memory import GroupLike
-from symm_cp.ops.attention.methods import MethodLike, split_by
+from symm_cp.ops.attention.methods import MethodLike, group_by
 
 __all__ = [
     "OverSequence",
@@ -42,10 +42,6 @@ __all__ = [
 
 _OP = "symm_cp.integrations.torchtitan"
 Masks = Any  # a BlockMask, offsets of documents (VarlenMetadata), or several by name
-
-
-def _process_group(group: GroupLike, method: MethodLike | None) -> dist.ProcessGroup:
-    return _resolve_process_group(split_by(_OP, group, method)[0])  # type: ignore[arg-type]
 
 
 # --- batches ---
@@ -101,7 +97,7 @@ def cp_shard(
     mask. Source: torchtitan's `cp_shard`.
     """
     lengths = {tensor.shape[input_seq_dim] for tensor in inputs}
-    size = _process_group(cp_mesh, None).size()
+    size = group_by(_OP, cp_mesh, None).size()
     balancers = {
         n: _balancer(load_balancer_type, n, size, attention_masks, ptrr_mask_key) for n in lengths
     }
@@ -163,7 +159,7 @@ def last_layout(cp_mesh: GroupLike) -> Callable[[int], LoadBalancer]:
     Attention then uses the layout of the last batch that was cut on this group and gave this rank
     the same number of positions, or head-tail if there was none.
     """
-    return _LastLayout(_process_group(cp_mesh, None))
+    return _LastLayout(group_by(_OP, cp_mesh, None))
 
 
 # --- inner attention ---

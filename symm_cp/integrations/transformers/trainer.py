@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 from transformers import Trainer
 
 from symm_cp.context_parallel import LoadBalancer, context_parallel, shard_batch
 from symm_cp.context_parallel.batch import LossReduction
 from symm_cp.context_parallel.load_balancers import HeadTail
 from symm_cp.group.memory import GroupLike
-from symm_cp.ops.attention.methods import MethodLike, split_by
+from symm_cp.ops.attention.methods import MethodLike, group_by
 
 _OP = "ContextParallelTrainer"
 
@@ -140,8 +139,7 @@ class ContextParallelMixin:
         cp_method: MethodLike | None = None,
         **kwargs: Any,
     ) -> None:
-        name, _ = split_by(_OP, cp_mesh, cp_method, argument="cp_mesh")
-        self._cp_group = _resolve_process_group(name)  # type: ignore[arg-type]
+        self._cp_group = group_by(_OP, cp_mesh, cp_method, argument="cp_mesh")
         self._cp_mesh, self._cp_method = cp_mesh, cp_method
         self._cp_load_balancer = cp_load_balancer
         self._cp_reduce_loss: LossReduction | None = None

@@ -183,7 +183,7 @@ declare(
 )
 
 
-@entry_point
+@entry_point()
 def all_gather_kv(
     key: torch.Tensor,
     value: torch.Tensor,

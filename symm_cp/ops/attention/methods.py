@@ -21,8 +21,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.group.memory import GroupLike, group_name
+from symm_cp.group.memory import GroupLike, group_name, unknown_group
 from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.schedule.layout import SequenceLayout, among, pooled
@@ -156,6 +157,17 @@ def split_by(
     if isinstance(method, Method):  # as in each layer of a model
         return mesh if isinstance(mesh, str) else group_name(mesh), method
     return _split_by(op, mesh, method, argument)
+
+
+def group_by(
+    op: str, mesh: GroupLike, method: MethodLike | None, *, argument: str = "mesh"
+) -> dist.ProcessGroup:
+    """Returns the group of all ranks of a mesh; see `split_by`."""
+    name, _ = split_by(op, mesh, method, argument=argument)
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError) as error:
+        raise unknown_group(mesh) from error
 
 
 @partial(reports_to_peers, group="mesh")

@@ -234,7 +234,7 @@ declare(
 )  # fmt: skip
 
 
-@entry_point
+@entry_point()
 def spread_cache_attention(
     query: torch.Tensor,
     key: torch.Tensor,

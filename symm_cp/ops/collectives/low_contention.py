@@ -274,7 +274,7 @@ declare(
 
 
 # These functions report their errors to the peers. Code after them must not: it makes no call.
-@partial(reports_to_peers, channel="async", op=_GATHER)
+@partial(reports_to_peers, channel="async", op=_GATHER, words={_GATHER: _GATHER[1:]})
 def _start_gather(
     shard: torch.Tensor, group: GroupLike, sizes: Sequence[int] | None
 ) -> torch.Tensor:
@@ -283,7 +283,7 @@ def _start_gather(
     return gathered
 
 
-@partial(reports_to_peers, channel="async", op=_SCATTER)
+@partial(reports_to_peers, channel="async", op=_SCATTER, words={_SCATTER: _SCATTER[1:]})
 def _start_scatter(
     tensor: torch.Tensor, reduce_op: str, group: GroupLike, sizes: Sequence[int] | None
 ) -> torch.Tensor:

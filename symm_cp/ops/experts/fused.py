@@ -16,15 +16,15 @@ Source: expert parallelism (GShard, 2020); `torch.nn.functional.grouped_mm`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import group_of, world_size_of
+from symm_cp.ops.common import Weights, group_of, world_size_of
 from symm_cp.ops.direct import direct
-from symm_cp.ops.error_reports import entry_point
+from symm_cp.ops.error_reports import entry_point, names_op
 from symm_cp.ops.experts import gradients
 from symm_cp.ops.experts import op as unfused
 from symm_cp.ops.experts.op import Routing
@@ -195,16 +195,16 @@ declare(
 # --- entry points ----------------------------------------------------------------------------
 
 
-@entry_point
+@entry_point(DISPATCH_MATMUL)
 def dispatch_matmul(
     tokens: torch.Tensor,
-    weights: torch.Tensor | Sequence[torch.Tensor],
+    weights: Weights,
     experts: torch.Tensor,
     num_experts: int,
     *,
     group: GroupLike,
     capacity: int | None = None,
-) -> tuple[Any, Routing]:
+) -> tuple[Weights, Routing]:
     """Sends tokens to the ranks of their experts, and multiplies them by the experts' weights.
 
     Same result as::
@@ -222,8 +222,7 @@ def dispatch_matmul(
     weights, and the routing. Differentiable in tokens and weights, once. Errors and
     `torch.compile` as for `moe.dispatch`.
     """
-    single = isinstance(weights, torch.Tensor)
-    matrices = [weights] if single else list(weights)
+    matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     name = group_name(group)
     local = unfused.experts_of_rank("dispatch_matmul", num_experts, world_size_of(name))
     given, on = (tokens, matrices), tokens.device.type
@@ -232,9 +231,10 @@ def dispatch_matmul(
     _check_dispatch(*given, local)
     rows, routing = unfused.route(tokens, experts, num_experts, capacity, name)
     _, products = direct(DISPATCH_MATMUL)(tokens, matrices, routing.table, rows, *routing[2:])
-    return (products[0] if single else products), routing
+    return (products[0] if isinstance(weights, torch.Tensor) else products), routing
 
 
+@names_op("matmul_combine", instead_of=MATMUL_COMBINE)
 def matmul_combine(
     rows: torch.Tensor | Sequence[torch.Tensor],
     expert_weights: torch.Tensor | Sequence[torch.Tensor],

@@ -360,7 +360,7 @@ def route(
     return rows, Routing(ends, table, experts.shape[1], num_experts, name)
 
 
-@entry_point
+@entry_point()
 def dispatch(
     tokens: torch.Tensor,
     experts: torch.Tensor,

@@ -24,6 +24,7 @@ from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul import ways
 from symm_cp.ops.matmul.derivatives import ALL_REDUCED_SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
+    WORDS,
     check_bias,
     check_float8,
     check_matrix,
@@ -326,7 +327,7 @@ declare(
 # --- entry points ----------------------------------------------------------------------------
 
 
-@entry_point
+@entry_point(ALL_REDUCE, WORDS)
 def matmul_all_reduce(
     a: torch.Tensor,
     weight: torch.Tensor,
@@ -359,7 +360,7 @@ def matmul_all_reduce(
     return result
 
 
-@entry_point
+@entry_point(SCALED_ALL_REDUCE, WORDS)
 def scaled_matmul_all_reduce(
     a: torch.Tensor,
     weight: torch.Tensor,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
@@ -21,6 +21,7 @@ from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
+    Weights,
     caller,
     check_dim,
     gather_split,
@@ -33,6 +34,7 @@ from symm_cp.ops.common import (
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul import by_tiles, ways
 from symm_cp.ops.matmul.operands import (
+    WORDS_OF_GATHERS,
     Operand,
     check_matrices,
     check_rows,
@@ -399,16 +401,40 @@ declare(
 # --- entry points ----------------------------------------------------------------------------
 
 
-@entry_point
+@overload
 def all_gather_matmul(
     shard: torch.Tensor,
-    weights: torch.Tensor | Sequence[torch.Tensor],
+    weights: Weights,
+    *,
+    gather_dim: int = 0,
+    group: GroupLike,
+    return_gathered: Literal[False] = False,
+    sizes: Sequence[int] | None = None,
+) -> Weights: ...
+
+
+@overload
+def all_gather_matmul(
+    shard: torch.Tensor,
+    weights: Weights,
+    *,
+    gather_dim: int = 0,
+    group: GroupLike,
+    return_gathered: Literal[True],
+    sizes: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, Weights]: ...
+
+
+@entry_point(GATHER, WORDS_OF_GATHERS)
+def all_gather_matmul(
+    shard: torch.Tensor,
+    weights: Weights,
     *,
     gather_dim: int = 0,
     group: GroupLike,
     return_gathered: bool = False,
     sizes: Sequence[int] | None = None,
-) -> Any:
+) -> Weights | tuple[torch.Tensor, Weights]:
     """Multiplies an all-gathered tensor with one or several matrices, without gathering it first.
 
     Same result as::
@@ -433,12 +459,11 @@ def all_gather_matmul(
     do not fit, before any communication; `RuntimeError` when a peer fails or disagrees. Source:
     torch's `symm_mem::fused_all_gather_matmul`.
     """
-    single = isinstance(weights, torch.Tensor)
     name = group_name(group)
     uneven = uneven_parts(sizes, name)
-    matrices = [weights] if single else list(weights)
+    matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     gathered, outputs = caller(GATHER, shard, uneven)(
         shard, matrices, gather_dim, name, *uneven, return_A=return_gathered
     )
-    result = outputs[0] if single else outputs
+    result: Weights = outputs[0] if isinstance(weights, torch.Tensor) else outputs
     return (gathered, result) if return_gathered else result

@@ -19,6 +19,16 @@ from symm_cp.tensors.dtypes import (
     summable,
 )
 
+#: The names that functions for users have for the arguments of the ops that they call.
+WORDS = {"A": "a", "B": "weight", "A_scale": "a_scale", "B_scale": "weight_scale"}
+WORDS_OF_GATHERS = {
+    "A": "shard",
+    "B": "weights",
+    "Bs": "weights",
+    "A_scale": "shard_scale",
+    "B_scales": "weight_scales",
+}
+
 
 class Operand(NamedTuple):
     """The properties of a tensor that a plan uses."""

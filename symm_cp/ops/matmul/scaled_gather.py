@@ -18,6 +18,7 @@ from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
     Place,
+    Weights,
     caller,
     check_dim,
     gather_split,
@@ -29,6 +30,7 @@ from symm_cp.ops.common import (
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul.gather import GatherPlan, fake_results, gather_rows, gather_shards, planned
 from symm_cp.ops.matmul.operands import (
+    WORDS_OF_GATHERS,
     Operand,
     check_bias,
     check_float8,
@@ -208,10 +210,10 @@ declare(
 )
 
 
-@entry_point
+@entry_point(SCALED_GATHER, WORDS_OF_GATHERS)
 def scaled_all_gather_matmul(
     shard: torch.Tensor,
-    weights: torch.Tensor | Sequence[torch.Tensor],
+    weights: Weights,
     shard_scale: torch.Tensor,
     weight_scales: torch.Tensor | Sequence[torch.Tensor],
     *,
@@ -222,7 +224,7 @@ def scaled_all_gather_matmul(
     out_dtype: torch.dtype | Sequence[torch.dtype | None] | None = None,
     use_fast_accum: bool = False,
     sizes: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[torch.Tensor, Weights]:
     """Multiplies an all-gathered float8 tensor with matrices, rescaling as `torch._scaled_mm` does.
 
     Same result as::
@@ -244,7 +246,6 @@ def scaled_all_gather_matmul(
     `_scaled_mm`. Errors as for `all_gather_matmul`. Source: torch's
     `symm_mem::fused_all_gather_scaled_matmul`.
     """
-    single = isinstance(weights, torch.Tensor)
     matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     count, name = len(matrices), group_name(group)
     scales, *options = [
@@ -256,4 +257,4 @@ def scaled_all_gather_matmul(
     gathered, outputs = call(
         shard, matrices, shard_scale, scales, gather_dim, name, *options, *uneven
     )
-    return gathered, outputs[0] if single else outputs
+    return gathered, outputs[0] if isinstance(weights, torch.Tensor) else outputs

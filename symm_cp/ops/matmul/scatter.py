@@ -37,6 +37,7 @@ from symm_cp.ops.matmul import by_tiles, ways
 from symm_cp.ops.matmul.block_scales import FORMATS
 from symm_cp.ops.matmul.derivatives import SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
+    WORDS,
     check_float8,
     check_matrix,
     check_product,
@@ -398,7 +399,7 @@ declare(
 # --- entry points ----------------------------------------------------------------------------
 
 
-@entry_point
+@entry_point(SCATTER, WORDS)
 def matmul_reduce_scatter(
     a: torch.Tensor,
     weight: torch.Tensor,
@@ -434,7 +435,7 @@ def matmul_reduce_scatter(
     return result
 
 
-@entry_point
+@entry_point(SCALED_SCATTER, WORDS)
 def scaled_matmul_reduce_scatter(
     a: torch.Tensor,
     weight: torch.Tensor,

@@ -44,7 +44,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         raise ValueError(f"{_OP}: bias has shape {list(bias.shape)}, must be [{weight.shape[0]}]")
 
 
-@entry_point
+@entry_point()
 def causal_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -232,7 +232,7 @@ declare(
 )
 
 
-@entry_point
+@entry_point()
 def exchange_halo(
     x: torch.Tensor,
     left: int,

@@ -12,7 +12,7 @@ from symm_cp.ops.recurrent.recurrence import recur
 from symm_cp.schedule.layout import SequenceLayout
 
 
-@entry_point
+@entry_point()
 def gated_linear_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -152,7 +152,7 @@ declare(
 )
 
 
-@entry_point
+@entry_point()
 def scan_states(
     state: torch.Tensor,
     *,

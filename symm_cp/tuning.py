@@ -191,7 +191,7 @@ def choose(
     the first call for a group.
     """
     if group.world_size == 1:
-        return ways[0]
+        return by_size if device.type == "cpu" else ways[0]
     attends = ways[0] in ATTENTION_WAYS
     way = _forced.get(ATTENTION_WAYS if attends else WAYS) or (
         env.attention() if attends else env.way()
@@ -248,11 +248,13 @@ def listening() -> Iterator[dict[str, Choice]]:
     Products small enough for one native call are listed by the name of that call.
     """
     before, choices = _listening, dict[str, Choice]()
+    native.load().symm_cp_plans_pause()
     _listen(choices)
     try:
         yield choices
     finally:
         _listen(before)
+        native.load().symm_cp_plans_resume()
 
 
 def _listen(choices: dict[str, Choice] | None) -> None:

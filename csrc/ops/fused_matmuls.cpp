@@ -21,7 +21,6 @@ using namespace kernels;
 using namespace matmul_parts;
 using torch::jit::Stack;
 
-constexpr const char* kGather = "fused_all_gather_matmul";
 constexpr const char* kScatter = "fused_matmul_reduce_scatter";
 constexpr const char* kScatterSum = "_fused_matmuls_reduce_scatter";
 constexpr const char* kWeightGrad = "_fused_all_gather_weight_grad";
@@ -59,61 +58,6 @@ at::Tensor multiplied(const at::Tensor& a, const at::Tensor& b, bool transposed)
   if (!transposed) return multiplied(a, b);
   at::Tensor out = new_output(a, {b.size(1), a.size(0)}).t();
   return at::mm_out(out, a, b);
-}
-
-// --- fused_all_gather_matmul ---------------------------------------------------------------------
-
-struct GatherArguments {
-  const at::Tensor& x_shard;
-  at::ArrayRef<c10::IValue> weights;
-  int64_t dim;
-  Sizes sizes;
-  bool return_gathered;
-};
-
-bool fits(const GatherArguments& given, const Division& division) {
-  const at::Tensor& shard = given.x_shard;
-  const bool by_columns = division.dim == shard.dim() - 1;
-  const int64_t inner = by_columns ? division.length() : shard.sizes().back();
-  return std::all_of(given.weights.begin(), given.weights.end(), [&](const c10::IValue& weight) {
-    return is_matrix(weight.toTensor(), shard.scalar_type(), inner);
-  });
-}
-
-struct GatherResults {
-  std::optional<at::Tensor> gathered;
-  c10::List<at::Tensor> products;
-};
-
-std::optional<GatherResults> all_gather_matmul(Group& group, const GatherArguments& given) {
-  const auto division = division_of_shard(given.x_shard, given.dim, given.sizes, group);
-  if (!division || !fits(given, *division)) return {};
-  const at::AutoDispatchBelowADInplaceOrView below;
-  Gathered gathered(kGather, "gather_dim", given.x_shard, *division);
-  gathered.gather(group, given.return_gathered);
-  GatherResults results;
-  after_exchange(group, kGather, [&] {
-    const at::Tensor rows = gathered.rows();
-    results.products.reserve(given.weights.size());
-    for (const c10::IValue& weight : given.weights)
-      results.products.push_back(gathered.product(multiplied(rows, weight.toTensor())));
-    if (given.return_gathered) results.gathered = gathered.whole();
-  });
-  return results;
-}
-
-// Arguments: A, Bs, gather_dim, group name, [sizes, rank,] return_A.
-void all_gather_matmul_kernel(const c10::OperatorHandle& op, Stack* stack) {
-  Arguments arguments(op, stack);
-  const size_t count = op.schema().arguments().size();
-  std::optional<GatherResults> results;
-  const auto body = [&](const std::shared_ptr<Group>& group) {
-    results = all_gather_matmul(
-        *group, {arguments.tensor(0), arguments.at(1).toListRef(), arguments.number(2),
-                 count > 5 ? arguments.sizes(4, *group) : Sizes(), arguments.flag(count - 1)});
-  };
-  if (!guarded(kGather, arguments, 3, kSync, body) || !results) return call_python(op, stack);
-  arguments.end(std::move(results->gathered), std::move(results->products));
 }
 
 // --- fused_matmul_reduce_scatter -----------------------------------------------------------------
@@ -277,8 +221,6 @@ void scatter_backward_kernel(const c10::OperatorHandle& op, Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
-  for (const char* name : {kGather, "_all_gather_matmul_split"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&all_gather_matmul_kernel>());
   for (const char* name : {kScatter, "_matmul_reduce_scatter_split"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&matmul_reduce_scatter_kernel>());
   m.impl(kScatterSum, torch::CppFunction::makeFromBoxedFunction<&matmuls_reduce_scatter_kernel>());

@@ -1,9 +1,9 @@
-"""Records calls on streams, so that later calls like them run without Python.
+"""Records calls of ops, so that later calls like them run without Python.
 
-Settings and the shapes, dtypes and layouts of its arguments determine the work that a call puts on
-streams. So the second call of a kind is recorded while Python makes it: commands and operands of
-its launches, and the ops that its kernels call (`TorchDispatchMode` sees these). From then on
-csrc/ops/stream_plans.cpp replays the record. Code that changes something on which such a call
+Settings and the shapes, dtypes and layouts of its arguments determine the work of a call. So the
+second call of a kind is recorded while Python makes it: its exchanges, or the commands and operands
+of its launches on streams, and the ops that its kernels call (`TorchDispatchMode` sees these). From
+then on csrc/plan/plans.cpp replays the record. Code that changes something on which such a call
 depends must call `native.drop_plans`. Python still makes calls in captures, in place, in debug
 mode, and calls that draw random numbers.
 """
@@ -93,6 +93,7 @@ class Recording(TorchDispatchMode):
             finally:
                 super().__exit__(None, None, None)
         _here.recording = None  # a fused op inside is a separate call
+        self._glue.symm_cp_plan_before_op(self._handle)
         try:
             result = func(*args, **kwargs)
         finally:
@@ -203,7 +204,7 @@ class Served:
 
 
 def serve(op: str, dispatch_key: str, *, or_torchs: bool = False) -> Served:
-    """Runs an op on devices with a dispatch key by a plan, or by Python if there is none.
+    """Runs an op for a dispatch key by a plan, or by Python if there is none.
 
     `or_torchs`: use the Python kernel that falls back to torch's for groups ours do not support.
     """

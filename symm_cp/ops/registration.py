@@ -67,9 +67,11 @@ def _check_ranks_of_pads() -> None:
 
 
 def register_plans() -> None:
-    """Runs ops on devices with streams by plans; kernels in Python run calls without a plan."""
+    """Runs ops by plans; kernels in Python run calls without a plan."""
     plans.begin()
     for op in filter(_is_planned, declared()):
+        if not op.native:
+            plans.serve(op.name, "CPU")
         for key in _keys_of_ours(op):
             plans.serve(op.name, key)
 
@@ -81,7 +83,7 @@ def register_without_native() -> None:
         native.load()
 
     for op in declared():
-        if op.native:
+        if op.native or _is_planned(op):
             lib.impl(op.name, refuses, "CPU")
         for key in _keys_of_ours(op) if _is_planned(op) else ():
             lib.impl(op.name, refuses, key)
@@ -94,10 +96,10 @@ def _register_kernels(op: Op) -> None:
     arguments = str(op.overload._schema).removeprefix(f"symm_mem::{op.name}")
     if op.native or planned:
         # csrc/ops/kernels.h calls it in groups that span hosts, in torch's test mode, and where
-        # streams serve CPU tensors in tests; csrc/ops/stream_plans.h where there is no plan.
+        # streams serve CPU tensors in tests; csrc/plan/plan.h where there is no plan.
         in_python.define(op.name + arguments)
         in_python.impl(op.name, op.kernel, "CPU")
-    if not op.native:
+    if not op.native and not planned:
         lib.impl(op.name, op.kernel, "CPU")
     if op.native_plan is not None:
         results, plan = op.native_plan

@@ -1,4 +1,4 @@
-#include "ops/plan_run.h"
+#include "plan/run.h"
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -13,8 +13,10 @@
 #include "base/python.h"
 #include "channel/group.h"
 #include "cuda/streams.h"
+#include "memory/pool.h"
+#include "ops/kernels.h"
 
-namespace symm_cp::stream_plans {
+namespace symm_cp::plans {
 
 namespace {
 
@@ -103,6 +105,8 @@ class Run {
     try {
       for (const Step& step : plan_->steps) std::visit([&](const auto& s) { carry_out(s); }, step);
     } catch (const std::exception& error) {
+      // The peers have completed the exchanges and need no report.
+      if (exchanged_) throw kernels::Failed(std::current_exception());
       if (launch_ == nullptr) throw;
       launch_->fail(frame_->values, error.what());
       if (dynamic_cast<const driver::Error*>(&error) != nullptr)
@@ -163,6 +167,11 @@ class Run {
     }
   }
 
+  static void carry_out(const NewStep& step, Frame& frame, const Slot*) {
+    frame.values[step.results[0]] =
+        pooled_empty(step.sizes, at::TensorOptions(at::kCPU).dtype(step.dtype));
+  }
+
   static void carry_out(const PythonStep& step, Frame& frame, const Slot* slot) {
     std::vector<at::Tensor> arguments;
     for (const View& view : step.arguments) arguments.push_back(tensor_of(view, frame, slot));
@@ -178,6 +187,20 @@ class Run {
             forget(s.last, frame);
           },
           step);
+  }
+
+  void carry_out(const ExchangeStep& step) {
+    // No other call of this rank comes between the exchanges.
+    if (plan_->exchanges > 1 && !lock_) lock_.emplace(*group_, kSync);
+    const auto addresses = [&](const std::vector<View>& views) {
+      std::vector<void*> found;
+      found.reserve(views.size());
+      for (const View& view : views) found.push_back(pointer(view.place));
+      return found;
+    };
+    step.prepared->run(*group_, addresses(step.given), addresses(step.taken));
+    exchanged_ = true;
+    forget(step.last, *frame_);
   }
 
   void carry_out(const LaunchStep& step) {
@@ -249,6 +272,7 @@ class Run {
   std::shared_ptr<Group> group_;
   std::shared_ptr<Frame> frame_;
   std::optional<CallLock> lock_;
+  bool exchanged_ = false;
   const LaunchStep* launch_ = nullptr;  // the launch under way
   uint32_t epoch_ = 0;
   Slot slot_;
@@ -257,6 +281,7 @@ class Run {
 };
 
 bool serves_now(const Plan& plan) {
+  if (plan.device.is_cpu() && plan.exchanges > 0) return true;
   if (in_test_mode()) return false;
   for (const auto& may_run : plan.may_run)
     if (!may_run()) return false;
@@ -272,10 +297,8 @@ bool serves_now(const Plan& plan) {
 
 }  // namespace
 
-bool carry_out(std::shared_ptr<const Plan> plan, const Key& key, const c10::OperatorHandle& op,
-               Stack* stack) {
-  auto group = plan->group.lock();
-  if (group == nullptr) return false;
+bool carry_out(std::shared_ptr<const Plan> plan, const Key& key,
+               const std::shared_ptr<Group>& group, const c10::OperatorHandle& op, Stack* stack) {
   const c10::OptionalDeviceGuard device(plan->device.is_cpu() ? std::nullopt
                                                               : std::optional(plan->device));
   if (!serves_now(*plan)) return false;
@@ -288,7 +311,7 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key, const c10::Oper
     };
     if (std::none_of(inputs.begin(), inputs.end(), shares)) inputs.push_back(tensor);
   }
-  Run run(plan, std::move(inputs), std::move(group));
+  Run run(plan, std::move(inputs), group);
   run.run();
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (const auto& result : plan->results) {
@@ -299,4 +322,4 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key, const c10::Oper
   return true;
 }
 
-}  // namespace symm_cp::stream_plans
+}  // namespace symm_cp::plans

@@ -282,7 +282,6 @@ declare(
         autocast=autocast.cast,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(*_example(on, 3), on.group_name, is_causal=True),
-        native_autograd=True,
         mixes_devices=True,  # cu_seqlens
     ),
     # Gradients of sinks and bias are empty unless both given and wanted: torch.func.vmap takes no
@@ -301,7 +300,6 @@ declare(
         autocast=autocast.as_they_are,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(*_example(on, 5), on.rand(1, 2, 4), on.group_name),
-        native_autograd=True,
         mixes_devices=True,
         internal=True,
     ),

@@ -301,7 +301,6 @@ declare(
         example=lambda on: arguments(
             [on.rand(4, 6)], [on.rand(6, 5)], None, on.ones(5), "sum", on.group_name
         ),
-        native_autograd=True,
         internal=True,
     ),
     Op(
@@ -321,7 +320,6 @@ declare(
             on.group_name, out_dtype=torch.float32,
         ),
         native=True,
-        native_autograd=True,
     ),
 )  # fmt: skip
 

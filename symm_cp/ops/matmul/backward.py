@@ -316,7 +316,6 @@ declare(
         example=lambda on: arguments(
             on.rand(4, 6), [on.rand(4 * on.world_size, 3)], 0, on.group_name
         ),
-        native_autograd=True,
         internal=True,
     ),
     Op(
@@ -334,7 +333,6 @@ declare(
             on.rand(4, 5), on.rand(4 * on.world_size, 6), on.rand(6, 5), "sum", 0, on.group_name,
             True, True,
         ),
-        native_autograd=True,
         internal=True,
     ),
 )  # fmt: skip

@@ -371,7 +371,6 @@ _SCALED_SCATTER_OP = Op(
     vmap=ONE_BY_ONE,
     example=lambda on: _scaled_example(on, 4 * on.world_size),
     native=True,
-    native_autograd=True,
     replaces_torch=True,
     torchs_fake="_fused_scaled_matmul_reduce_scatter_fallback",
 )
@@ -400,7 +399,6 @@ declare(
             [on.rand(4 * on.world_size, 6)], [on.rand(6, 5)], on.rand(4 * on.world_size, 5),
             "sum", 0, on.group_name,
         ),
-        native_autograd=True,
         internal=True,
     ),
     _SCALED_SCATTER_OP,

@@ -31,7 +31,7 @@ from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, fake_result
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.spread import spread_of_queries
 from symm_cp.ops.attention.tiles import grad_of_sinks
-from symm_cp.ops.common import group_of
+from symm_cp.ops.common import count_attention_run, group_of
 from symm_cp.ops.direct import direct
 from symm_cp.ops.op import LEFT_TO_TORCH, Caller, GradientByHand, Op, arguments, declare
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -87,7 +87,7 @@ def _attention_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = group_of(group_name)
-    torch.ops.symm_cp.count_attention_run()
+    count_attention_run()
     tensors = query, key, value
     with mesh_calls.propagates_failure(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)

@@ -28,6 +28,8 @@ ATTENTION = torch.ops.symm_mem.fused_all_gather_attention
 
 #: Ops whose examples stay in Python: the host reads numbers from their tensors.
 IN_PYTHON = {
+    "_gather_sequence",
+    "_same_on_all_ranks",
     "_route_to_experts",
     "dispatch_to_experts",
     "combine_from_experts",

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "channel/group.h"
+#include "ops/kernels.h"
 #include "plan/exchange_op.h"
 #include "plan/key.h"
 #include "plan/plan.h"
@@ -245,6 +246,7 @@ class PlanRecording final : public Recording {
 
   // Whether an op only makes a contiguous tensor on CPU.
   static bool makes_result(const c10::OperatorHandle& op, const std::vector<at::Tensor>& results) {
+    if (!kernels::serves_cpu()) return false;  // CPU tensors stand for tensors of another device
     const std::string& name = op.schema().name();
     if (name != "aten::new_empty" && name != "aten::empty" && name != "symm_cp::new_result")
       return false;

@@ -54,9 +54,9 @@ void prepare_boxes(const Stack& arguments, int ranks, PreparedExchange& prepared
       exchange_of(arguments[5].toStringRef(), std::move(boxes), arguments[4].toBool());
 }
 
-std::vector<void*> addresses_of(const c10::IValue& value) {
+Addresses addresses_of(const c10::IValue& value) {
   if (value.isTensor()) return {const_cast<void*>(value.toTensor().const_data_ptr())};
-  std::vector<void*> addresses;
+  Addresses addresses;
   for (const at::Tensor& tensor : value.toTensorVector())
     addresses.push_back(const_cast<void*>(tensor.const_data_ptr()));
   return addresses;
@@ -74,8 +74,7 @@ void run_exchange(const c10::OperatorHandle& op, Stack* stack) {
 
 }  // namespace
 
-void PreparedExchange::run(Group& group, const std::vector<void*>& given,
-                           const std::vector<void*>& taken) {
+void PreparedExchange::run(Group& group, const Addresses& given, const Addresses& taken) {
   if (busy_.exchange(true, std::memory_order_acquire)) {
     PreparedExchange own;
     own.exchange = exchange;

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/util/SmallVector.h>
 
 #include <atomic>
 #include <functional>
@@ -82,6 +83,8 @@ struct KernelStep {
   std::optional<int> lane;
 };
 
+using Addresses = c10::SmallVector<void*, 4>;
+
 // An exchange without the addresses of its tensors.
 class PreparedExchange {
  public:
@@ -91,7 +94,7 @@ class PreparedExchange {
   std::vector<int64_t> given_at, taken_at;
 
   // Carries it out on tensors at these addresses.
-  void run(Group& group, const std::vector<void*>& given, const std::vector<void*>& taken);
+  void run(Group& group, const Addresses& given, const Addresses& taken);
 
  private:
   std::atomic<bool> busy_{false};  // another thread runs it

@@ -26,10 +26,12 @@ struct Slot {
   int64_t begin = 0;  // in bytes
 };
 
+using Values = c10::SmallVector<at::Tensor, 12>;
+
 // The values of a call. Streams of a simulated device may use the values after the call has
 // returned.
 struct Frame {
-  std::vector<at::Tensor> values;
+  Values values;
   std::exception_ptr error;
 };
 
@@ -94,8 +96,7 @@ bool is_capturing(const driver::Api& api, void* stream) {
 
 class Run {
  public:
-  Run(std::shared_ptr<const Plan> plan, std::vector<at::Tensor> inputs,
-      std::shared_ptr<Group> group)
+  Run(std::shared_ptr<const Plan> plan, Values inputs, std::shared_ptr<Group> group)
       : plan_(std::move(plan)), group_(std::move(group)), frame_(std::make_shared<Frame>()) {
     frame_->values = std::move(inputs);
     frame_->values.resize(plan_->values);
@@ -109,7 +110,7 @@ class Run {
       // The peers have completed the exchanges and need no report.
       if (exchanged_) throw kernels::Failed(std::current_exception());
       if (launch_ == nullptr) throw;
-      launch_->fail(frame_->values, error.what());
+      launch_->fail({frame_->values.begin(), frame_->values.end()}, error.what());
       if (dynamic_cast<const driver::Error*>(&error) != nullptr)
         TORCH_CHECK(false, "symm_cp: ", error.what());
       throw;
@@ -194,8 +195,7 @@ class Run {
     // No other call of this rank comes between the exchanges.
     if (plan_->exchanges > 1 && !lock_) lock_.emplace(*group_, kSync);
     const auto addresses = [&](const std::vector<View>& views) {
-      std::vector<void*> found;
-      found.reserve(views.size());
+      Addresses found;
       for (const View& view : views) found.push_back(pointer(view.place));
       return found;
     };
@@ -305,7 +305,7 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key,
   if (!serves_now(*plan)) return false;
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  std::vector<at::Tensor> inputs;
+  Values inputs;
   for (const at::Tensor& tensor : key.tensors()) {
     const auto shares = [&](const at::Tensor& other) {
       return other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();

@@ -36,6 +36,8 @@ bool has_lasted(Clock::time_point& since, std::chrono::seconds time, bool is_so)
 }
 
 thread_local bool engine = false;
+thread_local int64_t calls_made = 0;
+std::atomic<int64_t> next_number{1};
 thread_local std::function<void()>* before_number = nullptr;
 
 }  // namespace
@@ -206,6 +208,7 @@ void Workspace::fail(int64_t number, const std::string& cause, const CallSite* o
 Group::Group(std::string name, int rank, int world_size, std::chrono::milliseconds timeout,
              int64_t offset)
     : name_(std::move(name)),
+      number_(next_number++),
       rank_(rank),
       world_size_(world_size),
       timeout_(timeout.count() > 0 ? timeout : timeout_of(name_)),
@@ -232,7 +235,10 @@ void BeforeNumber::ask() {
   if (auto* const first = std::exchange(before_number, nullptr)) (*first)();
 }
 
+int64_t Group::made_by_this_thread() { return calls_made; }
+
 int64_t Group::next(int index, bool by_user) {
+  ++calls_made;
   if (by_user) BeforeNumber::ask();
   std::lock_guard<std::mutex> lock(mutex_);
   if (by_user) {

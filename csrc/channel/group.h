@@ -86,6 +86,8 @@ class Group {
   ~Group();
 
   const std::string& name() const { return name_; }
+  // No other group of this process gets this number.
+  int64_t number() const { return number_; }
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   int64_t offset() const { return offset_; }
@@ -100,6 +102,8 @@ class Group {
   // The number of a new call on a channel. For the threads that call ops, in the order of the
   // calls.
   int64_t next(int index, bool by_user = true);
+  // How many calls the calling thread has made, of all groups.
+  static int64_t made_by_this_thread();
   // Raises the number of the call that runs as `number`, and of all later calls, by 1.
   void move(int index, int64_t number);
   // Returns the number under which the call that got `number` from `next` runs. Call this in the
@@ -184,6 +188,7 @@ class Group {
   void check_generation(const CallSite& call, int peer);
 
   std::string name_;
+  int64_t number_;
   int rank_;
   int world_size_;
   std::atomic<std::chrono::milliseconds> timeout_;

@@ -13,7 +13,7 @@
 #include "base/python.h"
 #include "channel/groups.h"
 #include "memory/mapping.h"
-#include "ops/stream_plans.h"
+#include "plan/plan.h"
 
 namespace symm_cp {
 
@@ -379,40 +379,65 @@ std::string describe(const std::exception& error) {
   return std::string(name_error(error)) + ": " + text_of(error);
 }
 
-bool guarded(const char* op, const Arguments& arguments, size_t group_name, int channel,
-             c10::function_ref<void(const std::shared_ptr<Group>&)> body) {
-  if (!serving.load(std::memory_order_relaxed)) return false;
-  const std::shared_ptr<Group> group = look_up(op, arguments.text(group_name));
-  if (group == nullptr) return false;
-  const auto together = group->on_one_host();
-  if (together == false) return false;
+bool serves_cpu() { return serving.load(std::memory_order_relaxed); }
+
+void reporting_exchange(c10::function_ref<void()> body) {
   reported_interruption = false;
   was_interrupted();  // clears a mark left by an earlier call
   try {
-    arguments.check_memory(op);
-    if (together) {
-      body(group);
-    } else {
-      const BeforeNumber asked([&] { require_one_host(*group); });
-      body(group);
-    }
+    body();
+  } catch (const std::exception& error) {
+    last_reported = text_of(error);
+    reported_interruption = was_interrupted();
+    TORCH_CHECK(false, last_reported);
+  }
+}
+
+void reporting_errors(const char* op, Group& group, int channel, c10::function_ref<void()> body) {
+  reported_interruption = false;
+  last_reported.clear();
+  was_interrupted();  // clears a mark left by an earlier call
+  try {
+    body();
   } catch (const SpansHosts&) {
-    return false;
+    throw;
   } catch (const HostsUnknown& error) {
     TORCH_CHECK(false, op, ": ", error.what());
   } catch (const Failed& error) {
     note_reported(error.cause);
     std::rethrow_exception(error.cause);
   } catch (const c10::Error& error) {
-    report_to_peers(*group, channel, error);
+    // An op inside may have reported it.
+    const bool known =
+        !last_reported.empty() && std::strstr(text_of(error), last_reported.c_str()) != nullptr;
+    if (!known) report_to_peers(group, channel, error);
     throw;
   } catch (const std::bad_alloc& error) {
-    report_to_peers(*group, channel, error);
+    report_to_peers(group, channel, error);
     throw;
   } catch (const std::exception& error) {  // from the exchange, which has reported it
     last_reported = error.what();
     reported_interruption = was_interrupted();
     TORCH_CHECK(false, error.what());
+  }
+}
+
+bool guarded(const char* op, const Arguments& arguments, size_t group_name, int channel,
+             c10::function_ref<void(const std::shared_ptr<Group>&)> body) {
+  if (!serves_cpu()) return false;
+  const std::shared_ptr<Group> group = look_up(op, arguments.text(group_name));
+  if (group == nullptr) return false;
+  const auto together = group->on_one_host();
+  if (together == false) return false;
+  try {
+    reporting_errors(op, *group, channel, [&] {
+      arguments.check_memory(op);
+      if (together) return body(group);
+      const BeforeNumber asked([&] { require_one_host(*group); });
+      body(group);
+    });
+  } catch (const SpansHosts&) {
+    return false;
   }
   return true;
 }
@@ -450,7 +475,7 @@ void reporting_refusals(const char* op, const c10::IValue& group_name, int chann
 
 void call_python(const c10::OperatorHandle& op, Stack* stack) {
   // Tests may run CPU tensors on simulated streams.
-  if (!serving.load(std::memory_order_relaxed) && stream_plans::run(op, stack)) return;
+  if (!serves_cpu() && plans::run(op, stack)) return;
   const std::string name = op.schema().name();
   const std::string in_python = "symm_cp" + name.substr(name.find(':'));
   c10::Dispatcher::singleton()

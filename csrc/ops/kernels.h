@@ -230,6 +230,13 @@ std::string describe(const std::exception& error);
 // tests that run CPU tensors on a simulated device.
 bool guarded(const char* op, const Arguments& arguments, size_t group_name, int channel,
              c10::function_ref<void(const std::shared_ptr<Group>&)> body);
+// Runs `body`, an exchange of a kernel in Python: the peers know of its errors.
+void reporting_exchange(c10::function_ref<void()> body);
+// Runs `body`, a call of an op without Python, and reports errors before its exchanges to the peers.
+void reporting_errors(const char* op, Group& group, int channel, c10::function_ref<void()> body);
+// Whether native kernels and plans serve CPU tensors; false in tests that run them on a simulated
+// device.
+bool serves_cpu();
 // Runs `dispatch`, which redispatches a call of `op` to the kernels of other dispatch keys. Reports
 // to the peers a refusal that happens before a kernel can report it: in torch (for named tensors,
 // for example), in the rules of a tensor subclass, or in the autograd kernel. Reports nothing for

@@ -1,9 +1,9 @@
-"""Records calls on streams, so that later calls like them run without Python.
+"""Records calls of ops, so that later calls like them run without Python.
 
-Settings and the shapes, dtypes and layouts of its arguments determine the work that a call puts on
-streams. So the second call of a kind is recorded while Python makes it: commands and operands of
-its launches, and the ops that its kernels call (`TorchDispatchMode` sees these). From then on
-csrc/ops/stream_plans.cpp replays the record. Code that changes something on which such a call
+Settings and the shapes, dtypes and layouts of its arguments determine the work of a call. So the
+second call of a kind is recorded while Python makes it: its exchanges, or the commands and operands
+of its launches on streams, and the ops that its kernels call (`TorchDispatchMode` sees these). From
+then on csrc/plan/plans.cpp replays the record. Code that changes something on which such a call
 depends must call `native.drop_plans`. Python still makes calls in captures, in place, in debug
 mode, and calls that draw random numbers.
 """
@@ -93,6 +93,7 @@ class Recording(TorchDispatchMode):
             finally:
                 super().__exit__(None, None, None)
         _here.recording = None  # a fused op inside is a separate call
+        self._glue.symm_cp_plan_before_op(self._handle)
         try:
             result = func(*args, **kwargs)
         finally:
@@ -157,6 +158,14 @@ class Recording(TorchDispatchMode):
         self._glue.symm_cp_plan_called(self._handle, _here.kernel, function, given, result)
         return result
 
+    def counts_as_attention(self) -> None:
+        """Makes later calls count as runs of attention: see `count_attention_run`."""
+        self._glue.symm_cp_plan_counts(self._handle)
+
+    def constant(self, tensor: torch.Tensor) -> None:
+        """Notes that a tensor of the kernel has the same values in all calls with the same key."""
+        self._glue.symm_cp_plan_constant(self._handle, tensor)
+
 
 @contextlib.contextmanager
 def _hidden() -> Iterator[None]:
@@ -176,6 +185,27 @@ def in_python(function: Callable[[list[torch.Tensor]], R], given: list[torch.Ten
     """
     recording = current()
     return function(given) if recording is None else recording.call(function, given)
+
+
+def constant(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns a cached function, which returns a tuple; plans keep the tensors in it.
+
+    Nobody may write to these tensors.
+    """
+    cached = functools.lru_cache(maxsize=256)(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        recording = current()
+        with contextlib.nullcontext() if recording is None else _hidden():
+            made: Any = cached(*args, **kwargs)  # type: ignore[arg-type]
+        if recording is not None:
+            for each in made:
+                if isinstance(each, torch.Tensor):
+                    recording.constant(each)
+        return made  # type: ignore[no-any-return]
+
+    return call
 
 
 def recorded(kernel: Callable[P, R]) -> Callable[P, R]:
@@ -203,7 +233,7 @@ class Served:
 
 
 def serve(op: str, dispatch_key: str, *, or_torchs: bool = False) -> Served:
-    """Runs an op on devices with a dispatch key by a plan, or by Python if there is none.
+    """Runs an op for a dispatch key by a plan, or by Python if there is none.
 
     `or_torchs`: use the Python kernel that falls back to torch's for groups ours do not support.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import math
+from collections.abc import Callable, Container, Sequence
 from typing import TypeAlias
 
 import torch
@@ -11,9 +12,10 @@ from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.cpu import CpuRuntime, boxes_of
+from symm_cp.runtime.exchange import WHOLE_BYTES
 from symm_cp.runtime.unfused import UnfusedRuntime
 
-__all__ = ["FOR_RANKS_APART", "Choose", "background_of", "boxes_of", "of", "serve"]
+__all__ = ["FOR_RANKS_APART", "Choose", "at_once", "background_of", "boxes_of", "of", "serve"]
 
 #: Returns the runtime for a group's tensors on a device.
 Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
@@ -44,3 +46,8 @@ def background_of(tensor: torch.Tensor, group: Group) -> BackgroundRuntime:
     found = of(tensor, group)
     assert isinstance(found, BackgroundRuntime), found
     return found
+
+
+def at_once(group: Group, like: torch.Tensor, whole: Sequence[int]) -> bool:
+    """Returns whether a tensor of a whole shape is exchanged by `symm_cp.runtime.exchange`."""
+    return 0 < math.prod(whole) * like.itemsize <= WHOLE_BYTES and of(like, group) is _cpu

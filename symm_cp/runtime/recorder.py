@@ -175,12 +175,14 @@ def trace() -> Iterator[Recording]:
     library = native.load()
     recording = active = Recording()
     library.symm_cp_record(1)
+    library.symm_cp_plans_pause()  # for calls on CPU
     native.drop_plans()
     try:
         yield recording
     finally:
         active = None
         library.symm_cp_record(0)
+        library.symm_cp_plans_resume()
         native.drop_plans()
         recording.finish()
 

@@ -42,6 +42,7 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, TORCHS, Op, arguments, declare
+from symm_cp.runtime import exchange
 from symm_cp.runtime.calls import Consume
 from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
@@ -171,6 +172,9 @@ def all_gather_matmul_kernel(
     if torch_symm_mem._is_test_mode:
         gathered = unfused_all_gather(x_shard, plan.split.dim, group_name, plan.split)
         return (gathered if return_A else None), [torch.matmul(gathered, w) for w in weights]
+    if ways.at_once(group, "all_gather_matmul", x_shard, plan.whole):
+        return _multiply_at_once(group, plan, x_shard, weights, return_A)
+    plan = plan._replace(name=ways.part_by_part(plan.name))
     if plan.by_columns:
         return _gather_columns(group, plan, x_shard, weights, return_A)
     tiles = by_tiles.gathers(group, x_shard, weights, equal=plan.split.is_equal)
@@ -193,6 +197,32 @@ def all_gather_matmul_kernel(
     if dim == 0:
         return kept, outs
     return kept if kept is None else kept.movedim(0, dim), [out.movedim(0, dim) for out in outs]
+
+
+def _multiply_at_once(
+    group: Group,
+    plan: GatherPlan,
+    x_shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    return_gathered: bool,
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Gathers by one exchange, then multiplies all rows."""
+    dim, shape = plan.split.dim, x_shard.shape
+    shard = x_shard.flatten(0, -2) if plan.by_columns else x_shard.movedim(dim, 0)
+    gathered = exchange.all_gather(group, shard, plan.front, plan.name, keep=return_gathered)
+    outs = [new_result(x_shard, out) for out in plan.outs]
+
+    def multiply() -> None:
+        rows = gathered.flatten(0, -2)
+        for out, weight in zip(outs, weights, strict=True):
+            torch.mm(rows, weight, out=out.flatten(0, -2))
+
+    exchange.traced(group, "consume", plan.name, multiply)
+    if plan.by_columns:
+        results = [each.view(*shape[:-1], each.shape[1]) for each in (gathered, *outs)]
+    else:
+        results = [each.movedim(0, dim) for each in (gathered, *outs)]
+    return (results[0] if return_gathered else None), results[1:]
 
 
 def gather_rows(
@@ -370,14 +400,13 @@ def all_gather_matmul_fake(
 _GATHER_OP = Op(
     name=GATHER,
     schema=TORCHS,
-    kernel=all_gather_matmul_kernel,  # csrc/ops/fused_matmuls.cpp serves small CPU tensors
+    kernel=all_gather_matmul_kernel,
     fake=all_gather_matmul_fake,
     plan=plan_gather,
     gradient=NATIVE_GRADIENT,
     autocast=autocast.cast,
     vmap=ONE_BY_ONE,
     example=lambda on: arguments(on.rand(4, 6), [on.rand(6, 5), on.rand(6, 3)], 0, on.group_name),
-    native=True,
     replaces_torch=True,
 )
 declare(

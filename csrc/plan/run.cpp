@@ -1,4 +1,4 @@
-#include "ops/plan_run.h"
+#include "plan/run.h"
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -13,8 +13,10 @@
 #include "base/python.h"
 #include "channel/group.h"
 #include "cuda/streams.h"
+#include "memory/pool.h"
+#include "ops/kernels.h"
 
-namespace symm_cp::stream_plans {
+namespace symm_cp::plans {
 
 namespace {
 
@@ -24,10 +26,12 @@ struct Slot {
   int64_t begin = 0;  // in bytes
 };
 
+using Values = c10::SmallVector<at::Tensor, 12>;
+
 // The values of a call. Streams of a simulated device may use the values after the call has
 // returned.
 struct Frame {
-  std::vector<at::Tensor> values;
+  Values values;
   std::exception_ptr error;
 };
 
@@ -92,19 +96,21 @@ bool is_capturing(const driver::Api& api, void* stream) {
 
 class Run {
  public:
-  Run(std::shared_ptr<const Plan> plan, std::vector<at::Tensor> inputs,
-      std::shared_ptr<Group> group)
+  Run(std::shared_ptr<const Plan> plan, Values inputs, std::shared_ptr<Group> group)
       : plan_(std::move(plan)), group_(std::move(group)), frame_(std::make_shared<Frame>()) {
     frame_->values = std::move(inputs);
     frame_->values.resize(plan_->values);
+    for (const auto& [value, tensor] : plan_->constants) frame_->values[value] = tensor;
   }
 
   void run() {
     try {
       for (const Step& step : plan_->steps) std::visit([&](const auto& s) { carry_out(s); }, step);
     } catch (const std::exception& error) {
+      // The peers have completed the exchanges and need no report.
+      if (exchanged_) throw kernels::Failed(std::current_exception());
       if (launch_ == nullptr) throw;
-      launch_->fail(frame_->values, error.what());
+      launch_->fail({frame_->values.begin(), frame_->values.end()}, error.what());
       if (dynamic_cast<const driver::Error*>(&error) != nullptr)
         TORCH_CHECK(false, "symm_cp: ", error.what());
       throw;
@@ -163,6 +169,11 @@ class Run {
     }
   }
 
+  static void carry_out(const NewStep& step, Frame& frame, const Slot*) {
+    frame.values[step.results[0]] =
+        pooled_empty(step.sizes, at::TensorOptions(at::kCPU).dtype(step.dtype));
+  }
+
   static void carry_out(const PythonStep& step, Frame& frame, const Slot* slot) {
     std::vector<at::Tensor> arguments;
     for (const View& view : step.arguments) arguments.push_back(tensor_of(view, frame, slot));
@@ -178,6 +189,19 @@ class Run {
             forget(s.last, frame);
           },
           step);
+  }
+
+  void carry_out(const ExchangeStep& step) {
+    // No other call of this rank comes between the exchanges.
+    if (plan_->exchanges > 1 && !lock_) lock_.emplace(*group_, kSync);
+    const auto addresses = [&](const std::vector<View>& views) {
+      Addresses found;
+      for (const View& view : views) found.push_back(pointer(view.place));
+      return found;
+    };
+    step.prepared->run(*group_, addresses(step.given), addresses(step.taken));
+    exchanged_ = true;
+    forget(step.last, *frame_);
   }
 
   void carry_out(const LaunchStep& step) {
@@ -249,6 +273,7 @@ class Run {
   std::shared_ptr<Group> group_;
   std::shared_ptr<Frame> frame_;
   std::optional<CallLock> lock_;
+  bool exchanged_ = false;
   const LaunchStep* launch_ = nullptr;  // the launch under way
   uint32_t epoch_ = 0;
   Slot slot_;
@@ -257,6 +282,7 @@ class Run {
 };
 
 bool serves_now(const Plan& plan) {
+  if (plan.device.is_cpu() && plan.exchanges > 0) return true;
   if (in_test_mode()) return false;
   for (const auto& may_run : plan.may_run)
     if (!may_run()) return false;
@@ -272,23 +298,22 @@ bool serves_now(const Plan& plan) {
 
 }  // namespace
 
-bool carry_out(std::shared_ptr<const Plan> plan, const Key& key, const c10::OperatorHandle& op,
-               Stack* stack) {
-  auto group = plan->group.lock();
-  if (group == nullptr) return false;
+bool carry_out(std::shared_ptr<const Plan> plan, const Key& key,
+               const std::shared_ptr<Group>& group, const c10::OperatorHandle& op, Stack* stack) {
   const c10::OptionalDeviceGuard device(plan->device.is_cpu() ? std::nullopt
                                                               : std::optional(plan->device));
   if (!serves_now(*plan)) return false;
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  std::vector<at::Tensor> inputs;
+  Values inputs;
   for (const at::Tensor& tensor : key.tensors()) {
     const auto shares = [&](const at::Tensor& other) {
       return other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
     };
     if (std::none_of(inputs.begin(), inputs.end(), shares)) inputs.push_back(tensor);
   }
-  Run run(plan, std::move(inputs), std::move(group));
+  if (plan->counts) kernels::count_attention_run();
+  Run run(plan, std::move(inputs), group);
   run.run();
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (const auto& result : plan->results) {
@@ -299,4 +324,4 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key, const c10::Oper
   return true;
 }
 
-}  // namespace symm_cp::stream_plans
+}  // namespace symm_cp::plans

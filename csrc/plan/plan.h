@@ -1,27 +1,32 @@
-// Calls on streams without Python. Settings and the arguments' shapes, dtypes and layouts determine
-// the work of a call. So a call that Python makes is recorded, with the commands of its launches
-// and the ops of its kernels, and later calls with the same key replay the recording.
+// Calls of ops without Python. Settings and the arguments' shapes, dtypes and layouts determine the
+// work of a call. So a call that Python makes is recorded: its exchanges, or the commands of its
+// launches on streams, and the ops of its kernels. Later calls with the same key replay the
+// recording.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/util/SmallVector.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
 #include "channel/wire.h"
+#include "exchange/exchange.h"
 
 namespace symm_cp {
 
 class Group;
 class Streams;
 
-namespace stream_plans {
+namespace plans {
 
 using torch::jit::Stack;
 
@@ -57,6 +62,13 @@ struct OpStep {
   std::vector<int> last;     // values not used after this step
 };
 
+// A new contiguous tensor on CPU, with memory from the pool of results.
+struct NewStep {
+  at::DimVector sizes;
+  at::ScalarType dtype;
+  std::vector<int> results, last;
+};
+
 // A kernel that only Python can launch, such as a Triton kernel.
 struct PythonStep {
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> function;
@@ -67,8 +79,32 @@ struct PythonStep {
 // Work launched between commands: on its lane's stream if a step of a schedule launches it, else on
 // the caller's stream.
 struct KernelStep {
-  std::vector<std::variant<OpStep, PythonStep>> steps;
+  std::vector<std::variant<OpStep, NewStep, PythonStep>> steps;
   std::optional<int> lane;
+};
+
+using Addresses = c10::SmallVector<void*, 4>;
+
+// An exchange without the addresses of its tensors.
+class PreparedExchange {
+ public:
+  Exchange exchange;
+  // Where the extents of the exchange begin in the given and in the taken tensor. Without them the
+  // exchange has boxes.
+  std::vector<int64_t> given_at, taken_at;
+
+  // Carries it out on tensors at these addresses.
+  void run(Group& group, const Addresses& given, const Addresses& taken);
+
+ private:
+  std::atomic<bool> busy_{false};  // another thread runs it
+};
+
+// An exchange in the calling thread.
+struct ExchangeStep {
+  std::shared_ptr<PreparedExchange> prepared;
+  std::vector<View> given, taken;
+  std::vector<int> last;
 };
 
 // Launches a schedule; its steps follow, up to EndStep.
@@ -90,15 +126,17 @@ struct CommandStep {
 struct EndStep {
   std::vector<int> last;
 };
-using Step = std::variant<LaunchStep, CommandStep, KernelStep, EndStep>;
+using Step = std::variant<ExchangeStep, LaunchStep, CommandStep, KernelStep, EndStep>;
 
 struct Plan {
   std::vector<Step> steps;
   // A number is the place in the key of one of the caller's tensors.
   std::vector<std::variant<StepArgument, size_t>> results;
   size_t values = 0;
+  std::vector<std::pair<int, at::Tensor>> constants;  // values that are the same in all calls
   c10::Device device = c10::kCPU;
-  std::weak_ptr<Group> group;
+  size_t exchanges = 0;
+  bool counts = false;                         // as a run of attention
   std::vector<std::function<bool()>> may_run;  // called before each run
 };
 
@@ -114,24 +152,33 @@ class Recording {
   // Begins a kernel on a lane; returns its number, for the ops in it.
   virtual int kernel(int lane) = 0;
   virtual void end_launch() = 0;
+  // Called before an op runs.
+  virtual void before_op() = 0;
   // Records an op that ran in a kernel, or outside of kernels (-1).
   virtual void op(int kernel, const c10::OperatorHandle& op, const Stack& arguments,
                   const std::vector<at::Tensor>& results) = 0;
   virtual void python(int kernel, PythonStep step, const std::vector<at::Tensor>& arguments,
                       const std::vector<at::Tensor>& results) = 0;
+  // Notes that a tensor of the kernel's own has the same values in all calls with this key.
+  virtual void constant(const at::Tensor& tensor) = 0;
+  // Makes runs of the plan count as runs of attention.
+  virtual void counts() = 0;
   // Adds a condition of the plan, called before each run. A plan without conditions may always run.
   virtual void ask(std::function<bool()> may_run) = 0;
   virtual void refuse(const std::string& reason) = 0;
 };
 
-// Runs a call of an op through its plan, or lets Python make it and records it. Returns false, and
-// does nothing, if neither is possible: then the caller runs Python's kernel.
+// On devices with streams: runs a call of an op through its plan, or lets Python make it and
+// records it. Returns false, and does nothing, if neither is possible: then the caller runs
+// Python's kernel.
 bool run(const c10::OperatorHandle& op, Stack* stack);
 // The kernel of ops for devices with streams: runs a plan, or Python.
 void kernel(const c10::OperatorHandle& op, Stack* stack);
+// The same for CPU tensors.
+void kernel_on_cpu(const c10::OperatorHandle& op, Stack* stack);
 // Like `kernel`, for ops for which torch has kernels: groups that this library does not support are
 // left to them.
 void kernel_or_torchs(const c10::OperatorHandle& op, Stack* stack);
 
-}  // namespace stream_plans
+}  // namespace plans
 }  // namespace symm_cp

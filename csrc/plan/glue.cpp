@@ -1,4 +1,4 @@
-// Records a call for Python (stream_plans.h): symm_cp/cuda/plans.py calls these functions while it
+// Records a call for Python (plans.h): symm_cp/cuda/plans.py calls these functions while it
 // makes the call. Part of the library that needs Python's headers (backend/glue.cpp).
 #include <ATen/ops/scalar_tensor.h>
 #include <pybind11/pybind11.h>
@@ -13,14 +13,14 @@
 
 #include "base/glue.h"
 #include "ops/python_arguments.h"
-#include "ops/stream_plans.h"
+#include "plan/plan.h"
 
 namespace {
 
 using namespace symm_cp::python_arguments;
-using symm_cp::stream_plans::LaunchStep;
-using symm_cp::stream_plans::PythonStep;
-using symm_cp::stream_plans::Recording;
+using symm_cp::plans::LaunchStep;
+using symm_cp::plans::PythonStep;
+using symm_cp::plans::Recording;
 
 Recording& recording_of(void* handle) { return *static_cast<Recording*>(handle); }
 
@@ -141,6 +141,10 @@ SYMM_CP_EXPORT int symm_cp_plan_kernel(void* handle, int lane) {
   return recording_of(handle).kernel(lane);
 }
 SYMM_CP_EXPORT void symm_cp_plan_end_launch(void* handle) { recording_of(handle).end_launch(); }
+SYMM_CP_EXPORT void symm_cp_plan_constant(void* handle, PyObject* tensor) {
+  recording_of(handle).constant(THPVariable_Unpack(tensor));
+}
+SYMM_CP_EXPORT void symm_cp_plan_counts(void* handle) { recording_of(handle).counts(); }
 SYMM_CP_EXPORT void symm_cp_plan_refuse(void* handle, const char* reason) {
   recording_of(handle).refuse(reason);
 }
@@ -156,6 +160,9 @@ SYMM_CP_EXPORT void symm_cp_plan_ask(void* handle, PyObject* refuses) {
     return !no;
   });
 }
+
+// Called before an op runs.
+SYMM_CP_EXPORT void symm_cp_plan_before_op(void* handle) { recording_of(handle).before_op(); }
 
 // Records an op that ran with these arguments.
 SYMM_CP_EXPORT PyObject* symm_cp_plan_ran(void* handle, int kernel, const char* name,

@@ -1,4 +1,4 @@
-// Records a call on streams and makes its plan (stream_plans.h).
+// Records a call and makes its plan (plan.h).
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,13 @@
 #include <variant>
 #include <vector>
 
-#include "ops/plan_key.h"
-#include "ops/stream_plans.h"
+#include "channel/group.h"
+#include "ops/kernels.h"
+#include "plan/exchange_op.h"
+#include "plan/key.h"
+#include "plan/plan.h"
 
-namespace symm_cp::stream_plans {
+namespace symm_cp::plans {
 
 inline const char* address_of(const at::Tensor& tensor) {
   return static_cast<const char*>(tensor.const_data_ptr());
@@ -49,17 +52,29 @@ class PlanRecording final : public Recording {
     around_ = {};
   }
 
+  void before_op() override { before_op_ = Group::made_by_this_thread(); }
+
   void op(int kernel, const c10::OperatorHandle& op, const Stack& arguments,
           const std::vector<at::Tensor>& results) override {
     const c10::FunctionSchema& schema = op.schema();
-    if (reads_values(op, arguments)) return refuse(schema.name() + " reads values on the host");
+    calls_ += Group::made_by_this_thread() - before_op_;
+    if (is_exchange(op)) return exchange(op, arguments);
+    if (reads_values(op, arguments) && !reads_key(arguments))
+      return refuse(schema.name() + " reads values on the host");
     if (draws_numbers(op, arguments)) return refuse(schema.name() + " draws random numbers");
     const Within kernel_of_launch(*this, kernel);
     const bool fresh = std::any_of(results.begin(), results.end(), [&](const at::Tensor& result) {
       return result.defined() && value_of(result) == kNoValue;
     });
-    if (!fresh && !schema.is_mutable()) return;  // only makes views: nothing to record
+    // Only makes views: nothing to record.
+    if (!fresh && !schema.is_mutable() && !schema.returns().empty()) return;
     what_ = schema.name();
+    if (makes_result(op, results)) {
+      const at::Tensor& made = results[0];
+      steps_of(kernel).emplace_back(
+          NewStep{at::DimVector(made.sizes()), made.scalar_type(), {add_value(made)}, {}});
+      return;
+    }
     OpStep step{op, {}, {}, {}};
     for (const c10::IValue& argument : arguments) step.arguments.push_back(given(argument));
     for (const at::Tensor& result : results) step.results.push_back(add_value(result));
@@ -75,14 +90,20 @@ class PlanRecording final : public Recording {
     steps_of(kernel).emplace_back(std::move(step));
   }
 
+  void constant(const at::Tensor& tensor) override {
+    const int value = add_value(tensor);
+    if (value != kNoValue) plan_.constants.emplace_back(value, tensor);
+  }
+
+  void counts() override { plan_.counts = true; }
+
   void ask(std::function<bool()> may_run) override { plan_.may_run.push_back(std::move(may_run)); }
   void refuse(const std::string& reason) override {
     if (refusal_.empty()) refusal_ = reason;
   }
 
   // Returns the plan of the call, which ended with these results; null if it was refused.
-  std::shared_ptr<const Plan> end(const std::vector<c10::IValue>& results,
-                                  std::weak_ptr<Group> group) {
+  std::shared_ptr<const Plan> end(const std::vector<c10::IValue>& results) {
     what_ = "the result";
     bool launches = false;
     bool joined = true;
@@ -91,7 +112,12 @@ class PlanRecording final : public Recording {
       launches |= launch != nullptr;
       joined &= launch == nullptr || launch->joined;
     }
-    if (!launches) refuse("it launched nothing");
+    if (plan_.device.is_cpu() && !launches) {
+      if (Group::made_by_this_thread() - first_call_ != calls_)
+        refuse("it made a call of the group that no op makes");
+    } else if (!launches) {
+      refuse("it launched nothing");
+    }
     for (const c10::IValue& result : results) {
       const auto same = [&](const at::Tensor& tensor) {
         return result.isTensor() && result.toTensor().is_same(tensor);
@@ -110,7 +136,6 @@ class PlanRecording final : public Recording {
     // If the call is not joined, streams of a simulated device still use values after it has
     // returned.
     if (joined) find_last_uses();
-    plan_.group = std::move(group);
     return refusal_.empty() ? std::make_shared<const Plan>(std::move(plan_)) : nullptr;
   }
   const std::string& refusal() const { return refusal_; }
@@ -159,6 +184,10 @@ class PlanRecording final : public Recording {
     };
     const std::vector<Place>* operands = nullptr;
     for (Step& step : plan_.steps) {
+      if (auto* exchange = std::get_if<ExchangeStep>(&step)) {
+        for (const View& view : exchange->given) use(view.place.value, exchange->last);
+        for (const View& view : exchange->taken) use(view.place.value, exchange->last);
+      }
       if (const auto* launch = std::get_if<LaunchStep>(&step)) operands = &launch->operands;
       if (auto* end = std::get_if<EndStep>(&step))
         for (const Place& place : *operands) use(place.value, end->last);
@@ -175,6 +204,7 @@ class PlanRecording final : public Recording {
       if (const auto* made = std::get_if<StepArgument>(&result))
         for (const View& view : made->tensors)
           if (view.place.value >= 0) last[view.place.value] = nullptr;
+    for (const auto& [value, tensor] : plan_.constants) last[value] = nullptr;
     for (size_t value = 0; value < last.size(); ++value)
       if (last[value] != nullptr) last[value]->push_back(static_cast<int>(value));
   }
@@ -185,14 +215,43 @@ class PlanRecording final : public Recording {
       std::for_each(argument.tensors.begin(), argument.tensors.end(), function);
   }
   template <class Function>
+  static void for_each_view(const NewStep&, const Function&) {}
+  template <class Function>
   static void for_each_view(const PythonStep& step, const Function& function) {
     std::for_each(step.arguments.begin(), step.arguments.end(), function);
   }
 
-  std::vector<std::variant<OpStep, PythonStep>>& steps_of(int kernel) {
+  std::vector<std::variant<OpStep, NewStep, PythonStep>>& steps_of(int kernel) {
     if (kernel >= 0) return std::get<KernelStep>(plan_.steps[kernel]).steps;
+    auto* const last = plan_.steps.empty() ? nullptr : std::get_if<KernelStep>(&plan_.steps.back());
+    if (last != nullptr && !last->lane) return last->steps;
     plan_.steps.emplace_back(KernelStep{});
     return std::get<KernelStep>(plan_.steps.back()).steps;
+  }
+
+  // Records a call of an op that exchanges tensors.
+  void exchange(const c10::OperatorHandle& op, const Stack& arguments) {
+    what_ = "an exchange";
+    ExchangeStep step;
+    step.prepared = prepare(op, arguments);
+    const auto views = [&](const c10::IValue& value, std::vector<View>& to) {
+      if (value.isTensor()) return to.push_back(view_of(value.toTensor()));
+      for (const at::Tensor& tensor : value.toTensorVector()) to.push_back(view_of(tensor));
+    };
+    views(arguments[0], step.given);
+    views(arguments[1], step.taken);
+    plan_.steps.emplace_back(std::move(step));
+    ++plan_.exchanges;
+  }
+
+  // Whether an op only makes a contiguous tensor on CPU.
+  static bool makes_result(const c10::OperatorHandle& op, const std::vector<at::Tensor>& results) {
+    if (!kernels::serves_cpu()) return false;  // CPU tensors stand for tensors of another device
+    const std::string& name = op.schema().name();
+    if (name != "aten::new_empty" && name != "aten::empty" && name != "symm_cp::new_result")
+      return false;
+    return results.size() == 1 && results[0].is_cpu() && results[0].is_contiguous() &&
+           results[0].storage_offset() == 0;
   }
 
   // Whether the host sees values, or sizes that depend on values: a replay would use those of the
@@ -211,6 +270,15 @@ class PlanRecording final : public Recording {
            name == "aten::resolve_conj" || name == "aten::resolve_neg" ||
            (is_copy && std::any_of(arguments.begin(), arguments.end(), on_host) &&
             std::any_of(arguments.begin(), arguments.end(), on_device));
+  }
+
+  // Whether an op reads a tensor of integers whose values are part of the key.
+  bool reads_key(const Stack& arguments) const {
+    return plan_.device.is_cpu() && arguments.size() == 1 && arguments[0].isTensor() &&
+           std::any_of(given_.begin(), given_.end(), [&](const at::Tensor& given) {
+             return given.is_same(arguments[0].toTensor()) &&
+                    c10::isIntegralType(given.scalar_type(), /*includeBool=*/true);
+           });
   }
 
   static bool draws_numbers(const c10::OperatorHandle& op, const Stack& arguments) {
@@ -298,7 +366,9 @@ class PlanRecording final : public Recording {
     return list;
   }
 
-  const std::vector<at::Tensor>& given_;  // the caller's tensors
+  const Key::Tensors& given_;  // the caller's tensors
+  // The calls of groups that this thread had made before, and those that recorded ops have made.
+  int64_t first_call_ = Group::made_by_this_thread(), before_op_ = 0, calls_ = 0;
   Plan plan_;
   std::vector<Value> values_;
   size_t inputs_ = 0;
@@ -307,4 +377,4 @@ class PlanRecording final : public Recording {
   std::string what_, refusal_;
 };
 
-}  // namespace symm_cp::stream_plans
+}  // namespace symm_cp::plans

@@ -1,0 +1,165 @@
+// The keys of calls: calls with the same key do the same work (plan.h).
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstring>
+#include <string>
+#include <string_view>
+
+namespace symm_cp {
+
+namespace plans {
+
+using torch::jit::Stack;
+
+// The tensors among the arguments of an op, and the numbers that distinguish its calls.
+class Key {
+ public:
+  using Numbers = c10::SmallVector<int64_t, 64>;
+  using Tensors = c10::SmallVector<at::Tensor, 8>;
+
+  // `host_values`: kernels may read the values of integer tensors on the host.
+  Key(const c10::OperatorHandle& op, const Stack& stack, bool host_values)
+      : host_values_(host_values) {
+    numbers_.push_back(reinterpret_cast<intptr_t>(&op.schema()));
+    const auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size() && usable_; ++i) {
+      const c10::IValue& value = torch::jit::peek(stack, i, arguments.size());
+      if (value.isString() && arguments[i].name() == "group_name")
+        group_name_ = &value.toStringRef();
+      else
+        add_value(value);
+    }
+    if (tensors_.empty() || group_name_ == nullptr) usable_ = false;
+    if (usable_) add_settings();
+  }
+
+  // Whether all arguments can be told apart by numbers.
+  bool usable() const { return usable_; }
+  const std::string& group_name() const { return *group_name_; }
+  // A number of the group, which no other group gets: names come back.
+  void set_group(int64_t number) { numbers_.push_back(number); }
+  const Numbers& numbers() const { return numbers_; }
+  const Tensors& tensors() const { return tensors_; }
+  c10::Device device() const { return tensors_.front().device(); }
+
+ private:
+  // Integer tensors of up to this many elements on the host, such as the boundaries of documents,
+  // are part of the key with their values, which kernels may read.
+  static constexpr int64_t kMostValues = 256;
+
+  void add(int64_t number) { numbers_.push_back(number); }
+  void add(std::string_view text) {
+    add(static_cast<int64_t>(text.size()));
+    const size_t first = numbers_.size();
+    numbers_.resize(first + (text.size() + 7) / 8, 0);
+    std::memcpy(numbers_.data() + first, text.data(), text.size());
+  }
+
+  void add_value(const c10::IValue& value) {
+    if (value.isNone()) {
+      add(-1);
+    } else if (value.isTensor()) {
+      add_tensor(value.toTensor());
+    } else if (value.isInt()) {
+      add(value.toInt());
+    } else if (value.isBool()) {
+      add(value.toBool() ? 1 : 0);
+    } else if (value.isDouble()) {
+      int64_t bits = 0;
+      const double number = value.toDouble();
+      std::memcpy(&bits, &number, sizeof(bits));
+      add(bits);
+    } else if (value.isString()) {
+      add(value.toStringRef());
+    } else if (value.isList()) {
+      add(-2 - static_cast<int64_t>(value.toListRef().size()));
+      for (const c10::IValue& element : value.toListRef()) add_value(element);
+    } else {
+      usable_ = false;
+    }
+  }
+
+  void add_tensor(const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage() ||
+        tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor() ||
+        tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_nested()) {
+      usable_ = false;
+      return;
+    }
+    const auto address = reinterpret_cast<intptr_t>(tensor.const_data_ptr());
+    const auto size = static_cast<int64_t>(tensor.element_size());
+    add(static_cast<int64_t>(tensor.scalar_type()) |
+        static_cast<int64_t>(tensor.device().type()) << 8 |
+        static_cast<int64_t>(static_cast<uint8_t>(tensor.device().index())) << 16 |
+        tensor.dim() << 24 | int64_t{address % 64 == 0} << 32);
+    int64_t last = tensor.storage_offset();
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      add(tensor.size(dim)), add(tensor.stride(dim));
+      last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    }
+    // Freed or resized memory: Python raises the error.
+    if (tensor.numel() > 0 &&
+        (static_cast<int64_t>(tensor.storage().nbytes()) < (last + 1) * size || address == 0))
+      usable_ = false;
+    // Tensors that share memory also need the same distance.
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (tensors_[i].storage().unsafeGetStorageImpl() != tensor.storage().unsafeGetStorageImpl())
+        continue;
+      add(-3 - static_cast<int64_t>(i));
+      add(address - reinterpret_cast<intptr_t>(tensors_[i].const_data_ptr()));
+      break;
+    }
+    tensors_.push_back(tensor);
+    // The host may read the values of integer tensors, such as layouts, masks and routings.
+    if (usable_ && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true))
+      add_values(tensor);
+  }
+
+  void add_values(const at::Tensor& tensor) {
+    if (!host_values_ || !tensor.is_cpu() || tensor.numel() > kMostValues ||
+        !tensor.is_contiguous()) {
+      usable_ = false;
+      return;
+    }
+    add(std::string_view(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()));
+  }
+
+  // Adds the global settings on which kernels, or the choice among them, depend.
+  void add_settings() {
+    const auto& context = at::globalContext();
+    add(context.userEnabledFlashSDP() | context.userEnabledMemEfficientSDP() << 1 |
+        context.userEnabledMathSDP() << 2 | context.userEnabledCuDNNSDP() << 3 |
+        context.deterministicAlgorithms() << 4);
+    const auto type = device().type();
+    const bool cast =
+        at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type);
+    add(cast ? static_cast<int64_t>(at::autocast::get_autocast_dtype(type)) : -1);
+  }
+
+  bool host_values_;
+  bool usable_ = true;
+  Numbers numbers_;
+  Tensors tensors_;
+  const std::string* group_name_ = nullptr;
+};
+
+struct HashNumbers {
+  size_t operator()(const Key::Numbers& numbers) const {
+    uint64_t hash = numbers.size();
+    for (const int64_t number : numbers) {
+      hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+};
+
+}  // namespace plans
+}  // namespace symm_cp

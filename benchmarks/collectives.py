@@ -190,7 +190,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             for statistic, label in (("ms", "median"), ("ms_min", "minimum")):
                 cells = [_cell(row, name, statistic) for name in names]
                 size = row["case"].removeprefix(f"{kind} ")
-                lines.append(f"| {size}, {label} | {' | '.join(cells)} |")
+                signal = f"signal {max(row['signal_ns']):.0f} ns"
+                lines.append(f"| {size}, {label}, {signal} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

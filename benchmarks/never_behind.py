@@ -161,7 +161,11 @@ def _scaled_scatter(setting: Setting, by_row: bool, *shape: int) -> Case:
 def worst(rows: list[Written]) -> str:
     """Returns the cases in which the fused op is furthest behind, worst first."""
     behind = sorted(rows, key=lambda row: -row["behind"])
-    lines = [f"{row['behind']:.2f} of the unfused form: {row['case']}" for row in behind[:10]]
+    lines = [
+        f"{row['behind']:.2f} of the unfused form: {row['case']}, signal "
+        f"{max(row['signal_ns']):.0f} ns"
+        for row in behind[:10]
+    ]
     return "\n".join(["", *lines])
 
 

@@ -55,9 +55,10 @@ def measured(name: str) -> bool:
 
 
 def load(name: str) -> tuple[dict[str, Any], Rows]:
-    """A file of results, and its rows by case."""
+    """A file of results, and its rows by case; of several placements, the slowest signals."""
     results = json.loads((RESULTS / f"{name}.json").read_text())
-    return results, {row["case"]: row for row in results["rows"]}
+    rows = sorted(results["rows"], key=lambda row: max(row.get("signal_ns", [0.0])))
+    return results, {row["case"]: row for row in rows}
 
 
 def machine(files: Sequence[str] = FILES) -> str:

@@ -102,7 +102,7 @@ void symm_cp_set_timeout(void* group, int64_t timeout_ms) {
   of(group).set_timeout(std::chrono::milliseconds(timeout_ms));
 }
 
-// Makes the group refuse later calls: Python has waited for a peer in vain.
+// Makes the group refuse later calls, on this rank and its peers: a wait in Python has timed out.
 void symm_cp_timed_out(void* group, const char* why) { of(group).note_time_out(TimedOut(why)); }
 
 // Begins a call on the channel `sync`; returns its epoch: calls are counted from the first one on
@@ -293,6 +293,27 @@ void* symm_cp_slot(void* group) {
   return result;
 }
 
+// Exchanges `rounds` signals with another rank and returns the nanoseconds that they took,
+// for benchmarks; -1 if one did not come for 10 seconds. Each rank passes the address of its word
+// and of the other's. Words count the signals so far, `last`.
+int64_t symm_cp_signal_time(void* own, void* other, uint32_t last, uint32_t rounds) {
+  auto *word = static_cast<Word*>(own), *theirs = static_cast<Word*>(other);
+  const auto begin = Clock::now();
+  for (uint32_t round = last + 1; round - last <= rounds; ++round) {
+    theirs->store(round, std::memory_order_release);
+    // The peer may be one signal ahead.
+    for (int spins = 1; word->load(std::memory_order_acquire) - round > 1; ++spins) {
+      if (spins % 1000 != 0) {
+        cpu_relax();
+        continue;
+      }
+      if (Clock::now() - begin > std::chrono::seconds(10)) return -1;
+      sched_yield();
+    }
+  }
+  return std::chrono::nanoseconds(Clock::now() - begin).count();
+}
+
 // Sets how many bytes of freed results the process keeps; negative: the default.
 void symm_cp_keep_results(int64_t bytes) { Blocks::instance().set_limit(bytes); }
 
@@ -354,14 +375,16 @@ void symm_cp_copy_result(void* to, const void* from, int64_t bytes) {
   copy_result(to, from, bytes);
 }
 
-// See slot_stores.h: sets `past_caches[i]` to whether store i bypasses the caches, when it takes
-// `usual[i]` seconds a byte through the caches and `past[i]` past them. For tests.
-void symm_cp_slot_stores(const double* usual, const double* past, int64_t count,
+// See slot_stores.h: sets `past_caches[i]` to whether store i of `bytes` bypasses the caches, when
+// it takes `usual[i]` seconds a byte through the caches and `past[i]` past them. For tests.
+void symm_cp_slot_stores(int64_t bytes, const double* usual, const double* past, int64_t count,
                          uint8_t* past_caches) {
   SlotStores stores;
   for (int64_t i = 0; i < count; ++i) {
-    past_caches[i] = stores.next() ? 1 : 0;
-    stores.add(past_caches[i] != 0, past_caches[i] != 0 ? past[i] : usual[i]);
+    past_caches[i] = stores.next(bytes) ? 1 : 0;
+    const double pace = past_caches[i] != 0 ? past[i] : usual[i];
+    const std::chrono::duration<double> time(pace * static_cast<double>(bytes));
+    stores.add(bytes, past_caches[i] != 0, time);
   }
 }
 

@@ -9,6 +9,8 @@ from symm_cp import native
 
 #: Seconds a byte.
 FAST, SLOW = 1e-10, 4e-10
+#: Bytes of the smallest stores that are measured.
+LEAST = 4096
 
 
 def chosen(usual: Sequence[float], past: Sequence[float]) -> list[bool]:
@@ -16,7 +18,7 @@ def chosen(usual: Sequence[float], past: Sequence[float]) -> list[bool]:
     count = len(usual)
     paces = ctypes.c_double * count
     answers = (ctypes.c_uint8 * count)()
-    native.load().symm_cp_slot_stores(paces(*usual), paces(*past), count, answers)
+    native.load().symm_cp_slot_stores(LEAST, paces(*usual), paces(*past), count, answers)
     return [bool(answer) for answer in answers]
 
 

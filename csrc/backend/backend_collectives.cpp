@@ -166,7 +166,7 @@ void Backend::add_all_reduce(Collective& collective, const char* op, CallName na
   const Extent read =
       takes && copies ? bytes_read(collective, summand(op, tensor, reduce_op)) : all;
   // With a root, the other ranks take nothing: there is nothing to gather.
-  const bool in_parts = !root && two_shot(size_, all.bytes, false);
+  const bool in_parts = !root && two_shot(size_, all.bytes);
   Exchange exchange = exchange_of(
       in_parts ? ExchangeKind::kTwoShotAllReduce : ExchangeKind::kAllReduce, name.describe(tensor));
   exchange.dtype = dtype;

@@ -106,6 +106,15 @@ class Board {
     entry.number.store(number);
   }
 
+  // The processor on which the rank began its last call; -1 before its first.
+  int processor() const { return static_cast<int>(processor_.load(std::memory_order_relaxed)) - 1; }
+  void set_processor(int number) {
+    // Most calls begin where the last one did: peers then keep the line in their caches.
+    const auto value = static_cast<uint32_t>(number + 1);
+    if (processor_.load(std::memory_order_relaxed) != value)
+      processor_.store(value, std::memory_order_relaxed);
+  }
+
   // Whether a call of the rank has timed out: it makes no more calls in this group.
   bool timed_out() const { return timed_out_.load() != 0; }
   void set_timed_out() { timed_out_.store(1); }
@@ -133,7 +142,8 @@ class Board {
   std::atomic<uint32_t> threads_;
   std::atomic<uint32_t> missed_;  // the rank, plus 1
   std::atomic<uint32_t> timed_out_;
-  std::atomic<uint32_t> version_;  // odd while the rest is being written
+  std::atomic<uint32_t> processor_;  // plus 1
+  std::atomic<uint32_t> version_;    // odd while the rest is being written
   std::atomic<int32_t> blocked_channel_;
   std::atomic<int64_t> blocked_number_;
   std::atomic<int64_t> blocked_ordinal_;

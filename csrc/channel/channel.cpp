@@ -217,14 +217,23 @@ void Channel::check_wait(int peer, Call& call, const std::string& awaited, bool 
   group_.check_agreement({index_, call.number, call.call_name}, peer, true);
 }
 
+bool Channel::shares_processor(int peer) const {
+  return mapping_->peers()->board(peer).processor() == sched_getcpu();
+}
+
 template <class Ready, class Awaited>
 void Channel::wait_for(Word* word, int peer, Call& call, Ready ready, Awaited awaited) {
   std::optional<Blocked> blocked;  // only once it sleeps: most waits end while they spin
-  wait_until(word, &mapping_->control(mapping_->rank()).sleepers, spins_, call.budget, ready,
-             [&](bool expired) {
-               if (!blocked) blocked.emplace(group_);
-               check_wait(peer, call, awaited(), expired);
-             });
+  const bool at_once = shares_processor(peer);
+  wait_until(
+      word, &mapping_->control(mapping_->rank()).sleepers, spins_, call.budget, ready,
+      [&](bool expired) {
+        if (!blocked) blocked.emplace(group_);
+        check_wait(peer, call, awaited(), expired);
+      },
+      at_once);
+  // It may have been woken on another processor.
+  if (at_once) mapping_->peers()->board(mapping_->rank()).set_processor(sched_getcpu());
 }
 
 void Channel::wait(int peer, int flag, int lag, Call& call, uint32_t piece) {
@@ -258,6 +267,7 @@ void Channel::announce(Call& call, const void* shard) {
     own.call_name[kMaxCallName] = 0;
   }
   own.failed.store(0, std::memory_order_relaxed);
+  mapping_->peers()->board(mapping_->rank()).set_processor(sched_getcpu());
   own.epoch.store(call.epoch, std::memory_order_release);
 }
 

@@ -127,6 +127,10 @@ class Channel {
   // Throws when a wait for the peer cannot end.
   void check_wait(int peer, Call& call, const std::string& awaited, bool expired);
   void raise(int peer, int flag, uint32_t value);
+  // Whether the peer's last call began on this thread's processor. While this thread spins or
+  // yields there, the kernel sees two processes that run and moves neither; a thread that sleeps is
+  // woken on an idle processor.
+  bool shares_processor(int peer) const;
   template <class Ready, class Awaited>
   void wait_for(Word* word, int peer, Call& call, Ready ready, Awaited awaited);
   // Throws unless the peer's record is of this call, and the peer has not failed it.

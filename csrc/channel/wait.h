@@ -113,22 +113,23 @@ inline constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50)
 
 // Returns once `ready(value of word)` holds. While asleep, `on_slice(expired)` runs about every
 // `kSlice`, and with expired = true once the budget is used up: it throws when the wait cannot end.
-// The word decides: if a peer raised it and then died or failed, the wait succeeds.
+// The word decides: if a peer raised it and then died or failed, the wait succeeds. With `at_once`
+// a wait sleeps without spinning before.
 template <class Ready, class OnSlice>
 void wait_until(Word* word, Word* sleepers, int spins, WaitBudget& budget, Ready ready,
-                OnSlice on_slice) {
+                OnSlice on_slice, bool at_once = false) {
   const PauseAtBothEnds pauses;
-  for (int i = 0; i < spins; ++i) {
+  for (int i = 0; i < (at_once ? 1 : spins); ++i) {
     if (ready(word->load(std::memory_order_acquire))) return;
     cpu_relax();
   }
   const WithoutGil without_gil;
   const Waiting waiting(budget);
   const Clock::time_point end = Clock::now() + kYieldTime;
-  do {
+  while (!at_once && Clock::now() < end) {
     sched_yield();
     if (ready(word->load(std::memory_order_acquire))) return;
-  } while (Clock::now() < end);
+  }
   while (true) {
     sleepers->fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = word->load(std::memory_order_seq_cst);

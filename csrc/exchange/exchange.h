@@ -96,13 +96,11 @@ struct Exchange {
   std::function<void(Exchange&)> complete;
 };
 
-// Whether an all-reduce is a kTwoShotAllReduce: then a rank reads less (with more ranks, less
-// still), but waits twice. With two ranks, each reads as much as in one shot, but writes only half
-// of its input to its slot; an input that is read in place is not written to the slot anyway. The
-// break-even points were measured on 2 cores, with 2 ranks, and with 3 and 4.
-constexpr bool two_shot(int ranks, int64_t bytes, bool in_place) {
-  if (ranks == 2) return !in_place && bytes >= (int64_t{48} << 10);
-  return bytes * (ranks - 1) >= (int64_t{192} << 10);
+// Whether an all-reduce is a kTwoShotAllReduce: then a rank waits twice. With more than two ranks
+// it reads less; with two, it reads and writes as much as in one shot. The break-even point was
+// measured with 3 and 4 ranks on 2 cores.
+constexpr bool two_shot(int ranks, int64_t bytes) {
+  return ranks > 2 && bytes * (ranks - 1) >= (int64_t{192} << 10);
 }
 
 // Returns an all-to-all of boxes, without the addresses of the tensors. `joining`: the data

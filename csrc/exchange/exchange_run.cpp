@@ -53,6 +53,14 @@ class Cursor {
   int64_t rows_ = 0;
 };
 
+// Returns how many bytes `store(past_caches)` wrote.
+template <class Store>
+int64_t stored_in_slot(Channel& channel, int64_t bytes, const Store& store) {
+  int64_t stored = 0;
+  channel.slot_stores().run(bytes, [&](bool past_caches) { stored = store(past_caches); });
+  return stored;
+}
+
 }  // namespace
 
 int64_t slot_bytes_of(const Exchange& exchange, const Loop& loop) {
@@ -172,7 +180,7 @@ int64_t ExchangeRun::copy_pass(Channel& channel, const Call& call, size_t first,
   const auto copy = [&](bool past_caches) {
     return copy_boxes(channel, call, first, last, piece, past_caches);
   };
-  return to_slots > 0 ? channel.slot_stores().run(to_slots, copy) : stored_result(copy);
+  return to_slots > 0 ? stored_in_slot(channel, to_slots, copy) : stored_result(copy);
 }
 
 size_t ExchangeRun::end_of_pass(size_t at, size_t last) const {
@@ -194,7 +202,7 @@ int64_t ExchangeRun::stored_result(const Store& store) {
 
 template <class Store>
 int64_t ExchangeRun::stored(Channel& channel, const Area& to, int64_t bytes, const Store& store) {
-  return to.buffer == Buffer::kPeerSlot ? channel.slot_stores().run(bytes, store)
+  return to.buffer == Buffer::kPeerSlot ? stored_in_slot(channel, bytes, store)
                                         : stored_result(store);
 }
 

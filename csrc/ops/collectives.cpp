@@ -42,7 +42,7 @@ void all_reduce(const char* op, Group& group, const at::Tensor& given, std::stri
     call.exchange.call_name = name_call(op, dtype, input.sizes(), std::string(reduce_by));
     set_reduction(call.exchange, dtype, reduce_op);
     const auto bytes = static_cast<int64_t>(input.nbytes());
-    call.set_all_reduce(bytes, ranks, in_place, in_place && onto_itself);
+    call.set_all_reduce(bytes, ranks, in_place && onto_itself);
   });
   call->bind(input.const_data_ptr(), output.mutable_data_ptr());
   call->exchange.in_place = in_place;

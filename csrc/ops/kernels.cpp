@@ -136,8 +136,8 @@ void CheckedCall::add_output(int64_t offset, int64_t bytes, int64_t row, int64_t
   output_offsets.push_back(offset);
 }
 
-void CheckedCall::set_all_reduce(int64_t bytes, int ranks, bool in_place, bool in_parts) {
-  if (!in_parts && !two_shot(ranks, bytes, in_place)) {
+void CheckedCall::set_all_reduce(int64_t bytes, int ranks, bool in_parts) {
+  if (!in_parts && !two_shot(ranks, bytes)) {
     exchange.kind = ExchangeKind::kAllReduce;
     add_input(0, bytes);
     add_output(0, bytes);

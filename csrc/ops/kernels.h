@@ -46,9 +46,9 @@ struct CheckedCall {
   // `row` and `pitch`: see Extent.
   void add_input(int64_t offset, int64_t bytes);
   void add_output(int64_t offset, int64_t bytes, int64_t row = 0, int64_t pitch = 0);
-  // Plans an all-reduce; with `in_place`, peers read the inputs where they lie. Each rank reduces
-  // one part if that is faster or `in_parts` is set; the last parts may be shorter.
-  void set_all_reduce(int64_t bytes, int ranks, bool in_place, bool in_parts = false);
+  // Plans an all-reduce. Each rank reduces one part if that is faster or `in_parts` is set; the last
+  // parts may be shorter.
+  void set_all_reduce(int64_t bytes, int ranks, bool in_parts = false);
   void bind(const void* input, void* output);
 };
 

@@ -242,7 +242,7 @@ void all_reduce(Group& group, const char* op, const at::Tensor& partial,
     const at::ScalarType dtype = partial.scalar_type();
     call.exchange.call_name = name_call(op, dtype, partial.sizes(), reduce_op + detail);
     set_reduction(call.exchange, dtype, mean ? ReduceOp::kAvg : ReduceOp::kSum);
-    call.set_all_reduce(static_cast<int64_t>(partial.nbytes()), ranks, false);
+    call.set_all_reduce(static_cast<int64_t>(partial.nbytes()), ranks);
   });
   call->bind(partial.const_data_ptr(), partial.mutable_data_ptr());
   note_small_matmul(call->exchange.call_name);

@@ -407,7 +407,7 @@ def test_one_kernel_produces_for_all_ranks() -> None:
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place.variant.looped], ids=str)
 def test_an_exchange_in_the_caller_is_the_one_in_the_background(place: Place) -> None:
-    """With one exception: a background reduce-scatter reads its own chunk from the slot."""
+    """With one exception: a background reduce-scatter copies its own chunk away first."""
     if place.variant.channel == "sync" and place.variant.name != "JOINING_ALL_TO_ALL":
         twin = getattr(registry, f"BACKGROUND_{place.variant.name}")
         options = dict.fromkeys(place.variant.options, True)

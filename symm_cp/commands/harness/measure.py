@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symm_cp.commands.harness.placement import SignalTimer
 from symm_cp.ranks import quick_barrier
 
 #: Names of variants; `overlap` looks for the first three.
@@ -202,7 +203,7 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     Takes about `seconds`, unless the case sets its number of repetitions.
     """
     case.check()
-    barrier = quick_barrier(group)
+    barrier, signals = quick_barrier(group), SignalTimer(group)
     names = list(case.variants)
     inner = dict.fromkeys(names, case.inner or 1)
     of_all = dict.fromkeys(names, 0.0)
@@ -214,7 +215,7 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
             inner[name] = max(1, min(_MAX_INNER, int(_TIMING_SECONDS / max(1e-9, call_seconds))))
     round_seconds = sum(of_all[name] * inner[name] for name in names)
     fitting = max(_MIN_REPETITIONS, min(case.most, int(seconds / max(1e-9, round_seconds))))
-    own = []
+    before, own = signals.nanoseconds(), []
     for repetition in range(case.repetitions or fitting):
         order = _order(names, repetition)
         seconds_by_name = {}
@@ -223,11 +224,12 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
             if name in case.threaded:
                 time.sleep(_PAUSE_SECONDS)
         own.append([seconds_by_name[name] for name in names])
+    placed = {"signal_ns": (before, signals.nanoseconds())}
     times = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     seconds_of = {name: tuple(times[:, i].tolist()) for i, name in enumerate(names)}
     row = Row(case.name, seconds_of)
-    return replace(row, notes=case.after(row))
+    return replace(row, notes={**case.after(row), **placed})
 
 
 def slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:

@@ -16,20 +16,17 @@ from symm_cp.schedule.patterns.pattern import Draft, Form, Options, exchange, su
 from symm_cp.schedule.steps import Copy
 
 # Rank 0 of 3, direct, in pieces (lane "compute", or "copy" in the background). The own shard is
-# copied from the slot: the caller may have carried out the steps up to the signals itself, and
-# reuse its input.
+# copied first: the caller may carry out the steps up to the signals itself, and reuse its input.
 #
-#   copy  copy>slot | signal 1, 2 | copy own | wait 1 | copy 1 | wait 2 | copy 2
+#   copy  copy own, copy>slot | signal 1, 2 | wait 1 | copy 1 | wait 2 | copy 2
 
 
 def _direct(draft: Draft, options: Options, lane: str) -> None:
-    rank, in_place = draft.rank, "in_place" in options
-    source = draft.source(options)
+    in_place, source = "in_place" in options, draft.source(options)
+    draft.add(lane, Copy(source, draft.own("output", draft.rank)))
     if draft.peers:
         # Publishes the shard.
         draft.add(lane, *draft.publish(source))
-    own = draft.own("slot") if draft.peers and not in_place else source
-    draft.add(lane, Copy(own, draft.own("output", rank)))
     for peer in draft.peers:
         # Awaits the peer's shard.
         draft.add(lane, draft.wait(peer, "ready"))

@@ -15,16 +15,18 @@ from __future__ import annotations
 from symm_cp.schedule.patterns.pattern import Draft, Options, exchange, subsets
 from symm_cp.schedule.steps import Compute
 
-# Rank 0 of 3, direct (lane "compute", or "copy" in the background). The kernel reads the slots of
-# all ranks.
+# Rank 0 of 3, direct (lane "compute", or "copy" in the background). The kernel reads the own input
+# and the peers' slots: stores to the own slot leave no copy of it in the caches.
 #
 #   copy>slot | signal 1, 2 | wait 1, 2 | reduce
 
 
 def _direct(draft: Draft, options: Options, lane: str) -> None:
     source = draft.source(options)
-    buffer = "slot" if draft.peers and source.buffer == "input" else source.buffer
-    parts = tuple(draft.of(owner, buffer) for owner in range(draft.world_size))
+    parts = tuple(
+        source if owner == draft.rank else draft.shard(owner, options)
+        for owner in range(draft.world_size)
+    )
     reduce = Compute("reduce", draft.rank, parts, (draft.own("output"),))
     if draft.peers:
         draft.publish_and_reduce(lane, source, reduce)

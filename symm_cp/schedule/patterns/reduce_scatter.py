@@ -15,23 +15,23 @@ from symm_cp.schedule.patterns.pattern import Draft, Form, Options, exchange, su
 from symm_cp.schedule.steps import Compute, Copy, Region
 
 # Rank 0 of 3, direct, in pieces (lane "compute", or "copy" in the background: there the own chunk
-# is read from the slot, too, as the caller may reuse its input).
+# is copied to the output first, as the caller may reuse its input after the signals).
 #
 #   copy chunks>slot | signal 1, 2 | wait 1, 2 | reduce
 
 
 def _direct(draft: Draft, options: Options, lane: str) -> None:
-    rank = draft.rank
-    source = draft.source(options)
-    buffer = "slot" if source.buffer == "input" else source.buffer
-    published = range(draft.world_size) if lane == "copy" else draft.peers
-    own = buffer if rank in published and draft.peers else source.buffer
+    rank, source, output = draft.rank, draft.source(options), draft.own("output")
+    own, theirs = draft.own(source.buffer, rank), draft.shard(rank, options).buffer
+    if draft.peers and lane == "copy" and "in_place" not in options:
+        draft.add(lane, Copy(own, output))
+        own = output
     parts = tuple(
-        draft.of(owner, own if owner == rank else buffer, rank) for owner in range(draft.world_size)
+        own if owner == rank else draft.of(owner, theirs, rank) for owner in range(draft.world_size)
     )
-    reduce = Compute("reduce", rank, parts, (draft.own("output"),))
+    reduce = Compute("reduce", rank, parts, (output,))
     if draft.peers:
-        draft.publish_and_reduce(lane, source, reduce, published)
+        draft.publish_and_reduce(lane, source, reduce, draft.peers)
     else:
         draft.add(lane, reduce)
 

@@ -117,8 +117,7 @@ std::shared_ptr<PreparedExchange> prepare(const c10::OperatorHandle& op, const S
   if (prepared->exchange.kind == ExchangeKind::kAllReduce && prepared->given_at.empty()) {
     kernels::CheckedCall call;
     call.set_all_reduce(static_cast<int64_t>(arguments[0].toTensorVector().at(0).nbytes()),
-                        group->world_size(),
-                        /*in_place=*/false);
+                        group->world_size());
     call.exchange.call_name = std::move(prepared->exchange.call_name);
     call.exchange.dtype = prepared->exchange.dtype;
     call.exchange.reduce_op = prepared->exchange.reduce_op;

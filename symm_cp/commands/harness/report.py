@@ -47,7 +47,8 @@ def line(row: Row) -> str:
             if overlap.is_conclusive
             else f"overlap: inconclusive, the machine is too noisy ({interval})"
         )
-    if max(signal := row.notes.get("signal_ns", (0.0,))) > 0:
+    signal: Any = row.notes.get("signal_ns", (0.0,))
+    if max(signal) > 0:
         cells.append(f"signal {' to '.join(f'{each:.0f}' for each in signal)} ns")
     return f"{row.case}\n    " + "  ".join(cells)
 

@@ -20,7 +20,8 @@ from symm_cp.ops.matmul import backward
 from symm_cp.ops.matmul.all_reduce import matmul_all_reduce, scaled_matmul_all_reduce
 from symm_cp.ops.matmul.gather import all_gather_matmul
 from symm_cp.ops.matmul.scaled_gather import scaled_all_gather_matmul
-from symm_cp.ops.matmul.scatter import matmul_reduce_scatter, scaled_matmul_reduce_scatter
+from symm_cp.ops.matmul.scaled_scatter import scaled_matmul_reduce_scatter
+from symm_cp.ops.matmul.scatter import matmul_reduce_scatter
 
 __all__ = [
     "all_gather_matmul",

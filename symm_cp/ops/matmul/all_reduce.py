@@ -35,8 +35,9 @@ from symm_cp.ops.matmul.operands import (
     result_dtype,
 )
 from symm_cp.ops.matmul.products import Terms
-from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
+from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, at_once, finish, scaled_mm_out
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.runtime import exchange
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 from symm_cp.tuning import WAYS, choose
@@ -254,13 +255,21 @@ def _scaled_matmul_all_reduce(
         left_scale = scale if rank is None or one_scale else split.of(rank, scale)
         scaled_mm_out(left, weight, left_scale, weight_scale, partial, fast=use_fast_accum)
 
+    def finished() -> torch.Tensor:
+        # The bias is added to the sum: once, not once a rank.
+        return contiguous(finish(total, bias, result_scale, dtype))
+
     if in_test_mode():
         produce(None, out)
         total = unfused_all_reduce(total, reduce_op, group_name)
-    else:
-        produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op)
-    # The bias is added to the sum: once, not once a rank.
-    return contiguous(finish(total, bias, result_scale, dtype))
+        return finished()
+    if at_once(group, SCALED_ALL_REDUCE, total, shape):
+        name = call_signature(SCALED_ALL_REDUCE, total, detail=reduce_op)
+        exchange.traced(group, "produce", name, lambda: produce(None, out))
+        exchange.all_reduce_(group, total, name, mean=reduce_op == "avg")
+        return exchange.traced(group, "consume", name, finished)
+    produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op)
+    return finished()
 
 
 # --- declarations ----------------------------------------------------------------------------
@@ -317,7 +326,6 @@ declare(
             on.float8(4, 16), on.float8(16, 16).t(), torch.tensor(1.0), torch.tensor(1.0), "sum",
             on.group_name, out_dtype=torch.float32,
         ),
-        native=True,
         native_autograd=True,
     ),
 )  # fmt: skip

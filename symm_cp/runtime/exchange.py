@@ -42,7 +42,28 @@ def all_gather(
         return copied(shard) if keep else aligned(shard)
     given, taken = _gather_parts(split, tuple(shard.shape), shard.element_size(), group.rank)
     gathered = new_result(shard, split.whole_shape(shard.shape))
-    _exchange(group, contiguous(shard), gathered, wire.ExchangeKind.ALL_GATHER, given, taken, name)
+    kind = wire.ExchangeKind.ALL_GATHER
+    _exchange(group, [contiguous(shard)], gathered, kind, given, taken, name)
+    return gathered
+
+
+def all_gather_pair(
+    group: Group, pair: Sequence[torch.Tensor], split: Split, name: bytes
+) -> torch.Tensor:
+    """Returns two tensors of one shape, stacked, with a dimension gathered that `split` divides.
+
+    `split.dim` counts from the stack's dimension, 0.
+    """
+    first = pair[0]
+    shape = (2, *first.shape)
+    if group.world_size == 1:
+        return torch.stack(list(pair))
+    given, taken = _gather_parts(split, shape, first.element_size(), group.rank)
+    gathered = new_result(first, split.whole_shape(shape))
+    dense = [contiguous(each) for each in pair]
+    if first.numel() == 0:
+        dense = [gathered]  # no bytes of it
+    _exchange(group, dense, gathered, wire.ExchangeKind.ALL_GATHER, given, taken, name)
     return gathered
 
 
@@ -74,7 +95,7 @@ def reduce_scatter(
     out = new_result(parts, shapes[group.rank])
     taken = [0, sizes[group.rank], 0, 0]
     kind = wire.ExchangeKind.REDUCE_SCATTER
-    _exchange(group, parts, out, kind, given, taken, name, "avg" if mean else "sum")
+    _exchange(group, [parts], out, kind, given, taken, name, "avg" if mean else "sum")
     return out
 
 
@@ -82,13 +103,13 @@ def all_reduce_(group: Group, tensor: torch.Tensor, name: bytes, *, mean: bool) 
     """Replaces a contiguous tensor by the sum over ranks; all ranks get the same bits."""
     if group.world_size > 1:
         kind, none = wire.ExchangeKind.ALL_REDUCE, list[int]()
-        _exchange(group, tensor, tensor, kind, none, none, name, "avg" if mean else "sum")
+        _exchange(group, [tensor], tensor, kind, none, none, name, "avg" if mean else "sum")
     return tensor
 
 
 def _exchange(
     group: Group,
-    given: torch.Tensor,
+    given: Sequence[torch.Tensor],
     taken: torch.Tensor,
     kind: wire.ExchangeKind,
     given_parts: list[int],

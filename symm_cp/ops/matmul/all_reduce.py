@@ -35,7 +35,7 @@ from symm_cp.ops.matmul.operands import (
     result_dtype,
 )
 from symm_cp.ops.matmul.products import Terms
-from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, at_once, finish, scaled_mm_out
+from symm_cp.ops.matmul.scaled_mm import ANY_SIZE, NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
 from symm_cp.runtime import exchange
 from symm_cp.tensors.results import contiguous, new_result
@@ -104,12 +104,18 @@ def produce_and_all_reduce(
     out: torch.Tensor,
     reduce_op: str,
     detail: str = "",
+    most: float = exchange.WHOLE_BYTES,
 ) -> None:
-    """Writes the sum over ranks to `out`, a matrix.
+    """Writes the sum over ranks to `out`, a matrix. On CPU up to `most` bytes are summed at once.
 
     `produce(rank, partial)` writes this rank's contribution to rank `rank`'s rows by
     `Split.nearly_equal`, or for None to all rows.
     """
+    if ways.at_once(group, "matmul_all_reduce", out, out.shape, most):
+        name = call_signature(op, out, detail=f"{reduce_op}{detail}")
+        exchange.traced(group, "produce", name, lambda: produce(None, out))
+        exchange.all_reduce_(group, out, name, mean=reduce_op == "avg")
+        return
     split = _by_rows(group, out)
     rows, columns = split.sizes[0], out.shape[1]
     # A nominal inner dimension: the real one may differ, and all ranks must choose the same way.
@@ -120,7 +126,7 @@ def produce_and_all_reduce(
         group,
         lambda rank, partial: produce(None if whole else rank, partial),
         out,
-        call_signature(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}"),
+        ways.part_by_part(call_signature(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}")),
         split=None if whole else split,
         mean=reduce_op == "avg",
     )
@@ -255,21 +261,13 @@ def _scaled_matmul_all_reduce(
         left_scale = scale if rank is None or one_scale else split.of(rank, scale)
         scaled_mm_out(left, weight, left_scale, weight_scale, partial, fast=use_fast_accum)
 
-    def finished() -> torch.Tensor:
-        # The bias is added to the sum: once, not once a rank.
-        return contiguous(finish(total, bias, result_scale, dtype))
-
     if in_test_mode():
         produce(None, out)
         total = unfused_all_reduce(total, reduce_op, group_name)
-        return finished()
-    if at_once(group, SCALED_ALL_REDUCE, total, shape):
-        name = call_signature(SCALED_ALL_REDUCE, total, detail=reduce_op)
-        exchange.traced(group, "produce", name, lambda: produce(None, out))
-        exchange.all_reduce_(group, total, name, mean=reduce_op == "avg")
-        return exchange.traced(group, "consume", name, finished)
-    produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op)
-    return finished()
+    else:
+        produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op, most=ANY_SIZE)
+    # The bias is added to the sum: once, not once a rank.
+    return contiguous(finish(total, bias, result_scale, dtype))
 
 
 # --- declarations ----------------------------------------------------------------------------
@@ -281,7 +279,6 @@ declare(
     Op(
         name=ALL_REDUCE,
         schema="(Tensor A, Tensor B, Tensor? bias, str reduce_op, str group_name) -> Tensor",
-        # csrc/ops/matmul_all_reduce.cpp serves CPU tensors.
         kernel=_matmul_all_reduce_kernel,
         fake=_matmul_all_reduce_fake,
         gradient=NATIVE_GRADIENT,
@@ -290,7 +287,6 @@ declare(
         example=lambda on: arguments(
             on.rand(5, on.rank + 1), on.rand(on.rank + 1, 3), on.ones(3), "avg", on.group_name
         ),
-        native=True,
     ),
     Op(
         name=SUM,
@@ -306,8 +302,6 @@ declare(
         example=lambda on: arguments(
             [on.rand(4, 6)], [on.rand(6, 5)], None, on.ones(5), "sum", on.group_name
         ),
-        native=True,
-        native_autograd=True,
         internal=True,
     ),
     Op(
@@ -326,7 +320,6 @@ declare(
             on.float8(4, 16), on.float8(16, 16).t(), torch.tensor(1.0), torch.tensor(1.0), "sum",
             on.group_name, out_dtype=torch.float32,
         ),
-        native_autograd=True,
     ),
 )  # fmt: skip
 

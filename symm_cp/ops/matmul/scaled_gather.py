@@ -28,6 +28,7 @@ from symm_cp.ops.common import (
     unfused_all_gather,
 )
 from symm_cp.ops.error_reports import entry_point
+from symm_cp.ops.matmul import ways
 from symm_cp.ops.matmul.gather import GatherPlan, fake_results, gather_rows, gather_shards, planned
 from symm_cp.ops.matmul.operands import (
     Operand,
@@ -39,12 +40,12 @@ from symm_cp.ops.matmul.operands import (
     result_dtype,
 )
 from symm_cp.ops.matmul.scaled_mm import (
+    ANY_SIZE,
     NO_GRADIENT,
     SCALED_GATHER,
     RowScales,
     ScaledRows,
     ScaledWeight,
-    at_once,
     multiply_scaled,
 )
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Arguments, Caller, Op, arguments, declare
@@ -126,8 +127,9 @@ def _all_gather_scaled_matmul(
     plan = planned(SCALED_GATHER, Operand.of(x_shard), columns, split, f"scale {kind} ")
     if in_test_mode():
         return _unfused(group, plan, x_shard, scales, weights)
-    if at_once(group, SCALED_GATHER, x_shard, plan.whole):
+    if ways.at_once(group, SCALED_GATHER, x_shard, plan.whole, ANY_SIZE):
         return _multiply_at_once(group, plan, x_shard, scales, weights)
+    plan = plan._replace(name=ways.part_by_part(plan.name))
     if plan.by_columns:
         return _gather_columns(group, plan, x_shard, scales, weights)
     outs = [
@@ -244,7 +246,6 @@ _SCALED_GATHER_OP = Op(
     autocast=autocast.as_they_are,
     vmap=ONE_BY_ONE,
     example=lambda on: _scaled_example(on, 4),
-    native_autograd=True,
     replaces_torch=True,
     # torch's kernels for CUDA take scales of blocks as well.
     torchs_fake="_fused_all_gather_scaled_matmul_fallback",

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from symm_cp import runtime
-from symm_cp.group.memory import Group
 from symm_cp.ops.matmul.block_scales import FORMATS, are_blocks, multiply_blocks
 from symm_cp.ops.matmul.products import as_rows
 from symm_cp.ops.op import NoGradient
 from symm_cp.tensors.alignment import ALIGN, aligned
-from symm_cp.tensors.dtypes import dtype_name
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import WAYS, choose
 
 #: Types of devices whose kernels take weights at any address. cuBLAS needs float8 matrices, their
 #: product and row scales at multiples of 16 bytes; slices of such tensors may begin anywhere.
 ANY_ADDRESS = ("cpu",)
+
+#: The bytes up to which a call on CPU exchanges a tensor at once. By shards torch would convert or
+#: rearrange the whole weight once per shard, which costs more than the exchange that this hides.
+ANY_SIZE = math.inf
 
 SCALED_GATHER = "fused_all_gather_scaled_matmul"
 
@@ -42,18 +41,6 @@ def torch_scales_rows_on_cpu() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def at_once(group: Group, op: str, like: torch.Tensor, whole: Sequence[int]) -> bool:
-    """Returns whether a call exchanges a tensor of a whole shape at once: on CPU, at any size.
-
-    By shards torch would convert or rearrange the whole weight once per shard, which costs more
-    than the exchange that the other products hide.
-    """
-    if not runtime.at_once(group, like, whole, most=math.inf):
-        return False
-    key = f"{op} {dtype_name(like.dtype)} {'x'.join(map(str, whole))}"
-    return choose(group, like.device, key, WAYS, "whole") == "whole"
 
 
 def scaled_mm_out(

@@ -31,6 +31,7 @@ from symm_cp.ops.common import (
     unfused_reduce_scatter,
 )
 from symm_cp.ops.error_reports import entry_point
+from symm_cp.ops.matmul import ways
 from symm_cp.ops.matmul.block_scales import FORMATS
 from symm_cp.ops.matmul.operands import (
     check_float8,
@@ -42,7 +43,7 @@ from symm_cp.ops.matmul.operands import (
     result_dtype,
 )
 from symm_cp.ops.matmul.products import as_rows
-from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, at_once, finish, scaled_mm_out
+from symm_cp.ops.matmul.scaled_mm import ANY_SIZE, NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Arguments, Caller, Op, arguments, declare
 from symm_cp.runtime import exchange
 from symm_cp.tensors.dtypes import dtype_name
@@ -193,7 +194,8 @@ def _scaled_matmul_scattered(
     # K and A's dtype are equal on all ranks.
     detail = f"scatter_dim={split.dim} {reduce_op} {dtype_name(a.dtype)}[{a.shape[-1]}]"
     name = name_of(SCALED_SCATTER, partial_dtype, shape, detail + sizes_text(split))
-    if not at_once(group, SCALED_SCATTER, a, shape):
+    if not ways.at_once(group, SCALED_SCATTER, a, shape, ANY_SIZE):
+        name = ways.part_by_part(name)
         return finished(_by_shards(group, product, name, mean=reduce_op == "avg"))
     total = _at_once(group, product, name, mean=reduce_op == "avg")
     return exchange.traced(group, "consume", name, lambda: finished(total))
@@ -251,7 +253,6 @@ _SCALED_SCATTER_OP = Op(
     autocast=autocast.as_they_are,
     vmap=ONE_BY_ONE,
     example=lambda on: _scaled_example(on, 4 * on.world_size),
-    native_autograd=True,
     replaces_torch=True,
     torchs_fake="_fused_scaled_matmul_reduce_scatter_fallback",
 )

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
-from symm_cp.ops.matmul.scaled_mm import torch_scales_rows_on_cpu
 from symm_cp.runtime import cpu
 from symm_cp.schedule import patterns
 from symm_cp.schedule.simulate import Event
@@ -111,8 +110,6 @@ def native_products(group: dist.ProcessGroup) -> None:
             [produce, scatter, consume],  # adds a bias and rounds
         ),
     ]
-    if not torch_scales_rows_on_cpu():  # torch 2.11: the kernel in Python serves these scales
-        del ops[3]
     for number, (run, parts) in enumerate(ops):
         run()
         with symm_cp.trace() as recording:

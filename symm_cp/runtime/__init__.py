@@ -48,6 +48,11 @@ def background_of(tensor: torch.Tensor, group: Group) -> BackgroundRuntime:
     return found
 
 
-def at_once(group: Group, like: torch.Tensor, whole: Sequence[int]) -> bool:
-    """Returns whether a tensor of a whole shape is exchanged by `symm_cp.runtime.exchange`."""
-    return 0 < math.prod(whole) * like.itemsize <= WHOLE_BYTES and of(like, group) is _cpu
+def at_once(
+    group: Group, like: torch.Tensor, whole: Sequence[int], most: float = WHOLE_BYTES
+) -> bool:
+    """Returns whether a tensor of a whole shape is exchanged by `symm_cp.runtime.exchange`.
+
+    It must not be empty, nor take more than `most` bytes.
+    """
+    return 0 < math.prod(whole) * like.itemsize <= most and of(like, group) is _cpu

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ from symm_cp.runtime import recorder
 from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.results import contiguous, copied, new_result
 from symm_cp.tensors.shards import Shape, Split
+
+T = TypeVar("T")
 
 #: The most bytes of a tensor that is exchanged at once.
 WHOLE_BYTES = 64 << 20
@@ -122,10 +125,10 @@ def _exchange(
         raise reported(error) from None
 
 
-def traced(group: Group, kernel: str, name: bytes, run: Callable[[], None]) -> None:
+def traced(group: Group, kernel: str, name: bytes, run: Callable[[], T]) -> T:
     """Runs the work of a call before or after its exchange, and records when."""
     if recorder.active is None:
-        run()
-        return
-    epoch = group.workspace("sync").epoch + (kernel == "produce")
-    recorder.active.kernel(lambda _: run(), kernel, group.rank, name, epoch)
+        return run()
+    epoch, results = group.workspace("sync").epoch + (kernel == "produce"), list[T]()
+    recorder.active.kernel(lambda _: results.append(run()), kernel, group.rank, name, epoch)
+    return results[0]

@@ -15,7 +15,7 @@ from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
 from tests import reference
 from tests.exhaustive import pairs, some
-from tests.ops.test_scaled_matmuls import float8, scales
+from tests.ops.test_scaled_matmuls import by_plan, float8, scales
 from tests.ops.test_small_matmuls import lengths
 
 E8 = torch.float8_e8m0fnu
@@ -69,10 +69,15 @@ def products(
         whole = drawn(kind, *split.whole_shape([2, 3]))
         own = whole.part(split, rank)
         weights = [drawn(kind, columns) for columns in (5, 1)]
-        gathered, found = symm_cp.scaled_all_gather_matmul(
-            own.rows, [w.rows.t() for w in weights], own.scale, [w.scale for w in weights],
-            gather_dim=dim, sizes=sizes, **options,
-        )  # fmt: skip
+
+        def gather() -> Any:
+            return symm_cp.scaled_all_gather_matmul(
+                own.rows, [w.rows.t() for w in weights], own.scale, [w.scale for w in weights],
+                gather_dim=dim, sizes=sizes, **options,
+            )  # fmt: skip
+
+        assert by_plan(gather)
+        gathered, found = gather()
         assert torch.equal(gathered.view(torch.uint8), whole.rows.view(torch.uint8))
         for out, weight in zip(found, weights, strict=True):
             assert out.dtype == dtype
@@ -86,9 +91,14 @@ def products(
     )
     left, right = lefts[rank], rights[rank]
     operands = (left.rows, right.rows.t(), left.scale, right.scale)
-    out = symm_cp.scaled_matmul_reduce_scatter(
-        *operands, scatter_dim=dim, bias=bias, sizes=sizes, **options
-    )
+
+    def scatter() -> Any:
+        return symm_cp.scaled_matmul_reduce_scatter(
+            *operands, scatter_dim=dim, bias=bias, sizes=sizes, **options
+        )
+
+    assert by_plan(scatter)
+    out = scatter()
     value, magnitude, partials = (
         split.of(rank, each) for each in (total.value, total.magnitude, total.partials)
     )

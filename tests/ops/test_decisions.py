@@ -22,11 +22,8 @@ from symm_cp.ops.collectives import gpu_only
 from symm_cp.ops.matmul import all_reduce, backward
 from symm_cp.ops.matmul.gather import all_gather_matmul_kernel
 from symm_cp.ops.matmul.scaled_gather import all_gather_scaled_matmul_kernel
-from symm_cp.ops.matmul.scatter import (
-    matmul_reduce_scatter_kernel,
-    matmuls_reduce_scatter_kernel,
-    scaled_matmul_reduce_scatter_kernel,
-)
+from symm_cp.ops.matmul.scaled_scatter import scaled_matmul_reduce_scatter_kernel
+from symm_cp.ops.matmul.scatter import matmul_reduce_scatter_kernel, matmuls_reduce_scatter_kernel
 from symm_cp.ops.op import Caller, declared
 from symm_cp.ops.op import Op as DeclaredOp
 from symm_cp.schedule import SequenceLayout

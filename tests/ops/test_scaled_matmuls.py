@@ -1,4 +1,4 @@
-"""Fused matmuls of float8 CPU tensors, which csrc/ops/scaled_matmuls.cpp serves without Python."""
+"""Fused matmuls of float8 CPU tensors: by Python, recorded, and replayed without Python."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch.utils._pytree import tree_leaves
 
 import symm_cp
-from symm_cp import tuning
+from symm_cp import native, tuning
 from symm_cp.ops.matmul.scaled_mm import torch_scales_rows_on_cpu
 from symm_cp.tensors.shards import Split
 from symm_cp.testing import Ranks
@@ -28,12 +29,31 @@ E4 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, E4)
 #: A's scale: one number, one for each row of this rank, or of all ranks.
 SCALES = ("tensor", "sharded", "replicated")
-KERNELS = {"_all_gather_scaled_matmul", "_scaled_matmul_scattered"}
+KERNELS = {
+    "_all_gather_scaled_matmul",
+    "_scaled_matmul_scattered",
+    "_scaled_matmul_all_reduce",
+}
 
 
-def by_native_kernel(run: Callable[[], object]) -> bool:
-    """Makes a call; returns whether no kernel in Python ran."""
-    return not KERNELS & set(python_calls(run))
+def by_plan(run: Callable[[], object]) -> bool:
+    """Makes calls until they have a plan; returns whether the last one ran no kernel in Python.
+
+    All results have the same bits. The second call is recorded; in a new group the third.
+    """
+    results = [run() for _ in range(3)]
+    in_python = KERNELS & set(python_calls(lambda: results.append(run())))
+    first, *others = map(tree_leaves, results)
+    for other in others:
+        for found, expected in zip(other, first, strict=True):
+            assert same_bits(found, expected)
+    return not in_python
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    as_bytes = (each.contiguous().view(torch.uint8) for each in (found, expected))
+    layouts = ((each.shape, each.stride(), each.dtype) for each in (found, expected))
+    return torch.equal(*as_bytes) and len(set(layouts)) == 1
 
 
 def float8(*shape: int, dtype: torch.dtype = E4) -> torch.Tensor:
@@ -42,11 +62,6 @@ def float8(*shape: int, dtype: torch.dtype = E4) -> torch.Tensor:
 
 def scales(*shape: int) -> torch.Tensor:
     return torch.rand(shape) + 0.5
-
-
-def native_for(*scales: torch.Tensor) -> bool:
-    """Whether a native kernel supports these scales: with torch 2.11, only one per matrix."""
-    return torch_scales_rows_on_cpu() or all(scale.numel() == 1 for scale in scales)
 
 
 def part_of(split: Split, rank: int, whole: reference.Expected) -> reference.Expected:
@@ -91,7 +106,7 @@ def gathers(
 
     for way in (None, "shards"):
         with tuning.forced(way):
-            assert by_native_kernel(run) == (way is None and native_for(scale, *b_scales))
+            assert by_plan(run) == (way is None)
             gathered, products = run()
         assert torch.equal(gathered.float(), whole.float()), way
         for product, expected in zip(products, exact, strict=True):
@@ -131,7 +146,7 @@ def scatters(
 
     for way in (None, "shards"):
         with tuning.forced(way):
-            assert by_native_kernel(run) == (way is None and native_for(*own_scales))
+            assert by_plan(run) == (way is None)
             scattered = run()
         assert scattered.dtype == dtype
         assert scattered.is_contiguous()
@@ -160,8 +175,6 @@ def small_calls(group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
     x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
     a, rows, columns = float8(4 * size, 16), scales(4, 1), scales(1, 8)
     all_rows, dtype = scales(4 * size, 1), torch.bfloat16
-    if not native_for(rows):
-        rows = columns = all_rows = one
     last = [None], [None], [dtype], [False]
     return {
         "gather": lambda: OPS.fused_all_gather_scaled_matmul(x, [w], one, [one], 0, name, *last),
@@ -170,6 +183,9 @@ def small_calls(group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
         ),
         "scatter": lambda: OPS.fused_scaled_matmul_reduce_scatter(
             a, w, one, one, "sum", 0, 0, name, [4 * size, 8], None, None, dtype
+        ),
+        "reduce": lambda: OPS.fused_scaled_matmul_all_reduce(
+            a, w, all_rows, columns, "sum", name, None, None, dtype
         ),
         "scatter rows": lambda: OPS.fused_scaled_matmul_reduce_scatter(
             a, w, all_rows, columns, "sum", 0, 0, name, None, None, None, dtype
@@ -185,7 +201,8 @@ def small_calls(group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
 
 def without_python(group: dist.ProcessGroup) -> None:
     for name, call in small_calls(group).items():
-        call()
+        for _ in range(3):
+            call()
         seen = python_calls(call)
         # The entry points check their arguments, and name the group.
         assert len(seen) <= (12 if name.startswith("entry") else 0), (name, seen)
@@ -204,28 +221,28 @@ def large(group: dist.ProcessGroup) -> None:
     whole, all_rows = float8(length * size, 1024), scales(length * size, 1)
     w, columns = float8(64, 1024).t(), scales(1, 64)
     x, rows = whole[length * rank :][:length], all_rows[length * rank :][:length]
-    if not native_for(rows):
-        rows = columns = all_rows = scales()
     results: list[Any] = []
 
-    def run() -> None:
+    def run() -> Any:
         results[:] = symm_cp.scaled_all_gather_matmul(
             x, w, rows, columns, group=group, out_dtype=torch.float32
         )
+        return list(results)
 
-    assert by_native_kernel(run)
+    assert by_plan(run)
     expected = torch._scaled_mm(whole, w, all_rows, columns, out_dtype=torch.float32)
     assert torch.equal(results[0].view(torch.uint8), whole.view(torch.uint8))
     torch.testing.assert_close(results[1], expected)
 
-    def run_scatter() -> None:
+    def run_scatter() -> Any:
         results[:] = [
             symm_cp.scaled_matmul_reduce_scatter(
                 whole, w, all_rows, columns, group=group, out_dtype=torch.float32
             )
         ]
+        return list(results)
 
-    assert by_native_kernel(run_scatter)
+    assert by_plan(run_scatter)
     torch.testing.assert_close(results[0], size * expected[length * rank :][:length])
 
 
@@ -255,14 +272,14 @@ def biases(group: dist.ProcessGroup) -> None:
         rows += [row.int(), row.double()]
     for bias in rows:
         for own in (bias, bias if rank == 0 else row):
-            assert by_native_kernel(lambda own=own: gather(own))
+            assert by_plan(lambda own=own: gather(own))
             torch.testing.assert_close(gather(own), gather(None) + own.float())
     for bias in (*rows, row[0], torch.randn(4, 8)):
-        assert by_native_kernel(lambda bias=bias: scatter(bias))
+        assert by_plan(lambda bias=bias: scatter(bias))
         torch.testing.assert_close(scatter(bias), scatter(None) + bias.float())
     for bias in (*rows, row[0]):
         part = bias.chunk(size, -1)[rank] if bias.dim() else bias
-        assert by_native_kernel(lambda bias=bias: scatter(bias, 1))
+        assert by_plan(lambda bias=bias: scatter(bias, 1))
         torch.testing.assert_close(scatter(bias, 1), scatter(None, 1) + part.float())
 
 
@@ -270,8 +287,8 @@ def test_biases(ranks: Ranks) -> None:
     ranks.run(2, biases)
 
 
-def left_to_python(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    """Calls that native kernels leave to kernels in Python, and the shapes of their results."""
+def empty(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[], Any], Any]]:
+    """Calls with empty matrices, and the shapes of their results, which are zero."""
     size = group.size()
     x, w, one = float8(4, 16), float8(8, 16).t(), torch.ones(())
     a, f32 = float8(4 * size, 16), torch.float32
@@ -288,24 +305,33 @@ def left_to_python(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[],
     yield "nothing to sum over", lambda: scatter(a[:, :0], w[:0]), [4, 8]
 
 
-def python_serves(group: dist.ProcessGroup) -> None:
-    for name, call, shape in left_to_python(group):
-        assert not by_native_kernel(call), name
-        assert list(call().shape) == shape, name
+def empty_matrices(group: dist.ProcessGroup) -> None:
+    for name, call, shape in empty(group):
+        by_plan(call)
+        assert torch.equal(call(), torch.zeros(shape)), name
+
+
+def test_empty_matrices(ranks: Ranks) -> None:
+    ranks.run(2, empty_matrices)
+
+
+def ways(group: dist.ProcessGroup) -> None:
     calls = small_calls(group)
-    for context in (
-        tuning.forced("shards"),
-        tuning.forced("whole"),
-        mock.patch.dict(os.environ, {"SYMM_CP_WAY": "shards"}),
+    for context, planned in (
+        (tuning.forced("shards"), False),
+        (tuning.forced("whole"), True),
+        (mock.patch.dict(os.environ, {"SYMM_CP_WAY": "shards"}), False),
     ):
         with context:
-            assert not any(map(by_native_kernel, calls.values()))
-    assert all(map(by_native_kernel, calls.values()))
+            native.drop_plans()
+            assert [by_plan(call) for call in calls.values()] == [planned] * len(calls)
+    native.drop_plans()
+    assert all(map(by_plan, calls.values()))
 
 
-def test_what_python_serves(ranks: Ranks) -> None:
+def test_python_runs_calls_by_shards(ranks: Ranks) -> None:
     """Python also serves groups that span hosts: see tests/hosts."""
-    ranks.run(2, python_serves)
+    ranks.run(2, ways)
 
 
 def one_refuses(group: dist.ProcessGroup) -> None:
@@ -379,7 +405,7 @@ def views(group: dist.ProcessGroup) -> None:
     for run, tensor, scale in ((gather, x, rows), (scatter, a, all_rows)):
         plain = run(tensor)
         for other in elsewhere(group, tensor):
-            assert by_native_kernel(lambda run=run, other=other: run(other)) == native_for(scale)
+            assert by_plan(lambda run=run, other=other: run(other))
             assert torch.equal(run(other), plain)
         for other in elsewhere(group, scale):
             assert torch.equal(run(tensor, other), plain)
@@ -416,8 +442,6 @@ def strides(group: dist.ProcessGroup, way: str | None) -> None:
         operands = [
             float8(rows, inner), float8(columns, inner).t(), scales(rows, 1), scales(1, columns)
         ]  # fmt: skip
-        if not native_for(*operands[2:]):
-            operands[2:] = [scales(1, 1), scales(1, 1)]
         with tuning.forced(way):
             expected = op(*operands, **rest)[-1]
             for place, given in enumerate(operands):

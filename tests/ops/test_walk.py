@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.ops.matmul.scaled_mm import torch_scales_rows_on_cpu
 from symm_cp.testing import Ranks
 from tests.ops.test_scaled_matmuls import KERNELS
 
@@ -55,8 +54,7 @@ def walk(group: dist.ProcessGroup, rows: int, inner: int) -> list[str]:
 def walk_scaled(group: dist.ProcessGroup, rows: int, inner: int, scatters: bool) -> list[str]:
     size = group.size() if scatters else 1
     x, weight = (torch.randn(n, inner).to(torch.float8_e4m3fn) for n in (rows * size, 64))
-    by_rows = torch_scales_rows_on_cpu()  # otherwise native kernels take one scale per matrix
-    scales = (torch.ones(rows * size, 1), torch.ones(1, 64)) if by_rows else (torch.ones(()),) * 2
+    scales = (torch.ones(rows * size, 1), torch.ones(1, 64))
     options = {"out_dtype": torch.bfloat16}
     op = symm_cp.scaled_matmul_reduce_scatter if scatters else symm_cp.scaled_all_gather_matmul
     own = dist.new_group(list(range(group.size())))
@@ -108,7 +106,7 @@ def test_all_gather_matmul(ranks: Ranks, rows: int, inner: int, most: int, nativ
 @pytest.mark.parametrize(("rows", "inner"), [(128, 256), (1024, 1024)])
 @pytest.mark.parametrize("scatters", [False, True])
 def test_scaled_matmuls(ranks: Ranks, rows: int, inner: int, scatters: bool) -> None:
-    """Limits the Python functions called by a forward pass on 2 ranks."""
+    """Plans serve any size."""
     for calls in ranks.run(2, walk_scaled, rows, inner, scatters):
         assert len(calls) <= 7, "\n".join(calls)
         assert not any(name in call for call in calls for name in KERNELS)

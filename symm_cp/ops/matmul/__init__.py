@@ -1,14 +1,14 @@
 """Fused matmuls: with an all-gather before them, a reduce-scatter or an all-reduce after them.
 
-    gather       all-gather-matmul, plain and with float8 operands and scales
-    scatter      matmul-reduce-scatter, of one product or a sum of products; with scales
+    gather       all-gather-matmul
+    scatter      matmul-reduce-scatter, of one product or a sum of products
     all_reduce   matmul-all-reduce; with scales
     backward     gradient ops: they gather shards again while they multiply
     derivatives  the gradients of all these ops, to any order
     products     sums of products of shards
     operands     checks of operands and scales
     ways         whether a matmul runs shard by shard or as one
-    scaled_mm    products with scales: a scaled weight is a weight with another `multiply`
+    scaled_mm    products of float8 operands with scales; scaled_gather, scaled_scatter: the ops
 
 Gradients communicate through the same pipelines: an all-gather-matmul has a matmul-reduce-scatter
 and a weight gradient that gathers the shards again (rather than keep the gathered input alive); a
@@ -20,7 +20,8 @@ from symm_cp.ops.matmul import backward
 from symm_cp.ops.matmul.all_reduce import matmul_all_reduce, scaled_matmul_all_reduce
 from symm_cp.ops.matmul.gather import all_gather_matmul
 from symm_cp.ops.matmul.scaled_gather import scaled_all_gather_matmul
-from symm_cp.ops.matmul.scatter import matmul_reduce_scatter, scaled_matmul_reduce_scatter
+from symm_cp.ops.matmul.scaled_scatter import scaled_matmul_reduce_scatter
+from symm_cp.ops.matmul.scatter import matmul_reduce_scatter
 
 __all__ = [
     "all_gather_matmul",

@@ -36,7 +36,7 @@ from symm_cp.ops.matmul.operands import (
     result_dtype,
 )
 from symm_cp.ops.matmul.products import Terms
-from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
+from symm_cp.ops.matmul.scaled_mm import ANY_SIZE, NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
 from symm_cp.runtime import exchange
 from symm_cp.tensors.results import contiguous, new_result
@@ -105,13 +105,14 @@ def produce_and_all_reduce(
     out: torch.Tensor,
     reduce_op: str,
     detail: str = "",
+    most: float = exchange.WHOLE_BYTES,
 ) -> None:
-    """Writes the sum over ranks to `out`, a matrix.
+    """Writes the sum over ranks to `out`, a matrix. On CPU up to `most` bytes are summed at once.
 
     `produce(rank, partial)` writes this rank's contribution to rank `rank`'s rows by
     `Split.nearly_equal`, or for None to all rows.
     """
-    if ways.at_once(group, "matmul_all_reduce", out, out.shape):
+    if ways.at_once(group, "matmul_all_reduce", out, out.shape, most):
         name = call_signature(op, out, detail=f"{reduce_op}{detail}")
         exchange.traced(group, "produce", name, lambda: produce(None, out))
         exchange.all_reduce_(group, out, name, mean=reduce_op == "avg")
@@ -265,7 +266,7 @@ def _scaled_matmul_all_reduce(
         produce(None, out)
         total = unfused_all_reduce(total, reduce_op, group_name)
     else:
-        produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op)
+        produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op, most=ANY_SIZE)
     # The bias is added to the sum: once, not once a rank.
     return contiguous(finish(total, bias, result_scale, dtype))
 
@@ -320,7 +321,6 @@ declare(
             on.float8(4, 16), on.float8(16, 16).t(), torch.tensor(1.0), torch.tensor(1.0), "sum",
             on.group_name, out_dtype=torch.float32,
         ),
-        native=True,
     ),
 )  # fmt: skip
 

@@ -33,7 +33,6 @@ FORMATS = {
     torch.float8_e8m0fnu: Format("MXFP8", torch.float8_e4m3fn, 32),
     torch.float8_e4m3fn: Format("NVFP4", FLOAT4, 8),
 }
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def are_blocks(op: str, name: str, scale: torch.Tensor, of: str, rows: torch.Tensor) -> bool:
@@ -69,9 +68,12 @@ def multiply_blocks(
 
 def _dequantised(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if rows.dtype == FLOAT4:  # the first number is in the lower half of the byte
-        table = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], device=rows.device)
-        codes = rows.contiguous().view(torch.uint8).int()
-        numbers = table[torch.stack([codes & 15, codes >> 4], -1)].flatten(-2)
+        pairs = rows.contiguous().view(torch.uint8).int()
+        codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
+        # Bits: sign, exponent (2), mantissa. No table, which plans of calls could not hold.
+        sign, exponent, mantissa = codes >> 3, codes >> 1 & 3, codes & 1
+        normal = (mantissa + 2) << (exponent - 1).clamp(min=0)
+        numbers = torch.where(exponent > 0, normal, mantissa) * (0.5 - sign)
     else:
         numbers = rows.float()
     factors = scale.float()

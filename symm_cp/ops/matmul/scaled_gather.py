@@ -24,10 +24,12 @@ from symm_cp.ops.common import (
     gather_split,
     in_test_mode,
     kernel_and_fake,
+    name_of,
     uneven_parts,
     unfused_all_gather,
 )
 from symm_cp.ops.error_reports import entry_point
+from symm_cp.ops.matmul import ways
 from symm_cp.ops.matmul.gather import GatherPlan, fake_results, gather_rows, gather_shards, planned
 from symm_cp.ops.matmul.operands import (
     WORDS_OF_GATHERS,
@@ -40,6 +42,7 @@ from symm_cp.ops.matmul.operands import (
     result_dtype,
 )
 from symm_cp.ops.matmul.scaled_mm import (
+    ANY_SIZE,
     NO_GRADIENT,
     SCALED_GATHER,
     RowScales,
@@ -48,6 +51,7 @@ from symm_cp.ops.matmul.scaled_mm import (
     multiply_scaled,
 )
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Arguments, Caller, Op, arguments, declare
+from symm_cp.runtime import exchange
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
 
@@ -123,8 +127,13 @@ def _all_gather_scaled_matmul(
     by_shape = split.is_equal and not scales.of_blocks
     kind = list(scales.scale.shape) if by_shape else scales.mode
     plan = planned(SCALED_GATHER, Operand.of(x_shard), columns, split, f"scale {kind} ")
-    if plan.by_columns or in_test_mode():
-        return _gathered_then_scaled(group, plan, x_shard, scales, weights)
+    if in_test_mode():
+        return _unfused(group, plan, x_shard, scales, weights)
+    if ways.at_once(group, SCALED_GATHER, x_shard, plan.whole, ANY_SIZE):
+        return _multiply_at_once(group, plan, x_shard, scales, weights)
+    plan = plan._replace(name=ways.part_by_part(plan.name))
+    if plan.by_columns:
+        return _gather_columns(group, plan, x_shard, scales, weights)
     outs = [
         new_result(x_shard, shape, weight.dtype)
         for shape, weight in zip(plan.outs, weights, strict=True)
@@ -134,35 +143,82 @@ def _all_gather_scaled_matmul(
     return gathered.movedim(0, split.dim), [out.movedim(0, split.dim) for out in outs]
 
 
-def _gathered_then_scaled(
+def _unfused(
     group: Group,
     plan: GatherPlan,
     x_shard: torch.Tensor,
     scales: RowScales,
     weights: list[ScaledWeight],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Gathers A, then multiplies: for the last dimension, and as the definition in test mode.
-
-    The matmul sums over the last dimension. Products of its shards would each be rounded to the
-    output type, and be scaled and biased once a rank, so the shards are gathered first. Their
-    row scales belong to whole rows: they are the same on all ranks.
-    """
+    """The definition."""
     split, x_scale = plan.split, scales.scale
-    if in_test_mode():
-        # Bytes, because gloo does not support float8.
-        as_bytes = unfused_all_gather(x_shard.view(torch.uint8), split.dim, group.name, split)
-        gathered = as_bytes.view(x_shard.dtype)
-        if scales.sharded and not plan.by_columns:
-            scale = x_scale.view(torch.uint8) if scales.of_blocks else x_scale
-            scale = unfused_all_gather(scale, split.dim, group.name, split)
-            x_scale = scale.view(x_scale.dtype)
-    else:
-        gathered = new_result(x_shard, plan.whole)
-        gather_shards(group, plan, x_shard.flatten(0, -2), lambda shards, rank: None, gathered)
-        gathered = gathered.view(*x_shard.shape[:-1], split.length)
-    scale = x_scale if scales.mode == "tensor" else x_scale.flatten(0, -2)
-    rows, lead = ScaledRows(gathered.flatten(0, -2), scale), gathered.shape[:-1]
-    outs = [new_result(x_shard, [*lead, w.matrix.shape[1]], w.dtype) for w in weights]
+    # Bytes, because gloo does not support float8.
+    as_bytes = unfused_all_gather(x_shard.view(torch.uint8), split.dim, group.name, split)
+    if scales.sharded and not plan.by_columns:
+        scale = x_scale.view(torch.uint8) if scales.of_blocks else x_scale
+        scale = unfused_all_gather(scale, split.dim, group.name, split)
+        x_scale = scale.view(x_scale.dtype)
+    return _multiplied(as_bytes.view(x_shard.dtype), x_scale, scales, weights)
+
+
+def _gather_columns(
+    group: Group,
+    plan: GatherPlan,
+    x_shard: torch.Tensor,
+    scales: RowScales,
+    weights: list[ScaledWeight],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Gathers the last dimension, which the matmul sums over, then multiplies.
+
+    Products of shards would each be rounded to the output type, and be scaled and biased once a
+    rank. Row scales belong to whole rows: they are the same on all ranks.
+    """
+    gathered = new_result(x_shard, plan.whole)
+    gather_shards(group, plan, x_shard.flatten(0, -2), lambda shards, rank: None, gathered)
+    gathered = gathered.view(*x_shard.shape[:-1], plan.split.length)
+    return _multiplied(gathered, scales.scale, scales, weights)
+
+
+def _multiply_at_once(
+    group: Group,
+    plan: GatherPlan,
+    x_shard: torch.Tensor,
+    scales: RowScales,
+    weights: list[ScaledWeight],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Gathers A by one exchange, and the scales of its rows by another; multiplies all rows."""
+    dim, by_columns, scale = plan.split.dim, plan.by_columns, scales.scale
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten(0, -2) if by_columns else tensor.movedim(dim, 0)
+
+    gathered = exchange.all_gather(group, moved(x_shard), plan.front, plan.name, keep=True)
+    if scales.mode != "tensor":
+        scale = moved(scale)
+        if scales.sharded and not by_columns:
+            detail = f"gather_dim={dim} scales"
+            name = name_of(SCALED_GATHER, scale.dtype, scales.scale.shape, detail, plan.split)
+            scale = exchange.all_gather(group, scale, plan.front, name)
+
+    def multiply() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return _multiplied(gathered, scale, scales, weights)
+
+    whole, outs = exchange.traced(group, "consume", plan.name, multiply)
+    if by_columns:
+        lead = x_shard.shape[:-1]
+        return whole.view(*lead, whole.shape[1]), [out.view(*lead, out.shape[1]) for out in outs]
+    return whole.movedim(0, dim), [out.movedim(0, dim) for out in outs]
+
+
+def _multiplied(
+    gathered: torch.Tensor, scale: torch.Tensor, scales: RowScales, weights: list[ScaledWeight]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns the gathered tensor and its products; `scale` is in the order of its rows."""
+    rows = ScaledRows(
+        gathered.flatten(0, -2), scale if scales.mode == "tensor" else scale.flatten(0, -2)
+    )
+    lead = gathered.shape[:-1]
+    outs = [new_result(gathered, [*lead, w.matrix.shape[1]], w.dtype) for w in weights]
     for out, weight in zip(outs, weights, strict=True):
         multiply_scaled(rows, weight, out=out.flatten(0, -2))
     return gathered, outs
@@ -186,13 +242,12 @@ def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
 _SCALED_GATHER_OP = Op(
     name=SCALED_GATHER,
     schema=TORCHS,
-    kernel=all_gather_scaled_matmul_kernel,  # csrc/ops/scaled_matmuls.cpp serves CPU tensors
+    kernel=all_gather_scaled_matmul_kernel,
     fake=all_gather_scaled_matmul_fake,
     gradient=NO_GRADIENT,
     autocast=autocast.as_they_are,
     vmap=ONE_BY_ONE,
     example=lambda on: _scaled_example(on, 4),
-    native=True,
     replaces_torch=True,
     # torch's kernels for CUDA take scales of blocks as well.
     torchs_fake="_fused_all_gather_scaled_matmul_fallback",

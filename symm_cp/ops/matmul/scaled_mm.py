@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,13 +11,17 @@ import torch
 from symm_cp.ops.matmul.block_scales import FORMATS, are_blocks, multiply_blocks
 from symm_cp.ops.matmul.products import as_rows
 from symm_cp.ops.op import NoGradient
-from symm_cp.tensors.alignment import aligned
+from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
 
-# Bytes to which cuBLAS's kernels need float8 matrices, their product and row scales aligned.
-# Slices of such tensors may begin anywhere: four rows' scales are 16 bytes.
-_ALIGN = 16
+#: Types of devices whose kernels take weights at any address. cuBLAS needs float8 matrices, their
+#: product and row scales at multiples of 16 bytes; slices of such tensors may begin anywhere.
+ANY_ADDRESS = ("cpu",)
+
+#: The bytes up to which a call on CPU exchanges a tensor at once. By shards torch would convert or
+#: rearrange the whole weight once per shard, which costs more than the exchange that this hides.
+ANY_SIZE = math.inf
 
 SCALED_GATHER = "fused_all_gather_scaled_matmul"
 
@@ -60,7 +65,7 @@ def scaled_mm_out(
         product = multiply_blocks(A, B, scale_a, scale_b)
         out.copy_(finish(product, bias, scale_result, out.dtype))
         return
-    if out.data_ptr() % _ALIGN:
+    if out.data_ptr() % ALIGN:
         product = new_result(out, out.shape)
         scaled_mm_out(
             A, B, scale_a, scale_b, product, bias=bias, scale_result=scale_result, fast=fast
@@ -68,16 +73,15 @@ def scaled_mm_out(
         out.copy_(product)
         return
     by_rows = scale_a.numel() != 1 or scale_b.numel() != 1
-    # On CPU single scales are repeated for each row, too: with single scales torch may take
-    # hundreds of times as long (csrc/ops/scaled_matmuls.cpp).
+    # On CPU single scales are repeated for each row, too: on processors that multiply float8, torch
+    # takes hundreds of times as long with single scales (torch 2.13 on an Intel processor with AMX;
+    # elsewhere both take the same time).
     by_rows |= A.device.type == "cpu" and torch_scales_rows_on_cpu()
     if by_rows:
-        scale_a = scale_a.reshape(1, 1).repeat(A.shape[0], 1) if scale_a.numel() == 1 else scale_a
-        scale_b = scale_b.reshape(1, 1).repeat(1, B.shape[1]) if scale_b.numel() == 1 else scale_b
-        scale_a, scale_b = aligned(scale_a, _ALIGN), aligned(scale_b, _ALIGN)
-    A = aligned(A, _ALIGN)
-    if B.data_ptr() % _ALIGN:
-        B = aligned(B.mT, _ALIGN).mT  # by columns, as cuBLAS takes it
+        scale_a, scale_b = _spread(scale_a, A.shape[0], 1), _spread(scale_b, 1, B.shape[1])
+    A = aligned(A)
+    if B.data_ptr() % ALIGN and B.device.type not in ANY_ADDRESS:
+        B = aligned(B.mT).mT  # by columns, as cuBLAS takes it
     if by_rows and A.device.type == "cpu" and not torch_scales_rows_on_cpu():
         one = scale_a.new_ones(())
         product = torch._scaled_mm(A, B, one, one, out_dtype=torch.float32)
@@ -89,6 +93,11 @@ def scaled_mm_out(
     torch.ops.aten._scaled_mm.out(
         A, B, scale_a, scale_b, bias, scale_result, out.dtype, fast, out=out
     )
+
+
+def _spread(scale: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Returns scales as torch requires them if the other operand has several."""
+    return aligned(scale.reshape(1, 1).expand(shape) if scale.numel() == 1 else scale)
 
 
 def finish(

@@ -26,6 +26,7 @@ from symm_cp import runtime
 from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
 from symm_cp.native import wire
+from symm_cp.runtime.exchange import WHOLE_BYTES
 from symm_cp.tensors.dtypes import dtype_name
 from symm_cp.tuning import IN_ONE_CALL, WAYS, Choice, forced_way, note
 
@@ -55,12 +56,14 @@ def question(op: str, dtype: torch.dtype, *products: Product) -> str:
     return f"{op} {dtype_name(dtype)} {shapes}"
 
 
-def at_once(group: Group, op: str, like: torch.Tensor, whole: Sequence[int]) -> bool:
-    """Returns whether a tensor of a whole shape is exchanged at once: on CPU, up to a size.
+def at_once(
+    group: Group, op: str, like: torch.Tensor, whole: Sequence[int], most: float = WHOLE_BYTES
+) -> bool:
+    """Returns whether a tensor of a whole shape is exchanged at once: on CPU, up to `most` bytes.
 
     The other dimension of a product does not matter: it may differ from rank to rank.
     """
-    if not runtime.at_once(group, like, whole):
+    if not runtime.at_once(group, like, whole, most):
         return False
     forced = forced_way(WAYS)
     if forced not in (None, "whole"):

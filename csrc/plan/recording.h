@@ -64,7 +64,8 @@ class PlanRecording final : public Recording {
     const bool fresh = std::any_of(results.begin(), results.end(), [&](const at::Tensor& result) {
       return result.defined() && value_of(result) == kNoValue;
     });
-    if (!fresh && !schema.is_mutable()) return;  // only makes views: nothing to record
+    // An op that only makes views is not recorded.
+    if (!fresh && !schema.is_mutable() && !schema.returns().empty()) return;
     what_ = schema.name();
     if (makes_result(op, results)) {
       const at::Tensor& made = results[0];

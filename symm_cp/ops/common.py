@@ -84,6 +84,11 @@ class _Runs(threading.local):
 attention_runs = _Runs()
 
 
+def count_attention_run() -> None:
+    """Counts a run; plans count each run that they replay."""
+    torch.ops.symm_cp.count_attention_run.default()
+
+
 class Plans(dict[Hashable, Collective]):
     """The collectives that a group has planned, by a key for each; a bounded cache."""
 

@@ -31,7 +31,7 @@ from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, fake_result
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.spread import spread_of_queries
 from symm_cp.ops.attention.tiles import grad_of_sinks
-from symm_cp.ops.common import attention_runs, group_of
+from symm_cp.ops.common import count_attention_run, group_of
 from symm_cp.ops.direct import direct
 from symm_cp.ops.op import LEFT_TO_TORCH, Caller, GradientByHand, Op, arguments, declare
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -86,7 +86,7 @@ def _backward_of_heads(
 def _attention_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    attention_runs.count += 1
+    count_attention_run()
     group = group_of(group_name)
     tensors = query, key, value
     with mesh_calls.propagates_failure(*options.get("method_groups") or ()):

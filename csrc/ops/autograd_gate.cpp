@@ -5,6 +5,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <memory>
+#include <vector>
 
 #include "ops/gradients.h"
 
@@ -64,22 +66,30 @@ void in_python_or_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
-  for (const char* name :
-       {"_fused_matmuls_all_reduce", "fused_scaled_matmul_all_reduce",
-        "_fused_matmuls_reduce_scatter", "_fused_all_gather_weight_grad",
-        "_fused_matmul_reduce_scatter_backward", "fused_all_gather_attention",
-        "fused_all_gather_attention_backward", "_route_to_experts", "dispatch_to_experts",
-        "combine_from_experts", "fused_dispatch_grouped_matmul", "fused_grouped_matmul_combine",
-        "_fused_dispatch_grouped_matmul_backward", "_fused_grouped_matmul_combine_backward",
-        "_all_gather_scaled_matmul_split", "_scaled_matmul_reduce_scatter_split"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below>>());
-}
-
-// Ops that torch defines without gradients. CPU only: other devices keep torch's kernels.
-TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
-  for (const char* name : {"fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below>>());
-}
-
 }  // namespace symm_cp::autograd_gate
+
+extern "C" {
+
+// Makes calls of an op that record no gradient run without Python, which has registered the kernel
+// for the others; `key` is "Autograd", or that of a device. Returns 0 on failure.
+int symm_cp_gate(const char* name, const char* key, int in_background) {
+  using symm_cp::autograd_gate::in_python_or_below;
+  using symm_cp::gradients::reporting;
+  // Kernels live as long as the process.
+  static auto* const library = new std::vector<std::unique_ptr<torch::Library>>;
+  try {
+    auto made = std::make_unique<torch::Library>(torch::Library::IMPL, "symm_mem",
+                                                 c10::parseDispatchKey(key), __FILE__, __LINE__);
+    made->impl(name,
+               in_background != 0
+                   ? torch::CppFunction::makeFromBoxedFunction<
+                         &reporting<&in_python_or_below, symm_cp::kAsync>>()
+                   : torch::CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below>>());
+    library->push_back(std::move(made));
+    return 1;
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+}  // extern "C"

@@ -481,10 +481,10 @@ void call_python(const c10::OperatorHandle& op, Stack* stack) {
 
 }  // namespace kernels
 
-// For kernels in Python: plans count the runs that they replay.
 TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
-  m.def("count_attention_run() -> ()", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
-                                                       &kernels::count_attention_run));
+  // Counts a run in which this thread attends to the keys of all ranks, or gathers them.
+  m.def("count_attention_run() -> ()",
+        torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, kernels::count_attention_run));
 }
 
 }  // namespace symm_cp

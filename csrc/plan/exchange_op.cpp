@@ -25,9 +25,9 @@ std::vector<Box> boxes_in(const at::Tensor& bytes) {
 
 // Arguments: given, taken, kind, parts of both, reduce op, call name, group name. The parts are the
 // offset and the bytes of each input, and these, the row and the pitch of each output; none for an
-// all-reduce.
+// all-reduce. Two given tensors, of equal sizes, are the two halves of the only input.
 void prepare_parts(const Stack& arguments, PreparedExchange& prepared) {
-  const at::Tensor& given = arguments[0].toTensor();
+  const at::Tensor given = arguments[0].toTensorVector().at(0);
   Exchange& exchange = prepared.exchange;
   exchange.kind = static_cast<ExchangeKind>(arguments[2].toInt());
   exchange.call_name = arguments[6].toStringRef();
@@ -93,6 +93,11 @@ void PreparedExchange::run(Group& group, const std::vector<void*>& given,
   }
   for (size_t i = 0; i < given_at.size(); ++i)
     exchange.input[i].data = static_cast<char*>(given[0]) + given_at[i];
+  if (given.size() == 2 && !exchange.input.empty()) {
+    Extent& input = exchange.input[0];
+    input.row = input.bytes / 2;
+    input.pitch = static_cast<char*>(given[1]) - static_cast<char*>(given[0]);
+  }
   for (size_t i = 0; i < taken_at.size(); ++i)
     exchange.output[i].data = static_cast<char*>(taken[0]) + taken_at[i];
   symm_cp::run(group, exchange);
@@ -112,7 +117,8 @@ std::shared_ptr<PreparedExchange> prepare(const c10::OperatorHandle& op, const S
   prepare_parts(arguments, *prepared);
   if (prepared->exchange.kind == ExchangeKind::kAllReduce && prepared->given_at.empty()) {
     kernels::CheckedCall call;
-    call.set_all_reduce(static_cast<int64_t>(arguments[0].toTensor().nbytes()), group->world_size(),
+    call.set_all_reduce(static_cast<int64_t>(arguments[0].toTensorVector().at(0).nbytes()),
+                        group->world_size(),
                         /*in_place=*/false);
     call.exchange.call_name = std::move(prepared->exchange.call_name);
     call.exchange.dtype = prepared->exchange.dtype;
@@ -126,7 +132,7 @@ std::shared_ptr<PreparedExchange> prepare(const c10::OperatorHandle& op, const S
 
 TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
   m.def(
-      "exchange(Tensor given, Tensor(a!) taken, int kind, int[] given_parts, int[] taken_parts, "
+      "exchange(Tensor[] given, Tensor(a!) taken, int kind, int[] given_parts, int[] taken_parts, "
       "str reduce_op, str call_name, str group_name) -> ()");
   m.def(
       "exchange_boxes(Tensor[] given, Tensor(a!)[] taken, Tensor given_boxes, Tensor taken_boxes, "

@@ -141,6 +141,9 @@ SYMM_CP_EXPORT int symm_cp_plan_kernel(void* handle, int lane) {
   return recording_of(handle).kernel(lane);
 }
 SYMM_CP_EXPORT void symm_cp_plan_end_launch(void* handle) { recording_of(handle).end_launch(); }
+SYMM_CP_EXPORT void symm_cp_plan_constant(void* handle, PyObject* tensor) {
+  recording_of(handle).constant(THPVariable_Unpack(tensor));
+}
 SYMM_CP_EXPORT void symm_cp_plan_refuse(void* handle, const char* reason) {
   recording_of(handle).refuse(reason);
 }

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -129,6 +130,7 @@ struct Plan {
   // A number is the place in the key of one of the caller's tensors.
   std::vector<std::variant<StepArgument, size_t>> results;
   size_t values = 0;
+  std::vector<std::pair<int, at::Tensor>> constants;  // values that are the same in all calls
   c10::Device device = c10::kCPU;
   size_t exchanges = 0;
   std::vector<std::function<bool()>> may_run;  // called before each run
@@ -153,6 +155,8 @@ class Recording {
                   const std::vector<at::Tensor>& results) = 0;
   virtual void python(int kernel, PythonStep step, const std::vector<at::Tensor>& arguments,
                       const std::vector<at::Tensor>& results) = 0;
+  // Notes that a tensor of the kernel's own has the same values in all calls with this key.
+  virtual void constant(const at::Tensor& tensor) = 0;
   // Adds a condition of the plan, called before each run. A plan without conditions may always run.
   virtual void ask(std::function<bool()> may_run) = 0;
   virtual void refuse(const std::string& reason) = 0;

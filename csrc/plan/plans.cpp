@@ -117,12 +117,11 @@ void record(const Key& key, const c10::OperatorHandle& op, Stack* stack) {
   known.plan = std::move(plan);
 }
 
-// Returns the group in which a call may run without Python; null if Python must find out, or raise
-// an error.
+// Returns the group of a call; null if Python must make it, or raise an error.
 std::shared_ptr<Group> group_of(const Key& key, bool on_cpu) {
   try {
     auto group = group_named(key.group_name());
-    return on_cpu && !group->on_one_host().value_or(false) ? nullptr : group;
+    return on_cpu && group->on_one_host() == false ? nullptr : group;
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -153,7 +152,8 @@ bool run_now(const c10::OperatorHandle& op, Stack* stack, bool on_cpu) {
     Known& known = found->second;
     known.used = ++state.uses;
     plan = known.plan;
-    recorded = plan == nullptr && !known.refused && known.calls++ >= record_at;
+    recorded = plan == nullptr && !known.refused && known.calls++ >= record_at &&
+               (!on_cpu || group->on_one_host().has_value());
   }
   if (plan != nullptr) {
     if (!on_cpu) {

@@ -58,13 +58,14 @@ class PlanRecording final : public Recording {
     const c10::FunctionSchema& schema = op.schema();
     calls_ += Group::made_by_this_thread() - before_op_;
     if (is_exchange(op)) return exchange(op, arguments);
-    if (reads_values(op, arguments)) return refuse(schema.name() + " reads values on the host");
+    if (reads_values(op, arguments) && !reads_key(arguments))
+      return refuse(schema.name() + " reads values on the host");
     if (draws_numbers(op, arguments)) return refuse(schema.name() + " draws random numbers");
     const Within kernel_of_launch(*this, kernel);
     const bool fresh = std::any_of(results.begin(), results.end(), [&](const at::Tensor& result) {
       return result.defined() && value_of(result) == kNoValue;
     });
-    // An op that only makes views is not recorded.
+    // Only makes views: nothing to record.
     if (!fresh && !schema.is_mutable() && !schema.returns().empty()) return;
     what_ = schema.name();
     if (makes_result(op, results)) {
@@ -86,6 +87,11 @@ class PlanRecording final : public Recording {
     for (const at::Tensor& argument : arguments) step.arguments.push_back(view_of(argument));
     for (const at::Tensor& result : results) step.results.push_back(add_value(result));
     steps_of(kernel).emplace_back(std::move(step));
+  }
+
+  void constant(const at::Tensor& tensor) override {
+    const int value = add_value(tensor);
+    if (value != kNoValue) plan_.constants.emplace_back(value, tensor);
   }
 
   void ask(std::function<bool()> may_run) override { plan_.may_run.push_back(std::move(may_run)); }
@@ -195,6 +201,7 @@ class PlanRecording final : public Recording {
       if (const auto* made = std::get_if<StepArgument>(&result))
         for (const View& view : made->tensors)
           if (view.place.value >= 0) last[view.place.value] = nullptr;
+    for (const auto& [value, tensor] : plan_.constants) last[value] = nullptr;
     for (size_t value = 0; value < last.size(); ++value)
       if (last[value] != nullptr) last[value]->push_back(static_cast<int>(value));
   }
@@ -259,6 +266,15 @@ class PlanRecording final : public Recording {
            name == "aten::resolve_conj" || name == "aten::resolve_neg" ||
            (is_copy && std::any_of(arguments.begin(), arguments.end(), on_host) &&
             std::any_of(arguments.begin(), arguments.end(), on_device));
+  }
+
+  // Whether an op reads a tensor of integers whose values are part of the key.
+  bool reads_key(const Stack& arguments) const {
+    return plan_.device.is_cpu() && arguments.size() == 1 && arguments[0].isTensor() &&
+           std::any_of(given_.begin(), given_.end(), [&](const at::Tensor& given) {
+             return given.is_same(arguments[0].toTensor()) &&
+                    c10::isIntegralType(given.scalar_type(), /*includeBool=*/true);
+           });
   }
 
   static bool draws_numbers(const c10::OperatorHandle& op, const Stack& arguments) {

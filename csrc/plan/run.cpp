@@ -99,6 +99,7 @@ class Run {
       : plan_(std::move(plan)), group_(std::move(group)), frame_(std::make_shared<Frame>()) {
     frame_->values = std::move(inputs);
     frame_->values.resize(plan_->values);
+    for (const auto& [value, tensor] : plan_->constants) frame_->values[value] = tensor;
   }
 
   void run() {

@@ -158,6 +158,10 @@ class Recording(TorchDispatchMode):
         self._glue.symm_cp_plan_called(self._handle, _here.kernel, function, given, result)
         return result
 
+    def constant(self, tensor: torch.Tensor) -> None:
+        """Notes that a tensor of the kernel has the same values in all calls with the same key."""
+        self._glue.symm_cp_plan_constant(self._handle, tensor)
+
 
 @contextlib.contextmanager
 def _hidden() -> Iterator[None]:
@@ -177,6 +181,27 @@ def in_python(function: Callable[[list[torch.Tensor]], R], given: list[torch.Ten
     """
     recording = current()
     return function(given) if recording is None else recording.call(function, given)
+
+
+def constant(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns a cached function, which returns a tuple; plans keep the tensors in it.
+
+    Nobody may write to these tensors.
+    """
+    cached = functools.lru_cache(maxsize=256)(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        recording = current()
+        with contextlib.nullcontext() if recording is None else _hidden():
+            made: Any = cached(*args, **kwargs)  # type: ignore[arg-type]
+        if recording is not None:
+            for each in made:
+                if isinstance(each, torch.Tensor):
+                    recording.constant(each)
+        return made  # type: ignore[no-any-return]
+
+    return call
 
 
 def recorded(kernel: Callable[P, R]) -> Callable[P, R]:

@@ -11,8 +11,9 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from symm_cp import cuda, native
 from symm_cp.cuda import plans
 from symm_cp.ops.autocast import register_autocast
-from symm_cp.ops.common import device_kernels, in_python, lib
+from symm_cp.ops.common import device_kernels, in_python, keys_of_ours, lib
 from symm_cp.ops.compiled import called_in_order
+from symm_cp.ops.error_reports import channel_of
 from symm_cp.ops.op import (
     ONE_BY_ONE,
     TORCHS,
@@ -72,6 +73,11 @@ def register_plans() -> None:
     for op in filter(_is_planned, declared()):
         if not op.native:
             plans.serve(op.name, "CPU")
+    for op in filter(_is_gated, declared()):
+        key = "AutogradCPU" if _only_on_cpu(op) else "Autograd"
+        gate = native.load().symm_cp_gate
+        if not gate(op.name.encode(), key.encode(), channel_of(op.name) == "async"):
+            raise RuntimeError(f"symm_cp: {op.name} cannot be registered for {key}")
         for key in _keys_of_ours(op):
             plans.serve(op.name, key)
 
@@ -101,10 +107,6 @@ def _register_kernels(op: Op) -> None:
         in_python.impl(op.name, op.kernel, "CPU")
     if not op.native and not planned:
         lib.impl(op.name, op.kernel, "CPU")
-    if op.native_plan is not None:
-        results, plan = op.native_plan
-        in_python.define(f"{op.name}.plan{arguments.split(' -> ')[0]} -> {results}")
-        in_python.impl(f"{op.name}.plan", plan, "CPU")
     if planned:
         in_python.define(f"{op.name}.recorded{arguments}")
         in_python.impl(f"{op.name}.recorded", plans.recorded(as_on_device(op)), "CPU")
@@ -118,6 +120,17 @@ def _register_kernels(op: Op) -> None:
 
 def _is_planned(op: Op) -> bool:
     return op.kernel is not None and not op.cpu_only
+
+
+def _is_gated(op: Op) -> bool:
+    """Whether calls that record no gradient pass a native gate (csrc/ops/autograd_gate.cpp)."""
+    recorded = isinstance(op.gradient, Gradient | NoGradient | GradientByHand)
+    return recorded and (op.native or _is_planned(op)) and not op.one_sided
+
+
+def _only_on_cpu(op: Op) -> bool:
+    """Whether torch has kernels of an op elsewhere, whose results have no gradient."""
+    return isinstance(op.gradient, NoGradient) and op.schema == TORCHS
 
 
 def _keys_of_ours(op: Op) -> list[str]:
@@ -141,15 +154,14 @@ def _register_fake(op: Op) -> None:
 
 
 def _register_gradient(op: Op) -> None:
+    library = in_python if _is_gated(op) else lib
     if isinstance(op.gradient, Gradient):
-        register_gradient(op.name, *op.gradient, library=in_python if op.native_autograd else lib)
+        register_gradient(op.name, *op.gradient, library=library)
     elif isinstance(op.gradient, NoGradient):
-        register_no_gradient(
-            op.name,
-            op.gradient.instead,
-            is_torchs=op.schema == TORCHS,
-            native=op.native_autograd,
-        )
+        keys = [f"Autograd{key}" for key in keys_of_ours()] if _only_on_cpu(op) else ["Autograd"]
+        for key in keys:
+            gated = _is_gated(op) and key in ("Autograd", "AutogradCPU")
+            library = in_python if gated else lib
+            register_no_gradient(op.name, op.gradient.instead, key=key, library=library)
     elif isinstance(op.gradient, GradientByHand):
-        library = in_python if op.native_autograd else lib
         library.impl(op.name, op.gradient.kernel, "Autograd", with_keyset=op.gradient.with_keyset)

@@ -19,7 +19,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from symm_cp.ops.common import in_python, keys_of_ours, lib
+from symm_cp.ops.common import lib
 from symm_cp.ops.op import Op
 
 _NAMESPACE = torch.ops.symm_mem
@@ -89,22 +89,17 @@ def register_gradient(
 
 
 def register_no_gradient(
-    name: str, instead: str, *, is_torchs: bool = False, native: bool = False
+    name: str, instead: str, *, key: str, library: torch.library.Library
 ) -> None:
     """Makes the backward pass of an op raise `NotImplementedError`, which says what to do instead.
 
-    For torch's ops, only on devices where torch has no kernel: results of torch's kernels have no
-    gradient, and torch warns. `native`: a native kernel has the key, and calls this one where a
-    gradient is recorded.
+    `key` and `library` as for `register_gradient`.
     """
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(f"{name}: has no gradient: {instead}")
 
-    keys = [f"Autograd{key}" for key in keys_of_ours()] if is_torchs else ["Autograd"]
-    for key in keys:
-        in_native = native and key in ("Autograd", "AutogradCPU")
-        register_gradient(name, backward, keys=[key], library=in_python if in_native else lib)
+    register_gradient(name, backward, keys=[key], library=library)
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -45,12 +45,33 @@ def all_gather(
     return gathered
 
 
+def all_gather_pair(
+    group: Group, pair: Sequence[torch.Tensor], split: Split, name: bytes
+) -> torch.Tensor:
+    """Returns two tensors of one shape, stacked, with a dimension gathered that `split` divides.
+
+    `split.dim` counts from the stack's dimension, 0.
+    """
+    first = pair[0]
+    shape = (2, *first.shape)
+    if group.world_size == 1:
+        return torch.stack(list(pair))
+    given, taken = _gather_parts(split, shape, first.element_size(), group.rank)
+    gathered = new_result(first, split.whole_shape(shape))
+    dense = [contiguous(each) for each in pair]
+    if first.numel() == 0:
+        dense = [gathered]  # no bytes of it
+    _exchange(group, dense, gathered, wire.ExchangeKind.ALL_GATHER, given, taken, name)
+    return gathered
+
+
 def all_gather_into(
     group: Group, shard: torch.Tensor, gathered: torch.Tensor, split: Split, name: bytes
 ) -> None:
     """Writes the concatenation of all ranks' shards to a contiguous tensor."""
     given, taken = _gather_parts(split, tuple(shard.shape), shard.element_size(), group.rank)
-    _exchange(group, contiguous(shard), gathered, wire.ExchangeKind.ALL_GATHER, given, taken, name)
+    kind = wire.ExchangeKind.ALL_GATHER
+    _exchange(group, [contiguous(shard)], gathered, kind, given, taken, name)
 
 
 @lru_cache(maxsize=512)
@@ -99,14 +120,14 @@ def reduce_scatter_into(
     given = [each for pair in zip(offsets, sizes, strict=False) for each in pair]
     taken = [0, sizes[group.rank], 0, 0]
     kind = wire.ExchangeKind.REDUCE_SCATTER
-    _exchange(group, parts, out, kind, given, taken, name, "avg" if mean else "sum")
+    _exchange(group, [parts], out, kind, given, taken, name, "avg" if mean else "sum")
 
 
 def all_reduce_(group: Group, tensor: torch.Tensor, name: bytes, *, mean: bool) -> torch.Tensor:
     """Replaces a contiguous tensor by the sum over ranks; all ranks get the same bits."""
     if group.world_size > 1:
         kind, none = wire.ExchangeKind.ALL_REDUCE, list[int]()
-        _exchange(group, tensor, tensor, kind, none, none, name, "avg" if mean else "sum")
+        _exchange(group, [tensor], tensor, kind, none, none, name, "avg" if mean else "sum")
     return tensor
 
 
@@ -122,7 +143,7 @@ def all_gather_shards(group: Group, shards: Shards, name: bytes) -> torch.Tensor
     gathered = scratch(own, ranks * nbytes)
     taken = [each for rank, size in enumerate(sizes) for each in (rank * nbytes, size, 0, 0)]
     given = [0, sizes[group.rank]]
-    _exchange(group, own, gathered, wire.ExchangeKind.ALL_GATHER, given, taken, name)
+    _exchange(group, [own], gathered, wire.ExchangeKind.ALL_GATHER, given, taken, name)
     return gathered
 
 
@@ -139,7 +160,7 @@ def all_to_all(
     of_taken = zip(part_offsets(taken_sizes), taken_sizes, strict=False)
     _exchange(
         group,
-        given,
+        [given],
         taken,
         wire.ExchangeKind.ALL_TO_ALL,
         [each for offset, size in of_given for each in (offset, size)],
@@ -187,7 +208,7 @@ def _bytes_of(boxes: Sequence[PlacedBox]) -> torch.Tensor:
 
 def _exchange(
     group: Group,
-    given: torch.Tensor,
+    given: Sequence[torch.Tensor],
     taken: torch.Tensor,
     kind: wire.ExchangeKind,
     given_parts: list[int],

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import symm_cp
 from symm_cp import LoadBalancer
 from symm_cp.ops import exchange_heads, halo, scan
-from symm_cp.ops.attention import few_tokens, gather_kv
+from symm_cp.ops.attention import gather_kv
 from symm_cp.ops.attention import op as attention
 from symm_cp.ops.collectives import gpu_only
 from symm_cp.ops.matmul import all_reduce, backward
@@ -286,15 +286,6 @@ def scaled(rng: random.Random, ranks: int) -> Op:
     return run
 
 
-def note_plan(rank: Rank, plan: Callable[..., few_tokens.Plan], *given: Any) -> None:
-    """Notes how the native kernel plans a call, unless an option is a tensor."""
-    *tensors, options = given
-    if not any(isinstance(option, torch.Tensor) for option in options.values()):
-        made = plan(*tensors, "world", **options)
-        native = made.form != few_tokens.IN_PYTHON
-        rank.notes.append(("plan", native, tuple(made.lengths), made.call_name))
-
-
 def attentions(rng: random.Random, ranks: int) -> Op:
     sizes, seed, method = sizes_of(rng, ranks), rng.random(), rng.choice(METHODS)
     order, masked, backward = list(range(ranks)), rng.randrange(4), rng.random() < 0.4
@@ -319,13 +310,11 @@ def attentions(rng: random.Random, ranks: int) -> Op:
         key, value = (placed(rank, rng, [2, ranks, sizes[rank.rank], 8], dtype) for _ in "kv")
         torch.set_grad_enabled(False)
         arguments = {"enable_gqa": True, **options}
-        note_plan(rank, few_tokens.plan, query, key, value, arguments)
         if not backward:
             return attention._attention_kernel(query, key, value, "world", **arguments)
         lse = torch.zeros(query.shape[:3], dtype=torch.promote_types(dtype, torch.float32))
         grad = placed(rank, rng, list(query.shape), dtype)
         tensors = grad, query, key, value, torch.zeros_like(query), lse
-        note_plan(rank, few_tokens.plan_backward, *tensors, arguments)
         return attention._attention_backward_kernel(*tensors, "world", **arguments)
 
     return run

@@ -346,15 +346,14 @@ def losses_of_other_outputs(group: dist.ProcessGroup, seed: int) -> None:
     def outputs(full: torch.Tensor, others: list[torch.Tensor]) -> list[torch.Tensor]:
         return [full, *(full @ other for other in others)]
 
-    for dim, turn, mixed in itertools.product((0, 1), range(3), (False, True)):
+    for dim, turn, in_parts in itertools.product((0, 1), range(3), (False, True)):
         shard = x.chunk(W, dim)[rank].clone().requires_grad_()
         own = [weight.clone().requires_grad_() for weight in weights]
         gathered, products = torch.ops.symm_mem.fused_all_gather_matmul(
             shard, own, dim, group.group_name
         )
         loss = [gathered, *products][(rank + turn) % 3].square().sum()
-        # Whether a rank multiplies all at once depends on its gradients, and may differ, too.
-        with tuning.forced(tuning.WAYS[(rank + turn) % 2] if mixed else None):
+        with tuning.forced("shards" if in_parts else None):
             grads = torch.autograd.grad(loss, [shard, *own], allow_unused=True)
         full = x.clone().requires_grad_()
         losses = [outputs(full, weights)[(r + turn) % 3].square().sum() for r in range(W)]

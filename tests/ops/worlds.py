@@ -20,7 +20,7 @@ from symm_cp import tuning
 from symm_cp.group.memory import tensor_at
 from symm_cp.native import wire
 from symm_cp.ops import common
-from symm_cp.runtime import cpu, program
+from symm_cp.runtime import cpu, exchange, program
 
 #: A decision of a rank: its kind, and the values on which all ranks must agree.
 Note = tuple[Any, ...]
@@ -108,10 +108,12 @@ class World:
 
     @contextlib.contextmanager
     def _in_place_of_groups(self) -> Iterator[None]:
-        here = self.here
+        here, on_cpu = self.here, _Runtime()
         patches = [
             mock.patch.object(common, "resolve", side_effect=lambda name: here.rank),
-            mock.patch("symm_cp.runtime.of", return_value=_Runtime()),
+            mock.patch("symm_cp.runtime.of", return_value=on_cpu),
+            mock.patch("symm_cp.runtime._cpu", on_cpu),
+            mock.patch.object(exchange, "_exchange", _note_exchange),
             mock.patch.object(tuning, "tuned", return_value={}),
             mock.patch(
                 "symm_cp.ops.attention.spread.numbers_of_all",
@@ -158,6 +160,27 @@ def _note_program(
                     workspace.pairs.append((kind, command.flag, command.peer, command.piece))
     if not call_name.startswith(b"scan"):  # a chain has ends
         workspace.notes.append(("program", in_place, frozenset(flags)))
+
+
+def _note_exchange(
+    group: Rank,
+    given: Sequence[torch.Tensor],
+    taken: torch.Tensor,
+    kind: wire.ExchangeKind,
+    given_parts: list[int],
+    taken_parts: list[int],
+    name: bytes,
+    reduce_op: str = "",
+) -> None:
+    """Notes an exchange; checks that peers agree on the bytes that they give and take."""
+    group.notes.append(("exchange", int(kind), name, reduce_op))
+    taken.zero_()
+    gives, takes = given_parts[1::2], taken_parts[1::4]
+    of_all = group.world.exchange(group.rank, gives)
+    if kind == wire.ExchangeKind.ALL_GATHER:
+        assert [bytes_given for (bytes_given,) in of_all] == takes, name
+    if kind == wire.ExchangeKind.REDUCE_SCATTER:
+        assert all(each[group.rank : group.rank + 1] == takes for each in of_all), name
 
 
 class _Runtime(cpu.CpuRuntime):

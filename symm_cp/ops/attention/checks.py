@@ -50,6 +50,21 @@ def check_tensors(
         raise ValueError(f"{op}: query has {heads} heads, not divisible by {shared} key heads")
 
 
+def check_saved(op: str, query: torch.Tensor, **saved: torch.Tensor) -> None:
+    """Raises unless tensors of a backward pass have the dtype and the shape of the query."""
+    for name, tensor in saved.items():
+        if tensor.dtype != query.dtype or tensor.device != query.device or tensor.dim() != 4:
+            raise TypeError(
+                f"{op}: {name} is {tensor.dtype} on {tensor.device}, must be a dense {query.dtype} "
+                f"tensor of 4 dimensions on {query.device}"
+            )
+        if tensor.shape != query.shape:
+            raise ValueError(
+                f"{op}: {name} has shape {list(tensor.shape)}, must be the shape of query, "
+                f"{list(query.shape)}"
+            )
+
+
 def check_windows(op: str, options: Options) -> None:
     """Raises for negative sizes of a window."""
     for name, size in (

@@ -1,29 +1,40 @@
-"""Attention of few tokens, planned once for each kind of arguments; csrc/ops/attention.cpp runs it.
+"""Attention of few tokens on CPU: one exchange gathers keys and values, one pass attends to them.
 
-One exchange gathers keys and values, which takes less time than the steps of a pipeline in Python.
-Whether a call is small enough depends only on what all ranks share: the dtype and the shapes of all
-keys and values, and the options.
+That takes less time than the steps of a pipeline. In the backward pass another exchange adds up the
+gradients. Whether a call is small enough depends only on what all ranks share: the dtype and the
+shapes of all keys and values, and the options.
+
+Shapes: query (B, H, S_q, E), key and value (B, G, S_k, E), this rank's shards.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from symm_cp import env, runtime, tuning
+from symm_cp.cuda import plans
+from symm_cp.group.memory import Group
 from symm_cp.ops.attention import native_tiles
+from symm_cp.ops.attention.checks import check_saved
+from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.methods import ROTATE_METHODS
 from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.pipeline import Grad, Tensors, heads_in_rows
+from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.ops.attention.tiles import additive
-from symm_cp.ops.common import group_of
+from symm_cp.ops.attention.tiles import additive, dense_features, rows_first
+from symm_cp.runtime import exchange
 from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import Tile, most_parts
+from symm_cp.tensors.dtypes import wide
+from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Split
 
-FORWARD = "fused_all_gather_attention"
-BACKWARD = "fused_all_gather_attention_backward"
 #: The most bytes of all keys and values that travel in one exchange.
 WHOLE_BYTES = 2**21
 # The most pairs of a query and a key for which one call of torch's kernel with a mask takes less
@@ -31,86 +42,236 @@ WHOLE_BYTES = 2**21
 _MASKED_PAIRS = 2**14
 # Below this number of keys, torch's kernel treats a row with NaN scores like one that sees no key.
 _TORCHS_KEYS = 16
-_NO_LIMIT = -(2**63)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-IN_PYTHON, ALL, MASKED, TILES = range(4)
+ALL, MASKED, TILES = "all", "masked", "tiles"
 
 
-class Plan(NamedTuple):
-    """How native code computes a call: see `Plan` of csrc/ops/attention.cpp."""
+class Work(NamedTuple):
+    """How a rank attends to all keys, which lie in rank order."""
 
-    form: int
-    lengths: list[int]
-    tiles: list[int]
+    form: str
+    tiles: tuple[Tile, ...]
+    #: Whether tiles are merged in float32.
     wide: bool
-    mask: torch.Tensor
-    blind: torch.Tensor
-    call_name: str
+    #: (S_q, keys), added to scores; for `MASKED`.
+    mask: torch.Tensor | None
+    #: (S_q,), the rows that see no key; None if there are none.
+    blind: torch.Tensor | None
 
 
-_NONE = torch.empty(0, device="cpu")
-_PIPELINED = Plan(IN_PYTHON, [], [], False, _NONE, _NONE, "")
-
-
-def plan(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
-) -> Plan:
-    """Plans a forward pass without tensors as options; raises `ValueError` or `TypeError`."""
-    return _plan(FORWARD, query, key, value, group_name, options)
-
-
-def plan_backward(
-    grad_out: torch.Tensor,
+def serves(
+    group: Group,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    group_name: str,
-    *,
-    grad_logsumexp: torch.Tensor | None = None,
-    sinks_grad: bool = True,
-    bias_grad: bool = True,
-    **options: Any,
-) -> Plan:
-    """Plans a backward pass without tensors as options; raises `ValueError` or `TypeError`."""
-    return _plan(BACKWARD, query, key, value, group_name, options)
-
-
-def _plan(
-    op: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    group_name: str,
-    options: dict[str, Any],
-) -> Plan:
-    parsed = Options(**options)
-    if parsed.method != "allgather":
-        return _PIPELINED
-    group = group_of(group_name)
-    spec = AttentionSpec.of(op, group, query, key, value, **options)
+    spec: AttentionSpec,
+    options: Options,
+) -> bool:
+    """Returns whether these functions run a call."""
+    if options.method != "allgather" or spec.rescores or not isinstance(spec.mask, Mask):
+        return False
+    if any(isinstance(option, torch.Tensor) for option in vars(options).values()):
+        return False
     B, G, _, E = key.shape
-    whole = 2 * B * spec.layout.length * G * E * key.element_size()
-    if not 0 < whole <= WHOLE_BYTES or spec.rescores or not isinstance(spec.mask, Mask):
-        return _PIPELINED
-    rows, keys = query.shape[2], spec.layout.length
-    tiles = _tiles_of_all(spec, group.rank, rows)
+    whole = 2, B, G, spec.layout.length, E
+    few = math.prod(whole) * key.element_size() <= WHOLE_BYTES
+    if not few or key.dtype not in _DTYPES or key.shape != value.shape:
+        return False
+    if tuning.ATTENTION_WAYS in tuning.forced_ways() or env.attention() is not None:
+        return False
+    return runtime.at_once(group, key, whole)
+
+
+@plans.constant
+def work_of(spec: AttentionSpec, rank: int, rows: int, dtype: torch.dtype, backward: bool) -> Work:
+    """Returns how a rank with `rows` queries attends."""
+    keys = spec.layout.length
+    tiles = _tiles_of_all(spec, rank, rows)
     form = _form(tiles, rows, keys)
-    if op == BACKWARD and query.dtype.itemsize == 2 and native_tiles.has_blocks(query.dtype):
+    if backward and dtype.itemsize == 2 and native_tiles.has_blocks(dtype):
         form = TILES  # torch's kernel takes twice as long
     blind = _seeing(tiles, rows).logical_not_()
-    return Plan(
+    return Work(
         form,
-        list(spec.layout.lengths),
-        [number for tile in tiles for number in _numbers(tile)],
-        most_parts(tiles) > 2 and query.dtype.itemsize == 2,
-        additive(_visible(tiles, rows, keys), query.dtype) if form == MASKED else _NONE,
-        blind if bool(blind.any()) else _NONE,
-        # The rotate method may change between calls, and has no effect here: gradients are added in
-        # rank order.
-        replace(spec, method=ROTATE_METHODS[0]).call_name(op, key).decode(),
+        tuple(tiles),
+        most_parts(tiles) > 2 and dtype.itemsize == 2,
+        additive(_visible(tiles, rows, keys), dtype) if form == MASKED else None,
+        blind if bool(blind.any()) else None,
     )
+
+
+def _name(op: str, spec: AttentionSpec, key: torch.Tensor) -> bytes:
+    # The rotate method may change between calls, and has no effect here: gradients are added in
+    # rank order.
+    return replace(spec, method=ROTATE_METHODS[0]).call_name(op, key)
+
+
+def _gather(
+    group: Group, spec: AttentionSpec, key: torch.Tensor, value: torch.Tensor, name: bytes
+) -> Tensors:
+    if group.world_size == 1:
+        return dense_features(key), dense_features(value)
+    split = Split(tuple(spec.layout.lengths), 3)
+    both = exchange.all_gather_pair(group, (key, value), split, name)
+    return both[0], both[1]
+
+
+def attend(
+    op: str,
+    group: Group,
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output and its log-sum-exp. Collective."""
+    work = work_of(spec, group.rank, query.shape[2], query.dtype, False)
+    name = _name(op, spec, key)
+    all_keys = _gather(group, spec, key, value, name)
+    query = dense_features(query)
+    results: list[torch.Tensor] = []
+
+    def compute() -> None:
+        if query.numel() == 0:
+            results.extend((torch.empty_like(query), _no_lse(query)))
+        elif work.form == TILES:
+            results.extend(_attend_by_tiles(spec, work, query, all_keys))
+        else:
+            results.extend(_attend_at_once(spec, work, query, all_keys))
+
+    exchange.traced(group, "consume", name, compute)
+    return results[0], results[1]
+
+
+def _no_lse(query: torch.Tensor) -> torch.Tensor:
+    return query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
+
+
+def _attend_at_once(
+    spec: AttentionSpec, work: Work, query: torch.Tensor, all_keys: Tensors
+) -> Tensors:
+    part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, *all_keys, 0.0, False, attn_mask=work.mask, scale=spec.scale
+    )
+    out = part if part.stride() == query.stride() else torch.empty_like(query).copy_(part)
+    lse = lse.contiguous()
+    if work.blind is not None:
+        lse.masked_fill_(work.blind, -torch.inf)
+    return out, lse
+
+
+def _attend_by_tiles(
+    spec: AttentionSpec, work: Work, query: torch.Tensor, all_keys: Tensors
+) -> Tensors:
+    out = torch.empty_like(query, dtype=wide(query.dtype) if work.wide else query.dtype)
+    lse = _no_lse(query)
+    scoring = Scoring(scale=factor_of(query, spec.scale))
+    for tile in work.tiles:
+        rows, keys = slice(tile.q_begin, tile.q_end), slice(tile.k_begin, tile.k_end)
+        key, value = (each[:, :, keys] for each in all_keys)
+        mask = TileMask(low=tile.low, high=tile.high)
+        native_tiles.attend(
+            query[:, :, rows], key, value, scoring, mask, out[:, :, rows], lse[:, :, rows]
+        )
+    if work.blind is not None:
+        out.masked_fill_(work.blind.unsqueeze(-1), 0.0)
+    return (torch.empty_like(query).copy_(out) if work.wide else out), lse
+
+
+def attend_backward(
+    op: str,
+    group: Group,
+    spec: AttentionSpec,
+    tensors: Tensors,
+    saved: Tensors,
+    grad_lse: Grad,
+) -> Tensors:
+    """Returns the gradients of `tensors`: query, key and value. Collective.
+
+    `saved` are the gradient of the output, the output and its log-sum-exp.
+    """
+    query, key, value = tensors
+    check_saved(op, query, grad_out=saved[0], out=saved[1])
+    work = work_of(spec, group.rank, query.shape[2], query.dtype, True)
+    name = _name(op, spec, key)
+    all_keys = _gather(group, spec, key, value, name)
+    grads: list[torch.Tensor] = []
+    exchange.traced(
+        group,
+        "consume",
+        name,
+        lambda: grads.extend(_gradients_of_all(spec, work, query, all_keys, saved, grad_lse)),
+    )
+    own = grads[1:]
+    if group.world_size > 1:
+        own = _sum_over_ranks(group, spec, key, grads[1:], name)
+    dtype = query.dtype
+    return tuple(_as_result(grad, dtype) for grad in (grads[0], *own))
+
+
+def _gradients_of_all(
+    spec: AttentionSpec,
+    work: Work,
+    query: torch.Tensor,
+    all_keys: Tensors,
+    saved: Tensors,
+    grad_lse: Grad,
+) -> Tensors:
+    """Returns the gradients of this rank's queries, and their part of all keys' and values'."""
+    query, grad_out = dense_features(query), dense_features(saved[0])
+    if query.numel() == 0:
+        of_keys = _zeros(all_keys)
+        return torch.empty_like(query), of_keys[0], of_keys[1]
+    # The strides that torch's kernel returns.
+    lse = saved[2].to(wide(query.dtype)).transpose(1, 2).contiguous().transpose(1, 2)
+    if work.blind is not None:
+        lse = lse.masked_fill(work.blind, torch.inf)  # zero weights
+    if work.form != TILES and grad_lse is None:
+        found: Tensors = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, *all_keys, saved[1], lse, 0.0, False,
+            attn_mask=work.mask, scale=spec.scale,
+        )  # fmt: skip
+        return found
+    of_keys, of_query = _zeros(all_keys), rows_first(query, query.shape, wide(query.dtype)).zero_()
+    inner = native_tiles.inner_products(grad_out, saved[1], grad_lse)
+    scoring = Scoring(scale=factor_of(query, spec.scale))
+    for tile in work.tiles:
+        rows, keys = slice(tile.q_begin, tile.q_end), slice(tile.k_begin, tile.k_end)
+        key, value = (each[:, :, keys] for each in all_keys)
+        native_tiles.add_gradients(
+            grad_out[:, :, rows], query[:, :, rows], key, value, lse[:, :, rows],
+            inner[:, :, rows], scoring, TileMask(low=tile.low, high=tile.high),
+            Gradients(of_query[:, :, rows], of_keys[0, :, :, keys], of_keys[1, :, :, keys]),
+        )  # fmt: skip
+    return of_query, of_keys[0], of_keys[1]
+
+
+def _zeros(all_keys: Tensors) -> torch.Tensor:
+    key = all_keys[0]
+    return new_result(key, (2, *key.shape), wide(key.dtype)).zero_()
+
+
+def _sum_over_ranks(
+    group: Group, spec: AttentionSpec, key: torch.Tensor, of_all: list[torch.Tensor], name: bytes
+) -> list[torch.Tensor]:
+    """Adds up the gradients of this rank's keys and values from all ranks' queries."""
+    B, G, _, E = key.shape
+    shapes = [(2, B, G, length, E) for length in spec.layout.lengths]
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = new_result(key, (sum(sizes),), wide(key.dtype))
+    begins = itertools.accumulate(spec.layout.lengths, initial=0)
+    for part, shape, begin in zip(parts.split_with_sizes(sizes), shapes, begins, strict=False):
+        for to, grads in zip(part.view(shape), of_all, strict=True):
+            to.copy_(grads[:, :, begin : begin + shape[3]])
+    own = exchange.reduce_scatter(group, parts, shapes, name, mean=False)
+    return [own[0], own[1]]
+
+
+def _as_result(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if grad.dtype == dtype:
+        return heads_in_rows(grad, own_memory=True)
+    return rows_first(grad, grad.shape, dtype).copy_(grad)
 
 
 def _tiles_of_all(spec: AttentionSpec, rank: int, rows: int) -> list[Tile]:
@@ -126,7 +287,7 @@ def _tiles_of_all(spec: AttentionSpec, rank: int, rows: int) -> list[Tile]:
     return [whole] if sum(tile.pairs for tile in moved) == whole.pairs else moved
 
 
-def _form(tiles: list[Tile], rows: int, keys: int) -> int:
+def _form(tiles: list[Tile], rows: int, keys: int) -> str:
     if keys < _TORCHS_KEYS:
         return TILES
     if sum(tile.pairs for tile in tiles) == rows * keys:
@@ -162,8 +323,3 @@ def _seeing(tiles: list[Tile], rows: int) -> torch.Tensor:
         last = keys - 1 if tile.high is None else (row + tile.high).clamp_max(keys - 1)
         seeing[tile.q_begin : tile.q_end] |= torch.as_tensor(first <= last, device="cpu")
     return seeing
-
-
-def _numbers(tile: Tile) -> tuple[int, ...]:
-    low, high = (_NO_LIMIT if limit is None else limit for limit in (tile.low, tile.high))
-    return tile.q_begin, tile.q_end, tile.k_begin, tile.k_end, low, high

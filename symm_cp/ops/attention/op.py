@@ -86,11 +86,13 @@ def _backward_of_heads(
 def _attention_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    count_attention_run()
     group = group_of(group_name)
+    count_attention_run()
     tensors = query, key, value
     with mesh_calls.propagates_failure(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
+        if few_tokens.serves(group, *tensors, spec, Options(**options)):
+            return few_tokens.attend(_FORWARD, group, spec, *tensors)
         call = _by_heads(_FORWARD, group, spec, query, key, options)
     terms = ScoreTerms(options.get("sinks"), options.get("bias"))
     if call is not None:
@@ -118,6 +120,13 @@ def _attention_backward_kernel(
     group = group_of(group_name)
     with mesh_calls.propagates_failure(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
+        if few_tokens.serves(group, query, key, value, spec, Options(**options)):
+            saved = grad_out, out, logsumexp
+            tensors = query, key, value
+            found = few_tokens.attend_backward(
+                _BACKWARD, group, spec, tensors, saved, grad_logsumexp
+            )
+            return *found, query.new_empty(0), query.new_empty(0)
         call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
     sinks, _ = terms = ScoreTerms(options.get("sinks"), options.get("bias"))
     inputs = AttentionInputs(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
@@ -267,15 +276,12 @@ declare(
             f"(Tensor query, Tensor key, Tensor value, str group_name, *, {OPTIONS})"
             " -> (Tensor out, Tensor logsumexp)"
         ),
-        kernel=_attention_kernel,  # csrc/ops/attention.cpp serves few tokens on CPU
+        kernel=_attention_kernel,
         fake=_attention_fake,
         gradient=GradientByHand(_attention_autograd),
         autocast=autocast.cast,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(*_example(on, 3), on.group_name, is_causal=True),
-        native=True,
-        native_autograd=True,
-        native_plan=("(int, int[], int[], bool, Tensor, Tensor, str)", few_tokens.plan),
         mixes_devices=True,  # cu_seqlens
     ),
     # Gradients of sinks and bias are empty unless both given and wanted: torch.func.vmap takes no
@@ -294,9 +300,6 @@ declare(
         autocast=autocast.as_they_are,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(*_example(on, 5), on.rand(1, 2, 4), on.group_name),
-        native=True,
-        native_autograd=True,
-        native_plan=("(int, int[], int[], bool, Tensor, Tensor, str)", few_tokens.plan_backward),
         mixes_devices=True,
         internal=True,
     ),

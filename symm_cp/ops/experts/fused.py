@@ -164,7 +164,6 @@ declare(
             on.group_name,
         ),
         native=True,
-        native_autograd=True,
     ),
     Op(
         name=MATMUL_COMBINE,
@@ -187,7 +186,6 @@ declare(
             on.group_name,
         ),
         native=True,
-        native_autograd=True,
     ),
 )
 

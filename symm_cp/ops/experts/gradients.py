@@ -284,7 +284,6 @@ declare(
             True,
         ),
         native=True,
-        native_autograd=True,
         internal=True,
     ),
     Op(
@@ -311,7 +310,6 @@ declare(
             True,
         ),
         native=True,
-        native_autograd=True,
         internal=True,
     ),
 )

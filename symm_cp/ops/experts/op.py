@@ -24,8 +24,8 @@ from symm_cp.ops.experts.table import Table, added, gathered_counts, limited, pl
 from symm_cp.ops.op import (
     ONE_BY_ONE,
     Caller,
-    Elsewhere,
     Gradient,
+    NoGradient,
     Op,
     arguments,
     declare,
@@ -269,7 +269,7 @@ declare(
         ),
         kernel=_route_kernel,
         fake=_route_fake,
-        gradient=Elsewhere("csrc/ops/autograd_gate.cpp: integers have none", differentiable=False),
+        gradient=NoGradient("integers have none"),
         autocast=untouched,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(
@@ -298,7 +298,6 @@ declare(
             on.group_name,
         ),
         native=True,
-        native_autograd=True,
     ),
     Op(
         name=COMBINE,
@@ -320,7 +319,6 @@ declare(
             on.group_name,
         ),
         native=True,
-        native_autograd=True,
     ),
 )
 

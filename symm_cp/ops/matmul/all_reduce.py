@@ -37,6 +37,7 @@ from symm_cp.ops.matmul.operands import (
 from symm_cp.ops.matmul.products import Terms
 from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.runtime import exchange
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 from symm_cp.tuning import WAYS, choose
@@ -109,6 +110,11 @@ def produce_and_all_reduce(
     `produce(rank, partial)` writes this rank's contribution to rank `rank`'s rows by
     `Split.nearly_equal`, or for None to all rows.
     """
+    if ways.at_once(group, "matmul_all_reduce", out, out.shape):
+        name = call_signature(op, out, detail=f"{reduce_op}{detail}")
+        exchange.traced(group, "produce", name, lambda: produce(None, out))
+        exchange.all_reduce_(group, out, name, mean=reduce_op == "avg")
+        return
     split = _by_rows(group, out)
     rows, columns = split.sizes[0], out.shape[1]
     # A nominal inner dimension: the real one may differ, and all ranks must choose the same way.
@@ -119,7 +125,7 @@ def produce_and_all_reduce(
         group,
         lambda rank, partial: produce(None if whole else rank, partial),
         out,
-        call_signature(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}"),
+        ways.part_by_part(call_signature(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}")),
         split=None if whole else split,
         mean=reduce_op == "avg",
     )
@@ -272,7 +278,6 @@ declare(
     Op(
         name=ALL_REDUCE,
         schema="(Tensor A, Tensor B, Tensor? bias, str reduce_op, str group_name) -> Tensor",
-        # csrc/ops/matmul_all_reduce.cpp serves CPU tensors.
         kernel=_matmul_all_reduce_kernel,
         fake=_matmul_all_reduce_fake,
         gradient=NATIVE_GRADIENT,
@@ -281,7 +286,6 @@ declare(
         example=lambda on: arguments(
             on.rand(5, on.rank + 1), on.rand(on.rank + 1, 3), on.ones(3), "avg", on.group_name
         ),
-        native=True,
     ),
     Op(
         name=SUM,
@@ -297,8 +301,6 @@ declare(
         example=lambda on: arguments(
             [on.rand(4, 6)], [on.rand(6, 5)], None, on.ones(5), "sum", on.group_name
         ),
-        native=True,
-        native_autograd=True,
         internal=True,
     ),
     Op(
@@ -318,7 +320,6 @@ declare(
             on.group_name, out_dtype=torch.float32,
         ),
         native=True,
-        native_autograd=True,
     ),
 )  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""Gradient ops of the fused matmuls: pipelines that gather shards again while they multiply."""
+"""Gradient ops of the fused matmuls, which gather shards again."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ from symm_cp.ops.matmul.derivatives import (
 )
 from symm_cp.ops.matmul.products import Sum, as_rows, at_last
 from symm_cp.ops.op import ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.runtime import exchange
 from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -52,9 +54,40 @@ def _weight_grad(
     shapes = [(inner, grad.shape[-1]) for grad in grads]
     outs = [_new_matrix(place, x_shard, shape, transposed) for shape in shapes]
     if place.group is not None:
-        multiply = _weight_grad_columns if by_columns else _weight_grad_rows
-        multiply(place.group, x_shard, grads, split, outs)
+        detail = f"gather_dim={split.dim}"
+        name = call_signature(_WEIGHT_GRAD, x_shard, split=split, detail=detail)
+        whole = split.whole_shape(x_shard.shape)
+        if ways.at_once(place.group, "weight_grad", x_shard, whole):
+            rows = _gathered_rows(place.group, x_shard, split, name)
+            multiply_all = functools.partial(_weight_grads, rows, grads, split, outs)
+            exchange.traced(place.group, "consume", name, multiply_all)
+        else:
+            multiply = _weight_grad_columns if by_columns else _weight_grad_rows
+            multiply(place.group, x_shard, grads, split, outs, ways.part_by_part(name))
     return outs
+
+
+def _gathered_rows(group: Group, shard: torch.Tensor, split: Split, name: bytes) -> torch.Tensor:
+    """Gathers by one exchange; returns a matrix, whose rows begin with the gathered dimension."""
+    if split.dim == shard.dim() - 1:
+        return exchange.all_gather(group, shard.flatten(0, -2), split.along(1), name)
+    return exchange.all_gather(group, shard.movedim(split.dim, 0), split.along(0), name).flatten(
+        0, -2
+    )
+
+
+def _rows_like(gathered: Split, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of a tensor in the order of `_gathered_rows`."""
+    return (
+        tensor.flatten(0, -2) if gathered.dim == tensor.dim() - 1 else as_rows(tensor, gathered.dim)
+    )
+
+
+def _weight_grads(
+    rows: torch.Tensor, grads: list[torch.Tensor], split: Split, outs: list[torch.Tensor]
+) -> None:
+    for out, grad in zip(outs, grads, strict=True):
+        torch.mm(rows.mH, _rows_like(split, grad), out=out)
 
 
 def _new_matrix(
@@ -72,6 +105,7 @@ def _weight_grad_columns(
     grads: list[torch.Tensor],
     split: Split,
     outs: list[torch.Tensor],
+    name: bytes,
 ) -> None:
     """Gathers the last dimension: each shard gives rows of the results."""
     x_columns, rows = x_shard.flatten(0, -2), split.along(0)
@@ -81,7 +115,6 @@ def _weight_grad_columns(
         for out, grad in zip(outs, grads, strict=True):
             torch.mm(left, grad.flatten(0, -2), out=rows.of(rank, out))
 
-    name = call_signature(_WEIGHT_GRAD, x_shard, split=split, detail=f"gather_dim={split.dim}")
     shapes = split.along(1).shard_shapes(x_columns)
     on = runtime.of(x_shard, group)
     on.all_gather_and_consume(group, [x_columns], consume, name, shapes=shapes)
@@ -93,6 +126,7 @@ def _weight_grad_rows(
     grads: list[torch.Tensor],
     split: Split,
     outs: list[torch.Tensor],
+    name: bytes,
 ) -> None:
     """Gathers another dimension: the results are sums over shards."""
     shard, front = x_shard.movedim(split.dim, 0), split.along(0)
@@ -115,12 +149,11 @@ def _weight_grad_rows(
         for out, grad in zip(outs, grads, strict=True):
             torch.mm(gathered.flatten(0, -2).mH, as_rows(grad, split.dim), out=out)
 
-    detail = f"gather_dim={split.dim}"
     runtime.of(shard, group).all_gather_and_consume(
         group,
         [shard],
         at_last(multiply, group) if whole else consume,
-        call_signature(_WEIGHT_GRAD, x_shard, split=split, detail=detail),
+        name,
         shapes=front.shard_shapes(shard),
         gathered=gathered,
         split=front,
@@ -157,11 +190,25 @@ def _backward(
     split = gather_split(
         _BACKWARD, "scatter_dim", scatter_dim, grad_shard, sizes, group.rank, group.world_size
     )
-    by_columns = scatter_dim == a.dim() - 1
+    name = call_signature(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}")
+    by_columns = split.dim == a.dim() - 1
     a_front = a if by_columns else a.movedim(scatter_dim, 0)
     grad_a = new_result(a, a_front.shape) if need_a else None
-    multiply = _backward_columns if by_columns else _backward_rows
-    multiply(group, grad_shard, a_front, weight, split, grad_a, grad_weight)
+    whole = split.whole_shape(grad_shard.shape)
+    if ways.at_once(group, "matmul_reduce_scatter_backward", grad_shard, whole):
+        grads = _gathered_rows(group, grad_shard, split, name)
+
+        def multiply_all() -> None:
+            if grad_a is not None:
+                torch.mm(grads, weight.mH, out=grad_a.flatten(0, -2))
+            if grad_weight is not None:
+                torch.mm(a_front.flatten(0, -2).mH, grads, out=grad_weight)
+
+        exchange.traced(group, "consume", name, multiply_all)
+    else:
+        multiply = _backward_columns if by_columns else _backward_rows
+        name = ways.part_by_part(name)
+        multiply(group, grad_shard, a_front, weight, split, grad_a, grad_weight, name)
     for grad in (grad_a, grad_weight):
         if grad is not None and reduce_op == "avg":
             grad.div_(group.world_size)
@@ -181,6 +228,7 @@ def _backward_columns(
     split: Split,
     grad_a: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
+    name: bytes,
 ) -> None:
     """The columns of the product were scattered: gradients of columns of the weight arrive."""
     columns, a_rows = split.along(1), a.flatten(0, -2)
@@ -193,7 +241,6 @@ def _backward_columns(
         if grad_weight is not None:
             columns.of(rank, grad_weight).copy_(torch.mm(a_rows.mH, grad))
 
-    name = call_signature(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}")
     shapes = split.shard_shapes(grad_shard)
     on = runtime.of(grad_shard, group)
     on.all_gather_and_consume(group, [grad_shard], consume, name, shapes=shapes)
@@ -209,6 +256,7 @@ def _backward_rows(
     split: Split,
     grad_a: torch.Tensor | None,
     grad_weight: torch.Tensor | None,
+    name: bytes,
 ) -> None:
     """Rows of the product were scattered; `a_front` and `grad_a` have that dimension in front."""
     shard, front = grad_shard.movedim(split.dim, 0), split.along(0)
@@ -242,7 +290,7 @@ def _backward_rows(
         group,
         [shard],
         at_last(multiply, group) if whole else consume,
-        call_signature(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}"),
+        name,
         shapes=front.shard_shapes(shard),
         gathered=gathered,
         split=front,
@@ -268,8 +316,6 @@ declare(
         example=lambda on: arguments(
             on.rand(4, 6), [on.rand(4 * on.world_size, 3)], 0, on.group_name
         ),
-        native=True,
-        native_autograd=True,
         internal=True,
     ),
     Op(
@@ -287,8 +333,6 @@ declare(
             on.rand(4, 5), on.rand(4 * on.world_size, 6), on.rand(6, 5), "sum", 0, on.group_name,
             True, True,
         ),
-        native=True,
-        native_autograd=True,
         internal=True,
     ),
 )  # fmt: skip

@@ -170,8 +170,9 @@ def all_gather_matmul_kernel(
     if torch_symm_mem._is_test_mode:
         gathered = unfused_all_gather(x_shard, plan.split.dim, group_name, plan.split)
         return (gathered if return_A else None), [torch.matmul(gathered, w) for w in weights]
-    if _at_once(group, plan, x_shard):
+    if ways.at_once(group, "all_gather_matmul", x_shard, plan.whole):
         return _multiply_at_once(group, plan, x_shard, weights, return_A)
+    plan = plan._replace(name=ways.part_by_part(plan.name))
     if plan.by_columns:
         return _gather_columns(group, plan, x_shard, weights, return_A)
     tiles = by_tiles.gathers(group, x_shard, weights, equal=plan.split.is_equal)
@@ -194,13 +195,6 @@ def all_gather_matmul_kernel(
     if dim == 0:
         return kept, outs
     return kept if kept is None else kept.movedim(0, dim), [out.movedim(0, dim) for out in outs]
-
-
-def _at_once(group: Group, plan: GatherPlan, x_shard: torch.Tensor) -> bool:
-    """Whether the shards are gathered by one exchange: on CPU, up to a size."""
-    if not runtime.at_once(group, x_shard, plan.whole):
-        return False
-    return choose(group, x_shard.device, plan.question, WAYS, "whole") == "whole"
 
 
 def _multiply_at_once(

@@ -114,14 +114,10 @@ class Terms(NamedTuple):
         by_columns = divided.dim == len(shape) - 1
         return cls(lefts, rights, addend, like, shape, divided, front, moved, by_columns)
 
-    def part(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A rank's part of a tensor of the sum's shape, as it travels."""
-        return self.split.of(rank, tensor).movedim(self.split.dim, self.front.dim)
-
     def add_up(
         self, out: torch.Tensor, rank: int | None = None, bias: torch.Tensor | None = None
     ) -> None:
-        """Writes the sum, or a rank's part of it, to `out`.
+        """Writes the sum in the shape `moved`, or a rank's part of it, to `out`.
 
         `bias` is added to every row.
         """
@@ -132,14 +128,16 @@ class Terms(NamedTuple):
         total = Sum(matrix, terms + (bias is not None and not self.lefts))
         for left, right in zip(self.lefts, self.rights, strict=True):
             if rank is None:
-                total.add_product(left.flatten(0, -2), right, bias)
+                rows = left.movedim(split.dim, self.front.dim) if not self.by_columns else left
+                total.add_product(rows.flatten(0, -2), right, bias)
             elif self.by_columns:
                 total.add_product(left.flatten(0, -2), split.along(1).of(rank, right), bias)
             else:
                 total.add_product(as_rows(split.of(rank, left), split.dim), right, bias)
             bias = None
         if addend is not None:
-            part = addend if rank is None else self.part(rank, addend)
+            moved = addend.movedim(split.dim, self.front.dim)
+            part = moved if rank is None else self.front.of(rank, moved)
             total.add(part.reshape(matrix.shape))
         if bias is not None:
             total.add(bias)

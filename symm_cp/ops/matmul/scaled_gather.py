@@ -191,7 +191,6 @@ _SCALED_GATHER_OP = Op(
     vmap=ONE_BY_ONE,
     example=lambda on: _scaled_example(on, 4),
     native=True,
-    native_autograd=True,
     replaces_torch=True,
     # torch's kernels for CUDA take scales of blocks as well.
     torchs_fake="_fused_all_gather_scaled_matmul_fallback",

@@ -59,6 +59,7 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
+from symm_cp.runtime import exchange
 from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -112,6 +113,13 @@ def _multiply_and_reduce_scatter(
     like, split, front, group = terms.like, terms.split, terms.front, place.group
     if group is None:
         return like.new_empty(split.shape_of(place.rank, terms.shape))
+    # The name omits K and the way, which follows from K: they may differ from rank to rank.
+    detail = f"scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
+    name = name_of(op, like.dtype, terms.shape, detail)
+    if ways.at_once(group, "matmul_reduce_scatter", like, terms.shape):
+        out = _scatter_at_once(group, terms, name, mean=mean)
+        return out if terms.by_columns else contiguous(out.movedim(0, split.dim))
+    name = ways.part_by_part(name)
     out = new_result(like, front.shape_of(group.rank, terms.moved))
     way, is_complex = _way(group, terms), out.is_complex()
     summed: list[torch.Tensor] = []
@@ -123,13 +131,10 @@ def _multiply_and_reduce_scatter(
             return
         if not summed:
             # Within the call, so that a failure is reported to the peers.
-            summed.append(new_result(like, terms.shape))
+            summed.append(new_result(like, terms.moved))
             terms.add_up(summed[0])
-        partial.copy_(terms.part(rank, summed[0]))
+        partial.copy_(front.of(rank, summed[0]))
 
-    # The name omits K and the way, which follows from K: they may differ from rank to rank.
-    detail = f"scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
-    name = name_of(op, like.dtype, terms.shape, detail)
     numbers = real(out)
     shapes = None
     if not split.is_equal:
@@ -141,6 +146,23 @@ def _multiply_and_reduce_scatter(
             group, produce, numbers, name, shapes=shapes, mean=mean
         )
     return out if terms.by_columns else contiguous(out.movedim(0, split.dim))
+
+
+def _scatter_at_once(group: Group, terms: Terms, name: bytes, *, mean: bool) -> torch.Tensor:
+    """Computes the parts for all ranks, then exchanges them; rows are parts of one matrix."""
+    shapes = [terms.front.shape_of(rank, terms.moved) for rank in range(group.world_size)]
+    parts = new_result(terms.like, (math.prod(terms.moved),))
+
+    def produce() -> None:
+        if not terms.by_columns or group.world_size == 1:
+            terms.add_up(parts.view(terms.moved))
+            return
+        each = parts.split_with_sizes([math.prod(shape) for shape in shapes])
+        for rank, (part, shape) in enumerate(zip(each, shapes, strict=True)):
+            terms.add_up(part.view(shape), rank)
+
+    exchange.traced(group, "produce", name, produce)
+    return exchange.reduce_scatter(group, parts, shapes, name, mean=mean)
 
 
 def _matmul_scattered(
@@ -329,7 +351,7 @@ def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
 _SCATTER_OP = Op(
     name=SCATTER,
     schema=TORCHS,
-    kernel=matmul_reduce_scatter_kernel,  # csrc/ops/fused_matmuls.cpp serves small CPU tensors
+    kernel=matmul_reduce_scatter_kernel,
     fake=matmul_reduce_scatter_fake,
     gradient=NATIVE_GRADIENT,
     autocast=autocast.cast,
@@ -337,7 +359,6 @@ _SCATTER_OP = Op(
     example=lambda on: arguments(
         on.rand(2 * on.world_size, 4), on.rand(4, 3), "avg", 0, on.group_name
     ),
-    native=True,
     replaces_torch=True,
 )
 _SCALED_SCATTER_OP = Op(
@@ -350,7 +371,6 @@ _SCALED_SCATTER_OP = Op(
     vmap=ONE_BY_ONE,
     example=lambda on: _scaled_example(on, 4 * on.world_size),
     native=True,
-    native_autograd=True,
     replaces_torch=True,
     torchs_fake="_fused_scaled_matmul_reduce_scatter_fallback",
 )
@@ -379,8 +399,6 @@ declare(
             [on.rand(4 * on.world_size, 6)], [on.rand(6, 5)], on.rand(4 * on.world_size, 5),
             "sum", 0, on.group_name,
         ),
-        native=True,
-        native_autograd=True,
         internal=True,
     ),
     _SCALED_SCATTER_OP,

@@ -4,9 +4,9 @@
 as long for a shard with few tiles as for a shard with a tile for each multiprocessor. `whole`
 gathers first (or scatters last) and multiplies once.
 
-On CPU calls that exchange up to 64 MiB are one native call, which multiplies once
-(csrc/ops/fused_matmuls.cpp). From 8 MiB on both ways took the same time there (two ranks), so
-larger calls go by shards, which needs no memory for the gathered matrix.
+On CPU a tensor of up to 64 MiB is exchanged at once, before or after one matmul. Two ranks take 1.1
+to 1.3 times as long by shards at 0.5 MiB, and the same time from 8 MiB on (1.08 times as long in
+bfloat16 on a processor with AMX), so larger tensors go by shards, without memory for the whole.
 
 The numbers for GPUs are from the model of 8 H100 in benchmarks/gpu_ways.py, bfloat16, which agrees
 with ten measured all-gather-matmuls; no GPU has measured the other ops. Over the model's grid of 2
@@ -17,12 +17,17 @@ comes before this file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 
+from symm_cp import runtime
 from symm_cp.cuda import has_streams
+from symm_cp.group.memory import Group
+from symm_cp.native import wire
 from symm_cp.tensors.dtypes import dtype_name
+from symm_cp.tuning import WAYS, choose
 
 #: A matmul as (rows of the result, inner dimension, columns of the result).
 Product: TypeAlias = "tuple[int, int, int]"
@@ -41,11 +46,29 @@ _SUM_ELEMENTS = 1 << 21
 # shards with 2,048 rows of a rank, and 1.05 to 1.18 with 4,096.
 _GRADIENT_ROWS = 512
 
+_BY_PARTS = b" part by part"
+
 
 def question(op: str, dtype: torch.dtype, *products: Product) -> str:
     """Returns the name of a call in the file of `symm-cp tune`; `products` are those of a shard."""
     shapes = ",".join("x".join(map(str, product)) for product in products)
     return f"{op} {dtype_name(dtype)} {shapes}"
+
+
+def at_once(group: Group, op: str, like: torch.Tensor, whole: Sequence[int]) -> bool:
+    """Returns whether a tensor of a whole shape is exchanged at once: on CPU, up to a size.
+
+    The other dimension of a product does not matter: it may differ from rank to rank.
+    """
+    if not runtime.at_once(group, like, whole):
+        return False
+    key = f"{op} {dtype_name(like.dtype)} {'x'.join(map(str, whole))}"
+    return choose(group, like.device, key, WAYS, "whole") == "whole"
+
+
+def part_by_part(name: bytes) -> bytes:
+    """Returns the name of a call that is not exchanged at once: ranks that differ get an error."""
+    return name[: wire.MAX_CALL_NAME - len(_BY_PARTS)] + _BY_PARTS
 
 
 def for_gather(device: torch.device, rows: int, columns: int) -> str:

@@ -326,7 +326,7 @@ class CpuRuntime(Runtime):
     def _relay(self, call: RelayCall) -> None:
         """The next rank reads its input where this rank has written it."""
         if small.serves(call.group, sum(map(math.prod, call.shapes)) * call.like.itemsize):
-            super()._relay(call)
+            super()._relay(small.reporting(call))
             return
         rank, ranks, shapes = call.group.rank, call.group.world_size, call.shapes
         item, dtype = call.like.element_size(), call.like.dtype

@@ -231,15 +231,35 @@ def _errors_reported() -> Iterator[None]:
 
 
 def traced(
-    group: Group, kernel: str, name: bytes, run: Callable[[], object], index: int | None = None
+    group: Group,
+    kernel: str,
+    name: bytes,
+    run: Callable[[], object],
+    index: int | None = None,
+    *,
+    before: bool = False,
 ) -> None:
-    """Runs the work of a call before or after its exchange, and records when."""
+    """Runs the work of a call after its exchange, or `before` it, and records when.
+
+    `index` is the rank whose data it is; by default this rank.
+    """
     if recorder.active is None:
         run()
         return
-    epoch = group.workspace("sync").epoch + (kernel in ("produce", "give"))
+    epoch = group.workspace("sync").epoch + (before or kernel == "produce")
     of = group.rank if index is None else index
     recorder.active.kernel(lambda _: run(), kernel, of, name, epoch)
+
+
+@contextlib.contextmanager
+def unfinished(group: Group) -> Iterator[None]:
+    """Inside, the peers wait for an exchange, or will: an error is reported to them."""
+    try:
+        yield
+    except Exception as error:
+        group.refuse("sync", error)
+        reported(error)
+        raise
 
 
 @contextlib.contextmanager

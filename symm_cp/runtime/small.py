@@ -12,14 +12,16 @@ from functools import partial
 
 import torch
 
+from symm_cp import env
 from symm_cp.group.memory import Group
-from symm_cp.runtime.calls import CombineCall, ExchangeCall, GatherCall, ScatterCall
+from symm_cp.runtime.calls import CombineCall, ExchangeCall, GatherCall, RelayCall, ScatterCall
 from symm_cp.runtime.exchange import (
     all_gather_shards,
     all_to_all,
     exchanged,
     reduce_scatter_into,
     traced,
+    unfinished,
 )
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets, scratch
@@ -28,10 +30,15 @@ from symm_cp.tensors.shards import viewing
 # The most bytes of the slots of all ranks.
 _MOST_BYTES = 1 << 20
 
+#: Whether small calls are made this way; the same on all ranks. See `symm_cp.tuning.forced`.
+enabled = True
+
 
 def serves(group: Group, slot_bytes: int) -> bool:
-    """Whether a call is small; the same on all ranks."""
-    return group.world_size > 1 and 0 < group.world_size * slot_bytes <= _MOST_BYTES
+    """Whether a call is made this way; the same on all ranks."""
+    if group.world_size == 1 or not 0 < group.world_size * slot_bytes <= _MOST_BYTES:
+        return False
+    return enabled and env.way() is None and env.attention() is None
 
 
 def gather(call: GatherCall) -> None:
@@ -62,29 +69,43 @@ def scatter(call: ScatterCall) -> None:
     """Produces for all ranks, then reduce-scatters."""
     group, out, offsets = call.group, call.out, part_offsets(call.nbytes)
     view_at = viewing(scratch(out, offsets[-1]))
-    for target in (*peers(group.rank, group.world_size), group.rank):
-        memory = view_at(offsets[target], call.partials[target], out.dtype)
-        traced(group, "produce", call.name, partial(call.produce, target, memory), target)
+    with unfinished(group):
+        for target in (*peers(group.rank, group.world_size), group.rank):
+            memory = view_at(offsets[target], call.partials[target], out.dtype)
+            traced(group, "produce", call.name, partial(call.produce, target, memory), target)
     parts = view_at(0, (offsets[-1] // out.itemsize,), out.dtype)
     reduce_scatter_into(group, parts, offsets, call.nbytes, out, call.name, mean=call.mean)
 
 
 def exchange(call: ExchangeCall) -> None:
-    """Gives to all peers and works on local data, then exchanges, then takes from all peers.
-
-    An error in the work on local data is reported to the peers, who still wait for the exchange.
-    """
+    """Gives to all peers and works on local data, then exchanges, then takes from all peers."""
     group, rank, name = call.group, call.group.rank, call.name
     given, taken = list(call.sizes[rank]), [sizes[rank] for sizes in call.sizes]
     given[rank] = taken[rank] = 0
     sent, arrived = (_new_parts(sizes, call.device) for sizes in (given, taken))
-    for peer in peers(rank, group.world_size):
-        traced(group, "give", name, partial(call.give, peer, sent[peer]), peer)
-    traced(group, "consume", name, call.consume)
+    with unfinished(group):
+        for peer in peers(rank, group.world_size):
+            traced(group, "give", name, partial(call.give, peer, sent[peer]), peer, before=True)
+        traced(group, "consume", name, call.consume, before=True)
     all_to_all(group, sent[-1], given, arrived[-1], taken, name)
     with exchanged():
         for peer in peers(rank, group.world_size):
             traced(group, "take", name, partial(call.take, peer, arrived[peer]), peer)
+
+
+def reporting(call: RelayCall) -> RelayCall:
+    """Returns a relay whose turns are exchanges (`Runtime._relay`), with errors of its steps told.
+
+    The last rank of the chain makes its last step after the last exchange.
+    """
+    last = (0 if call.reverse else call.group.world_size - 1), len(call.shapes) - 1
+
+    def step(piece: int, received: torch.Tensor | None, passed: torch.Tensor | None) -> None:
+        ended = (call.group.rank, piece) == last
+        with exchanged() if ended else unfinished(call.group):
+            call.step(piece, received, passed)
+
+    return call._replace(step=step)
 
 
 def _new_parts(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:

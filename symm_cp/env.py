@@ -10,7 +10,7 @@
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
 | `SYMM_CP_WAY` | `shards` or `whole`, on CUDA also `tiles`, of fused matmuls | as tuned |
 | `SYMM_CP_BACKEND_FOR` | backends that symm_cp replaces on CPU (`symm-cp run` sets it) | none |
-| `SYMM_CP_PLANS` | 0: Python makes each call on CUDA, no recorded plan does | 1 |
+| `SYMM_CP_PLANS` | 0: Python makes each call, no recorded plan does | 1 |
 | `SYMM_CP_KEEP_MIB` | freed result memory that a process keeps for later results, in MiB | below |
 | `SYMM_CP_THREADS` | threads of a rank that copy and reduce: `one`, or `all` of torch's | below |
 | `SYMM_CP_BACKGROUND_THREADS` | threads that copy and reduce in asynchronous ops, per group | 1 |

@@ -46,8 +46,8 @@ class Choice:
         return f"{self.way} ({self.source})"
 
 
-#: The choice of work that runs in one native call, which calls nothing here.
-IN_ONE_CALL = Choice("whole", "one native call")
+#: The choice of work that one exchange serves: no table is read for it.
+IN_ONE_CALL = Choice("whole", "by size")
 
 # --- forced ----------------------------------------------------------------------------------
 
@@ -85,9 +85,11 @@ def _force(ways: dict[tuple[str, ...], str]) -> None:
         library.symm_cp_serve_few_tokens(ATTENTION_WAYS not in ways)
 
 
-def forced_ways() -> dict[tuple[str, ...], str]:
-    """Returns the forced ways, by the ways to choose from."""
-    return dict(_forced)
+def forced_way(ways: tuple[str, ...]) -> str | None:
+    """Returns the way that is forced for calls with these ways, here or by the environment."""
+    if ways[0] in ATTENTION_WAYS:
+        return _forced.get(ATTENTION_WAYS) or env.attention()
+    return _forced.get(WAYS) or env.way()
 
 
 # --- the table of `symm-cp tune` -------------------------------------------------------------
@@ -194,10 +196,7 @@ def choose(
     """
     if group.world_size == 1:
         return by_size if device.type == "cpu" else ways[0]
-    attends = ways[0] in ATTENTION_WAYS
-    way = _forced.get(ATTENTION_WAYS if attends else WAYS) or (
-        env.attention() if attends else env.way()
-    )
+    way = forced_way(ways)
     if way in ways:
         choice = Choice(way, "forced")
     elif way is not None:

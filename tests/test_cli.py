@@ -272,7 +272,7 @@ def test_json_is_an_option_of_all_reports_alike() -> None:
 def test_doctor_lists_ops_by_their_kernels() -> None:
     ops = {finding.name: finding.detail.split(", ") for finding in doctor_module.ops()}
     assert "nvshmem_put" in ops["for CPU"]
-    assert "all_gather_kv" in ops["for CPU, CUDA, gradients"]
+    assert "fused_all_gather_matmul" in ops["for CPU, CUDA, gradients"]
 
 
 @pytest.mark.exhaustive

@@ -228,7 +228,8 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
             assert choice("pipeline") == ("together", "forced")
             served = ("pipeline",)
             assert choice("pipeline", ways=served) == ("pipeline", "together cannot serve it")
-            assert tuning.forced_ways() == {tuning.ATTENTION_WAYS: "together", tuning.WAYS: "whole"}
+            assert tuning.forced_way(tuning.ATTENTION_WAYS) == "together"
+            assert tuning.forced_way(tuning.WAYS) == "whole"
             with tuning.forced(None):
                 assert choice("pipeline") == ("pipeline", "measured")
         with patch.dict(os.environ, {"SYMM_CP_ATTENTION": "together"}):

@@ -395,6 +395,7 @@ void reporting_exchange(c10::function_ref<void()> body) {
 
 void reporting_errors(const char* op, Group& group, int channel, c10::function_ref<void()> body) {
   reported_interruption = false;
+  last_reported.clear();
   was_interrupted();  // clears a mark left by an earlier call
   try {
     body();
@@ -406,7 +407,10 @@ void reporting_errors(const char* op, Group& group, int channel, c10::function_r
     note_reported(error.cause);
     std::rethrow_exception(error.cause);
   } catch (const c10::Error& error) {
-    report_to_peers(group, channel, error);
+    // An op inside may have reported it.
+    const bool known =
+        !last_reported.empty() && std::strstr(text_of(error), last_reported.c_str()) != nullptr;
+    if (!known) report_to_peers(group, channel, error);
     throw;
   } catch (const std::bad_alloc& error) {
     report_to_peers(group, channel, error);
@@ -480,12 +484,6 @@ void call_python(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 }  // namespace kernels
-
-TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
-  // Counts a run in which this thread attends to the keys of all ranks, or gathers them.
-  m.def("count_attention_run() -> ()",
-        torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, kernels::count_attention_run));
-}
 
 }  // namespace symm_cp
 

@@ -144,6 +144,7 @@ SYMM_CP_EXPORT void symm_cp_plan_end_launch(void* handle) { recording_of(handle)
 SYMM_CP_EXPORT void symm_cp_plan_constant(void* handle, PyObject* tensor) {
   recording_of(handle).constant(THPVariable_Unpack(tensor));
 }
+SYMM_CP_EXPORT void symm_cp_plan_counts(void* handle) { recording_of(handle).counts(); }
 SYMM_CP_EXPORT void symm_cp_plan_refuse(void* handle, const char* reason) {
   recording_of(handle).refuse(reason);
 }

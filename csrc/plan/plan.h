@@ -133,6 +133,7 @@ struct Plan {
   std::vector<std::pair<int, at::Tensor>> constants;  // values that are the same in all calls
   c10::Device device = c10::kCPU;
   size_t exchanges = 0;
+  bool counts = false;                         // as a run of attention
   std::vector<std::function<bool()>> may_run;  // called before each run
 };
 
@@ -157,6 +158,8 @@ class Recording {
                       const std::vector<at::Tensor>& results) = 0;
   // Notes that a tensor of the kernel's own has the same values in all calls with this key.
   virtual void constant(const at::Tensor& tensor) = 0;
+  // Makes runs of the plan count as runs of attention.
+  virtual void counts() = 0;
   // Adds a condition of the plan, called before each run. A plan without conditions may always run.
   virtual void ask(std::function<bool()> may_run) = 0;
   virtual void refuse(const std::string& reason) = 0;

@@ -94,6 +94,8 @@ class PlanRecording final : public Recording {
     if (value != kNoValue) plan_.constants.emplace_back(value, tensor);
   }
 
+  void counts() override { plan_.counts = true; }
+
   void ask(std::function<bool()> may_run) override { plan_.may_run.push_back(std::move(may_run)); }
   void refuse(const std::string& reason) override {
     if (refusal_.empty()) refusal_ = reason;

@@ -312,6 +312,7 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key,
     };
     if (std::none_of(inputs.begin(), inputs.end(), shares)) inputs.push_back(tensor);
   }
+  if (plan->counts) kernels::count_attention_run();
   Run run(plan, std::move(inputs), group);
   run.run();
   torch::jit::drop(*stack, op.schema().arguments().size());

@@ -158,6 +158,10 @@ class Recording(TorchDispatchMode):
         self._glue.symm_cp_plan_called(self._handle, _here.kernel, function, given, result)
         return result
 
+    def counts_as_attention(self) -> None:
+        """Makes later calls count as runs of attention: see `count_attention_run`."""
+        self._glue.symm_cp_plan_counts(self._handle)
+
     def constant(self, tensor: torch.Tensor) -> None:
         """Notes that a tensor of the kernel has the same values in all calls with the same key."""
         self._glue.symm_cp_plan_constant(self._handle, tensor)

@@ -25,7 +25,7 @@ from pathlib import Path
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import env, native
-from symm_cp.group.memory import Group, StateKey
+from symm_cp.group.memory import Group, StateKey, before_call
 from symm_cp.group.stores import TimedStore, wait_limit_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -211,7 +211,10 @@ def _patience(
             pauses[key] = min(2 * pause, _LONGEST_PAUSE)
             return False
 
-        yield wait_for
+        try:
+            yield wait_for
+        except KeyboardInterrupt as error:
+            raise before_call(error) from None
 
 
 @contextmanager

@@ -194,6 +194,12 @@ def reported(error: E) -> E:
     return error
 
 
+def before_call(error: E) -> E:
+    """Marks an interruption that comes before a call, which peers may be making; returns it."""
+    error._symm_cp_before_call = True  # type: ignore[attr-defined]
+    return error
+
+
 def is_reported(error: BaseException) -> bool:
     """Whether an error was already reported to the peers."""
     return getattr(error, "_symm_cp_reported", False)

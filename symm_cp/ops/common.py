@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import cuda, native
+from symm_cp.cuda import plans
 from symm_cp.group.memory import (
     Group,
     StateKey,
@@ -85,8 +86,11 @@ attention_runs = _Runs()
 
 
 def count_attention_run() -> None:
-    """Counts a run; plans count each run that they replay."""
-    torch.ops.symm_cp.count_attention_run.default()
+    """Counts a run of such an op, also in later calls by its plan."""
+    attention_runs.count += 1
+    recording = plans.current()
+    if recording is not None:
+        recording.counts_as_attention()
 
 
 class Plans(dict[Hashable, Collective]):

@@ -74,6 +74,10 @@ def reporting(
             return function(*args, **kwargs)
         except END_OF_RECOMPUTATION:  # nothing failed
             raise
+        except KeyboardInterrupt as error:
+            if group_of_call is not None and getattr(error, "_symm_cp_before_call", False):
+                report(group_of_call, channel, error, args, kwargs)
+            raise
         except Exception as error:
             if torch.compiler.is_compiling():
                 raise
@@ -89,7 +93,7 @@ def reporting(
 def report(
     group_of_call: Callable[[Any, Any], Any],
     channel: str,
-    error: Exception,
+    error: BaseException,
     args: Any,
     kwargs: Any,
 ) -> None:

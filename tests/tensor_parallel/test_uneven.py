@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from symm_cp import tuning
 from symm_cp.tensor_parallel import FusedColwiseGroup, FusedColwiseParallel, FusedRowwiseParallel
 from symm_cp.tensor_parallel.features import Features, chunks
 from symm_cp.testing import Ranks
@@ -137,16 +136,6 @@ def test_trains(
     compiled: bool,
 ) -> None:
     ranks.run(world_size, trains, keys, queries, hidden, layout, compiled)
-
-
-def trains_in_different_ways(group: dist.ProcessGroup) -> None:
-    """Ranks choose the way of a matmul by their own widths, so their choices may differ."""
-    with tuning.forced(tuning.WAYS[group.rank() % 2]):
-        trains(group, 5, 1, 7, "sequence", False)
-
-
-def test_ways_may_differ(ranks: Ranks) -> None:
-    ranks.run(3, trains_in_different_ways)
 
 
 def test_features() -> None:

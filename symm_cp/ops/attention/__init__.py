@@ -17,7 +17,7 @@ In reading order:
     kernels     torch's kernels for one tile
     scoring     scores beyond torch's kernels: positions, soft caps, biases, dropout (philox)
     native_tiles  this project's kernels for one tile, on CPU and by matmuls (tiles_by_matmuls)
-    few_tokens  plans for csrc/ops/attention.cpp, which runs small calls on CPU
+    few_tokens  attention of few tokens on CPU: one exchange, one pass
     flex        attention with any `mask_mod` and `score_mod`: eager, and as an op in graphs
     layouts     layouts of sequences as inputs of graphs
     sequence    `_gather_sequence`, which gives graphs a tensor of all positions

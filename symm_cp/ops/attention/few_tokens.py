@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from symm_cp import env, runtime, tuning
+from symm_cp import runtime, tuning
 from symm_cp.cuda import plans
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention import native_tiles
@@ -78,7 +78,7 @@ def serves(
     few = math.prod(whole) * key.element_size() <= WHOLE_BYTES
     if not few or key.dtype not in _DTYPES or key.shape != value.shape:
         return False
-    if tuning.ATTENTION_WAYS in tuning.forced_ways() or env.attention() is not None:
+    if tuning.forced_way(tuning.ATTENTION_WAYS) is not None:
         return False
     return runtime.at_once(group, key, whole)
 

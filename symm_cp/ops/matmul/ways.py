@@ -27,7 +27,7 @@ from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
 from symm_cp.native import wire
 from symm_cp.tensors.dtypes import dtype_name
-from symm_cp.tuning import WAYS, choose
+from symm_cp.tuning import IN_ONE_CALL, WAYS, Choice, forced_way, note
 
 #: A matmul as (rows of the result, inner dimension, columns of the result).
 Product: TypeAlias = "tuple[int, int, int]"
@@ -62,8 +62,12 @@ def at_once(group: Group, op: str, like: torch.Tensor, whole: Sequence[int]) -> 
     """
     if not runtime.at_once(group, like, whole):
         return False
+    forced = forced_way(WAYS)
+    if forced not in (None, "whole"):
+        return False
     key = f"{op} {dtype_name(like.dtype)} {'x'.join(map(str, whole))}"
-    return choose(group, like.device, key, WAYS, "whole") == "whole"
+    note(like.device, key, IN_ONE_CALL if forced is None else Choice("whole", "forced"))
+    return True
 
 
 def part_by_part(name: bytes) -> bytes:

@@ -24,7 +24,7 @@ from tests.ops.calls import caller, completed
 OPS = torch.ops.symm_mem
 
 #: Ops whose examples stay in Python, and a part of the reason.
-IN_PYTHON = {"_same_on_all_ranks": "reads values on the host"}
+IN_PYTHON = {"_same_on_all_ranks": "memory that is not the call's"}
 
 
 def runs() -> int:

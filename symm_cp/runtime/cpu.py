@@ -147,7 +147,8 @@ class CpuRuntime(Runtime):
     """The runtime for CPU tensors of ranks on one host."""
 
     def _gather(self, call: GatherCall) -> None:
-        if small.serves(call.group, call.shards.nbytes):
+        nbytes = call.shards.nbytes
+        if nbytes < small.MOST_BYTES and small.serves(call.group, nbytes):
             small.gather(call)
         else:
             _run_in_place_if_all_can(call, self._gather_shards)

@@ -27,8 +27,8 @@ from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets, scratch
 from symm_cp.tensors.shards import viewing
 
-# The most bytes of the slots of all ranks.
-_MOST_BYTES = 1 << 20
+#: The most bytes of the slots of all ranks.
+MOST_BYTES = 1 << 20
 
 #: Whether small calls are made this way; the same on all ranks. See `symm_cp.tuning.forced`.
 enabled = True
@@ -36,7 +36,7 @@ enabled = True
 
 def serves(group: Group, slot_bytes: int) -> bool:
     """Whether a call is made this way; the same on all ranks."""
-    if group.world_size == 1 or not 0 < group.world_size * slot_bytes <= _MOST_BYTES:
+    if group.world_size == 1 or not 0 < group.world_size * slot_bytes <= MOST_BYTES:
         return False
     return enabled and env.way() is None and env.attention() is None
 

@@ -15,7 +15,6 @@
 #include "channel/plan.h"
 #include "channel/wire.h"
 #include "cuda/streams.h"
-#include "exchange/boxes.h"
 #include "exchange/copy.h"
 #include "exchange/exchange.h"
 #include "exchange/reduce.h"
@@ -229,24 +228,6 @@ int64_t symm_cp_exchange(void* group, int channel, int kind, int in_place, const
       const Started started = start(of(group), std::move(exchange), false);
       of(group).lane().wait(started.number);
     }
-    return 0;
-  });
-}
-
-// Runs an all-to-all of boxes in the calling thread, see exchange_of; `operands` are the tensors'
-// addresses.
-int64_t symm_cp_exchange_boxes(void* group, const char* call_name, const Box* given, int64_t gives,
-                               const Box* taken, int64_t takes, int joining, void* const* operands,
-                               int count) {
-  return guarded([&]() -> int64_t {
-    Exchange exchange =
-        exchange_of(call_name,
-                    std::make_shared<const Boxes>(std::vector<Box>(given, given + gives),
-                                                  std::vector<Box>(taken, taken + takes),
-                                                  of(group).world_size()),
-                    joining != 0);
-    for (int i = 0; i < count; ++i) exchange.operands.push_back(static_cast<char*>(operands[i]));
-    run(of(group), std::move(exchange));
     return 0;
   });
 }

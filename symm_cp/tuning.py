@@ -27,6 +27,7 @@ from symm_cp import accelerators, env, native, trusted
 from symm_cp.group.liveness import read, share
 from symm_cp.group.memory import Group, StateKey, on_first_use
 from symm_cp.measured import machine_key
+from symm_cp.runtime import small
 
 WAYS = ("shards", "whole")
 #: The way of fused matmuls that only GPUs have.
@@ -75,6 +76,7 @@ def forced(way: str | None) -> Iterator[None]:
 def _force(ways: dict[tuple[str, ...], str]) -> None:
     global _forced
     _forced = ways
+    small.enabled = not ways
     native.drop_plans()
     with contextlib.suppress(native.BuildError):  # then there is no native kernel either
         # Unless disabled, the native kernels take small work before this module chooses a way.

@@ -24,21 +24,7 @@ from tests.ops.calls import caller, completed
 OPS = torch.ops.symm_mem
 
 #: Ops whose examples stay in Python, and a part of the reason.
-IN_PYTHON = dict.fromkeys(
-    (
-        "_add_halo",
-        "_all_gather_kv_backward",
-        "_delta_rule_grads",
-        "_delta_rule_states",
-        "_gather_sequence",
-        "_same_on_all_ranks",
-        "exchange_halo",
-        "project_from_heads",
-        "project_to_heads",
-        "scan_states",
-    ),
-    "memory that is not the call's",
-)
+IN_PYTHON = {"_same_on_all_ranks": "memory that is not the call's"}
 
 
 def runs() -> int:

@@ -144,9 +144,6 @@ class Op:
 
     #: The kernel for CPU tensors is native, and calls `kernel` where it cannot run a call.
     native: bool = False
-    #: The schema of the plan's results, and the plan, which the native kernel calls once for each
-    #: kind of arguments.
-    native_plan: tuple[str, Kernel] | None = None
     cpu_only: bool = False
     #: No other rank takes part; the schema names no group.
     one_sided: bool = False

@@ -107,10 +107,6 @@ def _register_kernels(op: Op) -> None:
         in_python.impl(op.name, op.kernel, "CPU")
     if not op.native and not planned:
         lib.impl(op.name, op.kernel, "CPU")
-    if op.native_plan is not None:
-        results, plan = op.native_plan
-        in_python.define(f"{op.name}.plan{arguments.split(' -> ')[0]} -> {results}")
-        in_python.impl(f"{op.name}.plan", plan, "CPU")
     if planned:
         in_python.define(f"{op.name}.recorded{arguments}")
         in_python.impl(f"{op.name}.recorded", plans.recorded(as_on_device(op)), "CPU")

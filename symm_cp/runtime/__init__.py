@@ -11,11 +11,11 @@ import torch
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
-from symm_cp.runtime.cpu import CpuRuntime, boxes_of
+from symm_cp.runtime.cpu import CpuRuntime
 from symm_cp.runtime.exchange import WHOLE_BYTES
 from symm_cp.runtime.unfused import UnfusedRuntime
 
-__all__ = ["FOR_RANKS_APART", "Choose", "at_once", "background_of", "boxes_of", "of", "serve"]
+__all__ = ["FOR_RANKS_APART", "Choose", "at_once", "background_of", "of", "serve"]
 
 #: Returns the runtime for a group's tensors on a device.
 Choose: TypeAlias = Callable[[torch.device, Group], Runtime]

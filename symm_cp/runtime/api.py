@@ -68,7 +68,8 @@ class Runtime(ABC):
         """Calls `consume(shard of rank r, r)` for each rank, its own first, peers' as they arrive.
 
         `shard` is one or more tensors of any strides. A single contiguous tensor in symmetric
-        memory that was rendezvoused with the group is read in place if all ranks pass such tensors.
+        memory that was rendezvoused with the group is read in place if all ranks pass such tensors,
+        and on CPU if the call is not small (small.py).
         `shapes` gives the shapes of each rank's shard where they differ. `gathered`, if given, is
         contiguous and receives all ranks' first tensors, divided by `split` (by default into
         equal parts of dimension 0).

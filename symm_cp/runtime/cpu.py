@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 
-from symm_cp import native
 from symm_cp.group.hosts import QUESTION, numbers_on_host
-from symm_cp.group.memory import Group, has_symmetric, is_symmetric, reported
+from symm_cp.group.memory import Group, has_symmetric, is_symmetric
 from symm_cp.native import wire
+from symm_cp.runtime import exchange, small
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
 from symm_cp.runtime.api import Runtime
@@ -141,18 +140,6 @@ def _exchange_and_consume_program(rank: int, sizes: Sizes) -> tuple[Program, Siz
     return program, offsets, max(each[-1] for each in offsets)
 
 
-Boxes: TypeAlias = "tuple[ctypes.Array[wire.Box], ctypes.Array[wire.Box]]"
-
-
-@lru_cache(maxsize=128)
-def boxes_of(packed: PackedBoxes, strides: tuple[tuple[int, ...], ...], world_size: int) -> Boxes:
-    """Returns the given and taken boxes for native code; `strides` as in `PackedBoxes.boxes`."""
-    room = wire.EXCHANGE_PIECE // world_size // wire.EXCHANGE_PART * wire.EXCHANGE_PART
-    given, taken = packed.boxes(strides, room)
-    given_boxes, taken_boxes = ([wire.Box(*box) for box in boxes] for boxes in (given, taken))
-    return (wire.Box * len(given))(*given_boxes), (wire.Box * len(taken))(*taken_boxes)
-
-
 _C = TypeVar("_C", GatherCall, CombineCall)
 
 
@@ -160,7 +147,11 @@ class CpuRuntime(Runtime):
     """The runtime for CPU tensors of ranks on one host."""
 
     def _gather(self, call: GatherCall) -> None:
-        _run_in_place_if_all_can(call, self._gather_shards)
+        nbytes = call.shards.nbytes
+        if nbytes < small.MOST_BYTES and small.serves(call.group, nbytes):
+            small.gather(call)
+        else:
+            _run_in_place_if_all_can(call, self._gather_shards)
 
     def _gather_shards(self, call: GatherCall, in_place: bool) -> None:
         """A peer's shard is read where it lies, with strides of a new tensor."""
@@ -198,7 +189,10 @@ class CpuRuntime(Runtime):
             program.run(workspace, epoch, operands, call.name, kernels)
 
     def _combine(self, call: CombineCall) -> None:
-        _run_in_place_if_all_can(call, self._combine_shards)
+        if small.serves(call.group, call.shards.nbytes):
+            small.combine(call)
+        else:
+            _run_in_place_if_all_can(call, self._combine_shards)
 
     def _combine_shards(self, call: CombineCall, in_place: bool) -> None:
         """All shards are read where they lie."""
@@ -223,6 +217,9 @@ class CpuRuntime(Runtime):
         """Contributions are written where the peers read them."""
         group, out = call.group, call.out
         rank, dtype = group.rank, REDUCIBLE[out.dtype]
+        if small.serves(group, sum(call.nbytes)):
+            small.scatter(call)
+            return
         program, offsets = _produce_program(rank, call.nbytes, dtype, call.mean)
         # The peers' slots are as large as this rank's: all ranks have the same `nbytes`.
         with group.call(offsets[-1], call.name) as (workspace, epoch):
@@ -261,6 +258,9 @@ class CpuRuntime(Runtime):
         """Takes the peers' parts where the peers wrote them."""
         rank, sizes = call.group.rank, call.sizes
         program, offsets, slot_bytes = _exchange_and_consume_program(rank, sizes)
+        if small.serves(call.group, slot_bytes):
+            small.exchange(call)
+            return
         with call.group.call(slot_bytes, call.name) as (workspace, epoch):
 
             def run_give(to: int) -> None:
@@ -286,15 +286,20 @@ class CpuRuntime(Runtime):
         outputs: Sequence[torch.Tensor],
         call_name: bytes,
     ) -> None:
-        """See `Runtime`. One copy into the slot and one out of it (csrc/exchange/boxes.h)."""
-        used = (*tensors, *outputs)
-        strides = tuple([t.stride() for t in used])
-        given, taken = boxes_of(packed, strides, group.world_size)
-        addresses = (ctypes.c_void_p * len(used))(*[t.data_ptr() for t in used])
-        run = native.load().symm_cp_exchange_boxes
-        lists = given, len(given), taken, len(taken)
-        if run(group.handle, call_name, *lists, packed.joins, addresses, len(used)) < 0:
-            raise reported(RuntimeError(native.error()))
+        """See `Runtime`."""
+        exchange.exchange_boxes(group, packed, tensors, outputs, call_name)
+
+    def all_gather_into(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        split: Split,
+        call_name: bytes,
+    ) -> None:
+        """See `Runtime`."""
+        for tensor, output in zip(shard, outputs, strict=True):
+            exchange.all_gather_into(group, tensor, output, split, call_name)
 
     def _gather_and_scatter(self, call: GatherAndScatterCall) -> None:
         """The slot holds the partial sums, and behind them the shard."""
@@ -321,6 +326,9 @@ class CpuRuntime(Runtime):
 
     def _relay(self, call: RelayCall) -> None:
         """The next rank reads its input where this rank has written it."""
+        if small.serves(call.group, sum(map(math.prod, call.shapes)) * call.like.itemsize):
+            super()._relay(small.reporting(call))
+            return
         rank, ranks, shapes = call.group.rank, call.group.world_size, call.shapes
         item, dtype = call.like.element_size(), call.like.dtype
         offsets = part_offsets([math.prod(shape) * item for shape in shapes])

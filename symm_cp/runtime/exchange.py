@@ -10,8 +10,9 @@ the whole. Kernels call these functions, and plans (csrc/plan) replay them witho
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TypeVar
@@ -19,11 +20,13 @@ from typing import TypeVar
 import torch
 
 from symm_cp.group.memory import Group, reported
+from symm_cp.modes import ordinary_tensors
 from symm_cp.native import wire
 from symm_cp.runtime import recorder
-from symm_cp.tensors.alignment import aligned
+from symm_cp.runtime.calls import PackedBoxes, PlacedBox
+from symm_cp.tensors.alignment import aligned, part_offsets, scratch
 from symm_cp.tensors.results import contiguous, copied, new_result
-from symm_cp.tensors.shards import Shape, Split
+from symm_cp.tensors.shards import Shape, Shards, Split, viewing
 
 T = TypeVar("T")
 
@@ -40,10 +43,8 @@ def all_gather(
     """
     if group.world_size == 1:
         return copied(shard) if keep else aligned(shard)
-    given, taken = _gather_parts(split, tuple(shard.shape), shard.element_size(), group.rank)
     gathered = new_result(shard, split.whole_shape(shard.shape))
-    kind = wire.ExchangeKind.ALL_GATHER
-    _exchange(group, [contiguous(shard)], gathered, kind, given, taken, name)
+    all_gather_into(group, shard, gathered, split, name)
     return gathered
 
 
@@ -65,6 +66,15 @@ def all_gather_pair(
         dense = [gathered]  # no bytes of it
     _exchange(group, dense, gathered, wire.ExchangeKind.ALL_GATHER, given, taken, name)
     return gathered
+
+
+def all_gather_into(
+    group: Group, shard: torch.Tensor, gathered: torch.Tensor, split: Split, name: bytes
+) -> None:
+    """Writes the concatenation of all ranks' shards to a contiguous tensor."""
+    given, taken = _gather_parts(split, tuple(shard.shape), shard.element_size(), group.rank)
+    kind = wire.ExchangeKind.ALL_GATHER
+    _exchange(group, [contiguous(shard)], gathered, kind, given, taken, name)
 
 
 @lru_cache(maxsize=512)
@@ -91,12 +101,29 @@ def reduce_scatter(
         return parts.view(*shapes[0])
     item = parts.element_size()
     sizes = [math.prod(shape) * item for shape in shapes]
-    given = [each for pair in zip(accumulate((0, *sizes)), sizes, strict=False) for each in pair]
     out = new_result(parts, shapes[group.rank])
+    reduce_scatter_into(group, parts, tuple(accumulate((0, *sizes))), sizes, out, name, mean=mean)
+    return out
+
+
+def reduce_scatter_into(
+    group: Group,
+    parts: torch.Tensor,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    out: torch.Tensor,
+    name: bytes,
+    *,
+    mean: bool,
+) -> None:
+    """Writes this rank's part of the sum of all ranks' `parts` to a contiguous tensor.
+
+    Part r has `sizes[r]` bytes, from byte `offsets[r]` on.
+    """
+    given = [each for pair in zip(offsets, sizes, strict=False) for each in pair]
     taken = [0, sizes[group.rank], 0, 0]
     kind = wire.ExchangeKind.REDUCE_SCATTER
     _exchange(group, [parts], out, kind, given, taken, name, "avg" if mean else "sum")
-    return out
 
 
 def all_reduce_(group: Group, tensor: torch.Tensor, name: bytes, *, mean: bool) -> torch.Tensor:
@@ -105,6 +132,81 @@ def all_reduce_(group: Group, tensor: torch.Tensor, name: bytes, *, mean: bool) 
         kind, none = wire.ExchangeKind.ALL_REDUCE, list[int]()
         _exchange(group, [tensor], tensor, kind, none, none, name, "avg" if mean else "sum")
     return tensor
+
+
+def all_gather_shards(group: Group, shards: Shards, name: bytes) -> torch.Tensor:
+    """Returns aligned bytes: the shards of all ranks, `shards.nbytes` apart."""
+    own, nbytes, ranks = shards.own[0], shards.nbytes, group.world_size
+    sizes = [nbytes] * ranks
+    if len(shards.own) == 1:
+        sizes = [size for (size,) in shards.sizes.parts]
+    if len(shards.own) > 1 or not shards.contiguous:
+        own = scratch(own, nbytes)
+        shards.pack(group.rank, viewing(own))
+    gathered = scratch(own, ranks * nbytes)
+    taken = [each for rank, size in enumerate(sizes) for each in (rank * nbytes, size, 0, 0)]
+    given = [0, sizes[group.rank]]
+    _exchange(group, [own], gathered, wire.ExchangeKind.ALL_GATHER, given, taken, name)
+    return gathered
+
+
+def all_to_all(
+    group: Group,
+    given: torch.Tensor,
+    given_sizes: Sequence[int],
+    taken: torch.Tensor,
+    taken_sizes: Sequence[int],
+    name: bytes,
+) -> None:
+    """Exchanges aligned parts, of so many bytes for and from each rank: see `part_offsets`."""
+    of_given = zip(part_offsets(given_sizes), given_sizes, strict=False)
+    of_taken = zip(part_offsets(taken_sizes), taken_sizes, strict=False)
+    _exchange(
+        group,
+        [given],
+        taken,
+        wire.ExchangeKind.ALL_TO_ALL,
+        [each for offset, size in of_given for each in (offset, size)],
+        [each for offset, size in of_taken for each in (offset, size, 0, 0)],
+        name,
+    )
+
+
+def exchange_boxes(
+    group: Group,
+    packed: PackedBoxes,
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    name: bytes,
+) -> None:
+    """Exchanges parts of tensors: see `Runtime.exchange`.
+
+    Each part is copied into the slot and out of it (csrc/exchange/boxes.h).
+    """
+    strides = tuple([t.stride() for t in (*tensors, *outputs)])
+    given, taken = _boxes_of(packed, strides, group.world_size)
+    with _errors_reported():
+        torch.ops.symm_cp.exchange_boxes.default(
+            tensors, outputs, given, taken, packed.joins, name.decode(), group.name
+        )
+
+
+@lru_cache(maxsize=128)
+def _boxes_of(
+    packed: PackedBoxes, strides: tuple[tuple[int, ...], ...], world_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the bytes of the given and of the taken boxes; `strides` as in `PackedBoxes`."""
+    room = wire.EXCHANGE_PIECE // world_size // wire.EXCHANGE_PART * wire.EXCHANGE_PART
+    given, taken = packed.boxes(strides, room)
+    return _bytes_of(given), _bytes_of(taken)
+
+
+def _bytes_of(boxes: Sequence[PlacedBox]) -> torch.Tensor:
+    with ordinary_tensors():
+        if not boxes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        numbers = (wire.Box * len(boxes))(*[wire.Box(*box) for box in boxes])
+        return torch.frombuffer(numbers, dtype=torch.uint8)
 
 
 def _exchange(
@@ -117,18 +219,57 @@ def _exchange(
     name: bytes,
     reduce_op: str = "",
 ) -> None:
-    try:
+    with _errors_reported():
         torch.ops.symm_cp.exchange.default(
             given, taken, int(kind), given_parts, taken_parts, reduce_op, name.decode(), group.name
         )
+
+
+@contextlib.contextmanager
+def _errors_reported() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise reported(error) from None
 
 
-def traced(group: Group, kernel: str, name: bytes, run: Callable[[], T]) -> T:
-    """Runs the work of a call before or after its exchange, and records when."""
+def traced(
+    group: Group,
+    kernel: str,
+    name: bytes,
+    run: Callable[[], T],
+    index: int | None = None,
+    *,
+    before: bool = False,
+) -> T:
+    """Runs the work of a call after its exchange, or `before` it, and records when.
+
+    `index` is the rank whose data it is; by default this rank. Returns the result of `run`.
+    """
     if recorder.active is None:
         return run()
-    epoch, results = group.workspace("sync").epoch + (kernel == "produce"), list[T]()
-    recorder.active.kernel(lambda _: results.append(run()), kernel, group.rank, name, epoch)
+    epoch = group.workspace("sync").epoch + (before or kernel == "produce")
+    of, results = group.rank if index is None else index, list[T]()
+    recorder.active.kernel(lambda _: results.append(run()), kernel, of, name, epoch)
     return results[0]
+
+
+@contextlib.contextmanager
+def unfinished(group: Group) -> Iterator[None]:
+    """Inside, the peers wait for an exchange, or will: an error is reported to them."""
+    try:
+        yield
+    except Exception as error:
+        group.refuse("sync", error)
+        reported(error)
+        raise
+
+
+@contextlib.contextmanager
+def exchanged() -> Iterator[None]:
+    """Inside, the peers have completed the exchange, and need no report of an error."""
+    try:
+        yield
+    except Exception as error:
+        reported(error)
+        raise

@@ -53,7 +53,7 @@ class Recording:
         self._native: Iterable[wire.TraceEvent] = ()
 
     def kernel(
-        self, run: Callable[[int], None], name: str, index: int, call_name: bytes, epoch: int
+        self, run: Callable[[int], object], name: str, index: int, call_name: bytes, epoch: int
     ) -> None:
         """Runs a Python kernel and records when."""
         start = time.monotonic_ns()

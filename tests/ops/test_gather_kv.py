@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
+from symm_cp.ops.common import attention_runs
 from symm_cp.testing import Ranks
 from tests import device
 from tests.reference import reduce_scatter
 
-pytestmark = device.devices(*device.NAMES)
+pytestmark = device.devices(*device.NAMES, "patterns")
 
 
 def gathers(group: dist.ProcessGroup, seed: int) -> None:
@@ -44,6 +45,20 @@ def gathers(group: dist.ProcessGroup, seed: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_gathers_and_scatters_gradients(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, gathers, int(torch.randint(1 << 30, ())))
+
+
+def counts_runs(group: dist.ProcessGroup) -> None:
+    """A rank in Python, one that records and one that runs a plan count the same runs."""
+    key, value = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 5)
+    before, first = attention_runs.total(), symm_cp.all_gather_kv(key, value, group=group)
+    for number in range(2, 5):
+        again = symm_cp.all_gather_kv(key, value, group=group)
+        assert attention_runs.total() == before + number
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
+def test_each_call_counts_as_a_run_of_attention(ranks: Ranks) -> None:
+    ranks.run(2, counts_runs)
 
 
 def one_gradient_only(group: dist.ProcessGroup) -> None:

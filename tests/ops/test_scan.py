@@ -14,7 +14,7 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive
 
-pytestmark = device.devices(*device.NAMES)
+pytestmark = device.devices(*device.NAMES, "patterns")
 
 OPS = torch.ops.symm_mem
 Tensors = list[torch.Tensor]

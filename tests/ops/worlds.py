@@ -20,7 +20,7 @@ from symm_cp import tuning
 from symm_cp.group.memory import tensor_at
 from symm_cp.native import wire
 from symm_cp.ops import common
-from symm_cp.runtime import cpu, exchange, program
+from symm_cp.runtime import cpu, exchange, program, small
 
 #: A decision of a rank: its kind, and the values on which all ranks must agree.
 Note = tuple[Any, ...]
@@ -122,6 +122,7 @@ class World:
             mock.patch.object(
                 cpu, "numbers_on_host", lambda group, name, numbers: group.tell(name, numbers)
             ),
+            mock.patch.object(small, "enabled", False),  # these decide by sizes only
             mock.patch.object(cpu, "has_symmetric", return_value=True),
             mock.patch.object(cpu, "is_symmetric", _is_symmetric),
             mock.patch.object(program.Program, "run", _note_program),

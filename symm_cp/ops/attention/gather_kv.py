@@ -16,10 +16,10 @@ from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
-    attention_runs,
     call_signature,
     check_dim,
     check_reduce_op,
+    count_attention_run,
     gather_split,
     group_of,
     scatter_split,
@@ -58,8 +58,7 @@ def _gather_kernel(
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if key.device.type != "cpu":
-        attention_runs.count += 1  # on CPU the native kernel has counted
+    count_attention_run()
     group = group_of(group_name, rank)
     dim = _check(key, value, seq_dim)
     split = gather_split(_GATHER, "seq_dim", dim, key, sizes, group.rank, group.world_size)
@@ -156,13 +155,12 @@ declare(
         schema=(
             f"(Tensor key, Tensor value, int seq_dim, str group_name, {SIZES}) -> (Tensor, Tensor)"
         ),
-        kernel=_gather_kernel,  # csrc/ops/gather_kv.cpp serves CPU tensors
+        kernel=_gather_kernel,
         fake=_gather_fake,
         gradient=NATIVE_GRADIENT,
         autocast=autocast.widen,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(on.rand(1, 2, 4, 3), on.rand(1, 2, 4, 3), 2, on.group_name),
-        native=True,
     ),
     Op(
         name=_SCATTER,

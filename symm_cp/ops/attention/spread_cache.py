@@ -21,7 +21,7 @@ from symm_cp.ops.attention.checks import check_tensors
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.scoring import Scoring, TileMask
 from symm_cp.ops.attention.tiles import additive, dense_features
-from symm_cp.ops.common import Place, attention_runs, kernel_and_fake, name_of
+from symm_cp.ops.common import Place, count_attention_run, kernel_and_fake, name_of
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, NoGradient, Op, arguments, declare
@@ -118,7 +118,7 @@ def _spread_cache_attention(
         lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
         return query.new_empty(shape), lse
     if query.device.type != "cpu":
-        attention_runs.count += 1  # on CPU the native kernel counts
+        count_attention_run()  # on CPU the native kernel counts
     if key_positions is not None and bool((key_positions.diff() <= 0).any()):
         raise ValueError(f"{_OP}: key_positions must ascend")
     visible = _visible(query, key_positions, first_query, window_left)

@@ -210,27 +210,6 @@ def _kernel(
     return run_exchange(group, exchange, tensors)
 
 
-def _plan(
-    tensors: list[torch.Tensor], to_heads: bool, group_name: str, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, list[int], str]:
-    """Plans a call for csrc/ops/exchange_heads.cpp; raises `ValueError` or `TypeError`.
-
-    Returns the boxes to send and to receive, as bytes, the sizes of all results and the call's
-    name; no sizes if results are sums, which the native kernel cannot compute.
-    """
-    group, exchange = exchange_of(tensors, to_heads, group_name, *options)
-    if not exchange.copies_only:
-        return torch.empty(0), torch.empty(0), [], ""
-    outputs = exchange.new_outputs([t.to("meta") for t in tensors])
-    strides = tuple([t.stride() for t in (*tensors, *outputs)])
-    given, taken = (
-        torch.frombuffer(boxes, dtype=torch.uint8) if len(boxes) else torch.empty(0)
-        for boxes in runtime.boxes_of(exchange, strides, group.world_size)
-    )
-    shapes = [size for output in outputs for size in output.shape]
-    return given, taken, shapes, exchange_name(exchange).decode()
-
-
 def run_exchange(
     group: Group,
     exchange: HeadExchange,
@@ -300,7 +279,7 @@ declare(
     Op(
         name=OP,
         schema=f"{_ARGUMENTS} -> Tensor[]",
-        kernel=_kernel,  # csrc/ops/exchange_heads.cpp serves CPU tensors
+        kernel=_kernel,
         fake=exchange_fake,
         gradient=NATIVE_GRADIENT,
         autocast=untouched,
@@ -309,7 +288,5 @@ declare(
             [on.rand(1, 2 * on.world_size, 3, size) for size in (4, 2)], True, on.group_name
         ),
         plan=_checked,
-        native=True,
-        native_plan=("(Tensor, Tensor, int[], str)", _plan),
     )
 )

@@ -30,7 +30,7 @@ from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.options import FLEX_OPTIONS, ScoreOptions
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.spread import keys_held
-from symm_cp.ops.common import attention_runs, group_of
+from symm_cp.ops.common import count_attention_run, group_of
 from symm_cp.ops.op import (
     LEFT_TO_TORCH,
     Caller,
@@ -176,7 +176,7 @@ def _transforms() -> torch._C._ForceDispatchKeyGuard:
 def _kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    attention_runs.count += 1  # even if the call is refused
+    count_attention_run()  # even if the call is refused
     with _transforms():
         with propagates_failure(*options.get("method_groups") or ()):
             attention = _Arguments(*rest).attention(query, key, value, options)

@@ -78,11 +78,6 @@ def _force(ways: dict[tuple[str, ...], str]) -> None:
     _forced = ways
     small.enabled = not ways
     native.drop_plans()
-    with contextlib.suppress(native.BuildError):  # then there is no native kernel either
-        # Unless disabled, the native kernels take small work before this module chooses a way.
-        library = native.load()
-        library.symm_cp_serve_few_rows(WAYS not in ways)
-        library.symm_cp_serve_few_tokens(ATTENTION_WAYS not in ways)
 
 
 def forced_way(ways: tuple[str, ...]) -> str | None:
@@ -246,7 +241,7 @@ def note(device: torch.device, key: str, choice: Choice) -> None:
 def listening() -> Iterator[dict[str, Choice]]:
     """Yields the choices made in the `with` block, by the name of the work, in all threads.
 
-    Products small enough for one native call are listed by the name of that call.
+    Inside, Python makes all calls, without plans.
     """
     before, choices = _listening, dict[str, Choice]()
     native.load().symm_cp_plans_pause()
@@ -262,11 +257,3 @@ def _listen(choices: dict[str, Choice] | None) -> None:
     global _listening
     _listening = choices
     native.drop_plans()
-    with contextlib.suppress(native.BuildError):  # then there is no native kernel either
-        native.load().symm_cp_on_small_matmul(native.NoteCall() if choices is None else _note)
-
-
-@native.NoteCall
-def _note(call_name: bytes) -> None:
-    if _listening is not None:
-        _listening[call_name.decode()] = IN_ONE_CALL

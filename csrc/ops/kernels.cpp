@@ -29,12 +29,8 @@ constexpr size_t kLongSizes = 48;
 // False while tests run the kernels in Python on CPU tensors.
 std::atomic<bool> serving{true};
 
-// False while a strategy is forced: only Python has all strategies.
-std::atomic<bool> small_matmuls{true};
-std::atomic<bool> few_tokens{true};
 // How often this thread has attended to the keys of all ranks, or gathered them.
 thread_local int64_t attention_runs = 0;
-std::atomic<void (*)(const char*)> on_small_matmul{nullptr};
 
 bool summable(at::ScalarType dtype) {
   switch (dtype) {
@@ -359,14 +355,7 @@ void check_symmetric(const char* op, const char* name, const at::Tensor& tensor)
                     "torch.distributed._symmetric_memory.empty()");
 }
 
-bool serves_small_matmuls() { return small_matmuls.load(std::memory_order_relaxed); }
-bool serves_few_tokens() { return few_tokens.load(std::memory_order_relaxed); }
-
 void count_attention_run() { ++attention_runs; }
-
-void note_small_matmul(const std::string& call_name) {
-  if (const auto note = on_small_matmul.load(std::memory_order_relaxed)) note(call_name.c_str());
-}
 
 bool overlap(const at::Tensor& one, const at::Tensor& other) {
   const auto begin = [](const at::Tensor& t) {
@@ -492,18 +481,8 @@ extern "C" {
 // With 0, the kernels in Python handle CPU tensors, for tests.
 void symm_cp_serve_cpu(int on) { symm_cp::kernels::serving = on != 0; }
 
-// Sets whether native kernels, instead of Python's, compute products of small matrices and
-// attention of few tokens.
-void symm_cp_serve_few_rows(int on) { symm_cp::kernels::small_matmuls = on != 0; }
-void symm_cp_serve_few_tokens(int on) { symm_cp::kernels::few_tokens = on != 0; }
-
 // Returns how often the calling thread has attended to the keys of all ranks, or gathered them.
 int64_t symm_cp_attention_runs() { return symm_cp::kernels::attention_runs; }
-
-// Sets the function called with the name of each product that native kernels compute; null: none.
-void symm_cp_on_small_matmul(void (*note)(const char* call_name)) {
-  symm_cp::kernels::on_small_matmul = note;
-}
 
 // Whether the last refusal of a native kernel in this thread was reported to the peers, with `text`
 // or a part of it.

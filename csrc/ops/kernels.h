@@ -39,15 +39,14 @@ struct CheckedCall {
   std::vector<int64_t> input_offsets;
   std::vector<int64_t> output_offsets;
   std::vector<int64_t> output_shape;  // for several outputs, their shapes one after the other
-  std::shared_ptr<const void> plan;   // Python's own plan; see attention.cpp
   bool in_place_possible = true;      // an input in symmetric memory is read where it lies
   bool background = false;            // large enough to wake the copy engine for it
 
   // `row` and `pitch`: see Extent.
   void add_input(int64_t offset, int64_t bytes);
   void add_output(int64_t offset, int64_t bytes, int64_t row = 0, int64_t pitch = 0);
-  // Plans an all-reduce. Each rank reduces one part if that is faster or `in_parts` is set; the last
-  // parts may be shorter.
+  // Plans an all-reduce. Each rank reduces one part if that is faster or `in_parts` is set; the
+  // last parts may be shorter.
   void set_all_reduce(int64_t bytes, int ranks, bool in_parts = false);
   void bind(const void* input, void* output);
 };
@@ -178,12 +177,6 @@ bool is_symmetric(const Group& group, const at::Tensor& tensor);
 // Raises ValueError for a tensor outside symmetric memory, which torch's ops reject on GPUs. Does
 // not check whether it was rendezvoused.
 void check_symmetric(const char* op, const char* name, const at::Tensor& tensor);
-// Whether native kernels compute products of small matrices, and attention of few tokens. While a
-// strategy is forced, Python computes them: it has all strategies.
-bool serves_small_matmuls();
-bool serves_few_tokens();
-// Reports the name of a call that native kernels compute to Python's `tuning.listening`.
-void note_small_matmul(const std::string& call_name);
 // Counts a run in which this thread attends to the keys of all ranks, or gathers them: see
 // symm_cp/ops/common.py.
 void count_attention_run();
@@ -232,7 +225,8 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
              c10::function_ref<void(const std::shared_ptr<Group>&)> body);
 // Runs `body`, an exchange of a kernel in Python: the peers know of its errors.
 void reporting_exchange(c10::function_ref<void()> body);
-// Runs `body`, a call of an op without Python, and reports errors before its exchanges to the peers.
+// Runs `body`, a call of an op without Python, and reports errors before its exchanges to the
+// peers.
 void reporting_errors(const char* op, Group& group, int channel, c10::function_ref<void()> body);
 // Whether native kernels and plans serve CPU tensors; false in tests that run them on a simulated
 // device.

@@ -21,7 +21,6 @@ from symm_cp.native.compiler import find_compiler
 from symm_cp.native.errors import BuildError, say
 from symm_cp.native.library import (
     FindGroup,
-    NoteCall,
     address_of,
     drop_plans,
     error,
@@ -34,7 +33,6 @@ from symm_cp.native.sources import source_dir
 __all__ = [
     "BuildError",
     "FindGroup",
-    "NoteCall",
     "address_of",
     "build",
     "build_glue",

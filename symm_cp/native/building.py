@@ -7,7 +7,7 @@ objects of the build before. Only the user can change what is built (see `truste
 
 `torch.utils.cpp_extension` with ninja was tried instead (torch 2.13, g++ 12). It compiles each
 source alone, with torch's headers: a first build takes about 300 s of processor time, here 145 s.
-After a change of ops/attention.cpp it takes 6.5 s, here 8 s. It has one set of flags for all
+After a change of a file of ops it takes 6.5 s, here 8 s. It has one set of flags for all
 sources, and ninja would have to be installed.
 """
 

@@ -18,7 +18,6 @@ from symm_cp.native.errors import BuildError, explained, say
 
 #: Takes the name of a group; see csrc/channel/groups.h.
 FindGroup = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int)
-NoteCall = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _loaded: list[Path] = []  # of the native part
 _L = TypeVar("_L", bound=ctypes.CDLL)
 

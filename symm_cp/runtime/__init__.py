@@ -15,7 +15,7 @@ from symm_cp.runtime.cpu import CpuRuntime
 from symm_cp.runtime.exchange import WHOLE_BYTES
 from symm_cp.runtime.unfused import UnfusedRuntime
 
-__all__ = ["FOR_RANKS_APART", "Choose", "at_once", "background_of", "of", "serve"]
+__all__ = ["FOR_RANKS_APART", "Choose", "at_once", "background_of", "exchanges", "of", "serve"]
 
 #: Returns the runtime for a group's tensors on a device.
 Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
@@ -55,4 +55,9 @@ def at_once(
 
     It must not be empty, nor take more than `most` bytes.
     """
-    return 0 < math.prod(whole) * like.itemsize <= most and of(like, group) is _cpu
+    return 0 < math.prod(whole) * like.itemsize <= most and exchanges(group, like)
+
+
+def exchanges(group: Group, like: torch.Tensor) -> bool:
+    """Returns whether tensors of a group are exchanged by `symm_cp.runtime.exchange`, if small."""
+    return of(like, group) is _cpu

@@ -50,8 +50,9 @@ def test_the_overlap_is_that_over_the_first_backend() -> None:
 
 def test_a_line_says_what_its_ratios_are() -> None:
     """Ratios are not quotients of medians where the machine's speed drifts."""
-    drifting = row([1.0, 1.0, 4.0], [2.0, 2.0, 2.0], [1.0, 1.2, 4.0])
-    assert "fused 1.2 s (1.00)" in report.line(drifting)
+    drifting = row([1.0, 1.0, 4.0], [2.0, 2.0, 2.0], [1.0, 1.05, 4.0])
+    assert "fused 1.05 s (1.00)" in report.line(drifting)
+    assert "unfused 2 s (too noisy: 0.50 to 2.00)" in report.line(drifting)
     assert "median of the ratios within each\nrepetition" in report.LEGEND
     assert "not the quotient of the medians" in report.LEGEND
 

@@ -39,16 +39,16 @@ def differs(group: dist.ProcessGroup) -> None:
     calls = [
         (lambda: symm_cp.all_gather_matmul(x[:, : 3 if odd else 6], w[: 3 if odd else 6],
                                            group=group),
-         "fused_all_gather_matmul"),
+         "all_gather_matmul"),
         (lambda: symm_cp.all_gather_matmul(x, w, group=group) if odd
          else symm_cp.matmul_reduce_scatter(x, w, group=group),
-         "fused_matmul_reduce_scatter"),
+         "matmul_reduce_scatter"),
         (lambda: SCATTER(x, "avg" if odd else "sum", name),
          "_low_contention_reduce_scatter"),
         (lambda: GATHER(x if odd else x.double(), name),
          "_low_contention_all_gather"),
         (lambda: symm_cp.all_gather_attention(q, q, q, group=group, is_causal=odd),
-         "fused_all_gather_attention"),
+         "all_gather_attention"),
     ]  # fmt: skip
     with simulation(delays_us=0), debugging():
         for call, what in calls:

@@ -38,11 +38,11 @@ def check(outcomes: Sequence[Outcome], op: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("world_size", "run", "op"),
     some(
-        (3, waits.attention, "fused_all_gather_attention"),
+        (3, waits.attention, "all_gather_attention"),
         of=[
-            (3, waits.attention, "fused_all_gather_attention"),
+            (3, waits.attention, "all_gather_attention"),
             (2, waits.background, "_low_contention_all_gather"),
-            (2, waits.matmul_scatter, "fused_matmul_reduce_scatter"),
+            (2, waits.matmul_scatter, "matmul_reduce_scatter"),
         ],
     ),
     ids=lambda value: getattr(value, "__name__", None),
@@ -55,14 +55,14 @@ def test_a_rank_dies(ranks: Ranks, world_size: int, run: waits.Op, op: str) -> N
 def test_a_rank_fails_in_the_middle_of_a_call(ranks: Ranks) -> None:
     with ranks.own(3, waits.others_wait, waits.matmul_scatter, waits.fails) as running:
         outcomes = running.outcomes()
-    check(outcomes, "fused_matmul_reduce_scatter", "rank {} aborted the call; see its stderr")
-    assert outcomes[-1].result == "fused_matmul_reduce_scatter: no memory"
+    check(outcomes, "matmul_reduce_scatter", "rank {} aborted the call; see its stderr")
+    assert outcomes[-1].result == "matmul_reduce_scatter: no memory"
 
 
 def test_a_rank_stops(ranks: Ranks) -> None:
     with ranks.own(2, waits.others_wait, waits.gather_matmul, waits.stops) as running:
         outcomes = running.outcomes(apart_from=[1])
-    check(outcomes, "fused_all_gather_matmul", f"timed out after {waits.SHORT_MS} ms")
+    check(outcomes, "all_gather_matmul", f"timed out after {waits.SHORT_MS} ms")
 
 
 def test_a_late_rank_is_waited_for(ranks: Ranks) -> None:

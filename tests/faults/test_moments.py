@@ -15,7 +15,7 @@ from tests.patience import patient
 
 OPS = re.compile(
     r"all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|send|recv|making group|"
-    r"fused_\w+|_low_contention_\w+|one_shot_\w+|two_shot_\w+|reduce_scatter_out|symm_mem.rendezvous|"
+    r"all_gather_\w+|matmul_\w+|\w+_matmul|fused_\w+|_low_contention_\w+|one_shot_\w+|two_shot_\w+|reduce_scatter_out|symm_mem.rendezvous|"
     r"_route_to_experts"
 )
 #: Seconds until each rank has been told.

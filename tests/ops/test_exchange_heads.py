@@ -159,7 +159,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         symm_cp.sequence_to_heads(x, heads=[(0, 4)], **one)
     with pytest.raises(ValueError, match="3 positions, must have 4"):
         symm_cp.sequence_to_heads(x, load_balancer=symm_cp.HeadTail(8, 2), **one)
-    with pytest.raises(TypeError, match=r"tensors\[1\] is torch.float64"):
+    with pytest.raises(TypeError, match=r"x\[1\] is torch.float64"):
         symm_cp.sequence_to_heads([x, x.double()], **one)
     with pytest.raises(ValueError, match="heads has 1 entries for 2 tensors"):
         symm_cp.sequence_to_heads([x, x], heads=[Split((2, 2))], **one)

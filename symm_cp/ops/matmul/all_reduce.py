@@ -123,11 +123,12 @@ def produce_and_all_reduce(
     question = ways.question("matmul_all_reduce", out.dtype, (rows, columns, columns))
     by_size = ways.for_sum(out.device, rows, columns)
     whole = choose(group, out.device, question, WAYS, by_size) == "whole"
+    name = call_signature(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}")
     runtime.of(out, group).produce_and_all_reduce(
         group,
         lambda rank, partial: produce(None if whole else rank, partial),
         out,
-        ways.part_by_part(call_signature(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}")),
+        ways.part_by_part(group, out, name),
         split=None if whole else split,
         mean=reduce_op == "avg",
     )

@@ -63,7 +63,8 @@ def _weight_grad(
             exchange.traced(place.group, "consume", name, multiply_all)
         else:
             multiply = _weight_grad_columns if by_columns else _weight_grad_rows
-            multiply(place.group, x_shard, grads, split, outs, ways.part_by_part(name))
+            name = ways.part_by_part(place.group, x_shard, name)
+            multiply(place.group, x_shard, grads, split, outs, name)
     return outs
 
 
@@ -207,7 +208,7 @@ def _backward(
         exchange.traced(group, "consume", name, multiply_all)
     else:
         multiply = _backward_columns if by_columns else _backward_rows
-        name = ways.part_by_part(name)
+        name = ways.part_by_part(group, grad_shard, name)
         multiply(group, grad_shard, a_front, weight, split, grad_a, grad_weight, name)
     for grad in (grad_a, grad_weight):
         if grad is not None and reduce_op == "avg":

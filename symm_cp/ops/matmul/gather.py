@@ -174,7 +174,7 @@ def all_gather_matmul_kernel(
         return (gathered if return_A else None), [torch.matmul(gathered, w) for w in weights]
     if ways.at_once(group, "all_gather_matmul", x_shard, plan.whole):
         return _multiply_at_once(group, plan, x_shard, weights, return_A)
-    plan = plan._replace(name=ways.part_by_part(plan.name))
+    plan = plan._replace(name=ways.part_by_part(group, x_shard, plan.name))
     if plan.by_columns:
         return _gather_columns(group, plan, x_shard, weights, return_A)
     tiles = by_tiles.gathers(group, x_shard, weights, equal=plan.split.is_equal)

@@ -131,7 +131,7 @@ def _all_gather_scaled_matmul(
         return _unfused(group, plan, x_shard, scales, weights)
     if ways.at_once(group, SCALED_GATHER, x_shard, plan.whole, ANY_SIZE):
         return _multiply_at_once(group, plan, x_shard, scales, weights)
-    plan = plan._replace(name=ways.part_by_part(plan.name))
+    plan = plan._replace(name=ways.part_by_part(group, x_shard, plan.name))
     if plan.by_columns:
         return _gather_columns(group, plan, x_shard, scales, weights)
     outs = [

@@ -196,7 +196,7 @@ def _scaled_matmul_scattered(
     detail = f"scatter_dim={split.dim} {reduce_op} {dtype_name(a.dtype)}[{a.shape[-1]}]"
     name = name_of(SCALED_SCATTER, partial_dtype, shape, detail + sizes_text(split))
     if not ways.at_once(group, SCALED_SCATTER, a, shape, ANY_SIZE):
-        name = ways.part_by_part(name)
+        name = ways.part_by_part(group, a, name)
         return finished(_by_shards(group, product, name, mean=reduce_op == "avg"))
     total = _at_once(group, product, name, mean=reduce_op == "avg")
     return exchange.traced(group, "consume", name, lambda: finished(total))

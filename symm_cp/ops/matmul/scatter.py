@@ -103,7 +103,7 @@ def _multiply_and_reduce_scatter(
     if ways.at_once(group, "matmul_reduce_scatter", like, terms.shape):
         out = _scatter_at_once(group, terms, name, mean=mean)
         return out if terms.by_columns else contiguous(out.movedim(0, split.dim))
-    name = ways.part_by_part(name)
+    name = ways.part_by_part(group, like, name)
     out = new_result(like, front.shape_of(group.rank, terms.moved))
     way, is_complex = _way(group, terms), out.is_complex()
     summed: list[torch.Tensor] = []

@@ -73,8 +73,10 @@ def at_once(
     return True
 
 
-def part_by_part(name: bytes) -> bytes:
+def part_by_part(group: Group, like: torch.Tensor, name: bytes) -> bytes:
     """Returns the name of a call that is not exchanged at once: ranks that differ get an error."""
+    if not runtime.exchanges(group, like):
+        return name
     return name[: wire.MAX_CALL_NAME - len(_BY_PARTS)] + _BY_PARTS
 
 

@@ -164,7 +164,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     y = torch.zeros(1, 2, 6, 2)
     with pytest.raises(ValueError, match="weight has 7 rows, must have 8"):
         symm_cp.ulysses_output_projection(y, torch.zeros(7, 3), group=group)
-    with pytest.raises(TypeError, match="weight is torch.float64"):
+    with pytest.raises(TypeError, match=r"weight is torch.float64"):
         symm_cp.ulysses_output_projection(y, w.double(), group=group)
     project(x, w)
 

@@ -52,7 +52,8 @@ def differs(group: dist.ProcessGroup) -> None:
     ]  # fmt: skip
     with simulation(delays_us=0), debugging():
         for call, what in calls:
-            with pytest.raises(RuntimeError, match=rf"ranks disagree: rank 0 calls (fused_)?{what}.*rank"):
+            told = rf"ranks disagree: rank 0 calls (fused_)?{what}.*rank"
+            with pytest.raises(RuntimeError, match=told):
                 call()
             good(group)
 

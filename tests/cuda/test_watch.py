@@ -23,7 +23,8 @@ def check(outcomes: Sequence[Outcome], op: str, why: str) -> None:
     last, causes = len(survivors), []
     for rank, outcome in enumerate(survivors):
         assert outcome.signal == signal.SIGABRT, outcome
-        pattern = rf"symm_cp: (?:fused_)?{op}.* in group '.+': rank {rank} {waited}: (.*)\. A stream"
+        call = rf"symm_cp: (?:fused_)?{op}.* in group '.+'"
+        pattern = rf"{call}: rank {rank} {waited}: (.*)\. A stream"
         found = re.search(pattern, outcome.output)
         assert found is not None, outcome.output
         # Added in modes of the simulation in which the driver is held up.

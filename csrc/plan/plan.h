@@ -60,6 +60,7 @@ struct OpStep {
   std::vector<StepArgument> arguments;
   std::vector<int> results;  // the values that hold its results, or kNoValue
   std::vector<int> last;     // values not used after this step
+  bool is_mm = false;        // aten::mm.out, the commonest: called without boxes
 };
 
 // A new contiguous tensor on CPU, with memory from the pool of results.

@@ -76,6 +76,7 @@ class PlanRecording final : public Recording {
       return;
     }
     OpStep step{op, {}, {}, {}};
+    step.is_mm = schema.name() == "aten::mm" && schema.overload_name() == "out";
     for (const c10::IValue& argument : arguments) step.arguments.push_back(given(argument));
     for (const at::Tensor& result : results) step.results.push_back(add_value(result));
     steps_of(kernel).emplace_back(std::move(step));

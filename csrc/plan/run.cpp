@@ -2,6 +2,7 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/mm.h>
 #include <c10/core/DeviceGuard.h>
 #include <dlfcn.h>
 
@@ -155,6 +156,14 @@ class Run {
   }
 
   static void carry_out(const OpStep& step, Frame& frame, const Slot* slot) {
+    if (step.is_mm) {
+      const auto tensor = [&](size_t at) {
+        return tensor_of(step.arguments[at].tensors[0], frame, slot);
+      };
+      at::Tensor out = tensor(2);
+      at::mm_out(out, tensor(0), tensor(1));
+      return;
+    }
     Stack stack;
     stack.reserve(step.arguments.size());
     for (const StepArgument& argument : step.arguments)

@@ -232,7 +232,8 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
              c10::function_ref<void(const std::shared_ptr<Group>&)> body);
 // Runs `body`, an exchange of a kernel in Python: the peers know of its errors.
 void reporting_exchange(c10::function_ref<void()> body);
-// Runs `body`, a call of an op without Python, and reports errors before its exchanges to the peers.
+// Runs `body`, a call of an op without Python, and reports errors before its exchanges to the
+// peers.
 void reporting_errors(const char* op, Group& group, int channel, c10::function_ref<void()> body);
 // Whether native kernels and plans serve CPU tensors; false in tests that run them on a simulated
 // device.
@@ -243,7 +244,15 @@ bool serves_cpu();
 // devices other than CPUs, nor under a dispatch mode, which may be tracing.
 void reporting_refusals(const char* op, const c10::IValue& group_name, int channel,
                         c10::DispatchKeySet keys, c10::function_ref<void()> dispatch);
-// Calls the kernel in Python, the op of the same name in the namespace `symm_cp`.
+// Returns an op's name without its namespace.
+inline const char* name_of(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  return name.c_str() + name.find(':') + 2;
+}
+// Returns the name of the op that holds the kernels in Python: `symm_cp::f` for `symm_mem::f`,
+// `symm_cp_mine::f` for a user's `mine::f`.
+std::string name_in_python(const c10::OperatorHandle& op);
+// Calls the kernel in Python.
 void call_python(const c10::OperatorHandle& op, Stack* stack);
 
 }  // namespace symm_cp::kernels

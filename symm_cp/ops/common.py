@@ -98,11 +98,22 @@ class Plans(dict[Hashable, Collective]):
 PLANS: StateKey[Plans] = StateKey("plans")
 
 
-#: Joins the namespace that torch defines; what torch registered there stays.
-lib = _Library("symm_mem", "FRAGMENT")
+class Libraries(NamedTuple):
+    """The ops of a namespace, and under the same names their kernels in Python."""
 
-#: Holds kernels in Python of ops whose kernels for CPU tensors are native, under the same names.
-in_python = _Library("symm_cp", "FRAGMENT")
+    ops: _Library
+    in_python: _Library
+
+
+@functools.cache
+def libraries(namespace: str) -> Libraries:
+    """Returns the libraries of a namespace, which may have other ops: they stay.
+
+    csrc/ops/kernels.cpp finds the kernels by these names.
+    """
+    in_python = "symm_cp" if namespace == "symm_mem" else f"symm_cp_{namespace}"
+    return Libraries(_Library(namespace, "FRAGMENT"), _Library(in_python, "FRAGMENT"))
+
 
 #: Kernels for devices, by name, of ops that torch also has kernels for:
 #: `symm_cp.override_cuda_ops` installs ours.

@@ -40,6 +40,7 @@ _LONG_SIZES = 48  # characters in a call's name, which peers compare; longer: a 
 # Dispatch keys whose kernels make no call: fake kernels, or kernels that call another key's.
 _NOT_CALLS = ("Meta", "Functionalize", "Composite", "ADInplaceOrView")
 _DEVICES = tuple(kind.dispatch_key for kind in cuda.known())
+_IN_PYTHON = "symm_cp_"  # begins the namespaces of kernels of users' ops
 
 
 class _Library(torch.library.Library):
@@ -56,6 +57,8 @@ class _Library(torch.library.Library):
         """Returns a kernel that reports its refusals, and those below it, to the peers."""
         name, _, overload = name.rpartition("::")[2].partition(".")
         arguments = TensorArguments(torch._C._get_schema(f"{self.ns}::{name}", overload))
+        if self.ns not in ("symm_mem", "symm_cp"):  # a user's op
+            name = f"{self.ns.removeprefix(_IN_PYTHON)}::{name}"
         if dispatch_key == "CPU":
             OPS_ON_CPU.add(name)
             kernel = checking_memory(public_name(name), arguments, kernel)
@@ -111,7 +114,7 @@ def libraries(namespace: str) -> Libraries:
 
     csrc/ops/kernels.cpp finds the kernels by these names.
     """
-    in_python = "symm_cp" if namespace == "symm_mem" else f"symm_cp_{namespace}"
+    in_python = "symm_cp" if namespace == "symm_mem" else f"{_IN_PYTHON}{namespace}"
     return Libraries(_Library(namespace, "FRAGMENT"), _Library(in_python, "FRAGMENT"))
 
 

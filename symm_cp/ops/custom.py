@@ -38,10 +38,12 @@ def op(
     `backward` and `setup_context` of `torch.library.register_autograd`. Autocast casts floating
     arguments as for a matmul; `torch.func.vmap` makes one call per element.
 
-    Raises `ValueError` for a schema that is none or a name that is in use, `NotImplementedError`
-    for a schema that writes to an argument.
+    Raises `ValueError` for a wrong schema or a name that is in use, `NotImplementedError` for a
+    schema that writes to an argument.
     """
     parsed = _parsed(schema)
+    if setup_context is not None and gradient is None:
+        raise ValueError(f"symm_cp.op: {parsed.name} has setup_context=, which needs gradient=")
     namespace, _, name = parsed.name.partition("::")
     group_at = [argument.name for argument in parsed.arguments].index("group_name")
 
@@ -58,7 +60,7 @@ def op(
             schema=str(parsed).removeprefix(parsed.name),
             kernel=_kernel(parsed.name, run, fake, group_at),
             fake=fake,
-            gradient=NoGradient("symm_cp.op takes one as gradient=")
+            gradient=NoGradient("pass gradient= to symm_cp.op")
             if gradient is None
             else Gradient(gradient, setup_context),
             autocast=autocast.cast,
@@ -79,17 +81,20 @@ def _kernel(op: str, run: Kernel, unfused: Kernel, group_at: int) -> Kernel:
         group = group_of(args[group_at])
         given = (*args[:group_at], *args[group_at + 1 :])
         leaves = tree_leaves((given, kwargs))
-        first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        if in_test_mode() or runtime.of(first, group) is runtime.FOR_RANKS_APART:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise ValueError(f"{op}: got no tensor, needs at least one")
+        if in_test_mode() or runtime.of(tensors[0], group) is runtime.FOR_RANKS_APART:
             return unfused(*args, **kwargs)
         kind = (group.world_size, *(_layout(leaf) for leaf in leaves))
         if kind in kinds or plans.current() is not None:
             return run(Call(op, group), *given, **kwargs)
         # First, since it raises torch's errors for wrong arguments before peers wait for them.
-        expected = unfused(*tree_map_only(torch.Tensor, _on_meta, args), **kwargs)
+        shapes, named = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        expected = unfused(*shapes, **named)
         result = run(Call(op, group), *given, **kwargs)
         try:
-            _check_results(op, leaves, tree_leaves(result), tree_leaves(expected))
+            _check_results(op, tensors, tree_leaves(result), tree_leaves(expected))
         except (TypeError, ValueError) as error:
             raise reported(error) from None  # no peer waits: all exchanges are done
         if len(kinds) >= _MAX_KINDS:
@@ -112,7 +117,9 @@ def _layout(leaf: Any) -> Hashable:
     return tuple(leaf.shape), tuple(strides), leaf.dtype
 
 
-def _check_results(op: str, arguments: list[Any], results: list[Any], expected: list[Any]) -> None:
+def _check_results(
+    op: str, arguments: list[torch.Tensor], results: list[Any], expected: list[Any]
+) -> None:
     """Raises unless results are new tensors like those of the unfused form."""
     if not all(isinstance(result, torch.Tensor) for result in results):
         raise TypeError(f"{op}: returned {results}, must return tensors")
@@ -122,7 +129,7 @@ def _check_results(op: str, arguments: list[Any], results: list[Any], expected: 
             f"{op}: returned tensors of (shape, strides, dtype) {found}, but its unfused form "
             f"{wanted}: they must agree"
         )
-    memory = [t.untyped_storage()._cdata for t in arguments if isinstance(t, torch.Tensor)]
+    memory = [argument.untyped_storage()._cdata for argument in arguments]
     if any(result.untyped_storage()._cdata in memory for result in results):
         raise ValueError(f"{op}: returned memory of an argument, must return new tensors: clone it")
 
@@ -133,7 +140,7 @@ def _parsed(schema: str) -> torch.FunctionSchema:
         parsed = torch._C.parse_schema(schema)
     except RuntimeError as error:
         raise ValueError(
-            f"symm_cp.op: {schema!r} is no schema, must be like {_EXAMPLE}: {error}"
+            f"symm_cp.op: {schema!r} is not a schema; must be like {_EXAMPLE}: {error}"
         ) from None
     namespace, _, name = parsed.name.partition("::")
     if not (namespace.isidentifier() and name.isidentifier()) or parsed.overload_name:

@@ -191,6 +191,11 @@ class Op:
         return f"{self.namespace}::{self.name}"
 
     @property
+    def name_in_errors(self) -> str:
+        """Returns the name, with the namespace if the op is a user's: its name may be any word."""
+        return self.name if self.namespace == "symm_mem" else self.full_name
+
+    @property
     def overload(self) -> Any:
         """Returns torch's object for the op."""
         return getattr(getattr(torch.ops, self.namespace), self.name).default

@@ -101,7 +101,7 @@ def _run_by_plans(op: Op) -> None:
     if _is_gated(op):
         key = "AutogradCPU" if _only_on_cpu(op) else "Autograd"
         gate = native.load().symm_cp_gate
-        if not gate(op.full_name.encode(), key.encode(), channel_of(op.name) == "async"):
+        if not gate(op.full_name.encode(), key.encode(), channel_of(op.name_in_errors) == "async"):
             raise RuntimeError(f"symm_cp: {op.full_name} cannot be registered for {key}")
 
 

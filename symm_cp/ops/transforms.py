@@ -65,7 +65,7 @@ def register_gradient(
     Transforms that it cannot serve are refused. `library`: the library whose op of this name gets
     the kernel. `key`: the dispatch key of the devices.
     """
-    op, name = declaration.overload, declaration.name
+    op, name = declaration.overload, declaration.name_in_errors
 
     def in_forward_dtypes(ctx: Any, *grads: Any) -> Any:
         device = next((grad.device.type for grad in _tensors(grads)), "cpu")
@@ -84,7 +84,7 @@ def register_gradient(
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
-    library.impl(name, kernel, key, with_keyset=True)
+    library.impl(declaration.name, kernel, key, with_keyset=True)
 
 
 def register_no_gradient(op: Op, instead: str, *, library: torch.library.Library, key: str) -> None:
@@ -94,7 +94,7 @@ def register_no_gradient(op: Op, instead: str, *, library: torch.library.Library
     """
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(f"{op.name}: has no gradient: {instead}")
+        raise NotImplementedError(f"{op.name_in_errors}: has no gradient: {instead}")
 
     register_gradient(op, backward, library=library, key=key)
 
@@ -153,7 +153,8 @@ def register_vmap(declaration: Op) -> None:
     torch would do the same, but not with lists of tensors, and it would copy the result of a
     low-contention op before `complete` has waited for it.
     """
-    op, name, complete = declaration.overload, declaration.name, declaration.complete
+    op, name = declaration.overload, declaration.name_in_errors
+    complete = declaration.complete
 
     def one_by_one(size: int, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
         flat, arguments = pytree.tree_flatten(args)
@@ -194,4 +195,4 @@ def register_vmap(declaration: Op) -> None:
     library = libraries(declaration.namespace).ops
     torch.library.register_vmap(declaration.full_name, mapped, lib=library)
     # The key of torch's first vmap, used only by `torch.autograd.grad(is_grads_batched=True)`.
-    library.impl(name, grads_batched, "Batched")
+    library.impl(declaration.name, grads_batched, "Batched")

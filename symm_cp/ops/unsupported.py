@@ -30,7 +30,7 @@ _KEYS = (
 
 def _refusal(declaration: Op) -> Any:
     arguments = TensorArguments(declaration.overload._schema)
-    op = public_name(declaration.name)
+    op = public_name(declaration.name_in_errors)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         error: Exception = NotImplementedError(f"{op}: takes dense tensors only")

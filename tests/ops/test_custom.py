@@ -235,14 +235,14 @@ def refused_by_one(group: dist.ProcessGroup) -> None:
     (x, w, _), _ = inputs(group, 5, torch.float32)
     good = op(x, w, name)
     wrong = torch.randn(7, 5) if group.rank() == 1 else w
-    with pytest.raises(RuntimeError, match=r"gather_silu_matmul: .*shapes cannot be multiplied"):
+    with pytest.raises(RuntimeError, match=r"gather_silu_matmul: .*(reduction dim|multiplied)"):
         op(x, wrong, name)
     assert torch.equal(op(x, w, name), good)
     longer = torch.cat([x, x]) if group.rank() == 1 else x
     with pytest.raises(RuntimeError, match=r"mine::gather_silu_matmul float32.*all_gather 1"):
         op(longer, w, name)
     assert torch.equal(op(x, w, name), good)
-    with pytest.raises(RuntimeError, match="nobody"):
+    with pytest.raises(ValueError, match="no process group named 'nobody'"):
         op(x, w, "nobody")
     with pytest.raises(NotImplementedError, match=r"gather_silu_matmul: x is .*dense"):
         op(x.to_sparse(), w, name)
@@ -281,7 +281,7 @@ def test_results_unlike_the_fake_ones_are_refused(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("schema", "error", "text"),
     [
-        ("mine::f(Tensor x, str group_name", ValueError, "is no schema, must be like"),
+        ("mine::f(Tensor x, str group_name", ValueError, "is not a schema; must be like"),
         ("f(Tensor x, str group_name) -> Tensor", ValueError, "must name 'namespace::op'"),
         ("mine::f.out(Tensor x, str group_name) -> Tensor", ValueError, "must name"),
         ("symm_mem::f(Tensor x, str group_name) -> Tensor", ValueError, "not for users"),

@@ -65,12 +65,13 @@ class Call:
         if runtime.at_once(self.group, tensor, (ranks, *tensor.shape)):
             consume(self.all_gather(tensor), slice(0, size * ranks))
             return
-        runtime.of(tensor, self.group).all_gather_and_consume(
-            self.group,
-            [tensor],
-            lambda shards, r: consume(aligned(shards[0]), slice(r * size, (r + 1) * size)),
-            self._name("for_each_shard", tensor),
-        )
+
+        def consume_shard(shards: list[torch.Tensor], rank: int) -> None:
+            consume(aligned(shards[0]), slice(rank * size, (rank + 1) * size))
+
+        name = self._name("for_each_shard", tensor)
+        on = runtime.of(tensor, self.group)
+        on.all_gather_and_consume(self.group, [tensor], consume_shard, name)
 
     def reduce_scatter(
         self, tensor: torch.Tensor, dim: int = 0, reduce_op: str = "sum"

@@ -129,8 +129,13 @@ def modes(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(both[0][scale - 1], one)
     with torch.inference_mode():
         assert torch.equal(op(x, w, name), y)
+    longer, plans_run = torch.cat([x, x]), native.load().symm_cp_plans_run
     with torch_symm_mem._test_mode():
         torch.testing.assert_close(op(x, w, name), y.detach())
+        plans_run()
+        for _ in range(3):
+            torch.testing.assert_close(op(longer, w, name), own.unfused(longer, w, name))
+    assert plans_run() == 0  # nothing that is recorded then runs in later calls
     fake = op(x.to("meta"), w.to("meta"), name)
     assert (fake.shape, fake.stride()) == (y.shape, y.stride())
     with pytest.raises(NotImplementedError, match=r"gather_silu_matmul: torch\.func\.grad"):
@@ -176,8 +181,8 @@ def test_the_third_call_runs_without_python(ranks: Ranks) -> None:
 
 def all_unfused(x: torch.Tensor, dim: int, reduce_op: str, group_name: str) -> list[torch.Tensor]:
     return [
-        gather(x, dim, group_name),
-        scatter(x, reduce_op, dim, group_name),
+        gather(x, dim % x.dim(), group_name),
+        scatter(x, reduce_op, dim % x.dim(), group_name),
         funcol.all_reduce(x, reduce_op, group_name),
         gather(x * 2, 0, group_name),
     ]

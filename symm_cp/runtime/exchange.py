@@ -122,7 +122,7 @@ def _exchange(
         raise reported(error) from None
 
 
-def traced(group: Group, kernel: str, name: bytes, run: Callable[[], object]) -> None:
+def traced(group: Group, kernel: str, name: bytes, run: Callable[[], None]) -> None:
     """Runs the work of a call before or after its exchange, and records when."""
     if recorder.active is None:
         run()

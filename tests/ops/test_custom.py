@@ -129,7 +129,7 @@ def modes(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(both[0][scale - 1], one)
     with torch.inference_mode():
         assert torch.equal(op(x, w, name), y)
-    longer, plans_run = torch.cat([x, x]), native.load().symm_cp_plans_run
+    longer, plans_run = torch.cat([x] * 5), native.load().symm_cp_plans_run
     with torch_symm_mem._test_mode():
         torch.testing.assert_close(op(x, w, name), y.detach())
         plans_run()

@@ -49,6 +49,7 @@ if _everything:
         low_contention_all_gather,
         low_contention_reduce_scatter,
     )
+    from symm_cp.ops.custom import op
     from symm_cp.ops.matmul import (
         all_gather_matmul,
         matmul_all_reduce,
@@ -95,6 +96,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "moe",
     "nvshmem",
+    "op",
     "override_cuda_ops",
     "read_in_place",
     "reserve",

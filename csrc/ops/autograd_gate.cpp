@@ -5,7 +5,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "ops/gradients.h"
@@ -55,9 +57,8 @@ bool may_differentiate(const c10::OperatorHandle& op, const Stack& stack) {
 
 void in_python_or_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (may_differentiate(op, *stack)) {
-    const std::string name = std::string("symm_cp::") + name_of(op);
     return c10::Dispatcher::singleton()
-        .findSchemaOrThrow(name.c_str(), "")
+        .findSchemaOrThrow(kernels::name_in_python(op).c_str(), "")
         .redispatchBoxed(keys, stack);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -70,15 +71,17 @@ void in_python_or_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 
 extern "C" {
 
-// Makes calls of an op that record no gradient run without Python, which has registered the kernel
-// for the others; `key` is "Autograd", or that of a device. Returns 0 on failure.
+// Makes calls of an op, "symm_mem::f", that record no gradient run without Python, which has
+// registered the kernel for the others; `key` is "Autograd", or that of a device. Returns 0 on
+// failure.
 int symm_cp_gate(const char* name, const char* key, int in_background) {
   using symm_cp::autograd_gate::in_python_or_below;
   using symm_cp::gradients::reporting;
   // Kernels live as long as the process.
   static auto* const library = new std::vector<std::unique_ptr<torch::Library>>;
   try {
-    auto made = std::make_unique<torch::Library>(torch::Library::IMPL, "symm_mem",
+    auto made = std::make_unique<torch::Library>(torch::Library::IMPL,
+                                                 std::string(name, std::strstr(name, "::")),
                                                  c10::parseDispatchKey(key), __FILE__, __LINE__);
     made->impl(name,
                in_background != 0

@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include <cstring>
+
 #include "ops/gradients.h"
 
 #include "ops/as_torch.h"

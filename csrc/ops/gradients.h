@@ -1,21 +1,15 @@
 // Shared by the native gradients of ops.
 #pragma once
 
-#include <cstring>
-
 #include "ops/kernels.h"
 
 namespace symm_cp::gradients {
 
+using kernels::name_of;
 using torch::jit::Stack;
 
 inline c10::OperatorHandle handle_of(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-}
-
-// The op's name without its namespace.
-inline const char* name_of(const c10::OperatorHandle& op) {
-  return op.schema().name().c_str() + strlen("symm_mem::");
 }
 
 // Whether a call of the op must record a gradient for the tensor. Raises, with the message of

@@ -462,13 +462,17 @@ void reporting_refusals(const char* op, const c10::IValue& group_name, int chann
   }
 }
 
+std::string name_in_python(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  if (name.rfind("symm_mem::", 0) == 0) return "symm_cp" + name.substr(name.find(':'));
+  return "symm_cp_" + name;
+}
+
 void call_python(const c10::OperatorHandle& op, Stack* stack) {
   // Tests may run CPU tensors on simulated streams.
   if (!serves_cpu() && plans::run(op, stack)) return;
-  const std::string name = op.schema().name();
-  const std::string in_python = "symm_cp" + name.substr(name.find(':'));
   c10::Dispatcher::singleton()
-      .findSchemaOrThrow(in_python.c_str(), "")
+      .findSchemaOrThrow(name_in_python(op).c_str(), "")
       .redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
 }
 

@@ -237,7 +237,16 @@ bool serves_cpu();
 // devices other than CPUs, nor under a dispatch mode, which may be tracing.
 void reporting_refusals(const char* op, const c10::IValue& group_name, int channel,
                         c10::DispatchKeySet keys, c10::function_ref<void()> dispatch);
-// Calls the kernel in Python, the op of the same name in the namespace `symm_cp`.
+// Returns an op's name in errors: a user's op has its namespace.
+inline const char* name_of(const c10::OperatorHandle& op) {
+  constexpr std::string_view ours = "symm_mem::";
+  const std::string& name = op.schema().name();
+  return name.c_str() + (name.compare(0, ours.size(), ours) == 0 ? ours.size() : 0);
+}
+// Returns the name of the op that holds the kernels in Python: `symm_cp::f` for `symm_mem::f`,
+// `symm_cp_mine::f` for a user's `mine::f`.
+std::string name_in_python(const c10::OperatorHandle& op);
+// Calls the kernel in Python.
 void call_python(const c10::OperatorHandle& op, Stack* stack);
 
 }  // namespace symm_cp::kernels

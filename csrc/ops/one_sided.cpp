@@ -101,10 +101,6 @@ int64_t* number_at(const char* op, const at::Tensor& pad, char* at) {
 
 // --- puts, gets and signals ----------------------------------------------------------------------
 
-const char* name_of(const c10::OperatorHandle& op) {
-  return op.schema().name().c_str() + strlen("symm_mem::");
-}
-
 // Copies this rank's values to the same place in the peer's memory.
 void put(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);

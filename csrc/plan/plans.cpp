@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/python.h"
 #include "channel/group.h"
 #include "channel/groups.h"
 #include "ops/kernels.h"
@@ -84,9 +85,7 @@ thread_local Recording* wanted = nullptr;
 // Returns an op's kernel in Python: see symm_cp/ops/registration.py.
 std::optional<c10::OperatorHandle> overload_of(const c10::OperatorHandle& op,
                                                const char* overload) {
-  const std::string name = op.schema().name();
-  return c10::Dispatcher::singleton().findSchema(
-      {"symm_cp" + name.substr(name.find(':')), overload});
+  return c10::Dispatcher::singleton().findSchema({kernels::name_in_python(op), overload});
 }
 
 void call_overload(const c10::OperatorHandle& op, const char* overload, Stack* stack) {
@@ -156,17 +155,17 @@ bool run_now(const c10::OperatorHandle& op, Stack* stack, bool on_cpu) {
                (!on_cpu || group->on_one_host().has_value());
   }
   if (plan != nullptr) {
-    if (!on_cpu) {
-      if (!carry_out(std::move(plan), key, group, op, stack)) return false;
-    } else {
-      const char* name = op.schema().name().c_str() + strlen("symm_mem::");
-      kernels::reporting_errors(name, *group, kSync,
-                                [&] { carry_out(std::move(plan), key, group, op, stack); });
-    }
-    ++state.runs;
-    return true;
+    bool ran = false;
+    const auto run = [&] { ran = carry_out(std::move(plan), key, group, op, stack); };
+    if (on_cpu)
+      kernels::reporting_errors(kernels::name_of(op), *group, kSync, run);
+    else
+      run();
+    if (ran) ++state.runs;
+    return ran;
   }
-  if (!recorded) return false;
+  // In test mode kernels run their unfused definitions, which later calls must not repeat.
+  if (!recorded || in_test_mode()) return false;
   if (!overload_of(op, "recorded")) {
     std::lock_guard<std::mutex> lock(state.mutex);
     state.known[key.numbers()].refused = true;
@@ -247,8 +246,8 @@ const char* symm_cp_plans_refusal() {
   return text.c_str();
 }
 
-// Registers a kernel of an op for a dispatch key, until symm_cp_plan_op_undo: it runs a plan, or
-// Python's kernel. With `or_torchs` Python's kernel leaves unsupported groups to
+// Registers a kernel of an op, "symm_mem::f", for a dispatch key, until symm_cp_plan_op_undo: it
+// runs a plan, or Python's kernel. With `or_torchs` Python's kernel leaves unsupported groups to
 // torch's. Returns null on failure.
 void* symm_cp_plan_op(const char* name, const char* key, int or_torchs) {
   using namespace symm_cp::plans;
@@ -257,7 +256,8 @@ void* symm_cp_plan_op(const char* name, const char* key, int or_torchs) {
   } silent;  // torch warns if a kernel exists already
   const c10::WarningUtils::WarningHandlerGuard ignoring(&silent);
   try {
-    auto made = std::make_unique<torch::Library>(torch::Library::IMPL, "symm_mem",
+    auto made = std::make_unique<torch::Library>(torch::Library::IMPL,
+                                                 std::string(name, std::strstr(name, "::")),
                                                  c10::parseDispatchKey(key), __FILE__, __LINE__);
     if (c10::parseDispatchKey(key) == c10::DispatchKey::CPU)
       made->impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel_on_cpu>());

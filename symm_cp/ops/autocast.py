@@ -15,7 +15,7 @@ import torch
 from torch.amp.autocast_mode import _cast
 
 from symm_cp import cuda
-from symm_cp.ops.common import keys_of_ours, lib
+from symm_cp.ops.common import keys_of_ours, libraries
 from symm_cp.ops.op import Kernel, Op, Prepare, untouched
 
 #: Kernels that `symm_cp.override_cuda_ops` registers for torch's ops, by dispatch key and name.
@@ -78,4 +78,4 @@ def register_autocast(op: Op) -> None:
         if op.replaces_torch and dispatch_key not in keys_of_ours():
             device_autocast[key, op.name] = rule
         else:
-            lib.impl(op.name, rule, key)
+            libraries(op.namespace).ops.impl(op.name, rule, key)

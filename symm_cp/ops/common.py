@@ -43,6 +43,7 @@ _LONG_SIZES = 48  # characters in a call's name, which peers compare; longer: a 
 # Dispatch keys whose kernels make no call: fake kernels, or kernels that call another key's.
 _NOT_CALLS = ("Meta", "Functionalize", "Composite", "ADInplaceOrView")
 _DEVICES = tuple(kind.dispatch_key for kind in cuda.known())
+_IN_PYTHON = "symm_cp_"  # begins the namespaces of kernels of users' ops
 
 
 class _Library(torch.library.Library):
@@ -59,6 +60,8 @@ class _Library(torch.library.Library):
         """Returns a kernel that reports its refusals, and those below it, to the peers."""
         name, _, overload = name.rpartition("::")[2].partition(".")
         arguments = TensorArguments(torch._C._get_schema(f"{self.ns}::{name}", overload))
+        if self.ns not in ("symm_mem", "symm_cp"):  # a user's op
+            name = f"{self.ns.removeprefix(_IN_PYTHON)}::{name}"
         if dispatch_key == "CPU":
             OPS_ON_CPU.add(name)
             kernel = checking_memory(public_name(name), arguments, kernel)
@@ -109,11 +112,22 @@ class Plans(dict[Hashable, Collective]):
 PLANS: StateKey[Plans] = StateKey("plans")
 
 
-#: Joins the namespace that torch defines; what torch registered there stays.
-lib = _Library("symm_mem", "FRAGMENT")
+class Libraries(NamedTuple):
+    """The ops of a namespace, and under the same names their kernels in Python."""
 
-#: Holds kernels in Python of ops whose kernels for CPU tensors are native, under the same names.
-in_python = _Library("symm_cp", "FRAGMENT")
+    ops: _Library
+    in_python: _Library
+
+
+@functools.cache
+def libraries(namespace: str) -> Libraries:
+    """Returns the libraries of a namespace, which may have other ops: they stay.
+
+    csrc/ops/kernels.cpp finds the kernels by these names.
+    """
+    in_python = "symm_cp" if namespace == "symm_mem" else f"{_IN_PYTHON}{namespace}"
+    return Libraries(_Library(namespace, "FRAGMENT"), _Library(in_python, "FRAGMENT"))
+
 
 #: Kernels for devices, by name, of ops that torch also has kernels for:
 #: `symm_cp.override_cuda_ops` installs ours.

@@ -17,13 +17,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
-from symm_cp.ops.op import declared_op
+from symm_cp.ops.op import Op
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _ops = torch.ops.symm_mem
-_ordered: set[str] = set()  # names of ops that ranks call together
+_ordered: dict[str, Op] = {}  # by full names, the ops that ranks call together
 
 
 def breaks_graph(name: str) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def _lowering_in_order(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     graph, result = V.graph, None
     before = len(graph.operations)
-    if declared_op(op._schema.name.partition("::")[2]).cpu_only:
+    if _ordered[op._schema.name].cpu_only:
         result = _lowering_on_cpu(op, *args, **kwargs)
     if result is None:
         result = lowering.lowerings[op](*args, **kwargs)
@@ -76,12 +76,12 @@ def _lowering_in_order(op: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def called_in_order(op: str, fake: Callable[P, R]) -> Callable[P, R]:
+def called_in_order(op: Op, fake: Callable[P, R]) -> Callable[P, R]:
     """Returns the fake kernel of an op that all ranks of a group call together.
 
     Compiled programs make such calls in the order in which they were written, whatever the shapes.
     """
-    _ordered.add(op)
+    _ordered[op.full_name] = op
 
     @functools.wraps(fake)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -103,8 +103,7 @@ def teach_inductor() -> None:
     if lowering is None:
         return
     if hasattr(lowering, "user_lowerings"):
-        for name in _ordered:
-            each = getattr(_ops, name).default
+        for each in [op.overload for op in _ordered.values()]:
             if each not in lowering.user_lowerings:
                 lowering.user_lowerings[each] = functools.partial(_lowering_in_order, each)
         return

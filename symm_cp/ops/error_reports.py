@@ -220,4 +220,4 @@ def _was_reported_natively(error: BaseException) -> bool:
 
 def channel_of(op: str) -> str:
     """Returns the channel on which an op makes its calls."""
-    return "async" if "low_contention" in op else "sync"
+    return "async" if op.removeprefix("_").startswith("low_contention") else "sync"

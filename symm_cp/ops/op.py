@@ -119,9 +119,11 @@ def arguments(*args: Any, **kwargs: Any) -> Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """An op of `torch.ops.symm_mem`. Parts that are None are missing, unless they are optional."""
+    """An op. Parts that are None are missing, unless they are optional."""
 
     name: str
+    #: "symm_mem", which torch defines, or the namespace of a user's op.
+    namespace: str = "symm_mem"
     #: Arguments and results, "(Tensor x, str group_name) -> Tensor".
     schema: str | None = None
     #: Runs on all devices, or only for CPU tensors that the native kernel cannot process.
@@ -181,9 +183,19 @@ class Op:
         )
 
     @property
+    def full_name(self) -> str:
+        """Returns the name with the namespace, as torch spells it."""
+        return f"{self.namespace}::{self.name}"
+
+    @property
+    def name_in_errors(self) -> str:
+        """Returns the name, with the namespace if the op is a user's: its name may be any word."""
+        return self.name if self.namespace == "symm_mem" else self.full_name
+
+    @property
     def overload(self) -> Any:
         """Returns torch's object for the op."""
-        return getattr(torch.ops.symm_mem, self.name).default
+        return getattr(getattr(torch.ops, self.namespace), self.name).default
 
 
 _REQUIRED = ("schema", "kernel", "fake", "gradient", "autocast", "vmap", "example")

@@ -86,7 +86,7 @@ class CudaOverride:
             warnings.simplefilter("ignore")  # torch warns that a kernel exists already
             ours = [op for op in declared() if op.replaces_torch]
             for op, kind in itertools.product(ours, kinds):
-                self._plans.append(plans.serve(op.name, kind.dispatch_key, or_torchs=True))
+                self._plans.append(plans.serve(op.full_name, kind.dispatch_key, or_torchs=True))
         for (key, name), rule in device_autocast.items():
             if key.removeprefix("Autocast") in [kind.dispatch_key for kind in kinds]:
                 self._library.impl(name, rule, key)

@@ -11,7 +11,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from symm_cp import cuda, native
 from symm_cp.cuda import plans
 from symm_cp.ops.autocast import register_autocast
-from symm_cp.ops.common import device_kernels, in_python, keys_of_ours, lib
+from symm_cp.ops.common import device_kernels, keys_of_ours, libraries
 from symm_cp.ops.compiled import called_in_order
 from symm_cp.ops.error_reports import channel_of
 from symm_cp.ops.op import (
@@ -31,20 +31,40 @@ from symm_cp.ops.unsupported import refuse_without_memory
 def register() -> None:
     """Registers all declared ops; a part that is missing is left out."""
     for op in declared():
-        if op.schema not in (None, TORCHS):
-            lib.define(op.name + op.schema)
+        _define(op)
     for op in declared():
-        _register_kernels(op)
-        _register_fake(op)
-        _register_gradient(op)
-        if op.functional is not None:
-            lib.impl(op.name, op.functional, "Functionalize")
-        if op.autocast is not None:
-            register_autocast(op)
-        if op.vmap is ONE_BY_ONE:
-            register_vmap(op)
-        refuse_without_memory(op)
+        _register(op)
     _check_ranks_of_pads()
+
+
+def register_one(op: Op) -> None:
+    """Registers an op that was declared after the import."""
+    _define(op)
+    _register(op)
+    try:
+        native.load()
+    except native.BuildError:
+        _refuse_without_native(op)
+    else:
+        _run_by_plans(op)
+
+
+def _define(op: Op) -> None:
+    if op.schema not in (None, TORCHS):
+        libraries(op.namespace).ops.define(op.name + op.schema)
+
+
+def _register(op: Op) -> None:
+    _register_kernels(op)
+    _register_fake(op)
+    _register_gradient(op)
+    if op.functional is not None:
+        libraries(op.namespace).ops.impl(op.name, op.functional, "Functionalize")
+    if op.autocast is not None:
+        register_autocast(op)
+    if op.vmap is ONE_BY_ONE:
+        register_vmap(op)
+    refuse_without_memory(op)
 
 
 def _check_ranks_of_pads() -> None:
@@ -70,36 +90,45 @@ def _check_ranks_of_pads() -> None:
 def register_plans() -> None:
     """Runs ops by plans; kernels in Python run calls without a plan."""
     plans.begin()
-    for op in filter(_is_planned, declared()):
-        if not op.native:
-            plans.serve(op.name, "CPU")
-    for op in filter(_is_gated, declared()):
+    for op in declared():
+        _run_by_plans(op)
+
+
+def _run_by_plans(op: Op) -> None:
+    if _is_planned(op):
+        for key in [*_keys_of_ours(op), *([] if op.native else ["CPU"])]:
+            plans.serve(op.full_name, key)
+    if _is_gated(op):
         key = "AutogradCPU" if _only_on_cpu(op) else "Autograd"
         gate = native.load().symm_cp_gate
-        if not gate(op.name.encode(), key.encode(), channel_of(op.name) == "async"):
-            raise RuntimeError(f"symm_cp: {op.name} cannot be registered for {key}")
-        for key in _keys_of_ours(op):
-            plans.serve(op.name, key)
+        if not gate(op.full_name.encode(), key.encode(), channel_of(op.name_in_errors) == "async"):
+            raise RuntimeError(f"symm_cp: {op.full_name} cannot be registered for {key}")
 
 
 def register_without_native() -> None:
     """Makes ops with native kernels raise the reason why the native part is missing."""
+    for op in declared():
+        _refuse_without_native(op)
 
+
+def _refuse_without_native(op: Op) -> None:
     def refuses(*args: Any, **named: Any) -> Any:
         native.load()
 
-    for op in declared():
-        if op.native or _is_planned(op):
-            lib.impl(op.name, refuses, "CPU")
-        for key in _keys_of_ours(op) if _is_planned(op) else ():
-            lib.impl(op.name, refuses, key)
+    planned = _is_planned(op)
+    for key in [
+        *(_keys_of_ours(op) if planned else []),
+        *(["CPU"] if op.native or planned else []),
+    ]:
+        libraries(op.namespace).ops.impl(op.name, refuses, key)
 
 
 def _register_kernels(op: Op) -> None:
     if op.kernel is None:
         return
     planned = _is_planned(op)
-    arguments = str(op.overload._schema).removeprefix(f"symm_mem::{op.name}")
+    lib, in_python = libraries(op.namespace)
+    arguments = str(op.overload._schema).removeprefix(op.full_name)
     if op.native or planned:
         # csrc/ops/kernels.h calls it in groups that span hosts, in torch's test mode, and where
         # streams serve CPU tensors in tests; csrc/plan/plan.h where there is no plan.
@@ -146,22 +175,24 @@ def _register_fake(op: Op) -> None:
     if op.fake is None:
         return
     fake = fake_kernel(op.fake, op.torchs_fake) if op.torchs_fake else op.fake
-    fake = called_in_order(op.name, fake)
+    fake = called_in_order(op, fake)
+    lib = libraries(op.namespace).ops
     if op.mixes_devices:
-        torch.library.register_fake(f"symm_mem::{op.name}", fake, lib=lib)
+        torch.library.register_fake(op.full_name, fake, lib=lib)
     else:
         lib.impl(op.name, fake, "Meta", allow_override=True)
 
 
 def _register_gradient(op: Op) -> None:
+    lib, in_python = libraries(op.namespace)
     library = in_python if _is_gated(op) else lib
     if isinstance(op.gradient, Gradient):
-        register_gradient(op.name, *op.gradient, library=library)
+        register_gradient(op, *op.gradient, library=library)
     elif isinstance(op.gradient, NoGradient):
         keys = [f"Autograd{key}" for key in keys_of_ours()] if _only_on_cpu(op) else ["Autograd"]
         for key in keys:
             gated = _is_gated(op) and key in ("Autograd", "AutogradCPU")
             library = in_python if gated else lib
-            register_no_gradient(op.name, op.gradient.instead, key=key, library=library)
+            register_no_gradient(op, op.gradient.instead, key=key, library=library)
     elif isinstance(op.gradient, GradientByHand):
         library.impl(op.name, op.gradient.kernel, "Autograd", with_keyset=op.gradient.with_keyset)

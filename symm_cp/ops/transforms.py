@@ -10,7 +10,7 @@ after the other and in the same order on all ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from symm_cp.ops.common import lib
+from symm_cp.ops.common import libraries
 from symm_cp.ops.op import Op
 
-_NAMESPACE = torch.ops.symm_mem
 # Results that autograd treats as views cannot be modified in place: kernels run below its key.
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
@@ -53,19 +52,20 @@ def check_transforms(op: str, *args: Any) -> None:
 
 
 def register_gradient(
-    name: str,
+    declaration: Op,
     backward: Callable[..., Any],
     setup_context: Callable[..., Any] | None = None,
-    keys: Sequence[str] = ("Autograd",),
-    library: torch.library.Library = lib,
+    *,
+    library: torch.library.Library,
+    key: str = "Autograd",
 ) -> None:
     """Registers the backward pass of an op, as `torch.library.register_autograd` does.
 
     The backward pass must be built of differentiable ops, which gives second derivatives.
-    Transforms that it cannot serve are refused. `keys`: the dispatch keys of the devices.
-    `library`: the library whose op of this name gets the kernel.
+    Transforms that it cannot serve are refused. `library`: the library whose op of this name gets
+    the kernel. `key`: the dispatch key of the devices.
     """
-    op = getattr(_NAMESPACE, name).default
+    op, name = declaration.overload, declaration.name_in_errors
 
     def in_forward_dtypes(ctx: Any, *grads: Any) -> Any:
         device = next((grad.device.type for grad in _tensors(grads)), "cpu")
@@ -84,22 +84,19 @@ def register_gradient(
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
-    for key in keys:
-        library.impl(name, kernel, key, with_keyset=True)
+    library.impl(declaration.name, kernel, key, with_keyset=True)
 
 
-def register_no_gradient(
-    name: str, instead: str, *, key: str, library: torch.library.Library
-) -> None:
+def register_no_gradient(op: Op, instead: str, *, library: torch.library.Library, key: str) -> None:
     """Makes the backward pass of an op raise `NotImplementedError`, which says what to do instead.
 
-    `key` and `library` as for `register_gradient`.
+    `library` and `key` as for `register_gradient`.
     """
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(f"{name}: has no gradient: {instead}")
+        raise NotImplementedError(f"{op.name_in_errors}: has no gradient: {instead}")
 
-    register_gradient(name, backward, keys=[key], library=library)
+    register_gradient(op, backward, library=library, key=key)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -156,7 +153,8 @@ def register_vmap(declaration: Op) -> None:
     torch would do the same, but not with lists of tensors, and it would copy the result of a
     low-contention op before `complete` has waited for it.
     """
-    op, name, complete = declaration.overload, declaration.name, declaration.complete
+    op, name = declaration.overload, declaration.name_in_errors
+    complete = declaration.complete
 
     def one_by_one(size: int, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
         flat, arguments = pytree.tree_flatten(args)
@@ -194,6 +192,7 @@ def register_vmap(declaration: Op) -> None:
     def mapped(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
         return one_by_one(info.batch_size, in_dims, *args, **kwargs)
 
-    torch.library.register_vmap(f"symm_mem::{name}", mapped, lib=lib)
+    library = libraries(declaration.namespace).ops
+    torch.library.register_vmap(declaration.full_name, mapped, lib=library)
     # The key of torch's first vmap, used only by `torch.autograd.grad(is_grads_batched=True)`.
-    lib.impl(name, grads_batched, "Batched")
+    library.impl(declaration.name, grads_batched, "Batched")

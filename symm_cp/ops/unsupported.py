@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from symm_cp.ops.attention import mesh_calls
-from symm_cp.ops.common import lib, public_name
+from symm_cp.ops.common import libraries, public_name
 from symm_cp.ops.op import Op
 from symm_cp.ops.tensor_checks import TensorArguments, unsupported
 
@@ -30,7 +30,7 @@ _KEYS = (
 
 def _refusal(declaration: Op) -> Any:
     arguments = TensorArguments(declaration.overload._schema)
-    op = public_name(declaration.name)
+    op = public_name(declaration.name_in_errors)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         error: Exception = NotImplementedError(f"{op}: takes dense tensors only")
@@ -52,4 +52,4 @@ def refuse_without_memory(op: Op) -> None:
     """Makes an op refuse CPU tensors without dense memory."""
     refuse = _refusal(op)
     for key in _KEYS:
-        lib.impl(op.name, refuse, key)
+        libraries(op.namespace).ops.impl(op.name, refuse, key)

@@ -13,11 +13,10 @@ import torch
 import torch.distributed._functional_collectives as funcol
 
 from symm_cp import runtime
-from symm_cp.cuda import has_streams
 from symm_cp.group import memory
-from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group, GroupLike
 from symm_cp.ops import autocast
+from symm_cp.ops.call import Call
 from symm_cp.ops.common import Place, call_signature, check_reduce_op, in_test_mode, kernel_and_fake
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
@@ -71,27 +70,6 @@ def _check(
 def unfused_all_reduce(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     """The definition: torch's functional all-reduce, waited for."""
     return funcol.wait_tensor(funcol.all_reduce(tensor, reduce_op, group_name))
-
-
-def _reduced(op: str, group: Group, tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
-    """Returns the all-reduce of a tensor that is already computed."""
-    if not has_streams(tensor.device) and apart_of(group, tensor.device) is None:
-        try:
-            total: torch.Tensor = torch.ops.symm_mem._one_shot_all_reduce(
-                tensor, reduce_op, group.name
-            )
-        except RuntimeError as error:
-            raise memory.reported(error) from None  # by the native op
-        return total
-    total = new_result(tensor, tensor.shape)
-    runtime.of(total, group).produce_and_all_reduce(
-        group,
-        lambda _, partial: partial.copy_(tensor),
-        total,
-        call_signature(op, total, detail=reduce_op),
-        mean=reduce_op == "avg",
-    )
-    return total
 
 
 def _by_rows(group: Group, matrix: torch.Tensor) -> Split:
@@ -186,7 +164,7 @@ def _matmuls_all_reduce(
     if group is None:
         return (lefts[0] if addend is None else addend).new_empty(shape)
     if not lefts and bias is None and addend is not None:
-        return _reduced(SUM, group, addend, reduce_op)
+        return Call(SUM, group).all_reduce(addend, reduce_op)
     terms = _terms(lefts, rights, addend, group)
     return _multiply_and_all_reduce(SUM, group, terms, bias, reduce_op, shape)
 

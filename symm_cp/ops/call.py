@@ -1,0 +1,112 @@
+"""The collectives of a call, for kernels whose ranks have equal parts: one exchange, or a pattern.
+
+`symm_cp.op` gives a `Call` to each kernel of a user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from symm_cp import runtime
+from symm_cp.group.memory import Group
+from symm_cp.ops.common import check_dim, check_reduce_op, name_of, scatter_split
+from symm_cp.runtime import exchange
+from symm_cp.tensors.alignment import aligned
+from symm_cp.tensors.dtypes import real
+from symm_cp.tensors.results import contiguous, copied, new_result
+from symm_cp.tensors.shards import Split
+
+#: Takes rows of the gathered tensor, and which rows these are.
+ConsumeRows: TypeAlias = Callable[[torch.Tensor, slice], object]
+
+
+class Call:
+    """A call of a user's op on this rank: its group, and the collectives that it may make.
+
+    All ranks make the same collectives in the same order, with tensors of equal shapes and dtypes.
+    Each returns a new tensor.
+    """
+
+    def __init__(self, op: str, group: Group) -> None:
+        self.group, self.rank, self.world_size = group, group.rank, group.world_size
+        self._op = op
+        self._collectives = 0
+
+    def _name(self, collective: str, tensor: torch.Tensor, detail: str = "") -> bytes:
+        """Returns the name of the next collective, which all ranks compare."""
+        self._collectives += 1
+        detail = f"{collective} {self._collectives}{detail}"
+        return name_of(self._op, tensor.dtype, tensor.shape, detail)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Returns the concatenation of all ranks' tensors along a dimension, contiguous."""
+        dim = check_dim(self._op, "dim", dim, tensor.dim())
+        split = Split.equal(tensor.shape[dim], self.world_size, dim)
+        whole = split.whole_shape(tensor.shape)
+        name = self._name("all_gather", tensor, f" {dim=}")
+        if runtime.at_once(self.group, tensor, whole):
+            return exchange.all_gather(self.group, tensor, split, name, keep=True)
+        gathered = new_result(tensor, whole)
+        runtime.of(tensor, self.group).all_gather_and_consume(
+            self.group, [tensor], lambda *_: None, name, gathered=gathered, split=split
+        )
+        return gathered
+
+    def for_each_shard(self, tensor: torch.Tensor, consume: ConsumeRows) -> None:
+        """Calls `consume(gathered[where], where)` until it has had all rows of all ranks' tensors.
+
+        On CPU it is called once with all rows, if they take at most 64 MiB. Above that, and on
+        devices with streams, it gets one rank's rows after the other, while others are in flight.
+        """
+        size, ranks = tensor.shape[0], self.world_size
+        if runtime.at_once(self.group, tensor, (ranks, *tensor.shape)):
+            consume(self.all_gather(tensor), slice(0, size * ranks))
+            return
+
+        def consume_shard(shards: list[torch.Tensor], rank: int) -> None:
+            consume(aligned(shards[0]), slice(rank * size, (rank + 1) * size))
+
+        name = self._name("for_each_shard", tensor)
+        on = runtime.of(tensor, self.group)
+        on.all_gather_and_consume(self.group, [tensor], consume_shard, name)
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, dim: int = 0, reduce_op: str = "sum"
+    ) -> torch.Tensor:
+        """Returns this rank's part along a dimension of the sum or mean over ranks, contiguous.
+
+        Sums are in rank order, in float32 for the 16-bit types.
+        """
+        dim, group = check_dim(self._op, "dim", dim, tensor.dim()), self.group
+        mean = check_reduce_op(self._op, "the tensor", tensor.dtype, reduce_op)
+        split = scatter_split(
+            self._op, "dim", dim, tensor.shape[dim], None, self.world_size, any_sizes=False
+        ).along(0)
+        name = self._name("reduce_scatter", tensor, f" {dim=} {reduce_op}")
+        front = tensor.movedim(dim, 0)
+        shape = split.shape_of(self.rank, front.shape)
+        if runtime.at_once(group, tensor, tensor.shape):
+            parts = copied(front) if self.world_size == 1 else contiguous(front)
+            shapes = [shape] * self.world_size
+            out = exchange.reduce_scatter(group, parts, shapes, name, mean=mean)
+        else:
+            out, given = new_result(tensor, shape), split.parts(real(front))
+            runtime.of(tensor, group).produce_and_reduce_scatter(
+                group, lambda rank, part: part.copy_(given[rank]), real(out), name, mean=mean
+            )
+        return contiguous(out.movedim(0, dim))
+
+    def all_reduce(self, tensor: torch.Tensor, reduce_op: str = "sum") -> torch.Tensor:
+        """Returns the sum or mean over ranks, with the same bits on all of them, contiguous."""
+        mean = check_reduce_op(self._op, "the tensor", tensor.dtype, reduce_op)
+        name = self._name("all_reduce", tensor, f" {reduce_op}")
+        if runtime.at_once(self.group, tensor, tensor.shape):
+            return exchange.all_reduce_(self.group, copied(tensor), name, mean=mean)
+        out, given = new_result(tensor, tensor.shape), real(tensor)
+        runtime.of(tensor, self.group).produce_and_all_reduce(
+            self.group, lambda _, part: part.copy_(given), real(out), name, mean=mean
+        )
+        return out

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <unordered_map>
 #include <utility>
 
@@ -117,11 +118,15 @@ void record(const Key& key, const c10::OperatorHandle& op, Stack* stack) {
 }
 
 // Returns the group of a call; null if Python must make it, or raise an error.
-std::shared_ptr<Group> group_of(const Key& key, bool on_cpu) {
+std::shared_ptr<Group> group_of(const c10::OperatorHandle& op, const Key& key, bool on_cpu) {
   try {
     auto group = group_named(key.group_name());
     return on_cpu && group->on_one_host() == false ? nullptr : group;
-  } catch (const std::exception&) {
+  } catch (const std::invalid_argument&) {
+    return nullptr;
+  } catch (const std::runtime_error& error) {
+    // Perhaps a signal's handler raised while Python made the group: that must not be lost.
+    TORCH_CHECK(!on_cpu || in_test_mode(), kernels::name_of(op), ": ", error.what());
     return nullptr;
   }
 }
@@ -135,7 +140,7 @@ bool run_now(const c10::OperatorHandle& op, Stack* stack, bool on_cpu) {
     return false;
   Key key(op, *stack, /*host_values=*/on_cpu);
   if (!key.usable() || (on_cpu && !key.device().is_cpu())) return false;
-  const auto group = group_of(key, on_cpu);
+  const auto group = group_of(op, key, on_cpu);
   if (group == nullptr) return false;
   key.set_group(group->number());
   std::shared_ptr<const Plan> plan;

@@ -190,7 +190,7 @@ def choose(
     the first call for a group.
     """
     if group.world_size == 1:
-        return by_size if device.type == "cpu" else ways[0]
+        return ways[0]
     way = forced_way(ways)
     if way in ways:
         choice = Choice(way, "forced")

@@ -242,16 +242,18 @@ def traced(
     *,
     before: bool = False,
 ) -> T:
-    """Runs the work of a call after its exchange, or `before` it, and records when.
+    """Runs the work of a call after its last exchange, or `before` one, and records when.
 
     `index` is the rank whose data it is; by default this rank. Returns the result of `run`.
     """
-    if recorder.active is None:
-        return run()
-    epoch = group.workspace("sync").epoch + (before or kernel == "produce")
-    of, results = group.rank if index is None else index, list[T]()
-    recorder.active.kernel(lambda _: results.append(run()), kernel, of, name, epoch)
-    return results[0]
+    before = before or kernel == "produce"
+    with contextlib.nullcontext() if before else exchanged():
+        if recorder.active is None:
+            return run()
+        epoch = group.workspace("sync").epoch + before
+        of, results = group.rank if index is None else index, list[T]()
+        recorder.active.kernel(lambda _: results.append(run()), kernel, of, name, epoch)
+        return results[0]
 
 
 @contextlib.contextmanager

@@ -61,8 +61,7 @@ def combine(call: CombineCall) -> None:
     view_at = viewing(all_gather_shards(group, shards, call.name))
     ranks = range(group.world_size)
     gathered = [shards.views(source, view_at, source * shards.nbytes)[0] for source in ranks]
-    with exchanged():
-        traced(group, "combine", call.name, partial(call.combine, gathered))
+    traced(group, "combine", call.name, partial(call.combine, gathered))
 
 
 def scatter(call: ScatterCall) -> None:
@@ -88,9 +87,8 @@ def exchange(call: ExchangeCall) -> None:
             traced(group, "give", name, partial(call.give, peer, sent[peer]), peer, before=True)
         traced(group, "consume", name, call.consume, before=True)
     all_to_all(group, sent[-1], given, arrived[-1], taken, name)
-    with exchanged():
-        for peer in peers(rank, group.world_size):
-            traced(group, "take", name, partial(call.take, peer, arrived[peer]), peer)
+    for peer in peers(rank, group.world_size):
+        traced(group, "take", name, partial(call.take, peer, arrived[peer]), peer)
 
 
 def reporting(call: RelayCall) -> RelayCall:

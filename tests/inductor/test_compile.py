@@ -297,9 +297,9 @@ def reports(group: dist.ProcessGroup) -> None:
         ], str(both)
         assert all(leaf.grad is None for leaf in leaves)
         gather, scatter = both.ways
-        assert gather == "fused_all_gather_matmul float32[4, 8] gather_dim=0"
-        assert scatter == "fused_matmul_reduce_scatter float32[8, 8] scatter_dim=0 sum"
-        assert f"{scatter}: whole (one native call)" in both.text()
+        assert gather == "all_gather_matmul float32 8x8"
+        assert scatter == "matmul_reduce_scatter float32 8x8"
+        assert f"{scatter}: whole (by size)" in both.text()
         large = inductor.explain(gathered, torch.randn(40960, 256), torch.randn(256, 6), group)
         assert "all_gather_matmul float32 40960x256x6" in large.ways
         strict = inductor.enable(strict=True)

@@ -202,6 +202,7 @@ def attend_backward(
         "consume",
         name,
         lambda: grads.extend(_gradients_of_all(spec, work, query, all_keys, saved, grad_lse)),
+        before=True,  # another exchange
     )
     own = grads[1:]
     if group.world_size > 1:

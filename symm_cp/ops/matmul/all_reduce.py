@@ -247,7 +247,8 @@ def _scaled_matmul_all_reduce(
     else:
         produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op, most=ANY_SIZE)
     # The bias is added to the sum: once, not once a rank.
-    return contiguous(finish(total, bias, result_scale, dtype))
+    with exchange.exchanged():
+        return contiguous(finish(total, bias, result_scale, dtype))
 
 
 # --- declarations ----------------------------------------------------------------------------

@@ -217,8 +217,7 @@ def _multiply_at_once(
         for out, weight in zip(outs, weights, strict=True):
             torch.mm(rows, weight, out=out.flatten(0, -2))
 
-    with exchange.exchanged():
-        exchange.traced(group, "consume", plan.name, multiply)
+    exchange.traced(group, "consume", plan.name, multiply)
     if plan.by_columns:
         results = [each.view(*shape[:-1], each.shape[1]) for each in (gathered, *outs)]
     else:

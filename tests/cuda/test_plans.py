@@ -364,6 +364,7 @@ def readers(group: dist.ProcessGroup) -> dict[str, str]:
         "index_select": lambda x: x.index_select(0, torch.arange(len(x))).sum(),
     }
     with simulation(plan_at=0), tuning.forced("shards"):
+        runs()  # those of earlier tests
         for number, (kind, read) in enumerate({**READERS, **others}.items()):
 
             def multiply(x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:

@@ -158,7 +158,7 @@ def all_to_all(
     taken_sizes: Sequence[int],
     name: bytes,
 ) -> None:
-    """Exchanges aligned parts, of so many bytes for and from each rank: see `part_offsets`."""
+    """Exchanges parts of these sizes in bytes, one for each rank, placed as by `part_offsets`."""
     of_given = zip(part_offsets(given_sizes), given_sizes, strict=False)
     of_taken = zip(part_offsets(taken_sizes), taken_sizes, strict=False)
     _exchange(

@@ -107,7 +107,7 @@ def reporting(call: RelayCall) -> RelayCall:
 
 
 def _new_parts(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Returns aligned parts of so many bytes, and the memory in which they lie."""
+    """Returns aligned parts of these sizes in bytes and, last, the memory that holds them."""
     offsets = part_offsets(sizes)
     memory = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
     parts = zip(offsets, sizes, strict=False)

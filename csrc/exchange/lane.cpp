@@ -79,7 +79,7 @@ void Lane::run_program(Program& program, Workspace& workspace) {
 }
 
 // Returns why the item failed; empty on success.
-std::string Lane::carry_out(Item& item) {
+std::string Lane::carry_out(Item& item, bool& interrupted) {
   Program& program = item.program;
   Workspace& workspace = group_.workspace(kAsync);
   if (!item.refusal.empty()) {
@@ -90,13 +90,15 @@ std::string Lane::carry_out(Item& item) {
     run_program(program, workspace);
   } catch (const std::exception& error) {
     group_.failed(kAsync, program.number, error);
+    interrupted = dynamic_cast<const Interrupted*>(&error) != nullptr;
     return error.what();
   }
   return {};
 }
 
-// Runs the oldest program without holding the lock.
-void Lane::run_one(std::unique_lock<std::mutex>& lock) {
+// Runs the oldest program without holding the lock. Returns whether a signal interrupted it.
+bool Lane::run_one(std::unique_lock<std::mutex>& lock) {
+  bool interrupted = false;
   running_ = true;
   Item item = std::move(queue_.front());
   queue_.pop_front();
@@ -105,7 +107,7 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   running_number_ = program.number;
   lock.unlock();
   pause_at_random();
-  std::string failure = carry_out(item);
+  std::string failure = carry_out(item, interrupted);
   lock.lock();
   running_ = false;
   completed_ = program.number;
@@ -116,13 +118,14 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
     if (failures_.size() > kMaxFailures) failures_.erase(failures_.begin());
   }
   done_.notify_all();
-  if (!done) return;
+  if (!done) return interrupted;
   lock.unlock();
   done(told);
   // Destroys the captures of `done` without the lock: a tensor may have to wait for Python's lock,
   // whose owner may be waiting for this one.
   done = nullptr;
   lock.lock();
+  return interrupted;
 }
 
 bool Lane::begin_now(int64_t number, const std::string& call_name) {
@@ -167,8 +170,10 @@ void Lane::wait(int64_t number) {
   const Blocked blocked(group_);
   while (completed_ < number) {
     if (!running_ && !queue_.empty()) {
-      run_one(lock);
+      const bool interrupted = run_one(lock);
       if (wake_) work_.notify_one();  // the engine may have found the lane taken
+      // Python raises the handler's exception when this returns: the next program may wait for long.
+      if (interrupted && completed_ < number) throw Interrupted("interrupted by a signal");
     } else if (done_.wait_for(lock, kSlice) == std::cv_status::timeout) {
       const CallSite site{kAsync, group_.moved(kAsync, running_number_), running_name_};
       lock.unlock();

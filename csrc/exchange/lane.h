@@ -71,8 +71,8 @@ class Lane {
   void push(Item item, bool background);
   void wake_engine();  // with the lock held
   void serve();
-  void run_one(std::unique_lock<std::mutex>& lock);
-  std::string carry_out(Item& item);
+  bool run_one(std::unique_lock<std::mutex>& lock);
+  std::string carry_out(Item& item, bool& interrupted);
   void run_program(Program& program, Workspace& workspace);
 
   Group& group_;

@@ -3,7 +3,10 @@
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
+#include <iterator>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/profiler_event.h"
@@ -51,15 +54,21 @@ class Transfer : public c10d::Work {
   }
 
   bool wait(std::chrono::milliseconds /*timeout*/) override {
+    was_interrupted();  // in an earlier call
     try {
       group_->lane().wait(number_);
     } catch (const std::exception& error) {
+      if (was_interrupted()) return abandoned();
       TORCH_CHECK(false, error.what());
     }
     if (event_) event_->end();
     input_.reset();
     return true;
   }
+
+  // Keeps the memory until the transfer has ended. Python raises the exception of the signal's
+  // handler when `wait` has returned.
+  bool abandoned();
 
   // Weak references, which `Transfers` has, keep the object, but not what it holds.
   void release_resources() override {
@@ -91,11 +100,22 @@ class Transfers {
     started_.emplace_back(transfer);
   }
 
+  // Keeps a transfer that nobody waits for any more until it has ended.
+  void keep(c10::intrusive_ptr<Transfer> transfer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    kept_.push_back(std::move(transfer));
+  }
+
   // Has torch forget the transfers whose results were dropped.
   void release() {
-    std::vector<c10::intrusive_ptr<Transfer>> alive;  // destroyed without the lock
+    std::vector<c10::intrusive_ptr<Transfer>> alive, ended;  // destroyed without the lock
     {
       const std::lock_guard<std::mutex> lock(mutex_);
+      const auto running = std::partition(kept_.begin(), kept_.end(), [](const auto& transfer) {
+        return transfer->isCompleted();
+      });
+      std::move(kept_.begin(), running, std::back_inserter(ended));
+      kept_.erase(kept_.begin(), running);
       std::erase_if(started_, [&](const auto& weak) {
         auto transfer = weak.lock();
         if (!transfer) return true;
@@ -110,7 +130,13 @@ class Transfers {
  private:
   std::mutex mutex_;
   std::vector<c10::weak_intrusive_ptr<Transfer>> started_;
+  std::vector<c10::intrusive_ptr<Transfer>> kept_;
 };
+
+bool Transfer::abandoned() {
+  Transfers::instance().keep(c10::intrusive_ptr<Transfer>::unsafe_reclaim_from_nonowning(this));
+  return false;
+}
 
 int64_t row_bytes(const at::Tensor& tensor) {
   int64_t bytes = static_cast<int64_t>(tensor.element_size());

@@ -1,4 +1,4 @@
-// Records a call for Python (plans.h): symm_cp/cuda/plans.py calls these functions while it
+// Records a call for Python (plan.h): symm_cp/cuda/plans.py calls these functions while it
 // makes the call. Part of the library that needs Python's headers (backend/glue.cpp).
 #include <ATen/ops/scalar_tensor.h>
 #include <pybind11/pybind11.h>

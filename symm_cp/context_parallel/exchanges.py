@@ -16,6 +16,7 @@ from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.heads.exchange_heads import OP
 from symm_cp.ops.heads.projection import COLLECT, PROJECT
 from symm_cp.ops.tensor_checks import missing_memory
+from symm_cp.runtime.exchange import exchanged
 from symm_cp.tensors.shards import Split
 
 #: The heads of each rank: consecutive with the sizes of a `Split`, or any ranges (begin, end).
@@ -215,7 +216,12 @@ def ulysses_output_projection(
     options = reporting_to_peers(name, _options, COLLECT, name, 1, load_balancer, by_tensor)
     reporting_to_peers(name, _check_bias, x, weight, bias)
     out, _ = torch.ops.symm_mem.project_from_heads([x], [weight], name, *options)
-    return out if bias is None else out + bias.to(out.dtype)
+    if bias is None:
+        return out
+    if torch.compiler.is_compiling():
+        return out + bias.to(out.dtype)
+    with exchanged():
+        return out + bias.to(out.dtype)
 
 
 def _exchange(

@@ -22,6 +22,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -334,7 +335,10 @@ class SimulatedDevice(cuda.Device):
     ) -> cuda.DeviceWorkspace:
         if self.graph is not None:
             refuse("cuMemCreate")
-        return SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
+        made = SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
+        # As torch does before it frees symmetric memory.
+        weakref.finalize(made, self.library.simulated_drain_all).atexit = False
+        return made
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
         return is_symmetric(tensor)

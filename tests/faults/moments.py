@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def until_told(group: dist.ProcessGroup, event: str, delay: float) -> dict[str, 
     between calls.
     """
     os.environ["SYMM_CP_TIMEOUT_MS"] = str(TIMEOUT_MS if event == "stop" else 30_000)
+    warnings.simplefilter("ignore")  # Python drops exceptions while it prints one
     backend_group(group)
     barrier(group)
     begin = time.monotonic()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import resource
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -163,21 +165,28 @@ def interrupted(group: dist.ProcessGroup, new_host: bool) -> None:
         os.environ.pop("SYMM_CP_HOST", None)
 
 
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[None]:
+    """The call inside is interrupted after 0.3 seconds, and raises at once."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sent: list[float] = []
+
+    def send() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.3, send).start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    assert time.monotonic() - sent[0] < patient(0.2)
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupted_twice(own: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     for _ in range(2):
         if own.rank() == 0:
-            before = signal.signal(signal.SIGINT, signal.default_int_handler)
-            sent: list[float] = []
-
-            def send(sent: list[float] = sent) -> None:
-                sent.append(time.monotonic())
-                os.kill(os.getpid(), signal.SIGINT)
-
-            threading.Timer(0.3, send).start()
-            with pytest.raises(KeyboardInterrupt):
+            with ctrl_c():
                 symm_cp.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2), group=own)
-            assert time.monotonic() - sent[0] < patient(0.2)
-            signal.signal(signal.SIGINT, before)
             dist.barrier(group)
         else:
             dist.barrier(group)
@@ -189,6 +198,40 @@ def interrupted_twice(own: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("new_host", [False, True], ids=["known host", "new host"])
 def test_ctrl_c(ranks: Ranks, new_host: bool) -> None:
     ranks.run(2, interrupted, new_host)
+
+
+def interrupted_transfers(group: dist.ProcessGroup) -> None:
+    """Interrupted waits end at once, for earlier transfers, too; these go on in the background."""
+    own = fresh(group)
+    works(own)  # the ranks know each other's hosts
+    rank, name = own.rank(), own.group_name
+    expected = torch.arange(2.0).repeat_interleave(50)
+
+    def start() -> torch.Tensor:
+        return OPS._low_contention_all_gather(torch.full((50,), float(rank)), name)
+
+    for _ in range(3):  # the first transfer needs a workspace, and wakes the engine
+        if rank == 0:
+            pending = [start(), start()]
+            with ctrl_c():
+                wait_tensor(pending[1])
+            del pending
+            again = [torch.full((50,), -1.0) for _ in range(9)]  # not the transfers' memory
+            dist.barrier(group)
+        else:
+            dist.barrier(group)
+            for gathered in [start(), start()]:
+                try:
+                    assert torch.equal(wait_tensor(gathered), expected)
+                except RuntimeError as error:
+                    assert "interrupted by a signal (on rank 0)" in str(error)
+        assert torch.equal(wait_tensor(start()), expected)
+        works(own)
+        assert rank != 0 or all(torch.equal(each, again[0]) for each in again)
+
+
+def test_ctrl_c_in_transfers(ranks: Ranks) -> None:
+    ranks.run(2, interrupted_transfers)
 
 
 def opposite_order(group: dist.ProcessGroup) -> None:

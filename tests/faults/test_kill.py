@@ -20,7 +20,7 @@ NAMES = {
     "gather_matmul": "all_gather_matmul",
     "gather_matmul_whole": "all_gather_matmul",
     "matmul_scatter": "matmul_reduce_scatter",
-    "scaled_gather_matmul": "all_gather_scaled_matmul",
+    "scaled_gather_matmul": "(all_gather_scaled_matmul|scaled_all_gather_matmul)",
     "scaled_matmul_scatter": "scaled_matmul_reduce_scatter",
     "matmul_all_reduce": "matmul_all_reduce",
     "matmuls_all_reduce": "matmuls_all_reduce",

@@ -32,7 +32,7 @@ def test_at_any_moment(ranks: Ranks, event: str, count: int) -> None:
         stopped = [world_size - 1] if event == "stop" else []
         with ranks.own(world_size, moments.until_told, event, delay) as running:
             *survivors, _ = running.outcomes(apart_from=stopped)
-        case = world_size, delay, survivors
+        case = f"{delay:.4f} s: " + "\n".join(map(str, survivors))
         assert all(outcome.result is not None for outcome in survivors), case
         messages = [outcome.result["message"] for outcome in survivors]
         named = [f"rank {world_size - 1}" in message for message in messages]

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/gradients.h"
@@ -55,8 +56,11 @@ bool may_differentiate(const c10::OperatorHandle& op, const Stack& stack) {
   return false;
 }
 
+// `composite`: Python's kernel calls ops that graphs shall see.
+template <bool composite>
 void in_python_or_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  if (may_differentiate(op, *stack)) {
+  const bool traced = composite && c10::impl::TorchDispatchModeTLS::any_modes_set();
+  if (traced || may_differentiate(op, *stack)) {
     return c10::Dispatcher::singleton()
         .findSchemaOrThrow(kernels::name_in_python(op).c_str(), "")
         .redispatchBoxed(keys, stack);
@@ -74,7 +78,8 @@ extern "C" {
 // Makes calls of an op, "symm_mem::f", that record no gradient run without Python, which has
 // registered the kernel for the others; `key` is "Autograd", or that of a device. Returns 0 on
 // failure.
-int symm_cp_gate(const char* name, const char* key, int in_background) {
+int symm_cp_gate(const char* name, const char* key, int in_background, int composite) {
+  using symm_cp::kAsync;
   using symm_cp::autograd_gate::in_python_or_below;
   using symm_cp::gradients::reporting;
   // Kernels live as long as the process.
@@ -83,11 +88,14 @@ int symm_cp_gate(const char* name, const char* key, int in_background) {
     auto made = std::make_unique<torch::Library>(torch::Library::IMPL,
                                                  std::string(name, std::strstr(name, "::")),
                                                  c10::parseDispatchKey(key), __FILE__, __LINE__);
-    made->impl(name,
-               in_background != 0
-                   ? torch::CppFunction::makeFromBoxedFunction<
-                         &reporting<&in_python_or_below, symm_cp::kAsync>>()
-                   : torch::CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below>>());
+    using torch::CppFunction;
+    auto kernel =
+        in_background != 0
+            ? CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below<false>, kAsync>>()
+        : composite != 0
+            ? CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below<true>>>()
+            : CppFunction::makeFromBoxedFunction<&reporting<&in_python_or_below<false>>>();
+    made->impl(name, std::move(kernel));
     library->push_back(std::move(made));
     return 1;
   } catch (const std::exception&) {

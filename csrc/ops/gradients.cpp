@@ -141,16 +141,6 @@ struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
   }
 };
 
-// Since torch 2.13 nodes of autograd's graph contain their own reference count.
-template <class Node>
-auto make_node() {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
-    return c10::make_intrusive<Node>();
-  } else {
-    return std::make_shared<Node>();
-  }
-}
-
 // A plain node: torch's `Function` would cost a microsecond more.
 struct AllReduceBackward : torch::autograd::Node {
   c10::IValue reduce_op, group;
@@ -189,41 +179,6 @@ at::Tensor AllReduceBackward::all_reduce_on_device(const at::Tensor& grad) const
   const bool again = at::GradMode::is_enabled() && grad.requires_grad();
   return again ? with_gradient(std::move(total), grad, reduce_op, group) : total;
 }
-
-// The gradients of keys and values are reduce-scattered together.
-struct GatherKvBackward : torch::autograd::Node {
-  std::vector<c10::IValue> others;  // seq_dim, group, sizes, rank
-
-  std::string name() const override { return "AllGatherKvBackward"; }
-  variable_list apply(variable_list&& grads) override {
-    static const auto op = handle_of("symm_mem::_all_gather_kv_backward");
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    Stack stack;
-    for (uint32_t i = 0; i < 2; ++i)
-      stack.emplace_back(grads[i].defined() ? grads[i] : input_metadata(i).zeros_like());
-    stack.insert(stack.end(), others.begin(), others.end());
-    op.callBoxed(stack);
-    return {stack[0].toTensor(), stack[1].toTensor()};
-  }
-};
-
-// The gradient of each direction is an exchange in the other direction.
-struct ExchangeHeadsBackward : torch::autograd::Node {
-  bool to_heads;
-  std::vector<c10::IValue> others;  // the arguments from the group on
-
-  std::string name() const override { return "ExchangeHeadsBackward"; }
-  variable_list apply(variable_list&& grads) override {
-    static const auto op = handle_of("symm_mem::exchange_heads");
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    for (uint32_t i = 0; i < grads.size(); ++i)
-      if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
-    Stack stack{c10::List<at::Tensor>(grads), !to_heads};
-    stack.insert(stack.end(), others.begin(), others.end());
-    op.callBoxed(stack);
-    return stack[0].toTensorVector();
-  }
-};
 
 struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
@@ -281,37 +236,6 @@ void one_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
   const c10::IValue reduce_op = arguments[1], group = arguments[2];
   redispatch(op, keys, stack);
   with_gradient(stack->back().toTensor(), reduced, reduce_op, group);
-}
-
-void gather_kv_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  const auto arguments = torch::jit::last(*stack, 6);
-  const at::Tensor &key = arguments[0].toTensor(), &value = arguments[1].toTensor();
-  const bool of_key = needs_gradient("all_gather_kv", key);
-  if (!needs_gradient("all_gather_kv", value) && !of_key) return redispatch(op, keys, stack);
-  const auto node = make_node<GatherKvBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(key, value));
-  node->others.assign(arguments.begin() + 2, arguments.end());
-  redispatch(op, keys, stack);
-  for (const c10::IValue& gathered : torch::jit::last(*stack, 2))
-    torch::autograd::set_history(gathered.toTensor(), node);
-}
-
-void exchange_heads_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                             Stack* stack) {
-  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-  const std::vector<at::Tensor> tensors = arguments[0].toTensorVector();
-  bool needed = false;
-  for (const at::Tensor& tensor : tensors)
-    needed = needs_gradient("exchange_heads", tensor) || needed;
-  at::AutoDispatchBelowADInplaceOrView no_views;  // results may be modified in place
-  if (!needed) return redispatch(op, keys, stack);
-  const auto node = make_node<ExchangeHeadsBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(tensors));
-  node->to_heads = arguments[1].toBool();
-  node->others.assign(arguments.begin() + 2, arguments.end());
-  redispatch(op, keys, stack);
-  for (const at::Tensor& exchanged : stack->back().toTensorVector())
-    torch::autograd::set_history(exchanged, node);
 }
 
 void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -381,12 +305,8 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   m.impl("_low_contention_reduce_scatter", reduce_scatter_autograd);
   for (const char* name : {"one_shot_all_reduce", "one_shot_all_reduce_copy"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&one_shot_autograd>>());
-  m.impl("all_gather_kv",
-         torch::CppFunction::makeFromBoxedFunction<&reporting<&gather_kv_autograd>>());
   for (const char* name : {"_low_contention_all_gather_out", "_low_contention_reduce_scatter_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reporting<&out_autograd, kAsync>>());
-  m.impl("exchange_heads",
-         torch::CppFunction::makeFromBoxedFunction<&reporting<&exchange_heads_autograd>>());
 }
 
 // CPU only: on other devices torch's kernels may write to parameters and other tensors that require

@@ -111,9 +111,8 @@ class Transfers {
     std::vector<c10::intrusive_ptr<Transfer>> alive, ended;  // destroyed without the lock
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      const auto running = std::partition(kept_.begin(), kept_.end(), [](const auto& transfer) {
-        return transfer->isCompleted();
-      });
+      const auto running = std::partition(
+          kept_.begin(), kept_.end(), [](const auto& transfer) { return transfer->isCompleted(); });
       std::move(kept_.begin(), running, std::back_inserter(ended));
       kept_.erase(kept_.begin(), running);
       std::erase_if(started_, [&](const auto& weak) {

@@ -49,6 +49,21 @@ class GradientByHand(NamedTuple):
     with_keyset: bool = False
 
 
+class BackwardOp(NamedTuple):
+    """The gradient is an op of this name, which native code calls (csrc/ops/backward_ops.cpp)."""
+
+    name: str
+
+
+class Composite(enum.Enum):
+    """The kernel calls ops that are differentiable: autograd and graphs see those."""
+
+    COMPOSITE = enum.auto()
+
+
+(COMPOSITE,) = Composite
+
+
 class Elsewhere(NamedTuple):
     """No gradient is registered from Python: `reason` says where it is, or why there is none."""
 
@@ -56,7 +71,7 @@ class Elsewhere(NamedTuple):
     differentiable: bool
 
 
-NATIVE_GRADIENT = Elsewhere("csrc/ops/gradients.cpp, matmul_gradients.cpp", differentiable=True)
+NATIVE_GRADIENT = Elsewhere("csrc/ops/gradients.cpp", differentiable=True)
 
 
 class Vmap(enum.Enum):
@@ -130,7 +145,9 @@ class Op:
     kernel: Kernel | None = None
     #: Checks the arguments; returns results of the right shapes, strides and dtypes.
     fake: Kernel | None = None
-    gradient: Gradient | NoGradient | GradientByHand | Elsewhere | None = None
+    gradient: Gradient | NoGradient | GradientByHand | BackwardOp | Composite | Elsewhere | None = (
+        None
+    )
     autocast: Prepare | None = None
     vmap: Vmap | None = None
     #: A small call, with equal shapes on all ranks unless the op takes unequal ones.
@@ -173,12 +190,22 @@ class Op:
             **changed,
         )
 
+    @classmethod
+    def backward(
+        cls, name: str, schema: str, kernel: Kernel, example: Callable[[Caller], Arguments]
+    ) -> Op:
+        """Returns an op that computes gradients by calling ops that are differentiable."""
+        return cls(
+            name=name, schema=schema, kernel=kernel, fake=kernel, gradient=COMPOSITE,
+            autocast=untouched, vmap=ONE_BY_ONE, example=example, internal=True,
+        )  # fmt: skip
+
     @property
     def differentiable(self) -> bool:
         """Whether gradients go through the op."""
         if isinstance(self.gradient, Elsewhere):
             return self.gradient.differentiable
-        return isinstance(self.gradient, Gradient) or (
+        return isinstance(self.gradient, Gradient | BackwardOp | Composite) or (
             isinstance(self.gradient, GradientByHand) and not self.internal
         )
 

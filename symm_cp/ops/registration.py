@@ -17,6 +17,8 @@ from symm_cp.ops.error_reports import channel_of
 from symm_cp.ops.op import (
     ONE_BY_ONE,
     TORCHS,
+    BackwardOp,
+    Composite,
     Gradient,
     GradientByHand,
     NoGradient,
@@ -98,11 +100,16 @@ def _run_by_plans(op: Op) -> None:
     if _is_planned(op):
         for key in [*_keys_of_ours(op), *([] if op.native else ["CPU"])]:
             plans.serve(op.full_name, key)
-    if _is_gated(op):
-        key = "AutogradCPU" if _only_on_cpu(op) else "Autograd"
-        gate = native.load().symm_cp_gate
-        if not gate(op.full_name.encode(), key.encode(), channel_of(op.name_in_errors) == "async"):
-            raise RuntimeError(f"symm_cp: {op.full_name} cannot be registered for {key}")
+    name, key, done = op.full_name.encode(), "AutogradCPU" if _only_on_cpu(op) else "Autograd", 1
+    if isinstance(op.gradient, BackwardOp):
+        backward = f"{op.namespace}::{op.gradient.name}"
+        done = native.load().symm_cp_backward_op(name, backward.encode())
+    elif _is_gated(op):
+        background = channel_of(op.name_in_errors) == "async"
+        composite = isinstance(op.gradient, Composite)
+        done = native.load().symm_cp_gate(name, key.encode(), background, composite)
+    if not done:
+        raise RuntimeError(f"symm_cp: {op.full_name} cannot be registered for {key}")
 
 
 def register_without_native() -> None:
@@ -153,7 +160,7 @@ def _is_planned(op: Op) -> bool:
 
 def _is_gated(op: Op) -> bool:
     """Whether calls that record no gradient pass a native gate (csrc/ops/autograd_gate.cpp)."""
-    recorded = isinstance(op.gradient, Gradient | NoGradient | GradientByHand)
+    recorded = isinstance(op.gradient, Gradient | NoGradient | GradientByHand | Composite)
     return recorded and (op.native or _is_planned(op)) and not op.one_sided
 
 
@@ -194,5 +201,7 @@ def _register_gradient(op: Op) -> None:
             gated = _is_gated(op) and key in ("Autograd", "AutogradCPU")
             library = in_python if gated else lib
             register_no_gradient(op, op.gradient.instead, key=key, library=library)
+    elif isinstance(op.gradient, Composite):
+        library.impl(op.name, op.kernel, "Autograd")
     elif isinstance(op.gradient, GradientByHand):
         library.impl(op.name, op.gradient.kernel, "Autograd", with_keyset=op.gradient.with_keyset)

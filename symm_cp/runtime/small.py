@@ -36,7 +36,7 @@ enabled = True
 
 def serves(group: Group, slot_bytes: int) -> bool:
     """Whether a call is made this way; the same on all ranks."""
-    if group.world_size == 1 or not 0 < group.world_size * slot_bytes <= MOST_BYTES:
+    if not 0 < group.world_size * slot_bytes <= MOST_BYTES:
         return False
     return enabled and env.way() is None and env.attention() is None
 

@@ -29,7 +29,7 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
-from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Gradient, Op, arguments, declare, untouched
+from symm_cp.ops.op import ONE_BY_ONE, BackwardOp, Gradient, Op, arguments, declare, untouched
 from symm_cp.tensors.results import copied, new_result
 
 _GATHER = "all_gather_kv"
@@ -157,7 +157,7 @@ declare(
         ),
         kernel=_gather_kernel,
         fake=_gather_fake,
-        gradient=NATIVE_GRADIENT,
+        gradient=BackwardOp(_SCATTER),
         autocast=autocast.widen,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(on.rand(1, 2, 4, 3), on.rand(1, 2, 4, 3), 2, on.group_name),

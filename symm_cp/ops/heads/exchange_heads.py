@@ -23,7 +23,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.heads.packing import HeadExchange, HeadPart, HeadRanges, head_exchange
-from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.ops.op import ONE_BY_ONE, BackwardOp, Op, arguments, declare, untouched
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.results import contiguous
 
@@ -275,18 +275,34 @@ def exchange_fake(
     return results
 
 
+def _backward(
+    grads: list[torch.Tensor], to_heads: bool, group_name: str, *options: Any
+) -> list[torch.Tensor]:
+    """Sends the gradients in the other direction."""
+    results: list[torch.Tensor] = torch.ops.symm_mem.exchange_heads(
+        grads, not to_heads, group_name, *options
+    )
+    return results
+
+
 declare(
+    Op.backward(
+        "_exchange_heads_backward",
+        f"{_ARGUMENTS.replace('tensors', 'grads')} -> Tensor[]",
+        _backward,
+        lambda on: arguments([on.rand(1, 2, 3 * on.world_size, 4)], True, on.group_name),
+    ),
     Op(
         name=OP,
         schema=f"{_ARGUMENTS} -> Tensor[]",
         kernel=_kernel,
         fake=exchange_fake,
-        gradient=NATIVE_GRADIENT,
+        gradient=BackwardOp("_exchange_heads_backward"),
         autocast=untouched,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(
             [on.rand(1, 2 * on.world_size, 3, size) for size in (4, 2)], True, on.group_name
         ),
         plan=_checked,
-    )
+    ),
 )

@@ -36,7 +36,7 @@ from symm_cp.ops.matmul.operands import (
 )
 from symm_cp.ops.matmul.products import Terms
 from symm_cp.ops.matmul.scaled_mm import ANY_SIZE, NO_GRADIENT, finish, scaled_mm_out
-from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.ops.op import ONE_BY_ONE, BackwardOp, Op, arguments, declare, untouched
 from symm_cp.runtime import exchange
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -262,7 +262,7 @@ declare(
         schema="(Tensor A, Tensor B, Tensor? bias, str reduce_op, str group_name) -> Tensor",
         kernel=_matmul_all_reduce_kernel,
         fake=_matmul_all_reduce_fake,
-        gradient=NATIVE_GRADIENT,
+        gradient=BackwardOp(f"_{ALL_REDUCE}_backward"),
         autocast=autocast.cast,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(

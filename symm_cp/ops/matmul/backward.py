@@ -21,7 +21,9 @@ from symm_cp.ops.matmul import ways
 from symm_cp.ops.matmul.derivatives import (
     SCATTER_BACKWARD_GRADIENT,
     WEIGHT_GRAD_GRADIENT,
+    gather_matmul_backward,
     is_transposed,
+    matmul_all_reduce_backward,
 )
 from symm_cp.ops.matmul.products import Sum, as_rows, at_last
 from symm_cp.ops.op import ONE_BY_ONE, Op, arguments, declare, untouched
@@ -46,6 +48,7 @@ def _weight_grad(
     transposed: bool = False,
 ) -> list[torch.Tensor]:
     """For each gradient of an output: gathered(x_shard)^H @ grad, laid out by columns or rows."""
+    gather_dim %= x_shard.dim()
     split = gather_split(
         _WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, place.rank, place.world_size
     )
@@ -180,6 +183,7 @@ def _backward(
 
     A gradient that is not needed is an empty tensor.
     """
+    scatter_dim %= a.dim()
     inner, outer = weight.shape
     grad_weight = None
     if need_b:
@@ -303,6 +307,25 @@ def _backward_rows(
 _weight_grad_kernel, _weight_grad_fake = kernel_and_fake(_weight_grad)
 _backward_kernel, _backward_fake = kernel_and_fake(_backward)
 declare(
+    Op.backward(
+        "_fused_all_gather_matmul_backward",
+        "(Tensor[] some_grads, Tensor A, Tensor[] Bs, int gather_dim, str group_name, "
+        f"bool[] needed, {SIZES}) -> Tensor[]",
+        gather_matmul_backward,
+        lambda on: arguments(
+            [on.rand(4 * on.world_size, 5)], on.rand(4, 6), [on.rand(6, 5)], 0, on.group_name,
+            [True, True],
+        ),
+    ),
+    Op.backward(
+        "_fused_matmul_all_reduce_backward",
+        "(Tensor grad, Tensor A, Tensor B, str reduce_op, str group_name, bool[] needed) "
+        "-> Tensor[]",
+        matmul_all_reduce_backward,
+        lambda on: arguments(
+            on.rand(4, 5), on.rand(4, 6), on.rand(6, 5), "sum", on.group_name, [True, True, True]
+        ),
+    ),
     Op(
         name=_WEIGHT_GRAD,
         schema=(

@@ -18,7 +18,7 @@ S all-reduces; it is its own gradient, like torch's functional all-reduce.
 Each gradient is computed by one of these ops or by a plain matmul, so each backward pass can be
 differentiated again. A backward pass divides the dimension as the forward pass did: ops with
 sizes have the same backward pass as their counterparts without sizes. The backward passes of the
-ops that users call are native (csrc/ops/matmul_gradients.cpp).
+ops that users call are ops, too (csrc/ops/backward_ops.cpp calls them).
 """
 
 from __future__ import annotations
@@ -101,6 +101,77 @@ def _no_grads(ctx: Any, arguments: int) -> tuple[None, ...]:
     return (None,) * (arguments + len(ctx.uneven))
 
 
+# --- fused_all_gather_matmul, fused_matmul_all_reduce -----------------------------------------
+
+
+def gather_matmul_backward(
+    some_grads: list[torch.Tensor],
+    shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    needed: list[bool],
+    sizes: list[int] | None = None,
+    rank: int | None = None,
+) -> list[torch.Tensor]:
+    """The gradients of the shard and of the weights, from those of the gathered tensor, if it was
+    returned, and of the products.
+
+    Which exchanges are made does not depend on the missing gradients: the peers wait for them.
+    """
+    dim, missing = gather_dim % shard.dim(), _missing(shard)
+    first = len(some_grads) - len(weights)
+    grads = some_grads[first:]
+    used = [i for i, grad in enumerate(grads) if not _is_missing(grad)]
+    lefts, results = [grads[i] for i in used], [missing] * (1 + len(weights))
+    if needed[0]:
+        addend = some_grads[0] if first and not _is_missing(some_grads[0]) else None
+        if not lefts and addend is None:
+            shape = list(shard.shape)
+            shape[dim] = sum(sizes) if sizes else shape[dim] * world_size_of(group_name)
+            addend = shard.new_zeros(shape)
+        rights = [weights[i].mH for i in used]
+        results[0] = _ops._fused_matmuls_reduce_scatter(
+            lefts, rights, addend, "sum", dim, group_name, sizes, rank
+        )
+    if any(needed[1:]):
+        transposed = all(map(is_transposed, weights))
+        computed = _ops._fused_all_gather_weight_grad(
+            shard, lefts, dim, group_name, sizes, rank, transposed
+        )
+        for i, grad in zip(used, computed, strict=True):
+            results[1 + i] = grad
+    return results
+
+
+def matmul_all_reduce_backward(
+    grad: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    needed: list[bool],
+) -> list[torch.Tensor]:
+    """The gradients of both factors, and of the bias if there is one, which is added to the sum."""
+    need_a, need_weight, *need_bias = needed
+    total = grad
+    if need_a or need_weight:
+        total = _ops._fused_matmuls_all_reduce([], [], grad, None, reduce_op, group_name)
+    missing = _missing(grad)
+    grad_a = total @ weight.mH if need_a else missing
+    grad_weight = _left_transposed(a, total) if need_weight else missing
+    return [grad_a, grad_weight, *(_bias_gradient(grad) if need else missing for need in need_bias)]
+
+
+def _missing(like: torch.Tensor) -> torch.Tensor:
+    """What stands for a missing gradient."""
+    return like.new_empty(0, dtype=torch.bool)
+
+
+def _is_missing(grad: torch.Tensor) -> bool:
+    return grad.dtype == torch.bool
+
+
 # --- _fused_matmuls_reduce_scatter -----------------------------------------------------------
 
 
@@ -150,7 +221,8 @@ def _weight_backward(ctx: Any, outer: list[torch.Tensor | None]) -> tuple[Any, .
 
 
 def _scatter_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    grad, a, weight, ctx.reduce_op, ctx.dim, ctx.group_name, *rest = inputs
+    grad, a, weight, ctx.reduce_op, scatter_dim, ctx.group_name, *rest = inputs
+    ctx.dim = scatter_dim % a.dim()
     ctx.need_a, ctx.need_b, *last = rest
     ctx.uneven = uneven_of(last)
     ctx.set_materialize_grads(False)

@@ -41,7 +41,7 @@ from symm_cp.ops.matmul.operands import (
 )
 from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
-from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, TORCHS, Op, arguments, declare
+from symm_cp.ops.op import ONE_BY_ONE, TORCHS, BackwardOp, Op, arguments, declare
 from symm_cp.runtime import exchange
 from symm_cp.runtime.calls import Consume
 from symm_cp.tensors.alignment import ALIGN, aligned
@@ -403,7 +403,7 @@ _GATHER_OP = Op(
     kernel=all_gather_matmul_kernel,
     fake=all_gather_matmul_fake,
     plan=plan_gather,
-    gradient=NATIVE_GRADIENT,
+    gradient=BackwardOp(f"_{GATHER}_backward"),
     autocast=autocast.cast,
     vmap=ONE_BY_ONE,
     example=lambda on: arguments(on.rand(4, 6), [on.rand(6, 5), on.rand(6, 3)], 0, on.group_name),

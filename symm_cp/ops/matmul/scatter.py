@@ -35,9 +35,9 @@ from symm_cp.ops.matmul.derivatives import SUM_GRADIENT
 from symm_cp.ops.matmul.operands import WORDS, check_terms
 from symm_cp.ops.matmul.products import Terms
 from symm_cp.ops.op import (
-    NATIVE_GRADIENT,
     ONE_BY_ONE,
     TORCHS,
+    BackwardOp,
     Op,
     arguments,
     declare,
@@ -195,7 +195,7 @@ _SCATTER_OP = Op(
     schema=TORCHS,
     kernel=matmul_reduce_scatter_kernel,
     fake=matmul_reduce_scatter_fake,
-    gradient=NATIVE_GRADIENT,
+    gradient=BackwardOp(f"_{SCATTER}_backward"),
     autocast=autocast.cast,
     vmap=ONE_BY_ONE,
     example=lambda on: arguments(

@@ -61,7 +61,8 @@ def test_a_program_of_two_ranks(tmp_path: Path) -> None:
     ]
 
 
-#: The same block uncompiled, twice; and a sum that is no longer a sum of products.
+#: The same block uncompiled, twice; a sum that is no longer a sum of products; and two calls whose
+#: matrix is too large for one exchange.
 EAGER = """
     import torch
     import torch.distributed as dist
@@ -79,6 +80,9 @@ EAGER = """
         block(torch.randn(8, 64)).sum().backward()
     x = torch.randn(9, 9)
     dist.all_reduce((x @ x).mul_(2))
+    import symm_cp
+    for _ in range(2):
+        symm_cp.all_gather_matmul(torch.ones(1 << 24, 1), torch.ones(1, 1), group=dist.group.WORLD)
     dist.destroy_process_group()
 """
 
@@ -94,6 +98,9 @@ def test_an_eager_program_of_two_ranks(tmp_path: Path) -> None:
     assert line + "addmm: symm_cp.matmul_all_reduce could run here" in done.stdout
     assert "rank 0: 0 of 7 collectives fused\n" in done.stdout
     assert "other graphs" not in done.stdout
+    refused = "- fused_all_gather_matmul: it uses the group step by step, as for large tensors"
+    assert "made by Python at each call" in done.stdout
+    assert refused in done.stdout
     graphs = json.loads((tmp_path / "o").read_text())["graphs"]
     assert [graph["rank"] for graph in graphs] == [0, 1]
     for graph in graphs:

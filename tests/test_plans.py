@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import symm_cp
 from symm_cp import native
+from symm_cp.cuda.plans import refusals
 from symm_cp.ops.op import Op, declared
 from symm_cp.testing import Ranks
 from tests.exhaustive import some
@@ -24,17 +25,12 @@ from tests.ops.calls import caller, completed
 OPS = torch.ops.symm_mem
 
 #: Ops whose examples stay in Python, and a part of the reason.
-IN_PYTHON = {"_same_on_all_ranks": "memory that is not the call's"}
+IN_PYTHON = {"_same_on_all_ranks": "step by step"}
 
 
 def runs() -> int:
     """The number of calls made by plans since this was last called."""
     return int(native.load().symm_cp_plans_run())
-
-
-def refusal() -> str:
-    """Why the last call that could not be recorded was not."""
-    return bytes(native.load().symm_cp_plans_refusal()).decode()
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
@@ -76,7 +72,7 @@ def every_op(group: dist.ProcessGroup, seed: int) -> None:
         for _ in range(2):
             assert_same(call(), expected, f"{op.name}, planned")
         if not runs():
-            in_python[op.name] = refusal()
+            in_python[op.name] = refusals()[op.full_name]
     expected_in_python = IN_PYTHON if group.size() > 1 else {}
     assert in_python.keys() == expected_in_python.keys(), in_python
     for name, reason in expected_in_python.items():

@@ -29,19 +29,21 @@ class Key {
       : host_values_(host_values) {
     numbers_.push_back(reinterpret_cast<intptr_t>(&op.schema()));
     const auto& arguments = op.schema().arguments();
-    for (size_t i = 0; i < arguments.size() && usable_; ++i) {
+    for (size_t i = 0; i < arguments.size() && usable(); ++i) {
       const c10::IValue& value = torch::jit::peek(stack, i, arguments.size());
       if (value.isString() && arguments[i].name() == "group_name")
         group_name_ = &value.toStringRef();
       else
         add_value(value);
     }
-    if (tensors_.empty() || group_name_ == nullptr) usable_ = false;
-    if (usable_) add_settings();
+    if (tensors_.empty() || group_name_ == nullptr) unusable_ = "it takes no tensor";
+    if (usable()) add_settings();
   }
 
-  // Whether all arguments can be told apart by numbers.
-  bool usable() const { return usable_; }
+  // Whether numbers tell all arguments apart.
+  bool usable() const { return unusable_ == nullptr; }
+  // Why not.
+  const char* unusable() const { return unusable_; }
   const std::string& group_name() const { return *group_name_; }
   // A number of the group, which no other group gets: names come back.
   void set_group(int64_t number) { numbers_.push_back(number); }
@@ -82,7 +84,7 @@ class Key {
       add(-2 - static_cast<int64_t>(value.toListRef().size()));
       for (const c10::IValue& element : value.toListRef()) add_value(element);
     } else {
-      usable_ = false;
+      unusable_ = "an argument is of a kind that plans do not tell apart";
     }
   }
 
@@ -90,7 +92,7 @@ class Key {
     if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage() ||
         tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor() ||
         tensor.key_set().has(c10::DispatchKey::Python) || tensor.is_nested()) {
-      usable_ = false;
+      unusable_ = "a tensor has no plain memory";
       return;
     }
     const auto address = reinterpret_cast<intptr_t>(tensor.const_data_ptr());
@@ -107,7 +109,7 @@ class Key {
     // Freed or resized memory: Python raises the error.
     if (tensor.numel() > 0 &&
         (static_cast<int64_t>(tensor.storage().nbytes()) < (last + 1) * size || address == 0))
-      usable_ = false;
+      unusable_ = "a tensor's memory was freed or resized";
     // Tensors that share memory also need the same distance.
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (tensors_[i].storage().unsafeGetStorageImpl() != tensor.storage().unsafeGetStorageImpl())
@@ -118,14 +120,14 @@ class Key {
     }
     tensors_.push_back(tensor);
     // The host may read the values of integer tensors, such as layouts, masks and routings.
-    if (usable_ && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true))
+    if (usable() && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true))
       add_values(tensor);
   }
 
   void add_values(const at::Tensor& tensor) {
     if (!host_values_ || !tensor.is_cpu() || tensor.numel() > kMostValues ||
         !tensor.is_contiguous()) {
-      usable_ = false;
+      unusable_ = "kernels may read the values of a long tensor of integers";
       return;
     }
     add(std::string_view(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()));
@@ -144,7 +146,7 @@ class Key {
   }
 
   bool host_values_;
-  bool usable_ = true;
+  const char* unusable_ = nullptr;
   Numbers numbers_;
   Tensors tensors_;
   const std::string* group_name_ = nullptr;

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "base/python.h"
 #include "channel/group.h"
@@ -49,12 +50,20 @@ struct State {
   std::atomic<int> pauses{0};  // while there are any, calls on CPU are made by Python
   std::atomic<int64_t> runs{0};
   std::atomic<int64_t> drops{0};  // how often all plans were dropped
-  std::string last_refusal;
+  // Why calls of an op are left to Python; the latest last.
+  std::vector<std::pair<std::string, std::string>> refusals;
 
   // Never destroyed: plans own Python objects.
   static State& get() {
     static auto* const state = new State;
     return *state;
+  }
+
+  void refuse(const c10::OperatorHandle& op, const std::string& reason) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const std::string& name = op.schema().name();
+    std::erase_if(refusals, [&](const auto& refusal) { return refusal.first == name; });
+    refusals.emplace_back(name, reason);
   }
 
   // Makes room for a key; call it with the mutex held, and destroy the result without it:
@@ -108,10 +117,10 @@ void record(const Key& key, const c10::OperatorHandle& op, Stack* stack) {
   wanted = nullptr;
   const size_t count = op.schema().returns().size();
   auto plan = recording.end(torch::jit::last(*stack, count).vec());
+  if (plan == nullptr) state.refuse(op, recording.refusal());
   std::lock_guard<std::mutex> lock(state.mutex);
   // Plans were dropped during the call: it made a workspace, or another thread changed a setting.
   if (state.drops != drops) return;
-  if (plan == nullptr) state.last_refusal = op.schema().name() + ": " + recording.refusal();
   Known& known = state.known[key.numbers()];
   known.refused = plan == nullptr;
   known.plan = std::move(plan);
@@ -139,7 +148,11 @@ bool run_now(const c10::OperatorHandle& op, Stack* stack, bool on_cpu) {
   if (on_cpu ? state.pauses.load(std::memory_order_relaxed) > 0 : is_set("SYMM_CP_DEBUG"))
     return false;
   Key key(op, *stack, /*host_values=*/on_cpu);
-  if (!key.usable() || (on_cpu && !key.device().is_cpu())) return false;
+  if (!key.usable()) {
+    state.refuse(op, key.unusable());
+    return false;
+  }
+  if (on_cpu && !key.device().is_cpu()) return false;
   const auto group = group_of(op, key, on_cpu);
   if (group == nullptr) return false;
   key.set_group(group->number());
@@ -242,12 +255,14 @@ void symm_cp_plans_resume() { --symm_cp::plans::State::get().pauses; }
 // Returns the number of calls that ran as plans since the last call of this function.
 int64_t symm_cp_plans_run() { return symm_cp::plans::State::get().runs.exchange(0); }
 
-// Returns why the last call that could not be recorded was refused.
-const char* symm_cp_plans_refusal() {
+// Returns the last reason why calls of an op could not be recorded, for each op, the latest last:
+// "op: reason" on each line.
+const char* symm_cp_plans_refusals() {
   thread_local std::string text;
+  text.clear();
   auto& state = symm_cp::plans::State::get();
   std::lock_guard<std::mutex> lock(state.mutex);
-  text = state.last_refusal;
+  for (const auto& [op, reason] : state.refusals) text += op + ": " + reason + "\n";
   return text.c_str();
 }
 

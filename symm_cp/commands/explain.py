@@ -60,13 +60,14 @@ def main(args: argparse.Namespace) -> int:
                 check=False,
             )
         noted = _noted(Path(folder))
-    graphs, breaks = list(_graphs(noted)), _breaks(noted)
+    graphs, breaks = list(_graphs(noted)), _first(noted, "breaks")
+    in_python = _first(noted, "in_python")
     code = ended.returncode if ended.returncode >= 0 else 128 - ended.returncode
     if args.json is not None:
-        found = {"graphs": graphs, "graph_breaks": breaks}
+        found = {"graphs": graphs, "graph_breaks": breaks, "in_python": in_python}
         write_json(args.json, {"command": command, "exit_code": code, **found})
     if args.json != STDOUT:
-        print(report(graphs, breaks, eager=args.eager))
+        print(report(graphs, breaks, in_python, eager=args.eager))
     if code:
         print(f"symm-cp explain: the program ended with exit code {code}", file=sys.stderr)
     return code
@@ -89,10 +90,10 @@ def _graphs(noted: list[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
             yield {"graph": number, **graph}
 
 
-def _breaks(noted: list[list[dict[str, Any]]]) -> dict[str, int]:
-    """Returns the counted reasons for graph breaks, of the first rank that has any."""
-    breaks = (note["breaks"] for notes in noted for note in notes if "breaks" in note)
-    return next(breaks, {})
+def _first(noted: list[list[dict[str, Any]]], kind: str) -> dict[str, Any]:
+    """Returns the note of a kind of the first rank that has any."""
+    found = (note[kind] for notes in noted for note in notes if kind in note)
+    return next(found, {})
 
 
 _NOTHING_COMPILED = (
@@ -104,11 +105,15 @@ _NOTHING_COMPILED = (
 def report(
     graphs: list[dict[str, Any]],
     breaks: Mapping[str, int] = MappingProxyType({}),
+    in_python: Mapping[str, str] = MappingProxyType({}),
     *,
     eager: bool = False,
 ) -> str:
     """Returns the text of a report: the graphs of the first rank, and the ranks that differ."""
     broken = [f"{text} ({count} x)" for text, count in breaks.items()]
+    if in_python:
+        broken.append("made by Python at each call, as no record of them can be replayed:")
+        broken += [f"- {op.partition('::')[2]}: {reason}" for op, reason in in_python.items()]
     if not graphs:
         nothing = "no collective was called" if eager else _NOTHING_COMPILED
         return "\n".join([nothing, *broken])

@@ -243,6 +243,12 @@ def serve(op: str, dispatch_key: str, *, or_torchs: bool = False) -> Served:
     return Served(made)
 
 
+def refusals() -> dict[str, str]:
+    """Returns why calls of ops are made by Python each time: the last reason of each, by name."""
+    lines = native.load().symm_cp_plans_refusals().decode().splitlines()
+    return dict(line.split(": ", 1) for line in lines)
+
+
 def begin() -> None:
     """Turns recording off unless it is wanted and possible."""
     try:

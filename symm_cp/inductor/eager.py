@@ -277,5 +277,6 @@ def begin(folder: str) -> None:
     def note() -> None:
         if found := list(watch.described()):
             notes.write(folder, watch.rank, eager=True, collectives=found)
+        notes.write_at_exit(folder, watch.rank)
 
     atexit.register(note)

@@ -1,4 +1,4 @@
-"""Notes graphs and graph breaks of a process under `symm-cp explain`, in a file of its own."""
+"""Notes a process under `symm-cp explain` in a file of its own: graphs, and more at its end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import inductor
+from symm_cp.cuda import plans
 from symm_cp.inductor import passes
 from symm_cp.inductor.decisions import Decision, Report, graph_breaks
 
@@ -27,6 +28,15 @@ def described(decision: Decision, nbytes: int, ranks: int, calls: int = 1) -> di
     """Returns a decision as `symm-cp explain --json` writes it; `nbytes` are of the inputs."""
     known = {key: fact for key, fact in asdict(decision).items() if key != "collective"}
     return {**known, "name": decision.collective, "bytes": nbytes, "ranks": ranks, "calls": calls}
+
+
+def write_at_exit(folder: str, rank: int) -> None:
+    """Adds what is known when the process ends: graph breaks, and calls that Python makes."""
+    rank = rank or int(os.environ.get("RANK", 0))  # there are no groups, but launchers set RANK
+    if breaks := graph_breaks():
+        write(folder, rank, breaks=breaks)
+    if refusals := plans.refusals():
+        write(folder, rank, in_python=refusals)
 
 
 def begin(folder: str) -> None:
@@ -45,13 +55,7 @@ def begin(folder: str) -> None:
             collectives.append(described(each, nbytes, group.size()))
         write(folder, rank, joint=joint, collectives=collectives)
 
-    def note_breaks() -> None:  # at exit there are no groups, but launchers set RANK
-        nonlocal rank
-        rank = rank or int(os.environ.get("RANK", 0))
-        if breaks := graph_breaks():
-            write(folder, rank, breaks=breaks)
-
     passes.listeners.append(note)
-    atexit.register(note_breaks)
+    atexit.register(lambda: write_at_exit(folder, rank))
     if not inductor.enabled():
         inductor.enable()

@@ -83,10 +83,10 @@ def matmuls(group: dist.ProcessGroup) -> Iterator[Case]:
         out = torch.empty(rows * W, feed // W, device=DEVICE, dtype=DTYPE)
 
         def check_gather(x: Any = x, up: Any = up, full: Any = full, model: str = model) -> None:
-            for way in ("shards", "tiles"):
-                with symm_cp.tuning.forced(way):
+            for algorithm in ("shards", "tiles"):
+                with symm_cp.tuning.forced(algorithm):
                     product = gather_matmul(x, [up], 0, name)[1][0]
-                close(product, full @ up, f"all-gather-matmul {model}, {way}")
+                close(product, full @ up, f"all-gather-matmul {model}, {algorithm}")
 
         yield case(
             f"all-gather-matmul, {model} up",
@@ -109,10 +109,10 @@ def matmuls(group: dist.ProcessGroup) -> Iterator[Case]:
             total = (wide @ down).float().cpu()
             dist.all_reduce(total, group=group)
             own = total.chunk(W)[group.rank()].to(DEVICE)
-            for way in ("shards", "tiles"):
-                with symm_cp.tuning.forced(way):
+            for algorithm in ("shards", "tiles"):
+                with symm_cp.tuning.forced(algorithm):
                     part = matmul_scatter(wide, down, "sum", 0, name)
-                close(part, own, f"matmul-reduce-scatter {model}, {way}")
+                close(part, own, f"matmul-reduce-scatter {model}, {algorithm}")
 
         yield case(
             f"matmul-reduce-scatter, {model} down",
@@ -313,14 +313,14 @@ def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
         def train(function: Callable[..., Any], tensors: list[Any], grad: Any = grad) -> None:
             torch.autograd.grad(function(*tensors), tensors, grad)
 
-        def fused(q: Any, k: Any, v: Any, way: str = "pipeline") -> torch.Tensor:
-            with symm_cp.tuning.forced(way):
+        def fused(q: Any, k: Any, v: Any, algorithm: str = "pipeline") -> torch.Tensor:
+            with symm_cp.tuning.forced(algorithm):
                 return symm_cp.all_gather_attention(q, k, v, group=group)
 
         def check(q: Any = q, k: Any = k, v: Any = v, key: Any = key, value: Any = value) -> None:
             expected = F.scaled_dot_product_attention(q, key, value)
-            for way in symm_cp.tuning.ATTENTION_WAYS:
-                close(fused(q, k, v, way), expected, f"attention, {way}, rank {rank}")
+            for algorithm in symm_cp.tuning.ATTENTION_ALGORITHMS:
+                close(fused(q, k, v, algorithm), expected, f"attention, {algorithm}, rank {rank}")
 
         sizes = f"{length // SCALE} tokens, 32 heads of {features}"
         yield case(

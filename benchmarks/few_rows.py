@@ -3,7 +3,7 @@
     python benchmarks/few_rows.py --ranks 2 --json benchmarks/results/few_rows.json
 
 "chosen" is the bare call, which is native up to 64 MiB, and with an all-reduce at any size; the
-ways that are forced are carried out by the kernels in Python.
+algorithms that are forced are carried out by the kernels in Python.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from symm_cp.commands.harness.measure import FUSED, IN_PLACE, LIMIT, Row
 ROWS, HIDDEN, FEED, REDUCED = 128, 4096, 14336, 1024
 
 
-def _forced(way: str, run: Callable[[], object]) -> object:
-    with tuning.forced(way):
+def _forced(algorithm: str, run: Callable[[], object]) -> object:
+    with tuning.forced(algorithm):
         return run()
 
 
-def _in_all_ways(name: str, case: Case, ways: tuple[str, ...] = ("shards", "whole")) -> Case:
-    """Adds the ways of the fused variant to a case, and renames it."""
+def _by_all_algorithms(
+    name: str, case: Case, algorithms: tuple[str, ...] = ("shards", "whole")
+) -> Case:
+    """Adds the algorithms of the fused variant to a case, and renames it."""
     variants = {key: run for key, run in case.variants.items() if key != IN_PLACE}
     run = variants.pop(FUSED)
     case.variants = {
         **variants,
         "chosen": run,
-        **{way: partial(_forced, way, run) for way in ways},
+        **{algorithm: partial(_forced, algorithm, run) for algorithm in algorithms},
     }
     case.name = name
     return case
@@ -58,9 +60,9 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     for setting in settings:
         for rows in (1, 16, 128, 512, 1024):
             case = jobs.matmul_all_reduce(setting, rows, HIDDEN, REDUCED)
-            ways = ("shards", "whole") if rows > 1 else ()
+            algorithms = ("shards", "whole") if rows > 1 else ()
             name = f"matmul-all-reduce, {rows} rows, {str(setting.dtype)[6:]}"
-            case = _in_all_ways(name, case, ways)
+            case = _by_all_algorithms(name, case, algorithms)
             # A row is a timing of its own: the caches hold what the matmul left there.
             case.inner, case.most, case.after = 1, 1000, _microseconds
             yield case
@@ -72,7 +74,7 @@ def _gather_and_scatter_cases(setting: Setting) -> Iterator[Case]:
     W, name = setting.group.size(), setting.group.group_name
     kind = str(setting.dtype)[6:]
     up = jobs.gather_matmul(setting, ROWS, HIDDEN, FEED // W)
-    yield _in_all_ways(f"up: all-gather-matmul, {kind}", up)
+    yield _by_all_algorithms(f"up: all-gather-matmul, {kind}", up)
     x, grad = setting.normal(ROWS, HIDDEN), setting.normal(W * ROWS, FEED // W)
     full = setting.whole(x)
     op = torch.ops.symm_mem._fused_all_gather_weight_grad
@@ -81,9 +83,11 @@ def _gather_and_scatter_cases(setting: Setting) -> Iterator[Case]:
         **setting.over_backends(lambda over: lambda: jobs.gathered(over, x).t() @ grad),
         FUSED: partial(op, x, [grad], 0, name),
     }
-    yield _in_all_ways(f"up: gradient of the weight, {kind}", setting.case("", variants, inputs=()))
+    yield _by_all_algorithms(
+        f"up: gradient of the weight, {kind}", setting.case("", variants, inputs=())
+    )
     down = jobs.matmul_scatter(setting, ROWS, FEED // W, HIDDEN)
-    yield _in_all_ways(f"down: matmul-reduce-scatter, {kind}", down)
+    yield _by_all_algorithms(f"down: matmul-reduce-scatter, {kind}", down)
 
 
 if __name__ == "__main__":

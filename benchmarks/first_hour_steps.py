@@ -163,7 +163,7 @@ STEPS: tuple[Step, ...] = (
     *(
         Step(
             name,
-            f"which way of {kind} is fastest at which sizes, for this GPU",
+            f"which algorithm of {kind} is fastest at which sizes, for this GPU",
             _python("-m", "symm_cp", "tune", kind, "--device", "cuda", "--dtype", "bfloat16"),
             300,
         )

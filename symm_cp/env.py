@@ -8,7 +8,7 @@
 | `SYMM_CP_ATTENTION` | `pipeline`, on CUDA also `together` (tuning.py) | as tuned |
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
-| `SYMM_CP_WAY` | `shards` or `whole`, on CUDA also `tiles`, of fused matmuls | as tuned |
+| `SYMM_CP_ALGORITHM` | `shards` or `whole`, on CUDA also `tiles`, of fused matmuls | as tuned |
 | `SYMM_CP_BACKEND_FOR` | backends that symm_cp replaces on CPU (`symm-cp run` sets it) | none |
 | `SYMM_CP_PLANS` | 0: Python makes each call, no recorded plan does | 1 |
 | `SYMM_CP_KEEP_MIB` | freed result memory that a process keeps for later results, in MiB | below |
@@ -89,18 +89,18 @@ def selftest() -> bool:
 
 
 def attention() -> str | None:
-    """Returns the way that attention on CUDA must take, if any."""
+    """Returns the algorithm that attention on CUDA must take, if any."""
     text = _get("SYMM_CP_ATTENTION") or None
     if text not in (None, "pipeline", "together"):
         raise ValueError(f"SYMM_CP_ATTENTION={text!r} must be 'pipeline' or 'together'")
     return text
 
 
-def way() -> str | None:
-    """Returns the way that fused matmuls must take, if any."""
-    text = _get("SYMM_CP_WAY") or None
+def algorithm() -> str | None:
+    """Returns the algorithm that fused matmuls must take, if any."""
+    text = _get("SYMM_CP_ALGORITHM") or None
     if text not in (None, "shards", "whole", "tiles"):
-        raise ValueError(f"SYMM_CP_WAY={text!r} must be 'shards', 'whole' or 'tiles'")
+        raise ValueError(f"SYMM_CP_ALGORITHM={text!r} must be 'shards', 'whole' or 'tiles'")
     return text
 
 

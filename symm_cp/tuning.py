@@ -1,13 +1,13 @@
-"""Chooses the strategy of an op ("way" in names and settings) if it has several.
+"""Chooses the algorithm of an op if it has several.
 
 A fused matmul runs shard by shard (`shards`), as one matmul (`whole`), or, if each rank has its own
 GPU, as one kernel that waits for shards or signals parts by tiles (`tiles`). Attention on CUDA runs
 as a `pipeline` of kernels, one for each shard when it arrives; or a kernel attends to this rank's
 keys while the peers' keys are gathered, and then to these `together`.
 
-The way comes from, in this order: `SYMM_CP_WAY` and `SYMM_CP_ATTENTION`, or `forced`; the table of
-`symm-cp tune`; a threshold beside the op (ops/matmul/ways.py, ops/attention/choice.py). `tiles`
-runs only where it was measured to be the fastest, or is forced.
+It comes from, in this order: `SYMM_CP_ALGORITHM` and `SYMM_CP_ATTENTION`, or `forced`; the table of
+`symm-cp tune`; a threshold beside the op (ops/matmul/algorithms.py, ops/attention/choice.py).
+`tiles` runs only where it was measured to be the fastest, or is forced.
 
 All ranks of a group choose identically, from the table that the group's first rank has read.
 """
@@ -29,21 +29,21 @@ from symm_cp.group.memory import Group, StateKey, on_first_use
 from symm_cp.measured import machine_key
 from symm_cp.runtime import small
 
-WAYS = ("shards", "whole")
-#: The way of fused matmuls that only GPUs have.
+ALGORITHMS = ("shards", "whole")
+#: The algorithm of fused matmuls that only GPUs have.
 TILES = "tiles"
-ATTENTION_WAYS = ("pipeline", "together")
+ATTENTION_ALGORITHMS = ("pipeline", "together")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen way, and where the choice comes from: forced, measured, by size, and so on."""
+    """The algorithm, and where the choice comes from: forced, measured, by size, and so on."""
 
-    way: str
+    algorithm: str
     source: str
 
     def __str__(self) -> str:
-        return f"{self.way} ({self.source})"
+        return f"{self.algorithm} ({self.source})"
 
 
 #: The choice of work that one exchange serves: no table is read for it.
@@ -51,40 +51,42 @@ IN_ONE_CALL = Choice("whole", "by size")
 
 # --- forced ----------------------------------------------------------------------------------
 
-# The forced way, by the ways to choose from.
+# The forced algorithm, by the algorithms to choose from.
 _forced: dict[tuple[str, ...], str] = {}
 _listening: dict[str, Choice] | None = None
 
 
 @contextlib.contextmanager
-def forced(way: str | None) -> Iterator[None]:
-    """Forces a way for all ops in the `with` block that have it; None forces no way.
+def forced(algorithm: str | None) -> Iterator[None]:
+    """Forces an algorithm for all ops in the `with` block that have it; None forces no algorithm.
 
-    Use it on all ranks. Raises `ValueError` for an unknown way.
+    Use it on all ranks. Raises `ValueError` for an unknown algorithm.
     """
-    named = {name: ways for ways in (WAYS, ATTENTION_WAYS) for name in ways} | {TILES: WAYS}
-    if way is not None and way not in named:
-        raise ValueError(f"forced: unknown {way=}; must be one of {tuple(named)}")
+    named = {
+        name: algorithms for algorithms in (ALGORITHMS, ATTENTION_ALGORITHMS) for name in algorithms
+    } | {TILES: ALGORITHMS}
+    if algorithm is not None and algorithm not in named:
+        raise ValueError(f"forced: unknown {algorithm=}; must be one of {tuple(named)}")
     before = _forced
-    _force({} if way is None else {**_forced, named[way]: way})
+    _force({} if algorithm is None else {**_forced, named[algorithm]: algorithm})
     try:
         yield
     finally:
         _force(before)
 
 
-def _force(ways: dict[tuple[str, ...], str]) -> None:
+def _force(algorithms: dict[tuple[str, ...], str]) -> None:
     global _forced
-    _forced = ways
-    small.enabled = not ways
+    _forced = algorithms
+    small.enabled = not algorithms
     native.drop_plans()
 
 
-def forced_way(ways: tuple[str, ...]) -> str | None:
-    """Returns the way that is forced for calls with these ways, here or by the environment."""
-    if ways[0] in ATTENTION_WAYS:
-        return _forced.get(ATTENTION_WAYS) or env.attention()
-    return _forced.get(WAYS) or env.way()
+def forced_algorithm(algorithms: tuple[str, ...]) -> str | None:
+    """Returns the algorithm that is forced, here or by the environment, for calls with these."""
+    if algorithms[0] in ATTENTION_ALGORITHMS:
+        return _forced.get(ATTENTION_ALGORITHMS) or env.attention()
+    return _forced.get(ALGORITHMS) or env.algorithm()
 
 
 # --- the table of `symm-cp tune` -------------------------------------------------------------
@@ -96,17 +98,17 @@ def tuned_path(ranks: int) -> Path:
 
 
 def parse_tuned(text: str, name: str) -> dict[str, str]:
-    """Returns the fastest way by the name of the work, from the text of file `name`.
+    """Returns the fastest algorithm by the name of the work, from the text of file `name`.
 
     Raises `ValueError` for a damaged file.
     """
     try:
-        ways = json.loads(text or "{}")
+        algorithms = json.loads(text or "{}")
     except ValueError as error:
         raise ValueError(f"{name}: {error}: delete it, or run symm-cp tune again") from error
-    if not isinstance(ways, dict):
+    if not isinstance(algorithms, dict):
         raise ValueError(f"{name}: it must be a JSON object: delete it, or run symm-cp tune again")
-    return ways
+    return algorithms
 
 
 def read_tuned(ranks: int) -> tuple[str, str]:
@@ -125,8 +127,8 @@ class _Table:
 
     #: How often the file was read again.
     reading: int = 0
-    #: The fastest way by the name of the work; None: not read yet.
-    ways: dict[str, str] | None = None
+    #: The fastest algorithm by the name of the work; None: not read yet.
+    algorithms: dict[str, str] | None = None
     #: Why rank 0 does not use the file, until it has warned.
     unused: str = ""
     #: Whether each rank has its own GPU; None: not known yet.
@@ -142,14 +144,14 @@ def tuned(group: Group) -> dict[str, str]:
     Rank 0 warns about a file that it does not use.
     """
     table = group.state(_TABLE, _Table)
-    if table.ways is None:
+    if table.algorithms is None:
         text = read(group, group.store(), [_key(table.reading)])[0]
-        table.ways = parse_tuned(text, "the file of symm-cp tune")
+        table.algorithms = parse_tuned(text, "the file of symm-cp tune")
         reason, table.unused = table.unused, ""
         if reason:
             # Comes last, since warnings may be errors, on this rank alone.
             warnings.warn(reason, stacklevel=2)
-    return table.ways
+    return table.algorithms
 
 
 def _key(reading: int) -> str:
@@ -172,7 +174,7 @@ def relearn(group: Group) -> None:
     """Makes the group read the table again at its next op. Call it on all ranks."""
     table = group.state(_TABLE, _Table)
     # A new key even if this rank has not read the last key: a peer may still read that.
-    table.reading, table.ways, table.apart = table.reading + 1, None, None
+    table.reading, table.algorithms, table.apart = table.reading + 1, None, None
     native.drop_plans()
     _publish(group)
 
@@ -181,38 +183,38 @@ def relearn(group: Group) -> None:
 
 
 def choose(
-    group: Group, device: torch.device, key: str, ways: tuple[str, ...], by_size: str
+    group: Group, device: torch.device, key: str, algorithms: tuple[str, ...], by_size: str
 ) -> str:
-    """Returns one of `ways`, which support a call; `key` names its work in the table.
+    """Returns one of `algorithms`, which support a call; `key` names its work in the table.
 
-    `by_size` is the way by the op's threshold. All ranks pass the same `ways` and `by_size`.
+    `by_size` is the one by the op's threshold. All ranks pass the same `algorithms` and `by_size`.
     Captured calls choose like others: these warm a graph up and make its workspace. Collective at
     the first call for a group.
     """
     if group.world_size == 1:
-        return ways[0]
-    way = forced_way(ways)
-    if way in ways:
-        choice = Choice(way, "forced")
-    elif way is not None:
-        choice = Choice(by_size, f"{way} cannot serve it")
+        return algorithms[0]
+    algorithm = forced_algorithm(algorithms)
+    if algorithm in algorithms:
+        choice = Choice(algorithm, "forced")
+    elif algorithm is not None:
+        choice = Choice(by_size, f"{algorithm} cannot serve it")
     else:
-        choice = _unforced(group, device, key, ways, by_size)
+        choice = _unforced(group, device, key, algorithms, by_size)
     if _listening is not None:
         note(device, key, choice)
-    return choice.way
+    return choice.algorithm
 
 
 def _unforced(
-    group: Group, device: torch.device, key: str, ways: tuple[str, ...], by_size: str
+    group: Group, device: torch.device, key: str, algorithms: tuple[str, ...], by_size: str
 ) -> Choice:
     table = tuned(group)
     # Ranks may choose for different work, so all of them compare GPUs at their first call.
-    shared = TILES in ways and TILES in table.values() and not _apart(group, device)
-    way = table.get(_on(device, key)) if table else None
-    if way in ways and not (shared and way == TILES):
-        return Choice(way, "measured")
-    if TILES not in ways:
+    shared = TILES in algorithms and TILES in table.values() and not _apart(group, device)
+    algorithm = table.get(_on(device, key)) if table else None
+    if algorithm in algorithms and not (shared and algorithm == TILES):
+        return Choice(algorithm, "measured")
+    if TILES not in algorithms:
         return Choice(by_size, "by size")
     return Choice(by_size, f"by size; tiles: {'ranks share a GPU' if shared else 'not measured'}")
 

@@ -1,4 +1,4 @@
-"""The choice between ways: forced, measured or by size."""
+"""The choice between algorithms: forced, measured or by size."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def files(group: dist.ProcessGroup, folder: str) -> None:
     tuned.parent.mkdir(parents=True)
     try:
         outcomes = []
-        for way in tuning.WAYS:
-            others = tuning.WAYS[1 - tuning.WAYS.index(way)]
-            tuned.write_text(json.dumps({KEY: way if rank == 0 else others}))
+        for algorithm in tuning.ALGORITHMS:
+            others = tuning.ALGORITHMS[1 - tuning.ALGORITHMS.index(algorithm)]
+            tuned.write_text(json.dumps({KEY: algorithm if rank == 0 else others}))
             dist.barrier(group)
             tuning.relearn(state)
             outcomes.append(run(group))
             choice = chosen(group)[KEY]
-            assert (choice.way, choice.source) == (way, "measured")
+            assert (choice.algorithm, choice.source) == (algorithm, "measured")
             dist.barrier(group)
         torch.testing.assert_close(*outcomes)
         tuned.unlink()
@@ -147,27 +147,27 @@ def test_a_damaged_file_of_choices(text: str) -> None:
 
 def forced(group: dist.ProcessGroup) -> None:
     patch = unittest.mock.patch.object
-    for way in tuning.WAYS:
+    for algorithm in tuning.ALGORITHMS:
         # Ignores symmetric memory that earlier tests may have left in the group.
         plain = patch(cpu, "has_symmetric", return_value=False)
         no_table = patch(tuning, "tuned", side_effect=AssertionError)
-        with symm_cp.trace() as recording, tuning.forced(way), plain, no_table:
+        with symm_cp.trace() as recording, tuning.forced(algorithm), plain, no_table:
             run(group)
         labels = {event.op for event in recording.timeline.events}
         assert all(label.startswith("fused_all_gather_matmul") for label in labels)
-        os.environ["SYMM_CP_WAY"] = way
+        os.environ["SYMM_CP_ALGORITHM"] = algorithm
         try:
-            assert chosen(group) == {KEY: tuning.Choice(way, "forced")}
-            with tuning.forced(tuning.WAYS[0]):
-                assert chosen(group) == {KEY: tuning.Choice(tuning.WAYS[0], "forced")}
+            assert chosen(group) == {KEY: tuning.Choice(algorithm, "forced")}
+            with tuning.forced(tuning.ALGORITHMS[0]):
+                assert chosen(group) == {KEY: tuning.Choice(tuning.ALGORITHMS[0], "forced")}
         finally:
-            del os.environ["SYMM_CP_WAY"]
-    os.environ["SYMM_CP_WAY"] = "sideways"
+            del os.environ["SYMM_CP_ALGORITHM"]
+    os.environ["SYMM_CP_ALGORITHM"] = "sideways"
     try:
-        with pytest.raises(ValueError, match="SYMM_CP_WAY='sideways' must be"):
+        with pytest.raises(ValueError, match="SYMM_CP_ALGORITHM='sideways' must be"):
             run(group)
     finally:
-        del os.environ["SYMM_CP_WAY"]
+        del os.environ["SYMM_CP_ALGORITHM"]
     with pytest.raises(ValueError, match="must be one of"), tuning.forced("sideways"):
         pass
     assert chosen(group)[KEY].source == "by size"
@@ -180,7 +180,7 @@ def test_a_way_can_be_forced(ranks: Ranks) -> None:
 def disagree(group: dist.ProcessGroup) -> None:
     """An all-gather-matmul exchanges the same either way; a matmul-all-reduce does not."""
     x, weight = torch.randn(2, 8), torch.randn(8, 3)
-    with tuning.forced(tuning.WAYS[group.rank() % 2]):
+    with tuning.forced(tuning.ALGORITHMS[group.rank() % 2]):
         run(group)
         with pytest.raises(RuntimeError, match=r"ranks disagree|gave up"):
             symm_cp.matmul_all_reduce(x, weight, group=group)
@@ -193,14 +193,14 @@ def test_ranks_that_choose_differently_get_an_error(ranks: Ranks) -> None:
 
 
 def attention(group: dist.ProcessGroup, folder: str) -> None:
-    """The way that was faster is chosen, unless another is forced."""
+    """The algorithm that was faster is chosen, unless another is forced."""
     state, rank = memory.resolve(group), group.rank()
     gpu, key = torch.device("cuda", 0), "all_gather_attention bfloat16 1x2x1x8x8x64 full 1 chunks"
     patch = unittest.mock.patch
     tuned_path = tuning.tuned_path
 
     def choice(
-        measured: str | None, *, ways: tuple[str, ...] = tuning.ATTENTION_WAYS
+        measured: str | None, *, algorithms: tuple[str, ...] = tuning.ATTENTION_ALGORITHMS
     ) -> tuple[str, str]:
         tuned = {} if measured is None else {f"GPU X: {key}": measured, key: "nothing"}
         Path(folder, f"{rank}.json").write_text(json.dumps(tuned if rank == 0 else {}))
@@ -210,10 +210,10 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
         with patch.object(torch.cuda, "get_device_properties", return_value=about):
             for _ in range(2):
                 with tuning.listening() as heard:
-                    way = tuning.choose(state, gpu, key, ways, "pipeline")
-        assert heard[f"GPU X: {key}"].way == way
+                    algorithm = tuning.choose(state, gpu, key, algorithms, "pipeline")
+        assert heard[f"GPU X: {key}"].algorithm == algorithm
         dist.barrier(group)
-        return way, heard[f"GPU X: {key}"].source
+        return algorithm, heard[f"GPU X: {key}"].source
 
     with (
         patch.object(tuning, "tuned_path", lambda _: Path(folder, f"{rank}.json")),
@@ -227,9 +227,9 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
         with tuning.forced("together"), tuning.forced("whole"):
             assert choice("pipeline") == ("together", "forced")
             served = ("pipeline",)
-            assert choice("pipeline", ways=served) == ("pipeline", "together cannot serve it")
-            assert tuning.forced_way(tuning.ATTENTION_WAYS) == "together"
-            assert tuning.forced_way(tuning.WAYS) == "whole"
+            assert choice("pipeline", algorithms=served) == ("pipeline", "together cannot serve it")
+            assert tuning.forced_algorithm(tuning.ATTENTION_ALGORITHMS) == "together"
+            assert tuning.forced_algorithm(tuning.ALGORITHMS) == "whole"
             with tuning.forced(None):
                 assert choice("pipeline") == ("pipeline", "measured")
         with patch.dict(os.environ, {"SYMM_CP_ATTENTION": "together"}):

@@ -149,7 +149,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             inductor_config.patch(force_disable_caches=True, fallback_by_default=True)
         )
         report = stack.enter_context(recording())
-        report.ways = stack.enter_context(tuning.listening())
+        report.algorithms = stack.enter_context(tuning.listening())
         torch._dynamo.reset()
         broken_before = dict(counters["graph_break"])
         results = torch.compile(fn)(*args, **kwargs)

@@ -56,7 +56,7 @@ class Report:
 
     decisions: list[Decision] = field(default_factory=list)
     #: How each fused matmul ran when the graphs ran, by op, dtype and shape.
-    ways: dict[str, Choice] = field(default_factory=dict)
+    algorithms: dict[str, Choice] = field(default_factory=dict)
     #: Reasons for graph breaks, with counts; code there ran uncompiled and is not in the report.
     breaks: dict[str, int] = field(default_factory=dict)
     #: The rank that prints the report, if it is another one.
@@ -101,7 +101,7 @@ class Report:
         """Returns the whole text, on any rank."""
         lines = [self._summary()]
         lines += [f"- {decision}" for decision in self.decisions]
-        lines += [f"- {matmul}: {choice}" for matmul, choice in self.ways.items()]
+        lines += [f"- {matmul}: {choice}" for matmul, choice in self.algorithms.items()]
         lines += [f"- {text} ({count} x)" for text, count in self.breaks.items()]
         lines += ["What to change:"] if self.advice else []
         lines += [f"- {', '.join(names)}: {advice}" for advice, names in self.advice.items()]

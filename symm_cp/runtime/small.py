@@ -38,7 +38,7 @@ def serves(group: Group, slot_bytes: int) -> bool:
     """Whether a call is made this way; the same on all ranks."""
     if not 0 < group.world_size * slot_bytes <= MOST_BYTES:
         return False
-    return enabled and env.way() is None and env.attention() is None
+    return enabled and env.algorithm() is None and env.attention() is None
 
 
 def gather(call: GatherCall) -> None:

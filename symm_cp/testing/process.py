@@ -174,7 +174,7 @@ def _settle(member: Member) -> None:
 
 
 def _forget_the_machine(folder: Path) -> None:
-    """Ignores the user's table of `symm-cp tune`, which would change the ways that ops choose."""
+    """Ignores the user's table of `symm-cp tune`, which would change what ops choose."""
     users, usual = env.build_dir(), tuning.tuned_path
 
     def elsewhere(ranks: int) -> Path:

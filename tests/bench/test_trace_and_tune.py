@@ -41,7 +41,7 @@ def test_trace(op: str, shape: str, tmp_path: Path, run: Callable[..., str]) -> 
 
 @pytest.mark.exhaustive
 def test_tune(tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measures what has several ways, keeps other rows, and the ops follow it."""
+    """Measures what has several algorithms, keeps other rows, and the ops follow it."""
     (tmp_path / native.cache_key()).symlink_to(native.library_path().parent)
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
     table = tuning.tuned_path(2)
@@ -83,7 +83,7 @@ def test_a_table_that_another_user_could_change_is_not_used(
         (["trace", "attention", "--shapes", "8x8x8,9x8x8"], "must be a single shape TOKENS"),
         (["trace", "all-gather", "--shapes", "8x8"], "must be a single shape ELEMENTS"),
         (["tune", "--shapes", "8x8"], "--shapes 8x8: must be 3 numbers"),
-        (["tune", "attention"], "attention has several ways only with --device cuda"),
+        (["tune", "attention"], "attention has several algorithms only with --device cuda"),
     ],
 )
 def test_wrong_arguments(
@@ -110,7 +110,7 @@ def test_a_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def test_constants_that_help_has_without_torch() -> None:
-    assert trace.WAYS == tuning.WAYS
+    assert trace.ALGORITHMS == tuning.ALGORITHMS
 
 
 def test_the_older_spelling_of_shapes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,10 +158,10 @@ def attentions(group: dist.ProcessGroup) -> dict[str, Run]:
 
 
 def all_ops(group: dist.ProcessGroup) -> dict[str, tuple[Run, tuple[str | None, ...]]]:
-    """The ops and the ways to run them; None: natively, the default at these sizes."""
+    """The ops and the algorithms to run them; None: natively, the default at these sizes."""
     return {
-        **{name: (run, (*tuning.WAYS, None)) for name, run in matmuls(group).items()},
-        **{name: (run, (*tuning.WAYS[:1], None)) for name, run in scaled(group).items()},
+        **{name: (run, (*tuning.ALGORITHMS, None)) for name, run in matmuls(group).items()},
+        **{name: (run, (*tuning.ALGORITHMS[:1], None)) for name, run in scaled(group).items()},
         **{name: (run, ("pipeline", None)) for name, run in attentions(group).items()},
     }
 
@@ -171,9 +171,9 @@ def repeated(group: dist.ProcessGroup, unit: int) -> list[str]:
     differ = []
     torch.manual_seed(group.rank())
     torch_scales_rows_on_cpu()  # it multiplies to find out
-    for name, (run, ways) in all_ops(group).items():
-        for way in ways:
-            with moved(group, unit), tuning.forced(way), watched(ULPS) as calls:
+    for name, (run, algorithms) in all_ops(group).items():
+        for algorithm in algorithms:
+            with moved(group, unit), tuning.forced(algorithm), watched(ULPS) as calls:
                 first, before = run(), list(calls)
                 for size in (1, 2, 40):  # the last one makes the slots larger
                     x = torch.randn(8 * size, 64)
@@ -181,7 +181,7 @@ def repeated(group: dist.ProcessGroup, unit: int) -> list[str]:
                     calls.clear()
                     again = run()
                     if not same(first, again) or calls != before:
-                        differ.append(f"{name} {way}")
+                        differ.append(f"{name} {algorithm}")
     return differ
 
 
@@ -256,9 +256,9 @@ def variants(group: dist.ProcessGroup) -> None:
     kinds = ["view", "symmetric", "symmetric view", "transposed", "strides of 1"]
     shapes = [(0, (3, 7)), (1, (2, 5, 33)), (-1, (3, 5, 7)), (0, (1, 33)), (0, (5, 1))]
     for dtype, (dim, shape) in itertools.product((torch.float32, torch.bfloat16), shapes):
-        for op, way in itertools.product((gather, scatter_backward), tuning.WAYS):
-            case = (op.__name__, dtype, dim, shape, way)
-            with moved(group), tuning.forced(way), watched(ULPS):
+        for op, algorithm in itertools.product((gather, scatter_backward), tuning.ALGORITHMS):
+            case = (op.__name__, dtype, dim, shape, algorithm)
+            with moved(group), tuning.forced(algorithm), watched(ULPS):
                 x, run = op(group, dtype, dim, shape)
                 plain = run(x)
                 for kind in kinds:

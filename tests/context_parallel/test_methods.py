@@ -294,7 +294,7 @@ def chooses(group: dist.ProcessGroup) -> list[str]:
             out = F.scaled_dot_product_attention(*shards, is_causal=True)
             grads = torch.autograd.grad(out, shards, given[3][:, :, rows])
         assert_all_close([out.detach(), *grads], [t[:, :, rows] for t in dense(given)])
-        chosen += [f"{key}: {choice.way}" for key, choice in choices.items()]
+        chosen += [f"{key}: {choice.algorithm}" for key, choice in choices.items()]
     return chosen
 
 
@@ -302,8 +302,8 @@ def chooses(group: dist.ProcessGroup) -> list[str]:
 def test_auto_chooses_what_is_faster_on_all_ranks_alike(ranks: Ranks, world_size: int) -> None:
     found = ranks.run(world_size, chooses)
     assert all(chosen == found[0] for chosen in found)
-    ways = [line.rpartition(": ")[2] for line in found[0]]
-    assert ways == ["ulysses"] * 2 + ["allgather"] * 4, found[0]
+    algorithms = [line.rpartition(": ")[2] for line in found[0]]
+    assert algorithms == ["ulysses"] * 2 + ["allgather"] * 4, found[0]
 
 
 def refuses(group: dist.ProcessGroup) -> None:

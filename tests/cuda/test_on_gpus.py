@@ -190,8 +190,8 @@ def both_ways(group: dist.ProcessGroup) -> None:
         q, k, v = (torch.randn(1, 4, 256, features).bfloat16() for _ in range(3))
         balancer = symm_cp.HeadTail(256 * W, W)
         results = []
-        for way in ("pipeline", "together"):
-            with unittest.mock.patch.dict(os.environ, {"SYMM_CP_ATTENTION": way}):
+        for algorithm in ("pipeline", "together"):
+            with unittest.mock.patch.dict(os.environ, {"SYMM_CP_ATTENTION": algorithm}):
                 results.append(
                     symm_cp.all_gather_attention(
                         q, k, v, group=group, is_causal=causal, load_balancer=balancer
@@ -215,11 +215,11 @@ def by_tiles(group: dist.ProcessGroup) -> None:
         for turn in range(4):
             x.add_(turn)
             results = []
-            for way in ("whole", "tiles"):
-                with symm_cp.tuning.forced(way), symm_cp.tuning.listening() as choices:
+            for algorithm in ("whole", "tiles"):
+                with symm_cp.tuning.forced(algorithm), symm_cp.tuning.listening() as choices:
                     up = symm_cp.all_gather_matmul(x, w, group=group)
                     results += [up, symm_cp.matmul_reduce_scatter(up, v, group=group)]
-                assert {choice.way for choice in choices.values()} == {way}
+                assert {choice.algorithm for choice in choices.values()} == {algorithm}
             for got, want in zip(results[2:], results[:2], strict=True):
                 assert error(got, want) <= W * (2**-7 if dtype == torch.bfloat16 else 2**-9)
 

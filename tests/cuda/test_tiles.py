@@ -175,16 +175,16 @@ def test_where_kernels_and_streams_cannot_wait_for_each_other(
 def chosen(group: dist.ProcessGroup, apart: bool) -> None:
     """Unless forced, tiles are chosen only if measured and if each rank has its own GPU."""
     state, device, key = memory.resolve(group), torch.device("cpu"), "all_gather_matmul of a test"
-    served = (*tuning.WAYS, tuning.TILES)
+    served = (*tuning.ALGORITHMS, tuning.TILES)
     tuning.tuned(state)[key] = "tiles"
     with (
         tuning.listening() as choices,
         mock.patch.object(accelerators, "uuid_of", return_value=str(group.rank() * apart)),
     ):
-        assert tuning.choose(state, device, key, tuning.WAYS, "whole") == "whole"
-        way = tuning.choose(state, device, key, served, "shards")
+        assert tuning.choose(state, device, key, tuning.ALGORITHMS, "whole") == "whole"
+        algorithm = tuning.choose(state, device, key, served, "shards")
         (choice,) = choices.values()
-    assert way == ("tiles" if apart else "shards")
+    assert algorithm == ("tiles" if apart else "shards")
     assert choice.source == "measured" if apart else "ranks share a GPU" in choice.source
     tuning.tuned(state).clear()
     with tuning.listening() as choices:

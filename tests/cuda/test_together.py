@@ -177,8 +177,8 @@ def options(group: dist.ProcessGroup, seed: int) -> None:
     with simulation():
         for more in given:
             found = []
-            for way in ("pipeline", "together"):
-                with tuning.forced(way):
+            for algorithm in ("pipeline", "together"):
+                with tuning.forced(algorithm):
                     out, lse = symm_cp.all_gather_attention(
                         q, k, v, group=group, load_balancer=balancer, enable_gqa=True,
                         return_lse=True, **more,

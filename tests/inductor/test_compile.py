@@ -296,12 +296,12 @@ def reports(group: dist.ProcessGroup) -> None:
             "fused_matmul_reduce_scatter",  # of the backward pass
         ], str(both)
         assert all(leaf.grad is None for leaf in leaves)
-        gather, scatter = both.ways
+        gather, scatter = both.algorithms
         assert gather == "all_gather_matmul float32 8x8"
         assert scatter == "matmul_reduce_scatter float32 8x8"
         assert f"{scatter}: whole (by size)" in both.text()
         large = inductor.explain(gathered, torch.randn(40960, 256), torch.randn(256, 6), group)
-        assert "all_gather_matmul float32 40960x256x6" in large.ways
+        assert "all_gather_matmul float32 40960x256x6" in large.algorithms
         strict = inductor.enable(strict=True)
         with strict, pytest.raises(Exception, match="strict: all_gather_into_tensor"):
             torch.compile(summed)(x, w)

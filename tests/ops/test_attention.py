@@ -137,10 +137,10 @@ def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
     try:
         results = results_of(call, inputs, sent, sent_lse)
         # Few tokens are gathered at once on CPU.
-        for way in ("pipeline", "together")[: 2 if has_streams(inputs[0].device) else 1]:
-            with tuning.forced(way):
+        for algorithm in ("pipeline", "together")[: 2 if has_streams(inputs[0].device) else 1]:
+            with tuning.forced(algorithm):
                 forced = results_of(call, inputs, sent, sent_lse)
-            results |= {f"{way} {name}": result for name, result in forced.items()}
+            results |= {f"{algorithm} {name}": result for name, result in forced.items()}
     finally:
         set_rotate_method("allgather")
     assert results["lse"].dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)

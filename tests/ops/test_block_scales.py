@@ -208,8 +208,8 @@ def they_differ(group: dist.ProcessGroup) -> None:
     of_x, of_weight = torch.ones(4, 1), torch.ones(1, 8)
     if group.rank() == 0:
         of_x, of_weight = of_x.to(E8), of_weight.t().to(E8)
-    for way in (None, "shards"):
-        with tuning.forced(way), pytest.raises(RuntimeError, match="ranks disagree"):
+    for algorithm in (None, "shards"):
+        with tuning.forced(algorithm), pytest.raises(RuntimeError, match="ranks disagree"):
             symm_cp.scaled_all_gather_matmul(x, weight.t(), of_x, of_weight, group=group)
 
 

@@ -36,7 +36,9 @@ def total(grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def gather_gradients(group: dist.ProcessGroup) -> None:
     """Each rank has its own loss: a weight's dense gradient is the sum of all ranks' gradients."""
     W, rank = group.size(), group.rank()
-    ways = itertools.cycle((*tuning.WAYS, tuning.WAYS[1]))  # of no length that others have
+    algorithms = itertools.cycle(
+        (*tuning.ALGORITHMS, tuning.ALGORITHMS[1])
+    )  # of no length that others have
     for shape in SHAPES:
         for dim in range(-len(shape), len(shape)):
             full = list(shape)
@@ -55,7 +57,7 @@ def gather_gradients(group: dist.ProcessGroup) -> None:
                 loss.backward()
                 shard = A.chunk(W, dim)[rank].clone().requires_grad_()
                 weights = [B.clone().requires_grad_() for B in Bs]
-                with tuning.forced(next(ways)):
+                with tuning.forced(next(algorithms)):
                     gathered, outputs = symm_cp.all_gather_matmul(
                         shard, weights, gather_dim=dim, group=group, return_gathered=True
                     )
@@ -78,7 +80,9 @@ def test_all_gather_matmul(ranks: Ranks, world_size: int) -> None:
 
 def scatter_gradients(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
-    ways = itertools.cycle((*tuning.WAYS, tuning.WAYS[1]))  # of no length that others have
+    algorithms = itertools.cycle(
+        (*tuning.ALGORITHMS, tuning.ALGORITHMS[1])
+    )  # of no length that others have
     for shape in SHAPES:
         for dim, reduce_op in itertools.product(range(-len(shape), len(shape)), ("sum", "avg")):
             size, N = list(shape), 4
@@ -95,7 +99,7 @@ def scatter_gradients(group: dist.ProcessGroup) -> None:
             for need_a, need_b in ((True, True), (True, False), (False, True)):
                 a = As[rank].detach().clone().requires_grad_(need_a)
                 b = Bs[rank].detach().clone().requires_grad_(need_b)
-                with tuning.forced(next(ways)):
+                with tuning.forced(next(algorithms)):
                     output = symm_cp.matmul_reduce_scatter(
                         a, b, scatter_dim=dim, reduce_op=reduce_op, group=group
                     )
@@ -152,13 +156,13 @@ def test_gradcheck(ranks: Ranks) -> None:
     ranks.run(1, checks_numerically)
 
 
-def low_precision(group: dist.ProcessGroup, way: str) -> None:
+def low_precision(group: dist.ProcessGroup, algorithm: str) -> None:
     """In bfloat16 the weight gradient stays close to the dense one, whatever W is."""
     W, rank = group.size(), group.rank()
     shards = [torch.randn(64, 32).bfloat16() for _ in range(W)]
     B, probe = torch.randn(32, 16).bfloat16(), torch.randn(64 * W, 16).bfloat16()
     shard, weight = shards[rank].clone().requires_grad_(), B.clone().requires_grad_()
-    with tuning.forced(way):
+    with tuning.forced(algorithm):
         output = symm_cp.all_gather_matmul(shard, weight, group=group)
         (output * probe).sum().backward()
     exact = torch.cat(shards).double().t() @ probe.double()
@@ -171,12 +175,12 @@ def low_precision(group: dist.ProcessGroup, way: str) -> None:
 
 
 @WORLD_SIZES
-@pytest.mark.parametrize("way", tuning.WAYS)
-def test_low_precision(ranks: Ranks, world_size: int, way: str) -> None:
-    ranks.run(world_size, low_precision, way)
+@pytest.mark.parametrize("algorithm", tuning.ALGORITHMS)
+def test_low_precision(ranks: Ranks, world_size: int, algorithm: str) -> None:
+    ranks.run(world_size, low_precision, algorithm)
 
 
-def complex_gradients(group: dist.ProcessGroup, way: str) -> None:
+def complex_gradients(group: dist.ProcessGroup, algorithm: str) -> None:
     """Gradients of complex numbers, which are conjugated."""
     W, rank = group.size(), group.rank()
 
@@ -190,7 +194,7 @@ def complex_gradients(group: dist.ProcessGroup, way: str) -> None:
     ((products * probes).sum() + (products.sum(0) * probes[0]).sum()).abs().backward()
     shard = A.chunk(W)[rank].clone().requires_grad_()
     B = Bs[rank].clone().requires_grad_()
-    with tuning.forced(way):
+    with tuning.forced(algorithm):
         gathered, out = symm_cp.all_gather_matmul(shard, B, group=group, return_gathered=True)
         scattered = symm_cp.matmul_reduce_scatter(gathered, B, group=group)
         own = (out * probes[rank]).sum() + (scattered * probes[0].chunk(W)[rank]).sum()
@@ -202,23 +206,23 @@ def complex_gradients(group: dist.ProcessGroup, way: str) -> None:
     torch.testing.assert_close(B.grad, dense[1 + rank].grad)
 
 
-@pytest.mark.parametrize("way", tuning.WAYS)
+@pytest.mark.parametrize("algorithm", tuning.ALGORITHMS)
 @WORLD_SIZES
-def test_complex(ranks: Ranks, world_size: int, way: str) -> None:
-    ranks.run(world_size, complex_gradients, way)
+def test_complex(ranks: Ranks, world_size: int, algorithm: str) -> None:
+    ranks.run(world_size, complex_gradients, algorithm)
 
 
 def gradients_lie_like_weights(group: dist.ProcessGroup) -> None:
     """Gradients have the strides of their weights, so that autograd need not copy them."""
     W = group.size()
     shapes = ((8, 6), (1, 6), (8, 1))  # one row or column is contiguous either way
-    for way, linear, shape in itertools.product(tuning.WAYS, (False, True), shapes):
+    for algorithm, linear, shape in itertools.product(tuning.ALGORITHMS, (False, True), shapes):
         inner = shape[linear]
         up, down = (rand(*shape).requires_grad_() for _ in range(2))
         strides: list[tuple[int, ...]] = []
         for weight in (up, down):
             weight.register_hook(lambda grad, strides=strides: strides.append(grad.stride()))
-        with tuning.forced(way):
+        with tuning.forced(algorithm):
             hidden = symm_cp.all_gather_matmul(
                 rand(2, inner), up.T if linear else up, gather_dim=0, group=group
             )
@@ -226,7 +230,7 @@ def gradients_lie_like_weights(group: dist.ProcessGroup) -> None:
                 rand(2 * W, inner), down.T if linear else down, group=group
             )
             (hidden.sum() + out.sum()).backward()
-        assert strides == [up.stride()] * 2, (way, linear, shape)
+        assert strides == [up.stride()] * 2, (algorithm, linear, shape)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -30,7 +30,7 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 FLOAT8 = torch.float8_e4m3fn
 #: None: natively.
-WAYS = (*tuning.WAYS, None)
+ALGORITHMS = (*tuning.ALGORITHMS, None)
 #: Leading dimensions: no rows, fewer than ranks, as many on each, uneven, of three dimensions.
 LEADING = [(0,), (1,), (12,), (7,), (2, 3), (2, 0), (3, 1, 5)]
 
@@ -50,7 +50,7 @@ def same_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 def forwards(group: dist.ProcessGroup) -> None:
     W, rank, name = group.size(), group.rank(), group.group_name
     cases = itertools.product(LEADING, ("sum", "avg"), (False, True))
-    dtypes, ways = itertools.cycle(FLOATING), itertools.cycle(WAYS)
+    dtypes, algorithms = itertools.cycle(FLOATING), itertools.cycle(ALGORITHMS)
     for lead, op, has_bias in cases:
         dtype, sizes = next(dtypes), inner_sizes(W)
         As = [torch.randn(*lead, k).to(dtype) for k in sizes]
@@ -58,7 +58,7 @@ def forwards(group: dist.ProcessGroup) -> None:
         bias = torch.randn(6).to(dtype) if has_bias else None
         exact = reference.matmul_all_reduce(As, Bs, op, bias)
         given = laid_out(As[rank], group, random.randrange(3)), Bs[rank]
-        with tuning.forced(next(ways)):
+        with tuning.forced(next(algorithms)):
             outs = [
                 symm_cp.matmul_all_reduce(*given, bias, reduce_op=op, group=group),
                 OPS._fused_matmuls_all_reduce([given[0]], [given[1]], None, bias, op, name),
@@ -78,7 +78,7 @@ def test_forward(ranks: Ranks, world_size: int) -> None:
 def sums(group: dist.ProcessGroup) -> None:
     """Sums of products and an addend; and of addends alone."""
     W, rank, name = group.size(), group.rank(), group.group_name
-    for way, op, dtype in itertools.product(WAYS, ("sum", "avg"), FLOATING[1:3]):
+    for algorithm, op, dtype in itertools.product(ALGORITHMS, ("sum", "avg"), FLOATING[1:3]):
         As = [[torch.randn(2, 5, k).to(dtype) for k in (3, 4)] for _ in range(W)]
         Bs = [[torch.randn(k, 6).to(dtype) for k in (3, 4)] for _ in range(W)]
         addends = [torch.randn(2, 5, 6).to(dtype) for _ in range(W)]
@@ -87,7 +87,7 @@ def sums(group: dist.ProcessGroup) -> None:
         joint_A = [torch.cat([*a, c], -1) for a, c in zip(As, addends, strict=True)]
         joint_B = [torch.cat([*b, torch.eye(6).to(dtype)]) for b in Bs]
         exact = reference.matmul_all_reduce(joint_A, joint_B, op, bias)
-        with tuning.forced(way):
+        with tuning.forced(algorithm):
             call = As[rank], Bs[rank], addends[rank], bias, op, name
             out = OPS._fused_matmuls_all_reduce(*call)
             # Three products, each rounded to 16 bits, are added.
@@ -106,15 +106,15 @@ def test_sums_of_products(ranks: Ranks, world_size: int) -> None:
 
 
 def large(group: dist.ProcessGroup) -> None:
-    """Results that more than two ranks sum in two shots, whichever way they are produced."""
+    """Results that more than two ranks sum in two shots, whichever algorithm they are produced."""
     W, rank = group.size(), group.rank()
-    for dtype, way in itertools.product((torch.float32, torch.bfloat16), WAYS):
+    for dtype, algorithm in itertools.product((torch.float32, torch.bfloat16), ALGORITHMS):
         As = [torch.randn(1030, 3).to(dtype) for _ in range(W)]
         Bs = [torch.randn(3, 301).to(dtype) for _ in range(W)]
         bias = torch.randn(301).to(dtype)
         exact = reference.matmul_all_reduce(As, Bs, "sum", bias)
         for _ in range(3):  # both slots
-            with tuning.forced(way):
+            with tuning.forced(algorithm):
                 out = symm_cp.matmul_all_reduce(As[rank], Bs[rank], bias, group=group)
             exact.check(out)
         same_bits(out, group)
@@ -130,8 +130,8 @@ def integers(group: dist.ProcessGroup) -> None:
     for dtype in (torch.int32, torch.int64, torch.int8):
         As = [torch.randint(-3, 3, (5, 4), dtype=dtype) for _ in range(W)]
         Bs = [torch.randint(-3, 3, (4, 3), dtype=dtype) for _ in range(W)]
-        for way in WAYS:
-            with tuning.forced(way):
+        for algorithm in ALGORITHMS:
+            with tuning.forced(algorithm):
                 out = symm_cp.matmul_all_reduce(As[rank], Bs[rank], Bs[0][0], group=group)
             assert torch.equal(out, sum(a @ b for a, b in zip(As, Bs, strict=True)) + Bs[0][0])
 
@@ -154,8 +154,8 @@ def scaled(group: dist.ProcessGroup) -> None:
         B_scales = [torch.rand(columns) + 0.5 for _ in range(W)]
         bias = torch.randn(32).to(dtype) if has_bias else None
         exact = reference.scaled_matmul_all_reduce(As, A_scales, Bs, B_scales, op, bias)
-        for way in WAYS:
-            with tuning.forced(way):
+        for algorithm in ALGORITHMS:
+            with tuning.forced(algorithm):
                 out = symm_cp.scaled_matmul_all_reduce(
                     As[rank], Bs[rank], A_scales[rank], B_scales[rank],
                     reduce_op=op, group=group, bias=bias, out_dtype=dtype,
@@ -173,7 +173,7 @@ def test_scaled(ranks: Ranks, world_size: int) -> None:
 def gradients(group: dist.ProcessGroup) -> None:
     """Each rank's loss is its own, and its output depends on every rank's input."""
     W, rank, sizes = group.size(), group.rank(), inner_sizes(group.size())
-    for way, op, lead in itertools.product(WAYS, ("sum", "avg"), ((7,), (2, 3), (0,))):
+    for algorithm, op, lead in itertools.product(ALGORITHMS, ("sum", "avg"), ((7,), (2, 3), (0,))):
         As = [torch.randn(*lead, k).double().requires_grad_() for k in sizes]
         Bs = [torch.randn(k, 6).double().requires_grad_() for k in sizes]
         value = torch.randn(6).double()
@@ -184,7 +184,7 @@ def gradients(group: dist.ProcessGroup) -> None:
         dense = As[rank], Bs[rank], biases[rank]
         for needed in itertools.product((False, True), repeat=3):
             own = [x.detach().clone().requires_grad_(n) for x, n in zip(dense, needed, strict=True)]
-            with tuning.forced(way):
+            with tuning.forced(algorithm):
                 out = symm_cp.matmul_all_reduce(*own, reduce_op=op, group=group)
                 if any(needed):
                     (out * probes[rank]).sum().backward()

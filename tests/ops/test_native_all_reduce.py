@@ -89,20 +89,20 @@ def test_results(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
             assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def ways_of(group: dist.ProcessGroup) -> None:
+def algorithms_of(group: dist.ProcessGroup) -> None:
     name = group.group_name
     for rows in (1, 3000):
         a, w = torch.ones(rows, 2), torch.ones(2, 200)
         found = OP(a, w, None, "sum", name)
-        for way in ("shards", "whole"):
-            with tuning.forced(way):
+        for algorithm in ("shards", "whole"):
+            with tuning.forced(algorithm):
                 assert torch.equal(OP(a, w, None, "sum", name), found)
-    with tuning.forced("pipeline"):  # a way of attention
+    with tuning.forced("pipeline"):  # an algorithm of attention
         OP(torch.ones(1, 1), torch.ones(1, 1), None, "sum", name)
 
 
-def test_ways_of_any_size(ranks: Ranks) -> None:
-    ranks.run(2, ways_of)
+def test_algorithms_of_any_size(ranks: Ranks) -> None:
+    ranks.run(2, algorithms_of)
 
 
 def works(group: dist.ProcessGroup) -> None:

@@ -65,7 +65,7 @@ def gathers(group: dist.ProcessGroup, index: int) -> None:
     full, expected = reference.all_gather_matmul(shards, weights, dim)
     shard = laid_out(shards[rank], group, kind)
     given = [laid_out(b, group, random.randrange(3) if kind != 3 else 0) for b in weights]
-    with tuning.forced(random.choice(tuning.WAYS)):
+    with tuning.forced(random.choice(tuning.ALGORITHMS)):
         gathered, outputs = symm_cp.all_gather_matmul(
             shard, given, gather_dim=dim, group=group, return_gathered=True
         )
@@ -91,7 +91,7 @@ def scatters(group: dist.ProcessGroup, index: int) -> None:
     reduce_op = random.choice(["sum", "avg"])
     expected = reference.matmul_reduce_scatter(a, b, dim, reduce_op)[rank]
     given = laid_out(a[rank], group, random.randrange(3))
-    with tuning.forced(random.choice(tuning.WAYS)):
+    with tuning.forced(random.choice(tuning.ALGORITHMS)):
         output = symm_cp.matmul_reduce_scatter(
             given, b[rank], scatter_dim=dim, reduce_op=reduce_op, group=group
         )
@@ -110,8 +110,8 @@ def all_reduces(group: dist.ProcessGroup, index: int) -> None:
     bias = torch.randn(columns).to(dtype) if index % 2 else None
     reduce_op = random.choice(["sum", "avg"])
     given = laid_out(a[rank], group, random.randrange(3))
-    with tuning.forced(random.choice(tuning.WAYS)):
-        # The second op takes the forced way, however few rows there are.
+    with tuning.forced(random.choice(tuning.ALGORITHMS)):
+        # The second op takes the forced algorithm, however few rows there are.
         outputs = [
             OPS.fused_matmul_all_reduce(given, b[rank], bias, reduce_op, name),
             OPS._fused_matmuls_all_reduce([given], [b[rank]], None, bias, reduce_op, name),

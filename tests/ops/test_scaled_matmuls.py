@@ -104,11 +104,11 @@ def gathers(
             result_scale=result_scale, out_dtype=dtype, sizes=split.sizes if uneven else None,
         )  # fmt: skip
 
-    for way in (None, "shards"):
-        with tuning.forced(way):
-            assert by_plan(run) == (way is None)
+    for algorithm in (None, "shards"):
+        with tuning.forced(algorithm):
+            assert by_plan(run) == (algorithm is None)
             gathered, products = run()
-        assert torch.equal(gathered.float(), whole.float()), way
+        assert torch.equal(gathered.float(), whole.float()), algorithm
         for product, expected in zip(products, exact, strict=True):
             assert product.dtype == dtype
             check_result(product, expected, 2.0)
@@ -144,9 +144,9 @@ def scatters(
             out_dtype=dtype, sizes=split.sizes if uneven else None,
         )  # fmt: skip
 
-    for way in (None, "shards"):
-        with tuning.forced(way):
-            assert by_plan(run) == (way is None)
+    for algorithm in (None, "shards"):
+        with tuning.forced(algorithm):
+            assert by_plan(run) == (algorithm is None)
             scattered = run()
         assert scattered.dtype == dtype
         assert scattered.is_contiguous()
@@ -315,12 +315,12 @@ def test_empty_matrices(ranks: Ranks) -> None:
     ranks.run(2, empty_matrices)
 
 
-def ways(group: dist.ProcessGroup) -> None:
+def algorithms(group: dist.ProcessGroup) -> None:
     calls = small_calls(group)
     for context, planned in (
         (tuning.forced("shards"), False),
         (tuning.forced("whole"), True),
-        (mock.patch.dict(os.environ, {"SYMM_CP_WAY": "shards"}), False),
+        (mock.patch.dict(os.environ, {"SYMM_CP_ALGORITHM": "shards"}), False),
     ):
         with context:
             native.drop_plans()
@@ -331,7 +331,7 @@ def ways(group: dist.ProcessGroup) -> None:
 
 def test_python_runs_calls_by_shards(ranks: Ranks) -> None:
     """Python also serves groups that span hosts: see tests/hosts."""
-    ranks.run(2, ways)
+    ranks.run(2, algorithms)
 
 
 def one_refuses(group: dist.ProcessGroup) -> None:
@@ -429,7 +429,7 @@ def spaced(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield other.view(tensor.dtype)
 
 
-def strides(group: dist.ProcessGroup, way: str | None) -> None:
+def strides(group: dist.ProcessGroup, algorithm: str | None) -> None:
     """Strides of length 1 mean nothing, and others are taken, whatever the number of rows is."""
     rest: dict[str, Any] = {"group": group, "out_dtype": torch.float32}
     ops: list[Callable[..., Any]] = [
@@ -442,7 +442,7 @@ def strides(group: dist.ProcessGroup, way: str | None) -> None:
         operands = [
             float8(rows, inner), float8(columns, inner).t(), scales(rows, 1), scales(1, columns)
         ]  # fmt: skip
-        with tuning.forced(way):
+        with tuning.forced(algorithm):
             expected = op(*operands, **rest)[-1]
             for place, given in enumerate(operands):
                 for number, other in enumerate(spaced(given)):
@@ -452,9 +452,9 @@ def strides(group: dist.ProcessGroup, way: str | None) -> None:
                     torch.testing.assert_close(found, expected, msg=lambda m, t=told: f"{t}: {m}")
 
 
-@pytest.mark.parametrize("way", [None, "shards"])
-def test_strides(ranks: Ranks, way: str | None) -> None:
-    ranks.run(2, strides, way)
+@pytest.mark.parametrize("algorithm", [None, "shards"])
+def test_strides(ranks: Ranks, algorithm: str | None) -> None:
+    ranks.run(2, strides, algorithm)
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))

@@ -76,12 +76,12 @@ def same_as_dense(
     given = sizes if uneven else None
 
     whole = gathered(group, shard, dim).double()
-    for way in (None, "shards", "whole"):
-        with tuning.forced(way):
+    for algorithm in (None, "shards", "whole"):
+        with tuning.forced(algorithm):
             got, products = symm_cp.all_gather_matmul(
                 shard, weights, gather_dim=dim, group=group, return_gathered=True, sizes=given
             )
-        assert torch.equal(got.double(), whole), way
+        assert torch.equal(got.double(), whole), algorithm
         for product, weight in zip(products, weights, strict=True):
             assert_near(product, whole @ weight.double())
 
@@ -94,9 +94,9 @@ def same_as_dense(
     product = summed(group, a.double() @ b.double())
     begin = sum(sizes[: group.rank()])
     part = product.narrow(dim, begin, own)
-    for way in (None, "shards"):
+    for algorithm in (None, "shards"):
         for reduce_op in ("sum", "avg"):
-            with tuning.forced(way):
+            with tuning.forced(algorithm):
                 scattered = symm_cp.matmul_reduce_scatter(
                     a, b, scatter_dim=dim, reduce_op=reduce_op, group=group, sizes=given
                 )
@@ -130,12 +130,12 @@ def gradients(group: dist.ProcessGroup, dim: int, seed: int) -> None:
     torch.manual_seed(seed + 1 + group.rank())
     shard = torch.randn((2, 3) if last else (3, 4), requires_grad=True)
     found = {}
-    for way in (None, "shards"):
-        with tuning.forced(way):
+    for algorithm in (None, "shards"):
+        with tuning.forced(algorithm):
             hidden = symm_cp.all_gather_matmul(shard, weight, gather_dim=dim, group=group)
             out = symm_cp.matmul_reduce_scatter(hidden.sin(), down, scatter_dim=dim, group=group)
             loss = (out * torch.arange(out.numel()).view_as(out)).sum()
-            found[way] = torch.autograd.grad(loss, (shard, weight, down))
+            found[algorithm] = torch.autograd.grad(loss, (shard, weight, down))
     for native, pipelined in zip(found[None], found["shards"], strict=True):
         torch.testing.assert_close(native, pipelined, rtol=1e-4, atol=1e-4)
 

@@ -47,7 +47,7 @@ def shape_with(shape: tuple[int, ...], dim: int, length: int) -> list[int]:
 
 def gathers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     W, rank = group.size(), group.rank()
-    for shape, way in itertools.product([(3, 4), (2, 3, 4)], tuning.WAYS):
+    for shape, algorithm in itertools.product([(3, 4), (2, 3, 4)], tuning.ALGORITHMS):
         for dim in range(len(shape)):
             for split in splits(W, dim):
                 whole = torch.randn(shape_with(shape, dim, split.length)).to(dtype)
@@ -62,7 +62,7 @@ def gathers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
                     group=group,
                     sizes=split.sizes,
                 )
-                with tuning.forced(way):
+                with tuning.forced(algorithm):
                     gathered, outputs = call(return_gathered=True)
                     assert torch.equal(gathered, whole)
                     outputs += call()
@@ -78,14 +78,16 @@ def test_all_gather_matmul(ranks: Ranks, world_size: int, dtype: torch.dtype) ->
 
 def scatters(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     W, rank = group.size(), group.rank()
-    for shape, way, op in itertools.product([(3, 4), (2, 3, 4)], tuning.WAYS, ("sum", "avg")):
+    for shape, algorithm, op in itertools.product(
+        [(3, 4), (2, 3, 4)], tuning.ALGORITHMS, ("sum", "avg")
+    ):
         for dim in range(len(shape)):
             for split in splits(W, dim):
                 last = dim == len(shape) - 1
                 rows = shape if last else shape_with(shape, dim, split.length)
                 a = [torch.randn(*rows[:-1], 4).to(dtype) for _ in range(W)]
                 b = [torch.randn(4, split.length if last else 6).to(dtype) for _ in range(W)]
-                with tuning.forced(way):
+                with tuning.forced(algorithm):
                     output = symm_cp.matmul_reduce_scatter(
                         a[rank],
                         b[rank],
@@ -140,7 +142,7 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 def gather_gradients(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
-    ways = itertools.cycle((*tuning.WAYS, tuning.WAYS[1]))
+    algorithms = itertools.cycle((*tuning.ALGORITHMS, tuning.ALGORITHMS[1]))
     for dim, used in itertools.product(range(3), ((0, 1), (1,), ())):
         for split in splits(W, dim):
             whole = torch.randn(shape_with((2, 3, 4), dim, split.length)).double()
@@ -155,7 +157,7 @@ def gather_gradients(group: dist.ProcessGroup) -> None:
                 loss = loss + ((dense @ dense_weights[i]) * probes[r][i]).sum()
             loss.backward()
             shard, own = leaf(split.of(rank, whole)), [leaf(w) for w in weights]
-            with tuning.forced(next(ways)):
+            with tuning.forced(next(algorithms)):
                 gathered, outputs = symm_cp.all_gather_matmul(
                     shard, own, gather_dim=dim, group=group, return_gathered=True,
                     sizes=split.sizes,
@@ -176,7 +178,7 @@ def test_gradients_of_all_gather_matmul(ranks: Ranks, world_size: int) -> None:
 
 def scatter_gradients(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
-    ways = itertools.cycle((*tuning.WAYS, tuning.WAYS[1]))
+    algorithms = itertools.cycle((*tuning.ALGORITHMS, tuning.ALGORITHMS[1]))
     for dim, op in itertools.product(range(3), ("sum", "avg")):
         for split in splits(W, dim):
             rows = [2, 3, 4] if dim == 2 else shape_with((2, 3, 4), dim, split.length)
@@ -189,7 +191,7 @@ def scatter_gradients(group: dist.ProcessGroup) -> None:
             for need_a, need_b in ((True, True), (True, False), (False, True)):
                 own_a = a[rank].detach().clone().requires_grad_(need_a)
                 own_b = b[rank].detach().clone().requires_grad_(need_b)
-                with tuning.forced(next(ways)):
+                with tuning.forced(next(algorithms)):
                     output = symm_cp.matmul_reduce_scatter(
                         own_a, own_b, scatter_dim=dim, reduce_op=op, group=group, sizes=split.sizes
                     )
@@ -258,12 +260,12 @@ def float8(*shape: int) -> torch.Tensor:
 
 
 def scaled(group: dist.ProcessGroup) -> None:
-    for way in (None, "shards"):
-        with tuning.forced(way):
-            scaled_in_one_way(group)
+    for algorithm in (None, "shards"):
+        with tuning.forced(algorithm):
+            scaled_by_one_algorithm(group)
 
 
-def scaled_in_one_way(group: dist.ProcessGroup) -> None:
+def scaled_by_one_algorithm(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
     for shape, dtype in itertools.product([(3, 32), (2, 3, 32)], (torch.float32, FLOAT8)):
         for dim in range(len(shape)):

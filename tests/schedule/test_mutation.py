@@ -231,10 +231,10 @@ def test_a_flag_of_a_kernel_says_that_its_own_region_was_written(world_size: int
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_may_differ_in_how_they_produce(world_size: int) -> None:
-    """The way depends on the inner dimension, which may differ from rank to rank."""
-    ways = [patterns.PRODUCE_AND_REDUCE_SCATTER.staged(together=on) for on in (False, True)]
+    """The algorithm depends on the inner dimension, which may differ from rank to rank."""
+    algorithms = [patterns.PRODUCE_AND_REDUCE_SCATTER.staged(together=on) for on in (False, True)]
     mixes = [
-        [ways[bits >> rank & 1].schedule(rank, world_size) for rank in range(world_size)]
+        [algorithms[bits >> rank & 1].schedule(rank, world_size) for rank in range(world_size)]
         for bits in range(1 << world_size)
     ]
     for first in mixes:

@@ -18,8 +18,8 @@ OPS = {
     "all-gather": ("ELEMENTS", (1 << 22,)),
     "reduce-scatter": ("ELEMENTS", (1 << 22,)),
 }
-#: A copy of `symm_cp.tuning.WAYS`, whose import needs torch.
-WAYS = ("shards", "whole")
+#: A copy of `symm_cp.tuning.ALGORITHMS`, whose import needs torch.
+ALGORITHMS = ("shards", "whole")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=positive, default=2, help="(%(default)s)")
     add("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
     add("--calls", type=positive, default=3, help="calls to record (%(default)s)")
-    add("--way", choices=WAYS, default="shards", help="of fused matmuls (%(default)s)")
+    add("--algorithm", choices=ALGORITHMS, default="shards", help="of fused matmuls (%(default)s)")
     out = Path("trace.json")
     add("--out", type=Path, metavar="FILE", default=out, help="file for Perfetto (%(default)s)")
     add_plot(parser)

@@ -77,7 +77,7 @@ def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
     run = _op(args, group)
     with tuning.listening() as choices:
         run()
-    with tuning.forced(args.way):
+    with tuning.forced(args.algorithm):
         # Uses `measure`, because all ranks must agree on the number of repetitions.
         untraced = measure.measure(Case("op", {"op": run}), group, _WARM_UP_SECONDS)
         quick_barrier(group)()

@@ -1,4 +1,4 @@
-"""`symm-cp tune`: measures which way of an op is fastest here, and saves it for the ops."""
+"""`symm-cp tune`: measures which algorithm of an op is fastest here, and saves it for the ops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from symm_cp.parsing import DTYPES, shapes
 from symm_cp.ranks import add_rendezvous, positive
 
-HELP = "measure which way of fused ops is fastest here, and save it for them"
+HELP = "measure which algorithm of fused ops is fastest here, and save it for them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -34,7 +34,7 @@ def _sizes(args: argparse.Namespace) -> list[tuple[int, ...]]:
 def check(args: argparse.Namespace) -> None:
     """Raises `ValueError` for invalid arguments, before any rank starts."""
     if args.kind == "attention" and args.device == "cpu":
-        raise ValueError("attention has several ways only with --device cuda")
+        raise ValueError("attention has several algorithms only with --device cuda")
     count = 4 if args.kind == "attention" else 3
     if wrong := [sizes for sizes in _sizes(args) if len(sizes) != count]:
         raise ValueError(f"--shapes {'x'.join(map(str, wrong[0]))}: must be {count} numbers")
@@ -119,35 +119,45 @@ def _tuned(
     run: Callable[[], object],
     fastest: dict[str, str],
 ) -> str:
-    """Measures an op's ways, notes the fastest; returns the line to print."""
+    """Measures an op's algorithms, notes the fastest; returns the line to print."""
     with tuning.listening() as choices:
         run()
     if not choices:
-        return "only one way"
+        return "only one algorithm"
     ((key, before),) = choices.items()
-    ways = [] if before is tuning.IN_ONE_CALL else [w for w in _ways(args) if _serves(w, run, key)]
-    if len(ways) < 2:
+    algorithms = (
+        []
+        if before is tuning.IN_ONE_CALL
+        else [w for w in _algorithms(args) if _serves(w, run, key)]
+    )
+    if len(algorithms) < 2:
         return str(before)
     wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
-    variants = {way: partial(_as_forced, way, run) for way in ways}
+    variants = {algorithm: partial(_as_forced, algorithm, run) for algorithm in algorithms}
     row = measure.measure(measure.Case("", variants, synchronize=wait), group, args.seconds)
-    fastest[key] = min(ways, key=row.median)
-    cells = ", ".join(f"{way} {measure.duration(row.median(way))}" for way in ways)
+    fastest[key] = min(algorithms, key=row.median)
+    cells = ", ".join(
+        f"{algorithm} {measure.duration(row.median(algorithm))}" for algorithm in algorithms
+    )
     return f"{cells}: {fastest[key]}; before: {before}"
 
 
-def _as_forced(way: str, run: Callable[[], object]) -> None:
-    with tuning.forced(way):
+def _as_forced(algorithm: str, run: Callable[[], object]) -> None:
+    with tuning.forced(algorithm):
         run()
 
 
-def _ways(args: argparse.Namespace) -> list[str]:
-    ways = tuning.ATTENTION_WAYS if args.kind == "attention" else (*tuning.WAYS, tuning.TILES)
+def _algorithms(args: argparse.Namespace) -> list[str]:
+    algorithms = (
+        tuning.ATTENTION_ALGORITHMS
+        if args.kind == "attention"
+        else (*tuning.ALGORITHMS, tuning.TILES)
+    )
     shared = args.device == "cuda" and args.ranks > torch.cuda.device_count()
-    return [way for way in ways if not (shared and way == tuning.TILES)]
+    return [algorithm for algorithm in algorithms if not (shared and algorithm == tuning.TILES)]
 
 
-def _serves(way: str, run: Callable[[], object], key: str) -> bool:
-    with tuning.forced(way), tuning.listening() as choices:
+def _serves(algorithm: str, run: Callable[[], object], key: str) -> bool:
+    with tuning.forced(algorithm), tuning.listening() as choices:
         run()
-    return choices[key].way == way
+    return choices[key].algorithm == algorithm

@@ -19,10 +19,10 @@ from symm_cp.schedule.tiles import tiles
 from symm_cp.tensors.dtypes import dtype_name, wide
 
 # `together` merges results once instead of W - 1 times, but hides transfers behind this rank's keys
-# only. By the model of 8 H100 in benchmarks/gpu_ways.py (no GPU has measured it) it takes 0.6 to
-# 1.06 of the pipeline's time if at least four query heads share a key head: there are few bytes to
-# hide and many to merge. With fewer it takes 0.6 to 1.0 up to 32 MiB of gathered keys and values,
-# where the host's time counts, and beyond 0.9 to 1.5.
+# only. By the model of 8 H100 in benchmarks/gpu_algorithms.py (no GPU has measured it) it takes 0.6
+# to 1.06 of the pipeline's time if at least four query heads share a key head: there are few bytes
+# to hide and many to merge. With fewer it takes 0.6 to 1.0 up to 32 MiB of gathered keys and
+# values, where the host's time counts, and beyond 0.9 to 1.5.
 _GROUPED = 4
 _FEW_BYTES = 32 << 20
 
@@ -124,7 +124,7 @@ def by_size(heads: int, kv_heads: int, gathered_bytes: int) -> str:
     )
 
 
-def way(
+def algorithm(
     group: Group,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -132,21 +132,21 @@ def way(
     *,
     backward: bool = False,
 ) -> str:
-    """Returns how a pass by keys runs: one of `tuning.ATTENTION_WAYS`.
+    """Returns how a pass by keys runs: one of `tuning.ATTENTION_ALGORITHMS`.
 
     All ranks get the same answer. Collective at the first call for a group.
     """
     if not has_streams(query.device):
         return "pipeline"
-    ways, default = ["pipeline"], "pipeline"
+    algorithms, default = ["pipeline"], "pipeline"
     # Callers choose a ring of gradients where memory has no room for all of them.
     if together.fits(group, key, spec) and not (backward and spec.method == "alltoall"):
-        ways.append("together")
+        algorithms.append("together")
         default = by_size(query.shape[1], key.shape[1], together.gathered_bytes(key, spec))
-    if len(ways) == 1:
-        return ways[0]
+    if len(algorithms) == 1:
+        return algorithms[0]
     question = _question(query, key, spec) + (" backward" if backward else "")
-    return tuning.choose(group, query.device, question, tuple(ways), default)
+    return tuning.choose(group, query.device, question, tuple(algorithms), default)
 
 
 def _question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:

@@ -78,7 +78,7 @@ def serves(
     few = math.prod(whole) * key.element_size() <= WHOLE_BYTES
     if not few or key.dtype not in _DTYPES or key.shape != value.shape:
         return False
-    if tuning.forced_way(tuning.ATTENTION_WAYS) is not None:
+    if tuning.forced_algorithm(tuning.ATTENTION_ALGORITHMS) is not None:
         return False
     return runtime.at_once(group, key, whole)
 

@@ -99,7 +99,7 @@ def _attention_kernel(
         attend_heads = partial(_attend_heads, call)
         with mesh_calls.propagates_failure(*call.mesh_groups):
             return call.attend(_FORWARD, tensors, terms, attend_heads)
-    at_once = choice.way(group, query, key, spec) == "together"
+    at_once = choice.algorithm(group, query, key, spec) == "together"
     return attend(_FORWARD, spec, group, tensors, terms, at_once=at_once)
 
 
@@ -135,7 +135,7 @@ def _attention_backward_kernel(
         with mesh_calls.propagates_failure(*call.mesh_groups):
             grads, of_bias = call.attend_backward(_BACKWARD, inputs, terms, backward_of_heads)
     else:
-        at_once = choice.way(group, query, key, spec, backward=True) == "together"
+        at_once = choice.algorithm(group, query, key, spec, backward=True) == "together"
         grads, of_bias = attend_backward(
             _BACKWARD, spec, group, inputs, terms, bias_grad=bias_grad, at_once=at_once
         )

@@ -7,7 +7,7 @@
     derivatives  the gradients of all these ops, to any order
     products     sums of products of shards
     operands     checks of operands and scales
-    ways         whether a matmul runs shard by shard or as one
+    algorithms         whether a matmul runs shard by shard or as one
     scaled_mm    products of float8 operands with scales; scaled_gather, scaled_scatter: the ops
 
 Gradients communicate through the same pipelines: an all-gather-matmul has a matmul-reduce-scatter

@@ -20,7 +20,7 @@ from symm_cp.ops.call import Call
 from symm_cp.ops.common import Place, call_signature, check_reduce_op, in_test_mode, kernel_and_fake
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
-from symm_cp.ops.matmul import ways
+from symm_cp.ops.matmul import algorithms
 from symm_cp.ops.matmul.derivatives import ALL_REDUCED_SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
     WORDS,
@@ -40,7 +40,7 @@ from symm_cp.ops.op import ONE_BY_ONE, BackwardOp, Op, arguments, declare, untou
 from symm_cp.runtime import exchange
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import WAYS, choose
+from symm_cp.tuning import ALGORITHMS, choose
 
 ALL_REDUCE = "fused_matmul_all_reduce"
 SUM = "_fused_matmuls_all_reduce"
@@ -90,7 +90,7 @@ def produce_and_all_reduce(
     `produce(rank, partial)` writes this rank's contribution to rank `rank`'s rows by
     `Split.nearly_equal`, or for None to all rows.
     """
-    if ways.at_once(group, "matmul_all_reduce", out, out.shape, most):
+    if algorithms.at_once(group, "matmul_all_reduce", out, out.shape, most):
         name = call_signature(op, out, detail=f"{reduce_op}{detail}")
         exchange.traced(group, "produce", name, lambda: produce(None, out))
         exchange.all_reduce_(group, out, name, mean=reduce_op == "avg")
@@ -98,15 +98,15 @@ def produce_and_all_reduce(
     split = _by_rows(group, out)
     rows, columns = split.sizes[0], out.shape[1]
     # A nominal inner dimension: the real one may differ, and all ranks must choose the same way.
-    question = ways.question("matmul_all_reduce", out.dtype, (rows, columns, columns))
-    by_size = ways.for_sum(out.device, rows, columns)
-    whole = choose(group, out.device, question, WAYS, by_size) == "whole"
+    question = algorithms.question("matmul_all_reduce", out.dtype, (rows, columns, columns))
+    by_size = algorithms.for_sum(out.device, rows, columns)
+    whole = choose(group, out.device, question, ALGORITHMS, by_size) == "whole"
     name = call_signature(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}")
     runtime.of(out, group).produce_and_all_reduce(
         group,
         lambda rank, partial: produce(None if whole else rank, partial),
         out,
-        ways.part_by_part(group, out, name),
+        algorithms.part_by_part(group, out, name),
         split=None if whole else split,
         mean=reduce_op == "avg",
     )

@@ -17,7 +17,7 @@ from symm_cp.ops.common import (
     gather_split,
     kernel_and_fake,
 )
-from symm_cp.ops.matmul import ways
+from symm_cp.ops.matmul import algorithms
 from symm_cp.ops.matmul.derivatives import (
     SCATTER_BACKWARD_GRADIENT,
     WEIGHT_GRAD_GRADIENT,
@@ -31,7 +31,7 @@ from symm_cp.runtime import exchange
 from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import WAYS, choose
+from symm_cp.tuning import ALGORITHMS, choose
 
 _WEIGHT_GRAD = "_fused_all_gather_weight_grad"
 _BACKWARD = "_fused_matmul_reduce_scatter_backward"
@@ -60,13 +60,13 @@ def _weight_grad(
         detail = f"gather_dim={split.dim}"
         name = call_signature(_WEIGHT_GRAD, x_shard, split=split, detail=detail)
         whole = split.whole_shape(x_shard.shape)
-        if ways.at_once(place.group, "weight_grad", x_shard, whole):
+        if algorithms.at_once(place.group, "weight_grad", x_shard, whole):
             rows = _gathered_rows(place.group, x_shard, split, name)
             multiply_all = functools.partial(_weight_grads, rows, grads, split, outs)
             exchange.traced(place.group, "consume", name, multiply_all)
         else:
             multiply = _weight_grad_columns if by_columns else _weight_grad_rows
-            name = ways.part_by_part(place.group, x_shard, name)
+            name = algorithms.part_by_part(place.group, x_shard, name)
             multiply(place.group, x_shard, grads, split, outs, name)
     return outs
 
@@ -137,9 +137,9 @@ def _weight_grad_rows(
     *lead, inner = front.largest_shape(shard.shape)
     rows, columns = math.prod(lead), [grad.shape[-1] for grad in grads]
     products = [(inner, rows, count) for count in columns]
-    question = ways.question("weight_grad", x_shard.dtype, *products)
-    by_size = ways.for_gradient(x_shard.device, rows, sum(columns))
-    whole = choose(group, x_shard.device, question, WAYS, by_size) == "whole"
+    question = algorithms.question("weight_grad", x_shard.dtype, *products)
+    by_size = algorithms.for_gradient(x_shard.device, rows, sum(columns))
+    whole = choose(group, x_shard.device, question, ALGORITHMS, by_size) == "whole"
     gathered = new_result(x_shard, front.whole_shape(shard.shape)) if whole else None
     sums = [] if whole else [Sum(out, group.world_size) for out in outs]
 
@@ -200,7 +200,7 @@ def _backward(
     a_front = a if by_columns else a.movedim(scatter_dim, 0)
     grad_a = new_result(a, a_front.shape) if need_a else None
     whole = split.whole_shape(grad_shard.shape)
-    if ways.at_once(group, "matmul_reduce_scatter_backward", grad_shard, whole):
+    if algorithms.at_once(group, "matmul_reduce_scatter_backward", grad_shard, whole):
         grads = _gathered_rows(group, grad_shard, split, name)
 
         def multiply_all() -> None:
@@ -212,7 +212,7 @@ def _backward(
         exchange.traced(group, "consume", name, multiply_all)
     else:
         multiply = _backward_columns if by_columns else _backward_rows
-        name = ways.part_by_part(group, grad_shard, name)
+        name = algorithms.part_by_part(group, grad_shard, name)
         multiply(group, grad_shard, a_front, weight, split, grad_a, grad_weight, name)
     for grad in (grad_a, grad_weight):
         if grad is not None and reduce_op == "avg":
@@ -269,10 +269,10 @@ def _backward_rows(
     rows, inner = math.prod(lead), weight.shape[0]
     products = [(rows, outer, inner)] * (grad_a is not None)
     products += [(inner, rows, outer)] * (grad_weight is not None)
-    question = ways.question("matmul_reduce_scatter_backward", shard.dtype, *products)
-    for_size = ways.for_gather if grad_weight is None else ways.for_gradient
+    question = algorithms.question("matmul_reduce_scatter_backward", shard.dtype, *products)
+    for_size = algorithms.for_gather if grad_weight is None else algorithms.for_gradient
     by_size = for_size(shard.device, rows, inner)
-    whole = choose(group, shard.device, question, WAYS, by_size) == "whole"
+    whole = choose(group, shard.device, question, ALGORITHMS, by_size) == "whole"
     gathered = new_result(shard, front.whole_shape(shard.shape)) if whole else None
     sums = [] if whole or grad_weight is None else [Sum(grad_weight, group.world_size)]
 

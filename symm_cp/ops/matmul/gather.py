@@ -32,7 +32,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.error_reports import entry_point
-from symm_cp.ops.matmul import by_tiles, ways
+from symm_cp.ops.matmul import algorithms, by_tiles
 from symm_cp.ops.matmul.operands import (
     WORDS_OF_GATHERS,
     Operand,
@@ -48,7 +48,7 @@ from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Shape, Shapes, Split
-from symm_cp.tuning import TILES, WAYS, choose
+from symm_cp.tuning import ALGORITHMS, TILES, choose
 
 GATHER = "fused_all_gather_matmul"
 
@@ -124,7 +124,7 @@ def planned(
         rows=[size * each for size in front.sizes],
         name=name_of(op, x_shard.dtype, shape, f"{detail}gather_dim={split.dim}", split),
         part=(math.prod(largest[:-1]), max(columns, default=0)),
-        question=ways.question("all_gather_matmul", x_shard.dtype, *products),
+        question=algorithms.question("all_gather_matmul", x_shard.dtype, *products),
     )
 
 
@@ -172,22 +172,22 @@ def all_gather_matmul_kernel(
     if torch_symm_mem._is_test_mode:
         gathered = unfused_all_gather(x_shard, plan.split.dim, group_name, plan.split)
         return (gathered if return_A else None), [torch.matmul(gathered, w) for w in weights]
-    if ways.at_once(group, "all_gather_matmul", x_shard, plan.whole):
+    if algorithms.at_once(group, "all_gather_matmul", x_shard, plan.whole):
         return _multiply_at_once(group, plan, x_shard, weights, return_A)
-    plan = plan._replace(name=ways.part_by_part(group, x_shard, plan.name))
+    plan = plan._replace(name=algorithms.part_by_part(group, x_shard, plan.name))
     if plan.by_columns:
         return _gather_columns(group, plan, x_shard, weights, return_A)
     tiles = by_tiles.gathers(group, x_shard, weights, equal=plan.split.is_equal)
-    served = (*WAYS, TILES) if tiles else WAYS
-    by_size = ways.for_gather(x_shard.device, *plan.part)
-    way = choose(group, x_shard.device, plan.question, served, by_size)
-    whole = way == "whole"
+    served = (*ALGORITHMS, TILES) if tiles else ALGORITHMS
+    by_size = algorithms.for_gather(x_shard.device, *plan.part)
+    algorithm = choose(group, x_shard.device, plan.question, served, by_size)
+    whole = algorithm == "whole"
     outs = [new_result(x_shard, shape) for shape in plan.outs]
     gathered = new_result(x_shard, plan.whole) if return_A or whole else None
     if whole:
         assert gathered is not None
         _gather_whole(group, plan, x_shard, weights, outs, gathered)
-    elif way == TILES:
+    elif algorithm == TILES:
         shard = x_shard.movedim(plan.split.dim, 0)
         by_tiles.gather(group, shard, weights, outs, gathered, plan.name)
     else:

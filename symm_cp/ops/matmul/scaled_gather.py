@@ -29,7 +29,7 @@ from symm_cp.ops.common import (
     unfused_all_gather,
 )
 from symm_cp.ops.error_reports import entry_point
-from symm_cp.ops.matmul import ways
+from symm_cp.ops.matmul import algorithms
 from symm_cp.ops.matmul.gather import GatherPlan, fake_results, gather_rows, gather_shards, planned
 from symm_cp.ops.matmul.operands import (
     WORDS_OF_GATHERS,
@@ -129,9 +129,9 @@ def _all_gather_scaled_matmul(
     plan = planned(SCALED_GATHER, Operand.of(x_shard), columns, split, f"scale {kind} ")
     if in_test_mode():
         return _unfused(group, plan, x_shard, scales, weights)
-    if ways.at_once(group, SCALED_GATHER, x_shard, plan.whole, ANY_SIZE):
+    if algorithms.at_once(group, SCALED_GATHER, x_shard, plan.whole, ANY_SIZE):
         return _multiply_at_once(group, plan, x_shard, scales, weights)
-    plan = plan._replace(name=ways.part_by_part(group, x_shard, plan.name))
+    plan = plan._replace(name=algorithms.part_by_part(group, x_shard, plan.name))
     if plan.by_columns:
         return _gather_columns(group, plan, x_shard, scales, weights)
     outs = [

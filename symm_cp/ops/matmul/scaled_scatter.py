@@ -31,7 +31,7 @@ from symm_cp.ops.common import (
     unfused_reduce_scatter,
 )
 from symm_cp.ops.error_reports import entry_point
-from symm_cp.ops.matmul import ways
+from symm_cp.ops.matmul import algorithms
 from symm_cp.ops.matmul.block_scales import FORMATS
 from symm_cp.ops.matmul.operands import (
     WORDS,
@@ -195,8 +195,8 @@ def _scaled_matmul_scattered(
     # K and A's dtype are equal on all ranks.
     detail = f"scatter_dim={split.dim} {reduce_op} {dtype_name(a.dtype)}[{a.shape[-1]}]"
     name = name_of(SCALED_SCATTER, partial_dtype, shape, detail + sizes_text(split))
-    if not ways.at_once(group, SCALED_SCATTER, a, shape, ANY_SIZE):
-        name = ways.part_by_part(group, a, name)
+    if not algorithms.at_once(group, SCALED_SCATTER, a, shape, ANY_SIZE):
+        name = algorithms.part_by_part(group, a, name)
         return finished(_by_shards(group, product, name, mean=reduce_op == "avg"))
     total = _at_once(group, product, name, mean=reduce_op == "avg")
     return exchange.traced(group, "consume", name, lambda: finished(total))

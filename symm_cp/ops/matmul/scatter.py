@@ -30,7 +30,7 @@ from symm_cp.ops.common import (
     unfused_reduce_scatter,
 )
 from symm_cp.ops.error_reports import entry_point
-from symm_cp.ops.matmul import by_tiles, ways
+from symm_cp.ops.matmul import algorithms, by_tiles
 from symm_cp.ops.matmul.derivatives import SUM_GRADIENT
 from symm_cp.ops.matmul.operands import WORDS, check_terms
 from symm_cp.ops.matmul.products import Terms
@@ -47,7 +47,7 @@ from symm_cp.runtime import exchange
 from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
-from symm_cp.tuning import TILES, WAYS, choose
+from symm_cp.tuning import ALGORITHMS, TILES, choose
 
 SCATTER = "fused_matmul_reduce_scatter"
 SUM = "_fused_matmuls_reduce_scatter"
@@ -75,7 +75,7 @@ def _check_scatter(
     return terms, check_reduce_op(op, name, first.dtype, reduce_op)
 
 
-def _way(group: Group, terms: Terms) -> str:
+def _algorithm(group: Group, terms: Terms) -> str:
     """Returns "shards", "tiles", or "whole", which computes the whole sum before it sends any."""
     if terms.by_columns or not terms.lefts:
         return "shards"
@@ -86,9 +86,11 @@ def _way(group: Group, terms: Terms) -> str:
         (rows, left.shape[-1], right.shape[1])
         for left, right in zip(terms.lefts, terms.rights, strict=True)
     )
-    question = ways.question("matmul_reduce_scatter", like.dtype, *products)
-    served = (*WAYS, TILES) if by_tiles.scatters(group, terms) else WAYS
-    return choose(group, like.device, question, served, ways.for_sum(like.device, rows, columns))
+    question = algorithms.question("matmul_reduce_scatter", like.dtype, *products)
+    served = (*ALGORITHMS, TILES) if by_tiles.scatters(group, terms) else ALGORITHMS
+    return choose(
+        group, like.device, question, served, algorithms.for_sum(like.device, rows, columns)
+    )
 
 
 def _multiply_and_reduce_scatter(
@@ -97,20 +99,20 @@ def _multiply_and_reduce_scatter(
     like, split, front, group = terms.like, terms.split, terms.front, place.group
     if group is None:
         return like.new_empty(split.shape_of(place.rank, terms.shape))
-    # The name omits K and the way, which follows from K: they may differ from rank to rank.
+    # The name omits K and the algorithm, which follows from K: they may differ from rank to rank.
     detail = f"scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
     name = name_of(op, like.dtype, terms.shape, detail)
-    if ways.at_once(group, "matmul_reduce_scatter", like, terms.shape):
+    if algorithms.at_once(group, "matmul_reduce_scatter", like, terms.shape):
         out = _scatter_at_once(group, terms, name, mean=mean)
         return out if terms.by_columns else contiguous(out.movedim(0, split.dim))
-    name = ways.part_by_part(group, like, name)
+    name = algorithms.part_by_part(group, like, name)
     out = new_result(like, front.shape_of(group.rank, terms.moved))
-    way, is_complex = _way(group, terms), out.is_complex()
+    algorithm, is_complex = _algorithm(group, terms), out.is_complex()
     summed: list[torch.Tensor] = []
 
     def produce(rank: int, numbers: torch.Tensor) -> None:
         partial = torch.view_as_complex(numbers) if is_complex else numbers
-        if way == "shards":
+        if algorithm == "shards":
             terms.add_up(partial, rank)
             return
         if not summed:
@@ -123,7 +125,7 @@ def _multiply_and_reduce_scatter(
     shapes = None
     if not split.is_equal:
         shapes = front.shapes([*out.shape, *numbers.shape[out.dim() :]])
-    if way == TILES:
+    if algorithm == TILES:
         by_tiles.scatter(group, terms, out, name, mean=mean)
     else:
         runtime.of(out, group).produce_and_reduce_scatter(

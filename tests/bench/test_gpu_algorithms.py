@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from benchmarks import gpu_ways
-from benchmarks.gpu_ways import Attention, Matmul
+from benchmarks import gpu_algorithms
+from benchmarks.gpu_algorithms import Attention, Matmul
 
 # All-gather-matmuls in bfloat16 on 8 H100, as others have measured them: rows of a rank, columns,
 # inner dimension, microseconds of NCCL and then one matmul, and of torch's op, which goes by shards
@@ -42,13 +42,15 @@ def test_which_way_would_8_h100_take(
 def test_thresholds_take_the_faster_way_of_the_model() -> None:
     costs: dict[str, list[float]] = {}
     chosen = set()
-    for case, ranks in gpu_ways.cases():
-        seconds, way = case.seconds(ranks), case.by_size()
+    for case, ranks in gpu_algorithms.cases():
+        seconds, algorithm = case.seconds(ranks), case.by_size()
         op = case.op if isinstance(case, Matmul) else "attention"
-        costs.setdefault(op, []).append(seconds[way] / min(seconds.values()))
-        chosen.add((op, way))
+        costs.setdefault(op, []).append(seconds[algorithm] / min(seconds.values()))
+        chosen.add((op, algorithm))
     ops = {op: set(Matmul(op, 1, 1, 1).seconds(2)) for op in costs if op != "attention"}
-    assert chosen == {(op, way) for op, ways in ops.items() for way in ways} | {
+    assert chosen == {
+        (op, algorithm) for op, algorithms in ops.items() for algorithm in algorithms
+    } | {
         ("attention", "pipeline"),
         ("attention", "together"),
     }
@@ -59,15 +61,15 @@ def test_thresholds_take_the_faster_way_of_the_model() -> None:
 
 def test_few_rows_are_summed_whole_and_many_part_by_part() -> None:
     for ranks in (2, 4, 8):
-        for rows, way in ((1, "whole"), (8192, "shards")):
+        for rows, algorithm in ((1, "whole"), (8192, "shards")):
             matmul = Matmul("all-reduce", rows, 4096, 4096)
             seconds = matmul.seconds(ranks)
-            assert min(seconds, key=seconds.__getitem__) == matmul.by_size() == way
+            assert min(seconds, key=seconds.__getitem__) == matmul.by_size() == algorithm
 
 
 def test_what_the_page_on_devices_says_of_eight_gpus() -> None:
     seconds = Attention(32768, 32, 8).seconds(8)
-    assert {way: round(each * 1e3, 2) for way, each in seconds.items()} == {
+    assert {algorithm: round(each * 1e3, 2) for algorithm, each in seconds.items()} == {
         "pipeline": 2.22,
         "together": 1.9,
     }

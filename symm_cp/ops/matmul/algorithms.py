@@ -8,11 +8,11 @@ On CPU a tensor of up to 64 MiB is exchanged at once, before or after one matmul
 to 1.3 times as long by shards at 0.5 MiB, and the same time from 8 MiB on (1.08 times as long in
 bfloat16 on a processor with AMX), so larger tensors go by shards, without memory for the whole.
 
-The numbers for GPUs are from the model of 8 H100 in benchmarks/gpu_ways.py, bfloat16, which agrees
-with ten measured all-gather-matmuls; no GPU has measured the other ops. Over the model's grid of 2
-to 8 ranks, 1 to 4,096 rows of a rank and 1,024 to 14,336 features, the chosen way takes 1.01 of the
-faster one on average, and 1.30 at most (few inner features). `symm-cp tune` measures, and its table
-comes before this file.
+The numbers for GPUs are from the model of 8 H100 in benchmarks/gpu_algorithms.py, bfloat16, which
+agrees with ten measured all-gather-matmuls; no GPU has measured the other ops. Over the model's
+grid of 2 to 8 ranks, 1 to 4,096 rows of a rank and 1,024 to 14,336 features, the chosen one takes
+1.01 of the faster one on average, and 1.30 at most (few inner features). `symm-cp tune` measures,
+and its table comes before this file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from symm_cp.group.memory import Group
 from symm_cp.native import wire
 from symm_cp.runtime.exchange import WHOLE_BYTES
 from symm_cp.tensors.dtypes import dtype_name
-from symm_cp.tuning import IN_ONE_CALL, WAYS, Choice, forced_way, note
+from symm_cp.tuning import ALGORITHMS, IN_ONE_CALL, Choice, forced_algorithm, note
 
 #: A matmul as (rows of the result, inner dimension, columns of the result).
 Product: TypeAlias = "tuple[int, int, int]"
@@ -65,7 +65,7 @@ def at_once(
     """
     if not runtime.at_once(group, like, whole, most):
         return False
-    forced = forced_way(WAYS)
+    forced = forced_algorithm(ALGORITHMS)
     if forced not in (None, "whole"):
         return False
     key = f"{op} {dtype_name(like.dtype)} {'x'.join(map(str, whole))}"
@@ -81,19 +81,19 @@ def part_by_part(group: Group, like: torch.Tensor, name: bytes) -> bytes:
 
 
 def for_gather(device: torch.device, rows: int, columns: int) -> str:
-    """Returns the way of an all-gather-matmul whose largest shard gives `rows` x `columns`."""
+    """Returns that of an all-gather-matmul whose largest shard gives `rows` x `columns`."""
     if (rows < _GATHER_ROWS or rows * columns < _GATHER_ELEMENTS) and has_streams(device):
         return "whole"
     return "shards"
 
 
 def for_sum(device: torch.device, rows: int, columns: int) -> str:
-    """Returns the way of a matmul that is summed over ranks; a rank's part has `rows` rows."""
+    """Returns that of a matmul that is summed over ranks; a rank's part has `rows` rows."""
     return "whole" if rows * columns < _SUM_ELEMENTS and has_streams(device) else "shards"
 
 
 def for_gradient(device: torch.device, rows: int, features: int) -> str:
-    """Returns the way of a weight gradient: a shard has `rows`; `features` are not gathered."""
+    """Returns that of a weight gradient: a shard has `rows`; `features` are not gathered."""
     if rows < max(_GRADIENT_ROWS, features) and has_streams(device):
         return "whole"
     return "shards"

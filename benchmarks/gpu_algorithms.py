@@ -1,9 +1,10 @@
-"""Which way would 8 H100 take? The model behind the thresholds of fused ops on GPUs.
+"""Which algorithm would 8 H100 take? The model behind the thresholds of fused ops on GPUs.
 
-    python benchmarks/gpu_ways.py
+    python benchmarks/gpu_algorithms.py
 
-No GPU is used. For each op and size it prints the microseconds of each way, and the way that the op
-takes without a table of `symm-cp tune` (symm_cp/ops/matmul/ways.py, ops/attention/choice.py).
+No GPU is used. For each op and size it prints the microseconds of each algorithm, and the one
+that the op takes without a table of `symm-cp tune` (ops/matmul/algorithms.py,
+ops/attention/choice.py).
 
 The figures are from NVIDIA's data sheet of the H100 SXM (dense bfloat16: 989 TFLOP/s, 3.35 TB/s,
 NVLink 4 with 450 GB/s per direction). The share of a peak that is reached is an assumption: 0.65
@@ -11,7 +12,7 @@ for attention (FlashAttention-3, Shah et al. 2024, reports up to 0.75), 0.8 for 
 products in *tiles*, one on a multiprocessor at a time, so a shard with fewer tiles than the GPU has
 multiprocessors takes as long as a shard with a tile for each (wave quantization, as NVIDIA's guide
 to matrix multiplication calls it). The tiles and the share of 0.65 were fitted to ten
-all-gather-matmuls that others have measured on 8 H100 (tests/bench/test_gpu_ways.py).
+all-gather-matmuls that others have measured on 8 H100 (tests/bench/test_gpu_algorithms.py).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from symm_cp.ops.attention.choice import by_size as way_of_attention
-from symm_cp.ops.matmul import ways
+from symm_cp.ops.attention.choice import by_size as algorithm_of_attention
+from symm_cp.ops.matmul import algorithms
 from symm_cp.schedule import Compute, Copy, Step
 from symm_cp.schedule.layout import head_tail, sequential
 from symm_cp.schedule.mask import CAUSAL, NO_MASK
@@ -139,12 +140,12 @@ class Matmul:
         return {"shards": by_shards, "whole": whole}
 
     def by_size(self) -> str:
-        """Returns the way that the op takes without a measurement."""
+        """Returns the algorithm that the op takes without a measurement."""
         if self.op == "gather":
-            return ways.for_gather(DEVICE, self.rows, self.columns)
+            return algorithms.for_gather(DEVICE, self.rows, self.columns)
         if self.op == "gradient":
-            return ways.for_gradient(DEVICE, self.rows, self.columns)
-        return ways.for_sum(DEVICE, self.rows, self.columns)
+            return algorithms.for_gradient(DEVICE, self.rows, self.columns)
+        return algorithms.for_sum(DEVICE, self.rows, self.columns)
 
     def _product(self, shards: int) -> float:
         if self.op != "gradient":
@@ -176,14 +177,14 @@ class Attention:
             "pipeline": self._of_schedule(pattern.staged(), ranks),
             "together": self._of_schedule(pattern.staged(together=True), ranks),
         }
-        for way, (call, rank) in HOST[self.backward].items() if not on_device else ():
-            seconds[way] = max(seconds[way], call + rank * ranks)
+        for algorithm, (call, rank) in HOST[self.backward].items() if not on_device else ():
+            seconds[algorithm] = max(seconds[algorithm], call + rank * ranks)
         return seconds
 
     def by_size(self) -> str:
-        """Returns the way that the op takes without a measurement."""
+        """Returns the algorithm that the op takes without a measurement."""
         gathered = 2 * self.tokens * self.kv_heads * self.features * ITEM
-        return way_of_attention(self.heads, self.kv_heads, gathered)
+        return algorithm_of_attention(self.heads, self.kv_heads, gathered)
 
     def _of_schedule(self, variant: Variant, ranks: int) -> float:
         rows = self.tokens // ranks
@@ -236,7 +237,7 @@ def main() -> None:
     ).parse_args()
     for case, ranks in cases():
         seconds = case.seconds(ranks)
-        times = ", ".join(f"{way} {each * 1e6:.1f} us" for way, each in seconds.items())
+        times = ", ".join(f"{algorithm} {each * 1e6:.1f} us" for algorithm, each in seconds.items())
         cost = seconds[case.by_size()] / min(seconds.values())
         print(f"{ranks} ranks, {case}: {times}: {case.by_size()}, {cost:.2f} of the faster")
 

@@ -12,7 +12,6 @@
 #include "channel/channel.h"
 #include "channel/group.h"
 #include "channel/groups.h"
-#include "channel/plan.h"
 #include "channel/wire.h"
 #include "cuda/streams.h"
 #include "exchange/copy.h"
@@ -146,9 +145,7 @@ int64_t symm_cp_reserve(void* group, int channel, int64_t slot_bytes) {
     const std::string call_name = "reserve " + std::to_string(slot_bytes) + " bytes";
     const int64_t number = all.next(channel);
     if (channel == kAsync) {
-      const auto nothing =
-          std::make_shared<const Plan>(std::vector<Command>{}, std::vector<Reference>{}, call_name);
-      all.lane().submit({number, nothing, {}, slot_bytes}, false);
+      all.lane().submit({number, call_name, slot_bytes}, false);
       all.lane().wait(number);
       return 0;
     }

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from symm_cp.tensors.shards import Extent, Run, Shards, Split, joint_rows, viewing
+from symm_cp.tensors.shards import ByteRows, Extent, Shards, Split, joint_rows, viewing
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(5, 3), (32_001, 4), (2, 4), (0, 3), (12, 4)])
@@ -31,7 +31,7 @@ def test_parts_of_any_size_make_up_the_whole() -> None:
     assert split.along(1).of(2, torch.randn(2, 7)).shape == (2, 4)
 
 
-def _bytes_at(memory: torch.Tensor, run: Run) -> torch.Tensor:
+def _bytes_at(memory: torch.Tensor, run: ByteRows) -> torch.Tensor:
     """The bytes of a run of rows, one row after the other."""
     rows = [memory[run.offset + row * run.pitch :][: run.nbytes] for row in range(run.rows)]
     return torch.cat(rows)
@@ -54,11 +54,11 @@ def test_extents_of_a_split_are_the_bytes_of_its_parts() -> None:
 
 
 def test_a_copy_between_runs_has_the_rows_of_the_side_that_has_several() -> None:
-    columns, contiguous = Run(0, 8, 3, 32), Run(64, 24, 1, 24)
+    columns, contiguous = ByteRows(0, 8, 3, 32), ByteRows(64, 24, 1, 24)
     assert joint_rows(columns, contiguous) == (8, 3, 8, 32)
     assert joint_rows(contiguous, columns) == (8, 3, 32, 8)
     with pytest.raises(AssertionError):
-        joint_rows(Run(0, 25, 1, 25), columns)
+        joint_rows(ByteRows(0, 25, 1, 25), columns)
 
 
 def test_shards_of_several_tensors_come_back_from_memory() -> None:

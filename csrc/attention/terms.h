@@ -17,7 +17,7 @@ struct Columns {
 };
 
 // Columns of keys at consecutive positions of the sequence, from `position` on.
-struct Run {
+struct KeyRun {
   int64_t begin, end, position;
 };
 
@@ -40,7 +40,7 @@ struct TileTerms {
   const A* bias = nullptr;  // (heads, distances)
   int64_t distances = 0, bias_zero = 0;
   const int64_t* query_positions = nullptr;  // null: 0, 1, 2 ...
-  std::vector<Run> runs;                     // of all keys, in order
+  std::vector<KeyRun> runs;                  // of all keys, in order
   bool drops = false;
   Dropout dropout{};
   int64_t sample_offset = 0, head_offset = 0;
@@ -75,7 +75,7 @@ class BlockTerms {
     columns_ = columns;
     runs_.clear();
     if (!tile_.drops && tile_.bias == nullptr) return;
-    for (const Run& run : tile_.runs) {
+    for (const KeyRun& run : tile_.runs) {
       const int64_t begin = std::max(run.begin, first), end = std::min(run.end, first + seen);
       if (begin < end)
         runs_.push_back({begin - first, end - first, run.position + begin - run.begin});
@@ -107,7 +107,7 @@ class BlockTerms {
   // Adds the gradients of a row's biases to `grad_bias`, the gradient of the head's bias.
   void add_grad_bias(const A* grads, const RowTerms<A>& terms, int64_t i, A* grad_bias) const {
     const int64_t position = tile_.query_positions == nullptr ? i : tile_.query_positions[i];
-    for (const Run& run : runs_) {
+    for (const KeyRun& run : runs_) {
       A* to = grad_bias + run.position - run.begin - position + tile_.bias_zero;
       const int64_t end = std::min(run.end, terms.end);
       for (int64_t c = std::max(run.begin, terms.begin); c < end; ++c) to[c] += grads[c];
@@ -119,7 +119,7 @@ class BlockTerms {
   const A* bias_of(int64_t h, int64_t position) {
     const A* head = tile_.bias + h * tile_.distances + tile_.bias_zero - position;
     if (runs_.size() == 1) return head + runs_[0].position - runs_[0].begin;
-    for (const Run& run : runs_)
+    for (const KeyRun& run : runs_)
       std::copy_n(head + run.position, run.end - run.begin, bias_.data() + run.begin);
     return bias_.data();
   }
@@ -128,7 +128,7 @@ class BlockTerms {
             int64_t last_column) {
     std::fill(kept_.begin(), kept_.end(), uint8_t{0});
     uint8_t group[kPhiloxKeys / 8 + 8] = {};  // longer than the bits: reads go beyond their end
-    for (const Run& run : runs_) {
+    for (const KeyRun& run : runs_) {
       int64_t column = std::max(run.begin, first_column);
       const int64_t end = std::min(run.end, last_column);
       while (column < end) {
@@ -161,7 +161,7 @@ class BlockTerms {
 
   const TileTerms<A>& tile_;
   int64_t first_ = 0, seen_ = 0, columns_ = 0;
-  std::vector<Run> runs_;  // of the block, by its columns
+  std::vector<KeyRun> runs_;  // of the block, by its columns
   std::vector<A> bias_;
   std::vector<uint8_t> kept_;
 };

@@ -45,10 +45,10 @@ TileSizes check_sizes(const at::Tensor& query, const at::Tensor& key, const at::
 }
 
 // Returns the fewest runs of consecutive positions.
-std::vector<Run> runs_of(const std::optional<at::Tensor>& positions, int64_t keys) {
+std::vector<KeyRun> runs_of(const std::optional<at::Tensor>& positions, int64_t keys) {
   if (!positions) return {{0, keys, 0}};
   const int64_t* at = positions->const_data_ptr<int64_t>();
-  std::vector<Run> runs;
+  std::vector<KeyRun> runs;
   for (int64_t i = 0; i < keys; ++i) {
     if (i > 0 && at[i] == at[i - 1] + 1)
       ++runs.back().end;
@@ -69,7 +69,7 @@ void check_distances(const TileTerms<A>& terms, const TileSizes& sizes) {
     first_query = *ends.first, last_query = *ends.second;
   }
   int64_t first_key = terms.runs[0].position, last_key = first_key;
-  for (const Run& run : terms.runs) {
+  for (const KeyRun& run : terms.runs) {
     first_key = std::min(first_key, run.position);
     last_key = std::max(last_key, run.position + run.end - run.begin - 1);
   }

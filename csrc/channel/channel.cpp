@@ -253,7 +253,7 @@ void Channel::announce(Call& call, const void* shard) {
     const auto mapping = find_mapping(shard, *mapping_->peers());
     if (mapping == nullptr)
       throw PeerError(call.call_name + ": the shard is not symmetric memory of this group");
-    call.place = Place::kInPlace;
+    call.place = DataPlace::kInPlace;
     own.sequence = mapping->sequence();
     own.offset = static_cast<const char*>(shard) -
                  static_cast<const char*>(mapping->data()[mapping->rank()]);
@@ -296,7 +296,7 @@ void Channel::verify(int peer, const Call& call) {
   // for peers that must enter a failed call, while the others go on to larger memory.
   const bool announced = record(mapping_->rank(), call.epoch).epoch.load() == call.epoch;
   if (theirs.digest == call.digest && (!announced || theirs.place == call.place)) return;
-  const auto place = [&](Place of) {
+  const auto place = [&](DataPlace of) {
     return theirs.place == call.place ? "" : kPlaces[static_cast<uint32_t>(of) % 3];
   };
   const int rank = mapping_->rank();
@@ -321,7 +321,7 @@ void Channel::verify_all(const Call& call) {
 }
 
 void Channel::agree_to_replace(Call& call) {
-  call.place = Place::kReplaced;
+  call.place = DataPlace::kReplaced;
   announce(call, nullptr);
   const int rank = mapping_->rank(), size = mapping_->world_size();
   for (int step = 1; step < size; ++step) signal((rank + step) % size, kReadyFlag, call);
@@ -330,7 +330,7 @@ void Channel::agree_to_replace(Call& call) {
 
 void* Channel::shard_of(int peer, const Call& call) {
   const Record& theirs = record(peer, call.epoch);
-  if (theirs.place != Place::kInPlace) return slot(peer, call.epoch);
+  if (theirs.place != DataPlace::kInPlace) return slot(peer, call.epoch);
   auto mapping = in_place_[theirs.sequence].lock();
   if (mapping == nullptr) {
     mapping = find_mapping(*mapping_->peers(), theirs.sequence);

@@ -38,7 +38,7 @@ struct Call {
   int64_t number;         // of the calls of the channel, from 1
   uint32_t epoch;         // of the calls on this memory, from 1
   std::string call_name;  // shown in errors, and compared by the peers
-  Place place = Place::kSlot;
+  DataPlace place = DataPlace::kSlot;
   WaitBudget budget;
   uint32_t pieces = 1;  // how many this rank gives or takes
   uint64_t digest = 0;  // of the name, see digest_of

@@ -85,7 +85,7 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& cal
   const int64_t in_step = group_.in_step(index_, number);
   number = group_.moved(index_, number);
   Call call{number, static_cast<uint32_t>(number - base_), call_name.substr(0, kMaxCallName),
-            Place::kSlot, group_.budget(timeout)};
+            DataPlace::kSlot, group_.budget(timeout)};
   call.digest = digest_of(call.call_name);
   call.in_step = in_step;
   group_.set_entered(index_, number);
@@ -98,7 +98,7 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& cal
   if (channel_ != nullptr) channel_->agree_to_replace(call);
   open(call, std::max({slot_bytes, reserved_, this->slot_bytes()}));
   call.epoch = 1;
-  call.place = Place::kSlot;
+  call.place = DataPlace::kSlot;
   return call;
 }
 

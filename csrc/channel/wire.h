@@ -217,7 +217,7 @@ inline bool reached(uint32_t seen, uint32_t ticket) {
 
 // The place of the data of a call: in the slot, in the caller's symmetric tensor, or nowhere yet,
 // because the ranks replace the workspace first.
-enum class Place : uint32_t { kSlot = 0, kInPlace = 1, kReplaced = 2 };
+enum class DataPlace : uint32_t { kSlot = 0, kInPlace = 1, kReplaced = 2 };
 
 // The bytes of a call's name that peers compare.
 inline constexpr size_t kMaxCallName = 103;
@@ -228,7 +228,7 @@ inline constexpr size_t kMaxCallName = 103;
 struct Record {
   Word epoch;
   Word failed;  // the call failed after this was written
-  Place place;
+  DataPlace place;
   uint32_t pieces;   // number that this rank gives or takes
   int64_t sequence;  // in place: which rendezvous made the memory,
   int64_t offset;    // and where in it the shard begins

@@ -24,9 +24,7 @@ bool starts_at_once(Group& group, int64_t slot_bytes) {
 
 // A call of the lane, not begun.
 Lane::Program program_of(int64_t number, ExchangeRun exchange) {
-  Lane::Program program{number, nullptr, {}};
-  program.call_name = exchange.call_name();
-  program.slot_bytes = exchange.slot_bytes();
+  Lane::Program program{number, exchange.call_name(), exchange.slot_bytes()};
   program.exchange = std::make_unique<ExchangeRun>(std::move(exchange));
   return program;
 }

@@ -47,7 +47,6 @@ void Lane::wake() {
 void Lane::push(Item item, bool background) {
   std::lock_guard<std::mutex> lock(mutex_);
   submitted_ = item.program.number;
-  if (item.program.plan != nullptr) item.program.call_name = item.program.plan->call_name;
   queue_.push_back(std::move(item));
   if (background) wake_engine();
 }
@@ -57,7 +56,7 @@ void Lane::submit(Program program, bool background) {
 }
 
 void Lane::refuse(int64_t number, const std::string& cause, const CallSite* other) {
-  Item item{{number, nullptr, {}}, cause.empty() ? "refused" : cause, std::nullopt};
+  Item item{{number, {}}, cause.empty() ? "refused" : cause, std::nullopt};
   if (other != nullptr) item.other = *other;
   push(std::move(item), true);
   // If the lane is idle, the refusal is reported before this returns.
@@ -66,16 +65,12 @@ void Lane::refuse(int64_t number, const std::string& cause, const CallSite* othe
 }
 
 void Lane::run_program(Program& program, Workspace& workspace) {
-  const bool begun = program.begun.has_value();
-  if (program.exchange != nullptr && !begun)
-    return program.exchange->run(workspace, program.number);
-  Call call = begun ? std::move(*program.begun)
-                    : workspace.begin(program.number, program.slot_bytes, program.call_name);
-  if (program.exchange != nullptr) return program.exchange->finish(*workspace.channel(), call);
-  const Plan& plan = *program.plan;
-  const auto& commands = begun ? plan.rest : plan.whole;
-  workspace.channel()->run(commands.data(), static_cast<int>(commands.size()),
-                           plan.references.data(), program.operands.data(), call);
+  if (program.exchange == nullptr)
+    workspace.begin(program.number, program.slot_bytes, program.call_name);
+  else if (program.begun)
+    program.exchange->finish(*workspace.channel(), *program.begun);
+  else
+    program.exchange->run(workspace, program.number);
 }
 
 // Returns why the item failed; empty on success.
@@ -172,7 +167,8 @@ void Lane::wait(int64_t number) {
     if (!running_ && !queue_.empty()) {
       const bool interrupted = run_one(lock);
       if (wake_) work_.notify_one();  // the engine may have found the lane taken
-      // Python raises the handler's exception when this returns: the next program may wait for long.
+      // Python raises the handler's exception when this returns: the next program may wait for
+      // long.
       if (interrupted && completed_ < number) throw Interrupted("interrupted by a signal");
     } else if (done_.wait_for(lock, kSlice) == std::cv_status::timeout) {
       const CallSite site{kAsync, group_.moved(kAsync, running_number_), running_name_};

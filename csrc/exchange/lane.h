@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "channel/channel.h"
-#include "channel/plan.h"
 #include "exchange/exchange_run.h"
 
 namespace symm_cp {
@@ -32,12 +31,10 @@ class Lane {
 
   struct Program {
     int64_t number;  // of the call
-    std::shared_ptr<const Plan> plan;
-    std::vector<void*> operands;
+    std::string call_name;
     int64_t slot_bytes = 0;
+    std::unique_ptr<ExchangeRun> exchange = nullptr;  // without one the call only makes slots
     std::optional<Call> begun = std::nullopt;  // the caller has published; only the rest is left
-    std::unique_ptr<ExchangeRun> exchange = nullptr;  // instead of a plan
-    std::string call_name = {};
     Done done = {};
   };
 

@@ -46,7 +46,7 @@ void checked(const char* op, const Arguments& arguments, const Body& body) {
 }
 
 // The place of a tensor in the memory of all ranks, or in their signal pads.
-struct Place {
+struct RemotePlace {
   std::shared_ptr<Mapping> mapping;
   size_t offset;
   bool in_pad = false;
@@ -56,7 +56,7 @@ struct Place {
   }
 };
 
-Place place_of(const char* op, const char* name, const at::Tensor& tensor) {
+RemotePlace place_of(const char* op, const char* name, const at::Tensor& tensor) {
   kernels::check_dense(op, name, tensor);
   TORCH_CHECK_VALUE(tensor.numel() > 0, op, ": ", name, " is empty");
   check_symmetric(op, name, tensor);
@@ -69,22 +69,22 @@ Place place_of(const char* op, const char* name, const at::Tensor& tensor) {
 }
 
 // A signal is a number in symmetric memory, or in the signal pad of a handle.
-Place place_of_signal(const char* op, const at::Tensor& tensor) {
+RemotePlace place_of_signal(const char* op, const at::Tensor& tensor) {
   kernels::check_dense(op, "sigpad", tensor);
   if (const auto pad = find_pad(tensor.const_data_ptr())) return {pad->mapping, pad->offset, true};
   return place_of(op, "sigpad", tensor);
 }
 
-Place with_peer(const char* op, Place place, int64_t peer) {
+RemotePlace with_peer(const char* op, RemotePlace place, int64_t peer) {
   check_rank(op, "peer", peer, place.mapping->world_size());
   return place;
 }
 
-Place place_of(const char* op, const char* name, const at::Tensor& tensor, int64_t peer) {
+RemotePlace place_of(const char* op, const char* name, const at::Tensor& tensor, int64_t peer) {
   return with_peer(op, place_of(op, name, tensor), peer);
 }
 
-Place place_of_signal(const char* op, const at::Tensor& tensor, int64_t peer) {
+RemotePlace place_of_signal(const char* op, const at::Tensor& tensor, int64_t peer) {
   return with_peer(op, place_of_signal(op, tensor), peer);
 }
 
@@ -106,7 +106,7 @@ void put(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   checked(name_of(op), arguments, [&] {
     const at::Tensor& tensor = arguments.tensor(0);
-    const Place place = place_of(name_of(op), "tensor", tensor, arguments.number(1));
+    const RemotePlace place = place_of(name_of(op), "tensor", tensor, arguments.number(1));
     copy(*place.mapping, place.at(arguments.number(1)), tensor.const_data_ptr(), tensor);
   });
   arguments.end();
@@ -116,7 +116,7 @@ void get(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   checked(name_of(op), arguments, [&] {
     const at::Tensor& tensor = arguments.tensor(0);
-    const Place place = place_of(name_of(op), "tensor", tensor, arguments.number(1));
+    const RemotePlace place = place_of(name_of(op), "tensor", tensor, arguments.number(1));
     copy(*place.mapping, tensor.mutable_data_ptr(), place.at(arguments.number(1)), tensor);
   });
   arguments.end();
@@ -127,8 +127,8 @@ void nvshmem_put_with_signal(const c10::OperatorHandle& op, Stack* stack) {
   checked(name_of(op), arguments, [&] {
     const at::Tensor &tensor = arguments.tensor(0), &pad = arguments.tensor(1);
     const int64_t signal = arguments.number(2), peer = arguments.number(3);
-    const Place place = place_of(name_of(op), "tensor", tensor, peer);
-    const Place signals = place_of_signal(name_of(op), pad, peer);
+    const RemotePlace place = place_of(name_of(op), "tensor", tensor, peer);
+    const RemotePlace signals = place_of_signal(name_of(op), pad, peer);
     int64_t* number = number_at(name_of(op), pad, signals.at(peer));
     copy(*place.mapping, place.at(peer), tensor.const_data_ptr(), tensor);
     signals.mapping->put_number(static_cast<int>(peer), number, signal);
@@ -141,7 +141,7 @@ void nvshmem_wait_for_signal(const c10::OperatorHandle& op, Stack* stack) {
   checked(name_of(op), arguments, [&] {
     const at::Tensor& pad = arguments.tensor(0);
     const int64_t signal = arguments.number(1), peer = arguments.number(2);
-    const Place signals = place_of_signal(name_of(op), pad, peer);
+    const RemotePlace signals = place_of_signal(name_of(op), pad, peer);
     Mapping& mapping = *signals.mapping;
     mapping.await_number(number_at(name_of(op), pad, signals.at(mapping.rank())),
                          static_cast<int>(peer), name_of(op),
@@ -156,7 +156,7 @@ void nccl_put_with_signal(const c10::OperatorHandle& op, Stack* stack) {
   checked(name_of(op), arguments, [&] {
     const at::Tensor& tensor = arguments.tensor(0);
     const int64_t signal = arguments.number(1), peer = arguments.number(2);
-    const Place place = place_of(name_of(op), "tensor", tensor, peer);
+    const RemotePlace place = place_of(name_of(op), "tensor", tensor, peer);
     Mapping& mapping = *place.mapping;
     copy(*place.mapping, place.at(peer), tensor.const_data_ptr(), tensor);
     mapping.put_number(static_cast<int>(peer), mapping.number_of(static_cast<int>(peer)), signal);
@@ -168,7 +168,7 @@ void nccl_wait_for_signal(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   checked(name_of(op), arguments, [&] {
     const int64_t signal = arguments.number(1);
-    const Place place = place_of_signal(name_of(op), arguments.tensor(0));
+    const RemotePlace place = place_of_signal(name_of(op), arguments.tensor(0));
     Mapping& mapping = *place.mapping;
     mapping.await_number(mapping.number_of(mapping.rank()), -1, name_of(op),
                          [&](int64_t seen) { return seen >= signal; });

@@ -36,14 +36,14 @@ constexpr int kSlot = -1;
 constexpr int kNoValue = -2;
 
 // An address: `offset` bytes behind a value's first element.
-struct Place {
+struct ValuePlace {
   int value = kNoValue;
   int64_t offset = 0;
 };
 
 // A tensor over a value.
 struct View {
-  Place place;
+  ValuePlace place;
   at::DimVector sizes, strides;
   at::ScalarType dtype = at::kByte;
 };
@@ -114,7 +114,7 @@ struct LaunchStep {
   at::Tensor memory;  // of the workspace
   WorkspaceLayout layout;
   void* lanes[kLanes];  // the first is the caller's stream, which each call sets
-  std::vector<Place> operands;
+  std::vector<ValuePlace> operands;
   std::string call_name;
   bool joined;                  // the caller's stream waits for its end
   std::shared_ptr<void> owner;  // Python's workspace

@@ -183,7 +183,7 @@ class PlanRecording final : public Recording {
     const auto use = [&](int value, std::vector<int>& here) {
       if (value >= static_cast<int>(inputs_)) last[value] = &here;
     };
-    const std::vector<Place>* operands = nullptr;
+    const std::vector<ValuePlace>* operands = nullptr;
     for (Step& step : plan_.steps) {
       if (auto* exchange = std::get_if<ExchangeStep>(&step)) {
         for (const View& view : exchange->given) use(view.place.value, exchange->last);
@@ -191,7 +191,7 @@ class PlanRecording final : public Recording {
       }
       if (const auto* launch = std::get_if<LaunchStep>(&step)) operands = &launch->operands;
       if (auto* end = std::get_if<EndStep>(&step))
-        for (const Place& place : *operands) use(place.value, end->last);
+        for (const ValuePlace& place : *operands) use(place.value, end->last);
       if (auto* kernel = std::get_if<KernelStep>(&step))
         for (auto& inner : kernel->steps)
           std::visit(
@@ -310,14 +310,14 @@ class PlanRecording final : public Recording {
     return kNoValue;
   }
 
-  Place in_slot(const char* address) {
+  ValuePlace in_slot(const char* address) {
     const int64_t offset = address - around_.slot;
     if (offset < 0 || offset > around_.bytes) refuse("a kernel uses memory around its slot");
     return {kSlot, offset};
   }
 
   // Returns the place of an operand; an empty place for null.
-  Place place_of(const void* operand) {
+  ValuePlace place_of(const void* operand) {
     const auto* address = static_cast<const char*>(operand);
     if (address == nullptr) return {};
     for (size_t i = 0; i < values_.size(); ++i) {

@@ -95,9 +95,9 @@ bool is_capturing(const driver::Api& api, void* stream) {
   return api.capture_info(stream, &status, &id, nullptr, nullptr, nullptr) != 0 || status != 0;
 }
 
-class Run {
+class PlanRun {
  public:
-  Run(std::shared_ptr<const Plan> plan, Values inputs, std::shared_ptr<Group> group)
+  PlanRun(std::shared_ptr<const Plan> plan, Values inputs, std::shared_ptr<Group> group)
       : plan_(std::move(plan)), group_(std::move(group)), frame_(std::make_shared<Frame>()) {
     frame_->values = std::move(inputs);
     frame_->values.resize(plan_->values);
@@ -220,11 +220,11 @@ class Run {
     std::copy(step.lanes, step.lanes + kLanes, lanes_);
     lanes_[0] = *current_stream(step.streams->api(), plan_->device);
     operands_.clear();
-    for (const Place& place : step.operands) operands_.push_back(pointer(place));
+    for (const ValuePlace& place : step.operands) operands_.push_back(pointer(place));
     launch_ = &step;
   }
 
-  void* pointer(const Place& place) const {
+  void* pointer(const ValuePlace& place) const {
     if (place.value == kNoValue) return nullptr;
     return static_cast<char*>(frame_->values[place.value].mutable_data_ptr()) + place.offset;
   }
@@ -322,7 +322,7 @@ bool carry_out(std::shared_ptr<const Plan> plan, const Key& key,
     if (std::none_of(inputs.begin(), inputs.end(), shares)) inputs.push_back(tensor);
   }
   if (plan->counts) kernels::count_attention_run();
-  Run run(plan, std::move(inputs), group);
+  PlanRun run(plan, std::move(inputs), group);
   run.run();
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (const auto& result : plan->results) {

@@ -20,7 +20,7 @@ from symm_cp.cuda.base import LANES, DeviceWorkspace, events_needed
 from symm_cp.cuda.workspaces import give_up_on
 from symm_cp.native import wire
 from symm_cp.runtime import recorder
-from symm_cp.runtime.program import Binding, Kernel, Place, copied_parts
+from symm_cp.runtime.program import Binding, Kernel, PlacedRows, copied_parts
 from symm_cp.schedule.graphs import GraphOrder, Ordered, graph_order
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
@@ -280,7 +280,7 @@ class StreamLowering:
             self.items.append(_batch(self.commands))
             self.commands = []
 
-    def _places(self, region: Region) -> Iterator[Place]:
+    def _places(self, region: Region) -> Iterator[PlacedRows]:
         for operand, run in self.binding.runs(region):
             if operand is None:
                 space, index = wire.Space.SLOT, region.rank

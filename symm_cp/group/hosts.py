@@ -43,7 +43,7 @@ class Apart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPlace:
     """Where a rank is: its host and its GPU, and the GPUs whose memory it sees but cannot map."""
 
     host: str
@@ -60,9 +60,9 @@ checks: list[Check] = []
 APART: StateKey[dict[str, Apart | None]] = StateKey("apart")
 
 
-def _place(device: torch.device) -> Place:
+def _place(device: torch.device) -> HostPlace:
     if device.type == "cpu":
-        return Place(host_identity())
+        return HostPlace(host_identity())
     own = accelerators.index_of(device)
     ids = [
         accelerators.uuid_of(torch.device(device.type, index))
@@ -73,10 +73,10 @@ def _place(device: torch.device) -> Place:
         for peer, gpu in enumerate(ids)
         if peer != own and not accelerators.reaches(device, peer)
     )
-    return Place(host_identity(), ids[own], unreachable)
+    return HostPlace(host_identity(), ids[own], unreachable)
 
 
-def places_apart(places: Sequence[Place]) -> str:
+def places_apart(places: Sequence[HostPlace]) -> str:
     """Returns why ranks at these places share no memory; "" if they do."""
     hosts = {place.host for place in places}
     if len(hosts) > 1:
@@ -135,9 +135,9 @@ def _place_as_text(device: torch.device) -> str:
     return json.dumps(astuple(_place(device)))
 
 
-def _place_of_text(text: str) -> Place:
+def _place_of_text(text: str) -> HostPlace:
     host, gpu, unreachable = json.loads(text)
-    return Place(host, gpu, tuple(unreachable))
+    return HostPlace(host, gpu, tuple(unreachable))
 
 
 def _keys(group: Group) -> tuple[TimedStore, list[str]]:
@@ -155,7 +155,7 @@ def _keys(group: Group) -> tuple[TimedStore, list[str]]:
     return store, [f"symm_cp/host/{rank}" for rank in members]
 
 
-def _places(group: Group, device: torch.device) -> list[Place]:
+def _places(group: Group, device: torch.device) -> list[HostPlace]:
     """Returns the place of each rank of a group. Collective."""
     if device.type == "cpu":
         _publish(group)

@@ -61,7 +61,7 @@ _FSDP_ADVICE = "call symm_cp.fsdp.use(model) after fully_shard"
 
 
 @dataclass(eq=False)
-class Call:
+class NotedCall:
     """A call whose results are followed: a collective, a matmul or an attention."""
 
     kind: str
@@ -97,7 +97,7 @@ class Call:
 
 
 #: The origin of tensors that depend on several rows of a gathered one.
-_SEVERAL_ROWS = Call("", "")
+_SEVERAL_ROWS = NotedCall("", "")
 
 
 class Watch(TorchDispatchMode):
@@ -108,10 +108,10 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.rank = 0
-        self._collectives: list[Call] = []
+        self._collectives: list[NotedCall] = []
         # Keyed by the storage's address, which no other storage gets while a weak reference exists.
         # The last item names the ops that have worked on each row since.
-        self._origins: dict[int, tuple[StorageWeakRef, Call, str]] = {}
+        self._origins: dict[int, tuple[StorageWeakRef, NotedCall, str]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: Any = (), kwargs: Any = None
@@ -170,7 +170,7 @@ class Watch(TorchDispatchMode):
             else:
                 self._origins[storage._cdata] = StorageWeakRef(storage), call, through
 
-    def _collective(self, func: Any, name: str, given: dict[str, Any]) -> Call | None:
+    def _collective(self, func: Any, name: str, given: dict[str, Any]) -> NotedCall | None:
         plain = name.replace("_", "")
         kind = next((kind for kind in _FUSED if kind.replace("_", "") in plain), None)
         if kind is None or getattr(func, "namespace", "") not in ("c10d", "_c10d_functional"):
@@ -186,14 +186,16 @@ class Watch(TorchDispatchMode):
         where, by_fsdp = _caller()
         by_fsdp &= kind in ("all_gather", "reduce_scatter")
         columns = own[0].shape[-1] if kind == "all_gather" and own and own[0].dim() > 1 else 0
-        call = Call(kind, name, group.group_name, nbytes, group.size(), where, by_fsdp, columns)
+        call = NotedCall(
+            kind, name, group.group_name, nbytes, group.size(), where, by_fsdp, columns
+        )
         self._collectives.append(call)
         self._origins = {
             address: origin for address, origin in self._origins.items() if not origin[0].expired()
         }
         return call
 
-    def _origin(self, tensor: torch.Tensor) -> Call | None:
+    def _origin(self, tensor: torch.Tensor) -> NotedCall | None:
         found = self._origins.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
@@ -223,7 +225,7 @@ class Watch(TorchDispatchMode):
             return last and bool(given.get("keepdim"))
         return name in _NORMS or torch.Tag.pointwise in getattr(func, "tags", ())
 
-    def _feed(self, call: Call, tensors: Iterable[torch.Tensor]) -> None:
+    def _feed(self, call: NotedCall, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             origin, through = self._origin(tensor), self._through(tensor)
             if origin is None or origin is _SEVERAL_ROWS:
@@ -263,10 +265,10 @@ def _caller() -> tuple[str, bool]:
     return where, by_fsdp
 
 
-def _computation(name: str) -> Call | None:
+def _computation(name: str) -> NotedCall | None:
     if name in MATMULS:
-        return Call("grouped matmul" if name in GROUPED else "matmul", name)
-    return Call("attention", name) if any(part in name for part in ATTENTION) else None
+        return NotedCall("grouped matmul" if name in GROUPED else "matmul", name)
+    return NotedCall("attention", name) if any(part in name for part in ATTENTION) else None
 
 
 def begin(folder: str) -> None:

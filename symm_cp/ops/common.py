@@ -38,7 +38,7 @@ R = TypeVar("R")
 #: One tensor or several: a function of weights returns one product or a list of products.
 Weights = TypeVar("Weights", torch.Tensor, Sequence[torch.Tensor])
 
-_MAX_PLANS = 512
+_MOST_PREPARED = 512
 _LONG_SIZES = 48  # characters in a call's name, which peers compare; longer: a checksum
 # Dispatch keys whose kernels make no call: fake kernels, or kernels that call another key's.
 _NOT_CALLS = ("Meta", "Functionalize", "Composite", "ADInplaceOrView")
@@ -98,18 +98,18 @@ def count_attention_run() -> None:
         recording.counts_as_attention()
 
 
-class Plans(dict[Hashable, Collective]):
+class PreparedCalls(dict[Hashable, Collective]):
     """The collectives that a group has planned, by a key for each; a bounded cache."""
 
-    def keep(self, key: Hashable, plan: Collective) -> Collective:
-        """Keeps a plan for later calls, and returns it."""
-        if len(self) >= _MAX_PLANS:
+    def keep(self, key: Hashable, prepared: Collective) -> Collective:
+        """Keeps a prepared call for later calls, and returns it."""
+        if len(self) >= _MOST_PREPARED:
             self.clear()
-        self[key] = plan
-        return plan
+        self[key] = prepared
+        return prepared
 
 
-PLANS: StateKey[Plans] = StateKey("plans")
+PREPARED: StateKey[PreparedCalls] = StateKey("prepared calls")
 
 
 class Libraries(NamedTuple):
@@ -168,7 +168,7 @@ def name_of(
     return _name_of(op, ((dtype, torch.Size(shape)),), split, detail)
 
 
-@functools.lru_cache(maxsize=_MAX_PLANS)
+@functools.lru_cache(maxsize=_MOST_PREPARED)
 def _name_of(
     op: str, kinds: tuple[tuple[torch.dtype, torch.Size], ...], split: Split | None, detail: str
 ) -> bytes:
@@ -358,7 +358,7 @@ def group_of(group_name: str, rank: int | None = None) -> Group:
     return group
 
 
-class Place(NamedTuple):
+class OnRank(NamedTuple):
     """Where a call is made; `group` is None when only the results' shapes are needed."""
 
     rank: int
@@ -367,7 +367,7 @@ class Place(NamedTuple):
 
 
 def kernel_and_fake(function: Callable[..., Any]) -> tuple[Kernel, Kernel]:
-    """Returns the kernel and the fake kernel of a function of a `Place` and an op's arguments.
+    """Returns the kernel and the fake kernel of a function of a `OnRank` and an op's arguments.
 
     The function checks the arguments; with a group it returns the results, without one new
     tensors of the results' shapes, strides and dtypes.
@@ -379,12 +379,12 @@ def kernel_and_fake(function: Callable[..., Any]) -> tuple[Kernel, Kernel]:
     @functools.wraps(function)
     def kernel(*args: Any, **kwargs: Any) -> Any:
         group = group_of(args[group_at], args[rank_at] if rank_at < len(args) else None)
-        return function(Place(group.rank, group.world_size, group), *args, **kwargs)
+        return function(OnRank(group.rank, group.world_size, group), *args, **kwargs)
 
     @functools.wraps(function)
     def fake(*args: Any, **kwargs: Any) -> Any:
         rank = args[rank_at] if rank_at < len(args) else None
-        return function(Place(rank or 0, world_size_of(args[group_at])), *args, **kwargs)
+        return function(OnRank(rank or 0, world_size_of(args[group_at])), *args, **kwargs)
 
     return kernel, fake
 

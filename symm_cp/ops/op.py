@@ -4,7 +4,7 @@ A file of ops passes an `Op` for each op to `declare`. The registrations with to
 (registration.py) and the tests' lists of ops follow from the declarations.
 tests/ops/test_declarations.py names a missing part and its op.
 
-A *plan*, which some ops have, is everything known of a call before it is made: a pure function
+A *prepared call*, which some ops have, is all that is known of a call before it is made: a function
 of shapes, dtypes, layout, mask, group size and rank, without tensors and groups. Shapes of results,
 fake kernel and run follow from it.
 """
@@ -154,7 +154,7 @@ class Op:
     example: Callable[[Caller], Arguments] | None = None
 
     #: Optional: the pure function from which results and run follow.
-    plan: Kernel | None = None
+    prepare: Kernel | None = None
     #: Optional: waits for the results of an op that returns before they are complete.
     complete: Callable[[torch.Tensor], torch.Tensor] | None = None
     #: Required where the op returns an argument that it writes to: the same op as calls that return

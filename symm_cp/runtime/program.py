@@ -18,7 +18,7 @@ from symm_cp.native import wire
 from symm_cp.runtime import recorder
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
-from symm_cp.tensors.shards import Parts, Run, joint_rows
+from symm_cp.tensors.shards import ByteRows, Parts, joint_rows
 
 #: A Python kernel takes the index of its step.
 Kernel: TypeAlias = Callable[[int], None]
@@ -36,17 +36,19 @@ class Binding:
         by_rank = self.by_rank.get(region.buffer)
         return self.buffers[region.buffer] if by_rank is None else by_rank[region.rank]
 
-    def runs(self, region: Region) -> Iterator[tuple[int | None, Run]]:
+    def runs(self, region: Region) -> Iterator[tuple[int | None, ByteRows]]:
         """The operand (None: the slot) and the bytes of each part of a region."""
         for extent in self.parts(region):
             yield extent.operand, extent.run(region.chunk)
 
 
 #: Where a part of a region begins, and its bytes.
-Place: TypeAlias = tuple[wire.Reference, Run]
+PlacedRows: TypeAlias = tuple[wire.Reference, ByteRows]
 
 
-def copied_parts(sources: Iterable[Place], targets: Iterable[Place]) -> Iterator[dict[str, Any]]:
+def copied_parts(
+    sources: Iterable[PlacedRows], targets: Iterable[PlacedRows]
+) -> Iterator[dict[str, Any]]:
     """Yields the fields of the command that copies each part of a region to another region.
 
     A target with fewer parts ("gathered") takes the first ones.
@@ -218,7 +220,7 @@ class Lowering:
             command.source, _ = next(self._places(Region(self.rank, "symmetric")))
         self.commands.append(command)
 
-    def _places(self, region: Region) -> Iterator[Place]:
+    def _places(self, region: Region) -> Iterator[PlacedRows]:
         for operand, run in self.binding.runs(region):
             if region.rank != self.rank:
                 # In ops on symmetric tensors a peer's shard is its announced tensor, not its slot.

@@ -9,7 +9,7 @@ README.md explains the proof. Pure Python, no torch.
 from symm_cp.schedule import patterns
 from symm_cp.schedule.check import CheckReport, Deadlock, Race, check
 from symm_cp.schedule.graphs import GraphCall, GraphOrder, check_graph, graph_order
-from symm_cp.schedule.issue_order import Call, check_issue_order
+from symm_cp.schedule.issue_order import IssuedCall, check_issue_order
 from symm_cp.schedule.layout import SequenceLayout, head_tail, head_tail_order, sequential
 from symm_cp.schedule.mask import CAUSAL, NO_MASK, Mask
 from symm_cp.schedule.patterns import Pattern, Variant, peers
@@ -17,7 +17,7 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step
 
 __all__ = [
     "CAUSAL",
-    "Call",
+    "IssuedCall",
     "CheckReport",
     "Compute",
     "Copy",

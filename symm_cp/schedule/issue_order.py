@@ -42,14 +42,14 @@ _NEVER: Epoch = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class IssuedCall:
     """A call as its ranks hand it out: ``orders[r]`` is the issue order of rank r."""
 
     channel: Channel
     orders: tuple[IssueOrder, ...]
 
     @classmethod
-    def of(cls, variant: Variant, world_size: int, slots: int = 2) -> Call:
+    def of(cls, variant: Variant, world_size: int, slots: int = 2) -> IssuedCall:
         """The call of a variant."""
         return cls(variant.channel, variant.issue_orders(world_size, slots))
 
@@ -65,7 +65,7 @@ class Item(NamedTuple):
     step: Step
 
 
-def check_issue_order(calls: Sequence[Call]) -> CheckReport:
+def check_issue_order(calls: Sequence[IssuedCall]) -> CheckReport:
     """Proves that all ranks complete ``calls``, handed out in this order, or reports who is stuck.
 
     Each channel numbers its calls separately, as it has a workspace of its own.
@@ -101,7 +101,7 @@ def check_issue_order(calls: Sequence[Call]) -> CheckReport:
     return CheckReport(stuck, len(calls), world_size)
 
 
-def _queue(calls: Sequence[Call], rank: int) -> Iterator[Item]:
+def _queue(calls: Sequence[IssuedCall], rank: int) -> Iterator[Item]:
     epochs: dict[Channel, int] = {}
     for number, call in enumerate(calls):
         epoch = epochs[call.channel] = epochs.get(call.channel, 0) + 1

@@ -73,7 +73,7 @@ class Keys(NamedTuple):
         return begin, end
 
 
-class Region(NamedTuple):
+class MaskRegion(NamedTuple):
     """Queries [first, end) and the keys that they see: ascending, disjoint, in the same range."""
 
     first: int
@@ -110,13 +110,13 @@ class Mask:
         return self == CAUSAL
 
     @cached_property
-    def regions(self) -> tuple[Region, ...]:
+    def regions(self) -> tuple[MaskRegion, ...]:
         """All queries, in regions that ascend and do not overlap, with the keys that they see."""
         if self.documents is None:
             documents = [(0, _ENDLESS)]
         else:
             documents = [(a, b) for a, b in pairwise(self.documents) if a < b]
-        return tuple(Region(*ends, tuple(self._keys_of(*ends))) for ends in documents)
+        return tuple(MaskRegion(*ends, tuple(self._keys_of(*ends))) for ends in documents)
 
     def _keys_of(self, first: int, end: int) -> Iterator[Keys]:
         """Yields the keys that queries of the document [first, end) see, with their limits."""
@@ -139,7 +139,7 @@ class Mask:
             found[-1] = found[-1][0], min(end, found[-1][1])
         return found
 
-    def regions_of(self, span: Span) -> Sequence[Region]:
+    def regions_of(self, span: Span) -> Sequence[MaskRegion]:
         """Returns the regions that queries of a span are in."""
         return overlapping(self.regions, span.start, span.start + span.length)
 

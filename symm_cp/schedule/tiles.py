@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from symm_cp.schedule.layout import SequenceLayout, Span
-from symm_cp.schedule.mask import Keys, Mask, Region, overlapping, within
+from symm_cp.schedule.mask import Keys, Mask, MaskRegion, overlapping, within
 
 # Query rows in a part of a tile with a band: bounds the memory of its mask and the wasted work.
 _BAND_ROWS = 256
@@ -198,7 +198,7 @@ def _tiles_of(spans: Sequence[Span], held: Sequence[Span], mask: Mask) -> tuple[
 
 
 def _held(
-    spans: Sequence[Span], starts: Sequence[int], region: Region
+    spans: Sequence[Span], starts: Sequence[int], region: MaskRegion
 ) -> Iterator[tuple[Span, Keys]]:
     """Yields the parts of ascending spans that queries of a region see."""
     for keys in region.keys:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from symm_cp.tensor_parallel.adapters import adapted
 from symm_cp.tensor_parallel.features import chunks
 from symm_cp.tensor_parallel.quantised import is_quantised
-from symm_cp.tensor_parallel.stored import Folder, Region, Stored
+from symm_cp.tensor_parallel.stored import Folder, Slices, Stored
 from symm_cp.tensor_parallel.whole import Seat, gather
 
 _FILE_BYTES = 4 << 30
@@ -87,7 +87,7 @@ class _Slot:
             shape[self.packed : self.packed + 2] = [shape[self.packed] * shape[self.packed + 1]]
         return shape
 
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[Slices]:
         """Returns which parts of the stored tensor this rank has, along one dimension."""
         whole = [slice(0, size) for size in self.shape]
         if not isinstance(self.tensor, DTensor):

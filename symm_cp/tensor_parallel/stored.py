@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 #: A range of each dimension.
-Region = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
 class Stored(Protocol):
@@ -27,7 +27,7 @@ class Stored(Protocol):
         """The shape of the whole."""
         ...
 
-    def read(self, region: Region) -> torch.Tensor:
+    def read(self, region: Slices) -> torch.Tensor:
         """Returns a part: `whole[region]`."""
         ...
 
@@ -44,7 +44,7 @@ class Single:
         """The shape of the whole."""
         return list(self.file.get_slice(self.name).get_shape())
 
-    def read(self, region: Region) -> torch.Tensor:
+    def read(self, region: Slices) -> torch.Tensor:
         """Returns a part."""
         part: torch.Tensor = (
             self.file.get_slice(self.name)[region] if region else self.file.get_tensor(self.name)
@@ -63,7 +63,7 @@ class Joined:
         """The shape of the whole."""
         return [sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]]
 
-    def read(self, region: Region) -> torch.Tensor:
+    def read(self, region: Slices) -> torch.Tensor:
         """Returns a part."""
         first, *others = region
         pieces, begin = [], 0
@@ -89,7 +89,7 @@ class Stacked:
         """The shape of the whole."""
         return [len(self.parts), *self.parts[0].shape]
 
-    def read(self, region: Region) -> torch.Tensor:
+    def read(self, region: Slices) -> torch.Tensor:
         """Returns a part."""
         first, *others = region
         chosen = self.parts[first]

@@ -22,7 +22,7 @@ from symm_cp.tensors.alignment import part_offsets
 from symm_cp.tensors.shards import Extent, Parts, ViewAt
 
 
-class Run(NamedTuple):
+class RowRange(NamedTuple):
     """Rows [first, first + length) of a rank, and the number of pooled rows before them."""
 
     first: int
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     before: int
 
 
-_NOTHING = Run(0, 0, 0)
+_NOTHING = RowRange(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class PooledRows:
         return part_offsets([max(self.layout.lengths) * row for row in self.row_bytes])
 
     @cached_property
-    def runs(self) -> tuple[tuple[Run, ...], ...]:
+    def runs(self) -> tuple[tuple[RowRange, ...], ...]:
         """The runs of each rank, padded with empty runs to one count; this rank's are all empty."""
-        found: list[list[Run]] = [[] for _ in self.ranks]
+        found: list[list[RowRange]] = [[] for _ in self.ranks]
         before = 0
         for owner, span in held_by_others(self.layout, self.rank):
-            found[owner].append(Run(span.row, span.length, before))
+            found[owner].append(RowRange(span.row, span.length, before))
             before += span.length
         most = max(len(self.layout.spans(rank)) for rank in self.ranks)
         return tuple((*runs, *(_NOTHING,) * (most - len(runs))) for runs in found)

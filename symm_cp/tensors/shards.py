@@ -127,7 +127,7 @@ def _equal(size: int, ranks: int, dim: int) -> Split:
     return Split((size,) * ranks, dim)
 
 
-class Run(NamedTuple):
+class ByteRows(NamedTuple):
     """A chunk of a buffer: `rows` runs of `nbytes` bytes, `pitch` bytes apart, from `offset` on."""
 
     offset: int
@@ -136,7 +136,7 @@ class Run(NamedTuple):
     pitch: int
 
 
-def joint_rows(source: Run, to: Run) -> tuple[int, int, int, int]:
+def joint_rows(source: ByteRows, to: ByteRows) -> tuple[int, int, int, int]:
     """Returns bytes per row, rows, and the pitches of target and source, for a copy between runs.
 
     The side that is contiguous has its rows one after the other.
@@ -189,13 +189,13 @@ class Extent:
             return cls(operand, offsets, sizes)
         return cls(operand, offsets, sizes, rows, split.length * inner)
 
-    def run(self, chunk: int | None) -> Run:
+    def run(self, chunk: int | None) -> ByteRows:
         """Returns where a chunk lies, or with None the whole buffer."""
         if chunk is None:
             offset, nbytes = self.offsets[0], sum(self.nbytes)
         else:
             offset, nbytes = self.offsets[chunk], self.nbytes[chunk]
-        return Run(offset, nbytes, self.rows, self.pitch or nbytes)
+        return ByteRows(offset, nbytes, self.rows, self.pitch or nbytes)
 
 
 #: The parts of a buffer: a shard may be several tensors that travel together.

@@ -30,7 +30,7 @@ _HIDDEN = (
 )
 
 
-class Region(NamedTuple):
+class RendezvousBuffer(NamedTuple):
     """A rank's buffer of a rendezvous: the `number`-th of a group."""
 
     group: str
@@ -78,7 +78,7 @@ class Bytes(NamedTuple):
 class Access(NamedTuple):
     """A read or write of an op, or possible reads until the `loan` ends (0: no loan)."""
 
-    region: Region
+    region: RendezvousBuffer
     bytes: Bytes
     write: bool
     what: str  # the op, and where it was called
@@ -140,7 +140,7 @@ def _members(group_name: str) -> tuple[int, ...]:
 class _Memory:
     """A region, mapped into this process."""
 
-    region: Region
+    region: RendezvousBuffer
     address: int
     size: int
 
@@ -174,10 +174,10 @@ class _Notes:
         for owner, pointer in pointers:
             # Freed memory may be allocated again.
             self.memory = [m for m in self.memory if m.address != pointer]
-            region = Region(group_name, number, owner)
+            region = RendezvousBuffer(group_name, number, owner)
             self.memory.append(_Memory(region, pointer, handle.buffer_size))
 
-    def find(self, tensor: torch.Tensor) -> tuple[Region, Bytes] | None:
+    def find(self, tensor: torch.Tensor) -> tuple[RendezvousBuffer, Bytes] | None:
         """Returns the region that a tensor lies in, if any."""
         if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() == 0:
             return None

@@ -238,7 +238,7 @@ class Ranks:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> rank_process.Call:
+    ) -> rank_process.RankTask:
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         self._calls = self._calls + 1 if test == self._test else 0
         self._test = test
@@ -247,4 +247,4 @@ class Ranks:
             seed = zlib.crc32(f"{self.session_seed} {test} {self._calls}".encode())
         pickled = pickle.dumps((function, args, kwargs))
         path, options = list(sys.path), dict(self.options)
-        return rank_process.Call(world_size, seed, self._runs, path, pickled, options)
+        return rank_process.RankTask(world_size, seed, self._runs, path, pickled, options)

@@ -83,7 +83,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Call:
+class RankTask:
     """A function to run on some ranks."""
 
     world_size: int
@@ -222,7 +222,9 @@ def _as_launched(member: Member, number: int) -> None:
 
 
 @contextlib.contextmanager
-def _surroundings(member: Member, call: Call, group: dist.ProcessGroup | None) -> Iterator[None]:
+def _surroundings(
+    member: Member, call: RankTask, group: dist.ProcessGroup | None
+) -> Iterator[None]:
     """The context that a function runs in."""
     with contextlib.ExitStack() as stack:
         if member.setup.around:
@@ -244,7 +246,9 @@ def _usable(groups: Mapping[int, dist.ProcessGroup | None]) -> bool:
     return default is dist.group.WORLD and all(group in there for group in made)
 
 
-def _answer(member: Member, call: Call, groups: Mapping[int, dist.ProcessGroup | None]) -> bytes:
+def _answer(
+    member: Member, call: RankTask, groups: Mapping[int, dist.ProcessGroup | None]
+) -> bytes:
     """Runs one call and returns the pickled reply."""
     try:
         # torch names groups by a counter in each process. After a run on fewer ranks that makes

@@ -24,7 +24,7 @@ from symm_cp.testing.accesses import (
     Log,
     Meeting,
     Put,
-    Region,
+    RendezvousBuffer,
     Return,
     noting_accesses,
 )
@@ -163,7 +163,7 @@ def find_races(logs: dict[int, Log]) -> list[tuple[_Ordered, _Ordered]]:
 
     `logs` maps all ranks of a program that has ended to their notes.
     """
-    by_region: dict[Region, dict[Any, _Ordered]] = defaultdict(dict)
+    by_region: dict[RendezvousBuffer, dict[Any, _Ordered]] = defaultdict(dict)
     for each in _Replay(logs).run():
         access, key = each.access, (each.rank, each.clock[each.rank], each.last[each.rank])
         by_region[access.region].setdefault((*key, access.bytes, access.write), each)

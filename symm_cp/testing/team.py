@@ -151,7 +151,7 @@ class Team:
         """Returns the process ids, in rank order."""
         return [process.handle.pid or 0 for process in self._processes]
 
-    def begin(self, call: rank_process.Call, *, last: bool = False) -> None:
+    def begin(self, call: rank_process.RankTask, *, last: bool = False) -> None:
         """Makes ranks 0..world_size-1 run a function and, if `last`, end."""
         for process in self._processes[: call.world_size]:
             process.read = process.log.stat().st_size

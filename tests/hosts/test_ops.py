@@ -165,7 +165,7 @@ def test_ops_on_peers_memory_need_one_host(ranks: Ranks) -> None:
 # --- which ranks work apart -------------------------------------------------------------------
 
 
-def connected(links: str, host: str = "aaaa") -> list[hosts.Place]:
+def connected(links: str, host: str = "aaaa") -> list[hosts.HostPlace]:
     """Ranks with one GPU each and links such as "01 12"; a rank sees all GPUs of its host."""
     known = {frozenset(link) for link in links.split()}
     ranks = [str(rank) for rank in range(len(host))]
@@ -173,18 +173,18 @@ def connected(links: str, host: str = "aaaa") -> list[hosts.Place]:
     def unreachable(rank: str) -> tuple[str, ...]:
         return tuple(p for p in ranks if p != rank and frozenset((rank, p)) not in known)
 
-    return [hosts.Place(host[int(rank)], rank, unreachable(rank)) for rank in ranks]
+    return [hosts.HostPlace(host[int(rank)], rank, unreachable(rank)) for rank in ranks]
 
 
 def test_which_places_are_apart() -> None:
-    assert not hosts.places_apart([hosts.Place("a")] * 3)
-    assert "on 2 hosts" in hosts.places_apart([hosts.Place(host) for host in "baba"])
+    assert not hosts.places_apart([hosts.HostPlace("a")] * 3)
+    assert "on 2 hosts" in hosts.places_apart([hosts.HostPlace(host) for host in "baba"])
     assert not hosts.places_apart(connected("01 02 03 12 13 23"))
     for others in ("", "01 23", "01 12 23"):
         assert "do not all reach each other" in hosts.places_apart(connected(others))
     # A rank may reach a GPU that it does not see, and ranks that share a GPU reach each other.
-    assert not hosts.places_apart([hosts.Place("a", gpu) for gpu in "0123"])
-    assert not hosts.places_apart([hosts.Place("a", gpu, ("1",)) for gpu in "00"])
+    assert not hosts.places_apart([hosts.HostPlace("a", gpu) for gpu in "0123"])
+    assert not hosts.places_apart([hosts.HostPlace("a", gpu, ("1",)) for gpu in "00"])
 
 
 def gpus_apart(group: dist.ProcessGroup) -> None:

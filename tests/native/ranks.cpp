@@ -24,7 +24,6 @@
 
 #include "base/error.h"
 #include "channel/group.h"
-#include "channel/plan.h"
 #include "memory/segment.h"
 #include "threads.h"
 
@@ -49,7 +48,6 @@ struct Part {  // of a rank
 };
 
 struct Pattern {
-  int64_t background;
   char name[40];
   std::vector<Part> parts;
 };
@@ -63,7 +61,6 @@ std::vector<Pattern> read_calls(const char* path, int64_t* world_size) {
   read(file, &count);
   std::vector<Pattern> calls(static_cast<size_t>(count));
   for (Pattern& call : calls) {
-    read(file, &call.background);
     read(file, call.name, sizeof(call.name));
     call.parts.resize(static_cast<size_t>(*world_size));
     for (Part& part : call.parts) {
@@ -89,11 +86,10 @@ struct Running {
   size_t number;
   std::vector<std::vector<float>> memory;
   std::vector<void*> addresses;
-  int64_t ticket = 0;
 };
 
 Running begin(Rank& rank, const Part& part, size_t number) {
-  Running running{number, {}, {}, 0};
+  Running running{number, {}, {}};
   for (const Operand& operand : part.operands) {
     const auto elements = static_cast<size_t>(operand.bytes) / sizeof(float);
     const float value = operand.role == kInput ? value_of(rank.rank(), number) : -1.0F;
@@ -125,10 +121,6 @@ void check_results(const Rank& rank, const Pattern& call, const Running& running
   }
 }
 
-std::shared_ptr<const Plan> plan_of(const Part& part, const char* name) {
-  return std::make_shared<const Plan>(part.commands, part.references, name);
-}
-
 // One command at a time, so that ranks meet in all sorts of ways.
 void run_steps(Rank& rank, const Part& part, const Running& running, const char* name, int skip,
                std::mt19937& random) {
@@ -152,45 +144,13 @@ void run_steps(Rank& rank, const Part& part, const Running& running, const char*
 
 void run_calls(Rank& rank, const std::vector<Pattern>& calls, int skip) {
   std::mt19937 random(static_cast<unsigned>(rank.rank()));
-  std::deque<std::pair<const Pattern*, Running>> in_flight;
-  Workspace& background = rank.group->workspace(kAsync);
-  Lane& lane = rank.group->lane();
-  const auto finish_one = [&] {
-    const auto& [call, running] = in_flight.front();
-    lane.wait(running.ticket);
-    check_results(rank, *call, running);
-    in_flight.pop_front();
-  };
   for (size_t number = 0; number < calls.size(); ++number) {
     const Pattern& call = calls[number];
     const Part& part = call.parts[static_cast<size_t>(rank.rank())];
-    const bool in_place = std::any_of(part.operands.begin(), part.operands.end(),
-                                      [](const Operand& o) { return o.role == kSymmetric; });
-    // The one symmetric tensor is the caller's again once the transfers on it are over.
-    while (!in_flight.empty() && (in_place || in_flight.size() > random() % 4)) finish_one();
-    Running running = begin(rank, part, number);
-    if (call.background == 0) {
-      run_steps(rank, part, running, call.name, skip, random);
-      if (skip < 0) check_results(rank, call, running);
-      continue;
-    }
-    // As `start` does: on an idle lane the caller publishes.
-    const bool publish = lane.idle() && background.begins_at_once(kSlotBytes);
-    const auto plan = plan_of(part, call.name);
-    running.ticket = rank.group->next(kAsync);
-    Lane::Program program{running.ticket, plan, running.addresses, kSlotBytes};
-    if (publish) {
-      program.begun = background.begin(running.ticket, kSlotBytes, call.name);
-      background.channel()->run(plan->publish.data(), static_cast<int>(plan->publish.size()),
-                                plan->references.data(), running.addresses.data(), *program.begun);
-    }
-    // Peers need the second exchange of a two-shot all-reduce before this rank waits for it.
-    const bool helps = std::strstr(call.name, "TWO_SHOT") != nullptr;
-    lane.submit(std::move(program), !publish || in_place || helps || random() % 2 == 0);
-    in_flight.emplace_back(&call, std::move(running));
-    if (in_place) finish_one();
+    const Running running = begin(rank, part, number);
+    run_steps(rank, part, running, call.name, skip, random);
+    if (skip < 0) check_results(rank, call, running);
   }
-  while (!in_flight.empty()) finish_one();
 }
 
 // --- faults --------------------------------------------------------------------------------------
@@ -244,17 +204,18 @@ void disagree(Rank& rank) {
   }
 }
 
-// Transfers that will never end: their engine and who waits for them do.
+// Calls that will never end, since the last rank does not make them: their engine and who waits for
+// them do.
 void close_in_flight(Rank& rank) {
-  const auto plan = std::make_shared<const Plan>(
-      std::vector{step_of(Kind::kPublish, 0),
-                  step_of(Kind::kWait, (rank.rank() + 1) % rank.world_size())},
-      std::vector<Reference>{}, "op");
+  if (rank.rank() == rank.world_size() - 1) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(400));
+    return;
+  }
   Lane& lane = rank.group->lane();
   const int64_t first = rank.group->next(kAsync), second = rank.group->next(kAsync);
-  lane.submit({first, plan, {}, 0}, true);
-  lane.submit({second, plan, {}, 0}, rank.rank() == 0);
-  if (rank.rank() == 0) {  // closes when all have the memory: that is told to the last rank
+  lane.submit({first, "op", 0}, true);
+  lane.submit({second, "op", 0}, rank.rank() == 0);
+  if (rank.rank() == 0) {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
     return;
   }

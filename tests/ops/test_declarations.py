@@ -121,21 +121,21 @@ def test_every_public_gradient_is_in_the_calls_of_tests(ranks: Ranks) -> None:
     assert {op.name for op in declared() if op.differentiable and not op.internal} <= set(found)
 
 
-def plans_are_pure(op: Op) -> bool:
-    """Whether a plan takes no tensor and no group."""
-    assert op.plan is not None
-    kinds = [str(each.annotation) for each in inspect.signature(op.plan).parameters.values()]
+def prepared_calls_are_pure(op: Op) -> bool:
+    """Whether a call is prepared without tensors and groups."""
+    assert op.prepare is not None
+    kinds = [str(each.annotation) for each in inspect.signature(op.prepare).parameters.values()]
     return not any(re.search(r"torch\.Tensor|\bGroup\b|Any\b(?!, \.\.\.)", kind) for kind in kinds)
 
 
-def test_plans_are_pure() -> None:
-    planned = [op for op in declared() if op.plan is not None]
+def test_prepared_calls_are_pure() -> None:
+    planned = [op for op in declared() if op.prepare is not None]
     assert len(planned) >= 2
-    assert all(plans_are_pure(op) for op in planned)
+    assert all(prepared_calls_are_pure(op) for op in planned)
 
     def takes_tensors(x: torch.Tensor) -> None: ...
 
-    assert not plans_are_pure(dataclasses.replace(planned[0], plan=takes_tensors))
+    assert not prepared_calls_are_pure(dataclasses.replace(planned[0], prepare=takes_tensors))
 
 
 # --- example calls ---------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from itertools import combinations
 import pytest
 
 from symm_cp.schedule import (
-    Call,
     Compute,
     Deadlock,
+    IssuedCall,
     Signal,
     Step,
     Variant,
@@ -49,7 +49,7 @@ STAGED = [place for place in PLACES if place.workspace.form == "staged"]
 def test_a_variant_alone_makes_progress_on_1_to_16_ranks(place: Place, sizes: range) -> None:
     slots = place.workspace.slots
     for world_size in sizes:
-        call = Call.of(place.variant, world_size, slots)
+        call = IssuedCall.of(place.variant, world_size, slots)
         report = check_issue_order([call] * (slots + 2))
         assert report.ok, f"{world_size} ranks: {report}"
 
@@ -58,7 +58,7 @@ def test_a_variant_alone_makes_progress_on_1_to_16_ranks(place: Place, sizes: ra
 @pytest.mark.parametrize("workspace", WORKSPACES, ids=str)
 def test_all_pairs_mix(workspace: Workspace, world_size: int) -> None:
     for pair in combinations(workspace.variants, 2):
-        calls = [Call.of(variant, world_size, workspace.slots) for variant in pair]
+        calls = [IssuedCall.of(variant, world_size, workspace.slots) for variant in pair]
         report = check_issue_order([calls[which] for which in MIX])
         assert report.ok, f"{pair[0]} and {pair[1]}: {report}"
 
@@ -69,12 +69,12 @@ def test_both_channels_share_the_queue(world_size: int, slots: int) -> None:
     pair = Workspace("sync", "staged", slots), Workspace("async", "staged", slots)
     for sync in pair[0].variants:
         for background in pair[1].variants:
-            calls = [Call.of(variant, world_size, slots) for variant in (sync, background)]
+            calls = [IssuedCall.of(variant, world_size, slots) for variant in (sync, background)]
             report = check_issue_order([calls[which] for which in MIX])
             assert report.ok, f"{sync} and {background}: {report}"
     everything = (*pair[0].variants, *pair[1].variants)
     chosen = random.Random(world_size).choices(everything, k=60)
-    report = check_issue_order([Call.of(variant, world_size, slots) for variant in chosen])
+    report = check_issue_order([IssuedCall.of(variant, world_size, slots) for variant in chosen])
     assert report.ok, str(report)
 
 
@@ -117,7 +117,7 @@ def test_handing_out_the_copy_lane_first_deadlocks_where_partial_sums_are_exchan
     orders = place.variant.issue_orders(world_size, slots)
     old = tuple(copy_lane_first(order, rank) for rank, order in enumerate(orders))
     assert all(sorted(map(str, a)) == sorted(map(str, b)) for a, b in zip(old, orders, strict=True))
-    report = check_issue_order([Call(place.variant.channel, old)] * 2)
+    report = check_issue_order([IssuedCall(place.variant.channel, old)] * 2)
     assert report.ok is not partial_sums_in_turns(place.variant)
     assert all(
         isinstance(p, Deadlock) and p.flag in ("partial", "reduced") for p in report.problems
@@ -172,7 +172,7 @@ def test_a_signal_behind_the_wait_for_its_likes_is_noticed(place: Place) -> None
     tried = 0
     for world_size in (2, 3, 4, 5):
         for mutants in late_signals(place.variant, world_size, place.workspace.slots):
-            call = Call(place.variant.channel, tuple(mutants))
+            call = IssuedCall(place.variant.channel, tuple(mutants))
             assert not check_issue_order([call]).ok
             tried += 1
     assert bool(tried) is (place.variant.name in EXCHANGING)
@@ -198,7 +198,7 @@ def test_a_wait_for_an_own_flag_before_its_signal_is_noticed(place: Place, world
         )
         assert orders[0][wait][0] != lane
         mutant = behind(orders[0], at, wait)
-        report = check_issue_order([Call(place.variant.channel, (mutant, *orders[1:]))])
+        report = check_issue_order([IssuedCall(place.variant.channel, (mutant, *orders[1:]))])
         assert any(isinstance(p, Deadlock) and p.site.rank == 0 for p in report.problems)
         tried += 1
     one_lane = place.variant.channel == "async" and "in_place" in place.variant.options
@@ -210,25 +210,25 @@ def test_calls_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"all on the same number of ranks"):
         check_issue_order([])
     with pytest.raises(ValueError, match=r"on the same number of ranks; got \[2, 3\]"):
-        check_issue_order([Call.of(variant, 2), Call.of(variant, 3)])
+        check_issue_order([IssuedCall.of(variant, 2), IssuedCall.of(variant, 3)])
 
 
 def test_a_deadlock_names_step_and_flag() -> None:
     waits: IssueOrder = (("copy", Wait(1, "ready")), ("copy", Signal(1, "ready")))
     other: IssueOrder = (("copy", Wait(0, "ready")), ("copy", Signal(0, "ready")))
-    report = check_issue_order([Call("async", (waits, other))])
+    report = check_issue_order([IssuedCall("async", (waits, other))])
     assert "rank 0, lane 'copy', call 0, step 0: Wait('ready' from rank 1)" in str(report)
     assert len(report.problems) == 2
 
 
 def test_epochs_are_those_of_the_channel() -> None:
-    def call(rank_0: Step, channel: str) -> Call:
+    def call(rank_0: Step, channel: str) -> IssuedCall:
         assert channel in ("sync", "async")
         orders = ((("copy", rank_0),), (("copy", Signal(0, "ready")),))
-        return Call("sync" if channel == "sync" else "async", orders)
+        return IssuedCall("sync" if channel == "sync" else "async", orders)
 
     ready = Wait(1, "ready")
     assert check_issue_order([call(ready, "sync"), call(ready, "async")] * 2).ok
-    silent = Call("sync", ((("copy", ready),), ()))
+    silent = IssuedCall("sync", ((("copy", ready),), ()))
     # A signal of the other channel does not count.
     assert not check_issue_order([call(ready, "async"), silent]).ok

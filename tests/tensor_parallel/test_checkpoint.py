@@ -52,7 +52,7 @@ class Reads:
         self.sizes: dict[str, int] = {}
 
     def note(self, read: Any) -> Any:
-        def noting(single: stored.Single, region: stored.Region) -> torch.Tensor:
+        def noting(single: stored.Single, region: stored.Slices) -> torch.Tensor:
             part: torch.Tensor = read(single, region)
             self.sizes[single.name] = self.sizes.get(single.name, 0) + part.numel()
             return part

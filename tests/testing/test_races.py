@@ -13,7 +13,16 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp.testing import RaceError, Ranks, detect_races
-from symm_cp.testing.accesses import Access, Bytes, Event, Meeting, Put, Region, Return, Wait
+from symm_cp.testing.accesses import (
+    Access,
+    Bytes,
+    Event,
+    Meeting,
+    Put,
+    RendezvousBuffer,
+    Return,
+    Wait,
+)
 from symm_cp.testing.races import find_races
 from tests.exhaustive import some
 
@@ -359,7 +368,7 @@ def random_program(ranks: int, steps: int, draw: random.Random) -> tuple[list[li
         if kind == "access":
             begin = 4 * draw.randrange(4)
             part = Bytes(begin, (draw.randrange(1, 3),), (1,), 4)
-            region = Region("g", 0, draw.randrange(2))
+            region = RendezvousBuffer("g", 0, draw.randrange(2))
             write = draw.random() < 0.5
             loan = len(nodes) + 1 if not write and draw.random() < 0.5 else 0
             node = add(rank, Access(region, part, write, f"{rank} {len(logs[rank])}", loan))

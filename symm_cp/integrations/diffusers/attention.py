@@ -20,7 +20,7 @@ from diffusers.models._modeling_parallel import ParallelConfig
 
 from symm_cp.context_parallel import all_gather_attention
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.integrations.diffusers.spread import Spread, gathered, spread_of, spread_over
+from symm_cp.integrations.diffusers.spread import SpreadModel, gathered, spread_of, spread_over
 
 _OP = "diffusers' context parallelism"
 
@@ -95,7 +95,7 @@ def _refuse_backend(name: str) -> None:
 
 
 def _attend(
-    spread: Spread,
+    spread: SpreadModel,
     tensors: _Tensors,
     mask: torch.Tensor | None,
     refused: dict[str, Any],

@@ -23,7 +23,7 @@ _KEPT = "_symm_cp_spread"
 
 
 @dataclass(frozen=True)
-class Spread:
+class SpreadModel:
     """The group over which sequences are spread, and how its ranks attend to all of it."""
 
     group: str
@@ -32,16 +32,16 @@ class Spread:
     uneven: bool
 
 
-def spread_of(config: ContextParallelConfig) -> Spread:
+def spread_of(config: ContextParallelConfig) -> SpreadModel:
     """Returns how a config spreads sequences; cached in it, since graphs cannot hold meshes."""
-    kept: Spread | None = getattr(config, _KEPT, None)
+    kept: SpreadModel | None = getattr(config, _KEPT, None)
     if kept is None:
         kept = _spread_of(config)
         setattr(config, _KEPT, kept)
     return kept
 
 
-def _spread_of(config: ContextParallelConfig) -> Spread:
+def _spread_of(config: ContextParallelConfig) -> SpreadModel:
     mesh: Any
     method: Any
     if config.ulysses_degree == 1:
@@ -50,7 +50,8 @@ def _spread_of(config: ContextParallelConfig) -> Spread:
         mesh, method = config._ulysses_mesh, "ulysses"
     else:
         mesh, method = config._mesh["ring", "ulysses"], ("allgather", "ulysses")
-    return Spread(*split_by(_OP, mesh, method), config.ring_anything or config.ulysses_anything)
+    uneven = config.ring_anything or config.ulysses_anything
+    return SpreadModel(*split_by(_OP, mesh, method), uneven)
 
 
 def gathered(shard: torch.Tensor, group: str, sizes: list[int] | None = None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from symm_cp.ops.attention.checks import check_tensors
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.scoring import Scoring, TileMask
 from symm_cp.ops.attention.tiles import additive, dense_features
-from symm_cp.ops.common import Place, count_attention_run, kernel_and_fake, name_of
+from symm_cp.ops.common import OnRank, count_attention_run, kernel_and_fake, name_of
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, NoGradient, Op, arguments, declare
@@ -87,7 +87,7 @@ def _check_sinks(query: torch.Tensor, sinks: torch.Tensor) -> None:
 
 
 def _spread_cache_attention(
-    place: Place,
+    place: OnRank,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

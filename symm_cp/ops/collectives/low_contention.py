@@ -17,10 +17,10 @@ import torch.distributed._functional_collectives as funcol
 from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.common import (
-    PLANS,
+    PREPARED,
     SIZES,
     WITH_SIZES,
-    Plans,
+    PreparedCalls,
     call_op,
     call_signature,
     check_out,
@@ -86,14 +86,14 @@ def _all_gather(
         split = _check_gather(shard, sizes, group.rank, group.world_size)
         return unfused_all_gather(shard, 0, group_name, split)
     on = runtime.background_of(shard, group)
-    plans = group.state(PLANS, Plans)
+    known = group.state(PREPARED, PreparedCalls)
     key = (_GATHER, on, shard.shape, shard.dtype, None if sizes is None else tuple(sizes))
-    plan = plans.get(key)
-    if plan is None:
+    prepared = known.get(key)
+    if prepared is None:
         split = _check_gather(shard, sizes, group.rank, group.world_size)
         name = call_signature(_GATHER, shard, split=split)
-        plan = plans.keep(key, on.prepare_all_gather(group, shard, split, name))
-    return plan.start(group, shard, out)
+        prepared = known.keep(key, on.prepare_all_gather(group, shard, split, name))
+    return prepared.start(group, shard, out)
 
 
 def _reduce_scatter(
@@ -109,7 +109,7 @@ def _reduce_scatter(
         split, _ = _check_scatter(tensor, reduce_op, sizes, group.world_size)
         return unfused_reduce_scatter(tensor, reduce_op, 0, group_name, split)
     on = runtime.background_of(tensor, group)
-    plans = group.state(PLANS, Plans)
+    known = group.state(PREPARED, PreparedCalls)
     key = (
         _SCATTER,
         on,
@@ -118,12 +118,12 @@ def _reduce_scatter(
         reduce_op,
         None if sizes is None else tuple(sizes),
     )
-    plan = plans.get(key)
-    if plan is None:
+    prepared = known.get(key)
+    if prepared is None:
         split, mean = _check_scatter(tensor, reduce_op, sizes, group.world_size)
         name = call_signature(_SCATTER, tensor, split=split, detail=reduce_op)
-        plan = plans.keep(key, on.prepare_reduce_scatter(group, tensor, split, name, mean=mean))
-    return plan.start(group, tensor, out)
+        prepared = known.keep(key, on.prepare_reduce_scatter(group, tensor, split, name, mean=mean))
+    return prepared.start(group, tensor, out)
 
 
 def _into(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -303,6 +303,6 @@ declare(
         example=lambda on: arguments(
             [on.rand(1, 2 * on.world_size, 3, size) for size in (4, 2)], True, on.group_name
         ),
-        plan=_checked,
+        prepare=_checked,
     ),
 )

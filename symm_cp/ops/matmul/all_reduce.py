@@ -17,7 +17,13 @@ from symm_cp.group import memory
 from symm_cp.group.memory import Group, GroupLike
 from symm_cp.ops import autocast
 from symm_cp.ops.call import Call
-from symm_cp.ops.common import Place, call_signature, check_reduce_op, in_test_mode, kernel_and_fake
+from symm_cp.ops.common import (
+    OnRank,
+    call_signature,
+    check_reduce_op,
+    in_test_mode,
+    kernel_and_fake,
+)
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul import algorithms
@@ -134,7 +140,7 @@ def _multiply_and_all_reduce(
 
 
 def _matmul_all_reduce(
-    place: Place,
+    place: OnRank,
     a: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -152,7 +158,7 @@ def _matmul_all_reduce(
 
 
 def _matmuls_all_reduce(
-    place: Place,
+    place: OnRank,
     lefts: list[torch.Tensor],
     rights: list[torch.Tensor],
     addend: torch.Tensor | None,
@@ -211,7 +217,7 @@ def _check_scaled(
 
 
 def _scaled_matmul_all_reduce(
-    place: Place,
+    place: OnRank,
     a: torch.Tensor,
     weight: torch.Tensor,
     a_scale: torch.Tensor,

@@ -12,7 +12,7 @@ from symm_cp import runtime
 from symm_cp.group.memory import Group
 from symm_cp.ops.common import (
     SIZES,
-    Place,
+    OnRank,
     call_signature,
     gather_split,
     kernel_and_fake,
@@ -38,7 +38,7 @@ _BACKWARD = "_fused_matmul_reduce_scatter_backward"
 
 
 def _weight_grad(
-    place: Place,
+    place: OnRank,
     x_shard: torch.Tensor,
     grads: list[torch.Tensor],
     gather_dim: int,
@@ -95,7 +95,7 @@ def _weight_grads(
 
 
 def _new_matrix(
-    place: Place, like: torch.Tensor, shape: tuple[int, int], transposed: bool
+    place: OnRank, like: torch.Tensor, shape: tuple[int, int], transposed: bool
 ) -> torch.Tensor:
     """Returns an empty matrix, laid out by columns or rows."""
     laid_out = shape[::-1] if transposed else shape
@@ -167,7 +167,7 @@ def _weight_grad_rows(
 
 
 def _backward(
-    place: Place,
+    place: OnRank,
     grad_shard: torch.Tensor,
     a: torch.Tensor,
     weight: torch.Tensor,

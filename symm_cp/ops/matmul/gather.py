@@ -59,10 +59,10 @@ _BLOCK_ROWS = 1024
 Multiply: TypeAlias = Callable[..., object]
 
 
-# --- plan ------------------------------------------------------------------------------------
+# --- prepared calls -------------------------------------------------------------------------------
 
 
-class GatherPlan(NamedTuple):
+class PreparedGather(NamedTuple):
     """The values that follow from arguments. Shards travel in shape `shard`, divided by `front`."""
 
     split: Split
@@ -100,8 +100,8 @@ def planned(
     columns: Sequence[int],
     split: Split,
     detail: str = "",
-) -> GatherPlan:
-    """Returns the plan of a call with checked arguments; `columns`: the number for each weight."""
+) -> PreparedGather:
+    """Returns the prepared call of checked arguments; `columns`: the number for each weight."""
     shape = tuple(x_shard.shape)
     by_columns = split.dim == len(shape) - 1
     if by_columns:
@@ -113,7 +113,7 @@ def planned(
     largest = front.largest_shape(shard)
     products = tuple((math.prod(largest[:-1]), largest[-1], count) for count in columns)
     each = math.prod(shard[1:-1])
-    return GatherPlan(
+    return PreparedGather(
         split=split,
         by_columns=by_columns,
         front=front,
@@ -129,15 +129,15 @@ def planned(
 
 
 @lru_cache(maxsize=512)
-def plan_gather(
+def prepare_gather(
     x_shard: tuple[Any, ...],
     weights: tuple[tuple[Any, ...], ...],
     gather_dim: int,
     sizes: tuple[int, ...] | None,
     rank: int,
     world_size: int,
-) -> GatherPlan:
-    """Returns the plan of a call; tensors are given as the fields of an `Operand`.
+) -> PreparedGather:
+    """Returns a prepared call; tensors are given as the fields of an `Operand`.
 
     Raises `ValueError` or `TypeError` for arguments that do not fit.
     """
@@ -161,7 +161,7 @@ def all_gather_matmul_kernel(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Runs the op on this rank's shard; `sizes`: every rank's shard length, if they differ."""
     group = group_of(group_name, rank)
-    plan = plan_gather(
+    call = prepare_gather(
         (x_shard.shape, x_shard.dtype, x_shard.device),
         tuple([(weight.shape, weight.dtype, weight.device) for weight in weights]),
         gather_dim,
@@ -170,30 +170,30 @@ def all_gather_matmul_kernel(
         group.world_size,
     )
     if torch_symm_mem._is_test_mode:
-        gathered = unfused_all_gather(x_shard, plan.split.dim, group_name, plan.split)
+        gathered = unfused_all_gather(x_shard, call.split.dim, group_name, call.split)
         return (gathered if return_A else None), [torch.matmul(gathered, w) for w in weights]
-    if algorithms.at_once(group, "all_gather_matmul", x_shard, plan.whole):
-        return _multiply_at_once(group, plan, x_shard, weights, return_A)
-    plan = plan._replace(name=algorithms.part_by_part(group, x_shard, plan.name))
-    if plan.by_columns:
-        return _gather_columns(group, plan, x_shard, weights, return_A)
-    tiles = by_tiles.gathers(group, x_shard, weights, equal=plan.split.is_equal)
+    if algorithms.at_once(group, "all_gather_matmul", x_shard, call.whole):
+        return _multiply_at_once(group, call, x_shard, weights, return_A)
+    call = call._replace(name=algorithms.part_by_part(group, x_shard, call.name))
+    if call.by_columns:
+        return _gather_columns(group, call, x_shard, weights, return_A)
+    tiles = by_tiles.gathers(group, x_shard, weights, equal=call.split.is_equal)
     served = (*ALGORITHMS, TILES) if tiles else ALGORITHMS
-    by_size = algorithms.for_gather(x_shard.device, *plan.part)
-    algorithm = choose(group, x_shard.device, plan.question, served, by_size)
+    by_size = algorithms.for_gather(x_shard.device, *call.part)
+    algorithm = choose(group, x_shard.device, call.question, served, by_size)
     whole = algorithm == "whole"
-    outs = [new_result(x_shard, shape) for shape in plan.outs]
-    gathered = new_result(x_shard, plan.whole) if return_A or whole else None
+    outs = [new_result(x_shard, shape) for shape in call.outs]
+    gathered = new_result(x_shard, call.whole) if return_A or whole else None
     if whole:
         assert gathered is not None
-        _gather_whole(group, plan, x_shard, weights, outs, gathered)
+        _gather_whole(group, call, x_shard, weights, outs, gathered)
     elif algorithm == TILES:
-        shard = x_shard.movedim(plan.split.dim, 0)
-        by_tiles.gather(group, shard, weights, outs, gathered, plan.name)
+        shard = x_shard.movedim(call.split.dim, 0)
+        by_tiles.gather(group, shard, weights, outs, gathered, call.name)
     else:
-        gather_rows(group, plan, x_shard, weights, outs, gathered, torch.mm)
+        gather_rows(group, call, x_shard, weights, outs, gathered, torch.mm)
     kept = gathered if return_A else None
-    dim = plan.split.dim
+    dim = call.split.dim
     if dim == 0:
         return kept, outs
     return kept if kept is None else kept.movedim(0, dim), [out.movedim(0, dim) for out in outs]
@@ -201,24 +201,24 @@ def all_gather_matmul_kernel(
 
 def _multiply_at_once(
     group: Group,
-    plan: GatherPlan,
+    call: PreparedGather,
     x_shard: torch.Tensor,
     weights: list[torch.Tensor],
     return_gathered: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Gathers by one exchange, then multiplies all rows."""
-    dim, shape = plan.split.dim, x_shard.shape
-    shard = x_shard.flatten(0, -2) if plan.by_columns else x_shard.movedim(dim, 0)
-    gathered = exchange.all_gather(group, shard, plan.front, plan.name, keep=return_gathered)
-    outs = [new_result(x_shard, out) for out in plan.outs]
+    dim, shape = call.split.dim, x_shard.shape
+    shard = x_shard.flatten(0, -2) if call.by_columns else x_shard.movedim(dim, 0)
+    gathered = exchange.all_gather(group, shard, call.front, call.name, keep=return_gathered)
+    outs = [new_result(x_shard, out) for out in call.outs]
 
     def multiply() -> None:
         rows = gathered.flatten(0, -2)
         for out, weight in zip(outs, weights, strict=True):
             torch.mm(rows, weight, out=out.flatten(0, -2))
 
-    exchange.traced(group, "consume", plan.name, multiply)
-    if plan.by_columns:
+    exchange.traced(group, "consume", call.name, multiply)
+    if call.by_columns:
         results = [each.view(*shape[:-1], each.shape[1]) for each in (gathered, *outs)]
     else:
         results = [each.movedim(0, dim) for each in (gathered, *outs)]
@@ -227,7 +227,7 @@ def _multiply_at_once(
 
 def gather_rows(
     group: Group,
-    plan: GatherPlan,
+    call: PreparedGather,
     x_shard: torch.Tensor,
     weights: Sequence[Any],
     outs: Sequence[torch.Tensor],
@@ -236,12 +236,12 @@ def gather_rows(
     scales: RowScales | None = None,
 ) -> None:
     """Gathers a dimension other than the last: the shards' products are the result's rows."""
-    shard = [x_shard if plan.split.dim == 0 else x_shard.movedim(plan.split.dim, 0)]
-    shapes = plan.shapes
+    shard = [x_shard if call.split.dim == 0 else x_shard.movedim(call.split.dim, 0)]
+    shapes = call.shapes
     if scales is not None and scales.sharded:
-        shard.append(scales.scale.movedim(plan.split.dim, 0))
-        shapes = plan.front.shard_shapes(*shard)
-    parts = [out.flatten(0, -2).split_with_sizes(plan.rows) for out in outs]
+        shard.append(scales.scale.movedim(call.split.dim, 0))
+        shapes = call.front.shard_shapes(*shard)
+    parts = [out.flatten(0, -2).split_with_sizes(call.rows) for out in outs]
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
         shard = shards[0]
@@ -254,13 +254,13 @@ def gather_rows(
             multiply(rows, weight, out=part[rank])
 
     runtime.of(x_shard, group).all_gather_and_consume(
-        group, shard, consume, plan.name, shapes=shapes, gathered=gathered, split=plan.front
+        group, shard, consume, call.name, shapes=shapes, gathered=gathered, split=call.front
     )
 
 
 def gather_shards(
     group: Group,
-    plan: GatherPlan,
+    call: PreparedGather,
     shard: torch.Tensor,
     consume: Consume,
     gathered: torch.Tensor | None,
@@ -270,16 +270,16 @@ def gather_shards(
         group,
         [shard],
         consume,
-        plan.name,
-        shapes=plan.shapes,
+        call.name,
+        shapes=call.shapes,
         gathered=gathered,
-        split=plan.front,
+        split=call.front,
     )
 
 
 def _gather_whole(
     group: Group,
-    plan: GatherPlan,
+    call: PreparedGather,
     x_shard: torch.Tensor,
     weights: list[torch.Tensor],
     outs: Sequence[torch.Tensor],
@@ -292,51 +292,51 @@ def _gather_whole(
             torch.mm(gathered.flatten(0, -2), weight, out=out.flatten(0, -2))
 
     gather_shards(
-        group, plan, x_shard.movedim(plan.split.dim, 0), at_last(multiply, group), gathered
+        group, call, x_shard.movedim(call.split.dim, 0), at_last(multiply, group), gathered
     )
 
 
 def _gather_columns(
     group: Group,
-    plan: GatherPlan,
+    call: PreparedGather,
     x_shard: torch.Tensor,
     weights: list[torch.Tensor],
     return_gathered: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Gathers the last dimension, which the matmul sums over."""
     x_columns, lead = x_shard.flatten(0, -2), x_shard.shape[:-1]
-    outs = [new_result(x_shard, shape) for shape in plan.outs]
-    gathered = new_result(x_shard, plan.whole) if return_gathered else None
+    outs = [new_result(x_shard, shape) for shape in call.outs]
+    gathered = new_result(x_shard, call.whole) if return_gathered else None
     multiply = _multiply_blocks if x_shard.dtype in NARROW else _add_products_of_shards
-    multiply(group, plan, x_columns, weights, outs, gathered)
-    kept = gathered.view(*lead, plan.split.length) if gathered is not None else None
+    multiply(group, call, x_columns, weights, outs, gathered)
+    kept = gathered.view(*lead, call.split.length) if gathered is not None else None
     return kept, [out.view(*lead, out.shape[1]) for out in outs]
 
 
 def _add_products_of_shards(
     group: Group,
-    plan: GatherPlan,
+    call: PreparedGather,
     x_columns: torch.Tensor,
     weights: list[torch.Tensor],
     outs: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
     sums = [Sum(out, group.world_size) for out in outs]
-    rows = plan.front.along(0)
+    rows = call.front.along(0)
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
         part = aligned(shards[0])
         for total, weight in zip(sums, weights, strict=True):
             total.add_product(part, rows.of(rank, weight))
 
-    gather_shards(group, plan, x_columns, consume, gathered)
+    gather_shards(group, call, x_columns, consume, gathered)
     for total in sums:
         total.finish()
 
 
 def _multiply_blocks(
     group: Group,
-    plan: GatherPlan,
+    call: PreparedGather,
     x_columns: torch.Tensor,
     weights: list[torch.Tensor],
     outs: list[torch.Tensor],
@@ -347,7 +347,7 @@ def _multiply_blocks(
     at_a_time = _BLOCK_ROWS if x_columns.device.type == "cpu" else max(1, count)
 
     def combine(shards: list[torch.Tensor]) -> None:
-        memory = new_result(x_columns, (min(count, at_a_time), plan.front.length))
+        memory = new_result(x_columns, (min(count, at_a_time), call.front.length))
         for begin in range(0, count, at_a_time):
             rows = slice(begin, begin + at_a_time)
             block = memory[: count - begin]
@@ -357,9 +357,9 @@ def _multiply_blocks(
             for out, weight in zip(outs, weights, strict=True):
                 torch.mm(block, weight, out=out[rows])
 
-    shapes = None if plan.shapes is None else [shape for (shape,) in plan.shapes]
+    shapes = None if call.shapes is None else [shape for (shape,) in call.shapes]
     on = runtime.of(x_columns, group)
-    on.all_gather_and_combine(group, x_columns, combine, plan.name, shapes=shapes)
+    on.all_gather_and_combine(group, x_columns, combine, call.name, shapes=shapes)
 
 
 def fake_results(
@@ -384,7 +384,7 @@ def all_gather_matmul_fake(
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Returns the results' shapes, strides and dtypes (torch's are wrong for some dims)."""
-    # Symbolic sizes have no hash, so no plan is looked up.
+    # Symbolic sizes have no hash, so no prepared call is looked up.
     split = _checked(
         Operand.of(x_shard), list(map(Operand.of, weights)), gather_dim, sizes, rank,
         world_size_of(group_name),
@@ -402,7 +402,7 @@ _GATHER_OP = Op(
     schema=TORCHS,
     kernel=all_gather_matmul_kernel,
     fake=all_gather_matmul_fake,
-    plan=plan_gather,
+    prepare=prepare_gather,
     gradient=BackwardOp(f"_{GATHER}_backward"),
     autocast=autocast.cast,
     vmap=ONE_BY_ONE,

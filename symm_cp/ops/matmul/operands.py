@@ -31,7 +31,7 @@ WORDS_OF_GATHERS = {
 
 
 class Operand(NamedTuple):
-    """The properties of a tensor that a plan uses."""
+    """The properties of a tensor that a prepared call uses."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -17,7 +17,7 @@ from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
-    Place,
+    OnRank,
     Weights,
     caller,
     check_dim,
@@ -30,7 +30,13 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.matmul import algorithms
-from symm_cp.ops.matmul.gather import GatherPlan, fake_results, gather_rows, gather_shards, planned
+from symm_cp.ops.matmul.gather import (
+    PreparedGather,
+    fake_results,
+    gather_rows,
+    gather_shards,
+    planned,
+)
 from symm_cp.ops.matmul.operands import (
     WORDS_OF_GATHERS,
     Operand,
@@ -95,7 +101,7 @@ def _check_scaled(
 
 
 def _all_gather_scaled_matmul(
-    place: Place,
+    place: OnRank,
     x_shard: torch.Tensor,
     matrices: list[torch.Tensor],
     x_scale: torch.Tensor,
@@ -126,35 +132,35 @@ def _all_gather_scaled_matmul(
         scales = RowScales(split.of(group.rank, x_scale), "sharded", split)
     by_shape = split.is_equal and not scales.of_blocks
     kind = list(scales.scale.shape) if by_shape else scales.mode
-    plan = planned(SCALED_GATHER, Operand.of(x_shard), columns, split, f"scale {kind} ")
+    call = planned(SCALED_GATHER, Operand.of(x_shard), columns, split, f"scale {kind} ")
     if in_test_mode():
-        return _unfused(group, plan, x_shard, scales, weights)
-    if algorithms.at_once(group, SCALED_GATHER, x_shard, plan.whole, ANY_SIZE):
-        return _multiply_at_once(group, plan, x_shard, scales, weights)
-    plan = plan._replace(name=algorithms.part_by_part(group, x_shard, plan.name))
-    if plan.by_columns:
-        return _gather_columns(group, plan, x_shard, scales, weights)
+        return _unfused(group, call, x_shard, scales, weights)
+    if algorithms.at_once(group, SCALED_GATHER, x_shard, call.whole, ANY_SIZE):
+        return _multiply_at_once(group, call, x_shard, scales, weights)
+    call = call._replace(name=algorithms.part_by_part(group, x_shard, call.name))
+    if call.by_columns:
+        return _gather_columns(group, call, x_shard, scales, weights)
     outs = [
         new_result(x_shard, shape, weight.dtype)
-        for shape, weight in zip(plan.outs, weights, strict=True)
+        for shape, weight in zip(call.outs, weights, strict=True)
     ]
-    gathered = new_result(x_shard, plan.whole)
-    gather_rows(group, plan, x_shard, weights, outs, gathered, multiply_scaled, scales)
+    gathered = new_result(x_shard, call.whole)
+    gather_rows(group, call, x_shard, weights, outs, gathered, multiply_scaled, scales)
     return gathered.movedim(0, split.dim), [out.movedim(0, split.dim) for out in outs]
 
 
 def _unfused(
     group: Group,
-    plan: GatherPlan,
+    call: PreparedGather,
     x_shard: torch.Tensor,
     scales: RowScales,
     weights: list[ScaledWeight],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The definition."""
-    split, x_scale = plan.split, scales.scale
+    split, x_scale = call.split, scales.scale
     # Bytes, because gloo does not support float8.
     as_bytes = unfused_all_gather(x_shard.view(torch.uint8), split.dim, group.name, split)
-    if scales.sharded and not plan.by_columns:
+    if scales.sharded and not call.by_columns:
         scale = x_scale.view(torch.uint8) if scales.of_blocks else x_scale
         scale = unfused_all_gather(scale, split.dim, group.name, split)
         x_scale = scale.view(x_scale.dtype)
@@ -163,7 +169,7 @@ def _unfused(
 
 def _gather_columns(
     group: Group,
-    plan: GatherPlan,
+    call: PreparedGather,
     x_shard: torch.Tensor,
     scales: RowScales,
     weights: list[ScaledWeight],
@@ -173,37 +179,37 @@ def _gather_columns(
     Products of shards would each be rounded to the output type, and be scaled and biased once a
     rank. Row scales belong to whole rows: they are the same on all ranks.
     """
-    gathered = new_result(x_shard, plan.whole)
-    gather_shards(group, plan, x_shard.flatten(0, -2), lambda shards, rank: None, gathered)
-    gathered = gathered.view(*x_shard.shape[:-1], plan.split.length)
+    gathered = new_result(x_shard, call.whole)
+    gather_shards(group, call, x_shard.flatten(0, -2), lambda shards, rank: None, gathered)
+    gathered = gathered.view(*x_shard.shape[:-1], call.split.length)
     return _multiplied(gathered, scales.scale, scales, weights)
 
 
 def _multiply_at_once(
     group: Group,
-    plan: GatherPlan,
+    call: PreparedGather,
     x_shard: torch.Tensor,
     scales: RowScales,
     weights: list[ScaledWeight],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Gathers A by one exchange, and the scales of its rows by another; multiplies all rows."""
-    dim, by_columns, scale = plan.split.dim, plan.by_columns, scales.scale
+    dim, by_columns, scale = call.split.dim, call.by_columns, scales.scale
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flatten(0, -2) if by_columns else tensor.movedim(dim, 0)
 
-    gathered = exchange.all_gather(group, moved(x_shard), plan.front, plan.name, keep=True)
+    gathered = exchange.all_gather(group, moved(x_shard), call.front, call.name, keep=True)
     if scales.mode != "tensor":
         scale = moved(scale)
         if scales.sharded and not by_columns:
             detail = f"gather_dim={dim} scales"
-            name = name_of(SCALED_GATHER, scale.dtype, scales.scale.shape, detail, plan.split)
-            scale = exchange.all_gather(group, scale, plan.front, name)
+            name = name_of(SCALED_GATHER, scale.dtype, scales.scale.shape, detail, call.split)
+            scale = exchange.all_gather(group, scale, call.front, name)
 
     def multiply() -> tuple[torch.Tensor, list[torch.Tensor]]:
         return _multiplied(gathered, scale, scales, weights)
 
-    whole, outs = exchange.traced(group, "consume", plan.name, multiply)
+    whole, outs = exchange.traced(group, "consume", call.name, multiply)
     if by_columns:
         lead = x_shard.shape[:-1]
         return whole.view(*lead, whole.shape[1]), [out.view(*lead, out.shape[1]) for out in outs]

@@ -18,7 +18,7 @@ from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
-    Place,
+    OnRank,
     caller,
     check_dim,
     check_reduce_op,
@@ -147,7 +147,7 @@ def _check_scaled(
 
 
 def _scaled_matmul_scattered(
-    place: Place,
+    place: OnRank,
     a: torch.Tensor,
     weight: torch.Tensor,
     a_scale: torch.Tensor,

@@ -17,7 +17,7 @@ from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
-    Place,
+    OnRank,
     caller,
     check_dim,
     check_reduce_op,
@@ -94,7 +94,7 @@ def _algorithm(group: Group, terms: Terms) -> str:
 
 
 def _multiply_and_reduce_scatter(
-    op: str, place: Place, terms: Terms, reduce_op: str, mean: bool
+    op: str, place: OnRank, terms: Terms, reduce_op: str, mean: bool
 ) -> torch.Tensor:
     like, split, front, group = terms.like, terms.split, terms.front, place.group
     if group is None:
@@ -152,7 +152,7 @@ def _scatter_at_once(group: Group, terms: Terms, name: bytes, *, mean: bool) -> 
 
 
 def _matmul_scattered(
-    place: Place,
+    place: OnRank,
     a: torch.Tensor,
     weight: torch.Tensor,
     reduce_op: str,
@@ -171,7 +171,7 @@ def _matmul_scattered(
 
 
 def _matmuls_scattered(
-    place: Place,
+    place: OnRank,
     lefts: list[torch.Tensor],
     rights: list[torch.Tensor],
     addend: torch.Tensor | None,

@@ -17,7 +17,7 @@ from symm_cp.ops.recurrent.halo import exchange_halo
 from symm_cp.schedule.layout import SequenceLayout
 
 
-class Run(NamedTuple):
+class SweepPart(NamedTuple):
     """The `length` positions from `start` on that a rank has in a sweep."""
 
     rank: int
@@ -36,7 +36,7 @@ class Fragments(NamedTuple):
     starts: list[int]
     lengths: list[int]
     total: int
-    runs: list[Run]
+    runs: list[SweepPart]
     agreed: list[int]
 
 
@@ -84,7 +84,7 @@ def fragments_of(
     return Fragments(starts, lengths, sum(layout.chunk_lengths), runs, agreed)
 
 
-def runs_of(order: list[int], lengths: list[int], ranks: int) -> list[Run]:
+def runs_of(order: list[int], lengths: list[int], ranks: int) -> list[SweepPart]:
     """Returns chunks in sequence order, each in the first sweep that can still reach its rank."""
     owners = [0] * len(order)
     for place, chunk in enumerate(order):
@@ -94,7 +94,7 @@ def runs_of(order: list[int], lengths: list[int], ranks: int) -> list[Run]:
         if length:
             ahead = owner > last if sweep % 2 == 0 else owner < last
             sweep, last = (sweep if ahead else sweep + 1), owner
-            runs.append(Run(owner, sweep, start, length))
+            runs.append(SweepPart(owner, sweep, start, length))
         start += length
     return runs
 

@@ -24,7 +24,7 @@ from symm_cp.context_parallel.block_mask import Cuts, local_score_mod
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential, gathered_rows_on
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion, active
-from symm_cp.cuda.kept import capturing
+from symm_cp.cuda.cached import capturing
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.captures import captures_tensors
 from symm_cp.ops.attention.flex.mask import Modifier, whole_mask

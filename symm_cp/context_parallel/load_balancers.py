@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from symm_cp.cuda.kept import kept
+from symm_cp.cuda.cached import cached
 from symm_cp.ops.attention.flex.mask import positions
 from symm_cp.schedule.layout import SequenceLayout, even_lengths, head_tail, in_a_row, sequential
 
@@ -134,19 +134,19 @@ def in_rank_order(balancer: LoadBalancer) -> bool:
     return order == sorted(order)
 
 
-@kept(maxsize=8)
+@cached(maxsize=8)
 def positions_on(device: torch.device, balancer: LoadBalancer, rank: int) -> torch.Tensor:
     """`LoadBalancer.positions`, made once."""
     return balancer.positions(rank, device=device)
 
 
-@kept(maxsize=8)
+@cached(maxsize=8)
 def permutation_on(device: torch.device, balancer: LoadBalancer) -> torch.Tensor:
     """`LoadBalancer.permutation`, made once."""
     return balancer.permutation(device=device)
 
 
-@kept(maxsize=8)
+@cached(maxsize=8)
 def gathered_rows_on(device: torch.device, balancer: LoadBalancer) -> torch.Tensor:
     """`LoadBalancer.gathered_rows`, made once."""
     return balancer.gathered_rows(device=device)

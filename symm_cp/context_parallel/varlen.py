@@ -24,7 +24,7 @@ from symm_cp.context_parallel.flex import in_tiles
 from symm_cp.context_parallel.guards import constant_when_traced
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.cuda.kept import HostReads
+from symm_cp.cuda.cached import HostReads
 from symm_cp.ops.attention.layouts import decoded, encoded, encoded_in_a_row
 from symm_cp.ops.attention.masks import check_readable
 from symm_cp.ops.error_reports import names_op

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from symm_cp import env, runtime
 from symm_cp.cuda import has_streams
-from symm_cp.cuda.kept import capturing, kept
+from symm_cp.cuda.cached import cached, capturing
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import GroupLike, reported, resolve
 from symm_cp.modes import ordinary_tensors
@@ -172,7 +172,7 @@ def text_hash(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
 
 
-@kept(maxsize=16)
+@cached(maxsize=16)
 def _weights(device: torch.device, count: int) -> torch.Tensor:
     """Returns odd factors that mix bits: three neighbours form no arithmetic progression."""
     numbers = torch.arange(1, count + 1, device=device) * _MIX[0]

@@ -11,7 +11,7 @@ from torch import nn
 
 from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.load_balancers import positions_on
-from symm_cp.cuda.kept import HostReads, capturing
+from symm_cp.cuda.cached import HostReads, capturing
 from symm_cp.group.memory import resolve
 from symm_cp.integrations.transformers.limits import (
     SEES_ALL_RANKS,

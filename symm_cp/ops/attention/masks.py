@@ -18,7 +18,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from symm_cp.cuda.kept import HostReads, capturing, kept
+from symm_cp.cuda.cached import HostReads, cached, capturing
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import Limits, Mask, sees
 from symm_cp.schedule.tiles import Tile
@@ -227,7 +227,7 @@ def _counts(hidden: HiddenKeys, layout: SequenceLayout, owner: int) -> np.ndarra
     return counts
 
 
-@kept(maxsize=64)
+@cached(maxsize=64)
 def _visible_rows(
     device: torch.device, hidden: HiddenKeys, layout: SequenceLayout, owner: int
 ) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from symm_cp.cuda.kept import kept
+from symm_cp.cuda.cached import cached
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.layout import SequenceLayout
@@ -73,7 +73,7 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-@kept(maxsize=64)
+@cached(maxsize=64)
 def _positions(device: torch.device, layout: SequenceLayout, rank: int) -> torch.Tensor:
     """The position in the sequence of each row of a rank."""
     return torch.tensor(list(layout.positions(rank)), dtype=torch.int64, device=device)

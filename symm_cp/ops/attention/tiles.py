@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from symm_cp.cuda import has_streams
-from symm_cp.cuda.kept import kept
+from symm_cp.cuda.cached import cached
 from symm_cp.ops.attention import kernels, native_tiles
 from symm_cp.ops.attention.scoring import Gradients, ScoredTiles, TileMask
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -78,7 +78,7 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bias.masked_fill_(visible.logical_not(), -torch.inf)
 
 
-@kept(maxsize=16)
+@cached(maxsize=16)
 def _band(
     device: torch.device,
     rows: int,

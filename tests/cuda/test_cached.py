@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp import cuda
-from symm_cp.cuda.kept import HostReads
+from symm_cp.cuda.cached import HostReads
 from symm_cp.group import memory
 from symm_cp.ops.attention.masks import _host_edges
 from symm_cp.ops.attention.tiles import _band

@@ -25,7 +25,7 @@ def capturing(device: torch.device) -> bool:
         return serving.capturing()
 
 
-class Kept(Generic[P, T]):
+class Cached(Generic[P, T]):
     """A function of a device and hashable arguments that makes tensors; caches its latest results.
 
     On a device with streams each stream has its own results: a tensor of another stream may not be
@@ -64,9 +64,9 @@ class Kept(Generic[P, T]):
         self._on_stream.cache_clear()
 
 
-def kept(maxsize: int) -> Callable[[Callable[Concatenate[torch.device, P], T]], Kept[P, T]]:
+def cached(maxsize: int) -> Callable[[Callable[Concatenate[torch.device, P], T]], Cached[P, T]]:
     """Decorates a function whose latest `maxsize` results are cached."""
-    return lambda make: Kept(make, maxsize)
+    return lambda make: Cached(make, maxsize)
 
 
 class HostReads(Generic[T]):

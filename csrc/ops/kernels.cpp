@@ -13,7 +13,6 @@
 #include "base/python.h"
 #include "channel/groups.h"
 #include "memory/mapping.h"
-#include "plan/plan.h"
 
 namespace symm_cp {
 
@@ -462,6 +461,8 @@ void reporting_refusals(const char* op, const c10::IValue& group_name, int chann
   }
 }
 
+bool (*run_on_streams)(const c10::OperatorHandle& op, Stack* stack) = nullptr;
+
 std::string name_in_python(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
   if (name.rfind("symm_mem::", 0) == 0) return "symm_cp" + name.substr(name.find(':'));
@@ -469,8 +470,7 @@ std::string name_in_python(const c10::OperatorHandle& op) {
 }
 
 void call_python(const c10::OperatorHandle& op, Stack* stack) {
-  // Tests may run CPU tensors on simulated streams.
-  if (!serves_cpu() && plans::run(op, stack)) return;
+  if (!serves_cpu() && run_on_streams != nullptr && run_on_streams(op, stack)) return;
   c10::Dispatcher::singleton()
       .findSchemaOrThrow(name_in_python(op).c_str(), "")
       .redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);

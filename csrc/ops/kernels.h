@@ -246,6 +246,9 @@ inline const char* name_of(const c10::OperatorHandle& op) {
 // Returns the name of the op that holds the kernels in Python: `symm_cp::f` for `symm_mem::f`,
 // `symm_cp_mine::f` for a user's `mine::f`.
 std::string name_in_python(const c10::OperatorHandle& op);
+// Runs a call of CPU tensors that tests put on simulated streams, if there is a plan. Set by
+// csrc/plan.
+extern bool (*run_on_streams)(const c10::OperatorHandle& op, Stack* stack);
 // Calls the kernel in Python.
 void call_python(const c10::OperatorHandle& op, Stack* stack);
 

@@ -169,10 +169,6 @@ class Recording {
   virtual void refuse(const std::string& reason) = 0;
 };
 
-// On devices with streams: runs a call of an op through its plan, or lets Python make it and
-// records it. Returns false, and does nothing, if neither is possible: then the caller runs
-// Python's kernel.
-bool run(const c10::OperatorHandle& op, Stack* stack);
 // The kernel of ops for devices with streams: runs a plan, or Python.
 void kernel(const c10::OperatorHandle& op, Stack* stack);
 // The same for CPU tensors.

@@ -205,11 +205,16 @@ class Separate {
   Recording* outer_;
 };
 
-}  // namespace
-
+// On devices with streams: runs a call of an op through its plan, or lets Python make it and
+// records it. Returns false, and does nothing, if neither is possible: then the caller runs
+// Python's kernel.
 bool run(const c10::OperatorHandle& op, Stack* stack) {
   return wanted == nullptr && run_now(op, stack, /*on_cpu=*/false);
 }
+
+[[maybe_unused]] const bool serves_streams = (kernels::run_on_streams = &run) != nullptr;
+
+}  // namespace
 
 void kernel(const c10::OperatorHandle& op, Stack* stack) {
   if (!run(op, stack)) call_python(op, stack);

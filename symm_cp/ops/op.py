@@ -50,9 +50,13 @@ class GradientByHand(NamedTuple):
 
 
 class BackwardOp(NamedTuple):
-    """The gradient is an op of this name, which native code calls (csrc/ops/backward_ops.cpp)."""
+    """The gradient is an op of this name, which native code calls (csrc/ops/backward_ops.cpp).
+
+    `once`: it cannot be differentiated.
+    """
 
     name: str
+    once: bool = False
 
 
 class Composite(enum.Enum):

@@ -103,7 +103,7 @@ def _run_by_plans(op: Op) -> None:
     name, key, done = op.full_name.encode(), "AutogradCPU" if _only_on_cpu(op) else "Autograd", 1
     if isinstance(op.gradient, BackwardOp):
         backward = f"{op.namespace}::{op.gradient.name}"
-        done = native.load().symm_cp_backward_op(name, backward.encode())
+        done = native.load().symm_cp_backward_op(name, backward.encode(), op.gradient.once)
     elif _is_gated(op):
         background = channel_of(op.name_in_errors) == "async"
         composite = isinstance(op.gradient, Composite)

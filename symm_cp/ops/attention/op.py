@@ -32,9 +32,8 @@ from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.spread import spread_of_queries
 from symm_cp.ops.attention.tiles import grad_of_sinks
 from symm_cp.ops.common import count_attention_run, group_of
-from symm_cp.ops.direct import direct
-from symm_cp.ops.op import LEFT_TO_TORCH, Caller, GradientByHand, Op, arguments, declare
-from symm_cp.ops.transforms import check_transforms, once_differentiable
+from symm_cp.ops.op import LEFT_TO_TORCH, BackwardOp, Caller, GradientByHand, Op, arguments, declare
+from symm_cp.ops.transforms import check_transforms
 
 _FORWARD = "fused_all_gather_attention"
 _BACKWARD = "fused_all_gather_attention_backward"
@@ -113,8 +112,8 @@ def _attention_backward_kernel(
     group_name: str,
     *,
     grad_logsumexp: torch.Tensor | None = None,
-    sinks_grad: bool = True,
-    bias_grad: bool = True,
+    need_sinks: bool = True,
+    need_bias: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     group = group_of(group_name)
@@ -131,16 +130,16 @@ def _attention_backward_kernel(
     sinks, _ = terms = ScoreTerms(options.get("sinks"), options.get("bias"))
     inputs = AttentionInputs(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if call is not None:
-        backward_of_heads = partial(_backward_of_heads, call, bias_grad)
+        backward_of_heads = partial(_backward_of_heads, call, need_bias)
         with mesh_calls.propagates_failure(*call.mesh_groups):
             grads, of_bias = call.attend_backward(_BACKWARD, inputs, terms, backward_of_heads)
     else:
         at_once = choice.algorithm(group, query, key, spec, backward=True) == "together"
         grads, of_bias = attend_backward(
-            _BACKWARD, spec, group, inputs, terms, bias_grad=bias_grad, at_once=at_once
+            _BACKWARD, spec, group, inputs, terms, bias_grad=need_bias, at_once=at_once
         )
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
-    if sinks is not None and sinks_grad:
+    if sinks is not None and need_sinks:
         grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
     if of_bias is not None:
         grad_bias = of_bias
@@ -169,87 +168,18 @@ def _attention_backward_fake(
     *_: Any,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    sinks_grad: bool = True,
-    bias_grad: bool = True,
+    need_sinks: bool = True,
+    need_bias: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     of_options = (
         tensor.new_empty(tensor.shape) if tensor is not None and wanted else query.new_empty(0)
-        for tensor, wanted in ((sinks, sinks_grad), (bias, bias_grad))
+        for tensor, wanted in ((sinks, need_sinks), (bias, need_bias))
     )
     return fake_like(query), fake_like(key), fake_like(value), *of_options
 
 
 # --- gradients -------------------------------------------------------------------------------
-
-
-class _Attention(torch.autograd.Function):
-    """Registered by hand: `register_autograd` takes no op with tensors as keyword arguments.
-
-    `named` are the names of these tensors, `options` the other keyword arguments.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        group_name: str,
-        options: dict[str, Any],
-        named: tuple[str, ...],
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            out, logsumexp = direct("fused_all_gather_attention")(
-                query, key, value, group_name, **options, **dict(zip(named, tensors, strict=True))
-            )
-        ctx.group_name, ctx.options, ctx.named = group_name, options, named
-        ctx.set_materialize_grads(False)  # the log-sum-exp is rarely used
-        # The marker is one tensor more than torch's attention saves: if a checkpointed region is
-        # recomputed outside its context and calls torch's attention, torch notices the difference.
-        marker = query.new_empty(0)
-        ctx.save_for_backward(query, key, value, out, logsumexp, marker, *tensors)
-        return out, logsumexp
-
-    @staticmethod
-    @once_differentiable(_FORWARD)
-    def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
-        query, key, value, out, logsumexp, _, *tensors = saved
-        wanted = dict(zip(ctx.named, ctx.needs_input_grad[6:], strict=True))
-        # Collective: every rank takes part, even without a gradient of its own.
-        *grads, of_sinks, of_bias = direct("fused_all_gather_attention_backward")(
-            torch.zeros_like(out) if grad_out is None else grad_out,
-            query,
-            key,
-            value,
-            out,
-            logsumexp,
-            ctx.group_name,
-            grad_logsumexp=grad_lse,
-            sinks_grad=wanted.get("sinks", False),
-            bias_grad=wanted.get("bias", False),
-            **ctx.options,
-            **dict(zip(ctx.named, tensors, strict=True)),
-        )
-        found = {"sinks": of_sinks, "bias": of_bias}
-        grads += (None, None, None)
-        for name in ctx.named:
-            grads.append(found[name] if wanted[name] else None)
-        return tuple(grads)
-
-
-def _attention_autograd(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_transforms(_FORWARD, query, key, value, options.get("sinks"), options.get("bias"))
-    tensors = {}
-    for name in [*options]:
-        if isinstance(options[name], torch.Tensor):
-            tensors[name] = options.pop(name)
-    return _Attention.apply(  # type: ignore[no-any-return]
-        query, key, value, group_name, options, tuple(tensors), *tensors.values()
-    )
 
 
 def _attention_backward_autograd(
@@ -278,7 +208,7 @@ declare(
         ),
         kernel=_attention_kernel,
         fake=_attention_fake,
-        gradient=GradientByHand(_attention_autograd),
+        gradient=BackwardOp(_BACKWARD, once=True),
         autocast=autocast.cast,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(*_example(on, 3), on.group_name, is_causal=True),
@@ -291,7 +221,7 @@ declare(
         schema=(
             "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
             f"Tensor logsumexp, str group_name, *, Tensor? grad_logsumexp=None, {OPTIONS}, "
-            "bool sinks_grad=True, bool bias_grad=True)"
+            "bool need_sinks=True, bool need_bias=True)"
             " -> (Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor bias)"
         ),
         kernel=_attention_backward_kernel,

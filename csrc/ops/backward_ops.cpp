@@ -6,12 +6,14 @@
 //                    argument is optional
 //   grads            those of all results
 //   some_grads       the same, but an empty tensor of bools for one that is missing
-//   need_*, needed   whether an argument that was given requires a gradient; or all, in a list
+//   need_*, *_grad   whether an argument that was given requires a gradient
+//   needed           whether each tensor that was given does, in a list
 //   others           the arguments and results of the call
 // It returns a tensor for each tensor that was given, or for the arguments by which it names its
 // results: the gradient, or an empty tensor of bools. Gradients that are not needed are dropped.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <strings.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
@@ -54,9 +56,10 @@ bool begins_with(const std::string& text, const char* begin) {
   return text.compare(0, std::strlen(begin), begin) == 0;
 }
 
+// torch names matrices A and B.
 std::optional<size_t> index_of(const std::vector<c10::Argument>& all, const std::string& name) {
   for (size_t i = 0; i < all.size(); ++i)
-    if (all[i].name() == name) return i;
+    if (strcasecmp(all[i].name().c_str(), name.c_str()) == 0) return i;
   return {};
 }
 
@@ -72,6 +75,8 @@ Operand operand_of(const c10::Argument& argument, const c10::FunctionSchema& for
   if (begins_with(name, "need_"))
     return {Source::kNeed,
             index_of(forward.arguments(), name.substr(std::strlen("need_"))).value()};
+  if (const size_t end = name.rfind("_grad"); end != std::string::npos)
+    return {Source::kNeed, index_of(forward.arguments(), name.substr(0, end)).value()};
   if (const auto index = index_of(forward.arguments(), name)) return {Source::kArgument, *index};
   if (const auto index = index_of(forward.returns(), name)) return {Source::kResult, *index};
   return {{}, 0, argument.default_value().value_or(c10::IValue())};

@@ -66,7 +66,7 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
         torch.library.opcheck(op, (*given, name), chosen)
         torch.library.opcheck(op, (*given, name), {**chosen, "grad_logsumexp": lse.sin()})
         if "bias" in chosen:
-            unwanted = {**chosen, "need_sinks": False, "need_bias": False}
+            unwanted = {**chosen, "sinks_grad": False, "bias_grad": False}
             torch.library.opcheck(op, (*given, name), unwanted)
 
 

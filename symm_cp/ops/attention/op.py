@@ -112,8 +112,8 @@ def _attention_backward_kernel(
     group_name: str,
     *,
     grad_logsumexp: torch.Tensor | None = None,
-    need_sinks: bool = True,
-    need_bias: bool = True,
+    sinks_grad: bool = True,
+    bias_grad: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     group = group_of(group_name)
@@ -130,16 +130,16 @@ def _attention_backward_kernel(
     sinks, _ = terms = ScoreTerms(options.get("sinks"), options.get("bias"))
     inputs = AttentionInputs(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if call is not None:
-        backward_of_heads = partial(_backward_of_heads, call, need_bias)
+        backward_of_heads = partial(_backward_of_heads, call, bias_grad)
         with mesh_calls.propagates_failure(*call.mesh_groups):
             grads, of_bias = call.attend_backward(_BACKWARD, inputs, terms, backward_of_heads)
     else:
         at_once = choice.algorithm(group, query, key, spec, backward=True) == "together"
         grads, of_bias = attend_backward(
-            _BACKWARD, spec, group, inputs, terms, bias_grad=need_bias, at_once=at_once
+            _BACKWARD, spec, group, inputs, terms, bias_grad=bias_grad, at_once=at_once
         )
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
-    if sinks is not None and need_sinks:
+    if sinks is not None and sinks_grad:
         grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
     if of_bias is not None:
         grad_bias = of_bias
@@ -168,13 +168,13 @@ def _attention_backward_fake(
     *_: Any,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    need_sinks: bool = True,
-    need_bias: bool = True,
+    sinks_grad: bool = True,
+    bias_grad: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     of_options = (
         tensor.new_empty(tensor.shape) if tensor is not None and wanted else query.new_empty(0)
-        for tensor, wanted in ((sinks, need_sinks), (bias, need_bias))
+        for tensor, wanted in ((sinks, sinks_grad), (bias, bias_grad))
     )
     return fake_like(query), fake_like(key), fake_like(value), *of_options
 
@@ -221,7 +221,7 @@ declare(
         schema=(
             "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
             f"Tensor logsumexp, str group_name, *, Tensor? grad_logsumexp=None, {OPTIONS}, "
-            "bool need_sinks=True, bool need_bias=True)"
+            "bool sinks_grad=True, bool bias_grad=True)"
             " -> (Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor bias)"
         ),
         kernel=_attention_backward_kernel,

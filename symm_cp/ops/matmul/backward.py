@@ -174,8 +174,8 @@ def _backward(
     reduce_op: str,
     scatter_dim: int,
     group_name: str,
-    need_A: bool,
-    need_B: bool,
+    need_a: bool,
+    need_b: bool,
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,11 +186,11 @@ def _backward(
     scatter_dim %= a.dim()
     inner, outer = weight.shape
     grad_weight = None
-    if need_B:
+    if need_b:
         grad_weight = _new_matrix(place, weight, (inner, outer), is_transposed(weight))
     group = place.group
     if group is None:
-        fake_a = a.new_empty(a.shape if need_A else (0, 0))
+        fake_a = a.new_empty(a.shape if need_a else (0, 0))
         return fake_a, weight.new_empty(0, 0) if grad_weight is None else grad_weight
     split = gather_split(
         _BACKWARD, "scatter_dim", scatter_dim, grad_shard, sizes, group.rank, group.world_size
@@ -198,7 +198,7 @@ def _backward(
     name = call_signature(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}")
     by_columns = split.dim == a.dim() - 1
     a_front = a if by_columns else a.movedim(scatter_dim, 0)
-    grad_a = new_result(a, a_front.shape) if need_A else None
+    grad_a = new_result(a, a_front.shape) if need_a else None
     whole = split.whole_shape(grad_shard.shape)
     if algorithms.at_once(group, "matmul_reduce_scatter_backward", grad_shard, whole):
         grads = _gathered_rows(group, grad_shard, split, name)
@@ -346,7 +346,7 @@ declare(
         name=_BACKWARD,
         schema=(
             "(Tensor grad, Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, "
-            f"bool need_A, bool need_B, {SIZES}) -> (Tensor, Tensor)"
+            f"bool need_a, bool need_b, {SIZES}) -> (Tensor, Tensor)"
         ),
         kernel=_backward_kernel,
         fake=_backward_fake,

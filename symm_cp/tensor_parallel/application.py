@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from symm_cp.group.memory import GroupLike, resolve
 from symm_cp.tensor_parallel import adapters, quantised, wrappers
-from symm_cp.tensor_parallel.blocks import Blocks, blocks_of
+from symm_cp.tensor_parallel.blocks import Blocks, blocks_of, members_of_lists
 from symm_cp.tensor_parallel.checkpoint import SavesWholeModel, load, refuse_adapters
 from symm_cp.tensor_parallel.embedding import option_of_whole
 from symm_cp.tensor_parallel.features import Features, chunks
@@ -30,6 +30,7 @@ from symm_cp.tensor_parallel.style import (
     FusedColwiseParallel,
     FusedRowwiseParallel,
 )
+from symm_cp.tensor_parallel.trial import partial_gradients
 from symm_cp.tensor_parallel.whole import Seat
 
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
@@ -75,6 +76,7 @@ def apply(
     rules = rules_of(model, plan)
     work = _Application(model, _mesh_of(mesh, model), rules, sequence_parallel, src_data_rank)
     work.check()
+    work.partial = partial_gradients(model, work.split_copy, work.mesh.device_type, work.seat.world_size)
     if checkpoint is not None:
         refuse_adapters("apply", model)
     work.run()
@@ -115,6 +117,8 @@ class _Application:
         self.blocks: Blocks | None = blocks_of(model, rules) if sequence_parallel else None
         self.kinds = {rule.name: rule.kind for rule in rules}
         self.heads: dict[str, Heads | None] = {}
+        #: Replicated parameters whose gradients are parts of a sum, though no rule says so.
+        self.partial: Collection[str] = ()
         self.linears = [
             rule for rule in rules if not rule.parameter and rule.kind in COLWISE | ROWWISE
         ]
@@ -299,9 +303,20 @@ class _Application:
 
     # --- changes ---
 
+    def split_copy(self, model: nn.Module) -> None:
+        """Splits a copy of the model whose parameters have no memory, without communication."""
+        _Application(model, self.mesh, self.rules, self.blocks is not None, None).split()
+
     def run(self) -> None:
+        """Splits the model, and has its calls and optimizers checked from now on."""
+        before = dict(self.model.named_parameters())
+        self.split()
+        compare_inputs(adapters.wrapped_model(self.model)[1], self.seat)
+        replaced(before, self.model)
+
+    def split(self) -> None:
         """Shards the parameters, and wraps the modules."""
-        tied, before = self._tied(), dict(self.model.named_parameters())
+        tied = self._tied()
         self._apply_styles()
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
             if not isinstance(parameter, DTensor):
@@ -320,8 +335,6 @@ class _Application:
             wrappers.wrap(self.model, SavesWholeAdapters)
         if hasattr(inner, "save_pretrained"):
             wrappers.wrap(inner, SavesWholeModel)
-        compare_inputs(inner, self.seat)
-        replaced(before, self.model)
 
     def _distribute(self, name: str, placement: Placement) -> None:
         old = self.model.get_parameter(name)
@@ -407,8 +420,13 @@ class _Application:
                     },
                 )
 
+        for block in members_of_lists(self.model):
+            owners = [part for part in block.modules() if isinstance(part, wrappers.LocalParameters)]
+            wrappers.wrap(block, wrappers.LocalParametersInside, owners=owners)
+
     def _summed(self) -> Iterator[str]:
         """Yields the names of replicated parameters whose gradients are parts of a sum."""
+        yield from self.partial
         for rule in self.rules:
             if rule.kind == "replicated_with_grad_allreduce":
                 for parameter, _ in self.module(rule.owner).named_parameters():

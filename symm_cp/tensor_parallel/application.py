@@ -63,7 +63,7 @@ def apply(
             divisible by the world size. Otherwise all ranks have all of it.
         checkpoint: a folder of safetensors files to load from; each rank reads its own part only.
         src_data_rank: the rank whose weights all ranks take, as in `distribute_tensor`; with None
-            each rank keeps its own, without communication. Weights on the meta device are not sent.
+            each rank keeps its own. Weights on the meta device are not sent.
 
     Inputs and outputs are the whole model's, the same on all ranks; a call of the model with
     different inputs raises `RuntimeError` on all ranks. All parameters become DTensors: split, or
@@ -76,7 +76,7 @@ def apply(
     rules = rules_of(model, plan)
     work = _Application(model, _mesh_of(mesh, model), rules, sequence_parallel, src_data_rank)
     work.check()
-    work.partial = partial_gradients(model, work.split_copy, work.mesh.device_type, work.seat.world_size)
+    work.partial = partial_gradients(model, work.split_copy, work.mesh)
     if checkpoint is not None:
         refuse_adapters("apply", model)
     work.run()

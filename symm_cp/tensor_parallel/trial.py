@@ -17,8 +17,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -34,28 +36,33 @@ _REPLICATED = "an activation"
 
 
 def partial_gradients(
-    model: nn.Module, split: Callable[[nn.Module], None], device: str, ranks: int
+    model: nn.Module, split: Callable[[nn.Module], None], mesh: DeviceMesh
 ) -> frozenset[str]:
     """Returns the replicated parameters of which each rank computes a part of the gradient.
 
     These are applied to features that a column-wise linear has split. Raises `NotImplementedError`
-    if the model runs as it is, but not after `split`. Models that `input_ids` alone do not run,
-    and models whose ops depend on values, are not tried.
+    on all ranks if the model runs as it is, but not after `split` on one of them. Models that
+    `input_ids` alone do not run, and models whose ops depend on values, are not tried.
     """
     tensors = [*model.parameters(), *model.buffers()]
     names = inspect.signature(model.forward).parameters
     if "input_ids" not in names or any(map(is_quantised, tensors)):
         return frozenset()
-    mode = _Gradients()
+    mode, device, ranks = _Gradients(), mesh.device_type, mesh.size()
     error = _error_of(model, split, device, ranks, mode)
-    if error is None or _error_of(model, lambda whole: None, device, ranks, _Gradients()):
-        return frozenset(mode.partial)
-    raise NotImplementedError(
-        f"apply: {type(model).__name__} cannot run when the plan is applied: "
-        f"{_place(error.__traceback__)} raises {type(error).__name__}: {error}. Leave the rules "
-        "inside it out (pass the other rules as plan={...}; what no rule names is replicated), or "
-        "use sequence_parallel=False"
-    ) from error
+    if error is not None and _error_of(model, lambda whole: None, device, ranks, _Gradients()):
+        error = None
+    own = error and f"{_place(error.__traceback__)} raises {type(error).__name__}: {error}"
+    found: list[str | None] = [own] * ranks
+    if ranks > 1:
+        dist.all_gather_object(found, own, mesh.get_group())  # heads may be uneven
+    if reason := next(filter(None, found), None):
+        raise NotImplementedError(
+            f"apply: {type(model).__name__} cannot run when the plan is applied: {reason}. Leave "
+            "the rules inside it out (pass the other rules as plan={...}; what no rule names is "
+            "replicated), or use sequence_parallel=False"
+        ) from error
+    return frozenset(mode.partial)
 
 
 class _Gradients(TorchDispatchMode):

@@ -146,9 +146,8 @@ class _Application:
                     "accelerate, or by the tensor parallelism of transformers): apply the plan to "
                     "the model as it was built"
                 )
-        fused = set() if self.blocks is None else self.blocks.fused
         split = [r.owner for r in self.rules if r.kind != "replicated_with_grad_allreduce"]
-        adapters.check(self.model, split, fused)
+        adapters.check(self.model, split)
         for rule in self.linears:
             self._check_linear(rule)
         for rule in self.rules:

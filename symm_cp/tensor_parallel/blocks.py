@@ -104,11 +104,12 @@ def _sort(blocks: Blocks, name: str, child: nn.Module, rules: Sequence[Rule]) ->
             "(attention, feed-forward): use sequence_parallel=False"
         )
     own = all(rule.owner.rpartition(".")[0] == name for rule in linears)
-    # A linear that is not split takes no parts, and without a row-wise one nothing is reduced.
-    split = {rule.owner for rule in linears}
+    # Without a row-wise linear nothing is reduced, and a linear that is not split takes no parts.
     own &= any(rule.kind in ROWWISE for rule in linears)
     own &= all(
-        f"{name}.{part}" in split for part, m in child.named_modules() if type(m) is nn.Linear
+        any(_is_in(f"{name}.{part}", rule.owner) for rule in linears)
+        for part, module in child.named_modules()
+        if isinstance(module, nn.Linear)
     )
     others = {rule.kind for rule in rules if rule not in linears}
     if linears and own and others <= {"replicated_with_grad_allreduce"}:

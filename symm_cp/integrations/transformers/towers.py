@@ -71,7 +71,7 @@ def embed_media(op: str, model: nn.Module, batch: dict[str, Any]) -> None:
     handles = [text.register_forward_pre_hook(capture, with_kwargs=True) for text in texts]
     inputs = {name: value for name, value in batch.items() if name not in _OF_POSITIONS}
     try:
-        model(**inputs, use_cache=False)
+        model(**{**inputs, "use_cache": False})
     except _Embedded:
         pass
     finally:
@@ -84,17 +84,21 @@ def embed_media(op: str, model: nn.Module, batch: dict[str, Any]) -> None:
     batch.update({name: given[name] for name in _CUT if given.get(name) is not None})
 
 
+def _holds_values(value: Any) -> bool:
+    return isinstance(value, (list, tuple, dict)) and len(value) > 0
+
+
 def _check(op: str, model: nn.Module, given: dict[str, Any]) -> None:
     """Refuses inputs of a language model that `_CUT` does not cover."""
     mask = given.get("attention_mask")
     other = [
         name
         for name, value in given.items()
-        if name not in _CUT and isinstance(value, (torch.Tensor, list, dict)) and len(value)
+        if name not in _CUT and (isinstance(value, torch.Tensor) or _holds_values(value))
     ]
     if not (mask is None or isinstance(mask, torch.Tensor)):
         other.append("attention_mask")
-    if given.get("args") or other or not isinstance(given.get("inputs_embeds"), torch.Tensor):
+    if other or not isinstance(given.get("inputs_embeds"), torch.Tensor):
         raise NotImplementedError(
             f"{op}: {type(model).__name__} with pictures or sounds: its language model gets "
             f"{', '.join(other) or 'no inputs_embeds'}, which symm_cp cannot cut with the text: "

@@ -291,8 +291,7 @@ def _shard(
     lengths = _lengths(whole, seq_dim)
     balancers = {n: balancer_for(_OP, load_balancer, n, group.size()) for n in lengths}
     known_balancers(_OP, balancers, group.size())
-    given = sorted((whole | dict(batch)).items())
-    items = [(n, v) for n, v in given if _matters(n, v, seq_dim, balancers)]
+    items = [(n, v) for n, v in sorted(whole.items()) if _matters(n, v, seq_dim, balancers)]
     options = (seq_dim, shift_labels, ignore_index, average_gradients)
     agreement.compare_cut(_OP, group, items, list(balancers.values()), options)
     if model is not None:
@@ -434,12 +433,8 @@ def _dim_cut(
 
 
 def _matters(name: str, value: Any, seq_dim: int, balancers: Mapping[int, LoadBalancer]) -> bool:
-    """Whether all ranks must have the same value: a tensor that is cut, or covers the sequence.
-
-    Embeddings are results of a model: their last bits may depend on where in memory a rank has
-    them.
-    """
-    if not isinstance(value, torch.Tensor) or name.endswith("inputs_embeds"):
+    """Whether all ranks must have the same value: a tensor that is cut, or covers the sequence."""
+    if not isinstance(value, torch.Tensor):
         return False
     whole = name.startswith(_WHOLE) or name.endswith("attention_mask")
     return whole or _dim_cut(name, value, seq_dim, balancers) is not None

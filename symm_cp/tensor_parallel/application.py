@@ -21,7 +21,15 @@ from symm_cp.tensor_parallel.features import Features, chunks
 from symm_cp.tensor_parallel.heads import REPEATS, Heads, heads_of
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
 from symm_cp.tensor_parallel.optimizers import replaced
-from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
+from symm_cp.tensor_parallel.plans import (
+    COLWISE,
+    EXPERTS,
+    ROWWISE,
+    Rule,
+    is_packed,
+    rules_of,
+    split_dim,
+)
 from symm_cp.tensor_parallel.quantised import distributed
 from symm_cp.tensor_parallel.same_inputs import compare_inputs
 from symm_cp.tensor_parallel.saved_adapters import SavesWholeAdapters
@@ -76,7 +84,11 @@ def apply(
     rules = rules_of(model, plan)
     work = _Application(model, _mesh_of(mesh, model), rules, sequence_parallel, src_data_rank)
     work.check()
-    work.partial = partial_gradients(model, work.split_copy, work.mesh)
+    work.partial = partial_gradients(
+        model,
+        lambda tried: _Application(tried, work.mesh, rules, sequence_parallel, None).split(),
+        work.mesh,
+    )
     if checkpoint is not None:
         refuse_adapters("apply", model)
     work.run()
@@ -117,8 +129,7 @@ class _Application:
         self.blocks: Blocks | None = blocks_of(model, rules) if sequence_parallel else None
         self.kinds = {rule.name: rule.kind for rule in rules}
         self.heads: dict[str, Heads | None] = {}
-        #: Replicated parameters whose gradients are parts of a sum, though no rule says so.
-        self.partial: Collection[str] = ()
+        self.partial: Collection[str] = ()  # parameters whose gradients are parts of a sum
         self.linears = [
             rule for rule in rules if not rule.parameter and rule.kind in COLWISE | ROWWISE
         ]
@@ -235,7 +246,7 @@ class _Application:
                 "a parameter can be split only if the plan gives its module the kind "
                 "'moe_tp_experts', 'ep_dispatch_experts' or 'local_params'",
             )
-        dim, halves = _split_dim(rule.kind, parameter.dim()), 1 + _is_packed(rule.kind)
+        dim, halves = split_dim(rule.kind, parameter.dim()), 1 + is_packed(rule.kind)
         if parameter.shape[dim] % (halves * self.seat.world_size):
             unit = f"{halves} times " if halves > 1 else ""
             raise ValueError(
@@ -293,18 +304,14 @@ class _Application:
         owner, _, parameter = name.rpartition(".")
         if name in self.kinds:
             kind = self.kinds[name]
-            dim = _split_dim(kind, self.model.get_parameter(name).dim())
-            return Shard(dim + 1 if _is_packed(kind) else dim)
+            dim = split_dim(kind, self.model.get_parameter(name).dim())
+            return Shard(dim + 1 if is_packed(kind) else dim)
         kind = self.kinds.get(owner.removesuffix(".base_layer"), "")
         if kind in COLWISE or kind == "embedding_rowwise":
             return Shard(0)
         return Shard(1) if kind in ROWWISE and parameter == "weight" else Replicate()
 
     # --- changes ---
-
-    def split_copy(self, model: nn.Module) -> None:
-        """Splits a copy of the model whose parameters have no memory, without communication."""
-        _Application(model, self.mesh, self.rules, self.blocks is not None, None).split()
 
     def run(self) -> None:
         """Splits the model, and has its calls and optimizers checked from now on."""
@@ -338,7 +345,7 @@ class _Application:
     def _distribute(self, name: str, placement: Placement) -> None:
         old = self.model.get_parameter(name)
         value = old.detach()
-        if isinstance(placement, Shard) and _is_packed(self.kinds.get(name, "")):
+        if isinstance(placement, Shard) and is_packed(self.kinds.get(name, "")):
             value = value.unflatten(placement.dim - 1, (2, -1))
         new = distributed(value, self.mesh, placement, self.source)
         self._set(name, nn.Parameter(new, requires_grad=old.requires_grad))
@@ -415,12 +422,14 @@ class _Application:
                     packed={
                         p: module.get_parameter(p).placements[0].dim - 1
                         for p in own
-                        if _is_packed(self.kinds.get(_name_in(name, p), ""))
+                        if is_packed(self.kinds.get(_name_in(name, p), ""))
                     },
                 )
 
         for block in members_of_lists(self.model):
-            owners = [part for part in block.modules() if isinstance(part, wrappers.LocalParameters)]
+            owners = [
+                part for part in block.modules() if isinstance(part, wrappers.LocalParameters)
+            ]
             wrappers.wrap(block, wrappers.LocalParametersInside, owners=owners)
 
     def _summed(self) -> Iterator[str]:
@@ -489,15 +498,3 @@ class _Application:
             wrappers.wrap(self.module(name), wrappers.SplitSequence, seat=seat)
         for name in blocks.last:
             wrappers.wrap(self.module(name), wrappers.JoinSequence, seat=seat)
-
-
-def _is_packed(kind: str) -> bool:
-    """Tells whether a parameter holds two matrices, each split over the ranks."""
-    return kind.startswith("packed")
-
-
-def _split_dim(kind: str, dims: int) -> int:
-    """Returns the dimension to split; the last two dimensions of experts are (output, input)."""
-    if kind == "grouped_gemm":
-        return 0
-    return dims - 1 if kind in {"rowwise", "packed_rowwise"} else max(dims - 2, 0)

@@ -31,7 +31,8 @@ from symm_cp.tensor_parallel.wrappers import GatheredOutput
 
 _SAMPLES, _LENGTH_OF_A_RANK = 2, 8
 _COMMUNICATING = {"symm_mem", "c10d", "_c10d_functional"}
-_OF_SHAPES = ("new_", "zeros", "ones", "empty", "full", "rand")  # of the result of another tensor
+#: Begins of names of ops that read no values of other tensors.
+_OF_SHAPES = ("new_", "zeros", "ones", "empty", "full", "rand")
 _REPLICATED = "an activation"
 
 
@@ -46,16 +47,15 @@ def partial_gradients(
     """
     tensors = [*model.parameters(), *model.buffers()]
     names = inspect.signature(model.forward).parameters
-    if "input_ids" not in names or any(map(is_quantised, tensors)):
+    if mesh.size() == 1 or "input_ids" not in names or any(map(is_quantised, tensors)):
         return frozenset()
     mode, device, ranks = _Gradients(), mesh.device_type, mesh.size()
     error = _error_of(model, split, device, ranks, mode)
     if error is not None and _error_of(model, lambda whole: None, device, ranks, _Gradients()):
         error = None
     own = error and f"{_place(error.__traceback__)} raises {type(error).__name__}: {error}"
-    found: list[str | None] = [own] * ranks
-    if ranks > 1:
-        dist.all_gather_object(found, own, mesh.get_group())  # heads may be uneven
+    found: list[str | None] = [None] * ranks
+    dist.all_gather_object(found, own, mesh.get_group())  # heads may be uneven
     if reason := next(filter(None, found), None):
         raise NotImplementedError(
             f"apply: {type(model).__name__} cannot run when the plan is applied: {reason}. Leave "
@@ -157,7 +157,8 @@ def _copied(model: nn.Module, device: str) -> Any:
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
     tried = copy.deepcopy(model, memo)
     for part in tried.modules():
-        if hasattr(config := getattr(part, "config", None), "_experts_implementation"):
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "batched_mm"  # the one that reads no values
     return tried
 

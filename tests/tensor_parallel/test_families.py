@@ -25,14 +25,14 @@ CLIENTS = {**DECODERS, **STRANGERS, **RECURRENT}
 CLIENTS["nemotron-h-dense"] = RECURRENT["nemotron-h"].having(
     layers_block_type=["linear_attention", "full_attention"]
 )
+WITHOUT_PLAN = (
+    *("gpt2", "stablelm", "persimmon", "bitnet", "jetmoe", "gpt-neo", "gpt-neo-global", "opt"),
+    *("xglm", "biogpt", "bloom", "mpt", "falcon", "falcon-alibi", "ctrl", "openai", "mamba"),
+    *("recurrent-gemma", "rwkv", "moshi", "jetmoe-router-loss", "mamba2", "zamba2"),
+)
 #: Refused families, and a pattern of each refusal's message.
 REFUSED = {
-    **dict.fromkeys(
-        ("gpt2", "stablelm", "persimmon", "bitnet", "jetmoe", "gpt-neo", "gpt-neo-global", "opt")
-        + ("xglm", "biogpt", "bloom", "mpt", "falcon", "falcon-alibi", "ctrl", "openai", "mamba")
-        + ("recurrent-gemma", "rwkv", "moshi", "jetmoe-router-loss", "mamba2", "zamba2"),
-        "no tensor-parallel plan of its own",
-    ),
+    **dict.fromkeys(WITHOUT_PLAN, "no tensor-parallel plan of its own"),
     "deepseek-v2": "the kind 'mla_kv_a_proj', which symm_cp does not have",
     "doge": "DogeAttention raises RuntimeError",
     "doge-whole": "DogeAttention raises RuntimeError",
@@ -106,7 +106,7 @@ def test_own_plan(ranks: Ranks, family: str, world_size: int, sequence_parallel:
 
 def refused_by_one(group: dist.ProcessGroup) -> None:
     """Layers without keys of their own (`num_kv_shared_layers`) divide query heads differently."""
-    with pytest.raises(NotImplementedError, match="the input of shape .* has 16 features on this"):
+    with pytest.raises(NotImplementedError, match=r"the input of shape .* has 16 features on this"):
         apply(CLIENTS["gemma3n"].make("eager"), mesh_of(group))
 
 
@@ -143,7 +143,7 @@ def gradients_between_split_linears(group: dist.ProcessGroup) -> None:
         each(ids).square().sum().backward()
     for mine, other in zip(model.parameters(), dense.parameters(), strict=True):
         torch.testing.assert_close(whole(mine.grad), whole(other.grad), rtol=1e-10, atol=1e-10)
-    with pytest.raises(NotImplementedError, match="Scaled raises .* each rank a part of its grad"):
+    with pytest.raises(NotImplementedError, match=r"Scaled raises .* each rank a part of its grad"):
         apply(Scaled(by_linear=True), mesh, plan)
 
 

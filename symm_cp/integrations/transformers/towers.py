@@ -1,9 +1,9 @@
 """Models that make a sequence from pictures, videos or sounds, alone or before a language model.
 
-A model of language and pictures embeds the text, has a *tower* make embeddings from pictures, puts
-them between the text's, and passes the whole to its language model. On a part of the sequence it
-could not tell which pictures belong there. So each rank runs all of that on the whole batch, outside
-of the context; the language model's inputs are then cut like a text. Gradients of each rank's part
+A model of language and pictures embeds the text, has a *tower* make embeddings from pictures,
+inserts them, and passes the result to its language model. From a part of the sequence it could not
+tell which pictures belong there. So each rank does that for the whole batch, outside of the
+context; the inputs of the language model are then cut like a text. Gradients of each rank's part
 reach the tower, and are summed like all others.
 """
 
@@ -31,8 +31,10 @@ def makes_own_sequence(module: nn.Module) -> bool:
     if not hasattr(module, "base_model_prefix"):
         return False
     names = _arguments(module)
-    wraps = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in names.values())  # PEFT
-    return not wraps and names.keys().isdisjoint(("input_ids", "inputs_embeds", "decoder_input_ids"))
+    first = next(iter(names.values()), None)
+    if first is None or first.kind in (first.VAR_POSITIONAL, first.VAR_KEYWORD):  # it wraps another
+        return False
+    return names.keys().isdisjoint(("input_ids", "inputs_embeds", "decoder_input_ids"))
 
 
 def has_media(batch: Mapping[str, Any]) -> bool:

@@ -77,11 +77,10 @@ def original(module: nn.Module) -> Any:
     return getattr(module, "original_module", module) if is_adapted(module) else module
 
 
-def check(model: nn.Module, rules: Sequence[str], fused: set[str]) -> None:
+def check(model: nn.Module, rules: Sequence[str]) -> None:
     """Raises `NotImplementedError` for adapters that cannot be used with a plan.
 
-    `rules` are names of modules that the plan splits, `fused` names of modules that get a part of
-    the sequence.
+    `rules` are names of modules that the plan splits.
     """
     if len(getattr(model, "prompt_encoder", ())):
         raise NotImplementedError(
@@ -89,11 +88,11 @@ def check(model: nn.Module, rules: Sequence[str], fused: set[str]) -> None:
             "is not supported: apply the plan to a model with LoRA, or without adapters"
         )
     for name, module in adapted(model):
-        if reason := _refusal(name, module, rules, fused):
+        if reason := _refusal(name, module, rules):
             raise NotImplementedError(f"apply: {name} ({type(module).__name__}): {reason}")
 
 
-def _refusal(name: str, module: Any, rules: Sequence[str], fused: set[str]) -> str:
+def _refusal(name: str, module: Any, rules: Sequence[str]) -> str:
     if inside := [rule for rule in rules if rule.startswith(f"{name}.")]:
         return f"is an adapter, and the plan names {inside[0]} in it: name the adapter instead"
     if type(module) is _peft("utils", "ModulesToSaveWrapper"):
@@ -111,11 +110,6 @@ def _refusal(name: str, module: Any, rules: Sequence[str], fused: set[str]) -> s
     base = module.base_layer
     if type(base) is not nn.Linear or "forward" in vars(base) or module.fan_in_fan_out:
         return f"LoRA on a {type(base).__name__} is not supported, only on an nn.Linear itself"
-    if name not in rules and name.rpartition(".")[0] in fused:
-        return (
-            "is on a linear that the plan does not split, in a module whose other linears it "
-            "splits, which sequence_parallel=True does not support: use sequence_parallel=False"
-        )
     return ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,14 +14,22 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from symm_cp.group.memory import GroupLike, resolve
 from symm_cp.tensor_parallel import adapters, quantised, wrappers
-from symm_cp.tensor_parallel.blocks import Blocks, blocks_of
+from symm_cp.tensor_parallel.blocks import Blocks, blocks_of, members_of_lists
 from symm_cp.tensor_parallel.checkpoint import SavesWholeModel, load, refuse_adapters
 from symm_cp.tensor_parallel.embedding import option_of_whole
 from symm_cp.tensor_parallel.features import Features, chunks
 from symm_cp.tensor_parallel.heads import REPEATS, Heads, heads_of
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
 from symm_cp.tensor_parallel.optimizers import replaced
-from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
+from symm_cp.tensor_parallel.plans import (
+    COLWISE,
+    EXPERTS,
+    ROWWISE,
+    Rule,
+    is_packed,
+    rules_of,
+    split_dim,
+)
 from symm_cp.tensor_parallel.quantised import distributed
 from symm_cp.tensor_parallel.same_inputs import compare_inputs
 from symm_cp.tensor_parallel.saved_adapters import SavesWholeAdapters
@@ -30,6 +38,7 @@ from symm_cp.tensor_parallel.style import (
     FusedColwiseParallel,
     FusedRowwiseParallel,
 )
+from symm_cp.tensor_parallel.trial import partial_gradients
 from symm_cp.tensor_parallel.whole import Seat
 
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
@@ -62,7 +71,7 @@ def apply(
             divisible by the world size. Otherwise all ranks have all of it.
         checkpoint: a folder of safetensors files to load from; each rank reads its own part only.
         src_data_rank: the rank whose weights all ranks take, as in `distribute_tensor`; with None
-            each rank keeps its own, without communication. Weights on the meta device are not sent.
+            each rank keeps its own. Weights on the meta device are not sent.
 
     Inputs and outputs are the whole model's, the same on all ranks; a call of the model with
     different inputs raises `RuntimeError` on all ranks. All parameters become DTensors: split, or
@@ -75,6 +84,11 @@ def apply(
     rules = rules_of(model, plan)
     work = _Application(model, _mesh_of(mesh, model), rules, sequence_parallel, src_data_rank)
     work.check()
+    work.partial = partial_gradients(
+        model,
+        lambda tried: _Application(tried, work.mesh, rules, sequence_parallel, None).split(),
+        work.mesh,
+    )
     if checkpoint is not None:
         refuse_adapters("apply", model)
     work.run()
@@ -115,6 +129,7 @@ class _Application:
         self.blocks: Blocks | None = blocks_of(model, rules) if sequence_parallel else None
         self.kinds = {rule.name: rule.kind for rule in rules}
         self.heads: dict[str, Heads | None] = {}
+        self.partial: Collection[str] = ()  # parameters whose gradients are parts of a sum
         self.linears = [
             rule for rule in rules if not rule.parameter and rule.kind in COLWISE | ROWWISE
         ]
@@ -142,9 +157,8 @@ class _Application:
                     "accelerate, or by the tensor parallelism of transformers): apply the plan to "
                     "the model as it was built"
                 )
-        fused = set() if self.blocks is None else self.blocks.fused
         split = [r.owner for r in self.rules if r.kind != "replicated_with_grad_allreduce"]
-        adapters.check(self.model, split, fused)
+        adapters.check(self.model, split)
         for rule in self.linears:
             self._check_linear(rule)
         for rule in self.rules:
@@ -232,7 +246,7 @@ class _Application:
                 "a parameter can be split only if the plan gives its module the kind "
                 "'moe_tp_experts', 'ep_dispatch_experts' or 'local_params'",
             )
-        dim, halves = _split_dim(rule.kind, parameter.dim()), 1 + _is_packed(rule.kind)
+        dim, halves = split_dim(rule.kind, parameter.dim()), 1 + is_packed(rule.kind)
         if parameter.shape[dim] % (halves * self.seat.world_size):
             unit = f"{halves} times " if halves > 1 else ""
             raise ValueError(
@@ -290,8 +304,8 @@ class _Application:
         owner, _, parameter = name.rpartition(".")
         if name in self.kinds:
             kind = self.kinds[name]
-            dim = _split_dim(kind, self.model.get_parameter(name).dim())
-            return Shard(dim + 1 if _is_packed(kind) else dim)
+            dim = split_dim(kind, self.model.get_parameter(name).dim())
+            return Shard(dim + 1 if is_packed(kind) else dim)
         kind = self.kinds.get(owner.removesuffix(".base_layer"), "")
         if kind in COLWISE or kind == "embedding_rowwise":
             return Shard(0)
@@ -300,8 +314,15 @@ class _Application:
     # --- changes ---
 
     def run(self) -> None:
+        """Splits the model, and has its calls and optimizers checked from now on."""
+        before = dict(self.model.named_parameters())
+        self.split()
+        compare_inputs(adapters.wrapped_model(self.model)[1], self.seat)
+        replaced(before, self.model)
+
+    def split(self) -> None:
         """Shards the parameters, and wraps the modules."""
-        tied, before = self._tied(), dict(self.model.named_parameters())
+        tied = self._tied()
         self._apply_styles()
         for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
             if not isinstance(parameter, DTensor):
@@ -320,13 +341,11 @@ class _Application:
             wrappers.wrap(self.model, SavesWholeAdapters)
         if hasattr(inner, "save_pretrained"):
             wrappers.wrap(inner, SavesWholeModel)
-        compare_inputs(inner, self.seat)
-        replaced(before, self.model)
 
     def _distribute(self, name: str, placement: Placement) -> None:
         old = self.model.get_parameter(name)
         value = old.detach()
-        if isinstance(placement, Shard) and _is_packed(self.kinds.get(name, "")):
+        if isinstance(placement, Shard) and is_packed(self.kinds.get(name, "")):
             value = value.unflatten(placement.dim - 1, (2, -1))
         new = distributed(value, self.mesh, placement, self.source)
         self._set(name, nn.Parameter(new, requires_grad=old.requires_grad))
@@ -403,12 +422,19 @@ class _Application:
                     packed={
                         p: module.get_parameter(p).placements[0].dim - 1
                         for p in own
-                        if _is_packed(self.kinds.get(_name_in(name, p), ""))
+                        if is_packed(self.kinds.get(_name_in(name, p), ""))
                     },
                 )
 
+        for block in members_of_lists(self.model):
+            owners = [
+                part for part in block.modules() if isinstance(part, wrappers.LocalParameters)
+            ]
+            wrappers.wrap(block, wrappers.LocalParametersInside, owners=owners)
+
     def _summed(self) -> Iterator[str]:
         """Yields the names of replicated parameters whose gradients are parts of a sum."""
+        yield from self.partial
         for rule in self.rules:
             if rule.kind == "replicated_with_grad_allreduce":
                 for parameter, _ in self.module(rule.owner).named_parameters():
@@ -472,15 +498,3 @@ class _Application:
             wrappers.wrap(self.module(name), wrappers.SplitSequence, seat=seat)
         for name in blocks.last:
             wrappers.wrap(self.module(name), wrappers.JoinSequence, seat=seat)
-
-
-def _is_packed(kind: str) -> bool:
-    """Tells whether a parameter holds two matrices, each split over the ranks."""
-    return kind.startswith("packed")
-
-
-def _split_dim(kind: str, dims: int) -> int:
-    """Returns the dimension to split; the last two dimensions of experts are (output, input)."""
-    if kind == "grouped_gemm":
-        return 0
-    return dims - 1 if kind in {"rowwise", "packed_rowwise"} else max(dims - 2, 0)

@@ -49,6 +49,15 @@ def _list_of(model: nn.Module, name: str) -> str | None:
     return None
 
 
+def members_of_lists(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules in the outermost `ModuleList`s of a model: its blocks."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if _list_of(model, name) == name.rpartition(".")[0] != ""
+    ]
+
+
 def _children(block: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in block.named_children():
         if isinstance(child, _CONTAINERS):
@@ -95,6 +104,13 @@ def _sort(blocks: Blocks, name: str, child: nn.Module, rules: Sequence[Rule]) ->
             "(attention, feed-forward): use sequence_parallel=False"
         )
     own = all(rule.owner.rpartition(".")[0] == name for rule in linears)
+    # Without a row-wise linear nothing is reduced, and a linear that is not split takes no parts.
+    own &= any(rule.kind in ROWWISE for rule in linears)
+    own &= all(
+        any(_is_in(f"{name}.{part}", rule.owner) for rule in linears)
+        for part, module in child.named_modules()
+        if isinstance(module, nn.Linear)
+    )
     others = {rule.kind for rule in rules if rule not in linears}
     if linears and own and others <= {"replicated_with_grad_allreduce"}:
         blocks.fused.add(name)

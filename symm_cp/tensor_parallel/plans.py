@@ -44,6 +44,18 @@ _WAY_OUT = (
 )
 
 
+def is_packed(kind: str) -> bool:
+    """Tells whether a parameter holds two matrices, each split over the ranks."""
+    return kind.startswith("packed")
+
+
+def split_dim(kind: str, dims: int) -> int:
+    """Returns the dimension to split; the last two dimensions of experts are (output, input)."""
+    if kind == "grouped_gemm":
+        return 0
+    return dims - 1 if kind in {"rowwise", "packed_rowwise"} else max(dims - 2, 0)
+
+
 @dataclass(frozen=True)
 class Rule:
     """One module or parameter, and the kind that the plan gives it."""

@@ -79,23 +79,53 @@ class LocalParameters(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the module returns."""
+        names: list[str] = []
+        try:
+            self._make_local(names)
+            return super().forward(*args, **kwargs)
+        finally:
+            self._forget(names)
+
+    def _make_local(self, names: list[str]) -> None:
+        """Makes parameters plain tensors; adds the names of those that were not yet."""
         constant = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         for name, parameter in self._parameters.items():
-            if isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor) and name not in self.__dict__:
                 # `to_local` makes a view each time.
                 local = parameter._local_tensor if constant else local_of(parameter)
                 if (dim := self.packed.get(name)) is not None:
                     local = local.flatten(dim, dim + 1)
+                names.append(name)
                 # Python finds this before the parameter, which only `nn.Module.__getattr__` finds.
                 self.__dict__[name] = copy(local, self.seat.group) if name in self.summed else local
+
+    def _forget(self, names: list[str]) -> None:
+        for name in names:
+            if not _DELETES_PARAMETERS:
+                self.__dict__.pop(name, None)
+            elif name in self.__dict__:
+                object.__delattr__(self, name)  # which breaks the graph
+
+
+class LocalParametersInside(nn.Module):
+    """The module's forward gets the parameters of all modules inside it as `LocalParameters` does.
+
+    For code that computes with a parameter outside of the forward of the module that owns it, as
+    Mamba layers do with the weight of their convolution.
+    """
+
+    owners: list[LocalParameters]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module returns."""
+        made: list[tuple[LocalParameters, list[str]]] = [(owner, []) for owner in self.owners]
         try:
+            for owner, names in made:
+                owner._make_local(names)
             return super().forward(*args, **kwargs)
         finally:
-            for name in self._parameters:
-                if not _DELETES_PARAMETERS:
-                    self.__dict__.pop(name, None)
-                elif name in self.__dict__:
-                    object.__delattr__(self, name)  # which breaks the graph
+            for owner, names in made:
+                owner._forget(names)
 
 
 class VocabularyEmbedding(nn.Module):
@@ -178,8 +208,10 @@ class SomeExperts(nn.Module):
         """Sums the outputs of the experts of all ranks."""
         tokens, weights = copy(hidden_states, self.seat.group), copy(weights, self.seat.group)
         outside = (index < self.first) | (index >= self.first + self.num_experts)
-        # Experts of transformers skip the index `num_experts`.
-        index = (index - self.first).masked_fill(outside, self.num_experts)
+        # Experts of transformers skip the index `num_experts`; not all of them do in eager mode.
+        config = getattr(self, "config", None)
+        eager = getattr(config, "_experts_implementation", None) == "eager"
+        index = (index - self.first).masked_fill(outside, 0 if eager else self.num_experts)
         weights = weights.masked_fill(outside, 0)
         return sum_ranks(super().forward(tokens, index, weights), self.seat.group)
 

@@ -256,7 +256,9 @@ def refuses_before(group: dist.ProcessGroup) -> None:
         "model.layers.*.mlp.up_proj": "colwise",
         "model.layers.*.mlp.down_proj": "rowwise",
     }
-    refused(lora(), "gate_proj .*use sequence_parallel=False", plan=partly, sequence_parallel=True)
+    for sequence_parallel in (False, True):
+        message = "LlamaMLP raises .*shape"
+        refused(lora(), message, plan=partly, sequence_parallel=sequence_parallel)
 
 
 def test_unsupported_adapters_are_refused(ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from symm_cp.context_parallel.inspectors import BatchRules, modules_of, plain, positions
+from symm_cp.integrations.transformers.towers import embed_media, has_media
 
 
 class ModelBatchRules(BatchRules):
@@ -25,7 +26,12 @@ class ModelBatchRules(BatchRules):
         return _has_decoder(self.model)
 
     def add_decoder_input(self, batch: dict[str, Any]) -> None:
-        """Adds `decoder_input_ids` from the whole labels: models would use their part."""
+        """Adds `decoder_input_ids` from the whole labels: models would use their part.
+
+        For models of language and pictures, these are the embeddings that the tower completes.
+        """
+        if not self.has_decoder and has_media(batch):
+            embed_media(self.op, self.model, batch)
         given = (batch.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds"))
         if not self.has_decoder or any(value is not None for value in given):
             return

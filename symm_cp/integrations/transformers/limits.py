@@ -14,6 +14,7 @@ from torch import nn
 
 from symm_cp.context_parallel.inspectors import Limit
 from symm_cp.integrations.transformers.batches import would_shift_labels
+from symm_cp.integrations.transformers.towers import makes_own_sequence
 
 #: The name of our attention implementation in transformers' configurations.
 SYMM_CP = "symm_cp"
@@ -56,7 +57,7 @@ ATTRIBUTES = frozenset(
     (
         *(*_SINKS, "sliding_window", "is_sliding", "rope_type", "original_max_seq_len"),
         *("attn_temperature_tuning", "use_rope", "floor_scale", "padding_idx", "kernel_size"),
-        *("main_input_name", "base_model_prefix", "pooler", "lm_head", "forward", "compute_bias"),
+        *("base_model_prefix", "pooler", "lm_head", "forward", "compute_bias"),
         *(_RELATIVE, "has_relative_attention_bias", SEES_ALL_RANKS, RECURRENCE_KNOWN),
         "active_adapter",
     )
@@ -106,20 +107,11 @@ def limits_of(module: nn.Module, chosen: str | None) -> Iterator[Limit]:
     yield from _attribute_limits(module, implementation_of(module) or chosen)
 
 
-def makes_own_sequence(module: nn.Module) -> bool:
-    """Tells whether a model of transformers makes its sequence from images or sounds."""
-    name = getattr(module, "main_input_name", None)
-    if not hasattr(module, "base_model_prefix") or not isinstance(name, str):
-        return False
-    made = name.startswith(("pixel_", "input_features", "input_values"))
-    return made and "decoder_input_ids" not in inspect.signature(module.forward).parameters
-
-
 def _input_and_output_limits(module: nn.Module) -> Iterator[Limit]:
     """Yields limits of inputs that are not cut, and of results for whole samples."""
     if makes_own_sequence(module):
         yield Limit(
-            f"main_input_name={module.main_input_name!r}",
+            f"input {next(iter(inspect.signature(module.forward).parameters))!r}",
             "every rank would make the whole sequence from it, and attend to it as to a part",
             "Run it outside of context_parallel, and pass its result on as encoder_outputs or "
             "inputs_embeds, which symm_cp.shard_batch cuts differentiably",

@@ -13,10 +13,10 @@ from symm_cp.context_parallel.flex_hook import spread_region
 from symm_cp.context_parallel.inspectors import Known
 from symm_cp.integrations.transformers.attention import NAME
 from symm_cp.integrations.transformers.in_use import InUse
-from symm_cp.integrations.transformers.limits import makes_own_sequence
 from symm_cp.integrations.transformers.positions import by_longest_position
 from symm_cp.integrations.transformers.recurrent import by_sequence_before
 from symm_cp.integrations.transformers.tables import by_position_in_sequence
+from symm_cp.integrations.transformers.towers import makes_own_sequence
 
 _OP = "context_parallel"
 _CHOSEN = "_attn_implementation_internal"  # what `_attn_implementation` sets in sub-configurations

@@ -19,7 +19,7 @@ from symm_cp.context_parallel.averaging import reduction_of
 from symm_cp.context_parallel.inspectors import BatchRules, batch_rules, positions
 from symm_cp.context_parallel.layouts import Cut, check_cut, cut, note_cut, remember
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
-from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.load_balancers import PADDING_ROWS, LoadBalancer
 from symm_cp.context_parallel.region import active
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.layouts import encoded
@@ -248,6 +248,8 @@ def shard_batch(
         method: required for a 2-D mesh, where the sequence is spread over all ranks; as in
             `context_parallel`.
 
+    A rank that holds no position of a short sequence gets one row of padding, without a label.
+
     Returns the local batch, and a function that takes the mean loss over this rank's labels and
     returns the mean over all ranks' labels: the same on all ranks, and such that the sum of the
     ranks' gradients is the whole batch's gradient. On a rank without labels the loss itself may be
@@ -297,7 +299,10 @@ def _shard(
     if model is not None:
         agreement.compare_model(_OP, group, model)
     _check_region(group, balancers)
-    local = {name: _cut(name, value, seq_dim, balancers, group) for name, value in whole.items()}
+    local = {
+        name: _cut(name, value, seq_dim, balancers, group.rank(), ignore_index)
+        for name, value in whole.items()
+    }
     for balancer in balancers.values():
         remember(group, balancer, shards=True)
     counted = None
@@ -445,11 +450,12 @@ def _cut(
     value: Any,
     seq_dim: int,
     balancers: Mapping[int, LoadBalancer],
-    group: dist.ProcessGroup,
+    rank: int,
+    ignore_index: int,
 ) -> Any:
-    """Returns this rank's part of one value in a batch."""
+    """Returns this rank's part of one value in a batch; a row of padding if it has no position."""
     if name == "encoder_outputs" and not isinstance(value, torch.Tensor):
-        parts = [_cut("", part, seq_dim, balancers, group) for part in _parts(value)]
+        parts = [_cut("", part, seq_dim, balancers, rank, ignore_index) for part in _parts(value)]
         return (
             type(value)(**dict(zip(value, parts, strict=True)))
             if isinstance(value, Mapping)
@@ -460,5 +466,11 @@ def _cut(
     dim = _dim_cut(name, value, seq_dim, balancers)
     if dim is None:
         return value
-    rows = balancers[value.shape[dim]].positions(group.rank())
-    return cut(_OP, value, dim, rows)
+    balancer = balancers[value.shape[dim]]
+    if balancer.lengths[rank]:
+        return cut(_OP, value, dim, balancer.positions(rank))
+    row = value.detach().narrow(dim, 0, PADDING_ROWS)
+    if name.endswith("labels"):
+        return torch.full_like(row, ignore_index)
+    # A token that the model knows; its results go nowhere. Zeros would give some norms NaN.
+    return row.clone() if name in ("", *_SEQUENCE, *_DECODER) else torch.zeros_like(row)

@@ -11,7 +11,7 @@ from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.load_balancers import LoadBalancer, permutation_on, positions_on
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.region import ParallelRegion, without_padding
 from symm_cp.context_parallel.sequence_attention import attend_sequence, by_sample
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
@@ -77,7 +77,10 @@ def _attend(
                 mask = mask[index : index + 1]
             return _attend_batch(own, q, k, v, mask, is_causal, scale, enable_gqa)
 
-        out = by_sample(SDPA, region, (query, key, value), attend)
+        def attend_all(*tensors: torch.Tensor) -> torch.Tensor:
+            return by_sample(SDPA, region, tensors, attend)
+
+        out = without_padding(region, attend_all, 2, query, key, value)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
 

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.random_numbers import seed_of_attention
-from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.region import ParallelRegion, without_padding
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
@@ -73,15 +73,17 @@ def attend_sequence(
             "and documents require equal lengths"
         )
 
-    if not region.of_samples:
+    if not region.of_samples and not region.holds_none:
         return _attend_batch(_Call(region, query, key, value, mask, options), related)
 
-    def attend(
-        own: ParallelRegion, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        return _attend_batch(_Call(own, q, k, v, mask.sample(index), options), related)
+    def attend(own: ParallelRegion, index: int | None, *tensors: torch.Tensor) -> torch.Tensor:
+        own_mask = mask if index is None else mask.sample(index)
+        return _attend_batch(_Call(own, *tensors, own_mask, options), related)
 
-    return by_sample(_OP, region, (query, key, value), attend)
+    def attend_all(*tensors: torch.Tensor) -> torch.Tensor:
+        return by_sample(_OP, region, tensors, attend)
+
+    return without_padding(region, attend_all, 2, query, key, value)
 
 
 class _Call(NamedTuple):
@@ -96,7 +98,7 @@ class _Call(NamedTuple):
 def by_sample(
     op: str,
     region: ParallelRegion,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tensors: tuple[torch.Tensor, ...],
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Calls `attend(region, index, *tensors)` for each sample if samples have separate layouts.

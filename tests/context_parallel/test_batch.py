@@ -327,7 +327,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="does not fit a sequence of 6 positions"):
         symm_cp.shard_batch(mesh, two, load_balancer=symm_cp.HeadTail(8, 2))
     two["decoder_input_ids"] = ids[:, :7]
-    with pytest.raises(ValueError, match=r"rank 1 holds 4 positions of .*=7.* and of .*=8"):
+    with pytest.raises(ValueError, match=r"rank 1 has 4 rows of .*=7.* and of .*=8"):
         symm_cp.shard_batch(mesh, two)
     with pytest.raises(ValueError, match="seq_dim=2 is out of range"):
         symm_cp.shard_batch(mesh, {"input_ids": ids}, seq_dim=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -98,6 +99,43 @@ def rank_without_labels(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
 def test_ranks_without_labels(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, rank_without_labels)
+
+
+def second_loss(group: dist.ProcessGroup) -> None:
+    """A loss over labels of two tokens ahead, with gaps of its own, in one process and spread."""
+    generator = torch.Generator().manual_seed(group.size())
+    table = torch.randn(11, 11, dtype=torch.float64, generator=generator).requires_grad_()
+    for length in (18, 2):  # ranks without labels, and without positions
+        ids = torch.randint(11, (2, length), generator=generator)
+        ahead = ids.roll(-1, 1)
+        ahead[0, length // 4 :] = IGNORE
+        ahead[:, : length // 4] = IGNORE
+        expected = F.cross_entropy(table[ids].flatten(0, 1), ahead.flatten())
+        (grad,) = torch.autograd.grad(expected, table)
+        batch = {"input_ids": ids, "labels": ids, "mtp_labels": ahead, "targets": ahead}
+        local, reduce_loss = symm_cp.shard_batch(mesh_of(group), batch)
+        own = local["mtp_labels"]
+        for labels in ("mtp_labels", own, own.flatten(), own.view(-1), "targets"):
+            logits = table[local["input_ids"]].flatten(0, 1)
+            loss = reduce_loss(F.cross_entropy(logits, own.flatten()), labels=labels)
+            torch.testing.assert_close(loss, expected, **CLOSE)
+            (share,) = torch.autograd.grad(loss, table)
+            dist.all_reduce(share, group=group)
+            torch.testing.assert_close(share, grad, **CLOSE)
+        for unknown in ("input_ids", "mtp", ahead):  # `ahead` is whole
+            with pytest.raises(ValueError, match=r"name: \['labels', 'mtp_labels', 'targets'\]"):
+                reduce_loss(loss, labels=unknown)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            reduce_loss(loss)
+        told = sum("other shares of ['mtp_labels']" in str(w.message) for w in caught)
+        dist.all_reduce(total := torch.tensor(told), group=group)
+        assert total > 0
+
+
+@pytest.mark.parametrize("world_size", some(3, of=[2, 3, 4]))
+def test_second_losses(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, second_loss)
 
 
 def cuts_what_batches_hold(group: dist.ProcessGroup) -> None:

@@ -15,7 +15,7 @@ from symm_cp.context_parallel.inspectors import BatchRules, batch_rules, positio
 from symm_cp.context_parallel.layouts import check_cut, cut, note_cut, remember
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
 from symm_cp.context_parallel.load_balancers import PADDING_ROWS, LoadBalancer
-from symm_cp.context_parallel.loss_reduction import Labels, LossReduction
+from symm_cp.context_parallel.loss_reduction import LossReduction, PerToken
 from symm_cp.context_parallel.region import active
 from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike, group_by
@@ -32,8 +32,6 @@ _WHOLE = (
     *("cu_seq", "max_length", "max_seqlen"),
     *("pixel_", "image_", "video_", "input_features", "input_values"),
 )
-# Integer tensors that hold no labels, by the ends of their names.
-_NO_LABELS = ("_ids", "_mask")
 # Labels of whole samples, or positions in them: a model would compare them with this rank's part.
 _OF_SAMPLES = ("start_positions", "end_positions", "next_sentence_label", "mc_labels")
 
@@ -97,7 +95,8 @@ def shard_batch(
     returns the mean over all ranks' labels: the same on all ranks, and such that the sum of the
     ranks' gradients is the whole batch's gradient. A loss of other labels of the batch (those of
     multi-token prediction) is reduced by `reduce_loss(loss, labels="mtp_labels")`; these are not
-    shifted. On a rank without labels the loss itself may be
+    shifted. `reduce_loss(losses, weights="loss_weights")` is the weighted mean of the losses of all
+    positions. On a rank without labels the loss itself may be
     NaN, but its gradients must be finite: those of `F.cross_entropy` are, those of a sum that is
     divided by the number of labels are not (`training_step` takes both). Raises `ValueError` for a
     batch without a sequence, of another length than the load balancer's, or without exactly one
@@ -157,12 +156,14 @@ def _shard(
         for name, value in local.items()
         if value is not whole[name] and isinstance(value, torch.Tensor)
     }
-    labels = {}
+    per_token = {}
     for name, value in cut_tensors.items():
-        if name == "labels" or not (value.is_floating_point() or name.endswith(_NO_LABELS)):
+        if value.dim() == seq_dim + 1 and not name.endswith("_ids"):
             held = balancers[whole[name].shape[seq_dim]].lengths[rank]
-            labels[name] = Labels(value, whole[name], is_padding=held == 0)
-    reduce_loss = LossReduction(group, only or balancers, labels, ignore_index, average_gradients)
+            per_token[name] = PerToken(value, whole[name], is_padding=held == 0)
+    reduce_loss = LossReduction(
+        group, only or balancers, per_token, ignore_index, average_gradients
+    )
     holders = [reduce_loss, *cut_tensors.values()]
     reduce_loss.belongs_to(note_cut(group, balancers.values(), holders))
     return local, reduce_loss

@@ -164,9 +164,11 @@ def flex_in_graph(
     }
     score_mod = torch_flex._identity if score_mod is None else score_mod
 
-    def attend(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         masked = (region.layouts, *blocks, mask_mod)
-        return _graph_flex_attention(*tensors, score_mod, masked, scale, options)  # type: ignore[no-any-return]
+        return _graph_flex_attention(q, k, v, score_mod, masked, scale, options)  # type: ignore[no-any-return]
 
     out, lse = without_padding(region, attend, 2, query, key, value)
     if return_aux is not None:

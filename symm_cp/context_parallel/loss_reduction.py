@@ -70,8 +70,8 @@ class _GlobalMean(torch.autograd.Function):
         return grad * ctx.factor, None, None, None, None, None
 
 
-class Labels(NamedTuple):
-    """A tensor of labels that was cut: this rank's part, which may be padding, and the whole."""
+class PerToken(NamedTuple):
+    """Labels or weights: this rank's part, which may be padding, and the whole tensor."""
 
     part: torch.Tensor
     whole: torch.Tensor
@@ -81,6 +81,11 @@ class Labels(NamedTuple):
         """Returns how many labels count, on this rank and on all."""
         own = 0 if self.is_padding else int((self.part != ignore_index).sum())
         return own, int((self.whole != ignore_index).sum())
+
+
+def _holds_labels(name: str, tensor: torch.Tensor) -> bool:
+    is_number = tensor.is_floating_point() or tensor.dtype == torch.bool
+    return name == _LABELS or not (is_number or name.endswith("_mask"))
 
 
 class LossReduction:
@@ -98,21 +103,21 @@ class LossReduction:
         self,
         group: dist.ProcessGroup,
         load_balancer: BalancersByLength,
-        labels: Mapping[str, Labels],
+        per_token: Mapping[str, PerToken],
         ignore_index: int,
         average_gradients: bool,
     ) -> None:
         self.load_balancer = load_balancer
-        self._labels, self._ignore_index = labels, ignore_index
+        self._per_token, self._ignore_index = per_token, ignore_index
         #: The names of the tensors of the batch that are labels by their names.
-        self.names = [name for name in labels if name.endswith(_LABELS)]
+        self.names = [name for name in per_token if name.endswith(_LABELS)]
         self._counts: dict[str, tuple[int, int]] = {}
         size = group.size()
         # Made here, since Dynamo does not trace it.
         self._among = encoded((sequential(size, size),)), str(group.group_name), size
         self._gain = float(size) if average_gradients else 1.0
-        self.num_items = self.counts(_LABELS)[1] if _LABELS in labels else 0
-        if _LABELS in labels:
+        self.num_items = self.counts(_LABELS)[1] if _LABELS in per_token else 0
+        if _LABELS in per_token:
             self._share = self._share_of(_LABELS)
         elif isinstance(load_balancer, LoadBalancer):
             self._share = load_balancer.lengths[group.rank()] / max(1, load_balancer.seq_length)
@@ -125,7 +130,7 @@ class LossReduction:
     def counts(self, name: str) -> tuple[int, int]:
         """Returns how many labels of a tensor of the batch count, on this rank and on all."""
         if name not in self._counts:
-            each, first = self._labels[name], self._labels.get(_LABELS)
+            each, first = self._per_token[name], self._per_token.get(_LABELS)
             # `shift_labels` may be the same tensor as `labels`.
             same = name != _LABELS and first is not None and each.whole is first.whole
             self._counts[name] = self.counts(_LABELS) if same else each.counts(self._ignore_index)
@@ -135,20 +140,22 @@ class LossReduction:
         own, everything = self.counts(name)
         return own / max(1, everything)
 
-    def _name_of(self, labels: str | torch.Tensor) -> str:
-        """Returns the name of a tensor of labels; raises `ValueError` for one that was not cut."""
-        if isinstance(labels, str):
-            if labels in self._labels:
-                return labels
-            shown = repr(labels)
-        else:
-            for name, each in self._labels.items():
-                if labels is each.part or getattr(labels, "_base", None) is each.part:
-                    return name
-            shown = f"a tensor of shape {list(labels.shape)}"
+    def _name_of(self, argument: str, tensor: str | torch.Tensor) -> str:
+        """Returns the name of a tensor per token; raises `ValueError` for one that was not cut."""
+        known = dict(self._per_token)
+        if argument == "labels":
+            known = {name: each for name, each in known.items() if _holds_labels(name, each.whole)}
+        for name, each in known.items():
+            if isinstance(tensor, str):
+                same = tensor == name
+            else:
+                same = tensor is each.part or getattr(tensor, "_base", None) is each.part
+            if same:
+                return name
+        shown = repr(tensor) if isinstance(tensor, str) else f"of shape {list(tensor.shape)}"
         raise ValueError(
-            f"reduce_loss: labels is {shown}, must be a tensor of labels that {_OP} cut, or its "
-            f"name: {sorted(self._labels)}"
+            f"reduce_loss: {argument} is {shown}, must be a tensor that {_OP} cut, or its name: "
+            f"{sorted(known)}"
         )
 
     def belongs_to(self, cut: Cut) -> None:
@@ -165,21 +172,44 @@ class LossReduction:
         *,
         summed: bool = False,
         labels: str | torch.Tensor | None = None,
+        weights: str | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Reduces the mean loss over this rank's labels (without labels, over its positions).
 
         `summed`: the loss is a sum over this rank's labels, or a sum divided by a number that is
         equal on all ranks, as models of transformers compute with `num_items_in_batch`. `labels`:
         the tensor of the local batch, or its name, whose labels the loss is of, if it is not
-        "labels"; raises `ValueError` for others.
+        "labels". `weights`: likewise, a tensor of weights, by which the loss is a tensor with the
+        loss of each token, and becomes the weighted mean: with weights 1 / the number of a
+        sample's labels, the mean of samples' means. Raises `ValueError` for a tensor that was not
+        cut, and for losses of several tokens or samples without weights.
         """
         if not torch.compiler.is_compiling():
             _reduced.add(_resolve_process_group(self._among[1]))  # type: ignore[arg-type]
             self._check_context()
-            if labels is None and not (summed or self._warned or self.names == [_LABELS]):
+            if labels is weights is None and not (
+                summed or self._warned or self.names == [_LABELS]
+            ):
                 self._warn_of_others()
-        share = self._share if labels is None else self._share_of(self._name_of(labels))
+        if weights is not None:
+            loss, summed = self._weighted(loss, self._name_of("weights", weights)), True
+        if loss.numel() != 1:
+            raise ValueError(
+                f"reduce_loss: loss has shape {list(loss.shape)}, must be one number, the mean "
+                "over this rank's labels; the losses of tokens require weights="
+            )
+        share = self._share if labels is None else self._share_of(self._name_of("labels", labels))
         return _GlobalMean.apply(loss, 1.0 if summed else share, self._gain, *self._among)
+
+    def _weighted(self, losses: torch.Tensor, name: str) -> torch.Tensor:
+        """Returns this rank's share of the weighted mean of all tokens' losses."""
+        part, whole, _ = self._per_token[name]  # padding has the weight 0
+        if losses.numel() != part.numel():
+            raise ValueError(
+                f"reduce_loss: loss has shape {list(losses.shape)}, must have one number for each "
+                f"of the weights {name!r}, {list(part.shape)}"
+            )
+        return (losses.flatten() * part.flatten()).sum() / whole.sum()
 
     def _warn_of_others(self) -> None:
         """Warns that a loss does not say which labels it is of, if that makes a difference."""

@@ -76,9 +76,11 @@ def attend_sequence(
     if not region.of_samples and not region.holds_none:
         return _attend_batch(_Call(region, query, key, value, mask, options), related)
 
-    def attend(own: ParallelRegion, index: int | None, *tensors: torch.Tensor) -> torch.Tensor:
+    def attend(
+        own: ParallelRegion, index: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         own_mask = mask if index is None else mask.sample(index)
-        return _attend_batch(_Call(own, *tensors, own_mask, options), related)
+        return _attend_batch(_Call(own, q, k, v, own_mask, options), related)
 
     def attend_all(*tensors: torch.Tensor) -> torch.Tensor:
         return by_sample(_OP, region, tensors, attend)

@@ -133,9 +133,46 @@ def second_loss(group: dist.ProcessGroup) -> None:
         assert total > 0
 
 
+def mean_of_samples(group: dist.ProcessGroup) -> None:
+    """The mean over a sample's tokens, then over samples, in one process and spread."""
+    generator = torch.Generator().manual_seed(group.size())
+    table = torch.randn(11, 11, dtype=torch.float64, generator=generator).requires_grad_()
+    for length in (9, 2):
+        ids = torch.randint(11, (2, length), generator=generator)
+        labels = ids.clone()
+        labels[0, length // 3 + 1 :] = IGNORE
+        kept = labels != IGNORE
+        losses = F.cross_entropy(table[ids].mT, labels, reduction="none")
+        expected = (losses.sum(1) / kept.sum(1)).mean()
+        (grad,) = torch.autograd.grad(expected, table)
+        weights = kept.double() / kept.sum(1, keepdim=True)
+        batch = {"input_ids": ids, "labels": labels, "w": weights, "loss_mask": kept}
+        local, reduce_loss = symm_cp.shard_batch(mesh_of(group), batch, shift_labels=False)
+
+        def own(local: dict[str, torch.Tensor] = local) -> torch.Tensor:
+            logits = table[local["input_ids"]].mT
+            return F.cross_entropy(logits, local["labels"], reduction="none")
+
+        for losses, named in ((own(), "w"), (own().flatten(), local["w"])):
+            loss = reduce_loss(losses, weights=named)
+            torch.testing.assert_close(loss, expected, **CLOSE)
+            (share,) = torch.autograd.grad(loss, table)
+            dist.all_reduce(share, group=group)
+            torch.testing.assert_close(share, grad, **CLOSE)
+        mean = reduce_loss(own(), weights="loss_mask")
+        torch.testing.assert_close(mean, F.cross_entropy(table[ids].mT, labels), **CLOSE)
+        with pytest.raises(ValueError, match="the losses of tokens require weights="):
+            reduce_loss(own().expand(2, *own().shape))
+        with pytest.raises(ValueError, match=r"weights is 'v', must be .*'loss_mask', 'w'\]"):
+            reduce_loss(own(), weights="v")
+        with pytest.raises(ValueError, match=r"must have one number for each of the weights 'w'"):
+            reduce_loss(own().repeat(1, 2), weights="w")
+
+
 @pytest.mark.parametrize("world_size", some(3, of=[2, 3, 4]))
 def test_second_losses(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, second_loss)
+    ranks.run(world_size, mean_of_samples)
 
 
 def cuts_what_batches_hold(group: dist.ProcessGroup) -> None:

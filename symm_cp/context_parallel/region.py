@@ -236,9 +236,16 @@ def without_padding(
     if not region.holds_none:
         return function(*tensors)
     real = [region.real(tensor, dim) for tensor in tensors]
-    results = function(*real)
     if real[0] is tensors[0]:
-        return results
+        return function(*real)
+    if torch.compiler.is_dynamo_compiling():
+        # Imported here because it loads Dynamo. A graph would leave out the gradients of empty
+        # tensors, for which the peers wait.
+        from symm_cp.context_parallel.graph_breaks import outside_graph
+
+        results = outside_graph(function, *real)
+    else:
+        results = function(*real)
     return tree_map_only(torch.Tensor, lambda each: with_padding(each, dim), results)  # type: ignore[return-value]
 
 

@@ -54,6 +54,19 @@ def attend_sequence(
     Returns (B, H, S_q, V). Raises `ValueError`, `TypeError` and `NotImplementedError` before any
     communication; callers report these to the peers.
     """
+    if region.holds_none and torch.compiler.is_dynamo_compiling():
+        given = (region, query, key, value, mask)
+        return outside_graph_if_empty()(  # type: ignore[no-any-return]
+            attend_sequence,
+            *given,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            softcap=softcap,
+            sinks=sinks,
+            bias=bias,
+            dropout_p=dropout_p,
+        )
     if mask is None:
         mask = SequenceMask(is_causal=is_causal)
     elif is_causal:
@@ -86,6 +99,17 @@ def attend_sequence(
         return by_sample(_OP, region, tensors, attend)
 
     return without_padding(region, attend_all, 2, query, key, value)
+
+
+def outside_graph_if_empty() -> Callable[..., Any]:
+    """Returns the function that calls another in eager mode, on a rank without a position.
+
+    A graph would leave out the gradients of empty tensors, for which the peers wait.
+    """
+    # Imported here because it loads Dynamo.
+    from symm_cp.context_parallel.graph_breaks import outside_graph
+
+    return outside_graph  # type: ignore[no-any-return]
 
 
 class _Call(NamedTuple):

@@ -63,7 +63,7 @@ def call(region: ParallelRegion, func: Any, args: Sequence[Any], kwargs: dict[st
     if not torch.compiler.is_dynamo_compiling():
         # In frames that Dynamo could not trace, it would compile the called functions piecewise.
         attend_now = _untraced() if "torch._dynamo" in sys.modules else _call
-    elif not in_tiles(query.device):
+    elif region.holds_none or not in_tiles(query.device):
         # Imported here because it loads Dynamo.
         from symm_cp.context_parallel.graph_breaks import outside_graph
 

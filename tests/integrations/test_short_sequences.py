@@ -85,14 +85,16 @@ def test_encoders(ranks: Ranks) -> None:
 
 @exhaustive
 @pytest.mark.parametrize("batch", BATCHES)
-def test_by_heads_and_compiled(ranks: Ranks, batch: tuple[int, str]) -> None:
+def test_by_heads_compiled_and_by_flex_attention(ranks: Ranks, batch: tuple[int, str]) -> None:
     ranks.run(3, checks, CLIENTS["llama"], *batch, "HeadTail", method="ulysses")
     ranks.run(3, checks, CLIENTS["llama"], *batch, "Sequential", prepare=compiled)
+    flex = {"implementation": "flex_attention"}
+    ranks.run(3, checks, CLIENTS["gemma3"], *batch, "HeadTail", **flex)
 
 
 def compiled(model: nn.Module) -> None:
     torch._dynamo.reset()
-    model.compile(backend="aot_eager")
+    model.compile()
 
 
 # --- attention of torch ------------------------------------------------------------------------

@@ -231,7 +231,7 @@ def _config_limits(config: Any, *, continues: bool) -> Iterator[Limit]:
             f"Use sequences of at most {value} positions, or a model with full attention",
             harmless_up_to=value,
         )
-    if chosen != SYMM_CP:
+    if chosen not in (SYMM_CP, FLEX_ATTENTION):
         yield Limit(
             f"config.model_type={getattr(config, 'model_type', None)!r}",
             "a rank holds one position or none, and transformers treats a sequence of one position "

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from symm_cp.context_parallel import agreement
 from symm_cp.context_parallel.averaging import reduction_of
 from symm_cp.context_parallel.inspectors import BatchRules, batch_rules, positions
-from symm_cp.context_parallel.layouts import Cut, check_cut, cut, note_cut, remember
+from symm_cp.context_parallel.layouts import check_cut, cut, note_cut, remember
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
-from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.load_balancers import PADDING_ROWS, LoadBalancer
+from symm_cp.context_parallel.loss_reduction import LossReduction, PerToken
 from symm_cp.context_parallel.region import active
 from symm_cp.group.memory import GroupLike
-from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.methods import MethodLike, group_by
-from symm_cp.ops.common import attention_runs
 from symm_cp.ops.error_reports import reports_to_peers
-from symm_cp.schedule.layout import sequential
 
 _OP = "shard_batch"
 
@@ -39,160 +32,8 @@ _WHOLE = (
     *("cu_seq", "max_length", "max_seqlen"),
     *("pixel_", "image_", "video_", "input_features", "input_values"),
 )
-_NO_CONTEXT = (
-    "attention, if the model has any, saw this rank's part of the sequence only. Run the model "
-    "within symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer), or use "
-    "symm_cp.training_step (for models without attention: "
-    'context_parallel(on_unfused="ignore"))'
-)
 # Labels of whole samples, or positions in them: a model would compare them with this rank's part.
 _OF_SAMPLES = ("start_positions", "end_positions", "next_sentence_label", "mc_labels")
-
-
-def _sum_over_ranks(
-    value: torch.Tensor, ranks: torch.Tensor, group: str, size: int
-) -> torch.Tensor:
-    """Returns the sum of all ranks' values, in the order of attention's calls.
-
-    `ranks` is the encoded layout in which each rank holds one column.
-
-    Uses attention's channel, which detects a rank that calls attention more often than another or
-    refuses a call. An all-reduce of the process group would wait until its time-out.
-    """
-    by_rank = torch.ops.symm_mem._gather_sequence(value.reshape(-1, 1), ranks, size, group)
-    return by_rank.sum(-1).view_as(value)
-
-
-class _GlobalMean(torch.autograd.Function):
-    """Sums shares over ranks; each rank gets the gradient of its own share."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        loss: torch.Tensor,
-        share: float,
-        gain: float,
-        ranks: torch.Tensor,
-        group: str,
-        size: int,
-    ) -> torch.Tensor:
-        ctx.factor = share * gain
-        # A rank without targets has a mean of 0 / 0.
-        total = loss.detach() * share if share else torch.zeros_like(loss)
-        return _sum_over_ranks(total, ranks, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return grad * ctx.factor, None, None, None, None, None
-
-
-class LossReduction:
-    """Turns the loss of this rank's labels into the whole batch's loss, the same on all ranks.
-
-    The gradients of its result, summed over ranks, are the gradients of the whole batch.
-    """
-
-    #: How the sequences of the batch are spread, for `context_parallel`.
-    load_balancer: BalancersByLength
-    #: How many labels of the whole batch count, and whether this rank has any of them.
-    num_items: int
-    has_labels: bool
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        load_balancer: BalancersByLength,
-        counted: tuple[int, int] | None,
-        average_gradients: bool,
-    ) -> None:
-        own, self.num_items = counted or (0, 0)
-        self.has_labels = own > 0
-        self.load_balancer = load_balancer
-        size = group.size()
-        # Made here, since Dynamo does not trace it.
-        self._among = encoded((sequential(size, size),)), str(group.group_name), size
-        self._share = own / max(1, self.num_items) if counted else 1.0 / group.size()
-        self._gain = float(group.size()) if average_gradients else 1.0
-        self._cut: Cut | None = None  # see `belongs_to`
-        self._runs_before = 0
-
-    def belongs_to(self, cut: Cut) -> None:
-        """Has the reduction warn unless attention over all ranks runs on these shards before it."""
-        self._cut, self._runs_before = cut, attention_runs.total()
-        _, group, size = self._among
-        if size > 1 and not torch.compiler.is_compiling():
-            labels = self.num_items > 0
-            _check_first_step(_resolve_process_group(group), cut, labels)  # type: ignore[arg-type]
-
-    def __call__(self, loss: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
-        """Reduces the mean loss over this rank's labels (without labels, over its positions).
-
-        `summed`: the loss is a sum over this rank's labels, or a sum divided by a number that is
-        equal on all ranks, as models of transformers compute with `num_items_in_batch`.
-        """
-        if not torch.compiler.is_compiling():
-            _reduced.add(_resolve_process_group(self._among[1]))  # type: ignore[arg-type]
-            self._check_context()
-        share = 1.0 if summed else self._share
-        return _GlobalMean.apply(loss, share, self._gain, *self._among)
-
-    def _check_context(self) -> None:
-        """Warns if this rank's part of the batch was used as if it were a whole batch."""
-        cut, self._cut = self._cut, None
-        _, group, size = self._among
-        region = active()
-        if size == 1 or cut is None or cut.entered or (region and region.group == group):
-            return
-        if attention_runs.total() == self._runs_before:
-            cut.entered = True  # warns once
-            warnings.warn(
-                f"{_OP}: the loss of a batch that was cut is reduced, but no context was entered "
-                f"since, and no attention ran over all ranks: {_NO_CONTEXT}",
-                stacklevel=3,
-            )
-
-
-_first_cuts: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups with a first cut
-_reduced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # with a loss reduced since
-_spent: list[RemovableHandle] = []  # hooks that were called: a hook cannot remove itself
-
-
-def _check_first_step(group: dist.ProcessGroup, cut: Cut, labels: bool) -> None:
-    """Warns at the next optimizer step if no context was entered after a group's first cut.
-
-    Also warns if that cut had labels, and no loss was reduced over the group since; the loss of any
-    batch counts, as the first batch may have been skipped, or its step have failed.
-
-    Only the first cut counts: programs that cut ahead make a step between a cut and its context.
-    """
-    while _spent:
-        _spent.pop().remove()
-    if group in _first_cuts:
-        return
-    _first_cuts.add(group)
-    _reduced.discard(group)
-    runs_before = attention_runs.total()
-    whose = weakref.ref(group)
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or handle in _spent:
-            return
-        _spent.append(handle)
-        if not cut.entered and attention_runs.total() == runs_before:
-            warnings.warn(
-                f"{_OP}: an optimizer makes a step after a batch was cut, but no context was "
-                f"entered since, and no attention ran over all ranks: {_NO_CONTEXT}",
-                stacklevel=3,
-            )
-        elif labels and (its_group := whose()) is not None and its_group not in _reduced:
-            warnings.warn(
-                f"{_OP}: an optimizer makes a step, but the function that shard_batch returned was "
-                "not called with the loss, which is then of this rank's labels only: "
-                "reduce_loss(loss).backward()",
-                stacklevel=3,
-            )
-
-    handle = register_optimizer_step_pre_hook(before_step)
 
 
 def shard_batch(
@@ -248,9 +89,14 @@ def shard_batch(
         method: required for a 2-D mesh, where the sequence is spread over all ranks; as in
             `context_parallel`.
 
+    A rank that holds no position of a short sequence gets one row of padding, without a label.
+
     Returns the local batch, and a function that takes the mean loss over this rank's labels and
     returns the mean over all ranks' labels: the same on all ranks, and such that the sum of the
-    ranks' gradients is the whole batch's gradient. On a rank without labels the loss itself may be
+    ranks' gradients is the whole batch's gradient. A loss of other labels of the batch (those of
+    multi-token prediction) is reduced by `reduce_loss(loss, labels="mtp_labels")`; these are not
+    shifted. `reduce_loss(losses, weights="loss_weights")` is the weighted mean of the losses of all
+    positions. On a rank without labels the loss itself may be
     NaN, but its gradients must be finite: those of `F.cross_entropy` are, those of a sum that is
     divided by the number of labels are not (`training_step` takes both). Raises `ValueError` for a
     batch without a sequence, of another length than the load balancer's, or without exactly one
@@ -297,17 +143,29 @@ def _shard(
     if model is not None:
         agreement.compare_model(_OP, group, model)
     _check_region(group, balancers)
-    local = {name: _cut(name, value, seq_dim, balancers, group) for name, value in whole.items()}
+    rank = group.rank()
+    local = {
+        name: _cut(name, value, seq_dim, balancers, rank, ignore_index)
+        for name, value in whole.items()
+    }
     for balancer in balancers.values():
         remember(group, balancer, shards=True)
-    counted = None
-    if "labels" in whole:
-        own, everything = (int((b["labels"] != ignore_index).sum()) for b in (local, whole))
-        counted = own, everything
     only = next(iter(balancers.values())) if len(balancers) == 1 else None
-    reduce_loss = LossReduction(group, only or balancers, counted, average_gradients)
-    shards = [v for n, v in local.items() if v is not whole[n] and isinstance(v, torch.Tensor)]
-    reduce_loss.belongs_to(note_cut(group, balancers.values(), [reduce_loss, *shards]))
+    cut_tensors = {
+        name: value
+        for name, value in local.items()
+        if value is not whole[name] and isinstance(value, torch.Tensor)
+    }
+    per_token = {}
+    for name, value in cut_tensors.items():
+        if value.dim() == seq_dim + 1 and not name.endswith("_ids"):
+            held = balancers[whole[name].shape[seq_dim]].lengths[rank]
+            per_token[name] = PerToken(value, whole[name], is_padding=held == 0)
+    reduce_loss = LossReduction(
+        group, only or balancers, per_token, ignore_index, average_gradients
+    )
+    holders = [reduce_loss, *cut_tensors.values()]
+    reduce_loss.belongs_to(note_cut(group, balancers.values(), holders))
     return local, reduce_loss
 
 
@@ -445,11 +303,12 @@ def _cut(
     value: Any,
     seq_dim: int,
     balancers: Mapping[int, LoadBalancer],
-    group: dist.ProcessGroup,
+    rank: int,
+    ignore_index: int,
 ) -> Any:
-    """Returns this rank's part of one value in a batch."""
+    """Returns this rank's part of one value in a batch; a row of padding if it has no position."""
     if name == "encoder_outputs" and not isinstance(value, torch.Tensor):
-        parts = [_cut("", part, seq_dim, balancers, group) for part in _parts(value)]
+        parts = [_cut("", part, seq_dim, balancers, rank, ignore_index) for part in _parts(value)]
         return (
             type(value)(**dict(zip(value, parts, strict=True)))
             if isinstance(value, Mapping)
@@ -460,5 +319,11 @@ def _cut(
     dim = _dim_cut(name, value, seq_dim, balancers)
     if dim is None:
         return value
-    rows = balancers[value.shape[dim]].positions(group.rank())
-    return cut(_OP, value, dim, rows)
+    balancer = balancers[value.shape[dim]]
+    if balancer.lengths[rank]:
+        return cut(_OP, value, dim, balancer.positions(rank))
+    row = value.detach().narrow(dim, 0, PADDING_ROWS)
+    if name.endswith("labels"):
+        return torch.full_like(row, ignore_index)
+    # A token that the model knows; its results go nowhere. Zeros would give some norms NaN.
+    return row.clone() if name in ("", *_SEQUENCE, *_DECODER) else torch.zeros_like(row)

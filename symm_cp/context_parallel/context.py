@@ -196,7 +196,7 @@ def context_parallel(
     group, tensors = group_by("context_parallel", mesh, method), list(buffers or ())
     keep = {id(tensor) for tensor in no_restore_buffers or ()}
     balancers, shards = _cut_buffers(
-        group, tensors, buffer_seq_dims or (), keep, load_balancer, on_unfused
+        group, tensors, buffer_seq_dims or (), keep, load_balancer, on_unfused, model is not None
     )
     region = region_over(
         mesh,
@@ -277,6 +277,7 @@ def _cut_buffers(
     keep: set[int],
     load_balancer: Balancers | None,
     on_unfused: str,
+    with_model: bool,
 ) -> tuple[list[LoadBalancer], list[torch.Tensor]]:
     """Checks the arguments of `context_parallel`; returns each buffer's load balancer and shard."""
     op = "context_parallel"
@@ -289,6 +290,13 @@ def _cut_buffers(
             raise ValueError(f"{op}: a buffer of shape {list(buffer.shape)} is a parameter")
     balancers = _balancers_for(op, buffers, seq_dims, group.size(), load_balancer)
     _compare(op, group, buffers, seq_dims, balancers)
+    for balancer in balancers if with_model else ():
+        if 0 in balancer.lengths:
+            raise NotImplementedError(
+                f"{op}: buffers of {balancer.seq_length} positions give some of {group.size()} "
+                "ranks none, and models cannot reshape empty tensors: use symm_cp.training_step or "
+                "symm_cp.shard_batch, which give such ranks a row of padding"
+            )
     shards = [
         cut(op, buffer.detach(), dim % buffer.dim(), balancer.positions(group.rank()))
         for buffer, dim, balancer in zip(buffers, seq_dims, balancers, strict=True)
@@ -350,14 +358,15 @@ def context_parallel_unshard(
             f"{op}: {len(buffers)} buffers and {len(seq_dims)} seq_dims, must be equal"
         )
     dims = [_dim(op, buffer, dim) for buffer, dim in zip(buffers, seq_dims, strict=True)]
-    gathered = []
+    gathered, rank = [], group.rank()
     for buffer, dim in zip(buffers, dims, strict=True):
         length = buffer.shape[dim]
         balancer = load_balancer or _balancer_used(op, group, length)
-        if balancer.world_size != group.size() or balancer.lengths[group.rank()] != length:
+        fits = balancer.world_size == group.size()
+        if not fits or length not in (balancer.lengths[rank], balancer.rows(rank)):
             raise ValueError(
-                f"{op}: {balancer} gives rank {group.rank()} of {group.size()} "
-                f"{balancer.lengths[group.rank()]} positions, the buffer has {length}"
+                f"{op}: {balancer} gives rank {rank} of {group.size()} {balancer.lengths[rank]} "
+                f"positions, the buffer has {length}"
             )
         gathered.append(_gather(buffer, dim, balancer, group))
     return gathered
@@ -368,7 +377,8 @@ def _gather(
 ) -> torch.Tensor:
     size = max(balancer.lengths)
     padded = buffer.new_zeros([*buffer.shape[:dim], size, *buffer.shape[dim + 1 :]])
-    padded.narrow(dim, 0, buffer.shape[dim]).copy_(buffer)
+    held = balancer.lengths[group.rank()]  # without the padding of a rank without a position
+    padded.narrow(dim, 0, held).copy_(buffer.narrow(dim, 0, held))
     gathered = unfused_all_gather(padded, dim, str(group.group_name))
     rows = balancer.gathered_rows()[balancer.inverse()]
     return cut("context_parallel_unshard", gathered, dim, rows)

@@ -23,7 +23,7 @@ from symm_cp.context_parallel.attention import is_dtensor
 from symm_cp.context_parallel.block_mask import Cuts, local_score_mod
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential, gathered_rows_on
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.context_parallel.region import ParallelRegion, active
+from symm_cp.context_parallel.region import ParallelRegion, active, without_padding
 from symm_cp.cuda.cached import capturing
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.captures import captures_tensors
@@ -88,16 +88,23 @@ def _attend_within(
         )
     bound = _signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    return _attend_parts(region, torch_attention, **bound.arguments)
+    tensors = [bound.arguments.pop(name) for name in ("query", "key", "value")]
+    local = (tensors[0].shape[2], tensors[1].shape[2])
+
+    def attend(*real: torch.Tensor) -> Any:
+        return _attend_parts(region, torch_attention, local, *real, **bound.arguments)
+
+    return without_padding(region, attend, 2, *tensors)
 
 
 def _attend_parts(
     region: ParallelRegion,
     torch_attention: Callable[..., Any],
-    *,
+    local: tuple[int, int],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    *,
     score_mod: Callable[..., torch.Tensor] | None,
     block_mask: BlockMask | None,
     scale: float | None,
@@ -109,6 +116,7 @@ def _attend_parts(
 ) -> Any:
     """`flex_attention` on this rank's parts of the sequence; `torch_attention` is torch's.
 
+    `local` are the model's numbers of queries and keys on this rank, with padding if it has some.
     `score_mod` and `block_mask` cover the whole sequence. Masks that transformers makes for this
     rank's part are used for the whole if they depend on positions alone.
     """
@@ -122,7 +130,7 @@ def _attend_parts(
     given, block_mask = block_mask, getattr(block_mask, "symm_cp_global", block_mask)
     block_mask, mask_mod = whole_mask(
         block_mask,
-        local=(query.shape[2], key.shape[2]),
+        local=local,
         whole=(queries.seq_length, keys.seq_length),
         by_position=block_mask is not None and _by_position(block_mask.mask_mod),
     )

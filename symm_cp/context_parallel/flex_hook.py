@@ -163,6 +163,7 @@ def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     # Imported here because it loads Dynamo.
     from symm_cp.context_parallel.flex_trace import flex_in_graph, outside_graph
 
-    if region.layouts is None or not flex.in_tiles(query.device):
+    # A graph would leave out the gradients of a rank without a position, for which peers wait.
+    if region.layouts is None or region.holds_none or not flex.in_tiles(query.device):
         return outside_graph(query, *args, **kwargs)
     return flex_in_graph(region, query, *args, **kwargs)

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import (
 
 from symm_cp.context_parallel import inspectors
 from symm_cp.context_parallel.flex import FLEX, attend_compiled
-from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.region import ParallelRegion, without_padding
 from symm_cp.ops.attention.flex.modifiers import keep_modifiers
 
 _NAME = "symm_cp_flex_attention"
@@ -163,9 +163,14 @@ def flex_in_graph(
         "masked": mask_mod is not torch_flex.noop_mask,
     }
     score_mod = torch_flex._identity if score_mod is None else score_mod
-    out, lse = _graph_flex_attention(
-        query, key, value, score_mod, (region.layouts, *blocks, mask_mod), scale, options
-    )
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        masked = (region.layouts, *blocks, mask_mod)
+        return _graph_flex_attention(q, k, v, score_mod, masked, scale, options)  # type: ignore[no-any-return]
+
+    out, lse = without_padding(region, attend, 2, query, key, value)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out

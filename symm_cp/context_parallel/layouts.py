@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.load_balancers import PADDING_ROWS, LoadBalancer
 
 # Load balancers by length of this rank's shard; entries live as long as the process group.
 _Kept = weakref.WeakKeyDictionary
@@ -19,7 +19,7 @@ _last_cut: _Kept[dist.ProcessGroup, dict[int, LoadBalancer]] = _Kept()
 
 def remember(group: dist.ProcessGroup, balancer: LoadBalancer, *, shards: bool) -> None:
     """Records that a load balancer was used, and whether the caller got `shards` cut by it."""
-    length = balancer.lengths[group.rank()]
+    length = balancer.rows(group.rank())
     used = _used.setdefault(group, {}).setdefault(length, set())
     if len(used) < 2:  # two are enough to know that it is ambiguous
         used.add(balancer)
@@ -29,12 +29,12 @@ def remember(group: dist.ProcessGroup, balancer: LoadBalancer, *, shards: bool) 
 
 def remembered(group: dist.ProcessGroup, local_length: int) -> set[LoadBalancer]:
     """Returns the load balancers (two at most) that were used for shards of this length."""
-    return _used.get(group, {}).get(local_length, set())
+    return _used.get(group, {}).get(local_length or PADDING_ROWS, set())
 
 
 def last_cut(group: dist.ProcessGroup, local_length: int) -> LoadBalancer | None:
     """Returns the load balancer of the last shards of this length that the caller got."""
-    return _last_cut.get(group, {}).get(local_length)
+    return _last_cut.get(group, {}).get(local_length or PADDING_ROWS)
 
 
 @dataclass(eq=False)

@@ -32,8 +32,8 @@ def known_balancers(
 ) -> tuple[LoadBalancer, ...]:
     """Returns the load balancers, in the order of their lengths; none for a function or None.
 
-    Raises `ValueError` if a rank holds equally many positions of two sequences: their parts would
-    be indistinguishable.
+    Raises `ValueError` if a rank has equally many rows of two sequences: their parts would be
+    indistinguishable.
     """
     if isinstance(load_balancer, LoadBalancer):
         return (load_balancer,)
@@ -50,10 +50,10 @@ def known_balancers(
         check_balancer(op, balancer, length, world_size)
     balancers = tuple(load_balancer[length] for length in sorted(load_balancer))
     for one, other in itertools.combinations(balancers, 2):
-        for rank, (held, as_well) in enumerate(zip(one.lengths, other.lengths, strict=True)):
-            if held == as_well:
+        for rank in range(world_size):
+            if (held := one.rows(rank)) == other.rows(rank):
                 raise ValueError(
-                    f"{op}: rank {rank} holds {held} positions of {one} and of {other}, so it "
+                    f"{op}: rank {rank} has {held} rows of {one} and of {other}, so it "
                     f"cannot tell their parts apart: pad the sequence of {one.seq_length} positions"
                     f" to {other.seq_length}"
                 )

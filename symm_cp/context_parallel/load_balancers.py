@@ -22,6 +22,9 @@ from symm_cp.cuda.cached import cached
 from symm_cp.ops.attention.flex.mask import positions
 from symm_cp.schedule.layout import SequenceLayout, even_lengths, head_tail, in_a_row, sequential
 
+#: The rows of padding in the tensors of a rank that holds no position: see region.py.
+PADDING_ROWS = 1
+
 
 class LoadBalancer:
     """Spreads a sequence of `seq_length` positions over `world_size` ranks, as in `layout`.
@@ -96,6 +99,10 @@ class LoadBalancer:
     def lengths(self) -> list[int]:
         """How many positions each rank holds, of every sample."""
         return list(self._layouts[0].lengths)
+
+    def rows(self, rank: int) -> int:
+        """How many rows the tensors of a rank have: its positions, or else a row of padding."""
+        return self.lengths[rank] or PADDING_ROWS
 
     def positions(self, rank: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """The positions in the sequence of a rank's rows: (lengths[rank],) of int64.

@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from symm_cp.context_parallel.agreement import local_part
 from symm_cp.context_parallel.averaging import reduction_of
-from symm_cp.context_parallel.batch import LossReduction, check_mapping, sequence_of, shard_batch
+from symm_cp.context_parallel.batch import check_mapping, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
 from symm_cp.context_parallel.inspectors import batch_rules, modules_of, of_library, plain
 from symm_cp.context_parallel.lengths import BalancersByLength
+from symm_cp.context_parallel.loss_reduction import LossReduction
 from symm_cp.group.memory import GroupLike
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
@@ -34,8 +35,9 @@ from symm_cp.ops.error_reports import refuse, reports_to_peers
 _OP = "training_step"
 _BITS = 32  # parameters per word of a record of which gradients are present
 
-#: Returns the mean loss of a model's output and the local batch.
-LossFunction = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+#: Returns the mean loss of a model's output and the local batch, or such losses by the names of
+#: their labels.
+LossFunction = Callable[[Any, Mapping[str, Any]], torch.Tensor | Mapping[str, torch.Tensor]]
 
 
 @dataclass
@@ -81,7 +83,9 @@ def training_step(
         mesh: the ranks that share the sequence: a 1-D DeviceMesh (`mesh["cp"]`), a ProcessGroup or
             a group name; a 2-D DeviceMesh for two methods.
         loss_function: takes the model's output and the local batch, and returns the mean loss over
-            `batch["labels"]`. By default the model computes its loss (`output.loss`).
+            `batch["labels"]`, or the mean losses by the names of their labels, which are added up:
+            `{"labels": loss, "mtp_labels": 0.3 * mtp_loss}`. By default the model computes its loss
+            (`output.loss`).
         load_balancer, method: as in `context_parallel`.
         shift_labels, ignore_index: as in `shard_batch`; with a `loss_function` labels are shifted
             unless there is a decoder with an encoder.
@@ -116,7 +120,7 @@ def training_step(
         method=method,
     )
     labelled = _labelled(local, reduce_loss)
-    inputs = labelled if by_model else _inputs(model, local)
+    inputs = labelled if by_model else _inputs(model, local, reduce_loss.names)
     with (
         _own_gradients(group, model, reduction.left, average_gradients) as gradients,
         context_parallel(
@@ -165,18 +169,20 @@ def _labelled(local: dict[str, Any], reduce_loss: LossReduction) -> dict[str, An
 
     The gradients of a mean over no labels may be 0 / 0, and NaN times 0 is NaN.
     """
-    labels = local.get("labels")
-    if reduce_loss.has_labels or not isinstance(labels, torch.Tensor):
-        return local
-    labels = labels.clone(memory_format=torch.contiguous_format)
-    labels.view(-1)[:1] = 0
-    return local | {name: labels for name in ("labels", "shift_labels") if name in local}
+    labelled = dict(local)
+    for name in reduce_loss.names:
+        if not reduce_loss.counts(name)[0]:
+            labels = local[name].clone(memory_format=torch.contiguous_format)
+            labels.view(-1)[:1] = 0
+            labelled[name] = labels
+    return labelled
 
 
-def _inputs(model: nn.Module, local: Mapping[str, Any]) -> dict[str, Any]:
+def _inputs(model: nn.Module, local: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
     """Returns a model's inputs from a batch whose loss is computed from the model's output."""
-    inputs = {n: v for n, v in local.items() if n not in ("labels", "shift_labels")}
     names = inspect.signature(plain(model).forward).parameters
+    outside = {name for name in labels if name not in names} | {"labels", "shift_labels"}
+    inputs = {name: value for name, value in local.items() if name not in outside}
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
     if not anything and "position_ids" not in names:
         inputs.pop("position_ids", None)
@@ -191,7 +197,10 @@ def _loss(
     reduce_loss: LossReduction,
 ) -> torch.Tensor:
     if loss_function is not None:
-        return reduce_loss(loss_function(output, local))
+        losses = loss_function(output, local)
+        if isinstance(losses, torch.Tensor):
+            return reduce_loss(losses)
+        return sum(reduce_loss(loss, labels=name) for name, loss in losses.items())  # type: ignore[return-value]
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise ValueError(

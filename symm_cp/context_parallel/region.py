@@ -1,6 +1,10 @@
 """Regions in which attention runs context parallel: each thread has a stack of them.
 
 A region is plain data; hooks.py enters it, sdpa.py and flex.py attend within it.
+
+If a sequence is shorter than the ranks, some hold no position. Models cannot reshape empty tensors,
+so `shard_batch` gives such a rank one row of padding. The functions that mix positions leave it out
+(`without_padding`), so it never reaches a peer, and return zeros for it.
 """
 
 from __future__ import annotations
@@ -8,14 +12,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._pytree import tree_map_only
 
 from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.layouts import enter_cuts, last_cut
 from symm_cp.context_parallel.lengths import Balancers, check_balancer, known_balancers
-from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
+from symm_cp.context_parallel.load_balancers import PADDING_ROWS, HeadTail, LoadBalancer
 from symm_cp.group.hosts import numbers_of_all
 from symm_cp.group.memory import GroupLike, resolve
 from symm_cp.ops.attention.layouts import (
@@ -27,6 +33,8 @@ from symm_cp.ops.attention.layouts import (
 from symm_cp.ops.attention.methods import ALLGATHER, Method, MethodLike, split_by
 
 _OP = "context_parallel"
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class ParallelRegion:
     even: bool = field(default=False, repr=False, compare=False)
     # The load balancers that have a layout for each sample.
     of_samples: tuple[LoadBalancer, ...] = field(default=(), repr=False, compare=False)
+    # Whether this rank holds no position of some sequence.
+    holds_none: bool = field(default=False, repr=False, compare=False)
     # The groups that get a rank's errors within the region: see `reporting_to_peers`.
     peers: str | tuple[str, ...] = field(default=(), repr=False, compare=False)
 
@@ -68,6 +78,8 @@ class ParallelRegion:
         object.__setattr__(self, "packed", self._packed())
         even = all(len(set(balancer.lengths)) == 1 for balancer in self.balancers)
         object.__setattr__(self, "even", even and self.choose is None)
+        none = any(balancer.lengths[self.rank] == 0 for balancer in self.balancers)
+        object.__setattr__(self, "holds_none", none)
         object.__setattr__(self, "peers", self.method.peers(self.group))
 
     def _layouts(self) -> torch.Tensor | None:
@@ -83,6 +95,25 @@ class ParallelRegion:
     def layouts_in_graph(self, device: torch.device) -> torch.Tensor | None:
         """Returns the layouts as an input of the graph being traced; None if they cannot be one."""
         return self.layouts if torch.compiler.is_compiling() and device.type == "cpu" else None
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether this rank holds no position of any sequence, so that all its rows are padding."""
+        return self.holds_none and not any(b.lengths[self.rank] for b in self.balancers)
+
+    def is_padding(self, rows: int) -> bool:
+        """Whether tensors with so many rows have the row of a rank without a position."""
+        return (
+            self.holds_none
+            and rows == PADDING_ROWS
+            and all(balancer.lengths[self.rank] != rows for balancer in self.balancers)
+        )
+
+    def real(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns a tensor without the row of a rank that holds no position."""
+        if hasattr(tensor, "to_local") or not self.is_padding(tensor.shape[dim]):
+            return tensor
+        return tensor.narrow(dim, 0, 0)
 
     def whole_length(self, local_length: int) -> int:
         """Returns the length of a sequence of which this rank holds `local_length` positions.
@@ -103,6 +134,7 @@ class ParallelRegion:
 
     def layout(self, local_length: int) -> LoadBalancer:
         """Returns the layout of a sequence of which this rank holds `local_length` positions."""
+        local_length = 0 if self.is_padding(local_length) else local_length
         if self.choose is not None:
             return self._chosen(self.choose, local_length)
         if len(self.balancers) == 1:
@@ -122,6 +154,7 @@ class ParallelRegion:
         """
         if self.choose is not None:
             return self.layout(keys)
+        queries, keys = (0 if self.is_padding(rows) else rows for rows in (queries, keys))
         if queries == keys and self.even and len(self.balancers) == 1:
             return self.balancers[0]
         if must_count_keys(self.balancers, ordered=ordered) and self._may_ask:
@@ -191,6 +224,35 @@ class ParallelRegion:
     def watch(self) -> guards.Watch:
         """Returns a new `Watch` for this region."""
         return guards.Watch(self.group, self.world_size, self.balancers, peers=self.peers)
+
+
+def without_padding(
+    region: ParallelRegion, function: Callable[..., R], dim: int, *tensors: torch.Tensor
+) -> R:
+    """Calls a function of tensors that have positions along `dim`, as its results have.
+
+    On a rank without a position, leaves the row of padding out, and adds zeros to the results.
+    """
+    if not region.holds_none:
+        return function(*tensors)
+    real = [region.real(tensor, dim) for tensor in tensors]
+    if real[0] is tensors[0]:
+        return function(*real)
+    if torch.compiler.is_dynamo_compiling():
+        # Imported here because it loads Dynamo. A graph would leave out the gradients of empty
+        # tensors, for which the peers wait.
+        from symm_cp.context_parallel.graph_breaks import outside_graph
+
+        results = outside_graph(function, *real)
+    else:
+        results = function(*real)
+    return tree_map_only(torch.Tensor, lambda each: with_padding(each, dim), results)  # type: ignore[return-value]
+
+
+def with_padding(result: torch.Tensor, dim: int, rows: int = PADDING_ROWS) -> torch.Tensor:
+    """Returns an empty result of attention with zeros for rows of padding."""
+    shape = [*result.shape[:dim], rows, *result.shape[dim + 1 :]]
+    return torch.cat([result, result.new_zeros(shape)], dim)  # keeps the link to peers' gradients
 
 
 def region_over(

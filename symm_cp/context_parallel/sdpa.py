@@ -11,8 +11,12 @@ from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.load_balancers import LoadBalancer, permutation_on, positions_on
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.context_parallel.sequence_attention import attend_sequence, by_sample
+from symm_cp.context_parallel.region import ParallelRegion, without_padding
+from symm_cp.context_parallel.sequence_attention import (
+    attend_sequence,
+    by_sample,
+    outside_graph_if_empty,
+)
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.error_reports import names_op
@@ -22,6 +26,8 @@ SDPA = "scaled_dot_product_attention"
 
 def attend(region: ParallelRegion, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`F.scaled_dot_product_attention` on this rank's parts of the sequence."""
+    if region.holds_none and torch.compiler.is_dynamo_compiling():
+        return outside_graph_if_empty()(attend, region, *args, **kwargs)  # type: ignore[no-any-return]
     return reporting_to_peers(region.peers, _attend, region, *args, **kwargs)
 
 
@@ -77,7 +83,10 @@ def _attend(
                 mask = mask[index : index + 1]
             return _attend_batch(own, q, k, v, mask, is_causal, scale, enable_gqa)
 
-        out = by_sample(SDPA, region, (query, key, value), attend)
+        def attend_all(*tensors: torch.Tensor) -> torch.Tensor:
+            return by_sample(SDPA, region, tensors, attend)
+
+        out = without_padding(region, attend_all, 2, query, key, value)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
 

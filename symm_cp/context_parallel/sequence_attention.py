@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.random_numbers import seed_of_attention
-from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.region import ParallelRegion, without_padding
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
@@ -54,6 +54,19 @@ def attend_sequence(
     Returns (B, H, S_q, V). Raises `ValueError`, `TypeError` and `NotImplementedError` before any
     communication; callers report these to the peers.
     """
+    if region.holds_none and torch.compiler.is_dynamo_compiling():
+        given = (region, query, key, value, mask)
+        return outside_graph_if_empty()(  # type: ignore[no-any-return]
+            attend_sequence,
+            *given,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            softcap=softcap,
+            sinks=sinks,
+            bias=bias,
+            dropout_p=dropout_p,
+        )
     if mask is None:
         mask = SequenceMask(is_causal=is_causal)
     elif is_causal:
@@ -73,15 +86,30 @@ def attend_sequence(
             "and documents require equal lengths"
         )
 
-    if not region.of_samples:
+    if not region.of_samples and not region.holds_none:
         return _attend_batch(_Call(region, query, key, value, mask, options), related)
 
     def attend(
-        own: ParallelRegion, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        own: ParallelRegion, index: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        return _attend_batch(_Call(own, q, k, v, mask.sample(index), options), related)
+        own_mask = mask if index is None else mask.sample(index)
+        return _attend_batch(_Call(own, q, k, v, own_mask, options), related)
 
-    return by_sample(_OP, region, (query, key, value), attend)
+    def attend_all(*tensors: torch.Tensor) -> torch.Tensor:
+        return by_sample(_OP, region, tensors, attend)
+
+    return without_padding(region, attend_all, 2, query, key, value)
+
+
+def outside_graph_if_empty() -> Callable[..., Any]:
+    """Returns the function that calls another in eager mode, on a rank without a position.
+
+    A graph would leave out the gradients of empty tensors, for which the peers wait.
+    """
+    # Imported here because it loads Dynamo.
+    from symm_cp.context_parallel.graph_breaks import outside_graph
+
+    return outside_graph  # type: ignore[no-any-return]
 
 
 class _Call(NamedTuple):
@@ -96,7 +124,7 @@ class _Call(NamedTuple):
 def by_sample(
     op: str,
     region: ParallelRegion,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tensors: tuple[torch.Tensor, ...],
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     """Calls `attend(region, index, *tensors)` for each sample if samples have separate layouts.

@@ -95,7 +95,8 @@ def gather_sequence(
     of the shard's sequence, that this rank holds. Raises `ValueError` if the number of columns is
     not the load balancer's for this rank.
     """
-    sent = shard.to(torch.uint8) if shard.dtype == torch.bool else shard
+    sent = region.real(shard, 1) if shard.dim() == 2 else shard
+    sent = sent.to(torch.uint8) if sent.dtype == torch.bool else sent
     layouts = region.layouts_in_graph(shard.device)
     if layouts is not None:
         whole_length = region.whole_length(lengths[1])
@@ -104,7 +105,7 @@ def gather_sequence(
     balancer = region.layout_of_keys(*lengths)
     assert balancer is not None
     held, rank = balancer.lengths, region.rank
-    if shard.dim() != 2 or shard.shape[1] != held[rank]:
+    if sent.dim() != 2 or sent.shape[1] != held[rank]:
         raise ValueError(
             f"{op}: {name} has shape {list(shard.shape)}, must be (batch, {held[rank]}), this "
             f"rank's part of the {balancer.seq_length} positions: symm_cp.shard_batch cuts a batch"

@@ -23,7 +23,7 @@ from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
 from symm_cp.context_parallel.flex import in_tiles
 from symm_cp.context_parallel.guards import constant_when_traced
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.region import ParallelRegion, with_padding
 from symm_cp.cuda.cached import HostReads
 from symm_cp.ops.attention.layouts import decoded, encoded, encoded_in_a_row
 from symm_cp.ops.attention.masks import check_readable
@@ -63,7 +63,7 @@ def call(region: ParallelRegion, func: Any, args: Sequence[Any], kwargs: dict[st
     if not torch.compiler.is_dynamo_compiling():
         # In frames that Dynamo could not trace, it would compile the called functions piecewise.
         attend_now = _untraced() if "torch._dynamo" in sys.modules else _call
-    elif not in_tiles(query.device):
+    elif region.holds_none or not in_tiles(query.device):
         # Imported here because it loads Dynamo.
         from symm_cp.context_parallel.graph_breaks import outside_graph
 
@@ -168,8 +168,9 @@ def attend(
     Returns (T, H, V), and the log-sum-exp (H, T). Raises `ValueError`, `TypeError` and
     `NotImplementedError` before any communication.
     """
-    query, key, value = tensors
-    _check_tokens(query, key, value)
+    _check_tokens(*tensors)
+    padding = tensors[0].shape[0] if region.holds_nothing else 0
+    query, key, value = (tensor[padding:] for tensor in tensors) if padding else tensors
     tokens = query.shape[0]
     if layouts is None:
         layouts = _layouts(region, tokens)
@@ -184,7 +185,7 @@ def attend(
     )
     left, right = window
     out, lse = all_gather_attention(
-        *(tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors),
+        *(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)),
         group=region.group,
         is_causal=right == 0,
         scale=scale,
@@ -196,6 +197,8 @@ def attend(
         method=region.method,
         return_lse=True,
     )
+    if padding:
+        out, lse = (with_padding(each, 2, padding) for each in (out, lse))
     # Heads of a token are contiguous, as in torch's result, which users view as (T, H * V).
     return out[0].transpose(0, 1).contiguous(), lse[0]
 

@@ -405,10 +405,11 @@ def _prediction_step(original: Any) -> Any:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        if _context_of(self) is not None:
-            from symm_cp.integrations.transformers import trainer
+        predict = partial(original, self, model, inputs, prediction_loss_only, ignore_keys)
+        if (context := _context_of(self)) is None:
+            return predict()
+        from symm_cp.integrations.transformers import trainer
 
-            trainer.check_prediction(_OP, prediction_loss_only)
-        return original(self, model, inputs, prediction_loss_only, ignore_keys)
+        return trainer.predicted(self, context.mesh.size() * self.get_tp_size(), predict)
 
     return predict

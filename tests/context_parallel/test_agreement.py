@@ -17,8 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import symm_cp
-from symm_cp.context_parallel import agreement
-from symm_cp.context_parallel import batch as batch_module
+from symm_cp.context_parallel import agreement, loss_reduction
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.context_parallel.test_batch import model_of
@@ -355,7 +354,7 @@ def test_a_context_refuses_shards_of_another_layout(ranks: Ranks, world_size: in
 
 def forget_first_cuts(group: dist.ProcessGroup, optimizer: torch.optim.Optimizer) -> None:
     """The next cut of the group is its first one, and no cut of another test waits for a step."""
-    batch_module._first_cuts.discard(group)
+    loss_reduction._first_cuts.discard(group)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer.step()

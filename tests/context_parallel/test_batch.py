@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -98,6 +99,80 @@ def rank_without_labels(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
 def test_ranks_without_labels(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, rank_without_labels)
+
+
+def second_loss(group: dist.ProcessGroup) -> None:
+    """A loss over labels of two tokens ahead, with gaps of its own, in one process and spread."""
+    generator = torch.Generator().manual_seed(group.size())
+    table = torch.randn(11, 11, dtype=torch.float64, generator=generator).requires_grad_()
+    for length in (18, 2):  # ranks without labels, and without positions
+        ids = torch.randint(11, (2, length), generator=generator)
+        ahead = ids.roll(-1, 1)
+        ahead[0, length // 4 :] = IGNORE
+        ahead[:, : length // 4] = IGNORE
+        expected = F.cross_entropy(table[ids].flatten(0, 1), ahead.flatten())
+        (grad,) = torch.autograd.grad(expected, table)
+        batch = {"input_ids": ids, "labels": ids, "mtp_labels": ahead, "targets": ahead}
+        local, reduce_loss = symm_cp.shard_batch(mesh_of(group), batch)
+        own = local["mtp_labels"]
+        for labels in ("mtp_labels", own, own.flatten(), own.view(-1), "targets"):
+            logits = table[local["input_ids"]].flatten(0, 1)
+            loss = reduce_loss(F.cross_entropy(logits, own.flatten()), labels=labels)
+            torch.testing.assert_close(loss, expected, **CLOSE)
+            (share,) = torch.autograd.grad(loss, table)
+            dist.all_reduce(share, group=group)
+            torch.testing.assert_close(share, grad, **CLOSE)
+        for unknown in ("input_ids", "mtp", ahead):  # `ahead` is whole
+            with pytest.raises(ValueError, match=r"name: \['labels', 'mtp_labels', 'targets'\]"):
+                reduce_loss(loss, labels=unknown)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            reduce_loss(loss)
+        told = sum("other shares of ['mtp_labels']" in str(w.message) for w in caught)
+        dist.all_reduce(total := torch.tensor(told), group=group)
+        assert total > 0
+
+
+def mean_of_samples(group: dist.ProcessGroup) -> None:
+    """The mean over a sample's tokens, then over samples, in one process and spread."""
+    generator = torch.Generator().manual_seed(group.size())
+    table = torch.randn(11, 11, dtype=torch.float64, generator=generator).requires_grad_()
+    for length in (9, 2):
+        ids = torch.randint(11, (2, length), generator=generator)
+        labels = ids.clone()
+        labels[0, length // 3 + 1 :] = IGNORE
+        kept = labels != IGNORE
+        losses = F.cross_entropy(table[ids].mT, labels, reduction="none")
+        expected = (losses.sum(1) / kept.sum(1)).mean()
+        (grad,) = torch.autograd.grad(expected, table)
+        weights = kept.double() / kept.sum(1, keepdim=True)
+        batch = {"input_ids": ids, "labels": labels, "w": weights, "loss_mask": kept}
+        local, reduce_loss = symm_cp.shard_batch(mesh_of(group), batch, shift_labels=False)
+
+        def own(local: dict[str, torch.Tensor] = local) -> torch.Tensor:
+            logits = table[local["input_ids"]].mT
+            return F.cross_entropy(logits, local["labels"], reduction="none")
+
+        for losses, named in ((own(), "w"), (own().flatten(), local["w"])):
+            loss = reduce_loss(losses, weights=named)
+            torch.testing.assert_close(loss, expected, **CLOSE)
+            (share,) = torch.autograd.grad(loss, table)
+            dist.all_reduce(share, group=group)
+            torch.testing.assert_close(share, grad, **CLOSE)
+        mean = reduce_loss(own(), weights="loss_mask")
+        torch.testing.assert_close(mean, F.cross_entropy(table[ids].mT, labels), **CLOSE)
+        with pytest.raises(ValueError, match="the losses of tokens require weights="):
+            reduce_loss(own().expand(2, *own().shape))
+        with pytest.raises(ValueError, match=r"weights is 'v', must be .*'loss_mask', 'w'\]"):
+            reduce_loss(own(), weights="v")
+        with pytest.raises(ValueError, match=r"must have one number for each of the weights 'w'"):
+            reduce_loss(own().repeat(1, 2), weights="w")
+
+
+@pytest.mark.parametrize("world_size", some(3, of=[2, 3, 4]))
+def test_second_losses(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, second_loss)
+    ranks.run(world_size, mean_of_samples)
 
 
 def cuts_what_batches_hold(group: dist.ProcessGroup) -> None:
@@ -327,7 +402,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="does not fit a sequence of 6 positions"):
         symm_cp.shard_batch(mesh, two, load_balancer=symm_cp.HeadTail(8, 2))
     two["decoder_input_ids"] = ids[:, :7]
-    with pytest.raises(ValueError, match=r"rank 1 holds 4 positions of .*=7.* and of .*=8"):
+    with pytest.raises(ValueError, match=r"rank 1 has 4 rows of .*=7.* and of .*=8"):
         symm_cp.shard_batch(mesh, two)
     with pytest.raises(ValueError, match="seq_dim=2 is out of range"):
         symm_cp.shard_batch(mesh, {"input_ids": ids}, seq_dim=2)

@@ -180,7 +180,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     refused(TypeError, "load_balancer is a str", "head-tail")
     # 9 positions are cut into 5 and 4, 10 into 5 and 5: rank 0 could not tell the lengths apart.
     close = {9: symm_cp.Sequential(9, W), 10: symm_cp.Sequential(10, W)}
-    refused(ValueError, "rank 0 holds 5 positions of .*9.* and of .*10.*pad the sequence", close)
+    refused(ValueError, "rank 0 has 5 rows of .*9.* and of .*10.*pad the sequence", close)
     buffers = {"buffers": [torch.zeros(9)], "buffer_seq_dims": [0]}
     refused(ValueError, r"has lengths \[8, 12\], none of 9", by, **buffers)
     refused(TypeError, "is a function, must be", lambda length: by[8], **buffers)

@@ -161,6 +161,35 @@ def test_a_rank_without_labels(ranks: Ranks, by_model: bool) -> None:
     ranks.run(3, without_labels, by_model)
 
 
+def two_losses(logits: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    means = (masked_mean(logits, {"labels": batch[n]}) for n in ("labels", "mtp_labels"))
+    return dict(zip(("labels", "mtp_labels"), means, strict=True))
+
+
+def trains_on_two_losses(group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    one: nn.Module = Mixed(sparse=False).double()
+    ids = torch.randint(8, 31, (2, 6 * group.size()))
+    ahead = ids.clone()
+    ahead[:, 5:] = IGNORED  # in sequential order all are on rank 0
+    batch = {"input_ids": ids, "labels": ids, "mtp_labels": ahead}
+    wanted = sum(two_losses(one(ids), batch).values())
+    wanted.backward()
+    model: nn.Module = copy.deepcopy(one)
+    model.zero_grad()
+    balancer = symm_cp.Sequential(ids.shape[1], group.size())
+    options: dict[str, Any] = {"loss_function": two_losses, "load_balancer": balancer}
+    with symm_cp.training_step(model, batch, group, shift_labels=False, **options) as step:
+        step.loss.backward()
+    torch.testing.assert_close(step.loss, wanted)
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_two_losses(ranks: Ranks) -> None:
+    ranks.run(3, trains_on_two_losses)
+
+
 class Around(nn.Module):
     """Calls another model."""
 

@@ -280,8 +280,6 @@ def refuses(group: dist.ProcessGroup) -> None:
         with tempfile.TemporaryDirectory() as folder:
             args = TrainingArguments(output_dir=folder, use_cpu=True, report_to="none", **config)
             trainer = Trainer(model_of("LlamaForCausalLM"), args, train_dataset=Texts("Llama"))
-            with pytest.raises(NotImplementedError, match="predictions would cover only this"):
-                trainer.predict(Texts("Llama"))
             trainer.compute_loss_func = lambda *args, **kwargs: None
             with pytest.raises(NotImplementedError, match="compute_loss_func would get labels"):
                 trainer.train()

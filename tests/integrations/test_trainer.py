@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from typing import Any
@@ -16,7 +17,11 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import symm_cp
-from symm_cp.integrations.transformers.trainer import ContextParallelMixin, ContextParallelTrainer
+from symm_cp.integrations.transformers.trainer import (
+    ContextParallelMixin,
+    ContextParallelTrainer,
+    _gather_once,
+)
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive
@@ -224,6 +229,107 @@ def replicated(group: dist.ProcessGroup, name: str, options: dict[str, Any]) -> 
         return trained(Trainer, name, folder, 2, options)
 
 
+COUNT = 11  # samples, in batches of 4
+
+
+def evaluated(kind: type[Trainer], name: str, **cp: Any) -> Any:
+    """Returns the metrics of an evaluation after another, and the predictions of all samples."""
+
+    def metrics(prediction: transformers.EvalPrediction) -> dict[str, float]:
+        logits, labels = prediction.predictions, prediction.label_ids
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        assert len(logits) == len(labels) == COUNT
+        hits = (logits.argmax(-1) == labels) & (labels != IGNORED)
+        return {"hits": int(hits.sum()), "first": float(logits[-1, 0, 0])}
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"parallelism_config": cp.pop("parallelism_config", None)}
+        args = TrainingArguments(
+            output_dir=folder,
+            per_device_eval_batch_size=4,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            **options,
+        )
+        texts = Texts(name, COUNT)
+        model = model_of(name)
+        trainer = kind(model, args, eval_dataset=texts, compute_metrics=metrics, **cp)
+        found = [trainer.evaluate(), trainer.evaluate(), trainer.predict(texts)]
+        trainer.compute_metrics = None
+        trainer.args.prediction_loss_only = True
+        found.append(trainer.evaluate())
+    timed = ("runtime", "per_second", "preparation_time")
+    numbers = [
+        {key: value for key, value in each.items() if not key.endswith(timed)}
+        for each in (*found[:2], found[2].metrics, found[3])
+    ]
+    return numbers, found[2].predictions, found[2].label_ids
+
+
+def evaluates(group: dist.ProcessGroup, name: str, kind: str) -> Any:
+    if kind == "one process":
+        return evaluated(Trainer, name)
+    launched(group)
+    if kind == "replicas":
+        return evaluated(Trainer, name)
+    if kind == "accelerate":
+        from accelerate.parallelism_config import ParallelismConfig
+
+        from symm_cp.integrations.accelerate import enable
+
+        enable()
+        config = ParallelismConfig(cp_size=group.size())
+        return evaluated(Trainer, name, parallelism_config=config)
+    sizes = (group.size() // 2, 2)
+    mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "cp"))
+    return evaluated(ContextParallelTrainer, name, cp_mesh=mesh["cp"])
+
+
+def same_evaluation(ranks: Ranks, wanted: Any, size: int, *args: Any) -> None:
+    for got in results(ranks, size, evaluates, *args):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_with_a_smaller_last_batch(ranks: Ranks) -> None:
+    (wanted,) = results(ranks, 1, evaluates, "LlamaForCausalLM", "one process")
+    same_evaluation(ranks, wanted, 2, "LlamaForCausalLM", "context parallel")
+
+
+@exhaustive
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM"])
+def test_all_evaluations(ranks: Ranks, name: str) -> None:
+    (wanted,) = results(ranks, 1, evaluates, name, "one process")
+    same_evaluation(ranks, wanted, 2, name, "context parallel")
+    same_evaluation(ranks, wanted, 2, name, "accelerate")
+    if name == "BertForMaskedLM":
+        return  # two replicas of a Trainer report twice its loss, as the model takes no num_items
+    wanted, _ = results(ranks, 2, evaluates, name, "replicas")
+    same_evaluation(ranks, wanted, 4, name, "context parallel")
+
+
+@exhaustive
+def test_evaluation_of_two_sequences(ranks: Ranks) -> None:
+    name = "T5ForConditionalGeneration"
+    (wanted,) = results(ranks, 1, evaluates, name, "one process")
+    same_evaluation(ranks, wanted, 2, name, "context parallel")
+
+
+def gathers_objects(group: dist.ProcessGroup) -> None:
+    from accelerate import Accelerator
+
+    launched(group)
+    accelerator = Accelerator(cpu=True)
+    gather = functools.partial(accelerator.gather_for_metrics, use_gather_object=True)
+    found = _gather_once(accelerator, 2, gather, [{"of": group.rank()}, "more"])
+    assert found == [{"of": 0}, "more", {"of": 2}, "more"]
+
+
+@exhaustive
+def test_objects_are_gathered_once(ranks: Ranks) -> None:
+    results(ranks, 4, gathers_objects)
+
+
 def refuses(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
 
@@ -247,10 +353,6 @@ def refuses(group: dist.ProcessGroup) -> None:
         make(label_smoothing_factor=0.1)
     with pytest.raises(NotImplementedError, match="label_smoothing_factor and compute_loss_func"):
         make(compute_loss_func=lambda *args, **kwargs: None)
-    with pytest.raises(NotImplementedError, match="compute_metrics would get the logits"):
-        make(compute_metrics=lambda prediction: {})
-    with pytest.raises(NotImplementedError, match="predict with a Trainer"):
-        make().predict(Texts("Llama"))
     with pytest.raises(RuntimeError, match="a batch that was not cut"):
         make().compute_loss(torch.nn.Identity(), {})
 

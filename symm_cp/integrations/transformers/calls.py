@@ -44,6 +44,7 @@ def check_call(
     for limit in call_limits(module, asked) if asked else ():
         raise limit.error(module)
     _check_documents(watch, module, kwargs)
+    _check_padding(watch, module, args, kwargs)
     _check_cache(module, args, kwargs)
     _check_kept(module, args, kwargs)
     _check_positions(watch, module, args, kwargs, masks_are_whole, first)
@@ -59,6 +60,26 @@ def _check_documents(watch: Watch, module: nn.Module, kwargs: Any) -> None:
             "does not pass on to its recurrent layers: they did not keep documents apart. Call its "
             "base model, and its head on the result"
         )
+
+
+def _check_padding(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses padding of which recurrent layers do not hear, if this rank holds one position.
+
+    transformers then takes the call for a step of decoding, and passes them no mask.
+    """
+    rank = resolve(watch.group).rank
+    if all(balancer.lengths[rank] != 1 for balancer in watch.balancers):
+        return
+    mask = _argument(module, "attention_mask", args, kwargs)
+    if mask is None or not any(getattr(part, SEES_ALL_RANKS, False) for part in module.modules()):
+        return
+    if isinstance(mask, torch.Tensor) and (mask.dim() != 2 or bool(mask.all())):
+        return
+    raise NotImplementedError(
+        f"context_parallel: {type(module).__name__} has recurrent layers and got an attention_mask "
+        f"with padding, but rank {rank} holds one position, from which transformers keeps the "
+        "mask. Use longer sequences or fewer ranks, or pad right and leave the attention_mask out"
+    )
 
 
 def _check_cache(module: nn.Module, args: Any, kwargs: Any) -> None:

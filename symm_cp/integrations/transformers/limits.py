@@ -223,19 +223,14 @@ def _config_limits(config: Any, *, continues: bool) -> Iterator[Limit]:
             f"Use sequences of at most {value} positions, or a model with full attention",
             harmless_up_to=value,
         )
-    name = f"config.model_type={getattr(config, 'model_type', None)!r}"
-    remedy = "Use longer sequences or fewer ranks"
-    if chosen == SYMM_CP:
-        why = "a rank holds no position, and models of transformers cannot reshape empty tensors"
-        yield Limit(name, why, remedy, shortest=1)
-        return
-    yield Limit(
-        name,
-        "a rank holds one position or none, and transformers treats a sequence of one position as "
-        "a step of decoding, without a causal mask",
-        remedy,
-        shortest=2,
-    )
+    if chosen not in (SYMM_CP, FLEX_ATTENTION):
+        yield Limit(
+            f"config.model_type={getattr(config, 'model_type', None)!r}",
+            "a rank holds one position or none, and transformers treats a sequence of one position "
+            "as a step of decoding, without a causal mask",
+            f"{_OURS}, or use longer sequences or fewer ranks",
+            shortest=2,
+        )
 
 
 def _layer_limits(config: Any, *, continues: bool) -> Iterator[Limit]:

@@ -57,8 +57,7 @@ _before.sees_all_ranks = True  # type: ignore[attr-defined]
 
 
 def _with_longest(region: ParallelRegion, positions: torch.Tensor) -> torch.Tensor:
-    # A rank may hold no positions.
-    own = positions.flatten().amax(0, keepdim=True) if positions.numel() else positions.new_zeros(1)
+    own = positions.flatten().amax(0, keepdim=True)
     ranks = encoded((sequential(region.world_size, region.world_size),))
     gathered = torch.ops.symm_mem._gather_sequence(
         own[None], ranks, region.world_size, region.group
@@ -91,9 +90,9 @@ def rescaled(region: ParallelRegion, module: nn.Module, query: torch.Tensor) -> 
 
     Changes only queries that Llama 4's attention has scaled by their index in the tensor.
     """
-    if region.world_size == 1 or not position_scaled(module):
-        return query
     length = query.shape[2]
+    if region.world_size == 1 or region.is_padding(length) or not position_scaled(module):
+        return query
     positions = positions_on(query.device, region.layout(length), region.rank)
     local = torch.arange(length, device=query.device)
     ratio = _scales(module, positions) / _scales(module, local)

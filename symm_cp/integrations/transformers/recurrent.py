@@ -13,8 +13,9 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
-from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.region import ParallelRegion, without_padding
 from symm_cp.integrations.transformers.in_use import InUse
 from symm_cp.integrations.transformers.limits import (
     RECURRENCE_KNOWN,
@@ -120,6 +121,19 @@ class _Spread(NamedTuple):
             )
         return {"cu_seqlens": edges, "sizes": sizes, "layout": layout}
 
+    def call(
+        self, recurrence: Callable[..., tuple[torch.Tensor, torch.Tensor]], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns results (B, S, ...) and the last state, without the padding of `tensors`."""
+        final: list[torch.Tensor] = []
+
+        def call(*real: torch.Tensor) -> torch.Tensor:
+            out, last = recurrence(*real)
+            final.append(last)
+            return out
+
+        return without_padding(self.region, call, 1, *tensors), final[0]
+
 
 def _edges(kwargs: dict[str, Any]) -> torch.Tensor | None:
     edges: torch.Tensor | None = kwargs.get("cu_seq_lens_q")
@@ -137,7 +151,7 @@ def _spread_call(length: int, kwargs: dict[str, Any]) -> _Spread | None:
     region = within[0]
     balancer = region.layout(length)
     lengths = balancer.lengths
-    if lengths[region.rank] != length:
+    if length not in (lengths[region.rank], balancer.rows(region.rank)):
         raise NotImplementedError(
             f"{_OP}: a convolution got {length} positions, but this rank holds "
             f"{lengths[region.rank]}: transformers fills the cache of a short sequence with zeros. "
@@ -175,13 +189,12 @@ class _Convolution:
                 hidden_states, weight, bias, activation=activation, **kwargs
             )
             return result
-        out = causal_convolution(
-            hidden_states.to(weight.dtype),
-            weight,
-            bias,
-            group=spread.region.group,
-            **spread.arguments(len(hidden_states), kwargs),
-        )
+        arguments = spread.arguments(len(hidden_states), kwargs)
+
+        def convolve(states: torch.Tensor) -> torch.Tensor:
+            return causal_convolution(states, weight, bias, group=spread.region.group, **arguments)
+
+        out = without_padding(spread.region, convolve, 2, hidden_states.to(weight.dtype))
         if activation is not None:
             out = ACT2FN[activation](out)
         return out.to(hidden_states.dtype)
@@ -212,17 +225,14 @@ class _DeltaRule:
             )
             return result
         _check_state(kwargs.get("initial_state"))
-        out, final = gated_delta_rule(
-            query,
-            key,
-            value,
-            g,
-            beta,
+        rule = partial(
+            gated_delta_rule,
             group=spread.region.group,
             chunk_size=kwargs.get("chunk_size", 64),
             normalise=kwargs.get("use_qk_l2norm_in_kernel", False),
             **spread.arguments(len(value), kwargs),
         )
+        out, final = spread.call(rule, query, key, value, g, beta)
         return out, final if kwargs.get("output_final_state") else None
 
 
@@ -259,16 +269,15 @@ class _Scan:
         dt = dt.clamp(*kwargs.get("dt_limit", (0.0, math.inf)))
         values = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         dt = dt.to(values.dtype)
-        out, final = gated_linear_attention(
-            C.to(values.dtype),
-            B,
-            values * dt[..., None],
-            A.to(values.dtype) * dt,
+        scan = partial(
+            gated_linear_attention,
             group=spread.region.group,
             scale=1.0,
             chunk_size=chunk_size,
             **spread.arguments(len(values), kwargs),
         )
+        decay = A.to(values.dtype) * dt
+        out, final = spread.call(scan, C.to(values.dtype), B, values * dt[..., None], decay)
         if (skipped := kwargs.get("D")) is not None:
             out = out + skipped[:, None] * values
         out = out.contiguous()  # Falcon H1 calls view on it

@@ -148,6 +148,8 @@ def _with_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling()
         else positions_on(device, balancer, region.rank)
     )
+    if region.is_padding(shape[1]):
+        positions = positions.new_zeros(shape[1])
     return args[:2], {**kwargs, "position_ids": positions}
 
 

@@ -14,13 +14,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import recursively_apply
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import Trainer
 
-from symm_cp.context_parallel import LoadBalancer, context_parallel, shard_batch
-from symm_cp.context_parallel.batch import LossReduction
-from symm_cp.context_parallel.load_balancers import HeadTail
-from symm_cp.group.memory import GroupLike
+from symm_cp.context_parallel import (
+    HeadTail,
+    LoadBalancer,
+    context_parallel,
+    context_parallel_unshard,
+    shard_batch,
+)
+from symm_cp.context_parallel.lengths import BalancersByLength
+from symm_cp.context_parallel.loss_reduction import LossReduction
+from symm_cp.group.hosts import numbers_of_all
+from symm_cp.group.memory import GroupLike, resolve
 from symm_cp.ops.attention.methods import MethodLike, group_by
 
 _OP = "ContextParallelTrainer"
@@ -32,14 +41,6 @@ def check_loss(op: str, trainer: Any) -> None:
         raise NotImplementedError(
             f"{op}: label_smoothing_factor and compute_loss_func would get labels that are "
             "shifted already: override compute_loss instead"
-        )
-
-
-def check_prediction(op: str, prediction_loss_only: bool) -> None:
-    """Raises `NotImplementedError` unless `prediction_loss_only`."""
-    if not prediction_loss_only:
-        raise NotImplementedError(
-            f"{op}: predictions would cover only this rank's part: predict with a Trainer"
         )
 
 
@@ -55,7 +56,11 @@ def cut_inputs(
     tensors = [value for value in whole.values() if isinstance(value, torch.Tensor)]
     lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
     balancers = {length: load_balancer(length, group.size()) for length in lengths}
-    return shard_batch(group, whole, model=model, load_balancer=balancers, average_gradients=True)
+    local, reduce_loss = shard_batch(
+        group, whole, model=model, load_balancer=balancers, average_gradients=True
+    )
+    setattr(trainer, _LAST_CUT, (group, reduce_loss.load_balancer))
+    return local, reduce_loss
 
 
 def computed_loss(
@@ -95,6 +100,65 @@ def _loss_of_step(
     return loss / ranks if torch.is_tensor(items) else loss
 
 
+# --- evaluation --------------------------------------------------------------------------------
+
+#: A trainer's attribute: the group and the load balancers of the last batch that was cut.
+_LAST_CUT = "_symm_cp_last_cut"
+
+
+def predicted(trainer: Any, copies: int, predict: Callable[[], Any]) -> Any:
+    """Returns the loss, predictions and labels of a batch, of the whole sequence on all ranks.
+
+    `copies` consecutive ranks have the same samples, of which metrics must see one.
+    """
+    gather = trainer.gather_function
+    if getattr(gather, "func", None) is not _gather_once:  # the loop resets it at its end
+        trainer.gather_function = partial(_gather_once, trainer.accelerator, copies, gather)
+    setattr(trainer, _LAST_CUT, None)
+    loss, outputs, labels = predict()
+    last_cut = getattr(trainer, _LAST_CUT)
+    if last_cut is not None and outputs is not None:
+        outputs = _whole(outputs, *last_cut)
+    return loss, outputs, labels
+
+
+def _whole(outputs: Any, group: dist.ProcessGroup, balancers: BalancersByLength) -> Any:
+    """Gathers the outputs (B, S, ...) of a model that ran on this rank's part."""
+    known = (balancers,) if isinstance(balancers, LoadBalancer) else tuple(balancers.values())
+    leaves, structure = tree_flatten(outputs)
+    lengths = [t.shape[1] if isinstance(t, torch.Tensor) and t.dim() > 1 else 0 for t in leaves]
+    everywhere = numbers_of_all(resolve(group), f"{_OP}: lengths of outputs", lengths)
+    for number, held in enumerate(zip(*everywhere, strict=True)):
+        for balancer in known:
+            if list(held) == [balancer.rows(rank) for rank in range(group.size())]:
+                part = leaves[number]
+                (leaves[number],) = context_parallel_unshard(group, [part], [1], balancer)
+    return tree_unflatten(leaves, structure)
+
+
+def _gather_once(accelerator: Any, copies: int, gather: Any, data: Any) -> Any:
+    """The same as `gather` (accelerate's `gather_for_metrics`) of the ranks with different data.
+
+    `gather` leaves out copies only in the last batch, and counts from its beginning.
+    """
+    method = getattr(gather, "func", gather).__name__
+    options = getattr(gather, "keywords", {})
+    if options.get("use_gather_object"):
+        data = data if accelerator.process_index % copies == 0 else []
+        return getattr(accelerator, method)(data, **options)
+    gather_all = accelerator.gather
+
+    def first_copies(gathered: torch.Tensor) -> torch.Tensor:
+        each = len(gathered) // accelerator.num_processes
+        return gathered.unflatten(0, (-1, copies, each))[:, 0].flatten(0, 1)
+
+    accelerator.gather = lambda data: recursively_apply(first_copies, gather_all(data))
+    try:
+        return getattr(accelerator, method)(data)  # calls `gather`
+    finally:
+        del accelerator.gather
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """The part of a device mesh that data loaders read: which ranks get the same batch."""
@@ -127,8 +191,9 @@ class ContextParallelMixin:
 
     Batches are the same as in one process, for any model that `context_parallel(model=...)` takes;
     see `shard_batch`. The loss is the mean over all labels, as accelerate and gradient accumulation
-    count them. Evaluation computes the loss only. Refused with `NotImplementedError`: label
-    smoothing, `compute_loss_func`, and metrics, which would get this rank's logits.
+    count them. Evaluation and prediction give the loss, metrics and predictions of a `Trainer`
+    without context parallelism: each sample counts once, and outputs cover the whole sequence.
+    Refused with `NotImplementedError`: label smoothing and `compute_loss_func`.
     """
 
     def __init__(
@@ -144,13 +209,7 @@ class ContextParallelMixin:
         self._cp_load_balancer = cp_load_balancer
         self._cp_reduce_loss: LossReduction | None = None
         super().__init__(*args, **kwargs)
-        trainer: Any = self
-        check_loss(_OP, trainer)
-        if trainer.compute_metrics is not None:
-            raise NotImplementedError(
-                f"{_OP}: compute_metrics would get the logits of this rank's part: compute metrics "
-                "with a Trainer"
-            )
+        check_loss(_OP, self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the accelerator, whose data loaders give all ranks of a group the same batch."""
@@ -213,9 +272,15 @@ class ContextParallelMixin:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """Computes the loss of a batch; refuses predictions."""
-        check_prediction(_OP, prediction_loss_only)
-        return super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
+        """Computes the loss, the predictions and the labels of a whole batch."""
+        predict = partial(
+            super().prediction_step,  # type: ignore[misc]
+            model,
+            inputs,
+            prediction_loss_only,
+            ignore_keys,
+        )
+        return predicted(self, self._cp_group.size(), predict)
 
 
 class ContextParallelTrainer(ContextParallelMixin, Trainer):

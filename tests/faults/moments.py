@@ -48,7 +48,15 @@ def strike(event: str, delay: float) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR2, fail)
     number = signals.get(event, signal.SIGUSR2)
-    threading.Timer(delay, lambda: os.kill(os.getpid(), number)).start()
+
+    def send() -> None:
+        """Python drops an exception that hits a destructor: then the next one counts."""
+        time.sleep(delay)
+        for _ in range(1 if event in ("kill", "stop") else 3):
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+
+    threading.Thread(target=send, daemon=True).start()
 
 
 def until_told(group: dist.ProcessGroup, event: str, delay: float) -> dict[str, Any]:

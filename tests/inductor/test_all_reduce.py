@@ -241,7 +241,7 @@ def lists_all(group: dist.ProcessGroup) -> None:
     assert replaced == ["_all_reduce"] * 3
     critical = {d.collective.rstrip("_0123456789") for d in report.left if d.critical}
     assert critical == {"all_reduce", "all_to_all_single"}, report
-    text = str(report)
+    text = report.text()
     assert "5 of 14 collectives fused" in text
     assert "no fused op exists for broadcast" in text
     for advice, collective in (

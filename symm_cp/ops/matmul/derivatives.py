@@ -30,6 +30,7 @@ import torch
 
 from symm_cp.ops.common import call_op, uneven_of, world_size_of
 from symm_cp.ops.op import Gradient
+from symm_cp.runtime.exchange import exchanged
 
 _ops = torch.ops.symm_mem
 _GATHER = "fused_all_gather_matmul"
@@ -158,9 +159,11 @@ def matmul_all_reduce_backward(
     if need_a or need_weight:
         total = _ops._fused_matmuls_all_reduce([], [], grad, None, reduce_op, group_name)
     missing = _missing(grad)
-    grad_a = total @ weight.mH if need_a else missing
-    grad_weight = _left_transposed(a, total) if need_weight else missing
-    return [grad_a, grad_weight, *(_bias_gradient(grad) if need else missing for need in need_bias)]
+    with exchanged():
+        grad_a = total @ weight.mH if need_a else missing
+        grad_weight = _left_transposed(a, total) if need_weight else missing
+        grad_bias = [_bias_gradient(grad) if need else missing for need in need_bias]
+    return [grad_a, grad_weight, *grad_bias]
 
 
 def _missing(like: torch.Tensor) -> torch.Tensor:

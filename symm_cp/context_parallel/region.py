@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -239,14 +239,21 @@ def without_padding(
     if real[0] is tensors[0]:
         return function(*real)
     if torch.compiler.is_dynamo_compiling():
-        # Imported here because it loads Dynamo. A graph would leave out the gradients of empty
-        # tensors, for which the peers wait.
-        from symm_cp.context_parallel.graph_breaks import outside_graph
-
-        results = outside_graph(function, *real)
+        results = outside_graph_if_empty()(function, *real)
     else:
         results = function(*real)
     return tree_map_only(torch.Tensor, lambda each: with_padding(each, dim), results)  # type: ignore[return-value]
+
+
+def outside_graph_if_empty() -> Callable[..., Any]:
+    """Returns the function that calls another in eager mode, on a rank without a position.
+
+    A graph would leave out the gradients of empty tensors, for which the peers wait.
+    """
+    # Imported here because it loads Dynamo.
+    from symm_cp.context_parallel.graph_breaks import outside_graph
+
+    return outside_graph  # type: ignore[no-any-return]
 
 
 def with_padding(result: torch.Tensor, dim: int, rows: int = PADDING_ROWS) -> torch.Tensor:

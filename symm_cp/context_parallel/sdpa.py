@@ -11,12 +11,12 @@ from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.load_balancers import LoadBalancer, permutation_on, positions_on
 from symm_cp.context_parallel.refusals import reporting_to_peers
-from symm_cp.context_parallel.region import ParallelRegion, without_padding
-from symm_cp.context_parallel.sequence_attention import (
-    attend_sequence,
-    by_sample,
+from symm_cp.context_parallel.region import (
+    ParallelRegion,
     outside_graph_if_empty,
+    without_padding,
 )
+from symm_cp.context_parallel.sequence_attention import attend_sequence, by_sample
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.error_reports import names_op

@@ -12,7 +12,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.random_numbers import seed_of_attention
-from symm_cp.context_parallel.region import ParallelRegion, without_padding
+from symm_cp.context_parallel.region import (
+    ParallelRegion,
+    outside_graph_if_empty,
+    without_padding,
+)
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
@@ -99,17 +103,6 @@ def attend_sequence(
         return by_sample(_OP, region, tensors, attend)
 
     return without_padding(region, attend_all, 2, query, key, value)
-
-
-def outside_graph_if_empty() -> Callable[..., Any]:
-    """Returns the function that calls another in eager mode, on a rank without a position.
-
-    A graph would leave out the gradients of empty tensors, for which the peers wait.
-    """
-    # Imported here because it loads Dynamo.
-    from symm_cp.context_parallel.graph_breaks import outside_graph
-
-    return outside_graph  # type: ignore[no-any-return]
 
 
 class _Call(NamedTuple):

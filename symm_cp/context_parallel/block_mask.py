@@ -126,7 +126,10 @@ def _of_samples(
         )
     masks = [
         local_block_mask(
-            _sample(block_mask, b), queries.samples[b], rank, kv_load_balancer=keys.samples[b]
+            blocks_of_sample(block_mask, b),
+            queries.samples[b],
+            rank,
+            kv_load_balancer=keys.samples[b],
         )
         for b in range(count)
     ]
@@ -146,7 +149,7 @@ def _of_samples(
     )
 
 
-def _sample(block_mask: BlockMask, sample: int) -> BlockMask:
+def blocks_of_sample(block_mask: BlockMask, sample: int) -> BlockMask:
     """Returns the mask of one sample of a batch."""
     of_all = block_mask.kv_num_blocks.shape[0] == 1
 

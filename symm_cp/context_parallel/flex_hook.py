@@ -25,6 +25,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from symm_cp.context_parallel import flex
+from symm_cp.context_parallel.gathered_keys import compiled_flex, in_tiles, original
 from symm_cp.context_parallel.guards import Watch
 from symm_cp.context_parallel.region import ParallelRegion
 
@@ -156,14 +157,14 @@ def spread_region() -> ParallelRegion | None:
 def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     mode = current_mode()
     if mode is None:
-        return flex.original(query, *args, **kwargs)
+        return original(query, *args, **kwargs)
     region = mode.region
-    region.expect(flex.FLEX)
     mode.watch.called = True
-    # Imported here because it loads Dynamo.
-    from symm_cp.context_parallel.flex_trace import flex_in_graph, outside_graph
+    # A graph would leave out the gradients of a rank without a position, for which peers wait. If
+    # torch's kernels attend to gathered keys, masks are cut outside of the graph.
+    if region.layouts is None or region.holds_none or not in_tiles(query.device):
+        # Imported here because it loads Dynamo.
+        from symm_cp.context_parallel.graph_breaks import outside_graph
 
-    # A graph would leave out the gradients of a rank without a position, for which peers wait.
-    if region.layouts is None or region.holds_none or not flex.in_tiles(query.device):
-        return outside_graph(query, *args, **kwargs)
-    return flex_in_graph(region, query, *args, **kwargs)
+        return outside_graph(flex.attend_compiled, query, *args, **kwargs)
+    return flex.attend_within(region, compiled_flex, query, *args, **kwargs)

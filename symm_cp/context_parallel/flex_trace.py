@@ -7,7 +7,6 @@ graphs, it becomes the op of ops/attention/flex/graph.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +14,11 @@ from torch._dynamo.variables import higher_order_ops as dynamo_ops
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import (
-    AuxOutput,
-    AuxRequest,
-    BlockMask,
-    FlexKernelOptions,
-)
 
 from symm_cp.context_parallel import inspectors
-from symm_cp.context_parallel.flex import FLEX, attend_compiled
-from symm_cp.context_parallel.region import ParallelRegion, without_padding
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.sequence_mask import SequenceMask
+from symm_cp.ops.attention.flex.mask import Modifier
 from symm_cp.ops.attention.flex.modifiers import keep_modifiers
 
 _NAME = "symm_cp_flex_attention"
@@ -114,11 +108,6 @@ def _module(function: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-# If torch's kernels attend to gathered keys, masks are cut outside the graph.
-outside_graph = torch.compiler.disable(
-    attend_compiled, reason="flex_attention within context_parallel is one op on CPU only"
-)
-
 dynamo_ops._hop_name_to_variable_class[_NAME] = _GraphFlexVariable
 
 
@@ -127,26 +116,19 @@ def flex_in_graph(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    score_mod: Callable[..., torch.Tensor] | None = None,
-    block_mask: BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: FlexKernelOptions | None = None,
+    mask: SequenceMask,
+    score_mod: Modifier | None,
     *,
-    return_aux: AuxRequest | None = None,
-    mask_mod: Callable[..., torch.Tensor] = torch_flex.noop_mask,
-) -> Any:
-    """`flex_attention` within a region, as one op in the graph that Dynamo traces.
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends with functions of positions, as one op in the graph that Dynamo traces.
 
-    `mask_mod` is a mask of the whole sequence without blocks.
+    Returns the output and its log-sum-exp.
     """
-    if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel is not supported")
-    block_mask = getattr(block_mask, "symm_cp_global", block_mask)
-    blocks: tuple[Any, ...] = (None,) * 8
+    mask_mod = mask.as_mask_mod() if mask.is_function else torch_flex.noop_mask
+    block_mask, blocks = mask.whole_blocks, (None,) * 8
     if block_mask is not None:
-        mask_mod = block_mask.mask_mod
         blocks = (
             *block_mask.seq_lengths,
             *block_mask.BLOCK_SIZE,
@@ -163,14 +145,5 @@ def flex_in_graph(
         "masked": mask_mod is not torch_flex.noop_mask,
     }
     score_mod = torch_flex._identity if score_mod is None else score_mod
-
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        masked = (region.layouts, *blocks, mask_mod)
-        return _graph_flex_attention(q, k, v, score_mod, masked, scale, options)  # type: ignore[no-any-return]
-
-    out, lse = without_padding(region, attend, 2, query, key, value)
-    if return_aux is not None:
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
-    return (out, lse) if return_lse else out
+    masked = (region.layouts, *blocks, mask_mod)
+    return _graph_flex_attention(query, key, value, score_mod, masked, scale, options)  # type: ignore[no-any-return]

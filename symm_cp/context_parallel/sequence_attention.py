@@ -1,27 +1,35 @@
-"""Attention with a `SequenceMask` within a region, for integrations of models."""
+"""The one way of attention within a region: `attend_sequence`.
+
+`scaled_dot_product_attention` (sdpa.py), `flex_attention` (flex.py) and the attention of models
+translate their arguments into a `SequenceMask` and changes of the scores; all else is decided here.
+"""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
-from symm_cp.context_parallel import flex
-from symm_cp.context_parallel.attention import all_gather_attention
+from symm_cp.context_parallel import gathered_keys
+from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
+from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
 from symm_cp.context_parallel.random_numbers import seed_of_attention
 from symm_cp.context_parallel.region import (
     ParallelRegion,
     outside_graph_if_empty,
     without_padding,
 )
-from symm_cp.context_parallel.sequence_mask import SequenceMask
+from symm_cp.context_parallel.sequence_mask import SequenceMask, of_sample
 from symm_cp.group.memory import resolve
+from symm_cp.ops.attention.flex.mask import Modifier
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 
 _OP = "attend_sequence"
+_EVERY_KEY, _CAUSAL = SequenceMask(), SequenceMask(is_causal=True)
+
+#: The output and its log-sum-exp; torch's kernels return none for a mask that is a matrix.
+Attended: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def attend_sequence(
@@ -32,13 +40,15 @@ def attend_sequence(
     mask: SequenceMask | None = None,
     *,
     is_causal: bool = False,
+    score_mod: Modifier | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-) -> torch.Tensor:
+    torch_flex: Callable[..., Any] = gathered_keys.compiled_flex,
+) -> Attended:
     """Attends to the whole sequence from this rank's part of it. Collective.
 
     Args:
@@ -47,6 +57,8 @@ def attend_sequence(
         key, value: (B, G, S_k, E) and (B, G, S_k, V). Keys may be of another sequence.
         mask: which keys a query sees; by default all, or with `is_causal` no later keys.
         is_causal: only without a mask.
+        score_mod: changes scores, by indices in the whole sequence, as in `flex_attention`; not
+            together with `softcap`, `bias` and `dropout_p`.
         scale: of the scores; 1 / sqrt(E) by default.
         enable_gqa: G may be a divisor of H.
         softcap: scores become softcap * tanh(score / softcap).
@@ -54,28 +66,12 @@ def attend_sequence(
         bias: added to the scores by distance; see `all_gather_attention`.
         dropout_p: the share of the weights that is dropped. The seed follows from torch's default
             CPU generator, which must have the same seed on all ranks.
+        torch_flex: torch's `flex_attention`, for devices that need it (gathered_keys.py).
 
-    Returns (B, H, S_q, V). Raises `ValueError`, `TypeError` and `NotImplementedError` before any
-    communication; callers report these to the peers.
+    Returns (B, H, S_q, V), and the log-sum-exp (B, H, S_q). Raises `ValueError`, `TypeError` and
+    `NotImplementedError` before any communication; callers report these to the peers.
     """
-    if region.holds_none and torch.compiler.is_dynamo_compiling():
-        given = (region, query, key, value, mask)
-        return outside_graph_if_empty()(  # type: ignore[no-any-return]
-            attend_sequence,
-            *given,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            softcap=softcap,
-            sinks=sinks,
-            bias=bias,
-            dropout_p=dropout_p,
-        )
-    if mask is None:
-        mask = SequenceMask(is_causal=is_causal)
-    elif is_causal:
-        raise ValueError(f"{_OP}: mask and is_causal=True exclude each other")
-    options = {
+    scoring: dict[str, Any] = {
         "scale": scale,
         "enable_gqa": enable_gqa,
         "softcap": softcap,
@@ -83,76 +79,85 @@ def attend_sequence(
         "bias": bias,
         "dropout_p": dropout_p,
     }
-    related = mask.relates_positions
-    if related and query.shape[2] != key.shape[2]:
+    if region.holds_none and torch.compiler.is_dynamo_compiling():
+        more = {"is_causal": is_causal, "score_mod": score_mod}
+        return outside_graph_if_empty()(  # type: ignore[no-any-return]
+            attend_sequence, region, query, key, value, mask, **scoring, **more
+        )
+    if mask is None:
+        mask = _CAUSAL if is_causal else _EVERY_KEY
+    elif is_causal:
+        raise ValueError(f"{_OP}: mask and is_causal=True exclude each other")
+    if score_mod is None:
+        score_mod = mask.score_mod
+    if mask.relates_positions and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"{_OP}: query has {query.shape[2]} rows and key {key.shape[2]}: causal masks, windows "
             "and documents require equal lengths"
         )
-
     if not region.of_samples and not region.holds_none:
-        return _attend_batch(_Call(region, query, key, value, mask, options), related)
+        tensors = query, key, value
+        return _attend(_Call(region, tensors, mask, score_mod, scoring, torch_flex))
 
-    def attend(
-        own: ParallelRegion, index: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        own_mask = mask if index is None else mask.sample(index)
-        return _attend_batch(_Call(own, q, k, v, own_mask, options), related)
+    def attend(own: ParallelRegion, index: int | None, *tensors: torch.Tensor) -> Attended:
+        modifiers = mask, score_mod
+        if index is not None:
+            modifiers = mask.sample(index), of_sample(score_mod, index, score=True)
+        return _attend(_Call(own, tensors, *modifiers, scoring, torch_flex))
 
-    def attend_all(*tensors: torch.Tensor) -> torch.Tensor:
-        return by_sample(_OP, region, tensors, attend)
+    def attend_all(*tensors: torch.Tensor) -> Attended:
+        return _by_sample(region, tensors, attend)
 
     return without_padding(region, attend_all, 2, query, key, value)
 
 
 class _Call(NamedTuple):
     region: ParallelRegion
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
     mask: SequenceMask
-    options: dict[str, Any]
+    score_mod: Modifier | None
+    scoring: dict[str, Any]
+    torch_flex: Callable[..., Any]
 
 
-def by_sample(
-    op: str,
-    region: ParallelRegion,
-    tensors: tuple[torch.Tensor, ...],
-    attend: Callable[..., torch.Tensor],
-) -> torch.Tensor:
+def _by_sample(
+    region: ParallelRegion, tensors: tuple[torch.Tensor, ...], attend: Callable[..., Attended]
+) -> Attended:
     """Calls `attend(region, index, *tensors)` for each sample if samples have separate layouts.
 
     If they share a layout, calls it once for all, with None as the index.
     """
-    balancers = region.of_samples
+    balancers, query = region.of_samples, tensors[0]
     if not balancers:
         return attend(region, None, *tensors)
-    query = tensors[0]
     for balancer in balancers:
         if len(balancer.samples) != query.shape[0]:
             raise ValueError(
-                f"{op}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
+                f"{_OP}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
                 f"{balancer} is for {len(balancer.samples)}"
             )
-    return torch.cat(
-        [
+    outs, lses = zip(
+        *(
             attend(region.of_sample(b), b, *(tensor[b : b + 1] for tensor in tensors))
             for b in range(query.shape[0])
-        ]
+        ),
+        strict=True,
     )
+    return torch.cat(outs), None if None in lses else torch.cat(lses)
 
 
-def _attend_batch(call: _Call, related: bool) -> torch.Tensor:
-    """Attends in one layout; `related`: whether the mask relates positions of queries and keys."""
-    region, query, key, value, mask, options = call
-    if mask.mask_mod is not None:
-        return _by_tiles(call)
-    dropout_p = options["dropout_p"]
-    ordered = related or mask.key_mask is not None or options["bias"] is not None or dropout_p > 0
+def _attend(call: _Call) -> Attended:
+    """Attends in one layout: by one op if options say all of the mask, else by functions."""
+    if call.mask.is_function or call.score_mod is not None:
+        return _by_functions(call)
+    region, (query, key, value), mask, _, scoring, _ = call
+    dropout_p = scoring["dropout_p"]
+    ordered = mask.relates_positions or mask.key_mask is not None
+    ordered = ordered or scoring["bias"] is not None or dropout_p > 0
     layouts = region.layouts_in_graph(query.device)
     spread: dict[str, Any] = {"load_balancer": layouts}
     if layouts is None:
-        queries, keys = flex.spread(region, query, key, ordered=ordered)
+        queries, keys = _spread(region, query, key, ordered=ordered)
         spread = {"load_balancer": keys}
         if ordered and queries is not keys and queries != keys:
             spread["query_load_balancer"] = queries
@@ -164,90 +169,87 @@ def _attend_batch(call: _Call, related: bool) -> torch.Tensor:
         **mask.arguments(),
         method=region.method,
         dropout_seed=seed_of_attention(region, query.device) if dropout_p > 0 else None,
-        **options,
+        **scoring,
         **spread,
+        return_lse=True,
     )
 
 
-def _by_tiles(call: _Call) -> torch.Tensor:
-    """Attends with a mask that is a function of positions."""
-    region, query, key, value, mask, options = call
+def rows_of(tensor: torch.Tensor) -> int:
+    """Returns how many positions of a query or key this rank holds, also of a DTensor."""
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).shape[2]
+
+
+def _spread(
+    region: ParallelRegion, query: torch.Tensor, key: torch.Tensor, *, ordered: bool
+) -> tuple[LoadBalancer, LoadBalancer | None]:
+    """Returns the layouts of queries and keys; `ordered`: the result depends on the keys' order."""
+    local = rows_of(query), rows_of(key)
+    if region.even and len(region.balancers) == 1 and local[0] == local[1]:
+        return region.balancers[0], region.balancers[0]
+    return region.layout(local[0]), region.layout_of_keys(*local, ordered=ordered)
+
+
+def _by_functions(call: _Call) -> Attended:
+    """Attends with a mask or scores that are functions of positions, tile by tile."""
+    region, tensors, mask, score_mod, scoring, torch_flex = call
+    query, key, value = tensors
+    if any(is_dtensor(tensor) for tensor in tensors):
+        raise NotImplementedError(
+            f"{_OP}: DTensors with a tensor or function as mask, or a score_mod, are not supported "
+            "within context_parallel: pass this rank's parts (to_local())"
+        )
+    if score_mod is not None and scoring["dropout_p"]:
+        raise NotImplementedError(
+            f"{_OP}: dropout_p={scoring['dropout_p']} with a score_mod or a floating attn_mask "
+            "within context_parallel is not supported: use 0.0, or a mask of bool"
+        )
     if region.layouts_in_graph(query.device) is not None:
-        return _in_graph(call)
-    if not flex.in_tiles(query.device):
-        return _by_torch(call)
-    queries, keys = flex.spread(region, query, key)
-    out, _ = flex_all_gather_attention(
+        # Imported here because it loads Dynamo.
+        from symm_cp.context_parallel.flex_trace import flex_in_graph
+
+        options, score_mod, sinks = _as_functions(call)
+        out, lse = flex_in_graph(region, query, key, value, mask, score_mod, **options)
+        return _with_sinks(out, lse, sinks)
+    queries, known = _spread(region, query, key, ordered=True)
+    keys = known or Sequential(key.shape[2] * region.world_size, region.world_size)
+    if not gathered_keys.in_tiles(query.device):
+        options, score_mod, sinks = _as_functions(call)
+        out, lse = gathered_keys.attend_gathered(
+            region, (query, key, value), (queries, keys), mask, score_mod, torch_flex, **options
+        )
+        return _with_sinks(out, lse, sinks)
+    return flex_all_gather_attention(
         query,
         key,
         value,
         group=resolve(region.group),
         layout=queries.layout,
         kv_layout=keys.layout,
-        mask_mod=mask.as_mask_mod(),
-        method=region.method,
-        dropout_seed=seed_of_attention(region, query.device) if options["dropout_p"] > 0 else None,
-        **options,
-    )
-    return out
-
-
-def _in_graph(call: _Call) -> torch.Tensor:
-    """Attends with a mask that is a function of positions, as one op in the graph."""
-    region, query, key, value, mask, options = call
-    # Imported here because it loads Dynamo.
-    from symm_cp.context_parallel.flex_trace import flex_in_graph
-
-    options, score_mod, sinks = _by_functions(options, region.whole_length(query.shape[2]))
-    mask_mod = mask.as_mask_mod()
-    out, lse = flex_in_graph(
-        region, query, key, value, score_mod, mask_mod=mask_mod, return_lse=True, **options
-    )
-    return _with_sinks(out, lse, sinks)
-
-
-def _by_torch(call: _Call) -> torch.Tensor:
-    """Attends with a mask that is a function of positions, by torch's kernels to gathered keys."""
-    region, query, key, value, mask, options = call
-    options, score_mod, sinks = _by_functions(options, region.whole_length(query.shape[2]))
-    queries, keys = flex.spread(region, query, key)
-    lengths = (queries.seq_length, keys.seq_length)
-    blocks = _blocks_of.get(mask)
-    if blocks is None or tuple(blocks.seq_lengths) != lengths:
-        blocks = _blocks_of[mask] = create_block_mask(
-            mask.as_mask_mod(), query.shape[0], None, *lengths, device=query.device
-        )
-    out, more = flex.attend_over(
-        region,
-        query,
-        key,
-        value,
+        mask_mod=mask.as_mask_mod() if mask.is_function else None,
+        block_mask=mask.whole_blocks,
         score_mod=score_mod,
-        block_mask=blocks,
-        return_aux=AuxRequest(lse=True),
-        **options,
+        method=region.method,
+        dropout_seed=seed_of_attention(region, query.device) if scoring["dropout_p"] > 0 else None,
+        **scoring,
     )
-    return _with_sinks(out, more.lse, sinks)
 
 
-# All layers of a model share a few masks.
-_blocks_of: weakref.WeakKeyDictionary[SequenceMask, BlockMask] = weakref.WeakKeyDictionary()
-
-
-def _by_functions(
-    options: dict[str, Any], queries: int
-) -> tuple[dict[str, Any], Callable[..., torch.Tensor] | None, torch.Tensor | None]:
-    """Returns options for `flex_attention`, with soft cap and bias as `score_mod`, and the sinks.
-
-    `queries` is the number of queries in the whole sequence.
-    """
+def _as_functions(
+    call: _Call,
+) -> tuple[dict[str, Any], Modifier | None, torch.Tensor | None]:
+    """Returns options of `flex_attention`, soft cap and bias as a `score_mod`, and the sinks."""
+    options = call.scoring
     if options["dropout_p"]:
         raise NotImplementedError(
             f"{_OP}: dropout_p is not supported with a mask that only a function describes, in "
             "compiled code and on GPUs"
         )
     softcap, bias = options["softcap"], options["bias"]
-    zero = queries - 1
+    rest = {"scale": options["scale"], "enable_gqa": options["enable_gqa"]}
+    if softcap is None and bias is None:
+        return rest, call.score_mod, options["sinks"]
+    zero = 0 if bias is None else call.region.whole_length(call.tensors[0].shape[2]) - 1
 
     def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -258,15 +260,16 @@ def _by_functions(
     def both(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap) + bias[h, kv - q + zero]
 
-    by_bias = None if bias is None else biased
-    by_both = capped if bias is None else both
-    rest = {"scale": options["scale"], "enable_gqa": options["enable_gqa"]}
-    return rest, by_bias if softcap is None else by_both, options["sinks"]
+    with_bias = biased if softcap is None else both
+    return rest, capped if bias is None else with_bias, options["sinks"]
 
 
-def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def _with_sinks(
+    out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None
+) -> Attended:
     """Adds a key without a value to each row, which only takes a share of the weights."""
-    if sinks is None:
-        return out
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return out * share.unsqueeze(-1).to(out.dtype)
+    if sinks is None or lse is None:
+        return out, lse
+    of_rows = sinks.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - of_rows)
+    return out * share.unsqueeze(-1).to(out.dtype), torch.logaddexp(lse, of_rows)

@@ -1,7 +1,7 @@
 """Masks of a sequence that is spread over ranks, described by positions in the whole sequence.
 
 Shapes: B samples, S positions of the whole sequence, S_k positions of a sequence of keys. A
-`SequenceMask` holds no matrix, only the options of attention ops, and a function for the rest.
+`SequenceMask` has the options of attention ops, and says the rest of a mask by a function.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
+from symm_cp.context_parallel.block_mask import blocks_of_sample
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.ops.attention.flex.mask import Modifier
 from symm_cp.ops.attention.layouts import encoded
-from symm_cp.ops.attention.masks import MaskOptions
+from symm_cp.ops.attention.masks import MaskOptions, row_of
 
 _NO_MATRIX = (
     "context_parallel: a model uses {!r} of its attention mask, which is not a matrix within "
@@ -25,10 +27,15 @@ _NO_MATRIX = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceMask(MaskOptions):
-    """Which keys a query sees: all keys that every option and `mask_mod` allow."""
+    """Which keys a query sees: all keys that every option, and the rest of the mask, allow."""
 
     #: The rest of the mask, evaluated tile by tile.
     mask_mod: Modifier | None = None
+    #: The rest of the mask as blocks of the whole sequence, or as those of this rank's queries.
+    block_mask: BlockMask | None = None
+    #: The rest of the mask as a matrix of bool, or as numbers that are added to scores:
+    #: (B or 1, H or 1, S, S_k).
+    matrix: torch.Tensor | None = None
     #: The region that made the mask: attention that a checkpoint recomputes outside of the region
     #: finds it here.
     region: ParallelRegion | None = None
@@ -55,26 +62,79 @@ class SequenceMask(MaskOptions):
         """Raises like `__getattr__`."""
         raise NotImplementedError(_NO_MATRIX.format("[...]"))
 
+    @property
+    def is_function(self) -> bool:
+        """Whether the mask is more than its options say."""
+        by_matrix = self.matrix is not None and self.score_mod is None
+        return by_matrix or self.mask_mod is not None or self.block_mask is not None
+
+    @property
+    def whole_blocks(self) -> BlockMask | None:
+        """The block mask of the whole sequence, also if `block_mask` was cut from it."""
+        return getattr(self.block_mask, "symm_cp_global", self.block_mask)
+
+    @property
+    def score_mod(self) -> Modifier | None:
+        """Adds a floating `matrix` to the scores."""
+        if self.matrix is None or self.matrix.dtype == torch.bool:
+            return None
+        entry = self._entry
+
+        def biased(score: torch.Tensor, *indices: Any) -> torch.Tensor:
+            return score + entry(*indices)
+
+        return biased
+
+    def _entry(self, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+        matrix = self.matrix
+        assert matrix is not None
+        batch, heads = matrix.shape[:2]  # a size of 1 applies to all
+        return matrix[b.clamp(max=batch - 1), h.clamp(max=heads - 1), q, kv]
+
     def sample(self, index: int) -> SequenceMask:
         """Returns the mask of one sample of the batch."""
-        mask_mod = self.mask_mod
-
-        def own(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> Any:
-            assert mask_mod is not None
-            return mask_mod(b + index, h, q, kv)
-
-        return replace(super().sample(index), mask_mod=None if mask_mod is None else own)
+        blocks, matrix = self.whole_blocks, self.matrix
+        return replace(
+            super().sample(index),
+            mask_mod=of_sample(self.mask_mod, index),
+            block_mask=None if blocks is None else blocks_of_sample(blocks, index),
+            matrix=None if matrix is None else row_of(matrix, index),
+        )
 
     def as_mask_mod(self) -> Modifier:
         """Returns the whole mask as one function of sample, head, query and key indices."""
-        by_options, mask_mod = super().as_mask_mod(), self.mask_mod
-        if mask_mod is None:
-            return by_options
+        parts = [] if self.mask_mod is None else [self.mask_mod]
+        if self.whole_blocks is not None:
+            parts.append(self.whole_blocks.mask_mod)
+        if self.matrix is not None and self.matrix.dtype == torch.bool:
+            parts.append(self._entry)
+        if self.is_given or not parts:
+            parts.append(super().as_mask_mod())
+        first, *others = parts
+        if not others:
+            return first
 
         def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> Any:
-            return by_options(b, h, q, kv) & mask_mod(b, h, q, kv)
+            seen = first(b, h, q, kv)
+            for other in others:
+                seen = seen & other(b, h, q, kv)
+            return seen
 
         return visible
+
+
+def of_sample(modifier: Modifier | None, sample: int, *, score: bool = False) -> Modifier | None:
+    """Returns a `mask_mod`, or a `score_mod`, for one sample of the batch."""
+    if modifier is None:
+        return None
+
+    def of_score(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return modifier(score, b + sample, h, q, kv)
+
+    def of_mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return modifier(b + sample, h, q, kv)
+
+    return of_score if score else of_mask
 
 
 def runs(*ids: torch.Tensor) -> torch.Tensor:

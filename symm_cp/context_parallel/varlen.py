@@ -20,7 +20,7 @@ import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.context_parallel.attention import all_gather_attention, is_dtensor
-from symm_cp.context_parallel.flex import in_tiles
+from symm_cp.context_parallel.gathered_keys import in_tiles
 from symm_cp.context_parallel.guards import constant_when_traced
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion, with_padding

@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import (
 )
 
 from symm_cp.context_parallel import block_mask as module
-from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.block_mask import local_block_mask, local_score_mod
+from symm_cp.context_parallel.gathered_keys import _own_blocks
 from symm_cp.context_parallel.load_balancers import (
     HeadTail,
     LoadBalancer,
@@ -27,6 +27,7 @@ from symm_cp.context_parallel.load_balancers import (
     ProcessingTimeRoundRobin,
     Sequential,
 )
+from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.ops.attention.flex.mask import AREA, EMPTY, FULL, PARTIAL, block_states
 from symm_cp.schedule.layout import SequenceLayout
 from tests.cuda.simulated import simulation
@@ -286,12 +287,17 @@ def test_a_mask_that_was_cut_before_is_not_cut_again() -> None:
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, "cpu", (16, 16))
     balancer = HeadTail(64, 2)
     given = local_block_mask(mask, balancer, 1)
+
+    def own(blocks: BlockMask) -> BlockMask | None:
+        of_rank_1 = balancer, balancer, 1, torch.device("cpu")
+        return _own_blocks(SequenceMask(block_mask=blocks), 1, *of_rank_1)
+
     with simulation(graph=True):  # in which the host must not wait
-        assert flex._cut(given, mask, balancer, balancer, 1) is given
+        assert own(given) is given
         for wrong in (mask, local_block_mask(mask, balancer, 0)):
             with pytest.raises(RuntimeError, match="cannot be cut while a CUDA graph is captured"):
-                flex._cut(wrong, mask, balancer, balancer, 1)
-    assert flex._cut(mask, mask, balancer, balancer, 1) is not given
+                own(wrong)
+    assert own(mask) is not given
 
 
 def test_local_masks_are_made_on_the_device() -> None:

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import symm_cp
-from symm_cp.context_parallel import flex
+from symm_cp.context_parallel import gathered_keys
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import CLOSE, Tensors, assert_all_close, mesh_of, whole
 from tests.exhaustive import some
@@ -185,7 +185,7 @@ def over_gathered_keys(group: dist.ProcessGroup, length: int, seed: int) -> None
         rows = balancer.positions(group.rank())
         parts = [t[:, :, rows].requires_grad_() for t in given[:3]]
         with (
-            unittest.mock.patch.object(flex, "in_tiles", return_value=False),
+            unittest.mock.patch.object(gathered_keys, "in_tiles", return_value=False),
             symm_cp.context_parallel(mesh_of(group), load_balancer=balancer),
         ):
             for scores in (False, True):

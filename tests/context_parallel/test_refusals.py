@@ -29,7 +29,7 @@ def calls(mesh: Any) -> dict[str, tuple[Call, str]]:
     sharded = DTensor.from_local(q, mesh, [Shard(2)])
     crossed = DTensor.from_local(q, mesh, [Shard(1)])
     x = torch.randn(1, 8 * mesh.size())
-    whole = torch.ones(8 * mesh.size(), 8 * mesh.size(), dtype=torch.bool)
+    whole = torch.ones(8 * mesh.size(), 8 * mesh.size())
 
     def sdpa(**options: Any) -> object:
         with symm_cp.context_parallel(mesh):
@@ -58,7 +58,7 @@ def calls(mesh: Any) -> dict[str, tuple[Call, str]]:
     return {
         "dropout": (
             lambda bad: sdpa(dropout_p=0.1 * bad, attn_mask=whole if bad else None),
-            "with an attn_mask within context_parallel",
+            "a floating attn_mask within context_parallel",
         ),
         "mask": (lambda bad: sdpa(attn_mask=q[0, 0] if bad else None), "attn_mask of shape"),
         "flex": (flex, "max_scores within context_parallel"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import symm_cp
 from symm_cp.testing import Ranks
@@ -35,8 +37,15 @@ def layouts_of_samples(group: dist.ProcessGroup, seed: int) -> None:
     def mine(tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([part[:, own] for part, own in zip(tensor, rows, strict=True)])
 
-    for attn_mask, causal in ((mask, False), (mask[1, 0], False), (None, True)):
-        expected = attended(q, k, v, grad, attn_mask, causal)
+    ids = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in documents])
+
+    def same_document(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (ids[b, i] == ids[b, j]) & (i >= j)
+
+    blocks = create_block_mask(same_document, 3, None, length, length, "cpu", BLOCK_SIZE=16)
+    for attn_mask, causal in ((mask, False), (mask[1, 0], False), (None, True), (blocks, False)):
+        dense = mask if attn_mask is blocks else attn_mask
+        expected = attended(q, k, v, grad, dense, causal)
         buffers = [t.clone() for t in (q, k, v, grad)]
         with symm_cp.context_parallel(
             mesh, buffers=buffers, buffer_seq_dims=[2] * 4, load_balancer=balancer
@@ -62,11 +71,15 @@ def attended(
     k: torch.Tensor,
     v: torch.Tensor,
     grad: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: torch.Tensor | BlockMask | None,
     causal: bool,
 ) -> list[torch.Tensor]:
     inputs = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    out = F.scaled_dot_product_attention(*inputs, mask, is_causal=causal)
+    if isinstance(mask, BlockMask):
+        out = flex_attention(*inputs, block_mask=mask)
+    else:
+        out = F.scaled_dot_product_attention(*inputs, mask, is_causal=causal)
+    assert isinstance(out, torch.Tensor)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
@@ -86,8 +99,6 @@ def refuses_layouts_of_samples(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match="has no batch of 2 samples in dimension 0"):
             symm_cp.context_parallel_shard(mesh, [x], [dim], balancer)
     with symm_cp.context_parallel(mesh, load_balancer=balancer):
-        with pytest.raises(NotImplementedError, match=r"flex_attention: PerDoc.*for each sample"):
-            flex_attention(q, q, q)
         with pytest.raises(ValueError, match="has 1 samples, PerDocument"):
             F.scaled_dot_product_attention(q[:1], q[:1], q[:1])
         F.scaled_dot_product_attention(q, q, q, is_causal=True)

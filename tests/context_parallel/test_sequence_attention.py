@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import symm_cp
-from symm_cp.context_parallel import flex
+from symm_cp.context_parallel import gathered_keys
 from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.context_parallel.hooks import entered
-from symm_cp.context_parallel.region import ParallelRegion, region_over
+from symm_cp.context_parallel.region import region_over
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.ops.attention.flex.mask import evaluate
@@ -97,7 +97,7 @@ def attends(group: dist.ProcessGroup, layout: str, length: int, seed: int) -> No
                 for each in (parts, tensors):
                     each.append(sinks.clone().requires_grad_())
             features: dict[str, Any] = {"softcap": softcap}
-            got = attend_sequence(
+            got, _ = attend_sequence(
                 region, *parts[:3], mask, enable_gqa=True, sinks=(*parts, None)[3], **features
             )
             want = dense(tensors[:3], mask, sinks=(*tensors, None)[3], **features)
@@ -129,10 +129,6 @@ def test_forward_and_backward(ranks: Ranks, world_size: int, layout: str, length
     ranks.run(world_size, attends, layout, length, int(torch.randint(1 << 30, ())))
 
 
-def uncompiled(region: ParallelRegion, *args: Any, **kwargs: Any) -> Any:
-    return flex._attend_within(region, flex.original, *args, **kwargs)
-
-
 def by_torch(group: dist.ProcessGroup, seed: int) -> None:
     torch.manual_seed(seed)
     length = 40
@@ -141,15 +137,13 @@ def by_torch(group: dist.ProcessGroup, seed: int) -> None:
     rows = balancer.positions(group.rank())
     region = region_over(mesh_of(group), balancer)
     sinks = torch.randn(HEADS, dtype=torch.float64)
-    with (
-        unittest.mock.patch.object(flex, "in_tiles", return_value=False),
-        unittest.mock.patch.object(flex, "attend_over", uncompiled),
-    ):
+    with unittest.mock.patch.object(gathered_keys, "in_tiles", return_value=False):
         for mask in masks(length)[-2:]:
             parts = [t[:, :, rows] for t in given[:3]]
             bias = torch.randn(HEADS, 2 * length - 1, dtype=torch.float64)
             features: dict[str, Any] = {"softcap": 2.0, "sinks": sinks, "bias": bias}
-            got = attend_sequence(region, *parts, mask, enable_gqa=True, **features)
+            options = {"enable_gqa": True, "torch_flex": gathered_keys.original}
+            got, _ = attend_sequence(region, *parts, mask, **options, **features)
             torch.testing.assert_close(got, dense(given[:3], mask, **features)[:, :, rows], **CLOSE)
             with pytest.raises(NotImplementedError, match="dropout_p is not supported"):
                 attend_sequence(region, *parts, mask, enable_gqa=True, dropout_p=0.5)
@@ -180,7 +174,8 @@ def compiled(group: dist.ProcessGroup, seed: int, softcap: float | None) -> None
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         within = current_region()
         assert within is not None
-        return attend_sequence(within[0], q, k, v, mask, enable_gqa=True, softcap=softcap, bias=b)
+        options = {"enable_gqa": True, "softcap": softcap, "bias": b}
+        return attend_sequence(within[0], q, k, v, mask, **options)[0]
 
     with symm_cp.context_parallel(mesh_of(group), load_balancer=balancer):
         got = attend(*parts)
@@ -211,7 +206,9 @@ def dropped(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
     for mask in (SequenceMask(is_causal=True), SequenceMask(mask_mod=by_head)):
         torch.manual_seed(seed)
         with entered(region):
-            out = attend_sequence(region, *(t[:, :, rows] for t in given[:3]), mask, dropout_p=0.5)
+            out, _ = attend_sequence(
+                region, *(t[:, :, rows] for t in given[:3]), mask, dropout_p=0.5
+            )
         outs += symm_cp.context_parallel_unshard(mesh_of(group), [out], [2], balancer)
     torch.manual_seed(seed)
     parts = [t[:, :, rows].requires_grad_() for t in given[:3]]

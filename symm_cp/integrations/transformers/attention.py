@@ -164,7 +164,8 @@ def _attend(
     if isinstance(mask, SequenceMask):
         if documents is not None:
             mask = _with_documents(mask, documents, kwargs.get("cu_seq_lens_k"), tensors[0])
-        return attend_sequence(region, *tensors, mask, **options)
+        out, _ = attend_sequence(region, *tensors, mask, **options)
+        return out
     return _attend_given(region, name, tensors, mask, options)
 
 

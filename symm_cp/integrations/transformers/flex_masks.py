@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionMaskInterface, masking_utils
 
-from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.flex_hook import spread_region
+from symm_cp.context_parallel.gathered_keys import in_tiles
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
@@ -74,7 +74,7 @@ def _as_blocks(
 ) -> BlockMask:
     """Converts a mask of the whole sequence to a `BlockMask`."""
     lengths = region.whole_length(local[0]), region.whole_length_of_keys(*local)
-    if not flex.in_tiles(device):
+    if not in_tiles(device):
         return create_block_mask(
             mask.as_mask_mod(), batch_size, None, *lengths, device=device, _compile=True
         )

@@ -94,6 +94,11 @@ class MaskOptions:
             and self.document_ids is None
         )
 
+    @property
+    def is_given(self) -> bool:
+        """Whether any option hides a key."""
+        return self.relates_positions or self.key_mask is not None
+
     def arguments(self) -> dict[str, Any]:
         """Returns the options of the mask as `all_gather_attention` takes them."""
         options: dict[str, Any] = {}
@@ -105,7 +110,7 @@ class MaskOptions:
     def sample(self, index: int) -> Self:
         """Returns the options of one sample of the batch."""
         names = ("document_ids", "key_mask", "prefix_lengths")
-        rows: dict[str, Any] = {name: _row(getattr(self, name), index) for name in names}
+        rows: dict[str, Any] = {name: row_of(getattr(self, name), index) for name in names}
         return replace(self, **rows)
 
     def as_mask_mod(self) -> Callable[..., torch.Tensor]:
@@ -134,7 +139,8 @@ class MaskOptions:
         return visible
 
 
-def _row(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
+def row_of(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
+    """Returns one sample's row of a tensor with a row for each sample, or one for all."""
     return tensor if tensor is None or len(tensor) == 1 else tensor[index : index + 1]
 
 

@@ -46,7 +46,7 @@ def _attend(torch_flex: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return reporting_to_peers(region.peers, attend_within, region, torch_flex, *args, **kwargs)
 
 
-@names_op(FLEX, instead_of="attend_sequence")
+@names_op(FLEX)
 def attend_within(
     region: ParallelRegion,
     torch_flex: Callable[..., Any],
@@ -77,11 +77,12 @@ def attend_within(
     if kernel_options is not None:
         torch_flex = functools.partial(torch_flex, kernel_options=kernel_options)
     out, lse = attend_sequence(
+        FLEX,
         region,
         query,
         key,
         value,
-        None if block_mask is None else _mask_of(region, block_mask, rows_of(query), rows_of(key)),
+        None if block_mask is None else mask_of(region, block_mask, query, key),
         score_mod=score_mod,
         scale=scale,
         enable_gqa=enable_gqa,
@@ -92,8 +93,10 @@ def attend_within(
     return (out, lse) if return_lse else out
 
 
-def _mask_of(region: ParallelRegion, block_mask: BlockMask, rows: int, keys: int) -> SequenceMask:
-    """Returns the mask of the whole sequence, of which this rank holds `rows` and `keys`.
+def mask_of(
+    region: ParallelRegion, block_mask: BlockMask, query: torch.Tensor, key: torch.Tensor
+) -> SequenceMask:
+    """Returns the mask of the whole sequence; query and key are parts of it.
 
     Masks that transformers makes for this rank's part are used for the whole if they depend on
     positions alone.
@@ -101,6 +104,7 @@ def _mask_of(region: ParallelRegion, block_mask: BlockMask, rows: int, keys: int
     mask = SequenceMask(block_mask=block_mask)
     if torch.compiler.is_dynamo_compiling():  # the op compares lengths
         return mask
+    rows, keys = rows_of(query), rows_of(key)
     blocks, mask_mod = whole_mask(
         mask.whole_blocks,
         local=(rows, keys),

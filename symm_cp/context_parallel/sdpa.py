@@ -20,7 +20,7 @@ def attend(region: ParallelRegion, *args: Any, **kwargs: Any) -> torch.Tensor:
     return reporting_to_peers(region.peers, _attend, region, *args, **kwargs)
 
 
-@names_op(SDPA, instead_of="attend_sequence")
+@names_op(SDPA)
 def _attend(
     region: ParallelRegion,
     query: torch.Tensor,
@@ -46,8 +46,9 @@ def _attend(
     if attn_mask is not None:
         if is_causal:
             raise ValueError(f"{SDPA}: attn_mask and is_causal=True exclude each other")
-        mask = _mask_of(region, attn_mask, rows_of(query), rows_of(key))
+        mask = mask_of(region, attn_mask, query, key)
     out, _ = attend_sequence(
+        SDPA,
         region,
         query,
         key,
@@ -61,8 +62,11 @@ def _attend(
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
 
-def _mask_of(region: ParallelRegion, attn_mask: torch.Tensor, rows: int, keys: int) -> SequenceMask:
-    """Checks an `attn_mask` of the whole sequence, of which this rank holds `rows` and `keys`."""
+def mask_of(
+    region: ParallelRegion, attn_mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> SequenceMask:
+    """Checks and returns an `attn_mask` of the whole sequence; query and key are parts of it."""
+    rows, keys = rows_of(query), rows_of(key)
     lengths = region.whole_length(rows), region.whole_length_of_keys(rows, keys)
     if attn_mask.dim() > 4 or tuple(attn_mask.shape[-2:]) != lengths:
         raise NotImplementedError(

@@ -25,7 +25,6 @@ from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.mask import Modifier
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 
-_OP = "attend_sequence"
 _EVERY_KEY, _CAUSAL = SequenceMask(), SequenceMask(is_causal=True)
 
 #: The output and its log-sum-exp; torch's kernels return none for a mask that is a matrix.
@@ -33,6 +32,7 @@ Attended: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def attend_sequence(
+    op: str,
     region: ParallelRegion,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -52,6 +52,7 @@ def attend_sequence(
     """Attends to the whole sequence from this rank's part of it. Collective.
 
     Args:
+        op: what the user called, for errors.
         region: gives the group, and how the sequence is spread.
         query: (B, H, S_q, E), this rank's part.
         key, value: (B, G, S_k, E) and (B, G, S_k, V). Keys may be of another sequence.
@@ -82,36 +83,37 @@ def attend_sequence(
     if region.holds_none and torch.compiler.is_dynamo_compiling():
         more = {"is_causal": is_causal, "score_mod": score_mod}
         return outside_graph_if_empty()(  # type: ignore[no-any-return]
-            attend_sequence, region, query, key, value, mask, **scoring, **more
+            attend_sequence, op, region, query, key, value, mask, **scoring, **more
         )
     if mask is None:
         mask = _CAUSAL if is_causal else _EVERY_KEY
     elif is_causal:
-        raise ValueError(f"{_OP}: mask and is_causal=True exclude each other")
-    if score_mod is None:
+        raise ValueError(f"{op}: mask and is_causal=True exclude each other")
+    if score_mod is None and mask.matrix is not None:
         score_mod = mask.score_mod
     if mask.relates_positions and query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"{_OP}: query has {query.shape[2]} rows and key {key.shape[2]}: causal masks, windows "
+            f"{op}: query has {query.shape[2]} rows and key {key.shape[2]}: causal masks, windows "
             "and documents require equal lengths"
         )
     if not region.of_samples and not region.holds_none:
         tensors = query, key, value
-        return _attend(_Call(region, tensors, mask, score_mod, scoring, torch_flex))
+        return _attend(_Call(op, region, tensors, mask, score_mod, scoring, torch_flex))
 
     def attend(own: ParallelRegion, index: int | None, *tensors: torch.Tensor) -> Attended:
         modifiers = mask, score_mod
         if index is not None:
             modifiers = mask.sample(index), of_sample(score_mod, index, score=True)
-        return _attend(_Call(own, tensors, *modifiers, scoring, torch_flex))
+        return _attend(_Call(op, own, tensors, *modifiers, scoring, torch_flex))
 
     def attend_all(*tensors: torch.Tensor) -> Attended:
-        return _by_sample(region, tensors, attend)
+        return _by_sample(op, region, tensors, attend)
 
     return without_padding(region, attend_all, 2, query, key, value)
 
 
 class _Call(NamedTuple):
+    op: str
     region: ParallelRegion
     tensors: tuple[torch.Tensor, ...]
     mask: SequenceMask
@@ -121,7 +123,10 @@ class _Call(NamedTuple):
 
 
 def _by_sample(
-    region: ParallelRegion, tensors: tuple[torch.Tensor, ...], attend: Callable[..., Attended]
+    op: str,
+    region: ParallelRegion,
+    tensors: tuple[torch.Tensor, ...],
+    attend: Callable[..., Attended],
 ) -> Attended:
     """Calls `attend(region, index, *tensors)` for each sample if samples have separate layouts.
 
@@ -133,7 +138,7 @@ def _by_sample(
     for balancer in balancers:
         if len(balancer.samples) != query.shape[0]:
             raise ValueError(
-                f"{_OP}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
+                f"{op}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
                 f"{balancer} is for {len(balancer.samples)}"
             )
     outs, lses = zip(
@@ -148,9 +153,11 @@ def _by_sample(
 
 def _attend(call: _Call) -> Attended:
     """Attends in one layout: by one op if options say all of the mask, else by functions."""
-    if call.mask.is_function or call.score_mod is not None:
+    _, region, (query, key, value), mask, score_mod, scoring, _ = call
+    # `mask.is_function`, without a call: this runs in each layer.
+    by_options = mask.mask_mod is None and mask.block_mask is None and mask.matrix is None
+    if score_mod is not None or not by_options:
         return _by_functions(call)
-    region, (query, key, value), mask, _, scoring, _ = call
     dropout_p = scoring["dropout_p"]
     ordered = mask.relates_positions or mask.key_mask is not None
     ordered = ordered or scoring["bias"] is not None or dropout_p > 0
@@ -184,25 +191,26 @@ def _spread(
     region: ParallelRegion, query: torch.Tensor, key: torch.Tensor, *, ordered: bool
 ) -> tuple[LoadBalancer, LoadBalancer | None]:
     """Returns the layouts of queries and keys; `ordered`: the result depends on the keys' order."""
-    local = rows_of(query), rows_of(key)
-    if region.even and len(region.balancers) == 1 and local[0] == local[1]:
+    if region.even and len(region.balancers) == 1 and query.shape[2] == key.shape[2]:
         return region.balancers[0], region.balancers[0]
+    local = rows_of(query), rows_of(key)
     return region.layout(local[0]), region.layout_of_keys(*local, ordered=ordered)
 
 
 def _by_functions(call: _Call) -> Attended:
     """Attends with a mask or scores that are functions of positions, tile by tile."""
-    region, tensors, mask, score_mod, scoring, torch_flex = call
+    op, region, tensors, mask, score_mod, scoring, torch_flex = call
     query, key, value = tensors
     if any(is_dtensor(tensor) for tensor in tensors):
         raise NotImplementedError(
-            f"{_OP}: DTensors with a tensor or function as mask, or a score_mod, are not supported "
+            f"{op}: DTensors with a tensor or function as mask, or a score_mod, are not supported "
             "within context_parallel: pass this rank's parts (to_local())"
         )
-    if score_mod is not None and scoring["dropout_p"]:
+    changes = [n for n in ("softcap", "bias", "dropout_p") if scoring[n] not in (None, 0.0)]
+    if score_mod is not None and changes:
         raise NotImplementedError(
-            f"{_OP}: dropout_p={scoring['dropout_p']} with a score_mod or a floating attn_mask "
-            "within context_parallel is not supported: use 0.0, or a mask of bool"
+            f"{op}: {changes[0]} with a score_mod or a floating attn_mask within context_parallel "
+            "is not supported: use a mask of bool"
         )
     if region.layouts_in_graph(query.device) is not None:
         # Imported here because it loads Dynamo.
@@ -242,7 +250,7 @@ def _as_functions(
     options = call.scoring
     if options["dropout_p"]:
         raise NotImplementedError(
-            f"{_OP}: dropout_p is not supported with a mask that only a function describes, in "
+            f"{call.op}: dropout_p is not supported with a mask that only a function describes, in "
             "compiled code and on GPUs"
         )
     softcap, bias = options["softcap"], options["bias"]

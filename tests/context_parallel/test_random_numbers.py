@@ -259,7 +259,7 @@ def seeded_otherwise(group: dist.ProcessGroup) -> None:
         heads, region = heads_of(x), active()
         mask = SequenceMask(mask_mod=lambda b, h, q, kv: q >= kv)
         assert region is not None
-        return attend_sequence(region, heads, heads, heads, mask, dropout_p=0.3)[0]
+        return attend_sequence("attention", region, heads, heads, heads, mask, dropout_p=0.3)[0]
 
     for draw in (lambda x: torch.rand([]), attend, attend_by_tiles):
         torch.manual_seed(group.rank())

@@ -98,7 +98,13 @@ def attends(group: dist.ProcessGroup, layout: str, length: int, seed: int) -> No
                     each.append(sinks.clone().requires_grad_())
             features: dict[str, Any] = {"softcap": softcap}
             got, _ = attend_sequence(
-                region, *parts[:3], mask, enable_gqa=True, sinks=(*parts, None)[3], **features
+                "attention",
+                region,
+                *parts[:3],
+                mask,
+                enable_gqa=True,
+                sinks=(*parts, None)[3],
+                **features,
             )
             want = dense(tensors[:3], mask, sinks=(*tensors, None)[3], **features)
             grads = torch.autograd.grad(got, parts, own[3])
@@ -143,10 +149,10 @@ def by_torch(group: dist.ProcessGroup, seed: int) -> None:
             bias = torch.randn(HEADS, 2 * length - 1, dtype=torch.float64)
             features: dict[str, Any] = {"softcap": 2.0, "sinks": sinks, "bias": bias}
             options = {"enable_gqa": True, "torch_flex": gathered_keys.original}
-            got, _ = attend_sequence(region, *parts, mask, **options, **features)
+            got, _ = attend_sequence("attention", region, *parts, mask, **options, **features)
             torch.testing.assert_close(got, dense(given[:3], mask, **features)[:, :, rows], **CLOSE)
             with pytest.raises(NotImplementedError, match="dropout_p is not supported"):
-                attend_sequence(region, *parts, mask, enable_gqa=True, dropout_p=0.5)
+                attend_sequence("attention", region, *parts, mask, enable_gqa=True, dropout_p=0.5)
 
 
 @pytest.mark.exhaustive
@@ -175,7 +181,7 @@ def compiled(group: dist.ProcessGroup, seed: int, softcap: float | None) -> None
         within = current_region()
         assert within is not None
         options = {"enable_gqa": True, "softcap": softcap, "bias": b}
-        return attend_sequence(within[0], q, k, v, mask, **options)[0]
+        return attend_sequence("attention", within[0], q, k, v, mask, **options)[0]
 
     with symm_cp.context_parallel(mesh_of(group), load_balancer=balancer):
         got = attend(*parts)
@@ -207,7 +213,7 @@ def dropped(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed)
         with entered(region):
             out, _ = attend_sequence(
-                region, *(t[:, :, rows] for t in given[:3]), mask, dropout_p=0.5
+                "attention", region, *(t[:, :, rows] for t in given[:3]), mask, dropout_p=0.5
             )
         outs += symm_cp.context_parallel_unshard(mesh_of(group), [out], [2], balancer)
     torch.manual_seed(seed)
@@ -235,9 +241,9 @@ def refuses(group: dist.ProcessGroup) -> None:
     region = region_over(mesh_of(group), symm_cp.HeadTail(16, group.size()))
     q, k, v, _ = (t[:, :, : 16 // group.size()] for t in whole(0, 16))
     with pytest.raises(ValueError, match="mask and is_causal=True exclude each other"):
-        attend_sequence(region, q, k, v, SequenceMask(), is_causal=True)
+        attend_sequence("attention", region, q, k, v, SequenceMask(), is_causal=True)
     with pytest.raises(ValueError, match=r"query has 8 rows and key 4.*equal lengths"):
-        attend_sequence(region, q, k[:, :, :4], v[:, :, :4], is_causal=True)
+        attend_sequence("attention", region, q, k[:, :, :4], v[:, :, :4], is_causal=True)
     with pytest.raises(RuntimeError, match=r"scaled_dot_product_attention: got an attention mask"):
         F.scaled_dot_product_attention(q, k, v, attn_mask=SequenceMask())  # type: ignore[arg-type]
 

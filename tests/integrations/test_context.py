@@ -99,9 +99,12 @@ def takes_masks_of_the_whole(group: dist.ProcessGroup) -> None:
         assert_same(
             under_context_parallel(group, client, batch, balancer=balancer), expected, batch, 2e-5
         )
-        capped = Client("Gemma2", call=client.call)
-        with pytest.raises(NotImplementedError, match=r"complete mask, .* combined with softcap"):
-            under_context_parallel(group, capped, batch, balancer=balancer, implementation="eager")
+        capped = Client("Gemma2", call=client.call).having(sliding_window=64)
+        expected_capped = in_one_process(Client("Gemma2").having(sliding_window=64), batch)
+        found = under_context_parallel(
+            group, capped, batch, balancer=balancer, implementation="eager"
+        )
+        assert_same(found, expected_capped, batch, 2e-5)
 
 
 def test_masks_of_the_whole_sequence(ranks: Ranks) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
-from symm_cp.context_parallel import sdpa
+from symm_cp.context_parallel import flex, sdpa
 from symm_cp.context_parallel.flex_hook import current_mode, handled
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion
@@ -160,13 +159,13 @@ def _attend(
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = SequenceMask(is_causal=causal)
-    documents = kwargs.get("cu_seq_lens_q")
-    if isinstance(mask, SequenceMask):
-        if documents is not None:
-            mask = _with_documents(mask, documents, kwargs.get("cu_seq_lens_k"), tensors[0])
-        out, _ = attend_sequence(region, *tensors, mask, **options)
-        return out
-    return _attend_given(region, name, tensors, mask, options)
+    if not isinstance(mask, SequenceMask):  # of the whole sequence, from the model's caller
+        mask_of: Any = flex.mask_of if isinstance(mask, BlockMask) else sdpa.mask_of
+        mask = mask_of(region, mask, tensors[0], tensors[1])
+    elif (documents := kwargs.get("cu_seq_lens_q")) is not None:
+        mask = _with_documents(mask, documents, kwargs.get("cu_seq_lens_k"), query)
+    out, _ = attend_sequence(NAME, region, *tensors, mask, **options)
+    return out
 
 
 def _with_documents(
@@ -184,28 +183,3 @@ def _with_documents(
             f"{len(edges_of_keys)}, must be equal"
         )
     return replace(mask, cu_seqlens=edges)
-
-
-def _given(option: Any) -> bool:
-    return isinstance(option, torch.Tensor) or bool(option)
-
-
-def _attend_given(
-    region: ParallelRegion,
-    name: str,
-    tensors: _Tensors,
-    mask: torch.Tensor | BlockMask,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Attends with a mask of the whole sequence that the model's caller passed."""
-    more = {key: options.pop(key) for key in ("softcap", "sinks", "bias", "dropout_p")}
-    features = [key for key, value in more.items() if _given(value)]
-    if features:
-        raise NotImplementedError(
-            f"{NAME}: {name} got a complete mask, which within context_parallel cannot be combined "
-            f"with {', '.join(features)}: pass a mask of (batch, sequence)"
-        )
-    if isinstance(mask, BlockMask):
-        # Redirected within a region, also while Dynamo traces it.
-        return torch_flex.flex_attention(*tensors, block_mask=mask, **options)  # type: ignore[return-value]
-    return sdpa.attend(region, *tensors, mask, **options)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import flex_attention
 
 import symm_cp
-from symm_cp.ops.attention import op, ulysses
+from symm_cp.ops.attention import pipeline, ulysses
 from symm_cp.testing import Ranks
 from tests.context_parallel.test_methods import MIXED, mesh_2d
 from tests.exhaustive import some
@@ -104,16 +104,16 @@ def fails_within_calls(group: dist.ProcessGroup, failing: int) -> None:
     expected, mine = step(), group.rank() == failing
     for where, name, at in (
         (ulysses, "head_exchange", 1),
-        (op, "attend", 1),
+        (pipeline, "consume_keys", 1),
         (ulysses, "head_exchange", 2),
         (ulysses, "head_exchange", 3),
-        (op, "attend_backward", 1),
+        (pipeline, "reduce_gradients", 1),
         (ulysses, "head_exchange", 4),
     ):
         for afterwards, kind in itertools.product((False, True), (Trouble, KeyboardInterrupt)):
             told = None if mine else kind.__name__
             fails = failing_at(getattr(where, name), at, kind, afterwards)
-            last = at == 4 or (name == "attend_backward" and afterwards)
+            last = at == 4 or (name == "reduce_gradients" and afterwards)
             if last and (group.rank() - failing) % 2:  # not of its column: had all its data
                 assert torch.equal(step(), expected)
             error = pytest.raises(kind if mine else RuntimeError, match=told)

@@ -1,4 +1,7 @@
-"""Attention of one rank's queries to the keys of a group, and its gradients, given the spec.
+"""One way through a call of attention, forward and backward: `Attention`.
+
+Keys arrive rank by rank, and a `TileKernel` attends to them tile by tile. The kernels differ only
+in how they know the tiles of a mask: from options (`OptionTiles`), or from functions (flex/op.py).
 
 Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this rank's shards; H, G
 and the lengths count heads and positions after an exchange of heads, if there is one. Without a
@@ -7,125 +10,225 @@ group, this rank holds all keys.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from symm_cp.group.memory import Group
-from symm_cp.ops.attention import together
+from symm_cp.ops.attention import pipeline, together
 from symm_cp.ops.attention.kernels import factor_of
-from symm_cp.ops.attention.pipeline import Grad, Tensors, consume_keys, reduce_gradients
+from symm_cp.ops.attention.mesh_calls import propagates_failure
+from symm_cp.ops.attention.methods import Method
+from symm_cp.ops.attention.pipeline import AttentionInputs, Grad, ScoreTerms, Tensors
 from symm_cp.ops.attention.scoring import ScoredTiles
 from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
 from symm_cp.ops.attention.tiles import Backward, Forward, as_dtype, dense_features
-from symm_cp.schedule.tiles import most_parts
+from symm_cp.ops.attention.ulysses import UlyssesCall, call_of
+from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule.tiles import Tile, most_parts
+
+#: The output of attention, and its log-sum-exp.
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
-class ScoreTerms(NamedTuple):
-    """Learnt tensors that a call adds to scores: sinks (H,) and a bias by distance (H, D)."""
+class BackwardPass(NamedTuple):
+    """A backward pass: what travels, and what takes the shards that arrive."""
 
-    sinks: Grad = None
-    bias: Grad = None
-
-
-class AttentionInputs(NamedTuple):
-    """Inputs of a backward pass: query, key and value, the results, and their gradients."""
-
-    query: torch.Tensor
+    spec: AttentionSpec
     key: torch.Tensor
     value: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    grad_out: torch.Tensor
-    grad_lse: Grad
+    #: Takes keys and values, their owner, and memory for their gradients.
+    consume: Callable[[list[torch.Tensor], int, Tensors], None]
+    #: Returns the gradients of the query, and of the bias if wanted, in the end.
+    result: Callable[[], tuple[torch.Tensor, Grad]]
 
 
-def attend(
-    op: str,
-    spec: AttentionSpec,
-    group: Group | None,
-    tensors: Tensors,
-    terms: ScoreTerms,
-    *,
-    at_once: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and its log-sum-exp. `tensors` are query, key and value. Collective.
+class TileKernel(Protocol):
+    """Attends with this rank's queries to the keys of one rank after the other."""
 
-    `at_once`: attends to the keys of all peers together.
-    """
-    query, key, value = tensors
-    rank, ranks = place_of(group)
-    if at_once:
-        tiles = together.tiles_of(spec, rank, query.shape[2])
-    else:
-        tiles = tuple(spec.tiles(rank, owner, query.shape[2]) for owner in range(ranks))
-    query, parts = dense_features(query), most_parts([tile for some in tiles for tile in some])
-    scored = ScoredTiles.of(query, spec, rank, terms.bias)
-    forward = Forward(query, spec, parts, sinks=terms.sinks, scored=scored)
+    @property
+    def details(self) -> tuple[object, ...]:
+        """What must be identical on all ranks, beside the spec."""
 
-    def consume(shards: list[torch.Tensor], owner: int) -> None:
-        first = 0 if at_once else spec.first_sent(rank, owner, tiles[owner])
-        for tile in tiles[owner]:
-            forward.add(tile, shards[0], shards[1], owner, first)
+    def forward(
+        self, query: torch.Tensor, terms: ScoreTerms
+    ) -> tuple[Callable[[list[torch.Tensor], int], None], Callable[[], Results]]:
+        """Returns what takes keys and values with their owner, and what gives the results."""
 
-    if at_once:
-        assert group is not None
-        together.consume_keys(op, spec, group, key, value, consume)
-    else:
-        consume_keys(op, spec, group, key, value, consume)
-    return forward.result()
+    def backward(
+        self, inputs: AttentionInputs, terms: ScoreTerms, bias_grad: bool, *more: Any
+    ) -> BackwardPass:
+        """Returns the backward pass; `bias_grad`: whether the bias, if any, gets a gradient."""
 
 
-def attend_backward(
-    op: str,
-    spec: AttentionSpec,
-    group: Group | None,
-    inputs: AttentionInputs,
-    terms: ScoreTerms,
-    wide_keys: bool = False,
-    bias_grad: bool = True,
-    *,
-    at_once: bool = False,
-) -> tuple[Tensors, Grad]:
-    """Returns the gradients of query, key and value, and of the bias if wanted. Collective.
+#: Returns the kernel for a range of heads, which a group (None: no group) gathers keys for, with
+#: the layouts of queries and keys over that group.
+KernelOf: TypeAlias = Callable[
+    [AttentionSpec, Group | None, tuple[int, int], tuple[SequenceLayout, SequenceLayout]],
+    TileKernel,
+]
 
-    With `wide_keys` the gradients of keys and values are not rounded to their dtype. `at_once`: as
-    in `attend`.
-    """
-    E, V = inputs.query.shape[3], inputs.value.shape[3]
-    key_dtype = inputs.key.dtype
-    rank, _ = place_of(group)
-    inputs = inputs._replace(query=dense_features(inputs.query))
-    scored = ScoredTiles.of(inputs.query, spec, rank, terms.bias)
-    if inputs.grad_lse is not None and scored is None:
-        spec, inputs = _with_grad_lse(spec, inputs)
-    query, key, value, out, lse, grad_out, grad_lse = inputs
-    rows = query.shape[2]
-    bias = terms.bias if bias_grad else None
-    backward = Backward(
-        grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=bias
-    )
 
-    def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
-        if at_once:
-            tiles, first = together.tiles_of(spec, rank, rows)[owner], 0
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """A checked call on this rank; its methods are collective."""
+
+    #: The ranks that gather keys; None: this rank has all keys.
+    group: Group | None
+    spec: AttentionSpec
+    kernel: TileKernel
+    #: Whether the keys of all peers arrive together.
+    at_once: bool = False
+    #: Replaces the above: an exchange of heads, and the attention of each group of heads.
+    by_heads: tuple[UlyssesCall, tuple[Attention, ...]] | None = None
+
+    @staticmethod
+    def of(
+        op: str,
+        group: Group,
+        spec: AttentionSpec,
+        method: Method,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        layouts: tuple[SequenceLayout, SequenceLayout],
+        kernel_of: KernelOf,
+        *,
+        at_once: bool = False,
+    ) -> Attention:
+        """Returns a call by a method; `layouts` are of queries and keys."""
+        heads = query.shape[1], key.shape[1]
+        if method.name == "allgather":
+            kernel = kernel_of(spec, group, (0, heads[0]), layouts)
+            return Attention(group, spec, kernel, at_once)
+        call = call_of(op, method, group, spec, heads, layouts, query.device)
+        gathered = call.gathered_queries, call.gathered_keys
+        of_heads = tuple(
+            Attention(call.of_keys, each, kernel_of(each, call.of_keys, call.heads(i), gathered))
+            for i, each in enumerate(call.specs)
+        )
+        return replace(of_heads[0], by_heads=(call, of_heads))
+
+    def forward(self, op: str, tensors: Tensors, terms: ScoreTerms) -> Results:
+        """Returns the output and its log-sum-exp. `tensors` are query, key and value."""
+        if self.by_heads is not None:
+            call, of_heads = self.by_heads
+            with propagates_failure(*call.mesh_groups):
+                return call.attend(
+                    op, tensors, terms, lambda index, *args: of_heads[index].forward(op, *args)
+                )
+        query, key, value = tensors
+        consume, result = self.kernel.forward(dense_features(query), terms)
+        if self.at_once:
+            assert self.group is not None
+            together.consume_keys(op, self.spec, self.group, key, value, consume)
         else:
-            tiles = spec.tiles(rank, owner, rows)
-            first = spec.first_sent(rank, owner, tiles)
-        backward.add_tiles(tiles, shards[0], shards[1], partials, owner, first)
+            details = self.kernel.details
+            pipeline.consume_keys(op, self.spec, self.group, key, value, consume, *details)
+        return result()
 
-    if at_once:
-        assert group is not None
-        of_keys = together.reduce_gradients(op, spec, group, key, value, consume)
-    else:
-        of_keys = reduce_gradients(op, spec, group, key, value, consume)
-    if not wide_keys:
-        of_keys = tuple(as_dtype(grad, key_dtype) for grad in of_keys)
-    grads = zip((backward.grad_query(), *of_keys), (E, E, V), strict=True)
-    of_bias = None if bias is None else backward.grad_bias(bias)
-    return tuple(grad[..., :features] for grad, features in grads), of_bias
+    def backward(
+        self,
+        op: str,
+        inputs: AttentionInputs,
+        terms: ScoreTerms,
+        *more: Any,
+        wide_keys: bool = False,
+        bias_grad: bool = True,
+    ) -> tuple[Tensors, Grad]:
+        """Returns the gradients of query, key and value, and of the bias if wanted.
+
+        With `wide_keys` the gradients of keys and values are not rounded to their dtype. `more` is
+        passed on to the kernel.
+        """
+        if self.by_heads is not None:
+            call, of_heads = self.by_heads
+            with propagates_failure(*call.mesh_groups):
+                return call.attend_backward(
+                    op,
+                    inputs,
+                    terms,
+                    lambda index, own, of_own, wide_keys: of_heads[index].backward(
+                        op, own, of_own, *more, wide_keys=wide_keys, bias_grad=bias_grad
+                    ),
+                )
+        E, V, dtype = inputs.query.shape[3], inputs.value.shape[3], inputs.key.dtype
+        inputs = inputs._replace(query=dense_features(inputs.query))
+        spec, key, value, consume, result = self.kernel.backward(inputs, terms, bias_grad, *more)
+        if self.at_once:
+            assert self.group is not None
+            of_keys = together.reduce_gradients(op, spec, self.group, key, value, consume)
+        else:
+            details = self.kernel.details
+            of_keys = pipeline.reduce_gradients(op, spec, self.group, key, value, consume, *details)
+        if not wide_keys:
+            of_keys = tuple(as_dtype(grad, dtype) for grad in of_keys)
+        of_query, of_bias = result()
+        grads = zip((of_query, *of_keys), (E, E, V), strict=True)
+        return tuple(grad[..., :features] for grad, features in grads), of_bias
+
+
+@dataclass(frozen=True, eq=False)
+class OptionTiles:
+    """Attends by the mask of a spec, as rank `place[0]` of `place[1]`."""
+
+    spec: AttentionSpec
+    place: tuple[int, int]
+    at_once: bool = False
+    details: tuple[object, ...] = ()
+
+    def _tiles(self, owner: int, rows: int) -> tuple[Tile, ...]:
+        rank, _ = self.place
+        if self.at_once:
+            return together.tiles_of(self.spec, rank, rows)[owner]
+        return self.spec.tiles(rank, owner, rows)
+
+    def _first(self, owner: int, tiles: tuple[Tile, ...]) -> int:
+        """Returns the first row that arrives of a rank's keys."""
+        return 0 if self.at_once else self.spec.first_sent(self.place[0], owner, tiles)
+
+    def forward(
+        self, query: torch.Tensor, terms: ScoreTerms
+    ) -> tuple[Callable[[list[torch.Tensor], int], None], Callable[[], Results]]:
+        """See `TileKernel`."""
+        rank, ranks = self.place
+        owners = (together.OWN, together.OTHERS) if self.at_once else range(ranks)
+        tiles = tuple(self._tiles(owner, query.shape[2]) for owner in owners)
+        parts = most_parts([tile for some in tiles for tile in some])
+        scored = ScoredTiles.of(query, self.spec, rank, terms.bias)
+        forward = Forward(query, self.spec, parts, sinks=terms.sinks, scored=scored)
+
+        def consume(shards: list[torch.Tensor], owner: int) -> None:
+            first = self._first(owner, tiles[owner])
+            for tile in tiles[owner]:
+                forward.add(tile, shards[0], shards[1], owner, first)
+
+        return consume, forward.result
+
+    def backward(
+        self, inputs: AttentionInputs, terms: ScoreTerms, bias_grad: bool, *more: Any
+    ) -> BackwardPass:
+        """See `TileKernel`."""
+        spec, bias = self.spec, terms.bias if bias_grad else None
+        scored = ScoredTiles.of(inputs.query, spec, self.place[0], terms.bias)
+        if inputs.grad_lse is not None and scored is None:
+            spec, inputs = _with_grad_lse(spec, inputs)
+        query, key, value, out, lse, grad_out, grad_lse = inputs
+        backward = Backward(
+            grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=bias
+        )
+
+        def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
+            tiles = self._tiles(owner, query.shape[2])
+            first = self._first(owner, tiles)
+            backward.add_tiles(tiles, shards[0], shards[1], partials, owner, first)
+
+        def result() -> tuple[torch.Tensor, Grad]:
+            return backward.grad_query(), None if bias is None else backward.grad_bias(bias)
+
+        return BackwardPass(spec, key, value, consume, result)
 
 
 def place_of(group: Group | None) -> tuple[int, int]:

@@ -16,18 +16,24 @@ Source: ring attention (Liu et al., 2023); FlashAttention (Dao et al., 2022) for
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import choice, few_tokens, mesh_calls, ulysses
-from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms, attend, attend_backward
+from symm_cp.ops.attention import choice, few_tokens, mesh_calls
+from symm_cp.ops.attention.attend import Attention, OptionTiles, place_of
 from symm_cp.ops.attention.checks import check_scores, check_tensors
+from symm_cp.ops.attention.methods import ALLGATHER
 from symm_cp.ops.attention.options import OPTIONS, Options
-from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, fake_results, heads_in_rows
+from symm_cp.ops.attention.pipeline import (
+    AttentionInputs,
+    ScoreTerms,
+    fake_like,
+    fake_results,
+    heads_in_rows,
+)
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.spread import spread_of_queries
 from symm_cp.ops.attention.tiles import grad_of_sinks
@@ -42,64 +48,47 @@ _BACKWARD = "fused_all_gather_attention_backward"
 # --- kernels ---------------------------------------------------------------------------------
 
 
-def _by_heads(
+def _attention(
     op: str,
     group: Group,
     spec: AttentionSpec,
     query: torch.Tensor,
     key: torch.Tensor,
-    options: dict[str, Any],
+    options: Options,
     *,
     backward: bool = False,
-) -> ulysses.UlyssesCall | None:
-    """Returns the call of a method that exchanges heads; None for other methods."""
-    parsed = Options(**options)
-    if parsed.method == "allgather":
-        return None
-    queries = spread_of_queries(op, group, query, (spec.layout, spec.queries), parsed)
-    method = choice.settled(op, group, query, key, spec, parsed, queries=queries, backward=backward)
+) -> Attention:
+    """Returns the call; collective where ranks must count queries."""
+    method, queries, at_once = ALLGATHER, spec.queries or spec.layout, False
+    if options.method != method.name:
+        queries = spread_of_queries(op, group, query, (spec.layout, spec.queries), options)
+        method = choice.settled(
+            op, group, query, key, spec, options, queries=queries, backward=backward
+        )
     if method.name == "allgather":
-        return None
-    heads, layouts = (query.shape[1], key.shape[1]), (queries, spec.layout)
-    return ulysses.call_of(op, method, group, spec, heads, layouts, query.device)
+        at_once = choice.algorithm(group, query, key, spec, backward=backward) == "together"
 
+    def kernel_of(
+        spec: AttentionSpec, of_keys: Group | None, _heads: object, _layouts: object
+    ) -> OptionTiles:
+        return OptionTiles(spec, place_of(of_keys), at_once)
 
-def _attend_heads(
-    call: ulysses.UlyssesCall, index: int, tensors: Tensors, terms: ScoreTerms
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return attend(_FORWARD, call.specs[index], call.of_keys, tensors, terms)
-
-
-def _backward_of_heads(
-    call: ulysses.UlyssesCall,
-    bias_grad: bool,
-    index: int,
-    inputs: AttentionInputs,
-    terms: ScoreTerms,
-    wide_keys: bool,
-) -> tuple[Tensors, Grad]:
-    spec, of_keys = call.specs[index], call.of_keys
-    return attend_backward(_BACKWARD, spec, of_keys, inputs, terms, wide_keys, bias_grad)
+    layouts = queries, spec.layout
+    return Attention.of(op, group, spec, method, query, key, layouts, kernel_of, at_once=at_once)
 
 
 def _attention_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = group_of(group_name)
+    group, parsed = group_of(group_name), Options(**options)
     count_attention_run()
     tensors = query, key, value
-    with mesh_calls.propagates_failure(*options.get("method_groups") or ()):
-        spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
-        if few_tokens.serves(group, *tensors, spec, Options(**options)):
+    with mesh_calls.propagates_failure(*parsed.method_groups or ()):
+        spec = AttentionSpec.of(_FORWARD, group, *tensors, parsed)
+        if few_tokens.serves(group, *tensors, spec, parsed):
             return few_tokens.attend(_FORWARD, group, spec, *tensors)
-        call = _by_heads(_FORWARD, group, spec, query, key, options)
-    terms = ScoreTerms(options.get("sinks"), options.get("bias"))
-    if call is not None:
-        attend_heads = partial(_attend_heads, call)
-        with mesh_calls.propagates_failure(*call.mesh_groups):
-            return call.attend(_FORWARD, tensors, terms, attend_heads)
-    at_once = choice.algorithm(group, query, key, spec) == "together"
-    return attend(_FORWARD, spec, group, tensors, terms, at_once=at_once)
+        attention = _attention(_FORWARD, group, spec, query, key, parsed)
+    return attention.forward(_FORWARD, tensors, ScoreTerms(parsed.sinks, parsed.bias))
 
 
 def _attention_backward_kernel(
@@ -116,35 +105,26 @@ def _attention_backward_kernel(
     bias_grad: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    group = group_of(group_name)
-    with mesh_calls.propagates_failure(*options.get("method_groups") or ()):
-        spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
-        if few_tokens.serves(group, query, key, value, spec, Options(**options)):
+    group, parsed = group_of(group_name), Options(**options)
+    with mesh_calls.propagates_failure(*parsed.method_groups or ()):
+        spec = AttentionSpec.of(_BACKWARD, group, query, key, value, parsed)
+        if few_tokens.serves(group, query, key, value, spec, parsed):
             saved = grad_out, out, logsumexp
             tensors = query, key, value
             found = few_tokens.attend_backward(
                 _BACKWARD, group, spec, tensors, saved, grad_logsumexp
             )
             return *found, query.new_empty(0), query.new_empty(0)
-        call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
-    sinks, _ = terms = ScoreTerms(options.get("sinks"), options.get("bias"))
+        attention = _attention(_BACKWARD, group, spec, query, key, parsed, backward=True)
+    sinks, _ = terms = ScoreTerms(parsed.sinks, parsed.bias)
     inputs = AttentionInputs(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
-    if call is not None:
-        backward_of_heads = partial(_backward_of_heads, call, bias_grad)
-        with mesh_calls.propagates_failure(*call.mesh_groups):
-            grads, of_bias = call.attend_backward(_BACKWARD, inputs, terms, backward_of_heads)
-    else:
-        at_once = choice.algorithm(group, query, key, spec, backward=True) == "together"
-        grads, of_bias = attend_backward(
-            _BACKWARD, spec, group, inputs, terms, bias_grad=bias_grad, at_once=at_once
-        )
-    grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
+    grads, of_bias = attention.backward(_BACKWARD, inputs, terms, bias_grad=bias_grad)
+    of_sinks = None
     if sinks is not None and sinks_grad:
-        grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
-    if of_bias is not None:
-        grad_bias = of_bias
+        of_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
     of_inputs = (heads_in_rows(grad, own_memory=True) for grad in grads)
-    return *of_inputs, grad_sinks, grad_bias
+    of_terms = (query.new_empty(0) if grad is None else grad for grad in (of_sinks, of_bias))
+    return *of_inputs, *of_terms
 
 
 def _attention_fake(

@@ -6,7 +6,7 @@ Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -24,6 +24,25 @@ from symm_cp.tensors.results import new_result
 #: Tensors saved for a backward pass, and a gradient that it takes or returns.
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Grad: TypeAlias = torch.Tensor | None
+
+
+class ScoreTerms(NamedTuple):
+    """Learnt tensors that a call adds to scores: sinks (H,) and a bias by distance (H, D)."""
+
+    sinks: Grad = None
+    bias: Grad = None
+
+
+class AttentionInputs(NamedTuple):
+    """Inputs of a backward pass: query, key and value, the results, and their gradients."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_out: torch.Tensor
+    grad_lse: Grad
 
 
 def consume_keys(

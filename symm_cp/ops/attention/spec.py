@@ -78,19 +78,15 @@ class AttentionSpec:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        **options: Any,
+        options: Options,
     ) -> AttentionSpec:
-        """Returns the spec of a call; raises `ValueError` or `TypeError` for arguments that clash.
-
-        `options` are fields of `Options`.
-        """
-        parsed = Options(**options)
-        check_tensors(op, query, key, value, parsed.enable_gqa)
-        check_windows(op, parsed)
-        check_scores(op, query, parsed)
-        layout, queries = spread_of(op, group, query, key, parsed)
-        mask, hidden = masks_of(op, parsed, query, layout.length)
-        return cls.over(op, query, value, parsed, layout, queries, mask=mask, hidden=hidden)
+        """Returns the spec of a call; raises `ValueError` or `TypeError` if arguments clash."""
+        check_tensors(op, query, key, value, options.enable_gqa)
+        check_windows(op, options)
+        check_scores(op, query, options)
+        layout, queries = spread_of(op, group, query, key, options)
+        mask, hidden = masks_of(op, options, query, layout.length)
+        return cls.over(op, query, value, options, layout, queries, mask=mask, hidden=hidden)
 
     @classmethod
     def over(

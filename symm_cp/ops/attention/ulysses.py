@@ -24,10 +24,9 @@ import torch
 from symm_cp import runtime
 from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
-from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms
 from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.methods import Grid, Method
-from symm_cp.ops.attention.pipeline import Grad, Tensors
+from symm_cp.ops.attention.pipeline import AttentionInputs, Grad, ScoreTerms, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import as_dtype, dense_features, empty_output, rows_first
 from symm_cp.ops.common import group_of

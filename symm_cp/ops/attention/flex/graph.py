@@ -22,13 +22,14 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.ops import autocast
+from symm_cp.ops.attention.attend import Attention
 from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, keep_modifiers, kept_modifiers
-from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
+from symm_cp.ops.attention.flex.op import check_flex, flex_attention_of, flex_backward
 from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
 from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.options import FLEX_OPTIONS, ScoreOptions
-from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
+from symm_cp.ops.attention.pipeline import Grad, ScoreTerms, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.spread import keys_held
 from symm_cp.ops.common import count_attention_run, group_of
 from symm_cp.ops.op import (
@@ -110,7 +111,7 @@ class _Arguments(NamedTuple):
         value: torch.Tensor,
         options: dict[str, Any],
         wanted: Sequence[bool] | None = None,
-    ) -> FlexAttention:
+    ) -> Attention:
         """Returns the checked call; `wanted` marks score tensors to compute gradients of."""
         score, mask = kept_modifiers(_FORWARD, self.modifiers)
         group = group_of(self.group_name)
@@ -134,7 +135,7 @@ class _Arguments(NamedTuple):
         if score is not None:
             score_mod = score.bound(self.score_tensors, self.score_numbers)
             captures = None if wanted is None else _WantedCaptures(score, self, wanted)
-        return FlexAttention.of(
+        return flex_attention_of(
             group,
             (query, key, value),
             (queries, keys),
@@ -180,8 +181,8 @@ def _kernel(
     with _transforms():
         with propagates_failure(*options.get("method_groups") or ()):
             attention = _Arguments(*rest).attention(query, key, value, options)
-        terms = options.get("sinks"), options.get("bias")
-        out, lse = attention.forward(query, key, value, *terms)
+        terms = ScoreTerms(options.get("sinks"), options.get("bias"))
+        out, lse = attention.forward(_FORWARD, (query, key, value), terms)
     return heads_in_rows(out), lse
 
 
@@ -200,14 +201,14 @@ def _backward_kernel(
     arguments = _Arguments(*rest)
     *of_score, of_sinks, of_bias = wanted
     captured = itertools.compress(arguments.score_tensors, of_score)
-    terms = options.get("sinks"), options.get("bias")
+    terms = ScoreTerms(options.get("sinks"), options.get("bias"))
     # Collective: every rank takes part, even without a gradient of its own.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     with _transforms(), torch.no_grad():
         with propagates_failure(*options.get("method_groups") or ()):
             attention = arguments.attention(query, key, value, options, of_score)
         saved = (query, key, value, out, lse, *captured)
-        grads, of_terms, of_captured = attention.backward(saved, *terms, grad_out, grad_lse)
+        grads, of_terms, of_captured = flex_backward(attention, saved, terms, grad_out, grad_lse)
     of_query, of_key, of_value = (heads_in_rows(grad, own_memory=True) for grad in grads)
     found = [*of_captured, *itertools.compress(of_terms, (of_sinks, of_bias))]
     return of_query, of_key, of_value, [t.contiguous() for t in found if t is not None]

@@ -228,10 +228,10 @@ class MaskTiles:
         queries: SequenceLayout,
         keys: SequenceLayout,
         rank: int,
-        head_offset: int = 0,
-        block_heads: tuple[int, int] | None = None,
+        head_offset: int,
+        block_heads: tuple[int, int],
     ) -> None:
-        """`block_heads`: the range of these heads in the block mask, by default all."""
+        """`block_heads`: the range of these heads in the block mask."""
         self._mask_mod = noop_mask if mask_mod is None else mask_mod
         self.queries, self._heads, self._keys, self._rank = queries, heads, keys, rank
         self.head_offset = head_offset
@@ -242,7 +242,7 @@ class MaskTiles:
         if block_mask is not None:
             self._sizes = block_mask.BLOCK_SIZE
             self._states = block_states(block_mask)
-            if block_heads is not None and self._states.shape[1] > 1:
+            if self._states.shape[1] > 1:
                 self._states = self._states[:, slice(*block_heads)]
             if self._mask_mod is noop_mask:
                 self._states = self._states.clamp(max=1) * FULL
@@ -256,6 +256,11 @@ class MaskTiles:
         if self._states is not None:
             shape = torch.broadcast_shapes(shape, self._states.shape[:2])
         return int(shape.numel())
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads."""
+        return self._heads[1]
 
     @property
     def all_full(self) -> bool:

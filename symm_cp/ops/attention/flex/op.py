@@ -13,7 +13,7 @@ Source: `torch.nn.attention.flex_attention` for the interface.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import choice
-from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms, place_of
+from symm_cp.ops.attention.attend import Attention, BackwardPass, Results, place_of
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
@@ -34,12 +34,12 @@ from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.methods import ALLGATHER, Method, rotate_method
 from symm_cp.ops.attention.options import ScoreOptions
 from symm_cp.ops.attention.pipeline import (
+    AttentionInputs,
     Grad,
+    ScoreTerms,
     Tensors,
-    consume_keys,
     fake_like,
     fake_results,
-    reduce_gradients,
 )
 from symm_cp.ops.attention.scoring import ScoredTiles
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -48,11 +48,9 @@ from symm_cp.ops.attention.tiles import (
     Forward,
     Total,
     as_dtype,
-    dense_features,
     grad_of_sinks,
 )
-from symm_cp.ops.attention.ulysses import UlyssesCall, call_of
-from symm_cp.ops.common import attention_runs
+from symm_cp.ops.common import count_attention_run
 from symm_cp.ops.tensor_checks import with_memory
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
@@ -115,7 +113,7 @@ def flex_all_gather_attention(
         check_flex(query, key, value, group, (layout, kv_layout), block_mask, parsed.enable_gqa)
         if score_mod is not None and torch.is_grad_enabled() and layout.length:
             captures = Captures(score_mod)
-        attention = FlexAttention.of(
+        attention = flex_attention_of(
             group,
             (query, key, value),
             (layout, kv_layout),
@@ -211,91 +209,28 @@ def flex_spec(
 
 
 @dataclass(frozen=True, eq=False)
-class FlexAttention:
-    """A checked call on this rank. `captures` are the tensors of `score_mod` that need gradients.
+class FunctionTiles:
+    """Attends by a mask, and maybe scores, that are functions of positions: see `TileKernel`.
 
-    Tensors are as in `flex_all_gather_attention`.
+    `captures` are the tensors of `score_mod` that need gradients.
     """
 
-    #: The ranks that gather keys, for the heads that this rank attends with; None: it has all keys.
-    group: Group | None
     spec: AttentionSpec
+    rank: int
     masks: MaskTiles
     score_mod: Modifier | None = None
     captures: Rebinding | None = None
-    #: Replaces the above: an exchange of heads, and the attention of each group of heads.
-    by_heads: tuple[UlyssesCall, tuple[FlexAttention, ...]] | None = None
 
-    @staticmethod
-    def of(
-        group: Group,
-        tensors: Tensors,
-        layouts: tuple[SequenceLayout, SequenceLayout],
-        *,
-        mask_mod: Modifier | None,
-        block_mask: BlockMask | None,
-        score_mod: Modifier | None,
-        captures: Rebinding | None,
-        options: ScoreOptions,
-    ) -> FlexAttention:
-        """Returns the call of a group that `check_flex` has checked; raises for options that clash.
-
-        `tensors` are query, key and value; `layouts` are for queries and for keys.
-        """
-        query, key, value = tensors
-        spec = flex_spec(query, value, layouts, score_mod, options)
-        # Fake tensors need only the results' shapes; a choice would communicate.
-        method = ALLGATHER
-        if not isinstance(query, FakeTensor):
-            method = choice.settled(_OP, group, query, key, spec, options)
-        first = options.head_offset
-        B, H = query.shape[:2]
-        if method.name == "allgather":
-            masks = MaskTiles(mask_mod, block_mask, (B, H), *layouts, group.rank, first)
-            return FlexAttention(group, spec, masks, score_mod, captures)
-        heads = H, key.shape[1]
-        call = call_of(_OP, method, group, spec, heads, layouts, query.device)
-        of_heads = []
-        for index, spec_of_heads in enumerate(call.specs):
-            begin, end = call.heads(index)
-            masks = MaskTiles(
-                mask_mod,
-                block_mask,
-                (B, end - begin),
-                call.gathered_queries,
-                call.gathered_keys,
-                place_of(call.of_keys)[0],
-                first + begin,
-                block_heads=(begin, end),
-            )
-            of_heads.append(FlexAttention(call.of_keys, spec_of_heads, masks, score_mod, captures))
-        return replace(of_heads[0], by_heads=(call, tuple(of_heads)))
+    @property
+    def details(self) -> tuple[object, ...]:
+        """See `TileKernel`."""
+        return self.masks.queries, self.masks.heads
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output and its log-sum-exp. Collective."""
-        if isinstance(query, FakeTensor):
-            return fake_results(query, value)
-        attention_runs.count += 1
-        tensors, terms = (query, key, value), ScoreTerms(sinks, bias)
-        if self.by_heads is not None:
-            call, of_heads = self.by_heads
-            with propagates_failure(*call.mesh_groups):
-                return call.attend(
-                    _OP, tensors, terms, lambda index, *args: of_heads[index]._attend(*args)
-                )
-        return self._attend(tensors, terms)
-
-    def _attend(self, tensors: Tensors, terms: ScoreTerms) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key, value = tensors
-        query = dense_features(query)
-        scored = ScoredTiles.of(query, self.spec, place_of(self.group)[0], terms.bias)
+        self, query: torch.Tensor, terms: ScoreTerms
+    ) -> tuple[Callable[[list[torch.Tensor], int], None], Callable[[], Results]]:
+        """See `TileKernel`."""
+        scored = ScoredTiles.of(query, self.spec, self.rank, terms.bias)
         merged = Forward(query, self.spec, sinks=terms.sinks, scored=scored)
         scores = None
         if self.score_mod is not None:
@@ -312,66 +247,21 @@ class FlexAttention:
                 else:
                     merged.add_masked(tile, key, value, visible, owner)
 
-        queries = (self.masks.queries, query.shape[1])
-        consume_keys(_OP, self.spec, self.group, key, value, consume, *queries)
-        return merged.result()
+        return consume, merged.result
 
     def backward(
-        self,
-        saved: Tensors,
-        sinks: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        grad_out: torch.Tensor,
-        grad_lse: Grad,
-    ) -> tuple[Tensors, tuple[Grad, Grad], Tensors]:
-        """Returns the gradients of query, key and value; sinks and bias; the captured tensors.
-
-        Collective. `saved` are query, key, value, the results, and the captured tensors.
-        """
-        query, key, value, out, lse, *captured = saved
-        if isinstance(query, FakeTensor):
-            of_inputs = fake_like(query), fake_like(key), fake_like(value)
-            return of_inputs, (sinks, bias), tuple(torch.empty_like(t) for t in captured)
-        inputs = AttentionInputs(query, key, value, out, lse, grad_out, grad_lse)
-        terms = ScoreTerms(sinks, bias)
-        sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in captured]
-        if self.by_heads is not None:
-            call, of_heads = self.by_heads
-            with propagates_failure(*call.mesh_groups):
-                grads, of_bias = call.attend_backward(
-                    f"{_OP}_backward",
-                    inputs,
-                    terms,
-                    lambda index, *args: of_heads[index]._attend_backward(captured, sums, *args),
-                )
-        else:
-            grads, of_bias = self._attend_backward(captured, sums, inputs, terms, False)
-        of_sinks = None
-        if sinks is not None:
-            of_sinks = grad_of_sinks(sinks, grad_out, grad_lse, out, lse)
-        of_captured = (grad.to(tensor.dtype) for grad, tensor in zip(sums, captured, strict=True))
-        return grads, (of_sinks, of_bias), tuple(of_captured)
-
-    def _attend_backward(
-        self,
-        captured: list[torch.Tensor],
-        of_captured: list[torch.Tensor],
-        inputs: AttentionInputs,
-        terms: ScoreTerms,
-        wide_keys: bool,
-    ) -> tuple[Tensors, Grad]:
-        """Returns gradients of query, key, value and bias; adds up gradients of captured tensors.
-
-        With `wide_keys` the gradients of keys and values are not rounded to their dtype.
-        """
+        self, inputs: AttentionInputs, terms: ScoreTerms, bias_grad: bool, *more: Any
+    ) -> BackwardPass:
+        """See `TileKernel`; `more` are the captured tensors, and sums of their gradients."""
+        captured, of_captured = more
         query, key, value, out, lse, grad_out, grad_lse = inputs
-        query = dense_features(query)
         spec = replace(self.spec, method=rotate_method())  # the current method
+        bias = terms.bias if bias_grad else None
         kernels: Backward | None = None
-        scored = ScoredTiles.of(query, spec, place_of(self.group)[0], terms.bias)
+        scored = ScoredTiles.of(query, spec, self.rank, terms.bias)
         if self.score_mod is None and (grad_lse is None or scored is not None):
             kernels = Backward(
-                grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=terms.bias
+                grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=bias
             )
         else:
             score_mod, leaves = self.score_mod, captured
@@ -391,22 +281,76 @@ class FlexAttention:
             for total in totals:
                 total.finish()
 
-        name, queries = f"{_OP}_backward", (self.masks.queries, query.shape[1])
-        of_keys = reduce_gradients(name, spec, self.group, key, value, consume, *queries)
-        if not wide_keys:
-            of_keys = tuple(as_dtype(grad, key.dtype) for grad in of_keys)
-        if kernels is not None:
-            of_bias = None if terms.bias is None else kernels.grad_bias(terms.bias)
-            return (kernels.grad_query(), *of_keys), of_bias
-        of_query = as_dtype(gradients.grad_query.total, query.dtype)
-        for total, grad in zip(of_captured, gradients.grad_captured, strict=True):
-            total.add_(grad)
-        return (of_query, *of_keys), None
+        def result() -> tuple[torch.Tensor, Grad]:
+            if kernels is not None:
+                return kernels.grad_query(), None if bias is None else kernels.grad_bias(bias)
+            for total, grad in zip(of_captured, gradients.grad_captured, strict=True):
+                total.add_(grad)
+            return as_dtype(gradients.grad_query.total, query.dtype), None
+
+        return BackwardPass(spec, key, value, consume, result)
 
     def _indices(self, owner: int) -> Indices:
         """Returns a function for the positions of a tile's queries and of rank `owner`'s keys."""
         kv_idx = self.masks.kv_idx(owner)
         return lambda tile: (self.masks.q_idx(tile), kv_idx[tile.k_begin : tile.k_end])
+
+
+def flex_attention_of(
+    group: Group,
+    tensors: Tensors,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    *,
+    mask_mod: Modifier | None,
+    block_mask: BlockMask | None,
+    score_mod: Modifier | None,
+    captures: Rebinding | None,
+    options: ScoreOptions,
+) -> Attention:
+    """Returns the call of a group that `check_flex` has checked; raises for options that clash.
+
+    `tensors` are query, key and value; `layouts` are for queries and for keys.
+    """
+    query, key, value = tensors
+    spec = flex_spec(query, value, layouts, score_mod, options)
+    # Fake tensors need only the results' shapes; a choice would communicate.
+    method = ALLGATHER
+    if not isinstance(query, FakeTensor):
+        method = choice.settled(_OP, group, query, key, spec, options)
+
+    def kernel_of(
+        spec: AttentionSpec,
+        of_keys: Group | None,
+        heads: tuple[int, int],
+        layouts: tuple[SequenceLayout, SequenceLayout],
+    ) -> FunctionTiles:
+        rank, first = place_of(of_keys)[0], options.head_offset + heads[0]
+        sizes = len(query), heads[1] - heads[0]
+        masks = MaskTiles(mask_mod, block_mask, sizes, *layouts, rank, first, heads)
+        return FunctionTiles(spec, rank, masks, score_mod, captures)
+
+    return Attention.of(_OP, group, spec, method, query, key, layouts, kernel_of)
+
+
+def flex_backward(
+    attention: Attention, saved: Tensors, terms: ScoreTerms, grad_out: torch.Tensor, grad_lse: Grad
+) -> tuple[Tensors, tuple[Grad, Grad], Tensors]:
+    """Returns the gradients of query, key and value; sinks and bias; the captured tensors.
+
+    Collective. `saved` are query, key, value, the results, and the captured tensors.
+    """
+    query, key, value, out, lse, *captured = saved
+    if isinstance(query, FakeTensor):
+        of_inputs = fake_like(query), fake_like(key), fake_like(value)
+        return of_inputs, terms, tuple(torch.empty_like(t) for t in captured)
+    inputs = AttentionInputs(query, key, value, out, lse, grad_out, grad_lse)
+    sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in captured]
+    grads, of_bias = attention.backward(f"{_OP}_backward", inputs, terms, captured, sums)
+    of_sinks = None
+    if terms.sinks is not None:
+        of_sinks = grad_of_sinks(terms.sinks, grad_out, grad_lse, out, lse)
+    of_captured = (grad.to(tensor.dtype) for grad, tensor in zip(sums, captured, strict=True))
+    return grads, (of_sinks, of_bias), tuple(of_captured)
 
 
 class _FlexFunction(torch.autograd.Function):
@@ -416,13 +360,17 @@ class _FlexFunction(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention: FlexAttention,
+        attention: Attention,
         sinks: torch.Tensor | None,
         bias: torch.Tensor | None,
         *captured: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with _RecordFunctionFast(f"symm_mem::{_OP}"):  # as in graphs, where it is an op
-            out, lse = attention.forward(query, key, value, sinks, bias)
+            if isinstance(query, FakeTensor):
+                out, lse = fake_results(query, value)
+            else:
+                count_attention_run()
+                out, lse = attention.forward(_OP, (query, key, value), ScoreTerms(sinks, bias))
         ctx.attention = attention
         ctx.set_materialize_grads(False)  # the log-sum-exp is rarely used
         ctx.save_for_backward(sinks, bias, query, key, value, out, lse, *captured)
@@ -439,7 +387,7 @@ class _FlexFunction(torch.autograd.Function):
             grad_lse = with_memory(_OP, "grad_lse", grad_lse)
         event = _RecordFunctionFast(f"symm_mem::{_OP}_backward")
         with torch.autocast(grad_out.device.type, enabled=False), event:
-            of_inputs, of_options, of_captured = ctx.attention.backward(
-                tuple(tensors), sinks, bias, grad_out, grad_lse
+            of_inputs, of_options, of_captured = flex_backward(
+                ctx.attention, tuple(tensors), ScoreTerms(sinks, bias), grad_out, grad_lse
             )
         return *of_inputs, None, *of_options, *of_captured

@@ -69,6 +69,11 @@ def test_the_example_that_needs_gpus_uses_existing_functions() -> None:
     assert all(callable(getattr(symm_cp.nvshmem, name)) for name in calls)
 
 
+def test_the_loop_of_attention_is_dense_attention() -> None:
+    (loop,) = blocks("python", (PACKAGE / "ops" / "attention" / "README.md").read_text())
+    exec(loop, {})  # it compares itself
+
+
 @pytest.mark.exhaustive
 def test_the_examples_run_under_torchrun(tmp_path: Path) -> None:
     code, tensor_parallel, long_sequences, compiled = blocks("python")

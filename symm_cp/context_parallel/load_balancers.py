@@ -183,8 +183,8 @@ class PerDocumentHeadTail(LoadBalancer):
     samples of a batch, or a list of lists, one for each sample. With a list of lists, tensors are
     cut sample by sample (their dimension 0), and each rank must hold the same number of positions
     of every sample, as it does if all lengths are divisible by 2 * world_size; else raises
-    `ValueError`. `flex_attention` within `context_parallel` and `all_gather_attention` require one
-    list. Source: torch's `_PerDocumentHeadTailLoadBalancer`.
+    `ValueError`. `all_gather_attention` requires one list. Source: torch's
+    `_PerDocumentHeadTailLoadBalancer`.
     """
 
     def __init__(

@@ -206,7 +206,8 @@ def _by_functions(call: _Call) -> Attended:
             f"{op}: DTensors with a tensor or function as mask, or a score_mod, are not supported "
             "within context_parallel: pass this rank's parts (to_local())"
         )
-    changes = [n for n in ("softcap", "bias", "dropout_p") if scoring[n] not in (None, 0.0)]
+    changes = [name for name in ("softcap", "bias") if scoring[name] is not None]
+    changes += ["dropout_p"] if scoring["dropout_p"] else []
     if score_mod is not None and changes:
         raise NotImplementedError(
             f"{op}: {changes[0]} with a score_mod or a floating attn_mask within context_parallel "

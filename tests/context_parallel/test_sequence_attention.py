@@ -201,6 +201,53 @@ def test_a_bias_with_functions_of_positions_in_graphs(ranks: Ranks, softcap: flo
     ranks.run(2, compiled, int(torch.randint(1 << 30, ())), softcap)
 
 
+def mask_of_ones_own(length: int, documents: list[int]) -> SequenceMask:
+    """Causal windows of 5 in documents, and the first two tokens of each: no option says this."""
+    lengths = torch.tensor(documents)
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+
+    def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        near = (kv <= q) & (q - kv < 5)
+        first = (kv - starts[kv] < 2) & (kv <= q)
+        return (starts[q] == starts[kv]) & (near | first)
+
+    return SequenceMask(mask_mod=visible)
+
+
+def attends_by_ones_own(group: dist.ProcessGroup, seed: int) -> None:
+    length, documents, W = 48, [9, 23, 16], group.size()
+    given, mask = whole(seed, length, heads=HEADS, kv_heads=2), mask_of_ones_own(length, documents)
+    tensors = [t.clone().requires_grad_() for t in given[:3]]
+    want = dense(tensors, mask, softcap=None, sinks=None)
+    expected = (want, *torch.autograd.grad(want, tensors, given[3]))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        within = current_region()
+        assert within is not None
+        return attend_sequence("attention", within[0], q, k, v, mask, enable_gqa=True)[0]
+
+    for balancer in (symm_cp.HeadTail(length, W), symm_cp.Sequential(length, W)):
+        rows = balancer.positions(group.rank())
+        for method in ("allgather", "ulysses"):
+            for compiles in (False, True):
+                torch._dynamo.reset()
+                call = torch.compile(attend, fullgraph=True, backend="aot_eager")
+                parts = [t[:, :, rows].clone().requires_grad_() for t in given[:3]]
+                with symm_cp.context_parallel(
+                    mesh_of(group), load_balancer=balancer, method=method
+                ):
+                    got = (call if compiles else attend)(*parts)
+                    grads = torch.autograd.grad(got, parts, given[3][:, :, rows])
+                for actual, right in zip((got, *grads), expected, strict=True):
+                    torch.testing.assert_close(actual, right[:, :, rows], **CLOSE)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+def test_a_mask_of_ones_own(ranks: Ranks, world_size: int) -> None:
+    """Eager and compiled, by keys and by heads, in two layouts, forward and backward."""
+    ranks.run(world_size, attends_by_ones_own, int(torch.randint(1 << 30, ())))
+
+
 def dropped(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
     """Whole outputs with dropout, with a mask of the op's and with one that tiles compute."""
     length = 32

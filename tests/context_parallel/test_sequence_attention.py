@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import unittest.mock
 from typing import Any
 
@@ -221,25 +222,35 @@ def attends_by_ones_own(group: dist.ProcessGroup, seed: int) -> None:
     want = dense(tensors, mask, softcap=None, sinks=None)
     expected = (want, *torch.autograd.grad(want, tensors, given[3]))
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(length)
+    matrix = evaluate(mask.as_mask_mod(), 1, 1, positions, positions)[0, 0]
+    added = torch.zeros(matrix.shape, dtype=torch.float64).masked_fill(~matrix, -torch.inf)
+
+    def by_function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         within = current_region()
         assert within is not None
         return attend_sequence("attention", within[0], q, k, v, mask, enable_gqa=True)[0]
 
-    for balancer in (symm_cp.HeadTail(length, W), symm_cp.Sequential(length, W)):
+    def by_matrix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, matrix, enable_gqa=True)
+
+    def by_sum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, added, enable_gqa=True)
+
+    balancers = symm_cp.HeadTail(length, W), symm_cp.Sequential(length, W)
+    calls = by_function, by_matrix, by_sum
+    for balancer, method, attend, compiles in itertools.product(
+        balancers, ("allgather", "ulysses"), calls, (False, True)
+    ):
+        torch._dynamo.reset()
+        call = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiles else attend
         rows = balancer.positions(group.rank())
-        for method in ("allgather", "ulysses"):
-            for compiles in (False, True):
-                torch._dynamo.reset()
-                call = torch.compile(attend, fullgraph=True, backend="aot_eager")
-                parts = [t[:, :, rows].clone().requires_grad_() for t in given[:3]]
-                with symm_cp.context_parallel(
-                    mesh_of(group), load_balancer=balancer, method=method
-                ):
-                    got = (call if compiles else attend)(*parts)
-                    grads = torch.autograd.grad(got, parts, given[3][:, :, rows])
-                for actual, right in zip((got, *grads), expected, strict=True):
-                    torch.testing.assert_close(actual, right[:, :, rows], **CLOSE)
+        parts = [t[:, :, rows].clone().requires_grad_() for t in given[:3]]
+        with symm_cp.context_parallel(mesh_of(group), load_balancer=balancer, method=method):
+            got = call(*parts)
+            grads = torch.autograd.grad(got, parts, given[3][:, :, rows])
+        for actual, right in zip((got, *grads), expected, strict=True):
+            torch.testing.assert_close(actual, right[:, :, rows], **CLOSE)
 
 
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from symm_cp import __version__
-from symm_cp.commands import bench, explain, run, trace, tune
+from symm_cp.commands import bench, compare, explain, run, trace, tune
 from symm_cp.parsing import add_json
 from symm_cp.ranks import add_rendezvous, is_rank, positive, started_elsewhere
 
@@ -35,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_exec(commands.add_parser("exec", help=run.EXEC_HELP, description=run.EXEC_HELP))
     explain.add_arguments(
         commands.add_parser("explain", help=explain.HELP, description=explain.HELP)
+    )
+    compare.add_arguments(
+        commands.add_parser("compare", help=compare.HELP, description=compare.HELP)
     )
     doctor = commands.add_parser(
         "doctor", help="show what works here, and how to make the rest work"

@@ -10,6 +10,7 @@ Without the marker, `ranks.run(4, function, *args)` calls a function on ranks, a
 rank's result. README.md says more.
 """
 
+from symm_cp.testing.compare import Comparison, compare_with_one_process
 from symm_cp.testing.gpu_programs import UnmappedError, cuda_on_cpu
 from symm_cp.testing.outcomes import SEED_VARIABLE, RankError, RankTimeout
 from symm_cp.testing.plugin import (
@@ -35,6 +36,7 @@ from symm_cp.testing.team import Place
 
 __all__ = [
     "SEED_VARIABLE",
+    "Comparison",
     "Outcome",
     "Place",
     "RaceError",
@@ -44,6 +46,7 @@ __all__ = [
     "Running",
     "Setup",
     "UnmappedError",
+    "compare_with_one_process",
     "cuda_on_cpu",
     "detect_races",
     "group",

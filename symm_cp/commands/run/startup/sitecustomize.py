@@ -71,6 +71,21 @@ def _explain_eager(c10d: ModuleType) -> None:
     c10d._new_process_group_helper = make_noting  # type: ignore[attr-defined]
 
 
+def _compare(torch: ModuleType) -> None:
+    """Records what this rank's optimizers see (`symm-cp compare`)."""
+    _find_symm_cp()
+    from pathlib import Path
+
+    from symm_cp.testing.steps import Recorder
+
+    steps, dtype, folder = os.environ["SYMM_CP_COMPARE"].split(" ", 2)
+    if dtype != "keep":
+        torch.set_default_dtype(getattr(torch, dtype))
+    recording = Recorder(int(steps), Path(folder, f"{os.environ['RANK']}.pt")).recording()
+    recording.__enter__()
+    _kept.append(recording)  # it ends with the program
+
+
 class _Finder:
     """Finds a module as Python does, and calls `act` after the module has been executed."""
 
@@ -137,4 +152,6 @@ if __name__ == "sitecustomize":  # imported by Python at its start
         sys.meta_path.insert(0, compiler)  # type: ignore[arg-type]
     if os.environ.get("SYMM_CP_EXPLAIN_EAGER"):
         sys.meta_path.insert(0, _Finder(_C10D, _explain_eager))  # type: ignore[arg-type]
+    if os.environ.get("SYMM_CP_COMPARE") and "RANK" in os.environ:
+        sys.meta_path.insert(0, _Finder("torch", _compare))  # type: ignore[arg-type]
     _import_hidden()

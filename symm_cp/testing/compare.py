@@ -235,11 +235,11 @@ def _differs(expected: Step, found: Sequence[Step], *, first: bool) -> str | Non
         of_ranks = [getattr(step, kind) for step in found]
         tensors = _found(getattr(expected, kind), of_ranks)
         wrong = [name for name, each in tensors.items() if not each.right]
+        if kind == "grads" and (norms := _norms(expected, found)):
+            return norms
         if wrong:
             others = f"; so do {len(wrong) - 1} of {len(tensors) - 1} others" * (len(wrong) > 1)
             return f"{title} of {wrong[0]}: {tensors[wrong[0]].described()}{others}"
-        if kind == "grads" and (norms := _norms(expected, found)):
-            return norms
     return None
 
 
@@ -298,9 +298,12 @@ def _gradients_counted(expected: Step, found: Sequence[Step]) -> Iterator[str]:
 
 def _of_all(factor: float, ranks: int, expected: Step, found: Sequence[Step]) -> Iterator[str]:
     """Yields why all gradients are `factor` times those of one process."""
-    if norms := _norms(expected, found):
+    if (norms := _norms(expected, found)) and math.isclose(factor, 1, rel_tol=1e-3):
+        factor = found[0].norms[0] / expected.norms[0]  # before they were clipped
+    elif norms:
         yield f"clipped by another {norms}: each rank took the norm of its part"
-    elif math.isclose(factor, ranks, rel_tol=1e-3):
+        return
+    if math.isclose(factor, ranks, rel_tol=1e-3):
         yield (
             f"counted {ranks} times: gradients are added over the ranks, and each loss is a mean "
             "of the whole batch already: average them, or divide the loss by the number of ranks"

@@ -260,16 +260,20 @@ def test_broken_programs_are_told_why(ranks: Ranks, name: str) -> None:
     assert re.search(cause, found.causes[0]), str(found)
 
 
-def test_norms_of_parts_are_named() -> None:
-    grads = {"a": torch.ones(2), "b": torch.ones(3)}
-    one = Step(norms=[2.0], grads={n: t.clone() for n, t in grads.items()}, before=grads)
-    part = Step(norms=[1.0], grads={n: 2 * t for n, t in grads.items()}, before=grads)
-    found = compared([one], [[part], [part]])
-    assert (
-        found.difference
-        == "step 1: gradient of a: is 2 times that of one process; so do 1 of 1 others"
-    )
-    assert "each rank took the norm of its part" in found.causes[0]
+def step_of(norm: float, factor: float) -> Step:
+    weights = {"a": torch.ones(2), "b": torch.ones(3)}
+    grads = {name: factor * tensor for name, tensor in weights.items()}
+    return Step(norms=[norm], grads=dict(grads), before=weights)
+
+
+@pytest.mark.parametrize(
+    ("factor", "cause"),
+    [(2.0, "each rank took the norm of its part"), (1.0, "divided by 2 once too often")],
+)
+def test_norms_of_clipped_gradients_are_compared(factor: float, cause: str) -> None:
+    found = compared([step_of(2.0, 1.0)], [[step_of(1.0, factor)]] * 2)
+    assert found.difference == "step 1: norm of gradients: [1.0], in one process [2.0]"
+    assert cause in found.causes[0]
 
 
 def test_fewer_steps_are_a_difference() -> None:

@@ -119,26 +119,39 @@ def head() -> str:
     for text, (file, case), variants in HEAD:
         row = load(file)[1][case]
         lines.append([text, *(ratio(row, variant) for variant in variants)])
-    below = below_one([line[1] for line in lines])
-    text = (
-        f"{against_one_process()} {against_unfused()} Below: 2 ranks of 1 thread, {machine()}; "
-        f"time by the *limit*'s, the compute alone ([all figures](benchmarks/README.md)){below}:"
+    before = (
+        "Time / time of the compute alone, on data that is there already: 1.00 if communication is "
+        f"free, lower is better. 2 ranks of one thread, {machine()}"
     )
-    return "\n".join([*textwrap.wrap(text, 110), "", *table(["", "fused", *UNFUSED], lines)])
+    after = [
+        below_one([line[1] for line in lines]),
+        against_unfused(),
+        against_one_process(),
+        "Several sockets and GPUs were not measured.",
+    ]
+    return "\n".join(
+        [
+            *textwrap.wrap(f"{before}:", 110),
+            "",
+            *table(["", "fused", *UNFUSED], lines),
+            *textwrap.wrap(" ".join(filter(None, after)), 110),
+            "",
+        ]
+    )
 
 
 def against_unfused() -> str:
     """States the worst ratio of a fused op to its unfused form."""
     _, rows = load("never_behind")
     worst = max(row["behind"] for row in rows.values())
-    return f"Fused ops: at most {worst:.2f} of unfused ones ({len(rows)} cases)."
+    return f"Fused ops take at most {worst:.2f} of the time of unfused ones ({len(rows)} cases)."
 
 
 def below_one(fused: Sequence[str]) -> str:
     """Explains how a fused op can be faster than its compute alone, if one is."""
     if not any(cell and float(cell) < 1 for cell in fused):
         return ""
-    return ". Below 1: results go to kept memory"
+    return "Values below 1: our output reuses memory, the baseline allocates it."
 
 
 #: Comparisons with one process in README.md: text, file, case, the variant of the ranks.
@@ -161,15 +174,20 @@ ONE_PROCESS = "one process, all threads"
 
 
 def against_one_process() -> str:
-    """How fast two ranks are against one process on their cores, where that was measured."""
+    """The times of two ranks by those of one process on their cores, where that was measured."""
     found: dict[str, list[str]] = {}
     for text, file, case, variant in RANKS:
         row = load(file)[1].get(case) if measured(file) else None
         if row is not None and {ONE_PROCESS, variant} <= row["ms"].keys():
-            times = row["ms"][ONE_PROCESS] / row["ms"][variant]
+            times = row["ms"][variant] / row["ms"][ONE_PROCESS]
             found.setdefault(short(load(file)[0]["machine"]), []).append(f"{text} {times:.2f}")
     machines = "; ".join(f"{', '.join(texts)} on an {where}" for where, texts in found.items())
-    return f"Speed against one process with two threads: {machines}." if machines else ""
+    if not machines:
+        return ""
+    return (
+        f"Time / time of one process that uses both cores: {machines}. So on one socket use ranks "
+        "for memory, long sequences and tests, not for speed."
+    )
 
 
 def matmul() -> list[str]:

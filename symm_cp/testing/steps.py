@@ -128,7 +128,8 @@ def _noting(function: Callable[..., Any], note: Callable[..., None]) -> Callable
 
 def _outermost() -> Iterator[nn.Module]:
     """Yields the modules of this process that no other module has."""
-    modules = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
+    # By type: `isinstance` would ask the object behind a weak proxy, which may be gone.
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inner = {id(child) for module in modules for child in module.children()}
     return (module for module in modules if id(module) not in inner)
 

@@ -25,7 +25,7 @@ import torch
 
 from symm_cp import accelerators, env, native, trusted
 from symm_cp.group.liveness import read, share
-from symm_cp.group.memory import Group, StateKey, on_first_use
+from symm_cp.group.memory import Group, StateKey, is_fake, on_first_use
 from symm_cp.measured import machine_key
 from symm_cp.runtime import small
 
@@ -145,7 +145,7 @@ def tuned(group: Group) -> dict[str, str]:
     """
     table = group.state(_TABLE, _Table)
     if table.algorithms is None:
-        text = read(group, group.store(), [_key(table.reading)])[0]
+        text = "" if is_fake(group.name) else read(group, group.store(), [_key(table.reading)])[0]
         table.algorithms = parse_tuned(text, "the file of symm-cp tune")
         reason, table.unused = table.unused, ""
         if reason:

@@ -22,7 +22,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import accelerators, env, native
 from symm_cp.group.liveness import host_identity, read, share, wait_limit
-from symm_cp.group.memory import Group, StateKey, on_first_use, reported, resolve
+from symm_cp.group.memory import (
+    Group,
+    StateKey,
+    is_fake,
+    on_first_use,
+    reported,
+    resolve,
+)
 from symm_cp.group.stores import TimedStore
 from symm_cp.native import wire
 
@@ -97,7 +104,7 @@ def apart_of(group: Group, device: torch.device) -> Apart | None:
         apart = known[kind] = _find(group, device)
         if kind == "cpu":
             native.load().symm_cp_set_on_one_host(group.handle, apart is None)
-        if apart is not None and group.rank == 0:
+        if apart is not None and group.rank == 0 and not is_fake(group.name):
             warnings.warn(
                 f"symm_cp: ops of group {group.name!r} on {kind} run unfused, over the process "
                 f"group: {apart.reason}",
@@ -182,6 +189,8 @@ def _known_at_once(group: Group) -> bool:
 def _find(group: Group, device: torch.device) -> Apart | None:
     if group.world_size == 1 or (device.type == "cpu" and _met_on_this_host(group)):
         return None
+    if is_fake(group.name):
+        return Apart('its backend is "fake", which exchanges nothing')
     if reason := places_apart(_places(group, device)):
         return Apart(reason)
     reasons = [check(group, device) for check in checks]
@@ -203,6 +212,8 @@ def numbers_of_all(group: Group, name: str, numbers: Sequence[int]) -> Numbers:
         return (tuple(numbers),)
     if apart_of(group, _CPU) is None:
         return numbers_on_host(group, name.encode(), numbers)
+    if is_fake(group.name):
+        return (tuple(numbers),) * group.world_size
     texts = share(group, name, " ".join(map(str, numbers)))
     return tuple(tuple(map(int, text.split())) for text in texts)
 

@@ -445,7 +445,8 @@ def resolve(group: GroupLike) -> Group:
         new_group = Group(process_group)
         _groups[name] = (weakref.ref(process_group), new_group)
     try:
-        if process_group in dist.distributed_c10d._world.pg_map:  # torch made it: it has a store
+        # If torch made the group, it has a store.
+        if process_group in dist.distributed_c10d._world.pg_map and not is_fake(name):
             for publish in on_first_use:
                 publish(new_group)
     except BaseException:
@@ -453,6 +454,12 @@ def resolve(group: GroupLike) -> Group:
         raise
     weakref.finalize(process_group, _forget, name, new_group).atexit = False
     return new_group
+
+
+def is_fake(group_name: str) -> bool:
+    """Whether a group exchanges nothing: torch's backend "fake", of one process."""
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    return dist.distributed_c10d._world.pg_map.get(group, ("",))[0] == "fake"
 
 
 def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Workspace:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 import symm_cp
@@ -173,6 +174,31 @@ def all_run(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_examples_run(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, all_run)
+
+
+# Ops on peers' memory: a process alone has no peers.
+ON_PEERS = r"(one|two)_shot|^_?reduce_scatter|offset|remote|vdev|tile_reduce|multimem|nvshmem|nccl"
+
+
+def run_alone(group: dist.ProcessGroup) -> dict[str, str]:
+    """In a group of torch's backend "fake", which exchanges nothing: tests of shapes use it."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    refused = {}
+    for op in declared():
+        try:
+            runs(dist.group.WORLD, op.name)
+        except (RuntimeError, NotImplementedError) as error:
+            refused[op.name] = str(error)
+    return refused
+
+
+def test_all_ops_run_in_a_fake_group(ranks: Ranks) -> None:
+    with ranks.own(1, run_alone) as running:
+        (outcome,) = running.outcomes(60)
+    assert not outcome.failure, outcome.failure
+    assert set(outcome.result) == {name for name in OPS if re.search(ON_PEERS, name)}
+    assert "exchanges nothing" in outcome.result["get_remote_tensors"]
 
 
 def refused_by_one(group: dist.ProcessGroup) -> None:

@@ -326,33 +326,9 @@ def _split(op: str, sizes: Sequence[int], world_size: int, dim: int) -> Split:
     return Split(tuple(sizes), dim)
 
 
-class _WithoutMemory(NamedTuple):
-    """In test mode, a group that cannot meet: unfused definitions need its numbers only."""
-
-    name: str
-    rank: int
-    world_size: int
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotImplementedError(
-            f"the ranks of group {self.name!r} cannot meet (torch's backend 'fake'); in test mode "
-            "only ops with an unfused definition run there, and no gradients"
-        )
-
-    @classmethod
-    def of(cls, group_name: str) -> _WithoutMemory:
-        """Returns the group; `group_name` may be one of torch's backend "fake"."""
-        return cls(group_name, rank_in(group_name), world_size_of(group_name))
-
-
 def group_of(group_name: str, rank: int | None = None) -> Group:
     """Returns the group of an op's `group_name` argument, in which this rank is `rank`."""
-    try:
-        group = resolve(group_name)
-    except RuntimeError:
-        if not in_test_mode():
-            raise
-        return _WithoutMemory.of(group_name)  # type: ignore[return-value]
+    group = resolve(group_name)
     if rank is not None and rank != group.rank:
         raise ValueError(f"rank={rank} must be this rank's number in its group, {group.rank}")
     return group

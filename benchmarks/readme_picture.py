@@ -27,23 +27,22 @@ def of_rank_0(timeline: Timeline) -> Timeline:
     return Timeline(tuple(event for event in timeline.events if event.rank == 0))
 
 
-def unfused() -> Timeline:
-    """An all-gather, then one kernel for each shard: no schedule of ours."""
+def on_one_lane(copies: int) -> Timeline:
+    """Copies, then one kernel for each shard."""
     own, gathered = Region(0, "input"), Region(0, "gathered")
-    steps = [Copy(own, gathered)] * (RANKS - 1) + [Compute("consume", 0, (gathered,), ())] * RANKS
+    steps: list[Step] = [Copy(own, gathered)] * copies
     events, now = [], 0.0
-    for step in steps:
+    for step in (*steps, *[Compute("consume", 0, (gathered,), ())] * RANKS):
         events.append(Event(0, "compute", 0, step, now, now + cost(0, step)))
         now += cost(0, step)
     return Timeline(tuple(events))
 
 
 if __name__ == "__main__":
-    on_cpu = ALL_GATHER_AND_CONSUME.direct(in_place=True).schedules(RANKS)
     on_cuda = ALL_GATHER_AND_CONSUME.staged(in_place=True).schedules(RANKS)
     timelines = {
-        "unfused": unfused(),
-        "CPU, shards read in place": of_rank_0(simulate([on_cpu], cost)),
+        "unfused": on_one_lane(copies=RANKS - 1),
+        "CPU, symmetric input read in place": on_one_lane(copies=0),
         "CUDA, pulled by copy engines": of_rank_0(simulate([on_cuda], cost)),
     }
     draw(PICTURE, timelines, "all-gather-matmul on 4 ranks")

@@ -259,7 +259,7 @@ def _enter_models(
             )
     is_known = False
     for inspector in inspectors.loaded():
-        modules = stack.enter_context(inspector.attending(models, spread=region.world_size > 1))
+        modules = stack.enter_context(inspector.attending(models))
         is_known |= modules is not None
         for module in modules or ():
             if watch is not None and module not in watch.judged:

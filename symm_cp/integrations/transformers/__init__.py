@@ -11,12 +11,12 @@ from contextlib import suppress
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-# First: for releases with unknown masks the next import raises, but models are still checked.
 from symm_cp.integrations.transformers import inspector as _inspector  # noqa: F401
 from symm_cp.integrations.transformers.attention import NAME, attention_function, mask_function
+from symm_cp.integrations.transformers.families import FAMILIES
 from symm_cp.integrations.transformers.models import attending
 
-__all__ = ["NAME", "attending"]
+__all__ = ["FAMILIES", "NAME", "attending"]
 
 AttentionInterface.register(NAME, attention_function)
 AttentionMaskInterface.register(NAME, mask_function)

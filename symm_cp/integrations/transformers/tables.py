@@ -75,9 +75,6 @@ def _compute_bias(
     return torch.zeros(shape, device=device, dtype=self.q.weight.dtype)
 
 
-_compute_bias.sees_all_ranks = True  # type: ignore[attr-defined]
-
-
 def _by_distance(module: Any, region: ParallelRegion, queries: int, keys: int) -> torch.Tensor:
     """Returns the bias of each distance in the whole sequences: (H, S_q + S_k - 1).
 
@@ -151,9 +148,6 @@ def _with_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if region.is_padding(shape[1]):
         positions = positions.new_zeros(shape[1])
     return args[:2], {**kwargs, "position_ids": positions}
-
-
-_with_positions.sees_all_ranks = True  # type: ignore[attr-defined]
 
 
 # --- inputs of decoders ------------------------------------------------------------------------

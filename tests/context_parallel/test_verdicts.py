@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 import gc
-import subprocess
-import sys
 import tomllib
 import weakref
 from collections.abc import Callable, Iterator

@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import symm_cp
 import symm_cp.integrations.transformers
-
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import some

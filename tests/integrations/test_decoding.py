@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.cache_utils import DynamicCache
 
 from symm_cp import tensor_parallel
-
 from symm_cp.integrations.transformers.decoding import SpreadCache, SpreadLayer, decoding
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, pairs, some

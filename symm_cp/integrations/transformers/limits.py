@@ -70,11 +70,10 @@ def _family_limits(config: Any) -> Iterator[Limit]:
     if config.model_type not in FAMILIES:
         yield Limit(
             f"config.model_type={config.model_type!r}",
-            "it is not among the families that equal one process "
-            "(symm_cp/integrations/transformers/FAMILIES.md)",
-            "Use one of these; for a model of your own that attends through transformers' "
-            "AttentionInterface, compare its loss and gradients with one process, and add its name "
-            "to symm_cp.integrations.transformers.FAMILIES",
+            "it is not among the families that equal one process",
+            "Use one of symm_cp.integrations.transformers.FAMILIES. If a model of yours attends "
+            "through transformers' AttentionInterface, compare its loss and gradients with one "
+            "process, and add its name to this set",
         )
 
 

@@ -113,7 +113,6 @@ STRANGERS = {
     "solar-open": Client("SolarOpen", MOE),
     "cohere2-moe": Client("Cohere2Moe", MOE),
     "mimo-v2-flash": Client("MiMoV2Flash", MOE),
-    "aria": Client("AriaText", MOE),
     "glm4-moe": Client("Glm4Moe", {**MOE, "n_routed_experts": 4, "first_k_dense_replace": 1}),
     "dots1": Client(
         "Dots1", {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}

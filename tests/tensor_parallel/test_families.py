@@ -28,7 +28,7 @@ CLIENTS["nemotron-h-dense"] = RECURRENT["nemotron-h"].having(
 WITHOUT_PLAN = (
     *("gpt2", "stablelm", "persimmon", "bitnet", "jetmoe", "gpt-neo", "gpt-neo-global", "opt"),
     *("xglm", "biogpt", "bloom", "mpt", "falcon", "falcon-alibi", "ctrl", "openai", "mamba"),
-    *("recurrent-gemma", "rwkv", "moshi", "jetmoe-router-loss", "mamba2", "zamba2", "aria"),
+    *("recurrent-gemma", "rwkv", "moshi", "jetmoe-router-loss", "mamba2", "zamba2"),
     *("gpt-bigcode", "modernbert-decoder"),
 )
 #: Refused families, and a pattern of each refusal's message.

@@ -19,7 +19,7 @@ FAMILIES = {
     *("ernie4_5", "arcee", "afmoe", "seed_oss", "apertus", "bitnet", "minimax_m2", "dots1"),
     *("diffllama", "nanochat", "youtu", "jetmoe", "cwm", "moshi", "gpt_bigcode", "jais2"),
     *("granitemoeshared", "modernbert-decoder", "ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe"),
-    *("flex_olmo", "solar_open", "cohere2_moe", "mimo_v2_flash", "aria_text", "olmo"),
+    *("flex_olmo", "solar_open", "cohere2_moe", "mimo_v2_flash", "olmo"),
     # Decoders with gated delta nets or Mamba 2.
     *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "mamba2"),
     *("bamba", "falcon_h1", "granitemoehybrid", "zamba2", "nemotron_h", "qwen3_5_moe_text"),

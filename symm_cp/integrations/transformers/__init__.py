@@ -9,6 +9,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import transformers
+from packaging.version import Version
+
+if Version(transformers.__version__) < Version("5.23"):
+    raise ImportError(
+        f"symm_cp.integrations.transformers: transformers {transformers.__version__} is installed, "
+        "must be 5.23 or later"
+    )
+
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from symm_cp.integrations.transformers import inspector as _inspector  # noqa: F401

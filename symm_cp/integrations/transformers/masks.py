@@ -50,14 +50,14 @@ def positions_noted(select: Select) -> Iterator[None]:
     """Notes the positions that models get, for their masks, in the `with` block."""
     with ExitStack() as stack:
         for model in select(_is_model):
-            hook = model.register_forward_pre_hook(_noting(type(model)), with_kwargs=True)
+            hook = model.register_forward_pre_hook(_noting(model.__class__), with_kwargs=True)
             stack.callback(hook.remove)
         yield
     _running.positions = None
 
 
 @functools.cache
-def _noting(kind: type[nn.Module]) -> Any:
+def _noting(kind: Any) -> Any:
     """Returns the hook for models of a class."""
     names = tuple(inspect.signature(kind.forward).parameters)[1:]
     index = names.index(_NAME) if _NAME in names else len(names)

@@ -38,7 +38,7 @@ ON_UNFUSED = ("raise", "warn", "ignore")
 # The arguments whose presence inspectors check in traced code, where there are no values.
 _SHOWN = (
     *("position_ids", "output_router_logits", "start_positions"),
-    *("labels", "shift_labels", "attention_mask"),
+    *("labels", "shift_labels", "attention_mask", "decoder_input_ids", "decoder_inputs_embeds"),
 )
 
 _eval_frame = torch._C._dynamo.eval_frame

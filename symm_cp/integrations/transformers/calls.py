@@ -36,6 +36,7 @@ def check_call(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
     _check_cache(module, args, kwargs)
     _check_kept(module, args, kwargs)
     _check_positions(module, args, kwargs)
+    _check_decoder_input(module, args, kwargs)
 
 
 def _check_recurrent(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -111,4 +112,19 @@ def _check_positions(module: nn.Module, args: Any, kwargs: Any) -> None:
             f"context_parallel: {name} was called with position_ids that count from 0, but it "
             f"counts from {first} (padding_idx + 1): pass the model to symm_cp.shard_batch, which "
             "makes them"
+        )
+
+
+_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+
+
+def _check_decoder_input(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses calls in which a model shifts this rank's part of the labels."""
+    if not {*_DECODER} & {*_parameters(module.__class__)}:
+        return
+    if all(_argument(module, name, args, kwargs) is None for name in _DECODER):
+        raise NotImplementedError(
+            f"context_parallel: {type(module).__name__} was called without decoder_input_ids, so "
+            "it shifted this rank's part of the labels. symm_cp.shard_batch(model=...) makes "
+            "decoder_input_ids of the whole sequence"
         )

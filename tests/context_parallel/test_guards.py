@@ -171,11 +171,16 @@ def test_positions_that_are_missing_are_refused(ranks: Ranks) -> None:
 def from_zero(group: dist.ProcessGroup) -> None:
     model = build("Roberta", head="ForMaskedLM", pad_token_id=1)
     context = symm_cp.context_parallel(mesh_of(group), model=model, load_balancer=layout(group))
-    message = r"it counts from 2 \(padding_idx \+ 1\)"
+    local, q = local_batch(group), torch.randn(1, 2, 8, 8)
     if group.rank() == 1:  # the numbers of its positions are larger
+        with context:
+            model(**local)
+        with pytest.raises(RuntimeError, match="rank 0 failed: NotImplementedError on rank 0"):
+            symm_cp.all_gather_attention(q, q, q, group=group)
         return
+    message = r"it counts from 2 \(padding_idx \+ 1\)"
     with pytest.raises(NotImplementedError, match=message), context:
-        model(**local_batch(group))
+        model(**local)
 
 
 def test_positions_of_roberta_that_count_from_zero_are_refused(ranks: Ranks) -> None:

@@ -83,8 +83,8 @@ class BatchRules:
 class Inspector:
     """Describes the modules of a library; this base class describes none."""
 
-    #: The attributes of modules that verdicts depend on, besides their class, children, forward
-    #: pre-hooks, and the values of their `config`.
+    #: The attributes of modules that verdicts depend on, besides their class, their children, and
+    #: the plain values of their `config`.
     attributes: frozenset[str] = frozenset()
     #: A module whose functions, if they capture no tensors, are masks of positions alone.
     mask_module: str | None = None
@@ -212,56 +212,27 @@ Select = Callable[[Callable[[nn.Module], Any]], list[nn.Module]]
 Row = tuple[tuple[Limit, ...], Inspector | None]
 
 _VALUES = {bool, int, float, str, types.NoneType}
-_CONTAINERS = {list, tuple, dict, set, frozenset}
 _MOST_VERSIONS = 3  # versions of one model: outside of contexts, and within contexts with `model=`
 
 
-def _settings(value: Any) -> dict[str, Any]:
-    """Returns the attributes of a configuration, without computed attributes of its class."""
-    if isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
-        return {}
-    try:
-        values = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 def _facts(parts: list[nn.Module], watched: set[str]) -> tuple[list[Any], list[Any]]:
-    """Returns what verdicts on parts depend on: plain values, and ids of the objects returned."""
+    """Returns what verdicts on parts depend on: values and ids, and the objects with these ids."""
     # Loops without calls of their own: they run for all parts of a model in each context.
-    seen: list[Any] = []
+    objects: list[Any] = []
     configs: dict[int, Any] = {}
     for part in parts:
-        values = part.__dict__
-        seen += (type(part), *part._modules.keys(), *part._modules.values())
-        seen += part._forward_pre_hooks.values()
-        for stored in (values, part._parameters, part._buffers):
-            if stored and not watched.isdisjoint(stored.keys()):
-                for name in watched.intersection(stored.keys()):
-                    if stored is values or stored[name] is not None:
-                        seen += (name, stored[name])
-        if (config := values.get("config")) is not None:
-            configs[id(config)] = config
-    pending = [*configs.values()]
-    for config in pending:
-        for name, value in _settings(config).items():
-            seen += (name, value)
-            kind = type(value)
-            if kind not in _VALUES and kind not in _CONTAINERS and id(value) not in configs:
-                configs[id(value)] = value
-                pending.append(value)
-    facts: list[Any] = []
-    objects = []
-    for value in seen:
-        kind = type(value)
-        if kind in _CONTAINERS:
-            value = repr(value)
-        elif kind not in _VALUES:
-            # Each access to a method makes a new object.
-            objects.append(value.__func__ if kind is types.MethodType else value)
-            value = id(objects[-1])
-        facts.append(value)
+        stored = part.__dict__
+        objects += (type(part), *part._modules.values())
+        if not watched.isdisjoint(stored.keys()):
+            for name in watched.intersection(stored.keys()):
+                objects.append(stored[name])
+            if (config := stored.get("config")) is not None:
+                configs[id(config)] = config
+    facts = [*map(id, objects)]
+    for config in configs.values():
+        for name, value in getattr(config, "__dict__", {}).items():
+            if type(value) in _VALUES:
+                facts += (name, value)
     return facts, objects
 
 

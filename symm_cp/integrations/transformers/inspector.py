@@ -14,7 +14,6 @@ from symm_cp.context_parallel.inspectors import BatchRules, Verdict, known_of
 from symm_cp.integrations.transformers.batches import ModelBatchRules
 from symm_cp.integrations.transformers.calls import check_call
 from symm_cp.integrations.transformers.limits import (
-    ATTRIBUTES,
     is_model,
     limits_of,
     uses_transformers,
@@ -23,7 +22,7 @@ from symm_cp.integrations.transformers.models import attending
 
 
 class _Inspector(inspectors.Inspector):
-    attributes = ATTRIBUTES
+    attributes = frozenset(("active_adapter",))  # of PEFT
     mask_module = "transformers.masking_utils"
 
     def judge(self, module: nn.Module) -> Verdict:

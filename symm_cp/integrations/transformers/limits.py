@@ -27,10 +27,6 @@ _POOLING += ("ForNextSentencePrediction", "DoubleHeadsModel", "Pooler")
 _ROUTER_LOGITS = "output_router_logits"
 #: Arguments of calls that `call_limits` judges.
 WATCHED = (_ROUTER_LOGITS, "start_positions", "labels", "shift_labels")
-#: The attributes of modules, besides their `config`, that limits depend on.
-ATTRIBUTES = frozenset(
-    ("base_model_prefix", "pooler", "lm_head", "forward", "active_adapter", "padding_idx")
-)
 
 
 def uses_transformers(module: nn.Module) -> bool:

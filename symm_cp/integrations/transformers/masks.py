@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -60,7 +61,7 @@ def positions_noted(select: Select) -> Iterator[None]:
 def _noting(kind: Any) -> Any:
     """Returns the hook for models of a class."""
     names = tuple(inspect.signature(kind.forward).parameters)[1:]
-    index = names.index(_NAME) if _NAME in names else len(names)
+    index = names.index(_NAME) if _NAME in names else sys.maxsize
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
         _running.positions = args[index] if index < len(args) else kwargs.get(_NAME)

@@ -150,8 +150,7 @@ def context_parallel(
     Inside, `F.scaled_dot_product_attention`, `flex_attention` and torch's `varlen_attn`, however
     they were imported, take this rank's parts of queries, keys and values and attend to the whole
     sequence. Cumulative lengths of `varlen_attn`, and `mask_mod`, `score_mod` and `BlockMask` of
-    `flex_attention`, describe the whole (packed) sequence (masks of transformers' models, too:
-    causal masks, windows, padding and packed documents)::
+    `flex_attention`, describe the whole (packed) sequence::
 
         with symm_cp.context_parallel(mesh, buffers=[tokens, positions], buffer_seq_dims=[1, 0]):
             loss = model(tokens, positions)
@@ -184,14 +183,12 @@ def context_parallel(
     does a checkpoint. `torch.utils.checkpoint` recomputes activations in the context of their first
     run, even if that has ended when the backward pass runs. An `attn_mask` must cover the whole
     sequence. Raises `NotImplementedError` for modules whose attention would be wrong:
-    `nn.MultiheadAttention`, other layers that mix positions, missing positions,
-    generation, and models of transformers that are not passed as `model` and have sliding windows
-    or chunks shorter than the sequence (unless they use flex attention), attention sinks, soft caps
-    or attention that calls none of these functions ("eager"). On one rank nothing is spread or
-    refused. Raises `ValueError` or `TypeError` for an invalid model, and `ValueError` for invalid
-    buffers and methods, and for shards that another load balancer has cut, before anything is
-    changed; `RuntimeError` on all ranks if their buffers differ, or the parameters of a model that
-    runs for the first time. Source: torch's `context_parallel`.
+    `nn.MultiheadAttention`, models of transformers that are not passed as `model`, or of families
+    not known to equal one process, missing positions and generation. On one rank nothing is spread
+    or refused. Raises `ValueError` or `TypeError` for an invalid model, and `ValueError` for
+    invalid buffers and methods, and for shards that another load balancer has cut, before anything
+    is changed; `RuntimeError` on all ranks if their buffers differ, or the parameters of a model
+    that runs for the first time. Source: torch's `context_parallel`.
     """
     group, tensors = group_by("context_parallel", mesh, method), list(buffers or ())
     keep = {id(tensor) for tensor in no_restore_buffers or ()}
@@ -259,7 +256,7 @@ def _enter_models(
             )
     is_known = False
     for inspector in inspectors.loaded():
-        modules = stack.enter_context(inspector.attending(models, spread=region.world_size > 1))
+        modules = stack.enter_context(inspector.attending(models))
         is_known |= modules is not None
         for module in modules or ():
             if watch is not None and module not in watch.judged:

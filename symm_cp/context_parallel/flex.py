@@ -14,14 +14,13 @@ from torch.nn.attention.flex_attention import (
     FlexKernelOptions,
 )
 
-from symm_cp.context_parallel import guards, inspectors
+from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.gathered_keys import compiled_flex, original
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.context_parallel.region import ParallelRegion, active
 from symm_cp.context_parallel.sequence_attention import attend_sequence, rows_of
 from symm_cp.context_parallel.sequence_mask import SequenceMask
-from symm_cp.ops.attention.flex.captures import captures_tensors
-from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
+from symm_cp.ops.attention.flex.mask import Modifier, check_lengths
 from symm_cp.ops.error_reports import names_op
 
 FLEX = "flex_attention"
@@ -98,23 +97,11 @@ def mask_of(
 ) -> SequenceMask:
     """Returns the mask of the whole sequence; query and key are parts of it.
 
-    Masks that transformers makes for this rank's part are used for the whole if they depend on
-    positions alone.
+    Raises `ValueError` for a mask of other lengths.
     """
     mask = SequenceMask(block_mask=block_mask)
-    if torch.compiler.is_dynamo_compiling():  # the op compares lengths
-        return mask
-    rows, keys = rows_of(query), rows_of(key)
-    blocks, mask_mod = whole_mask(
-        mask.whole_blocks,
-        local=(rows, keys),
-        whole=(region.whole_length(rows), region.whole_length_of_keys(rows, keys)),
-        by_position=_by_position(block_mask.mask_mod),
-    )
-    return SequenceMask(mask_mod=mask_mod) if blocks is None else mask
-
-
-def _by_position(mask_mod: Modifier) -> bool:
-    """Whether a mask depends on positions alone, so that it is valid for any sequence length."""
-    known = inspectors.by_position(getattr(mask_mod, "__module__", None))
-    return known and not captures_tensors(mask_mod)
+    blocks = mask.whole_blocks
+    if blocks is not None and not torch.compiler.is_dynamo_compiling():  # the op compares them, too
+        rows, keys = rows_of(query), rows_of(key)
+        check_lengths(blocks, region.whole_length(rows), region.whole_length_of_keys(rows, keys))
+    return mask

@@ -15,7 +15,6 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.nn.attention import flex_attention as torch_flex
 
-from symm_cp.context_parallel import inspectors
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.ops.attention.flex.mask import Modifier
@@ -68,7 +67,6 @@ class _GraphFlexAttention(HigherOrderOperator):
             layouts,
             scale,
             options["enable_gqa"],
-            options["by_position"] and not mask_tensors,
             **options["method"],
         )
 
@@ -82,30 +80,12 @@ _graph_flex_attention = _GraphFlexAttention()
 
 
 class _GraphFlexVariable(dynamo_ops.FlexAttentionHigherOrderVariable):
-    """Like torch's, without the region's mode; also checks which module defines the mask."""
+    """Like torch's, without the region's mode, which has handled the call already."""
 
     _HOP_NAME = f"torch.ops.higher_order.{_NAME}"
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        # The region's mode has handled the call already, and must not see it again.
-        *args, options = args
-        mask_mod = args[4].items[-1]
-        by_position = inspectors.by_position(_module(mask_mod))
-        build = dynamo_ops.VariableTracker.build
-        options = options.clone()
-        options.call_method(
-            tx, "__setitem__", [build(tx, "by_position"), build(tx, by_position)], {}
-        )
-        return self._call_function(tx, [*args, options], kwargs)
-
-
-def _module(function: Any) -> str | None:
-    """Returns the module in which a function, as Dynamo represents it, was defined."""
-    try:
-        name = function.get_globals().get("__name__")
-    except (AttributeError, NotImplementedError):
-        return None
-    return name if isinstance(name, str) else None
+        return self._call_function(tx, args, kwargs)
 
 
 dynamo_ops._hop_name_to_variable_class[_NAME] = _GraphFlexVariable

@@ -1,8 +1,8 @@
 """Guards of a region: refuse modules whose attention would be wrong, detect unfused attention.
 
-A model decides from its input's length whether it needs a mask. Within a region its input is this
-rank's part of the sequence, and it may drop a sliding window that the whole sequence needs. The
-region gets only the resulting call, `is_causal=True`, so it must inspect the running modules.
+Within a region a model's input is this rank's part of the sequence. A model that was not made for
+that takes it for the whole: it counts positions from 0, or drops a window that only the whole
+sequence needs. The region sees calls of attention only, so it must inspect the running modules.
 
 While any region is active, a global forward pre-hook passes each module to the `Watch` of the
 innermost region of its thread, which has inspectors.py judge it. A forward hook, which unlike the
@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from symm_cp.context_parallel import agreement, inspectors
-from symm_cp.context_parallel.inspectors import Inspector, Known, Limit, States, known_of
+from symm_cp.context_parallel.inspectors import Inspector, Known, Limit, known_of
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import reporting_to_peers
 from symm_cp.ops.common import attention_runs
@@ -38,7 +38,7 @@ ON_UNFUSED = ("raise", "warn", "ignore")
 # The arguments whose presence inspectors check in traced code, where there are no values.
 _SHOWN = (
     *("position_ids", "output_router_logits", "start_positions"),
-    *("labels", "shift_labels", "attention_mask"),
+    *("labels", "shift_labels", "attention_mask", "decoder_input_ids", "decoder_inputs_embeds"),
 )
 
 _eval_frame = torch._C._dynamo.eval_frame
@@ -46,10 +46,7 @@ _eval_frame = torch._C._dynamo.eval_frame
 
 @dataclass
 class Watch:
-    """Records the events within a region since it was entered.
-
-    `pending`: limits to compare with the length of the whole sequence once that is known.
-    """
+    """Records the events within a region since it was entered."""
 
     group: str
     world_size: int
@@ -57,10 +54,7 @@ class Watch:
     first_module: str | None = None
     called: bool = False
     runs_before: int = 0
-    states: States = field(default_factory=dict)
-    has_positions: bool = False  # whether a model got the positions of its tokens
     recurred_without_documents: bool = False  # whether the last recurrent layer got none
-    pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
     judged: set[nn.Module] = field(default_factory=set)
     limits: dict[nn.Module, tuple[Limit, ...]] = field(default_factory=dict)  # of other parts
     calls: dict[nn.Module, Inspector] = field(default_factory=dict)  # modules with checked calls
@@ -75,7 +69,7 @@ class Watch:
             return self.called
         return self.called or attention_runs.total() != self.runs_before
 
-    def saw(self, module: nn.Module, *, compiling: bool = False) -> Known | None:
+    def saw(self, module: nn.Module) -> Known | None:
         """Records that a module runs; raises `NotImplementedError` if its result would be wrong.
 
         The first module of a model has all parts judged. Then returns the verdicts, else None.
@@ -83,51 +77,22 @@ class Watch:
         if self.world_size == 1 or module in self.judged:
             return None
         if module in self.limits:  # a part of a model that ran before
-            self._apply(module, self.limits[module], compiling)
-            self.judged.add(module)
-            return None
+            raise self.limits[module][0].error(module)
         inner = getattr(module, "_orig_mod", module)  # of torch.compile(module)
         known = known_of(inner)
         self.first_module = self.first_module or type(inner).__name__
         compiled = inner is not module or module._compiled_call_impl is not None
-        rows, self.states = known.judged(self.states)
-        for part, (limits, inspector) in zip(known.parts(), rows, strict=True):
+        for part, (limits, inspector) in zip(known.parts(), known.judged(), strict=True):
             if inspector is not None:
                 self.calls[part] = inspector
-            if not limits or all(map(self._fits, limits)):
+            if not limits:
                 self.judged.add(part)
             elif part is inner or compiled:
-                self._apply(part, limits, compiling or compiled)
+                raise limits[0].error(part)
             else:
                 self.limits[part] = limits
         self.judged.add(module)  # not before: a caller that catches an error may run it again
         return known
-
-    def _fits(self, limit: Limit) -> bool:
-        """Whether a limit makes no difference within the region."""
-        if not self.balancers:
-            return False
-        return limit.needs_length and all(limit.fits(b.lengths) for b in self.balancers)
-
-    def _apply(self, module: nn.Module, limits: Iterable[Limit], compiling: bool) -> None:
-        for limit in limits:
-            if self._fits(limit):
-                continue
-            if not limit.needs_length:
-                raise limit.error(module)
-            for balancer in self.balancers:
-                if not limit.fits(balancer.lengths):
-                    raise limit.error(module, balancer.seq_length)
-            if compiling and limit.harmless_up_to is not None:
-                # The graph may later run for other lengths without this check.
-                raise limit.error(module)
-            self.pending.append((module, limit))
-
-    def check_lengths(self, lengths: list[int]) -> None:
-        """Raises if a module that ran does not support shards of these lengths."""
-        for module, limit in self.pending:
-            if not limit.fits(lengths):
-                raise limit.error(module, sum(lengths))
 
     def check_fused(self, on_unfused: str, where: str = "context_parallel") -> None:
         """Raises `RuntimeError`, or warns, if modules ran and no attention was fused."""
@@ -192,13 +157,6 @@ def leave() -> None:
     _hooks.release()
 
 
-def check_length(balancer: LoadBalancer) -> None:
-    """Checks a layout that has just become known against the modules that ran."""
-    watch = None if torch.compiler.is_compiling() else current()
-    if watch is not None and watch.pending:
-        watch.check_lengths(balancer.lengths)
-
-
 # --- hooks -------------------------------------------------------------------------------------
 
 
@@ -232,7 +190,7 @@ def _complaint_before(called: nn.Module | int) -> str | None:
         return None
     module = _module(called)
     try:
-        watch.saw(module, compiling=True)
+        watch.saw(module)
     except NotImplementedError as error:
         return str(error)
     return None
@@ -264,7 +222,7 @@ def _before(module: nn.Module, args: Any) -> None:
 
 
 def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
-    known = watch.saw(module, compiling=compiling)
+    known = watch.saw(module)
     agreement.compare_running("context_parallel", watch.group, module)
     if known is not None and not compiling and not known.compiles:  # hooks skip its parts
         agreement.compare_parts("context_parallel", watch.group, known)

@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,48 +28,27 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Limit:
-    """A feature of a module that attention within a region does not apply.
-
-    `harmless_up_to` is the longest sequence for which it makes no difference; `shortest` the
-    smallest number of positions that a rank may hold.
-    """
+    """A feature of a module with which its results within a region would be wrong."""
 
     what: str
     why: str
     remedy: str
-    harmless_up_to: int | None = None
-    shortest: int = 0
 
-    @property
-    def needs_length(self) -> bool:
-        """Whether the limit depends on the length of the sequence."""
-        return self.harmless_up_to is not None or self.shortest > 0
-
-    def fits(self, lengths: Sequence[int]) -> bool:
-        """Whether the limit is harmless if ranks hold these numbers of positions."""
-        longest = self.harmless_up_to
-        reaches = longest is None or sum(lengths) <= longest
-        return reaches and min(lengths, default=0) >= self.shortest
-
-    def error(self, module: nn.Module, length: int | None = None) -> NotImplementedError:
+    def error(self, module: nn.Module) -> NotImplementedError:
         """Returns the error that refuses the module."""
-        whole = "" if length is None else f" (the sequence has {length} positions)"
         return NotImplementedError(
-            f"context_parallel: {type(module).__name__} has {self.what}: {self.why}{whole}. "
-            f"{self.remedy}"
+            f"context_parallel: {type(module).__name__} has {self.what}: {self.why}. {self.remedy}"
         )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """An inspector's verdict on one module, not on its children.
-
-    `state` is passed to the inspector when it judges the modules that run after this one; None if
-    no model of its library has run. `checks_calls`: it checks the arguments of the calls.
-    """
+    """An inspector's verdict on one module, not on its children."""
 
     limits: tuple[Limit, ...] = ()
-    state: Hashable = None
+    #: Whether the module is of the inspector's library.
+    is_known: bool = False
+    #: Whether the inspector checks the arguments of its calls.
     checks_calls: bool = False
 
 
@@ -104,14 +83,12 @@ class BatchRules:
 class Inspector:
     """Describes the modules of a library; this base class describes none."""
 
-    #: The attributes of modules that verdicts depend on, besides their class, children, forward
-    #: pre-hooks, and the values of their `config`.
+    #: The attributes of modules that verdicts depend on, besides their class, their children, and
+    #: the plain values of their `config`.
     attributes: frozenset[str] = frozenset()
-    #: A module whose functions, if they capture no tensors, are masks of positions alone.
-    mask_module: str | None = None
 
-    def judge(self, module: nn.Module, state: Hashable) -> Verdict:
-        """Judges a module; `state` comes from the verdict on the module that ran before."""
+    def judge(self, module: nn.Module) -> Verdict:
+        """Judges a module."""
         return Verdict()
 
     def check_call(self, watch: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -121,9 +98,9 @@ class Inspector:
         """
 
     def attending(
-        self, models: Sequence[nn.Module], *, spread: bool
+        self, models: Sequence[nn.Module]
     ) -> AbstractContextManager[list[nn.Module] | None]:
-        """Has models of the library attend to the whole sequence, if it is `spread`.
+        """Has models of the library attend to the whole sequence.
 
         Yields the modules of `models` that must run inside, or None if none is of the library.
         """
@@ -135,7 +112,7 @@ class Inspector:
 
 
 class _Torch(Inspector):
-    def judge(self, module: nn.Module, state: Hashable) -> Verdict:
+    def judge(self, module: nn.Module) -> Verdict:
         if not isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
             return Verdict()
         limit = Limit(
@@ -185,11 +162,6 @@ def batch_rules(op: str, model: nn.Module) -> BatchRules:
     raise AssertionError("torch's inspector has rules for all models")
 
 
-def by_position(mask_module: str | None) -> bool:
-    """Whether masks that a module defines depend on positions alone, without tensors."""
-    return mask_module is not None and any(i.mask_module == mask_module for i in loaded())
-
-
 def plain(model: nn.Module) -> Any:
     """Returns the model inside the wrappers of torch.compile, DDP, PEFT and the like."""
     inner = model
@@ -229,62 +201,31 @@ def positions(shape: Sequence[int], seq_dim: int, device: torch.device) -> torch
 #: Returns the modules of a model for which a function of a module is true.
 Select = Callable[[Callable[[nn.Module], Any]], list[nn.Module]]
 
-#: The states that inspectors get when they judge the next module.
-States = dict[Inspector, Hashable]
 #: The limits of a part of a model, and the inspector that checks its calls.
 Row = tuple[tuple[Limit, ...], Inspector | None]
 
 _VALUES = {bool, int, float, str, types.NoneType}
-_CONTAINERS = {list, tuple, dict, set, frozenset}
 _MOST_VERSIONS = 3  # versions of one model: outside of contexts, and within contexts with `model=`
 
 
-def _settings(value: Any) -> dict[str, Any]:
-    """Returns the attributes of a configuration, without computed attributes of its class."""
-    if isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
-        return {}
-    try:
-        values = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
 def _facts(parts: list[nn.Module], watched: set[str]) -> tuple[list[Any], list[Any]]:
-    """Returns what verdicts on parts depend on: plain values, and ids of the objects returned."""
+    """Returns what verdicts on parts depend on: values and ids, and the objects with these ids."""
     # Loops without calls of their own: they run for all parts of a model in each context.
-    seen: list[Any] = []
+    objects: list[Any] = []
     configs: dict[int, Any] = {}
     for part in parts:
-        values = part.__dict__
-        seen += (type(part), *part._modules.keys(), *part._modules.values())
-        seen += part._forward_pre_hooks.values()
-        for stored in (values, part._parameters, part._buffers):
-            if stored and not watched.isdisjoint(stored.keys()):
-                for name in watched.intersection(stored.keys()):
-                    if stored is values or stored[name] is not None:
-                        seen += (name, stored[name])
-        if (config := values.get("config")) is not None:
-            configs[id(config)] = config
-    pending = [*configs.values()]
-    for config in pending:
-        for name, value in _settings(config).items():
-            seen += (name, value)
-            kind = type(value)
-            if kind not in _VALUES and kind not in _CONTAINERS and id(value) not in configs:
-                configs[id(value)] = value
-                pending.append(value)
-    facts: list[Any] = []
-    objects = []
-    for value in seen:
-        kind = type(value)
-        if kind in _CONTAINERS:
-            value = repr(value)
-        elif kind not in _VALUES:
-            # Each access to a method makes a new object.
-            objects.append(value.__func__ if kind is types.MethodType else value)
-            value = id(objects[-1])
-        facts.append(value)
+        stored = part.__dict__
+        objects += (type(part), *part._modules.values())
+        if not watched.isdisjoint(stored.keys()):
+            for name in watched.intersection(stored.keys()):
+                objects.append(stored[name])
+            if (config := stored.get("config")) is not None:
+                configs[id(config)] = config
+    facts = [*map(id, objects)]
+    for config in configs.values():
+        for name, value in getattr(config, "__dict__", {}).items():
+            if type(value) in _VALUES:
+                facts += (name, value)
     return facts, objects
 
 
@@ -312,7 +253,7 @@ class Known:
             except TypeError:
                 self._lasting.append(each)
         self._chosen: dict[Any, list[int]] = {}
-        self._judged: dict[Any, tuple[list[Row], States]] = {}
+        self._judged: list[Row] | None = None
         #: The groups over which the parameters of all parts were compared.
         self.compared: weakref.WeakSet[Any] = weakref.WeakSet()
         self.compiles = any(
@@ -349,28 +290,18 @@ class Known:
             parts.append(self._parts[number]())
         return parts
 
-    def judged(self, states: States) -> tuple[list[Row], States]:
-        """Returns the verdicts on all parts, in order, and the states after them."""
-        key = tuple(states.items())
-        if key not in self._judged:
-            self._judged[key] = self._judge(dict(states))
-        return self._judged[key]
+    def judged(self) -> list[Row]:
+        """Returns the verdicts on all parts, in order."""
+        if self._judged is None:
+            self._judged = [_judge(part) for part in self.parts()]
+        return self._judged
 
-    def _judge(self, states: States) -> tuple[list[Row], States]:
-        rows: list[Row] = []
-        own: set[Limit] = set()  # the model's, which are checked when it runs
-        for part in self.parts():
-            limits: list[Limit] = []
-            checks: Inspector | None = None
-            for inspector in loaded():
-                verdict = inspector.judge(part, states.get(inspector))
-                states[inspector] = verdict.state
-                limits += verdict.limits
-                checks = inspector if verdict.checks_calls else checks
-            rows.append((tuple(limit for limit in limits if limit not in own), checks))
-            if len(rows) == 1:  # the other limits depend on whether the part is compiled
-                own = {limit for limit in limits if limit.harmless_up_to is None}
-        return rows, states
+
+def _judge(part: nn.Module) -> Row:
+    verdicts = [(inspector, inspector.judge(part)) for inspector in loaded()]
+    checks = [inspector for inspector, verdict in verdicts if verdict.checks_calls]
+    limits = tuple(limit for _, verdict in verdicts for limit in verdict.limits)
+    return limits, checks[0] if checks else None
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, list[Known]] = weakref.WeakKeyDictionary()
@@ -404,4 +335,4 @@ def of_library(model: nn.Module) -> bool:
 
 
 def _is_of_library(module: nn.Module) -> bool:
-    return any(each.judge(module, None).state is not None for each in loaded())
+    return any(each.judge(module).is_known for each in loaded())

@@ -192,7 +192,6 @@ class ParallelRegion:
             )
         if not torch.compiler.is_compiling():
             enter_cuts(_resolve_process_group(self.group), (balancer,))  # type: ignore[arg-type]
-            guards.check_length(balancer)
         return balancer
 
     def of_sample(self, sample: int) -> ParallelRegion:
@@ -211,7 +210,6 @@ class ParallelRegion:
                 f"are assumed to be cut by {balancer}, but the last shards were cut by {cut!r}: "
                 "pass the load_balancer that the sequence was cut by"
             )
-        guards.check_length(balancer)
 
     def expect(self, kind: str) -> None:
         """Raises if the region is restricted to another function."""

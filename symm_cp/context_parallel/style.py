@@ -92,7 +92,7 @@ class ContextParallel(ParallelStyle):
         @torch.compiler.assume_constant_result
         def complaint() -> str | None:
             try:
-                region.watch().saw(module, compiling=True)
+                region.watch().saw(module)
             except NotImplementedError as error:
                 return str(error)
             return None

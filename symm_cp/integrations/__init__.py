@@ -1,19 +1,15 @@
 """Runs other libraries' models on symm_cp, through these libraries' own extension points.
 
 Each module needs the library that it is named after, and is imported only on request. The module
-for transformers is also imported together with transformers' models, so that
-`attn_implementation="symm_cp"` needs nothing but `import symm_cp`.
+for transformers is also imported together with transformers' models, so that contexts know them.
 """
-
-from contextlib import suppress as _suppress
 
 from symm_cp import loading as _loading
 from symm_cp.context_parallel import inspectors as _inspectors
 
 
 def _inspect_transformers() -> None:
-    with _suppress(ImportError):  # a release with unknown masks: models are still checked
-        from symm_cp.integrations import transformers  # noqa: F401
+    from symm_cp.integrations import transformers  # noqa: F401
 
 
 _inspectors.register("transformers.modeling_utils", _inspect_transformers)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from symm_cp.context_parallel import HeadTail, LoadBalancer, context_parallel
-from symm_cp.context_parallel.inspectors import plain
+from symm_cp.context_parallel.inspectors import of_library, plain
 from symm_cp.ops.attention.methods import (
     METHODS,
     MethodName,
@@ -177,8 +177,7 @@ class _Context:
     ) -> Iterator[None]:
         """Makes these models attend over sequences spread by `load_balancer`."""
         strategy = self.accelerator.parallelism_config.cp_handler.cp_comm_strategy
-        ours = [plain(model) for model in models]
-        ours = [model for model in ours if _attends_by_interface(model)]
+        ours = [model for model in map(plain, models) if of_library(model)]
         with (
             _rotating(strategy),
             context_parallel(
@@ -190,18 +189,6 @@ class _Context:
             ),
         ):
             yield
-
-
-def _attends_by_interface(model: nn.Module) -> bool:
-    """Tells whether `model` contains models of transformers, all with its extension point."""
-    kinds = {type(part) for part in model.modules()}
-    kinds = {kind for kind in kinds if hasattr(kind, "_can_set_attn_implementation")}
-    return bool(kinds) and all(_can_attend_by_interface(kind) for kind in kinds)  # type: ignore[arg-type]
-
-
-@cache
-def _can_attend_by_interface(kind: Any) -> bool:
-    return bool(kind._can_set_attn_implementation())  # reads the source of the class
 
 
 @contextmanager
@@ -342,74 +329,42 @@ def _serve_trainer() -> None:
 
     if _options is None or any(owner is Trainer for owner, _, _ in _replaced):
         return
-    _replace(Trainer, "_prepare_context_parallel_inputs", _prepare_inputs)
-    _replace(Trainer, "compute_loss", _compute_loss)
-    _replace(Trainer, "prediction_step", _prediction_step)
+    from symm_cp.integrations.transformers import trainer
+
+    _replace(Trainer, "_prepare_context_parallel_inputs", _served(trainer.prepare_inputs))
+    _replace(Trainer, "compute_loss", _served(trainer.compute_loss))
+    _replace(Trainer, "prediction_step", _served(trainer.prediction_step))
 
 
-_REDUCTION = "_symm_cp_reduce_loss"
+def _served(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Returns a replacement of a method: a function of trainer.py, with context parallelism."""
+
+    def make(original: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            steps = _steps_of(self)
+            if steps is None:
+                return original(self, *args, **kwargs)
+            return function(self, steps, partial(original, self), *args, **kwargs)
+
+        return method
+
+    return make
 
 
-def _context_of(trainer: Any) -> _Context | None:
-    """Returns the context of a trainer's steps; None without symm_cp's context parallelism."""
+def _steps_of(trainer: Any) -> Any:
+    """Returns the `Steps` of a trainer; None without symm_cp's context parallelism."""
+    from symm_cp.integrations.transformers.trainer import Steps
+
     accelerator = trainer.accelerator
     config = accelerator.parallelism_config
     if config is None or not config.cp_enabled:
         return None
     # A trainer that only evaluates prepares no context.
     context = getattr(accelerator, "_cp_context", None) or _Context(accelerator, _options)  # type: ignore[arg-type]
-    return context if isinstance(context, _Context) else None
+    if not isinstance(context, _Context):
+        return None
 
+    def enter(model: nn.Module, balancers: Any) -> Any:
+        return context.over(balancers, [model])
 
-def _prepare_inputs(original: Any) -> Any:
-    def prepare(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        context = _context_of(self)
-        if context is None:
-            return original(self, model, inputs)
-        from symm_cp.integrations.transformers import trainer
-
-        trainer.check_loss(_OP, self)
-        local, reduce_loss = trainer.cut_inputs(
-            self, context.mesh.get_group(), context.options.load_balancer, model, inputs
-        )
-        setattr(self, _REDUCTION, reduce_loss)
-        return partial(context.over, reduce_loss.load_balancer, [model]), local
-
-    return prepare
-
-
-def _compute_loss(original: Any) -> Any:
-    def compute(
-        self: Any,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        reduce_loss = vars(self).pop(_REDUCTION, None)
-        if reduce_loss is None:
-            return original(self, model, inputs, return_outputs, num_items_in_batch)
-        from symm_cp.integrations.transformers import trainer
-
-        compute = partial(original, self, model, inputs)
-        return trainer.computed_loss(self, reduce_loss, compute, return_outputs, num_items_in_batch)
-
-    return compute
-
-
-def _prediction_step(original: Any) -> Any:
-    def predict(
-        self: Any,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> Any:
-        predict = partial(original, self, model, inputs, prediction_loss_only, ignore_keys)
-        if (context := _context_of(self)) is None:
-            return predict()
-        from symm_cp.integrations.transformers import trainer
-
-        return trainer.predicted(self, context.mesh.size() * self.get_tp_size(), predict)
-
-    return predict
+    return Steps(context.mesh.get_group(), context.options.load_balancer, enter)

@@ -93,7 +93,7 @@ def step(model: nn.Module, group: dist.ProcessGroup, batch: dict[str, torch.Tens
     mesh = mesh_of(group)
     local, reduce_loss = symm_cp.shard_batch(mesh, batch)
     labels = local.pop("labels")
-    with symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer):
+    with symm_cp.context_parallel(mesh, model=model, load_balancer=reduce_loss.load_balancer):
         logits = model(**local).logits
         loss = reduce_loss(F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
         loss.backward()
@@ -175,11 +175,14 @@ def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
         for number in range(5):
             mesh = mesh_of(group)
             local, _ = symm_cp.shard_batch(mesh, {"input_ids": batch["input_ids"]})
-            with torch.no_grad(), symm_cp.context_parallel(mesh):  # evaluation, before and between
+            # evaluation, before and between
+            with torch.no_grad(), symm_cp.context_parallel(mesh, model=trained):
                 trained(**local, attention_mask=torch.ones_like(local["input_ids"]))
             local, reduce_loss = symm_cp.shard_batch(mesh, batch, average_gradients=averaged)
             labels = local.pop("labels")
-            with symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer):
+            with symm_cp.context_parallel(
+                mesh, model=trained, load_balancer=reduce_loss.load_balancer
+            ):
                 logits = trained(**local).logits
                 reduce_loss(F.cross_entropy(logits.flatten(0, 1), labels.flatten())).backward()
             if how == "accumulates" and number % 2 == 0:
@@ -490,13 +493,14 @@ def shifted_twice(group: dist.ProcessGroup) -> None:
     balancer = reduce_loss.load_balancer
     with (
         pytest.raises(NotImplementedError, match=r"pass model= to symm_cp\.shard_batch"),
-        symm_cp.context_parallel(mesh, load_balancer=balancer),
+        symm_cp.context_parallel(mesh, model=model, load_balancer=balancer),
     ):
         model(**local)
     # Classes that do not shift labels, a loss of the user, and labels that have been shifted.
     local, _ = symm_cp.shard_batch(mesh, batch, shift_labels=False)
-    with symm_cp.context_parallel(mesh, load_balancer=balancer):
-        model_of("BertForMaskedLM")(**local)
+    bert = model_of("BertForMaskedLM")
+    with symm_cp.context_parallel(mesh, model=[model, bert], load_balancer=balancer):
+        bert(**local)
         model(**local, shift_labels=local["labels"])
         model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
         model(**local)

@@ -359,7 +359,7 @@ def model_computes_the_loss(group: dist.ProcessGroup, name: str, where: str) -> 
         model.zero_grad()
         local, reduce_loss = symm_cp.shard_batch(mesh, batch, model=model)
         how = {"num_items_in_batch": reduce_loss.num_items} if summed else {}
-        with symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer):
+        with symm_cp.context_parallel(mesh, model=model, load_balancer=reduce_loss.load_balancer):
             loss = reduce_loss(model(**local, **how).loss, summed=summed)
             loss.backward()
         torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-6)

@@ -7,9 +7,12 @@ shards under `context_parallel`, and compares loss, logits and the gradient of e
 
 from __future__ import annotations
 
+import functools
+import sys
 import tempfile
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -210,12 +213,32 @@ def recomputing(model: nn.Module, *, reentrant: bool = False) -> None:
     model.train()
 
 
+@contextmanager
+def separating(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Has a model keep documents apart that it joins with attention other than flash attention.
+
+    Some models (GPT-OSS, OPT) make their masks without `position_ids`.
+    """
+    module = sys.modules[type(model).__module__]
+    names = [name for name in vars(module) if name.endswith("causal_mask")]
+    with ExitStack() as stack:
+        if "attention_mask" not in batch and "position_ids" in batch:
+            for name in names:
+                make = functools.partial(_with_positions, getattr(module, name), batch)
+                stack.enter_context(unittest.mock.patch.object(module, name, make))
+        yield
+
+
+def _with_positions(make: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
+    return make(*args, **{"position_ids": batch["position_ids"], **kwargs})
+
+
 def in_one_process(client: Client, batch: Batch, *, shift: bool = True) -> Result:
     """Runs a client on a whole batch without any group."""
     model = client.make(client.reference)
     inputs = dict(batch)
     labels = inputs.pop("labels")
-    with WideTensors():
+    with WideTensors(), separating(model, batch):
         logits = model(**inputs, **client.call).logits
     if shift:
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
@@ -233,7 +256,6 @@ def under_context_parallel(
     balancer: symm_cp.LoadBalancer,
     shift: bool = True,
     implementation: str = "eager",
-    passed: bool = True,
     prepare: Callable[[nn.Module], Any] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     method: Any = None,
@@ -248,7 +270,6 @@ def under_context_parallel(
         balancer: layout of the sequence over the ranks.
         shift: whether each position's label is the next token.
         implementation: attention that the model is made with; the context replaces it.
-        passed: whether the context gets the model; otherwise it does not change the model.
         prepare: changes the model, or returns a callable to use instead (a compiled model).
         around: context manager for the forward pass, such as autocast.
         method: attention method.
@@ -260,8 +281,7 @@ def under_context_parallel(
         mesh, batch, load_balancer=balancer, shift_labels=shift, method=method
     )
     labels = local.pop("labels")
-    given = model if passed else None
-    with symm_cp.context_parallel(mesh, model=given, load_balancer=balancer, method=method):
+    with symm_cp.context_parallel(mesh, model=model, load_balancer=balancer, method=method):
         call = (prepare(model) if prepare else None) or model
         with around():
             logits = call(**local, **client.call).logits

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import torch
-import transformers
-from packaging.version import Version
 
 from tests.integrations.common import Client
 
@@ -102,6 +100,19 @@ STRANGERS = {
         | {"n_shared_experts": 1, "first_k_dense_replace": 1},
     ),
     "minimax-m2": Client("MiniMaxM2", MOE),
+    "olmo": Client("Olmo"),
+    "gpt-bigcode": Client("GPTBigCode"),
+    "jais2": Client("Jais2"),
+    "granite-moe-shared": Client("GraniteMoeShared", MOE),
+    "modernbert-decoder": Client("ModernBertDecoder", {"local_attention": 14}),
+    "qwen3.5-moe": Client("Qwen3_5Moe", MOE, config="TextConfig"),
+    "ernie4-5-moe": Client("Ernie4_5_Moe", MOE),
+    "exaone-moe": Client("ExaoneMoe", MOE),
+    "hunyuan-moe": Client("HunYuanMoEV1", MOE),
+    "flex-olmo": Client("FlexOlmo", MOE),
+    "solar-open": Client("SolarOpen", MOE),
+    "cohere2-moe": Client("Cohere2Moe", MOE),
+    "mimo-v2-flash": Client("MiMoV2Flash", MOE),
     "glm4-moe": Client("Glm4Moe", {**MOE, "n_routed_experts": 4, "first_k_dense_replace": 1}),
     "dots1": Client(
         "Dots1", {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
@@ -224,33 +235,15 @@ for kind, more in {
         },
     )
 
-# Models that do not attend through transformers' AttentionInterface.
-NOT_THROUGH_INTERFACE = [
-    "bloom",
-    "mpt",
-    "falcon",
-    "falcon-alibi",
-    "gpt-neo",
-    "gpt-neo-global",
-    "openai",
-    "xglm",
-    "rwkv",
-]
-if Version(transformers.__version__) < Version("5.24"):
-    NOT_THROUGH_INTERFACE += ["gptj", "codegen"]
-# Refused models, and a pattern of each refusal's message.
-REFUSED = {
-    **dict.fromkeys(
-        NOT_THROUGH_INTERFACE, "does not attend through transformers' AttentionInterface"
-    ),
-    "mamba": r"'linear_attention' in config\.layer_types",
-    "jamba": r"'linear_attention' in config\.layer_types",
-    "recurrent-gemma": r"'linear_attention' in config\.layer_types",
-    "lfm2": r"'conv' in config\.layer_types",
-    "doge-whole": "uses '.*' of its attention mask, which is not a matrix",
+#: Refused options of families that equal one process, and a pattern of each refusal's message.
+OPTIONS = {
     "mixtral-router-loss": r"MixtralForCausalLM has config\.output_router_logits=True",
     "jetmoe-router-loss": r"JetMoeForCausalLM has config\.output_router_logits=True",
-    "minimax-m3": r"'minimax_m3_sparse' in config\.layer_types",
     "classifier": "has type LlamaForSequenceClassification: it reads the first or last position",
-    "doge": r"config\.keep_window_size=7: keys are picked among those of this rank only",
 }
+#: Families that differ: without `AttentionInterface`, with other recurrent or sparse layers.
+OTHERS = (
+    *("bloom", "mpt", "falcon", "falcon-alibi", "gpt-neo", "gpt-neo-global", "openai", "xglm"),
+    *("rwkv", "mamba", "jamba", "recurrent-gemma", "lfm2", "doge", "doge-whole", "minimax-m3"),
+)
+REFUSED = {**dict.fromkeys(OTHERS, r"has config\.model_type='[\w-]+': it is not among"), **OPTIONS}

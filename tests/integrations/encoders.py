@@ -58,6 +58,8 @@ ENCODERS = {
         call={},
     ),
     "roberta": Client("Roberta", head=MASKED, call={}),
+    "camembert": Client("Camembert", head=MASKED, call={}),
+    "ernie": Client("Ernie", head=MASKED, call={}),
     "xlm-roberta": Client("XLMRoberta", head=MASKED, call={}),
     "distilbert": Client(
         "DistilBert",

@@ -237,9 +237,11 @@ OTHERS = [name for name in STRANGERS if name not in REFUSED]
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models(ranks: Ranks, name: str) -> None:
     """Tests each at one world size and layout; CLIENTS cover the dependence on these."""
+    client = STRANGERS[name]
     places = ((2, "HeadTail"), (2, "Sequential"), (4, "HeadTail"), (2, "Sequential"))
     world_size, layout = places[OTHERS.index(name) % 4]
-    ranks.run(world_size, checks, STRANGERS[name], layout)
+    for kind in ("mask of ones", "packed"):
+        ranks.run(world_size, checks, client, layout, kind)
 
 
 def refuses(group: dist.ProcessGroup, client: Client, match: str) -> None:
@@ -253,27 +255,6 @@ def refuses(group: dist.ProcessGroup, client: Client, match: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_models(ranks: Ranks, name: str) -> None:
     ranks.run(2, refuses, STRANGERS[name], REFUSED[name])
-
-
-def refuses_as_configured(group: dist.ProcessGroup, client: Client) -> None:
-    """Also refused without `model=`, if the model's configuration chooses symm_cp."""
-    import symm_cp.integrations.transformers
-
-    assert symm_cp.integrations.transformers.NAME == "symm_cp"
-    local, _ = symm_cp.shard_batch(mesh_of(group), batch_of("mask of ones"))
-    local.pop("labels")
-    model = client.make("symm_cp")
-    with (
-        pytest.raises(NotImplementedError, match=r"does not attend through .* has no effect"),
-        symm_cp.context_parallel(mesh_of(group)),
-    ):
-        model(**local)
-
-
-@exhaustive
-@pytest.mark.parametrize("name", ["bloom", "mpt"])
-def test_models_that_ignore_their_configuration(ranks: Ranks, name: str) -> None:
-    ranks.run(2, refuses_as_configured, STRANGERS[name])
 
 
 def balances(group: dist.ProcessGroup, client: Client) -> None:
@@ -323,32 +304,6 @@ def test_what_depends_on_the_length(
     ranks: Ranks, name: str, kind: str, world_size: int, layout: str
 ) -> None:
     ranks.run(world_size, checks, STRANGERS[name], layout, kind)
-
-
-def refuses_without_model(group: dist.ProcessGroup, client: Client, match: str) -> None:
-    balancer = symm_cp.HeadTail(LENGTH, group.size())
-    mesh, batch = mesh_of(group), batch_of("mask of ones")
-    local, _ = symm_cp.shard_batch(mesh, batch, load_balancer=balancer)
-    local.pop("labels")
-    model = client.make("sdpa")
-    with (
-        pytest.raises(NotImplementedError, match=match),
-        symm_cp.context_parallel(mesh, load_balancer=balancer),
-    ):
-        model(**local, use_cache=False)
-
-
-@exhaustive
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        ("llama-dynamic", r"rope_type='dynamic'.*at most 16 positions"),
-        ("llama-longrope", r"rope_type='longrope'.*at most 16 positions"),
-        ("llama4-temperature", r"attention_chunk_size=9|attn_temperature_tuning=True"),
-    ],
-)
-def test_lengths_are_refused_without_the_model(ranks: Ranks, name: str, match: str) -> None:
-    ranks.run(2, refuses_without_model, STRANGERS[name], match)
 
 
 # --- positions ---------------------------------------------------------------------------------

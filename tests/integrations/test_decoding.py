@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers.cache_utils import DynamicCache
 
 from symm_cp import tensor_parallel
-from symm_cp.integrations.transformers import kinds
 from symm_cp.integrations.transformers.decoding import SpreadCache, SpreadLayer, decoding
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, pairs, some
@@ -50,9 +49,7 @@ def whole(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def generated(model: Any, batch: dict[str, torch.Tensor], cache: Any, **how: Any) -> torch.Tensor:
     torch.manual_seed(5)
-    return model.generate(
-        **batch, **{kinds.CACHE: cache}, max_new_tokens=NEW, min_new_tokens=NEW, **how
-    )
+    return model.generate(**batch, cache=cache, max_new_tokens=NEW, min_new_tokens=NEW, **how)
 
 
 def in_one_process(name: str, batch: dict[str, torch.Tensor], **how: Any) -> torch.Tensor:
@@ -160,10 +157,10 @@ def refusals(group: dist.ProcessGroup, batch: dict[str, torch.Tensor]) -> None:
         generated(model, batch, cache)  # a cache that was made before
         ids, other = batch["input_ids"] + group.rank(), SpreadCache(model.config, group)
         with pytest.raises(RuntimeError, match="seed all ranks alike"):
-            model(input_ids=ids, **{kinds.CACHE: other})
+            model(input_ids=ids, cache=other)
         cache.reset()
         with pytest.raises(NotImplementedError, match="output_attentions"):
-            model(**batch, **{kinds.CACHE: cache}, output_attentions=True)
+            model(**batch, cache=cache, output_attentions=True)
     with pytest.raises(ValueError, match="nothing to spread"):
         SpreadCache(model_of("mistral").config, group)
     with pytest.raises(ValueError, match="block_size"):

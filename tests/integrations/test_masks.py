@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
-import unittest.mock
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import DynamicCache, LlamaConfig, masking_utils
+from transformers import DynamicCache, LlamaConfig, LlamaModel, masking_utils
 
 import symm_cp
 import symm_cp.integrations.transformers
 from symm_cp.context_parallel.layouts import cut
 from symm_cp.context_parallel.sequence_mask import SequenceMask
-from symm_cp.integrations.transformers import kinds
-from symm_cp.integrations.transformers.attention import mask_function as symm_cp_mask
+from symm_cp.integrations.transformers.masks import _noting
 from symm_cp.ops.attention.flex.mask import evaluate
 from symm_cp.testing import Ranks
 from tests.context_parallel.common import mesh_of
@@ -93,7 +90,7 @@ def made(factory: str, settings: LlamaConfig, batch: Tensors, length: int, **mor
     """Returns the mask that a model would make."""
     options = {"attention_mask": None, **batch, **more}
     if factory in CAUSAL:
-        options = {kinds.CACHE: None, "position_ids": None, **options}
+        options = {"cache": None, "position_ids": None, **options}
         options["allow_is_causal_skip"] = False
     else:
         options.pop("position_ids", None)
@@ -111,39 +108,28 @@ def local(batch: Tensors, balancer: symm_cp.LoadBalancer, rank: int) -> Tensors:
     return {name: cut("test", t, 1, balancer.positions(rank)) for name, t in batch.items()}
 
 
-@dataclass(frozen=True)
-class Around:
-    """More arguments of a factory: whole tensors of the batch, and the options made from them."""
-
-    whole: Tensors
-    options: Callable[[Tensors], dict[str, Any]]
-
-
 def check(
     group: dist.ProcessGroup,
     factory: str,
     batch: Tensors,
     balancer: symm_cp.LoadBalancer,
-    around: Around | None = None,
     *,
     window: int = 7,
     chunk: int = 6,
+    **more: Any,
 ) -> SequenceMask:
     """Returns this rank's mask; raises unless it equals the mask of the whole batch."""
     length = balancer.seq_length
-    whole_options = around.options(around.whole) if around else {}
-    expected = made(factory, config("sdpa", window, chunk), batch, length, **whole_options)
+    expected = made(factory, config("sdpa", window, chunk), batch, length)
     if expected is None:  # a bidirectional mask of nothing
         expected = torch.ones(BATCH, 1, length, length, dtype=torch.bool)
-    own = around.options(local(around.whole, balancer, group.rank())) if around else {}
+    part = local(batch, balancer, group.rank())
+    settings = config("symm_cp", window, chunk)
+    if factory == "chunked":  # a configuration has windows or chunks
+        settings.sliding_window = None
     with symm_cp.context_parallel(mesh_of(group), load_balancer=balancer):
-        mask = made(
-            factory,
-            config("symm_cp", window, chunk),
-            local(batch, balancer, group.rank()),
-            balancer.lengths[group.rank()],
-            **own,
-        )
+        _noting(LlamaModel)(None, (), part)
+        mask = made(factory, settings, part, balancer.lengths[group.rank()], **more)
     assert isinstance(mask, SequenceMask)
     torch.testing.assert_close(dense(mask, length), expected)
     return mask
@@ -186,78 +172,6 @@ def test_masks_are_those_of_the_whole_batch(
     ranks.run(world_size, recognises, layout, length, window, chunk)
 
 
-# --- masks that models compose further ---------------------------------------------------------
-
-
-def images(length: int) -> Tensors:
-    """Returns each position's image number, -1 for text."""
-    ids = torch.randint(-1, 2, (BATCH, length // 3)).repeat_interleave(3, 1)
-    return {"ids": torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=-1)}
-
-
-def first_image(length: int) -> Tensors:
-    """Returns a block at the start of each sample, like PaliGemma's image and prompt."""
-    ends = torch.tensor([random.randrange(1, length), length][:BATCH]).unsqueeze(1)
-    return {"ids": torch.where(torch.arange(length) < ends, 0, -1)}
-
-
-def every_other(batch: Any, head: Any, q: Any, kv: Any) -> Any:
-    return (q - kv) % 2 == 0
-
-
-def in_window(size: int) -> Callable[..., Any]:
-    return lambda batch, head, q, kv: (q - kv).abs() < size
-
-
-def composed(group: dist.ProcessGroup, layout: str, length: int) -> None:
-    balancer = BALANCERS[layout](length, group.size())
-    every = batches(length, group.size())
-    for factory in CAUSAL:
-        for name in ("nothing", "left", "packed", "packed at ranks"):
-            batch = every[name]
-            around = Around(images(length), lambda whole: {"block_sequence_ids": whole["ids"]})
-            check(group, factory, batch, balancer, around)
-            around = Around(
-                images(length),
-                lambda whole: {
-                    "or_mask_function": masking_utils.blockwise_overlay(whole["ids"]),
-                    "and_mask_function": in_window(5),
-                },
-            )
-            if not name.startswith("packed"):  # transformers looks up ids at positions in documents
-                check(group, factory, batch, balancer, around)
-            around = Around({}, lambda whole: {"and_mask_function": every_other})
-            check(group, factory, batch, balancer, around)
-        # With a cache, as in training with use_cache=True, transformers looks for no documents.
-        around = Around({}, lambda whole: {kinds.CACHE: DynamicCache()})
-        check(group, factory, every["packed"], balancer, around)
-    around = Around(first_image(length), lambda whole: {"block_sequence_ids": whole["ids"]})
-    for name in ("nothing", "left", "packed"):
-        mask = check(group, "causal", every[name], balancer, around)
-        assert (mask.mask_mod is None) == (mask.prefix_lengths is not None) == (name != "packed")
-    mask = check(group, "sliding", every["nothing"], balancer, around)
-    assert mask.prefix_lengths is None  # later queries do not see the whole block
-    around = Around(
-        images(length),
-        lambda whole: {
-            "and_mask_function": masking_utils.packed_sequence_mask_function(whole["ids"])
-        },
-    )
-    check(group, "bidirectional", every["right"], balancer, around)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "layout", "length"),
-    some(
-        (2, "Sequential", 24),  # documents begin where ranks do
-        of=pairs((2, 3, 1), BALANCERS, (24, 25), also=[(2, "Sequential", 24)]),
-    ),
-)
-@pytest.mark.exhaustive
-def test_masks_composed_further(ranks: Ranks, world_size: int, layout: str, length: int) -> None:
-    ranks.run(world_size, composed, layout, length)
-
-
 def by_sample(group: dist.ProcessGroup) -> None:
     each = 2 * group.size()
     balancer = symm_cp.PerDocumentHeadTail([[2 * each, 4 * each], [5 * each, each]], group.size())
@@ -272,61 +186,52 @@ def test_samples_with_layouts_of_their_own(ranks: Ranks) -> None:
     ranks.run(2, by_sample)
 
 
-def looked_up(table: torch.Tensor) -> Callable[..., Any]:
-    return lambda batch, head, q, kv: table[q] == table[kv]
+def with_a_cache(group: dist.ProcessGroup) -> None:
+    """As in transformers' flash attention, an empty cache does not join documents."""
+    packed = packing(12, ends=[5])
+    check(group, "causal", packed, symm_cp.HeadTail(12, group.size()), cache=DynamicCache())
+
+
+def test_documents_with_an_empty_cache(ranks: Ranks) -> None:
+    ranks.run(2, with_a_cache)
+
+
+def every_other(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return (q - kv) % 2 == 0
 
 
 def refuses(group: dist.ProcessGroup) -> None:
-    size = 12
+    size, blocks = 12, torch.tensor([[-1] * 4 + [0] * 4 + [-1] * 4] * BATCH)
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("looked_up.*captures tensors.*BlockMask", {"or_mask_function": looked_up(torch.ones(12))}),
+        ("or_mask_function or and_mask_function.*BlockMask", {"or_mask_function": every_other}),
+        ("or_mask_function or and_mask_function.*BlockMask", {"and_mask_function": every_other}),
+        ("block_sequence_ids.*BlockMask", {"block_sequence_ids": blocks}),
+        ("block_sequence_ids.*BlockMask", {"block_sequence_ids": blocks, **packing(12, ends=[2])}),
         (
             "attention_mask of shape .*13 keys for 12 queries.*shard_batch",
             {"attention_mask": torch.ones(2, 13)},
         ),
     ]
+    _noting(LlamaModel)(None, (), {})
     for message, options in cases:
         with (
             symm_cp.context_parallel(mesh_of(group)),
             pytest.raises((NotImplementedError, ValueError), match=message),
         ):
             made("causal", config("symm_cp", 3, 3), {}, size, **options)
+    with symm_cp.context_parallel(mesh_of(group)):  # no picture: no block
+        made("causal", config("symm_cp", 3, 3), {}, size, block_sequence_ids=blocks * 0 - 1)
     cache = DynamicCache()
     cache.update(torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), 0)
     with (
         symm_cp.context_parallel(mesh_of(group)),
         pytest.raises(NotImplementedError, match=r"a cache holds keys of earlier calls.*Generate"),
     ):
-        made("causal", config("symm_cp", 3, 3), {}, size, **{kinds.CACHE: cache})
+        made("causal", config("symm_cp", 3, 3), {}, size, cache=cache)
 
 
 def test_masks_that_are_refused(ranks: Ranks) -> None:
     ranks.run(2, refuses)
-
-
-def inclusive(size: int) -> Callable[..., Any]:
-    return lambda batch, head, q, kv: kv >= q - size
-
-
-def test_kinds_that_mean_something_else_are_noticed() -> None:
-    kinds.check_meanings()
-    changed = unittest.mock.patch.object(masking_utils, "sliding_window_overlay", inclusive)
-    with changed, pytest.raises(ImportError, match=r"shows other keys by inclusive.*use transform"):
-        kinds.check_meanings()
-
-
-def unknown_factory(group: dist.ProcessGroup) -> None:
-    scope = {"__name__": masking_utils.__name__, "mask": symm_cp_mask}
-    exec("def create_new_mask(config): return mask(2, 8, 8)", scope)
-    with (
-        symm_cp.context_parallel(mesh_of(group)),
-        pytest.raises(NotImplementedError, match=r"create_new_mask .* looked for packed"),
-    ):
-        scope["create_new_mask"](None)  # type: ignore[operator]
-
-
-def test_factories_that_are_unknown_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, unknown_factory)
 
 
 def test_outside_of_a_context_masks_are_those_of_sdpa() -> None:

@@ -133,7 +133,7 @@ def recomputed_outside(group: dist.ProcessGroup) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if chosen:  # permanently
             model.set_attn_implementation("symm_cp")
-        loss = forward_loss(group, model, batch, region(model=None if chosen else model))
+        loss = forward_loss(group, model, batch, region(model=model))
         loss.backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None, name

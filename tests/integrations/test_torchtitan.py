@@ -8,7 +8,6 @@ whose forward passes were replaced, and adds up gradients over ranks.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,7 +28,6 @@ from torch.nn.attention.flex_attention import (
 import symm_cp
 from symm_cp.context_parallel import context_parallel_unshard
 from symm_cp.integrations.torchtitan import (
-    OverSequence,
     apply_cp_to_forward,
     cp_shard,
     last_layout,
@@ -138,27 +136,11 @@ class Dense(nn.Module):
         return out_transform(out, score.logsumexp(-1).transpose(1, 2))
 
 
-class CPInner(ABC):
-    """Newer releases' interface of inner attentions that do their own context parallelism."""
-
-    @classmethod
-    @abstractmethod
-    def prepare_cp_metadata(cls, attention_metadata: Any, *, permutation: Any) -> Any: ...
-
-
-class OurFlex(OverSequence, CPInner, FlexAttention):
-    mesh: ClassVar[Any] = None
-
-    def cp_group(self) -> Any:
-        return self.mesh
-
-
 INNER: dict[str, type[nn.Module]] = {
     "sdpa": ScaledDotProductAttention,
     "flex": FlexAttention,
     "compiled": CompiledFlexAttention,
     "varlen": VarlenAttention,
-    "subclass": FlexAttention,
 }
 
 
@@ -264,15 +246,9 @@ def as_in_one_process(
         None: symm_cp.Sequential(LENGTH, group.size()),
         "ptrr": last_layout(mesh),
     }[balancing]
-    if kind == "subclass":
-        OurFlex.mesh, OurFlex.cp_load_balancer, OurFlex.cp_method = mesh, load_balancer, method
-        model = decoder(OurFlex)
-        prepared = OurFlex.prepare_cp_metadata(extra["attention_masks"], permutation=None)
-        assert prepared is extra["attention_masks"]
-    else:
-        model = decoder(INNER[kind])
-        inner = [layer.inner_attention for layer in model.layers]
-        apply_cp_to_forward(inner, mesh, load_balancer=load_balancer, method=method)  # type: ignore[arg-type]
+    model = decoder(INNER[kind])
+    inner = [layer.inner_attention for layer in model.layers]
+    apply_cp_to_forward(inner, mesh, load_balancer=load_balancer, method=method)  # type: ignore[arg-type]
     for _ in range(2):
         ids, labels, extra = batch_of(kind)
         ids, labels, extra = prepare_context_parallel_input(
@@ -297,7 +273,7 @@ def cases() -> list[tuple[Any, ...]]:
     ways = (("headtail", None), (None, "ulysses"))
     found: list[tuple[Any, ...]] = [(2, kind, *way) for kind in INNER for way in ways]
     found += [(4, kind, *way) for kind, way in in_turns(INNER, ways)]
-    return [*found, (4, "flex", "ptrr", None), (2, "subclass", "ptrr", "ulysses")]
+    return [*found, (4, "flex", "ptrr", None)]
 
 
 @pytest.mark.parametrize(
@@ -360,8 +336,6 @@ def refuses(group: dist.ProcessGroup) -> None:
         varlen(q, q, q, attention_masks=Offsets(short, short))
     with pytest.raises(NotImplementedError, match="documents of queries and keys must be equal"):
         varlen(q, q, q, attention_masks=Offsets(short, short + 1))
-    with pytest.raises(NotImplementedError, match="Nameless must override cp_group"):
-        type("Nameless", (OverSequence, FlexAttention), {})()(q, q, q)
 
 
 @exhaustive

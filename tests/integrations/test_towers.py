@@ -42,6 +42,11 @@ CLIENTS = {
         {**_TEXT, "model_type": "llama"},
         {**_CLIP, "model_type": "clip_vision_model", "projection_dim": 16},
     ),
+    "mistral3": client(
+        "Mistral3",
+        {**_TEXT, "model_type": "mistral"},
+        {**_CLIP, "model_type": "pixtral", "patch_size": 7, "head_dim": 8},
+    ),
     "gemma3": client(
         "Gemma3", _TEXT, {**_CLIP, "image_size": 56, "model_type": "siglip_vision_model"},
         mm_tokens_per_image=4,
@@ -72,8 +77,10 @@ def pictures_of(family: str, model: Any) -> Batch:
     labels = ids.masked_fill(ids == PICTURE, IGNORED)
     batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
     vision = model.config.vision_config
-    if family in ("llava", "gemma3"):
+    if family in ("llava", "gemma3", "mistral3"):
         batch["pixel_values"] = torch.randn(2, 3, *[vision.image_size] * 2, dtype=torch.float64)
+        if family == "mistral3":
+            batch["image_sizes"] = torch.full((2, 2), vision.image_size)
         if family == "gemma3":
             batch["token_type_ids"] = (ids == PICTURE).long()
         return batch

@@ -29,6 +29,7 @@ WITHOUT_PLAN = (
     *("gpt2", "stablelm", "persimmon", "bitnet", "jetmoe", "gpt-neo", "gpt-neo-global", "opt"),
     *("xglm", "biogpt", "bloom", "mpt", "falcon", "falcon-alibi", "ctrl", "openai", "mamba"),
     *("recurrent-gemma", "rwkv", "moshi", "jetmoe-router-loss", "mamba2", "zamba2"),
+    *("gpt-bigcode", "modernbert-decoder"),
 )
 #: Refused families, and a pattern of each refusal's message.
 REFUSED = {

@@ -1,9 +1,8 @@
 """torchtitan's context parallelism on symm_cp: functions with torchtitan's names and arguments.
 
 This does not import torchtitan. It recognises inner attentions by the names of their classes
-(`FlexAttention`, `ScaledDotProductAttention`, `VarlenAttention`; in newer releases they end in
-`InnerAttention`). They take queries, keys and values as (batch, sequence, heads, features), or as
-(tokens, heads, features).
+(`FlexAttention`, `ScaledDotProductAttention`, `VarlenAttention`), which take queries, keys and
+values as (batch, sequence, heads, features), or as (tokens, heads, features).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention.flex_attention import BlockMask
@@ -33,7 +31,6 @@ from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike, group_by
 
 __all__ = [
-    "OverSequence",
     "apply_cp_to_forward",
     "cp_shard",
     "last_layout",
@@ -142,24 +139,18 @@ def _balancer(
     return ProcessingTimeRoundRobin(masks, size)
 
 
-class _LastLayout:
-    """A function of this rank's number of positions; does not bind as a method of a class."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, held: int) -> LoadBalancer:
-        size = self._group.size()
-        return last_cut(self._group, held) or HeadTail(held * size, size)
-
-
 def last_layout(cp_mesh: GroupLike) -> Callable[[int], LoadBalancer]:
     """Returns the `load_balancer` for batches whose layouts differ ("ptrr").
 
     Attention then uses the layout of the last batch that was cut on this group and gave this rank
     the same number of positions, or head-tail if there was none.
     """
-    return _LastLayout(group_by(_OP, cp_mesh, None))
+    group = group_by(_OP, cp_mesh, None)
+
+    def layout(held: int) -> LoadBalancer:
+        return last_cut(group, held) or HeadTail(held * group.size(), group.size())
+
+    return layout
 
 
 # --- inner attention ---
@@ -192,50 +183,6 @@ def apply_cp_to_forward(
         module.forward = attending(  # type: ignore[method-assign]
             module, module.forward, cp_mesh, load_balancer, method
         )
-
-
-class OverSequence:
-    """Makes an inner attention of torchtitan attend to the whole sequence, as its first base class.
-
-    For releases in which a subclass of `CPInnerAttention` owns context parallelism::
-
-        class SymmFlex(OverSequence, CPInnerAttention, FlexInnerAttention):
-            @dataclass(kw_only=True, slots=True)
-            class Config(CPInnerAttention.Config, FlexInnerAttention.Config):
-                pass
-
-            def cp_group(self):
-                return spmd_mesh_group(MeshAxisName.CP)
-
-    Masks still cover the whole sequence. `cp_load_balancer` must match how torchtitan spreads the
-    tokens. It and `cp_method` are as in `apply_cp_to_forward`; make a function a `staticmethod`.
-    """
-
-    cp_load_balancer: Balancers | None = None
-    cp_method: MethodLike | None = None
-
-    def cp_group(self) -> GroupLike:
-        """Returns the ranks that share a sequence; subclasses must override it."""
-        raise NotImplementedError(f"{_OP}: {type(self).__name__} must override cp_group")
-
-    @classmethod
-    def prepare_cp_metadata(cls, attention_metadata: Masks, *, permutation: Any = None) -> Masks:
-        """Returns the masks unchanged: they cover the whole sequence, in position order."""
-        return attention_metadata
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attends to the whole sequence with this rank's queries, keys and values."""
-        forward = vars(self).get("_symm_cp_forward")
-        if forward is None:
-            forward = attending(
-                self,  # type: ignore[arg-type]
-                super().forward,  # type: ignore[misc]
-                self.cp_group(),
-                self.cp_load_balancer,
-                self.cp_method,
-            )
-            object.__setattr__(self, "_symm_cp_forward", forward)
-        return forward(*args, **kwargs)
 
 
 _VARLEN = "varlen"

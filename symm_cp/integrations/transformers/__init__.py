@@ -9,14 +9,23 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import transformers
+from packaging.version import Version
+
+if Version(transformers.__version__) < Version("5.23"):
+    raise ImportError(
+        f"symm_cp.integrations.transformers: transformers {transformers.__version__} is installed, "
+        "must be 5.23 or later"
+    )
+
 from transformers import AttentionInterface, AttentionMaskInterface
 
-# First: for releases with unknown masks the next import raises, but models are still checked.
 from symm_cp.integrations.transformers import inspector as _inspector  # noqa: F401
 from symm_cp.integrations.transformers.attention import NAME, attention_function, mask_function
+from symm_cp.integrations.transformers.families import FAMILIES
 from symm_cp.integrations.transformers.models import attending
 
-__all__ = ["NAME", "attending"]
+__all__ = ["FAMILIES", "NAME", "attending"]
 
 AttentionInterface.register(NAME, attention_function)
 AttentionMaskInterface.register(NAME, mask_function)

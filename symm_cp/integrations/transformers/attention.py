@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +17,9 @@ from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.integrations.transformers import outside, spread
-from symm_cp.integrations.transformers.limits import SCALED, SYMM_CP
-from symm_cp.integrations.transformers.masks import OP, sequence_mask, with_packing
-from symm_cp.integrations.transformers.positions import rescaled
+from symm_cp.integrations.transformers.limits import SYMM_CP
+from symm_cp.integrations.transformers.masks import OP, sequence_mask
+from symm_cp.integrations.transformers.positions import SCALED, rescaled
 from symm_cp.integrations.transformers.tables import bias_by_distance
 
 NAME = SYMM_CP
@@ -40,36 +39,28 @@ def mask_function(
 ) -> SequenceMask | torch.Tensor | None:
     """Returns the mask of a model's layers; within a region, one for the whole sequence."""
     mode = current_mode()
-    arguments = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    if mode is None or (mode.region.world_size == 1 and _is_step(*arguments[1:])):
-        return masking_utils.sdpa_mask(*arguments, mask_function, attention_mask, **kwargs)
-    if not torch.compiler.is_compiling():
-        mask_function = with_packing(mask_function, sys._getframe(1), batch_size)
-    return reporting_to_peers(
-        mode.region.peers, mask_of_region, mode.region, mask_function, arguments, attention_mask
-    )
-
-
-def _is_step(q_length: int, kv_length: int, q_offset: int | torch.Tensor, kv_offset: int) -> bool:
-    """Whether a cache holds keys of earlier calls, so that queries begin after position 0."""
-    return isinstance(q_offset, torch.Tensor) or q_offset != 0 or kv_offset != 0
-
-
-def mask_of_region(
-    region: ParallelRegion,
-    function: Any,
-    arguments: tuple[Any, ...],
-    attention_mask: torch.Tensor | None,
-) -> SequenceMask:
-    """Returns the mask of the whole sequence for a mask function's arguments. Collective."""
-    _, q_length, kv_length, q_offset, kv_offset = arguments
-    if _is_step(q_length, kv_length, q_offset, kv_offset):
+    is_step = isinstance(q_offset, torch.Tensor) or q_offset != 0 or kv_offset != 0
+    if mode is None or (mode.region.world_size == 1 and is_step):
+        lengths = (q_length, kv_length, q_offset, kv_offset)
+        return masking_utils.sdpa_mask(
+            batch_size, *lengths, mask_function, attention_mask, **kwargs
+        )
+    if is_step:
         raise NotImplementedError(
             f"{OP}: a cache holds keys of earlier calls ({q_offset=}), on each rank only those of "
             "its part: generation within context_parallel is not supported. Generate outside of "
-            'it, where attn_implementation="symm_cp" attends as usual'
+            "it"
         )
-    return sequence_mask(region, function, (q_length, kv_length), attention_mask)
+    return reporting_to_peers(
+        mode.region.peers,
+        sequence_mask,
+        mode.region,
+        mask_function,
+        batch_size,
+        (q_length, kv_length),
+        attention_mask,
+        kwargs,
+    )
 
 
 def attention_function(

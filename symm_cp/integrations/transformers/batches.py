@@ -16,6 +16,9 @@ from torch import nn
 from symm_cp.context_parallel.inspectors import BatchRules, modules_of, plain, positions
 from symm_cp.integrations.transformers.towers import embed_media, has_media
 
+#: Families that count only the positions that `attention_mask` shows.
+_BY_MASK = ("opt",)
+
 
 class ModelBatchRules(BatchRules):
     """The rules for a model of transformers."""
@@ -58,13 +61,12 @@ class ModelBatchRules(BatchRules):
         self, ids: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Returns the positions of a model that skips padding; None for other models."""
-        by_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
         for part in modules_of(self.model):
             if ids is not None and hasattr(type(part), "create_position_ids_from_input_ids"):
                 return part.create_position_ids_from_input_ids(ids, part.padding_idx)
-            if by_mask and _counts_by_mask(part):
-                assert mask is not None
-                return (mask.cumsum(1) * mask - 1).long()
+        by_mask = getattr(getattr(self.model, "config", None), "model_type", None) in _BY_MASK
+        if by_mask and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            return (mask.cumsum(1) * mask - 1).long()
         return None
 
     def shifts_labels(self) -> bool:
@@ -131,20 +133,6 @@ def _sees_a_key(mask: torch.Tensor, window: int) -> torch.Tensor:
     count = mask.bool().long().cumsum(1)
     before = nn.functional.pad(count, (min(window, mask.shape[1]), 0))[:, : mask.shape[1]]
     return count > before
-
-
-def _counts_by_mask(module: nn.Module) -> bool:
-    """Tells whether a module counts only the positions that `attention_mask` shows (OPT).
-
-    Its embedding takes the mask. BioGPT has such an embedding, too, but always passes it positions
-    made with `arange`.
-    """
-    tables = (child for child in module.children() if isinstance(child, nn.Embedding))
-    wanted = {"attention_mask", "position_ids"}
-    if not any(wanted <= set(inspect.signature(table.forward).parameters) for table in tables):
-        return False
-    forward = inspect.unwrap(type(module).forward)
-    return "arange" not in forward.__code__.co_names
 
 
 def _has_decoder(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from symm_cp.context_parallel.inspectors import known_of
 from symm_cp.context_parallel.spread_keys import Blocks, SpreadKeys
 from symm_cp.group.memory import GroupLike, group_name, resolve
+from symm_cp.integrations.transformers import spread
 from symm_cp.integrations.transformers.limits import SYMM_CP
 from symm_cp.integrations.transformers.models import attending
 from symm_cp.integrations.transformers.spread import Part, Turn
@@ -56,7 +57,8 @@ class SpreadLayer(DynamicLayer):
         self._kept.append(key_states, value_states)
         self._part.turn.layer = self._number
         self.keys, self.values = self._kept.keys, self._kept.values
-        return self._part.mark(self.keys), self.values
+        spread.last.part = self._part
+        return self.keys, self.values
 
     def _check_attention(self) -> None:
         """Raises if the model would treat this rank's keys as all keys."""
@@ -166,8 +168,8 @@ class SpreadCache(DynamicCache):
                 f"are {', '.join(kinds)}), so there is nothing to spread: use DynamicCache"
             )
         self.layers: list[Any] = [
-            SpreadLayer(self, number, SpreadKeys(blocks, capacity)) if spread else layer
-            for number, (layer, spread) in enumerate(zip(whole, grows, strict=True))
+            SpreadLayer(self, number, SpreadKeys(blocks, capacity)) if growing else layer
+            for number, (layer, growing) in enumerate(zip(whole, grows, strict=True))
         ]
 
 

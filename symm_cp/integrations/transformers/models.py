@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from symm_cp.context_parallel.flex_hook import spread_region
 from symm_cp.context_parallel.inspectors import Known
 from symm_cp.integrations.transformers.attention import NAME
 from symm_cp.integrations.transformers.in_use import InUse
+from symm_cp.integrations.transformers.limits import PASSED
+from symm_cp.integrations.transformers.masks import positions_noted
 from symm_cp.integrations.transformers.positions import by_longest_position
 from symm_cp.integrations.transformers.recurrent import by_sequence_before
 from symm_cp.integrations.transformers.tables import by_position_in_sequence
@@ -39,39 +40,14 @@ def _has_config(module: nn.Module) -> bool:
     return isinstance(getattr(module, "config", None), PreTrainedConfig)
 
 
-def _generates(module: nn.Module) -> bool:
-    return callable(getattr(module, "generate", None))
-
-
-def _cannot_attend(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation()
-
-
-_configs, _generators = InUse(), InUse()
-
-
-def _refusing(module: nn.Module) -> Any:
-    """Returns a `generate` that raises within a region."""
-    generate = module.generate
-
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        if spread_region() is not None:
-            raise NotImplementedError(
-                f"{_OP}: {type(module).__name__}.generate: each rank would continue its own part "
-                "of the sequence, and a cache holds only this rank's keys. Generate outside of the "
-                "context"
-            )
-        return generate(*args, **kwargs)
-
-    return refused
+_configs, _passed = InUse(), InUse()
 
 
 @contextmanager
 def attending(known: Sequence[Known]) -> Iterator[list[nn.Module]]:
     """Makes models attend with symm_cp; yields the modules that must run in the `with` block.
 
-    Raises `ValueError` if no model is transformers', `NotImplementedError` for a model that does
-    not attend through transformers' `AttentionInterface`.
+    Raises `ValueError` if no model is transformers'.
     """
 
     def several(is_chosen: Callable[[nn.Module], Any]) -> list[nn.Module]:
@@ -84,21 +60,14 @@ def attending(known: Sequence[Known]) -> Iterator[list[nn.Module]]:
     if not configs:
         names = ", ".join(type(each.parts()[0]).__name__ for each in known[:1])
         raise ValueError(f"{_OP}: model={names} has no model of transformers in it")
-    for module in select(_cannot_attend):
-        raise NotImplementedError(
-            f"{_OP}: {type(module).__name__} does not attend through transformers' "
-            'AttentionInterface, so attn_implementation="symm_cp" has no effect on it. If it '
-            "calls F.scaled_dot_product_attention, leave out model="
-        )
     # Modules that make sequences from images or sounds may run outside; running them within raises.
     elsewhere = {id(inner) for part in select(makes_own_sequence) for inner in part.modules()}
-    generators = select(_generates)
     for config in configs:
         _configs.acquire(config, _CHOSEN, NAME)
-    for module in generators:
-        _generators.acquire(module, "generate", _refusing(module))
+        _passed.acquire(config, PASSED, True)
     try:
         with (
+            positions_noted(select),
             by_longest_position(select),
             by_position_in_sequence(select),
             by_sequence_before(select),
@@ -106,7 +75,6 @@ def attending(known: Sequence[Known]) -> Iterator[list[nn.Module]]:
             parts = {id(part): part for each in known for part in each.parts()}
             yield [part for key, part in parts.items() if key not in elsewhere]
     finally:
-        for module in generators:
-            _generators.release(module, "generate")
         for config in configs:
             _configs.release(config, _CHOSEN)
+            _passed.release(config, PASSED)

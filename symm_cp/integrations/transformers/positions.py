@@ -18,7 +18,6 @@ from symm_cp.context_parallel.flex_hook import spread_region
 from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.integrations.transformers.limits import length_dependent_rotary, position_scaled
 from symm_cp.ops.attention.layouts import encoded
 from symm_cp.schedule.layout import sequential
 
@@ -28,6 +27,13 @@ _NAME = "position_ids"
 # --- rotary embeddings -------------------------------------------------------------------------
 
 
+def _depends_on_length(module: nn.Module) -> bool:
+    """Tells whether a module's rotary embedding depends on the longest position."""
+    kinds = getattr(module, "rope_type", None)
+    types = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any(isinstance(t, str) and ("dynamic" in t or t == "longrope") for t in types)
+
+
 @contextmanager
 def by_longest_position(select: Select) -> Iterator[None]:
     """Makes rotary embeddings use all ranks' longest position within a region, in the `with` block.
@@ -35,7 +41,7 @@ def by_longest_position(select: Select) -> Iterator[None]:
     Hooks append that position to `position_ids` as a column, and remove its column from results.
     """
     with ExitStack() as stack:
-        for module in select(length_dependent_rotary):
+        for module in select(_depends_on_length):
             before = module.register_forward_pre_hook(_before, with_kwargs=True)
             stack.callback(before.remove)
             after = module.register_forward_hook(_after, with_kwargs=True)
@@ -50,10 +56,6 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if _NAME in kwargs:
         return args, {**kwargs, _NAME: _with_longest(region, kwargs[_NAME])}
     return (args[0], _with_longest(region, args[1]), *args[2:]), kwargs
-
-
-#: limits.py does not refuse modules that have this mark.
-_before.sees_all_ranks = True  # type: ignore[attr-defined]
 
 
 def _with_longest(region: ParallelRegion, positions: torch.Tensor) -> torch.Tensor:
@@ -84,14 +86,17 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
 
 # --- scales of queries -------------------------------------------------------------------------
 
+#: The attribute of Llama 4's attention modules that turns on scales of queries by position.
+SCALED = "attn_temperature_tuning"
 
-def rescaled(region: ParallelRegion, module: nn.Module, query: torch.Tensor) -> torch.Tensor:
+
+def rescaled(region: ParallelRegion, module: Any, query: torch.Tensor) -> torch.Tensor:
     """Returns queries (B, H, S, E) scaled by their positions in the whole sequence.
 
-    Changes only queries that Llama 4's attention has scaled by their index in the tensor.
+    Llama 4's attention has scaled them by their index in the tensor, unless it has `use_rope`.
     """
     length = query.shape[2]
-    if region.world_size == 1 or region.is_padding(length) or not position_scaled(module):
+    if region.world_size == 1 or region.is_padding(length) or module.use_rope:
         return query
     positions = positions_on(query.device, region.layout(length), region.rank)
     local = torch.arange(length, device=query.device)

@@ -29,11 +29,6 @@ from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
 from symm_cp.context_parallel.region import ParallelRegion, without_padding
 from symm_cp.integrations.transformers.in_use import InUse
-from symm_cp.integrations.transformers.limits import (
-    RECURRENCE_KNOWN,
-    SEES_ALL_RANKS,
-    uses_transformers,
-)
 from symm_cp.ops.recurrent.convolution import causal_convolution
 from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
 from symm_cp.ops.recurrent.linear_attention import gated_linear_attention
@@ -46,31 +41,22 @@ _RECURRENCES = {*_DELTA_RULES, _SCAN}
 # One kernel for convolution, scan, norm and projection of Mamba 2, which models try in training.
 _ALL_IN_ONE = "mamba2_split_conv1d_scan_combined"
 
-_forwards, _marks, _known = InUse(), InUse(), InUse()
+_forwards = InUse()
 
 
 @contextmanager
 def by_sequence_before(select: Select) -> Iterator[None]:
-    """Makes recurrent layers continue across ranks within a region, in the `with` block.
-
-    Other modules with a convolution are still refused.
-    """
-    nets = select(_is_recurrent)
+    """Makes recurrent layers continue across ranks within a region, in the `with` block."""
     with ExitStack() as stack:
-        for module in nets:
+        for module in select(is_recurrent):
             function = inspect.unwrap(type(module).forward)
             _forwards.acquire(module, "forward", types.MethodType(_spread(function), module))
             stack.callback(_forwards.release, module, "forward")
-            for part in module.modules():
-                _marks.acquire(part, SEES_ALL_RANKS, True)
-                stack.callback(_marks.release, part, SEES_ALL_RANKS)
-        for module in select(uses_transformers) if nets else ():
-            _known.acquire(module, RECURRENCE_KNOWN, True)
-            stack.callback(_known.release, module, RECURRENCE_KNOWN)
         yield
 
 
-def _is_recurrent(module: nn.Module) -> bool:
+def is_recurrent(module: nn.Module) -> bool:
+    """Tells whether a module is a recurrent layer, by the functions that its forward calls."""
     function = inspect.unwrap(type(module).forward)
     code = getattr(function, "__code__", None)
     called = set() if code is None else {*code.co_names}

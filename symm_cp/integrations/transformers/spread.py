@@ -15,7 +15,7 @@ from symm_cp.context_parallel.spread_keys import SpreadKeys
 from symm_cp.ops.attention.spread_cache import spread_cache_attention
 
 _OP = "SpreadCache"
-_PART, _COLUMNS = "_symm_cp_part", "_symm_cp_columns"
+_COLUMNS = "_symm_cp_columns"
 
 
 @dataclass
@@ -34,14 +34,11 @@ class Part:
     turn: Turn
     config: Any  # of the model
 
-    def mark(self, keys: torch.Tensor) -> torch.Tensor:
-        """Marks keys as a part, for `part_of`, and returns them."""
-        setattr(keys, _PART, self)
-        _waiting.part = self
-        return keys
+    def awaits(self, module: Any, keys: torch.Tensor) -> bool:
+        """Tells whether a module attends to this part, or to keys made from it (latent attention).
 
-    def made(self, module: Any, keys: torch.Tensor) -> bool:
-        """Tells whether a module made `keys` from cached ones, as latent attention does."""
+        The cache has just returned the part for the module's layer.
+        """
         return (
             self.turn.layer is not None
             and getattr(module, "layer_idx", None) == self.turn.layer
@@ -66,15 +63,18 @@ class Part:
         return own
 
 
-_waiting = threading.local()  # `part`: the part that a cache returned last
+class _Last(threading.local):
+    #: The part that a cache returned last in this thread.
+    part: Part | None = None
+
+
+last = _Last()
 
 
 def part_of(module: Any, keys: torch.Tensor) -> Part | None:
     """Returns the part that keys from a cache belong to; None for all other tensors."""
-    part: Part | None = getattr(keys, _PART, None)
-    if part is None and (last := getattr(_waiting, "part", None)) is not None:
-        part = last if last.made(module, keys) else None
-    return part
+    part = last.part
+    return part if part is not None and part.awaits(module, keys) else None
 
 
 def attend(

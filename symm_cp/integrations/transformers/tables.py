@@ -43,9 +43,6 @@ def by_position_in_sequence(select: Select) -> Iterator[None]:
             for table in _counted_tables(module):
                 hook = table.register_forward_pre_hook(_with_positions, with_kwargs=True)
                 stack.callback(hook.remove)
-        for module in select(_makes_decoder_input):
-            hook = module.register_forward_pre_hook(_check_decoder_input, with_kwargs=True)
-            stack.callback(hook.remove)
         yield
 
 
@@ -73,9 +70,6 @@ def _compute_bias(
         return type(self).compute_bias(self, *lengths, device, past_seen_tokens)  # type: ignore[no-any-return]
     shape = (1, self.n_heads, query_length, key_length)
     return torch.zeros(shape, device=device, dtype=self.q.weight.dtype)
-
-
-_compute_bias.sees_all_ranks = True  # type: ignore[attr-defined]
 
 
 def _by_distance(module: Any, region: ParallelRegion, queries: int, keys: int) -> torch.Tensor:
@@ -151,32 +145,3 @@ def _with_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if region.is_padding(shape[1]):
         positions = positions.new_zeros(shape[1])
     return args[:2], {**kwargs, "position_ids": positions}
-
-
-_with_positions.sees_all_ranks = True  # type: ignore[attr-defined]
-
-
-# --- inputs of decoders ------------------------------------------------------------------------
-
-_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
-
-
-def _makes_decoder_input(module: nn.Module) -> bool:
-    config = getattr(module, "config", None)
-    return bool(getattr(config, "is_encoder_decoder", False)) and (
-        _DECODER[0] in inspect.signature(module.forward).parameters
-    )
-
-
-def _check_decoder_input(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Refuses calls in which a model would shift this rank's part of the labels."""
-    if spread_region() is None:
-        return
-    names = tuple(inspect.signature(module.forward).parameters)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if all(given.get(name) is None for name in _DECODER):
-        raise NotImplementedError(
-            f"{_OP}: {type(module).__name__} was called without decoder_input_ids, so it would "
-            "shift this rank's part of the labels. symm_cp.shard_batch(model=...) makes "
-            "decoder_input_ids of the whole sequence"
-        )

@@ -8,6 +8,7 @@ ranks, so `shard_batch` scales the loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,52 +34,71 @@ from symm_cp.group.memory import GroupLike, resolve
 from symm_cp.ops.attention.methods import MethodLike, group_by
 
 _OP = "ContextParallelTrainer"
+#: A trainer's attributes: the reduction of a step's loss, the group and layouts of the last batch.
+_REDUCTION, _LAST_CUT = "_symm_cp_reduce_loss", "_symm_cp_last_cut"
 
 
-def check_loss(op: str, trainer: Any) -> None:
-    """Raises `NotImplementedError` for losses that would shift shifted labels again."""
+@dataclass(frozen=True)
+class Steps:
+    """How the ranks of a group make the steps of a `Trainer`.
+
+    `enter(model, load_balancer)` returns the context for a batch that was cut; its gradients will
+    be averaged over the group.
+    """
+
+    group: dist.ProcessGroup
+    load_balancer: Callable[[int, int], LoadBalancer]
+    enter: Callable[[nn.Module, BalancersByLength], AbstractContextManager[None]]
+
+
+# The functions that replace methods of `Trainer`: they get the trainer, its `Steps`, the original
+# method, and the arguments.
+
+
+def _check_loss(trainer: Any) -> None:
+    """Refuses losses that would shift shifted labels again."""
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
         raise NotImplementedError(
-            f"{op}: label_smoothing_factor and compute_loss_func would get labels that are "
+            f"{_OP}: label_smoothing_factor and compute_loss_func would get labels that are "
             "shifted already: override compute_loss instead"
         )
 
 
-def cut_inputs(
-    trainer: Any,
-    group: dist.ProcessGroup,
-    load_balancer: Callable[[int, int], LoadBalancer],
-    model: nn.Module,
-    inputs: dict[str, Any],
-) -> tuple[dict[str, Any], LossReduction]:
-    """Cuts a batch of a `Trainer` whose gradients will be averaged over the group."""
-    whole = trainer._prepare_inputs(inputs)
+def prepare_inputs(
+    trainer: Any, steps: Steps, original: Any, model: nn.Module, inputs: dict[str, Any]
+) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """Cuts a batch; `Trainer` calls it before each step, and enters the context it returns."""
+    _check_loss(trainer)
+    whole, size = trainer._prepare_inputs(inputs), steps.group.size()
     tensors = [value for value in whole.values() if isinstance(value, torch.Tensor)]
     lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
-    balancers = {length: load_balancer(length, group.size()) for length in lengths}
+    balancers = {length: steps.load_balancer(length, size) for length in lengths}
     local, reduce_loss = shard_batch(
-        group, whole, model=model, load_balancer=balancers, average_gradients=True
+        steps.group, whole, model=model, load_balancer=balancers, average_gradients=True
     )
-    setattr(trainer, _LAST_CUT, (group, reduce_loss.load_balancer))
-    return local, reduce_loss
+    setattr(trainer, _REDUCTION, reduce_loss)
+    setattr(trainer, _LAST_CUT, (steps.group, reduce_loss.load_balancer))
+    return partial(steps.enter, model, reduce_loss.load_balancer), local
 
 
-def computed_loss(
+def compute_loss(
     trainer: Any,
-    reduce_loss: LossReduction,
-    compute: Callable[[bool], Any],
-    return_outputs: bool,
-    items: torch.Tensor | int | None,
+    steps: Steps,
+    original: Any,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: torch.Tensor | int | None = None,
 ) -> Any:
-    """Returns the result of `Trainer.compute_loss` for the whole batch.
-
-    `compute` returns the result for this rank's part; its argument says whether to add the outputs,
-    for which TRL's trainers compute the logits in another forward pass.
-    """
-    if not return_outputs:
-        return _loss_of_step(trainer, reduce_loss, compute(False), items)
-    loss, outputs = compute(True)
-    return _loss_of_step(trainer, reduce_loss, loss, items), outputs
+    """Computes the loss of the whole batch, from the mean over this rank's labels."""
+    reduce_loss: LossReduction | None = vars(trainer).pop(_REDUCTION, None)
+    if reduce_loss is None:
+        raise RuntimeError(f"{_OP}: compute_loss was called with a batch that was not cut")
+    # With outputs TRL's trainers compute the logits in another forward pass: only if asked for.
+    result = original(model, inputs, return_outputs)
+    loss, *outputs = result if return_outputs else (result,)
+    loss = _loss_of_step(trainer, reduce_loss, loss, num_items_in_batch)
+    return (loss, *outputs) if return_outputs else loss
 
 
 def _loss_of_step(
@@ -102,20 +122,18 @@ def _loss_of_step(
 
 # --- evaluation --------------------------------------------------------------------------------
 
-#: A trainer's attribute: the group and the load balancers of the last batch that was cut.
-_LAST_CUT = "_symm_cp_last_cut"
 
+def prediction_step(trainer: Any, steps: Steps, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Computes the loss, the predictions and the labels of a whole batch, on all ranks.
 
-def predicted(trainer: Any, copies: int, predict: Callable[[], Any]) -> Any:
-    """Returns the loss, predictions and labels of a batch, of the whole sequence on all ranks.
-
-    `copies` consecutive ranks have the same samples, of which metrics must see one.
+    Consecutive ranks have the same samples, of which metrics must see one.
     """
+    copies = steps.group.size() * trainer.get_tp_size()
     gather = trainer.gather_function
     if getattr(gather, "func", None) is not _gather_once:  # the loop resets it at its end
         trainer.gather_function = partial(_gather_once, trainer.accelerator, copies, gather)
     setattr(trainer, _LAST_CUT, None)
-    loss, outputs, labels = predict()
+    loss, outputs, labels = original(*args, **kwargs)
     last_cut = getattr(trainer, _LAST_CUT)
     if last_cut is not None and outputs is not None:
         outputs = _whole(outputs, *last_cut)
@@ -204,18 +222,20 @@ class ContextParallelMixin:
         cp_method: MethodLike | None = None,
         **kwargs: Any,
     ) -> None:
-        self._cp_group = group_by(_OP, cp_mesh, cp_method, argument="cp_mesh")
-        self._cp_mesh, self._cp_method = cp_mesh, cp_method
-        self._cp_load_balancer = cp_load_balancer
-        self._cp_reduce_loss: LossReduction | None = None
+        def enter(model: nn.Module, balancers: BalancersByLength) -> AbstractContextManager[None]:
+            return context_parallel(cp_mesh, model=model, load_balancer=balancers, method=cp_method)
+
+        group = group_by(_OP, cp_mesh, cp_method, argument="cp_mesh")
+        self._cp_steps = Steps(group, cp_load_balancer, enter)
         super().__init__(*args, **kwargs)
-        check_loss(_OP, self)
+        _check_loss(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the accelerator, whose data loaders give all ranks of a group the same batch."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         trainer: Any = self
-        ranks, size = dist.get_process_group_ranks(self._cp_group), self._cp_group.size()
+        ranks = dist.get_process_group_ranks(self._cp_steps.group)
+        size = len(ranks)
         processes = trainer.accelerator.num_processes
         if processes != dist.get_world_size():
             raise RuntimeError(
@@ -232,55 +252,18 @@ class ContextParallelMixin:
 
     def get_cp_size(self) -> int:
         """Returns the number of ranks that share a sequence."""
-        return self._cp_group.size()
+        return self._cp_steps.group.size()
 
-    def _prepare_context_parallel_inputs(
-        self, model: nn.Module, inputs: dict[str, Any]
-    ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """Cuts a batch; `Trainer` calls it before each step, and enters the context it returns."""
-        local, self._cp_reduce_loss = cut_inputs(
-            self, self._cp_group, self._cp_load_balancer, model, inputs
-        )
-        balancer = self._cp_reduce_loss.load_balancer
-        context = partial(
-            context_parallel,
-            self._cp_mesh,
-            model=model,
-            load_balancer=balancer,
-            method=self._cp_method,
-        )
-        return context, local
+    def _prepare_context_parallel_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        return prepare_inputs(self, self._cp_steps, None, *args, **kwargs)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the loss of the whole batch, from the mean over this rank's labels."""
-        reduce_loss, self._cp_reduce_loss = self._cp_reduce_loss, None
-        if reduce_loss is None:
-            raise RuntimeError(f"{_OP}: compute_loss was called with a batch that was not cut")
-        compute = partial(super().compute_loss, model, inputs)  # type: ignore[misc]
-        return computed_loss(self, reduce_loss, compute, return_outputs, num_items_in_batch)
+        return compute_loss(self, self._cp_steps, super().compute_loss, *args, **kwargs)  # type: ignore[misc]
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> Any:
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the loss, the predictions and the labels of a whole batch."""
-        predict = partial(
-            super().prediction_step,  # type: ignore[misc]
-            model,
-            inputs,
-            prediction_loss_only,
-            ignore_keys,
-        )
-        return predicted(self, self._cp_group.size(), predict)
+        return prediction_step(self, self._cp_steps, super().prediction_step, *args, **kwargs)  # type: ignore[misc]
 
 
 class ContextParallelTrainer(ContextParallelMixin, Trainer):

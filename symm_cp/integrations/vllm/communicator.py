@@ -2,8 +2,7 @@
 
 It keeps the methods of `DeviceCommunicatorBase` that run well over the backend symm_cp
 (`all_gather`, `reduce_scatter`, `gather`, `send`, `recv`, `broadcast`). It adds functions that the
-base class and vLLM's `CpuCommunicator` lack: gathers and reduce-scatters of unequal parts, and
-dictionaries with any values, on any CPU.
+base class and vLLM's `CpuCommunicator` lack: gathers and reduce-scatters of unequal parts.
 
 A call with invalid sizes raises `ValueError` before any communication, and the error is reported to
 the other ranks of the group.
@@ -11,7 +10,6 @@ the other ranks of the group.
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import torch
@@ -30,9 +28,6 @@ class SymmCommunicator(DeviceCommunicatorBase):
 
     All ranks of the group must construct it together. Ranks in arguments are ranks in the group.
     """
-
-    #: vLLM's `GroupCoordinator` then sends dictionaries through this class.
-    supports_tensor_dict = True
 
     def __init__(
         self,
@@ -118,45 +113,6 @@ class SymmCommunicator(DeviceCommunicatorBase):
         dist.reduce_scatter(output, list(input_.split(lengths, dim)), group=self.device_group)
         return output
 
-    def send_tensor_dict(self, tensor_dict: dict[str, Any], dst: int) -> None:
-        """Sends a dictionary of tensors and other values that can be pickled; returns when sent."""
-        _check_peer("send_tensor_dict", "dst", dst, self.rank_in_group, self.world_size)
-        tensors = [v for v in tensor_dict.values() if isinstance(v, torch.Tensor)]
-        described = [
-            (key, (value.shape, value.dtype), None)
-            if isinstance(value, torch.Tensor)
-            else (key, None, value)
-            for key, value in tensor_dict.items()
-        ]
-        text = torch.frombuffer(bytearray(pickle.dumps(described)), dtype=torch.uint8)
-        messages = [torch.tensor([text.numel()]), text]
-        messages += [x.contiguous() for x in tensors if x.numel() > 0]
-        works = [dist.isend(x, group=self.device_group, group_dst=dst) for x in messages]
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    def recv_tensor_dict(self, src: int) -> dict[str, Any]:
-        """Receives the dictionary that rank `src` passes to `send_tensor_dict`."""
-        _check_peer("recv_tensor_dict", "src", src, self.rank_in_group, self.world_size)
-        text_bytes = torch.empty(1, dtype=torch.int64)
-        dist.recv(text_bytes, group=self.device_group, group_src=src)
-        text = torch.empty(int(text_bytes), dtype=torch.uint8)
-        dist.recv(text, group=self.device_group, group_src=src)
-        received: dict[str, Any] = {}
-        works = []
-        for key, tensor, value in pickle.loads(text.numpy().tobytes()):
-            received[key] = value
-            if tensor is not None:
-                shape, dtype = tensor
-                received[key] = x = torch.empty(shape, dtype=dtype)
-                if x.numel() > 0:
-                    works.append(dist.irecv(x, group=self.device_group, group_src=src))
-        for work in works:
-            if work is not None:
-                work.wait()
-        return received
-
     # vLLM's manager sends to the experts' ranks and back, with the gathers above. Without a manager
     # the base class returns its input.
 
@@ -207,11 +163,3 @@ class SymmCommunicator(DeviceCommunicatorBase):
     @property
     def _experts(self) -> Any:
         return super() if self.all2all_manager is None else self.all2all_manager
-
-
-def _check_peer(op: str, argument: str, peer: int, rank: int, world_size: int) -> None:
-    if not 0 <= peer < world_size or peer == rank:
-        raise ValueError(
-            f"{op}: {argument}={peer} must be another rank of the group of {world_size} "
-            f"(this is rank {rank})"
-        )

@@ -99,31 +99,6 @@ def scatters_parts(group: dist.ProcessGroup) -> None:
             assert torch.equal(output, expected)
 
 
-def passes_dicts(group: dist.ProcessGroup) -> None:
-    """Each rank receives from the previous one, as pipeline stages do; the first from none."""
-    ours, rank, size = communicator(group, "pp:0"), group.rank(), group.size()
-    assert ours.supports_tensor_dict
-    given = {
-        "hidden_states": drawn(group, [300, 500], torch.bfloat16),
-        "residual": strided(drawn(group, [3, 5], torch.float32)),
-        "empty": torch.empty(0, 4),
-        "scalar": torch.tensor(rank),
-        "step": {"number": 7 + rank},
-    }
-    for _ in range(2):
-        received = ours.recv_tensor_dict(rank - 1) if rank > 0 else {}
-        if rank + 1 < size:
-            ours.send_tensor_dict(given, rank + 1)
-        everything: list[Any] = gathered(group, given)
-        for key, value in everything[rank - 1].items() if rank > 0 else ():
-            if isinstance(value, torch.Tensor):
-                assert received[key].dtype == value.dtype
-                assert torch.equal(received[key], value), key
-            else:
-                assert received[key] == value
-        assert rank == 0 or list(received) == list(given)
-
-
 def passes_tokens_on(group: dist.ProcessGroup) -> None:
     """The manager dispatches and combines tokens; without one they are returned as they are."""
     ours = communicator(group, "ep:0")
@@ -155,9 +130,7 @@ def passes_tokens_on(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("world_size", some(2, 4, of=[2, 3, 4]))
-@pytest.mark.parametrize(
-    "check", [reduces, gathers_parts, scatters_parts, passes_dicts, passes_tokens_on]
-)
+@pytest.mark.parametrize("check", [reduces, gathers_parts, scatters_parts, passes_tokens_on])
 def test_methods(ranks: Ranks, check: Any, world_size: int) -> None:
     ranks.run(world_size, check)
 
@@ -194,11 +167,6 @@ def refuses(group: dist.ProcessGroup) -> dict[str, str]:
     for name, call in calls.items():
         messages[name] = told(call)
         assert torch.equal(ours.all_gatherv(part), torch.ones(2 * size, 3)), name
-    for peer in (group.rank(), size, -1):
-        with pytest.raises(ValueError, match=rf"send_tensor_dict: dst={peer} must be another rank"):
-            ours.send_tensor_dict({}, peer)
-        with pytest.raises(ValueError, match=rf"recv_tensor_dict: src={peer} must be another rank"):
-            ours.recv_tensor_dict(peer)
     return messages
 
 
@@ -301,14 +269,9 @@ def uses_vllms_own(world: dist.ProcessGroup) -> None:
     (found,) = group.all_gatherv([rows], 0, sizes)
     assert torch.equal(found, torch.cat(everybodys(world, rows)))
     assert torch.equal(group.reduce_scatterv(found, 0, sizes), size * rows)
-    values = {"hidden_states": x, "step": 3}
     if rank > 0:
-        received = group.recv_tensor_dict()
-        assert torch.equal(received["hidden_states"], inputs[rank - 1])
-        assert received["step"] == 3
         assert torch.equal(group.recv(x.shape, x.dtype), inputs[rank - 1])
     if rank + 1 < size:
-        group.send_tensor_dict(values)
         group.send(x)
     group.barrier()  # a rank must not exit while others still receive from it
 

@@ -94,20 +94,6 @@ def _node(tensor: torch.Tensor) -> Any:
     return None
 
 
-def captures_tensors(function: Any) -> bool:
-    """Returns whether a function holds tensors or modules: in closures, defaults or partials."""
-    seen: set[int] = set()
-    pending = [function]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, torch.Tensor | torch.nn.Module):
-            return True
-        if id(value) not in seen:
-            seen.add(id(value))
-            pending += _parts(value)
-    return False
-
-
 def _parts(value: Any) -> list[Any]:
     """Returns the objects that a function or a container holds."""
     if isinstance(value, types.FunctionType):

@@ -4,7 +4,7 @@ The op takes `mask_mod` and `score_mod` as a key (see modifiers.py) and their ca
 
     flex_all_gather_attention(query, key, value, blocks, sizes, score_tensors, score_numbers,
                               mask_tensors, mask_numbers, modifiers, group_name, layouts, scale,
-                              enable_gqa, by_position, *, softcap, sinks, bias, dropout_p,
+                              enable_gqa, *, softcap, sinks, bias, dropout_p,
                               dropout_seed, head_offset, method, method_groups, method_columns)
 
 `blocks` are kv_num_blocks, kv_indices and, if it has full blocks, full_kv_* of a `BlockMask`,
@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.ops import autocast
 from symm_cp.ops.attention.attend import Attention
-from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
+from symm_cp.ops.attention.flex.mask import Modifier, check_lengths
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, keep_modifiers, kept_modifiers
 from symm_cp.ops.attention.flex.op import check_flex, flex_attention_of, flex_backward
 from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
@@ -61,7 +61,7 @@ _TRANSFORMS = (
 _REST = (
     "Tensor[] blocks, SymInt[] sizes, Tensor[] score_tensors, SymInt[] score_numbers, "
     "Tensor[] mask_tensors, SymInt[] mask_numbers, str modifiers, str group_name, Tensor layouts, "
-    "float? scale, bool enable_gqa, bool by_position"
+    "float? scale, bool enable_gqa"
 )
 _TENSORS = ("sinks", "bias", "dropout_seed")
 
@@ -83,7 +83,6 @@ class _Arguments(NamedTuple):
     layouts: torch.Tensor | None
     scale: float | None
     enable_gqa: bool
-    by_position: bool
 
     def block_mask(self, mask: TracedModifier | None) -> BlockMask | None:
         """Returns the block mask that `blocks` and `sizes` stand for."""
@@ -122,13 +121,11 @@ class _Arguments(NamedTuple):
         known = decoded(_FORWARD, self.layouts, group.world_size)
         queries = layout_held(_FORWARD, known, local[0], *place, head_tail)
         keys = keys_held(_FORWARD, group, local, known, ordered=ordered)
-        block_mask, mask_mod = whole_mask(
-            self.block_mask(mask),
-            local=local,
-            whole=(queries.length, keys.length),
-            by_position=self.by_position,
-        )
-        if mask is not None and not self.blocks:
+        block_mask, mask_mod = self.block_mask(mask), None
+        if block_mask is not None:
+            check_lengths(block_mask, queries.length, keys.length)
+            mask_mod = block_mask.mask_mod
+        elif mask is not None:
             mask_mod = mask.bound(*self._mask_captures)
         check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
         score_mod = captures = None
@@ -311,7 +308,7 @@ def _example(on: Caller) -> tuple[Any, ...]:
     """The arguments after query, key and value: no mask, no blocks."""
     lists: list[Any] = [[] for _ in range(6)]
     layouts = encoded((sequential(4 * on.world_size, on.world_size),))
-    return *lists, keep_modifiers(None, [], None, []), on.group_name, layouts, None, False, True
+    return *lists, keep_modifiers(None, [], None, []), on.group_name, layouts, None, False
 
 
 declare(

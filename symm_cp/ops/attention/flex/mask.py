@@ -99,33 +99,17 @@ def block_states(block_mask: BlockMask) -> torch.Tensor:
     return states
 
 
-def whole_mask(
-    block_mask: BlockMask | None,
-    *,
-    local: tuple[int, int],
-    whole: tuple[int, int],
-    by_position: bool,
-) -> tuple[BlockMask | None, Modifier | None]:
-    """Returns the blocks and the `mask_mod` of the whole sequence that a `block_mask` stands for.
-
-    `local` and `whole` are the numbers of queries and keys of this rank and of all ranks. A mask
-    made for this rank's part is used without its blocks if its `mask_mod` depends on positions
-    alone (`by_position`). Raises `ValueError` for masks of other lengths.
-    """
-    if block_mask is None:
-        return None, None
+def check_lengths(block_mask: BlockMask, queries: int, keys: int) -> None:
+    """Raises `ValueError` unless a block mask is that of the whole sequence."""
     lengths = (int(block_mask.seq_lengths[0]), int(block_mask.seq_lengths[1]))
-    if lengths == whole:
-        return block_mask, block_mask.mask_mod
-    if lengths == local and by_position:
-        return None, block_mask.mask_mod
-    raise ValueError(
-        f"flex_attention: block_mask is for {lengths} queries and keys; within context_parallel it "
-        f"must be that of the whole sequence, {whole}. Models of transformers make masks of "
-        "padding or packed sequences for this rank's part only: pass the model to "
-        "context_parallel(model=...), or pass it a BlockMask of the whole sequence as "
-        "attention_mask"
-    )
+    if lengths != (queries, keys):
+        raise ValueError(
+            f"flex_attention: block_mask is for {lengths} queries and keys; within "
+            f"context_parallel it must be that of the whole sequence, {(queries, keys)}. Models of "
+            "transformers make masks of padding or packed sequences for this rank's part only: "
+            "pass the model to context_parallel(model=...), or pass it a BlockMask of the whole "
+            "sequence as attention_mask"
+        )
 
 
 def within(

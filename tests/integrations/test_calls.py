@@ -18,8 +18,9 @@ from tests.integrations.common import Client
 
 _HERE = os.path.dirname(os.path.abspath(symm_cp.__file__)) + os.sep
 LAYERS = 8
-# 598 are calls of the mode that sees each torch function, and about 35 are made in each layer.
-MOST_CALLS = 1450
+# About 35 are made in each layer. Without csrc/ops/function_filter.cpp 580 more, one for each torch
+# function.
+MOST_CALLS = 870
 
 
 def calls_of_a_warm_step(group: dist.ProcessGroup) -> collections.Counter[str]:

@@ -1,10 +1,12 @@
-"""Finds the parameters whose gradients DDP or FSDP reduces over the ranks of a group."""
+"""Says who reduces which gradients over the ranks of a group: DDP, FSDP, the step, or nobody."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,6 +23,10 @@ class Reduction:
     left: list[nn.Parameter] = field(default_factory=list)
     #: Whether DDP or FSDP averages gradients over the group.
     averages: bool = False
+    #: Whether DDP or FSDP over other ranks reduces no gradients now: in `no_sync`.
+    no_sync: bool = False
+    #: Whether FSDP2 keeps gradients for a later backward pass.
+    holds: bool = False
 
 
 def reduction_of(model: nn.Module, group: dist.ProcessGroup) -> Reduction:
@@ -31,29 +37,57 @@ def reduction_of(model: nn.Module, group: dist.ProcessGroup) -> Reduction:
     ranks = dist.get_process_group_ranks(group)
     by_wrapper = False
     seen: set[int] = set()
+    by_fsdp: set[int] = set()
     # One loop without calls of its own: it runs for all parts of a model in each step.
     for module in modules_of(model):
         part: Any = module
         names = _names_of.get(type(module)) or _names(type(module))
         if "FSDPModule" in names:
             part.reshard()
+            for each in _param_groups(part):
+                found.holds |= not each.reduce_grads
+                if set(each.mesh_info.mesh.mesh.flatten().tolist()).issuperset(ranks):
+                    by_fsdp.update(id(one.sharded_param) for one in each.fsdp_params)
         elif not names.isdisjoint(_WRAPPERS):
-            by_wrapper |= set(dist.get_process_group_ranks(part.process_group)).issuperset(ranks)
-        managed = getattr(module, "_is_fsdp_managed_module", False)
+            if set(dist.get_process_group_ranks(part.process_group)).issuperset(ranks):
+                by_wrapper = True
+            else:
+                found.no_sync |= not getattr(part, "require_backward_grad_sync", True)
+                found.no_sync |= not getattr(part, "_sync_gradients", True)
         for parameter in module._parameters.values():
             if parameter is None or not parameter.requires_grad or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if managed and hasattr(parameter, "device_mesh"):
-                mesh: Any = parameter.device_mesh
-                if set(mesh.mesh.flatten().tolist()).issuperset(ranks):
-                    found.averages = True
-                    continue
-            found.left.append(parameter)
+            if id(parameter) in by_fsdp:
+                found.averages = True
+            else:
+                found.left.append(parameter)
     if by_wrapper:
         found.averages = True
         found.left.clear()
     return found
+
+
+def _param_groups(part: Any) -> list[Any]:
+    """Returns the groups of parameters of an FSDP2 module; before torch 2.12 one, or None."""
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def is_divided(parameter: Any, ranks: Sequence[int]) -> bool:
+    """Whether ranks hold different parts of a DTensor, such as experts that they divide.
+
+    These parts get tokens of all ranks, so their gradients are complete.
+    """
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return False
+    held = torch.cat([(mesh.mesh == rank).nonzero() for rank in ranks])
+    return any(
+        placement.is_shard() and bool((place != place[0]).any())
+        for placement, place in zip(parameter.placements, held.T, strict=True)
+    )
 
 
 _names_of: dict[type, frozenset[str]] = {}

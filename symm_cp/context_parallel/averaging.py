@@ -78,11 +78,9 @@ def _param_groups(part: Any) -> list[Any]:
 def is_divided(parameter: Any, ranks: Sequence[int]) -> bool:
     """Whether ranks hold different parts of a DTensor, such as experts that they divide.
 
-    These parts get tokens of all ranks, so their gradients are complete.
+    Such parts get tokens of all ranks, so their gradients are complete.
     """
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None:
-        return False
+    mesh = parameter.device_mesh
     held = torch.cat([(mesh.mesh == rank).nonzero() for rank in ranks])
     return any(
         placement.is_shard() and bool((place != place[0]).any())

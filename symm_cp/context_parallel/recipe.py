@@ -335,10 +335,11 @@ def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) ->
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()
         grad = parameter.grad
-        local = grad.to_local() if hasattr(grad, "to_local") else grad
+        is_spread = hasattr(grad, "to_local")
+        local = grad.to_local() if is_spread else grad
         if averaged:
             local /= group.size()
-        if not is_divided(parameter, ranks):
+        if not (is_spread and is_divided(parameter, ranks)):
             works.append(dist.all_reduce(local, group=group, async_op=True))
     for work in works:
         if work is not None:

@@ -249,10 +249,10 @@ class SavesWholeModel(nn.Module):
             for parameter in self.parameters()
         ):
             raise NotImplementedError(
-                "init_weights: random numbers of a model that is split over ranks differ from those "
-                "of one process: with one seed all parts of a weight get the same values, with a "
-                "seed for each rank copies differ. Give apply an initialised model (it takes rank "
-                "0's weights), or load a checkpoint"
+                "init_weights: random numbers of a model that is split over ranks are not those of "
+                "one process: with one seed all parts of a weight get the same values, with a seed "
+                "for each rank copies differ. Give apply an initialised model (it takes rank 0's "
+                "weights), or load a checkpoint"
             )
         super().init_weights()  # type: ignore[misc]
 

@@ -348,6 +348,14 @@ def ep_and_fsdp(model: Decoder, mesh: DeviceMesh) -> nn.Module:
     return sharded(model, mesh["cp"], ignored_params=set(divided))
 
 
+def ep_and_fsdp_that_divides(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """As torchtitan does: the program gives the divisor of the experts' gradients."""
+    ep_and_fsdp_of_experts(model, mesh)
+    for layer in model.layers:
+        layer.experts.set_gradient_divide_factor(float(mesh.size()))
+    return model  # type: ignore[no-any-return]
+
+
 def ep_and_fsdp_of_experts(model: Any, mesh: DeviceMesh) -> nn.Module:
     experts_over("cp", model, mesh)
     for layer in model.layers:
@@ -372,6 +380,8 @@ class Program:
     needs: str = ""  # a feature without which it is nothing
     #: Ends of the names of parameters that FSDP2 does not reduce over "cp".
     apart: tuple[str, ...] = ()
+    #: Whether the program has FSDP2 divide the gradients of these by all ranks.
+    divides: bool = False
 
 
 DP_CP, CP_TP, DP_TP = ({a: 2, b: 2} for a, b in (("dp", "cp"), ("cp", "tp"), ("dp", "tp")))
@@ -402,6 +412,14 @@ PROGRAMS = {
         reduces="mean",
         needs="experts",
         apart=(*DIVIDED, "router.weight", "router.bias"),
+    ),
+    "ep x fsdp that divides, cp": Program(
+        ep_and_fsdp_that_divides,
+        DP_CP,
+        reduces="mean",
+        needs="experts",
+        apart=("router.weight", "router.bias"),
+        divides=True,
     ),
     "cp x gpipe": Program(as_it_is, {"pp": 2, "cp": 2}, schedule=ScheduleGPipe),
     "cp x 1f1b": Program(as_it_is, {"pp": 2, "cp": 2}, schedule=Schedule1F1B),

@@ -149,7 +149,7 @@ class Run:
             if grad is None or (program.reduces and not name.endswith(program.apart or "-")):
                 continue
             local = grad.to_local() if isinstance(grad, DTensor) else grad
-            if program.reduces == "mean":
+            if program.reduces == "mean" and not program.divides:
                 local /= cp.size()
             if not (program.needs == "experts" and name.endswith(DIVIDED)):
                 dist.all_reduce(local, group=cp.get_group())

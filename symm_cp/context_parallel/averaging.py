@@ -23,6 +23,8 @@ class Reduction:
     left: list[nn.Parameter] = field(default_factory=list)
     #: Whether DDP or FSDP averages gradients over the group.
     averages: bool = False
+    #: The ids of parameters whose gradients FSDP2 over other ranks divides as the program says.
+    divided: set[int] = field(default_factory=set)
     #: Whether DDP or FSDP over other ranks reduces no gradients now: in `no_sync`.
     no_sync: bool = False
     #: Whether FSDP2 keeps gradients for a later backward pass.
@@ -44,10 +46,7 @@ def reduction_of(model: nn.Module, group: dist.ProcessGroup) -> Reduction:
         names = _names_of.get(type(module)) or _names(type(module))
         if "FSDPModule" in names:
             part.reshard()
-            for each in _param_groups(part):
-                found.holds |= not each.reduce_grads
-                if set(each.mesh_info.mesh.mesh.flatten().tolist()).issuperset(ranks):
-                    by_fsdp.update(id(one.sharded_param) for one in each.fsdp_params)
+            by_fsdp |= _reduced_by(part, ranks, found)
         elif not names.isdisjoint(_WRAPPERS):
             if set(dist.get_process_group_ranks(part.process_group)).issuperset(ranks):
                 by_wrapper = True
@@ -68,14 +67,26 @@ def reduction_of(model: nn.Module, group: dist.ProcessGroup) -> Reduction:
     return found
 
 
-def _param_groups(part: Any) -> list[Any]:
-    """Returns the groups of parameters of an FSDP2 module; before torch 2.12 one, or None."""
+def _reduced_by(part: Any, ranks: Sequence[int], found: Reduction) -> set[int]:
+    """Returns the ids of parameters that an FSDP2 module reduces over ranks; notes the others'."""
+    over_ranks: set[int] = set()
     state = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+    # Before torch 2.12 there is one group, or None.
+    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+        if group is None:
+            continue
+        found.holds |= not group.reduce_grads
+        # Not `sharded_param`: before the first step FSDP2 does not know of loaded parameters.
+        places = [each._module_info for each in group.fsdp_params]
+        own = {id(place.module._parameters[place.param_name]) for place in places}
+        if set(group.mesh_info.mesh.mesh.flatten().tolist()).issuperset(ranks):
+            over_ranks |= own
+        elif group.gradient_divide_factor is not None:
+            found.divided |= own
+    return over_ranks
 
 
-def is_divided(parameter: Any, ranks: Sequence[int]) -> bool:
+def is_spread(parameter: Any, ranks: Sequence[int]) -> bool:
     """Whether ranks hold different parts of a DTensor, such as experts that they divide.
 
     Such parts get tokens of all ranks, so their gradients are complete.

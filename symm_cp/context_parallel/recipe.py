@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from symm_cp.context_parallel.agreement import local_part
-from symm_cp.context_parallel.averaging import Reduction, is_divided, reduction_of
+from symm_cp.context_parallel.averaging import Reduction, is_spread, reduction_of
 from symm_cp.context_parallel.batch import check_mapping, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
 from symm_cp.context_parallel.inspectors import batch_rules, modules_of, of_library, plain
@@ -226,10 +226,10 @@ def _loss(
 class _Gradients:
     """Gradients of one step, without gradients accumulated before."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], some_are_held: bool) -> None:
-        self.parameters = parameters
-        self.some_are_held = some_are_held  # by FSDP2, for a later step
-        self.before = [parameter.grad for parameter in parameters]
+    def __init__(self, reduction: Reduction) -> None:
+        self.reduction = reduction
+        self.parameters = reduction.left if torch.is_grad_enabled() else []
+        self.before = [parameter.grad for parameter in self.parameters]
         self.expected = self.arrived = False
 
     def awaits(self, loss: torch.Tensor) -> None:
@@ -266,7 +266,7 @@ def _own_gradients(
     group: dist.ProcessGroup, model: nn.Module, reduction: Reduction, averaged: bool
 ) -> Iterator[_Gradients]:
     """Sums, at the end of the body, its gradients of parameters that nothing else reduces."""
-    gradients = _Gradients(reduction.left if torch.is_grad_enabled() else [], reduction.holds)
+    gradients = _Gradients(reduction)
     gradients.put_aside()
     try:
         yield gradients
@@ -292,12 +292,12 @@ def _finish(
         _check_reduced(model)
     if gradients.expected and gradients.parameters:
         missing = all(parameter.grad is None for parameter in gradients.parameters)
-        if missing and not gradients.some_are_held:
+        if missing and not gradients.reduction.holds:
             raise RuntimeError(
                 f"{_OP}: the block ends without gradients, though step.loss had its backward pass: "
                 "call zero_grad() before the block, or after the optimizer's step"
             )
-        _sum(group, gradients.parameters, averaged)
+        _sum(group, gradients, averaged)
 
 
 def _check_reduced(model: nn.Module) -> None:
@@ -316,13 +316,14 @@ def _check_reduced(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) -> None:
+def _sum(group: dist.ProcessGroup, gradients: _Gradients, averaged: bool) -> None:
     """Sums gradients over the ranks of a group, or averages them if the loss was scaled up.
 
-    Gradients of parameters that the ranks divide are complete, so these are only scaled down.
+    Gradients of parameters that are spread over the ranks are complete: these are only scaled down.
     If some ranks lack a parameter's gradient (an expert that got none of their tokens), they get a
     zero gradient, so that all ranks reduce the same.
     """
+    parameters: Sequence[Any] = gradients.parameters
     present = _present_anywhere(group, parameters)
     ranks, works = dist.get_process_group_ranks(group), []
     for parameter, is_present in zip(parameters, present, strict=True):
@@ -335,11 +336,11 @@ def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) ->
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()
         grad = parameter.grad
-        is_spread = hasattr(grad, "to_local")
-        local = grad.to_local() if is_spread else grad
-        if averaged:
+        is_dtensor = hasattr(grad, "to_local")
+        local = grad.to_local() if is_dtensor else grad
+        if averaged and id(parameter) not in gradients.reduction.divided:
             local /= group.size()
-        if not (is_spread and is_divided(parameter, ranks)):
+        if not (is_dtensor and is_spread(parameter, ranks)):
             works.append(dist.all_reduce(local, group=group, async_op=True))
     for work in works:
         if work is not None:

@@ -76,13 +76,13 @@ def _running(mode: RegionMode, *, again: bool = False) -> Iterator[None]:
         checkpoint_hook.acquire()
         push(mode.region)
         if not again and (filter_of := _filter_class()) is not None:
-            vars(mode)["__torch_function__"] = filter_of(mode)
+            mode.__dict__["__torch_function__"] = filter_of(mode)
         try:
             with reporting_models(mode.region.peers):
                 yield
         finally:
             if not again:
-                vars(mode).pop("__torch_function__", None)  # ends a cycle of references
+                mode.__dict__.pop("__torch_function__", None)  # ends a cycle of references
             pop()
             checkpoint_hook.release()
             flex_hook.release()

@@ -13,14 +13,15 @@ struct Filter {
   PyObject_HEAD vectorcallfunc vectorcall;
 };
 
-PyObject* seen_in_python;  // a dict whose keys are the functions that `__call__` handles
+PyObject* seen_in_python;      // a dict whose keys are the functions that `__call__` handles
+PyTypeObject* method_wrapper;  // the type of `x.__len__`, which Python's headers do not name
 
 // Whether a function is of a kind that Python would only call. -1 with an exception set on failure.
 // Other kinds of callables (ops, which `__call__` knows by name) are left to Python.
 int passes(PyObject* function) {
   const PyTypeObject* const type = Py_TYPE(function);
   if (type != &PyCFunction_Type && type != &PyMethodDescr_Type && type != &PyWrapperDescr_Type &&
-      type != &PyFunction_Type && type != &_PyMethodWrapper_Type)
+      type != &PyFunction_Type && type != method_wrapper)
     return 0;
   const int handled = PyDict_Contains(seen_in_python, function);
   return handled < 0 ? -1 : handled == 0;
@@ -80,6 +81,10 @@ PyTypeObject* filter_type() {
 SYMM_CP_EXPORT PyObject* symm_cp_function_filter(PyObject* functions) {
   PyTypeObject* const type = filter_type();
   if (type == nullptr) return nullptr;
+  PyObject* const wrapper = PyObject_GetAttrString(functions, "__len__");
+  if (wrapper == nullptr) return nullptr;
+  method_wrapper = Py_TYPE(wrapper);
+  Py_DECREF(wrapper);
   Py_INCREF(functions);
   Py_XSETREF(seen_in_python, functions);
   return Py_NewRef(type);

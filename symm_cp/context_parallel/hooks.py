@@ -126,7 +126,7 @@ class RegionMode(FlexMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Makes no extra call for most functions: without a filter each torch function comes here.
+        # Makes no extra call for most functions: without Python's headers all come here.
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.watch.called = True

@@ -274,7 +274,8 @@ def _check_first_step(group: dist.ProcessGroup, cut: Cut, labels: bool) -> None:
             warnings.warn(
                 f"{_OP}: an optimizer makes a step, but the function that shard_batch returned was "
                 "not called with the loss, which is then of this rank's labels only: "
-                "reduce_loss(loss).backward()",
+                "reduce_loss(loss).backward(). Stages of a pipeline without a loss cut batches "
+                "without labels",
                 stacklevel=3,
             )
 

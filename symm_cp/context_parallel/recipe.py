@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from symm_cp.context_parallel.agreement import local_part
-from symm_cp.context_parallel.averaging import reduction_of
+from symm_cp.context_parallel.averaging import Reduction, is_spread, reduction_of
 from symm_cp.context_parallel.batch import check_mapping, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
 from symm_cp.context_parallel.inspectors import batch_rules, modules_of, of_library, plain
@@ -93,9 +93,10 @@ def training_step(
             default, except for FSDP2's `set_gradient_divide_factor`.
 
     Run the backward pass inside, once; gradients of earlier steps add up. At the end gradients
-    that neither FSDP2 nor DDP reduces over these ranks are summed over the mesh; over
-    further replicas (`mesh["dp"]`) only DDP or FSDP averages them. Clip gradients after the block:
-    inside, a rank has the gradients of its part only. A term that is the same on all ranks, such
+    that neither FSDP2 nor DDP reduces over these ranks are summed over the mesh, except of DTensors
+    that these ranks divide (experts); over further replicas (`mesh["dp"]`) only DDP or FSDP
+    averages them. Clip gradients after the block: inside, a rank has the gradients of its part
+    only. A term that is the same on all ranks, such
     as a penalty on weights, counts once for each rank: divide it by their number. For evaluation
     enter the block under `torch.no_grad()`. Raises as `shard_batch` and `context_parallel` do,
     `ValueError` for a model without a loss, or if it is unknown whether the model shifts labels,
@@ -105,8 +106,10 @@ def training_step(
     group = group_by(_OP, mesh, method)
     by_model = loss_function is None
     transformers = of_library(model)
-    whole, shift_labels = _prepared(group, model, batch, by_model, transformers, shift_labels)
     reduction = reduction_of(model, group)
+    whole, shift_labels = _prepared(
+        group, model, batch, by_model, transformers, shift_labels, reduction.no_sync
+    )
     if average_gradients is None:
         average_gradients = reduction.averages
     local, reduce_loss = shard_batch(
@@ -122,7 +125,7 @@ def training_step(
     labelled = _labelled(local, reduce_loss)
     inputs = labelled if by_model else _inputs(model, local, reduce_loss.names)
     with (
-        _own_gradients(group, model, reduction.left, average_gradients) as gradients,
+        _own_gradients(group, model, reduction, average_gradients) as gradients,
         context_parallel(
             mesh,
             model=model if transformers else None,
@@ -144,9 +147,16 @@ def _prepared(
     by_model: bool,
     transformers: bool,
     shift_labels: bool | None,
+    no_sync: bool,
 ) -> tuple[dict[str, Any], bool | None]:
     """Returns the whole batch in the model's form, and whether its labels are to be shifted."""
     check_mapping(_OP, batch)
+    if no_sync and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{_OP}: no_sync() of a wrapper over other ranks than the mesh is not supported, since "
+            "the step sums gradients over the mesh: wrap the model in DistributedDataParallel over "
+            "all ranks, or leave no_sync() out"
+        )
     whole = dict(batch)
     if by_model and not transformers and shift_labels is None:
         raise ValueError(
@@ -216,9 +226,10 @@ def _loss(
 class _Gradients:
     """Gradients of one step, without gradients accumulated before."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.before = [parameter.grad for parameter in parameters]
+    def __init__(self, reduction: Reduction) -> None:
+        self.reduction = reduction
+        self.parameters = reduction.left if torch.is_grad_enabled() else []
+        self.before = [parameter.grad for parameter in self.parameters]
         self.expected = self.arrived = False
 
     def awaits(self, loss: torch.Tensor) -> None:
@@ -252,10 +263,10 @@ class _Gradients:
 
 @contextmanager
 def _own_gradients(
-    group: dist.ProcessGroup, model: nn.Module, parameters: Sequence[nn.Parameter], averaged: bool
+    group: dist.ProcessGroup, model: nn.Module, reduction: Reduction, averaged: bool
 ) -> Iterator[_Gradients]:
-    """Sums, at the end of the body, its gradients of parameters."""
-    gradients = _Gradients(parameters if torch.is_grad_enabled() else [])
+    """Sums, at the end of the body, its gradients of parameters that nothing else reduces."""
+    gradients = _Gradients(reduction)
     gradients.put_aside()
     try:
         yield gradients
@@ -280,12 +291,13 @@ def _finish(
     if gradients.expected:
         _check_reduced(model)
     if gradients.expected and gradients.parameters:
-        if not [parameter for parameter in gradients.parameters if parameter.grad is not None]:
+        missing = all(parameter.grad is None for parameter in gradients.parameters)
+        if missing and not gradients.reduction.holds:
             raise RuntimeError(
                 f"{_OP}: the block ends without gradients, though step.loss had its backward pass: "
                 "call zero_grad() before the block, or after the optimizer's step"
             )
-        _sum(group, gradients.parameters, averaged)
+        _sum(group, gradients, averaged)
 
 
 def _check_reduced(model: nn.Module) -> None:
@@ -304,14 +316,16 @@ def _check_reduced(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) -> None:
+def _sum(group: dist.ProcessGroup, gradients: _Gradients, averaged: bool) -> None:
     """Sums gradients over the ranks of a group, or averages them if the loss was scaled up.
 
+    Gradients of parameters that are spread over the ranks are complete: these are only scaled down.
     If some ranks lack a parameter's gradient (an expert that got none of their tokens), they get a
     zero gradient, so that all ranks reduce the same.
     """
+    parameters: Sequence[Any] = gradients.parameters
     present = _present_anywhere(group, parameters)
-    works = []
+    ranks, works = dist.get_process_group_ranks(group), []
     for parameter, is_present in zip(parameters, present, strict=True):
         if not is_present:
             continue
@@ -322,10 +336,12 @@ def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) ->
         if not parameter.grad.is_contiguous():
             parameter.grad = parameter.grad.contiguous()
         grad = parameter.grad
-        local = grad.to_local() if hasattr(grad, "to_local") else grad
-        if averaged:
+        is_dtensor = hasattr(grad, "to_local")
+        local = grad.to_local() if is_dtensor else grad
+        if averaged and id(parameter) not in gradients.reduction.divided:
             local /= group.size()
-        works.append(dist.all_reduce(local, group=group, async_op=True))
+        if not (is_dtensor and is_spread(parameter, ranks)):
+            works.append(dist.all_reduce(local, group=group, async_op=True))
     for work in works:
         if work is not None:
             work.wait()

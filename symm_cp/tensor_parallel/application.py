@@ -484,9 +484,10 @@ class _Application:
         start = stored.start(self.seat.rank)
         rows = range(start, start + stored.sizes[self.seat.rank])
         padding = module.padding_idx
-        if padding is not None:  # its row has no gradient, on the rank that holds it
-            module.padding_idx = padding - start if padding in rows else None
-        wrappers.wrap(module, wrappers.VocabularyEmbedding, seat=self.seat, rows=rows)
+        own = padding - start if padding is not None and padding in rows else None
+        wrappers.wrap(
+            module, wrappers.VocabularyEmbedding, seat=self.seat, rows=rows, own_padding=own
+        )
 
     def _wrap_blocks(self, blocks: Blocks) -> None:
         seat = self.seat

@@ -242,6 +242,20 @@ class SavesWholeModel(nn.Module):
             if writes:
                 save(save_directory, True, state_dict, **options)
 
+    def init_weights(self) -> None:
+        """Raises `NotImplementedError` on several ranks, where parts would not be independent."""
+        if any(
+            isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+            for parameter in self.parameters()
+        ):
+            raise NotImplementedError(
+                "init_weights: random numbers of a model that is split over ranks are not those of "
+                "one process: with one seed all parts of a weight get the same values, with a seed "
+                "for each rank copies differ. Give apply an initialised model (it takes rank 0's "
+                "weights), or load a checkpoint"
+            )
+        super().init_weights()  # type: ignore[misc]
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Raises `NotImplementedError`, or returns the embeddings if asked for no new size."""
         size = args[0] if args else kwargs.get("new_num_tokens")

@@ -133,8 +133,10 @@ class VocabularyEmbedding(nn.Module):
 
     num_embeddings: int
     embedding_dim: int
+    padding_idx: int | None
     seat: Seat
     rows: range
+    own_padding: int | None  # the row without a gradient, if this rank holds it
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Looks up the rows that this rank holds, and sums over the ranks."""
@@ -146,8 +148,18 @@ class VocabularyEmbedding(nn.Module):
             weight = self.weight.to_local()  # takes part, so that its gradient is empty, not None
             found = weight.sum() + weight.new_zeros(*input.shape, self.embedding_dim)
         else:
-            found = super().forward((input - begin).masked_fill(outside, 0))
+            found = self._own((input - begin).masked_fill(outside, 0))
         return sum_ranks(found.masked_fill(outside.unsqueeze(-1), 0), self.seat.group)
+
+    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+        whole = self.padding_idx
+        if whole == self.own_padding:
+            return super().forward(rows)
+        try:
+            self.__dict__["padding_idx"] = self.own_padding  # which the old class reads
+            return super().forward(rows)
+        finally:
+            self.__dict__["padding_idx"] = whole
 
 
 class GatheredOutput(nn.Module):

@@ -275,14 +275,21 @@ def fsdp_compiled() -> Results:
 
 
 def save(folder: str) -> Results:
-    """Trains a sharded model and saves a checkpoint."""
+    """Trains a sharded model and saves a checkpoint; four more while it trains on."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = stack()
     fully_shard(model, mesh=mesh)
-    optimizer = steps(model, [torch.randn(4, 8) for _ in range(STEPS)])
-    weights, moments = get_state_dict(model, optimizer)
+    # Each save needs a group of its own: its thread calls collectives while the others do.
+    saves = []
+    for number, group in enumerate([dist.new_group() for _ in range(4)]):
+        optimizer = steps(model, [torch.randn(4, 8) for _ in range(STEPS)])
+        weights, moments = get_state_dict(model, optimizer)
+        where = f"{folder}/{number}"
+        saves.append(dcp.async_save({"model": weights}, checkpoint_id=where, process_group=group))
+        torch.save(whole_state(model), f"{where}.{dist.get_rank()}.pt")
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    dcp.async_save({"model": weights}, checkpoint_id=f"{folder}/async").result()
+    for each in saves:
+        each.result()
     return whole_state(model)
 
 
@@ -298,7 +305,12 @@ def load(folder: str) -> Results:
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    return whole_state(model)
+    loaded = whole_state(model)
+    for number in range(4):
+        dcp.load({"model": state["model"]}, checkpoint_id=f"{folder}/{number}")
+        model.load_state_dict(state["model"])
+        torch.testing.assert_close(whole_state(model), torch.load(f"{folder}/{number}.0.pt"))
+    return loaded
 
 
 # --- Tensor parallelism ---

@@ -12,103 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import symm_cp
 from symm_cp.testing import Ranks
-from tests.backend.world import world
-from tests.context_parallel.common import CLOSE, mesh_of
+from tests.context_parallel.common import mesh_of
 from tests.context_parallel.test_batch import model_of
-from tests.context_parallel.test_other_parallelisms import (
-    OVER_DATA,
-    OVER_WEIGHTS,
-    batch_of,
-    decoder,
-    gradients,
-    in_one_process,
-    loss_of,
-)
 from tests.exhaustive import exhaustive, some
-
-
-def loss_function(logits: torch.Tensor, local: Mapping[str, Any]) -> torch.Tensor:
-    return loss_of(logits, local["labels"])
-
-
-def named_like_the_batch(model: Any) -> None:
-    """The models of `test_other_parallelisms` call their tokens `ids`."""
-    forward = type(model).forward
-
-    def renamed(self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return forward(self, input_ids, position_ids)
-
-    model.__class__ = type("Decoder", (type(model),), {"forward": renamed})
-
-
-def as_in_one_process(
-    group: dist.ProcessGroup, kind: str, sizes: dict[str, int], backend: str, recompute: bool
-) -> None:
-    with world(group, backend):
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        replica, replicas = mesh["dp"].get_local_rank() if "dp" in sizes else 0, sizes.get("dp", 1)
-        expected_loss, expected = in_one_process(replicas)
-        model = decoder(recompute)
-        named_like_the_batch(model)
-        model, averaged, _ = {**OVER_DATA, **OVER_WEIGHTS}[kind](model, mesh)
-        # training_step cannot find out that FSDP2 divides by another number.
-        told = {"average_gradients": averaged} if kind == "fsdp_summing" else {}
-        for number in (1, 2):  # gradients add up over steps
-            with symm_cp.training_step(
-                model, batch_of(replica), mesh["cp"], loss_function=loss_function, **told
-            ) as step:
-                step.loss.backward()
-            loss = step.loss.detach()
-            if "dp" in sizes:
-                dist.all_reduce(loss, group=mesh["dp"].get_group())
-            torch.testing.assert_close(loss / replicas, expected_loss, **CLOSE)
-            actual = dict(gradients(model))
-            assert actual.keys() == expected.keys()
-            for name, want in expected.items():
-                torch.testing.assert_close(actual[name], number * want, **CLOSE, msg=name)
-            # Evaluation between steps; it leaves the root of FSDP2 gathered.
-            with (
-                torch.no_grad(),
-                symm_cp.training_step(
-                    model, batch_of(replica), mesh["cp"], loss_function=loss_function, **told
-                ) as step,
-            ):
-                assert step.loss.isfinite()
-
-
-def cases() -> list[tuple[Any, ...]]:
-    found: list[tuple[Any, ...]] = []
-    for number, kind in enumerate(OVER_DATA):
-        backend = ("gloo", "symm_cp")[number % 2]
-        found.append((2, kind, {"dp": 1, "cp": 2}, backend, False))
-        found.append((4, kind, {"dp": 2, "cp": 2}, backend, True))
-    for number, kind in enumerate(OVER_WEIGHTS):
-        backend = ("gloo", "symm_cp")[number % 2]
-        found.append((4, kind, {"cp": 2, "tp": 2}, backend, number % 2 == 0))
-    return found
-
-
-PLAIN = [
-    (2, "fsdp_over_all", {"dp": 1, "cp": 2}, "gloo", False),
-    (2, "ddp_over_all", {"dp": 1, "cp": 2}, "gloo", False),
-    (2, "ddp_over_replicas", {"dp": 1, "cp": 2}, "symm_cp", False),
-    (4, "our_tp", {"cp": 2, "tp": 2}, "symm_cp", False),
-]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "kind", "sizes", "backend", "recompute"), some(*PLAIN, of=cases())
-)
-def test_gradients_are_those_of_one_process(
-    ranks: Ranks, world_size: int, kind: str, sizes: dict[str, int], backend: str, recompute: bool
-) -> None:
-    ranks.run(world_size, as_in_one_process, kind, sizes, backend, recompute)
-
 
 IGNORED = -100
 
@@ -217,7 +128,7 @@ def tells_that_ddp_waits(group: dist.ProcessGroup) -> None:
                 wrapped,
                 {"input_ids": ids, "labels": ids},
                 group,
-                loss_function=lambda logits, local: loss_of(logits, local["labels"]),
+                loss_function=masked_mean,
             ) as step:
                 step.loss.backward()
 
@@ -231,6 +142,26 @@ def tells_that_ddp_waits(group: dist.ProcessGroup) -> None:
 
 def test_ddp_that_did_not_reduce(ranks: Ranks) -> None:
     ranks.run(2, tells_that_ddp_waits)
+
+
+def refuses_no_sync(group: dist.ProcessGroup) -> None:
+    """DDP of replicas would never average what was summed over the mesh in the meantime."""
+    mesh = DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("dp", "cp"))
+    model = DistributedDataParallel(
+        Mixed(sparse=False).double(), process_group=mesh["dp"].get_group()
+    )
+    ids = torch.randint(2, 7, (1, 16))
+    batch, options = {"input_ids": ids, "labels": ids}, {"loss_function": masked_mean}
+    with pytest.raises(NotImplementedError, match=r"training_step: no_sync\(\) of a wrapper over"):  # noqa: SIM117
+        with model.no_sync(), symm_cp.training_step(model, batch, mesh["cp"], **options):
+            pass
+    with model.no_sync(), torch.no_grad():  # noqa: SIM117
+        with symm_cp.training_step(model, batch, mesh["cp"], **options) as step:
+            assert step.loss.isfinite()
+
+
+def test_no_sync_over_replicas_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, refuses_no_sync)
 
 
 def trains_llama(group: dist.ProcessGroup, method: Any) -> None:

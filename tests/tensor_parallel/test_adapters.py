@@ -140,17 +140,8 @@ def test_training(ranks: Ranks, case: str, world_size: int, sequence_parallel: b
     ranks.run(world_size, trains_as_one_process, family, lora, options)
 
 
-def generates_and_merges(group: dist.ProcessGroup, folder: str) -> None:
-    model, dense = two_models(group, lora={"target_modules": [*EVERY, "lm_head"]}, **UNEVEN)
-    tokens = tokens_of(dense, 5)
-
-    def generated(m: Any) -> torch.Tensor:
-        return m.generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
-
-    assert torch.equal(generated(model), generated(dense))
-    with model.disable_adapter(), dense.disable_adapter(), torch.no_grad():
-        torch.testing.assert_close(model(tokens).logits, dense(tokens).logits, **LIMITS)
-    # The adapters alone.
+def saves_and_loads(model: Any, dense: Any, folder: str) -> Any:
+    """Saves adapters; loads them in one process and on ranks. Returns the model in one process."""
     model.save_pretrained(f"{folder}/adapters")
     base = copy.deepcopy(dense).unload()
     loaded = peft.PeftModel.from_pretrained(base, f"{folder}/adapters")
@@ -161,6 +152,43 @@ def generates_and_merges(group: dist.ProcessGroup, folder: str) -> None:
                 parameter.zero_()
     model.load_adapter(f"{folder}/adapters", "default")
     same_parameters(model, loaded, lambda p: p.detach())
+    return loaded
+
+
+def trains_with_parts_and_saves(group: dist.ProcessGroup, folder: str) -> None:
+    """With sequence parallelism: adapters that were trained, saved, loaded, and trained on."""
+    model, dense = two_models(group, lora={}, sequence_parallel=True, **UNEVEN)
+    for _ in range(2):
+        tokens = tokens_of(dense)
+        for m in (model, dense):
+            m.train().zero_grad()
+            m(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        same_parameters(model, dense, lambda p: p.grad)
+        with torch.no_grad():
+            for m in (model, dense):
+                for parameter in m.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad, alpha=0.1)
+        loaded = saves_and_loads(model, dense, folder)
+        same_parameters(loaded, dense, lambda p: p.detach())
+
+
+@pytest.mark.parametrize("world_size", some(3, of=(2, 3, 4)))
+def test_saves_with_sequence_parallelism(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
+    ranks.run(world_size, trains_with_parts_and_saves, str(tmp_path))
+
+
+def generates_and_merges(group: dist.ProcessGroup, folder: str) -> None:
+    model, dense = two_models(group, lora={"target_modules": [*EVERY, "lm_head"]}, **UNEVEN)
+    tokens = tokens_of(dense, 5)
+
+    def generated(m: Any) -> torch.Tensor:
+        return m.generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
+
+    assert torch.equal(generated(model), generated(dense))
+    with model.disable_adapter(), dense.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, dense(tokens).logits, **LIMITS)
+    saves_and_loads(model, dense, folder)
     with pytest.raises(NotImplementedError, match="save: the model has adapters"):
         save_whole(model, folder)
     # Merged and unmerged, then merged permanently.

@@ -89,6 +89,26 @@ def test_loads_what_transformers_saved(
     ranks.run(world_size, loads_from_transformers, family, str(tmp_path))
 
 
+def initialises(group: dist.ProcessGroup) -> None:
+    """`init_weights` gives one rank the values of one process; several ranks refuse it."""
+    model = apply(on_meta("llama"), mesh_of(group)).to_empty(device="cpu")
+    assert model.model.embed_tokens.padding_idx == 0  # as in one process, on all ranks
+    if group.size() > 1:
+        with pytest.raises(NotImplementedError, match="init_weights: random numbers of a model"):
+            model.init_weights()
+        return
+    dense = on_meta("llama").to_empty(device="cpu")
+    for each in (model, dense):
+        torch.manual_seed(7)
+        each.init_weights()
+    same_logits(model, dense)
+
+
+@pytest.mark.parametrize("world_size", some(1, 2, of=(1, 2, 3)))
+def test_initialises(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, initialises)
+
+
 def loads_into_a_real_model(group: dist.ProcessGroup, folder: str) -> None:
     dense = models.model_of("tied llama")
     if group.rank() == 0:

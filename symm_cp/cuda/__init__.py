@@ -9,7 +9,6 @@ from __future__ import annotations
 from symm_cp.cuda import gpu as _gpu  # noqa: F401 - registers itself
 from symm_cp.cuda import streams as _streams  # noqa: F401 - registers itself
 from symm_cp.cuda.base import (
-    LANES,
     Device,
     DeviceWorkspace,
     Pending,
@@ -39,7 +38,6 @@ from symm_cp.cuda.workspaces import (
 )
 
 __all__ = [
-    "LANES",
     "Device",
     "DeviceWorkspace",
     "InPlace",

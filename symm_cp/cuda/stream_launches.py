@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from symm_cp.cuda.all_reduce import AllReduceVariant
 from symm_cp.cuda.stream_program import Launch, lower
-from symm_cp.runtime.all_reduce import AllReduceVariant
 from symm_cp.runtime.calls import Sizes
-from symm_cp.runtime.program import Binding
+from symm_cp.runtime.lowering import Binding
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets

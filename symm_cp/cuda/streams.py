@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from symm_cp import runtime
+from symm_cp.cuda.all_reduce import AllReduceVariant, all_reduce_variant
 from symm_cp.cuda.background import BackgroundGather, BackgroundScatter
 from symm_cp.cuda.debug_calls import agree
 from symm_cp.cuda.registry import kinds, spans_hosts
@@ -38,7 +39,6 @@ from symm_cp.cuda.workspaces import give_up
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group
 from symm_cp.native import wire
-from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.calls import (
     AllReduceCall,
@@ -53,7 +53,7 @@ from symm_cp.runtime.calls import (
     TogetherAndScatterCall,
     TogetherCall,
 )
-from symm_cp.runtime.program import Kernel
+from symm_cp.runtime.lowering import Kernel
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import padded, part_offsets, scratch, scratch_rows
 from symm_cp.tensors.pooled import PooledSums, pooled_rows, row_bytes_of

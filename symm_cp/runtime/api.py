@@ -40,14 +40,11 @@ from symm_cp.runtime.calls import (
     Pass,
     Poll,
     Produce,
-    RelayCall,
-    RelayStep,
     ScatterCall,
     Sizes,
     TogetherAndScatterCall,
     TogetherCall,
 )
-from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Shape, Shapes, Shards, Split
 
 
@@ -69,7 +66,7 @@ class Runtime(ABC):
 
         `shard` is one or more tensors of any strides. A single contiguous tensor in symmetric
         memory that was rendezvoused with the group is read in place if all ranks pass such tensors,
-        and on CPU if the call is not small (small.py).
+        and on CPU if the call is not small (cpu.py).
         `shapes` gives the shapes of each rank's shard where they differ. `gathered`, if given, is
         contiguous and receives all ranks' first tensors, divided by `split` (by default into
         equal parts of dimension 0).
@@ -267,25 +264,6 @@ class Runtime(ABC):
         """
         raise NotImplementedError(f"{call.name.decode()}: nothing is pulled on this device")
 
-    def relay(
-        self,
-        group: Group,
-        step: RelayStep,
-        like: torch.Tensor,
-        shapes: Sequence[Shape],
-        call_name: bytes,
-        *,
-        reverse: bool = False,
-    ) -> None:
-        """Calls `step(piece, received, passed)` for each piece; ranks form a chain.
-
-        `received` has the contents that the previous rank wrote to its `passed` for this piece;
-        the previous rank works on the next piece meanwhile. `shapes` are the shapes of the pieces,
-        which have the dtype and device of `like`; memory is contiguous. With `reverse` the chain
-        goes from the last rank to the first.
-        """
-        self._relay(RelayCall(group, step, like, shapes, call_name, reverse))
-
     def give_up(self, group: Group, error: BaseException) -> None:
         """After an error in the middle of a call, ends peers' waits that have no time-out."""
         return  # CPUs have no such waits
@@ -307,50 +285,6 @@ class Runtime(ABC):
 
     @abstractmethod
     def _gather_and_scatter(self, call: GatherAndScatterCall) -> None: ...
-
-    def _relay(self, call: RelayCall) -> None:
-        """The ranks take turns that end with an all-gather each, where flags have no pieces.
-
-        In turn t the rank at place r of the chain works on piece t - r, so the next rank has its
-        input for its turn. Ranks wait for all others after each turn, not only for the previous.
-        """
-        group, shapes, like = call.group, call.shapes, call.like
-        rank, ranks = group.rank, group.world_size
-        places = [ranks - 1 - r if call.reverse else r for r in range(ranks)]
-        before = rank + 1 if call.reverse else rank - 1
-        place, pieces = places[rank], len(shapes)
-        received: torch.Tensor | None = None
-        turns = pieces + ranks - 1
-        for turn in range(turns):
-            passing = [turn - each for each in places]
-            piece = passing[rank]
-            passed: torch.Tensor | None = None
-            if 0 <= piece < pieces:
-                passed = new_result(like, shapes[piece]) if place < ranks - 1 else None
-                call.step(piece, received, passed)
-            if ranks == 1 or turn == turns - 1:
-                continue
-            # 1-D: a runtime may treat shards of the same size as shards of the same shape.
-            sent = [
-                math.prod(shapes[each]) if 0 <= each < pieces and places[r] < ranks - 1 else 0
-                for r, each in enumerate(passing)
-            ]
-            own = new_result(like, (0,)) if passed is None else passed.view(-1)
-            following = new_result(like, (sent[before],)) if place > 0 else None
-
-            def consume(
-                shards: list[torch.Tensor], owner: int, into: torch.Tensor | None = following
-            ) -> None:
-                if owner == before and into is not None:
-                    into.copy_(shards[0])
-
-            self.all_gather_and_consume(
-                group, [own], consume, call.name, shapes=[((numel,),) for numel in sent]
-            )
-            # From the previous rank, which was one piece ahead.
-            received = None
-            if following is not None and 0 <= piece + 1 < pieces:
-                received = following.view(shapes[piece + 1])
 
 
 def _bytes_of(shapes: Sequence[Shape], item: int) -> tuple[int, ...]:

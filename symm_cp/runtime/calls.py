@@ -30,9 +30,6 @@ Poll: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int, int], None]
 #: rank, words of int32, a step and an epoch: raises word i * step to the epoch when the i-th peer's
 #: contribution is written.
 Count: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], None]
-#: Takes a piece, its input from the previous rank (None: this rank is the first of the chain), and
-#: the memory for its output to the next rank (None: this rank is the last).
-RelayStep: TypeAlias = Callable[[int, torch.Tensor | None, torch.Tensor | None], None]
 
 #: Processes local data while remote data is in flight.
 ConsumeHere: TypeAlias = Callable[[], None]
@@ -198,17 +195,6 @@ class GatherAndScatterCall(NamedTuple):
     partials: Sequence[Shape]
     nbytes: tuple[int, ...]
     ring: bool
-
-
-class RelayCall(NamedTuple):
-    """The arguments of `Runtime.relay`."""
-
-    group: Group
-    step: RelayStep
-    like: torch.Tensor
-    shapes: Sequence[Shape]
-    name: bytes
-    reverse: bool
 
 
 class Collective(Protocol):

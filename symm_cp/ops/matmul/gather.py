@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
@@ -344,18 +344,28 @@ def _multiply_blocks(
 ) -> None:
     """For 16-bit types: products of shards would each be rounded, whole rows are rounded once."""
     count = x_columns.shape[0]
-    at_a_time = _BLOCK_ROWS if x_columns.device.type == "cpu" else max(1, count)
+
+    def multiply(block: torch.Tensor, rows: slice) -> None:
+        if gathered is not None:
+            gathered[rows] = block
+        for out, weight in zip(outs, weights, strict=True):
+            torch.mm(block, weight, out=out[rows])
+
+    if runtime.exchanges(group, x_columns):
+        split = call.front.along(1)
+        with group.own_lock():  # no other call of this rank comes in between
+            for begin in range(0, max(1, count), _BLOCK_ROWS):
+                rows = slice(begin, begin + _BLOCK_ROWS)
+                block = exchange.all_gather(group, x_columns[rows], split, call.name)
+                run, more = partial(multiply, block, rows), rows.stop < count
+                exchange.traced(group, "consume", call.name, run, before=more)
+        return
 
     def combine(shards: list[torch.Tensor]) -> None:
-        memory = new_result(x_columns, (min(count, at_a_time), call.front.length))
+        at_a_time = _BLOCK_ROWS if x_columns.device.type == "cpu" else max(1, count)
         for begin in range(0, count, at_a_time):
             rows = slice(begin, begin + at_a_time)
-            block = memory[: count - begin]
-            torch.cat([shard[rows] for shard in shards], 1, out=block)
-            if gathered is not None:
-                gathered[rows] = block
-            for out, weight in zip(outs, weights, strict=True):
-                torch.mm(block, weight, out=out[rows])
+            multiply(torch.cat([shard[rows] for shard in shards], 1), rows)
 
     shapes = None if call.shapes is None else [shape for (shape,) in call.shapes]
     on = runtime.of(x_columns, group)

@@ -28,7 +28,6 @@ from symm_cp.cuda.registry import (
     spans_hosts,
 )
 from symm_cp.cuda.workspaces import (
-    give_up,
     give_up_on,
     hold,
     reserve,
@@ -48,7 +47,6 @@ __all__ = [
     "device_of",
     "events_needed",
     "found_in_place",
-    "give_up",
     "give_up_on",
     "has_streams",
     "hold",

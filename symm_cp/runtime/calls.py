@@ -1,7 +1,17 @@
-"""The interface between ops and runtimes: callbacks, and the complete arguments of calls."""
+"""The calls of patterns that ops make: their tensors, and the functions that they call.
+
+Functions contain the work: a pattern knows no matmul and no attention. `name` is the bytes that
+name the call in errors, and that ranks compare to detect different calls. All calls are collective
+over the group.
+
+Slots, their parts, staging memory and partial sums begin at multiples of 64 bytes. A shard that is
+read in place, or in the caller's gathered tensor, may begin anywhere and have other strides:
+kernels whose bits depend on that take it through `symm_cp.tensors.alignment.aligned`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -9,7 +19,7 @@ import torch
 
 from symm_cp.group.memory import Group
 from symm_cp.schedule.layout import SequenceLayout
-from symm_cp.tensors.shards import Shape, Shards, Split
+from symm_cp.tensors.shards import Shape, Shapes, Shards, Split
 
 #: Takes the tensors of a rank's shard, and the rank.
 Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
@@ -91,22 +101,98 @@ class PackedBoxes(Protocol):
         """
 
 
-class GatherCall(NamedTuple):
-    """The arguments of `Runtime.all_gather_and_consume`; `split` is given with `gathered`."""
+class GatherCall:
+    """Calls `consume(shard of rank r, r)` for each rank, its own first, peers' as they arrive.
+
+    `shard` is one or more tensors of any strides. A single contiguous tensor in symmetric memory
+    that was rendezvoused with the group is read in place if all ranks pass such tensors, and on CPU
+    if the call is not small (cpu.py). `shapes` gives the shapes of each rank's shard where they
+    differ. `gathered`, if given, is contiguous and receives all ranks' first tensors, divided by
+    `split` (by default into equal parts of dimension 0).
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: Consume,
+        name: bytes,
+        *,
+        shapes: Sequence[Shapes] | None = None,
+        gathered: torch.Tensor | None = None,
+        split: Split | None = None,
+    ) -> None:
+        self.group, self.consume, self.name = group, consume, name
+        self.device, self.shards = shard[0].device, Shards(shard, group.world_size, shapes)
+        if gathered is not None and split is None:
+            split = Split.equal(shard[0].shape[0], group.world_size)
+        self.gathered, self.split = gathered, split
+
+
+class CombineCall:
+    """Calls `combine(shards of all ranks)` once, when all have arrived.
+
+    `shapes` gives the shape of each rank's shard where they differ.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        shard: torch.Tensor,
+        combine: Combine,
+        name: bytes,
+        *,
+        shapes: Sequence[Shape] | None = None,
+    ) -> None:
+        self.group, self.combine, self.name = group, combine, name
+        parts = None if shapes is None else [(shape,) for shape in shapes]
+        self.device, self.shards = shard.device, Shards([shard], group.world_size, parts)
+
+
+class GatherIntoCall(NamedTuple):
+    """Gathers the tensors of a shard, of any strides, into contiguous `outputs`.
+
+    `split` divides the gathered dimension of each output.
+    """
 
     group: Group
-    shards: Shards
-    consume: Consume
+    shard: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    split: Split
+    name: bytes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.shard[0].device
+
+
+class PollCall(NamedTuple):
+    """Calls `kernel` once, while the peers' shards are in flight: it polls for them.
+
+    All ranks' shards have equal shapes. `gathered`, if given, is contiguous and receives them,
+    concatenated along dimension 0: the kernel gets all of it, in rank order. Only where kernels can
+    poll.
+    """
+
+    group: Group
+    shard: torch.Tensor
+    kernel: Poll
     name: bytes
     gathered: torch.Tensor | None = None
-    split: Split | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.shard.device
 
 
 class TogetherCall(NamedTuple):
-    """The arguments of `Runtime.all_gather_and_consume_together`.
+    """Calls `consume()`, and `consume_others` once, when the shards of all peers have arrived.
 
     `shard` is one or more contiguous tensors, whose rows are positions of a sequence spread by
-    `layout`. `consume_others` takes the peers' rows of each, in the order of the sequence.
+    `layout`. `consume_others` takes the peers' rows of each, in the order of the sequence. Only on
+    streams.
     """
 
     group: Group
@@ -116,61 +202,83 @@ class TogetherCall(NamedTuple):
     name: bytes
     layout: SequenceLayout
 
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.shard[0].device
 
-class TogetherAndScatterCall(NamedTuple):
-    """The arguments of `Runtime.consume_and_reduce_scatter_together`.
 
-    Like `TogetherCall`, but both functions also write contributions, in the dtype of `out`:
-    `consume` to a 1-D tensor, for one tensor of the shard after the other, `consume_others` to
-    memory like the peers' rows. `out` is the sum over ranks, 1-D.
+class ScatterCall:
+    """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
+
+    `produce` writes this rank's contribution to rank r's output into the contiguous `partial`, of
+    shape `shapes[r]` (by default the shape of `out`). Contributions are added in rank order, in
+    float32 for the 16-bit types.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        name: bytes,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        mean: bool = False,
+    ) -> None:
+        self.group, self.produce, self.out, self.name = group, produce, out, name
+        self.device, self.mean = out.device, mean
+        self.partials = (tuple(out.shape),) * group.world_size if shapes is None else shapes
+        self.nbytes = _bytes_of(self.partials, out)
+
+
+class CountCall(NamedTuple):
+    """Calls `kernel` once, which produces for all ranks; `out` is the sum over ranks.
+
+    Like `ScatterCall` with equal shapes. Data that the kernel reports as written is sent to the
+    peers while it still runs. Only where streams can wait for a kernel.
     """
 
     group: Group
-    shard: Sequence[torch.Tensor]
-    consume: Callable[[torch.Tensor], None]
-    consume_others: ConsumeOthersAndProduce
+    kernel: Count
     out: torch.Tensor
     name: bytes
-    layout: SequenceLayout
-
-
-class CombineCall(NamedTuple):
-    """The arguments of `Runtime.all_gather_and_combine`; shards are of one tensor each."""
-
-    group: Group
-    shards: Shards
-    combine: Combine
-    name: bytes
-
-
-class ScatterCall(NamedTuple):
-    """The arguments of `Runtime.produce_and_reduce_scatter`.
-
-    `partials` and `nbytes` are the shape and the size of each rank's partial sum.
-    """
-
-    group: Group
-    produce: Produce
-    out: torch.Tensor
-    name: bytes
-    partials: Sequence[Shape]
-    nbytes: tuple[int, ...]
     mean: bool
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.out.device
 
 
 class AllReduceCall(NamedTuple):
-    """The arguments of `Runtime.produce_and_all_reduce`."""
+    """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
+
+    `produce` writes this rank's contribution to part r of `out`, which is contiguous and whose
+    dimension 0 `split` divides, into the contiguous `partial`. Without `split` it is called once,
+    with this rank and memory for all of `out`. Contributions are added in rank order, in float32
+    for the 16-bit types. All ranks get the same bits.
+    """
 
     group: Group
     produce: Produce
     out: torch.Tensor
     name: bytes
-    split: Split | None
-    mean: bool
+    split: Split | None = None
+    mean: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.out.device
 
 
 class ExchangeCall(NamedTuple):
-    """The arguments of `Runtime.exchange_and_consume`."""
+    """Calls `give(r, memory)` for each peer r, `consume()`, and `take(r, memory)` for each.
+
+    `give` writes the data for r to the memory, and `take` finds there the data from r, which
+    travels while `consume` runs. Memory is 1-D and contiguous, of `sizes[source][to]` bytes.
+    """
 
     group: Group
     give: Pass
@@ -181,20 +289,105 @@ class ExchangeCall(NamedTuple):
     sizes: Sizes
 
 
-class GatherAndScatterCall(NamedTuple):
-    """The arguments of `Runtime.consume_and_reduce_scatter`.
+class BoxesCall(NamedTuple):
+    """Exchanges parts of tensors, and writes them to their places in `outputs`.
 
-    `partials` and `nbytes` are the shape and the size of the partial sum for each rank.
+    Tensors may have any strides, except that the last dimension's must be 1.
     """
 
     group: Group
-    shards: Shards
-    consume: ConsumeAndProduce
+    packed: PackedBoxes
+    tensors: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    name: bytes
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.tensors[0].device
+
+    def by_messages(self) -> ExchangeCall:
+        """The same call with messages that kernels of torch write and read."""
+        packed, tensors, outputs = self.packed, self.tensors, self.outputs
+        return ExchangeCall(
+            self.group,
+            lambda to, memory: packed.give(tensors, to, memory),
+            lambda: packed.keep(tensors, outputs),
+            lambda source, memory: packed.take(outputs, source, memory),
+            self.device,
+            self.name,
+            packed.sizes,
+        )
+
+
+class GatherAndScatterCall:
+    """Calls `consume(shard of rank r, r, partial)` for each rank r; sums the partials in `out`.
+
+    Like `GatherCall`, but `consume` also writes this rank's contribution to rank r into the
+    contiguous `partial` of shape `partials[r]` and the dtype of `out`. It gets its own shard as
+    given. Contributions are added in rank order; with `ring` in the order rank, rank-1, ..., with
+    room for two of them at a time instead of one for each rank.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: ConsumeAndProduce,
+        out: torch.Tensor,
+        name: bytes,
+        *,
+        shapes: Sequence[Shapes] | None,
+        partials: Sequence[Shape],
+        ring: bool = False,
+    ) -> None:
+        self.group, self.consume, self.out, self.name = group, consume, out, name
+        self.device, self.shards = out.device, Shards(shard, group.world_size, shapes)
+        self.partials, self.nbytes, self.ring = partials, _bytes_of(partials, out), ring
+
+
+class TogetherAndScatterCall(NamedTuple):
+    """Calls `consume(partial)` for this rank's shard, then `consume_others` once for all peers.
+
+    Like `TogetherCall`, but both functions also write contributions, in the dtype of `out`:
+    `consume` to a 1-D tensor, for one tensor of the shard after the other, `consume_others` to
+    memory like the peers' rows. `out` is the sum over ranks, in rank order, 1-D.
+    """
+
+    group: Group
+    shard: Sequence[torch.Tensor]
+    consume: Callable[[torch.Tensor], None]
+    consume_others: ConsumeOthersAndProduce
     out: torch.Tensor
     name: bytes
-    partials: Sequence[Shape]
-    nbytes: tuple[int, ...]
-    ring: bool
+    layout: SequenceLayout
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.out.device
+
+
+#: A call of any pattern.
+PatternCall: TypeAlias = (
+    GatherCall
+    | CombineCall
+    | GatherIntoCall
+    | PollCall
+    | TogetherCall
+    | ScatterCall
+    | CountCall
+    | AllReduceCall
+    | ExchangeCall
+    | BoxesCall
+    | GatherAndScatterCall
+    | TogetherAndScatterCall
+)
+
+
+def _bytes_of(shapes: Sequence[Shape], like: torch.Tensor) -> tuple[int, ...]:
+    item = like.element_size()
+    return tuple([math.prod(shape) * item for shape in shapes])
 
 
 class Collective(Protocol):

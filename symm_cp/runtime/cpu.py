@@ -20,11 +20,12 @@ from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new grou
 from symm_cp.runtime.api import Runtime
 from symm_cp.runtime.calls import (
     AllReduceCall,
+    BoxesCall,
     CombineCall,
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
-    PackedBoxes,
+    GatherIntoCall,
     ScatterCall,
 )
 from symm_cp.runtime.exchange import traced
@@ -47,9 +48,14 @@ class CpuRuntime(Runtime):
     def _gather(self, call: GatherCall) -> None:
         if call.group.world_size * call.shards.nbytes <= GATHERED_BYTES:
             _consume(call, _at_once(call.group, call.shards, call.name))
-        else:
-            with call.group.own_lock():  # no other call of this rank comes in between
-                _consume(call, _arriving(call))
+            return
+        with call.group.own_lock():  # no other call of this rank comes in between
+            places = _places(call.group, call.shards, call.name)
+            if places is None:
+                shards = _in_turn(call.group, call.shards, call.name, call.gathered, call.split)
+            else:
+                shards = _in_place(call.group, call.shards, call.name, places)
+            _consume(call, shards)
 
     def _combine(self, call: CombineCall) -> None:
         """Gathers all shards, then combines them."""
@@ -109,28 +115,12 @@ class CpuRuntime(Runtime):
         for peer in others:
             traced(group, "take", name, partial(call.take, peer, arrived[peer]), peer)
 
-    def exchange(
-        self,
-        group: Group,
-        packed: PackedBoxes,
-        tensors: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        call_name: bytes,
-    ) -> None:
-        """See `Runtime`."""
-        exchange.exchange_boxes(group, packed, tensors, outputs, call_name)
+    def _exchange_boxes(self, call: BoxesCall) -> None:
+        exchange.exchange_boxes(call.group, call.packed, call.tensors, call.outputs, call.name)
 
-    def all_gather_into(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        split: Split,
-        call_name: bytes,
-    ) -> None:
-        """See `Runtime`."""
-        for tensor, output in zip(shard, outputs, strict=True):
-            exchange.all_gather_into(group, tensor, output, split, call_name)
+    def _gather_into(self, call: GatherIntoCall) -> None:
+        for tensor, output in zip(call.shard, call.outputs, strict=True):
+            exchange.all_gather_into(call.group, tensor, output, call.split, call.name)
 
     def _gather_and_scatter(self, call: GatherAndScatterCall) -> None:
         with call.group.own_lock():
@@ -148,19 +138,6 @@ def _consume(call: GatherCall, shards: Iterable[_Arrived]) -> None:
         traced(call.group, "consume", call.name, consume, source, before=pending)
 
 
-def _arriving(call: GatherCall) -> Iterable[_Arrived]:
-    """Returns the shards of all ranks, which arrive one after the other."""
-    group, shards, gathered, split = call.group, call.shards, call.gathered, call.split
-    places = _places(group, shards, call.name)
-    if places is not None:
-        return _in_place(group, shards, call.name, places)
-    if gathered is not None and split is not None and len(shards.own) == 1:
-        exchange.all_gather_into(group, shards.own[0], gathered, split, call.name)
-        sources = (group.rank, *peers(group.rank, group.world_size))
-        return [(source, [split.of(source, gathered)], False) for source in sources]
-    return _in_turn(group, shards, call.name)
-
-
 def _at_once(group: Group, shards: Shards, name: bytes) -> list[_Arrived]:
     """Gathers all shards by one exchange."""
     rank, others = group.rank, peers(group.rank, group.world_size)
@@ -172,20 +149,29 @@ def _at_once(group: Group, shards: Shards, name: bytes) -> list[_Arrived]:
     return found
 
 
-def _in_turn(group: Group, shards: Shards, name: bytes) -> Iterator[_Arrived]:
-    """Gathers one shard after the other."""
-    rank, ranks = group.rank, group.world_size
+def _in_turn(
+    group: Group,
+    shards: Shards,
+    name: bytes,
+    gathered: torch.Tensor | None = None,
+    split: Split | None = None,
+) -> Iterator[_Arrived]:
+    """Gathers one shard after the other, first tensors to their part of `gathered` if possible."""
+    rank, ranks, sizes = group.rank, group.world_size, shards.sizes
     others, own = peers(rank, ranks), [contiguous(tensor) for tensor in shards.own]
     yield rank, own, bool(others)
-    if not others:
-        return
-    memory, sizes = scratch(own[0], shards.nbytes), shards.sizes
-    view_at = viewing(memory)
+    memory: torch.Tensor | None = None
     for turn, peer in enumerate(others, 1):
+        place = None if gathered is None or split is None else split.of(peer, gathered)
+        if place is not None and len(own) == 1 and place.is_contiguous():
+            parts = [place]
+        else:
+            memory = scratch(own[0], shards.nbytes) if memory is None else memory
+            parts = shards.views(peer, viewing(memory))
         to, nbytes = (rank - turn) % ranks, zip(sizes.parts[rank], sizes.parts[peer], strict=True)
-        for tensor, at, (given, taken) in zip(own, sizes.offsets, nbytes, strict=False):
-            exchange.pass_on(group, tensor, to, given, memory[at:], peer, taken, name)
-        yield peer, shards.views(peer, view_at), turn < len(others)
+        for tensor, part, (given, taken) in zip(own, parts, nbytes, strict=True):
+            exchange.pass_on(group, tensor, to, given, part, peer, taken, name)
+        yield peer, parts, turn < len(others)
 
 
 def _places(group: Group, shards: Shards, name: bytes) -> list[tuple[int, int]] | None:

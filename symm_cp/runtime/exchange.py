@@ -2,8 +2,8 @@
 
 On CPU nothing copies while a rank multiplies, so work shard by shard is never faster than one
 exchange and one kernel (measured: 1.0 to 1.3 times the time). So ops exchange tensors of up to
-`WHOLE_BYTES` at once; larger ones go through the patterns of `Runtime`, which need no memory for
-the whole. Kernels call these functions, and plans (csrc/plan) replay them without Python.
+`WHOLE_BYTES` at once; larger ones go through calls of patterns, which need no memory for the
+whole. Kernels call these functions, and plans (csrc/plan) replay them without Python.
 
 `name` is the bytes that name the call in errors, and that ranks compare.
 """
@@ -198,7 +198,7 @@ def exchange_boxes(
     outputs: Sequence[torch.Tensor],
     name: bytes,
 ) -> None:
-    """Exchanges parts of tensors: see `Runtime.exchange`.
+    """Exchanges parts of tensors: see `BoxesCall`.
 
     Each part is copied into the slot and out of it (csrc/exchange/boxes.h).
     """

@@ -8,8 +8,9 @@ from typing import TypeAlias
 
 import torch
 
+from symm_cp import runtime
 from symm_cp.group.memory import Group
-from symm_cp.runtime.api import Runtime
+from symm_cp.runtime.calls import ExchangeCall
 from symm_cp.runtime.exchange import exchanged
 from symm_cp.tensors.shards import Shape
 
@@ -19,7 +20,6 @@ Step: TypeAlias = Callable[[int, torch.Tensor | None, torch.Tensor | None], None
 
 
 def relay(
-    runtime: Runtime,
     group: Group,
     step: Step,
     like: torch.Tensor,
@@ -80,4 +80,4 @@ def relay(
             )
             for source in range(last + 1)
         )
-        runtime.exchange_and_consume(group, give, consume, take, like.device, name, sizes=sizes)
+        runtime.run(ExchangeCall(group, give, consume, take, like.device, name, sizes))

@@ -146,10 +146,9 @@ def _note_exchange(
 
 
 class _Runtime(cpu.CpuRuntime):
-    def exchange(  # type: ignore[override]
-        self, group: Rank, parcels: Any, tensors: Any, outputs: Any, call_name: bytes
-    ) -> None:
+    def _exchange_boxes(self, call: Any) -> None:
         """Notes an exchange; checks that peers agree on the pieces that they give and take."""
+        group, parcels, tensors, outputs, call_name = call
         strides = tuple([t.stride() for t in (*tensors, *outputs)])
         given, taken = parcels.boxes(strides, 4096)
         group.notes.append(("exchange", parcels.sizes, call_name, parcels.joins))

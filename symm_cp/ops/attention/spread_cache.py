@@ -25,6 +25,7 @@ from symm_cp.ops.common import OnRank, count_attention_run, kernel_and_fake, nam
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, NoGradient, Op, arguments, declare
+from symm_cp.runtime.calls import CombineCall
 from symm_cp.tensors.dtypes import FLOATING, wide
 from symm_cp.tensors.results import new_result
 
@@ -201,7 +202,7 @@ def _merged(
         for part in parts:
             kernels.merge(out, lse, part[..., :features], part[..., features])
 
-    runtime.of(query, group).all_gather_and_combine(group, packed, combine, name)
+    runtime.run(CombineCall(group, packed, combine, name))
     if sinks is not None and lse.numel() > 0:
         of_sinks = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
         kernels.merge(out, lse, torch.zeros_like(out), of_sinks)

@@ -43,7 +43,7 @@ from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, BackwardOp, Op, arguments, declare
 from symm_cp.runtime import exchange
-from symm_cp.runtime.calls import Consume
+from symm_cp.runtime.calls import CombineCall, Consume, GatherCall
 from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
 from symm_cp.tensors.results import new_result
@@ -253,9 +253,10 @@ def gather_rows(
         for part, weight in zip(parts, weights, strict=True):
             multiply(rows, weight, out=part[rank])
 
-    runtime.of(x_shard, group).all_gather_and_consume(
+    gather = GatherCall(
         group, shard, consume, call.name, shapes=shapes, gathered=gathered, split=call.front
     )
+    runtime.run(gather)
 
 
 def gather_shards(
@@ -266,14 +267,11 @@ def gather_shards(
     gathered: torch.Tensor | None,
 ) -> None:
     """Calls `consume` for the shards of all ranks as they arrive; collects them, if wanted."""
-    runtime.of(shard, group).all_gather_and_consume(
-        group,
-        [shard],
-        consume,
-        call.name,
-        shapes=call.shapes,
-        gathered=gathered,
-        split=call.front,
+    shapes, split = call.shapes, call.front
+    runtime.run(
+        GatherCall(
+            group, [shard], consume, call.name, shapes=shapes, gathered=gathered, split=split
+        )
     )
 
 
@@ -368,8 +366,7 @@ def _multiply_blocks(
             multiply(torch.cat([shard[rows] for shard in shards], 1), rows)
 
     shapes = None if call.shapes is None else [shape for (shape,) in call.shapes]
-    on = runtime.of(x_columns, group)
-    on.all_gather_and_combine(group, x_columns, combine, call.name, shapes=shapes)
+    runtime.run(CombineCall(group, x_columns, combine, call.name, shapes=shapes))
 
 
 def fake_results(

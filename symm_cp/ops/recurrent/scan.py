@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import call_signature, group_of, world_size_of
@@ -103,7 +102,7 @@ def _kernel(
 
     name = call_signature(_OP, state, detail=f"{matrices=} {reverse=}")
     shapes = [(size, *rows[1:]) for size in split.sizes]
-    relay(runtime.of(state, group), group, step, own, shapes, name, reverse=reverse)
+    relay(group, step, own, shapes, name, reverse=reverse)
     return result.view(state.shape).to(state.dtype)
 
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from symm_cp import runtime
 from symm_cp.ops import autocast
 from symm_cp.ops.common import call_signature, group_of, world_size_of
 from symm_cp.ops.op import LEFT_TO_TORCH, Gradient, NoGradient, Op, arguments, declare
@@ -129,9 +128,8 @@ def _states_kernel(
         detail += f" documents and layout #{zlib.crc32(agreed.numpy().tobytes()):08x}"
     name = call_signature(_STATES, values.new_empty(0), detail=detail)
     shapes = [(size, features, width) for size in split.sizes]
-    on = runtime.of(values, group)
     for each in _bounds(counts):
-        relay(on, group, partial(step, each), values, shapes, name, reverse=each[0] % 2 == 1)
+        relay(group, partial(step, each), values, shapes, name, reverse=each[0] % 2 == 1)
     return written, states
 
 
@@ -190,9 +188,8 @@ def _grads_kernel(
     detail = f"{rows=} {features=} {width=} sweeps={len(counts)}"
     name = call_signature(_GRADS, grad_states.new_empty(0), detail=detail)
     shapes = [(size, features, width) for size in split.sizes]
-    on = runtime.of(grad_states, group)
     for each in reversed(_bounds(counts)):
-        relay(on, group, partial(step, each), grad_states, shapes, name, reverse=each[0] % 2 == 0)
+        relay(group, partial(step, each), grad_states, shapes, name, reverse=each[0] % 2 == 0)
     return total_written, totals
 
 

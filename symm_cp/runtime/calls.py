@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -101,7 +102,31 @@ class PackedBoxes(Protocol):
         """
 
 
-class GatherCall:
+class _OfOperands:
+    """A call on the device of `shard`."""
+
+    shard: Any
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        first = self.shard if isinstance(self.shard, torch.Tensor) else self.shard[0]
+        return first.device
+
+
+class _OfResult:
+    """A call on the device of `out`."""
+
+    out: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.out.device
+
+
+@dataclass(eq=False)
+class GatherCall(_OfOperands):
     """Calls `consume(shard of rank r, r)` for each rank, its own first, peers' as they arrive.
 
     `shard` is one or more tensors of any strides. A single contiguous tensor in symmetric memory
@@ -111,45 +136,41 @@ class GatherCall:
     `split` (by default into equal parts of dimension 0).
     """
 
-    def __init__(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: Consume,
-        name: bytes,
-        *,
-        shapes: Sequence[Shapes] | None = None,
-        gathered: torch.Tensor | None = None,
-        split: Split | None = None,
-    ) -> None:
-        self.group, self.consume, self.name = group, consume, name
-        self.device, self.shards = shard[0].device, Shards(shard, group.world_size, shapes)
-        if gathered is not None and split is None:
-            split = Split.equal(shard[0].shape[0], group.world_size)
-        self.gathered, self.split = gathered, split
+    group: Group
+    shard: Sequence[torch.Tensor]
+    consume: Consume
+    name: bytes
+    shapes: Sequence[Shapes] | None = None
+    gathered: torch.Tensor | None = None
+    split: Split | None = None
+
+    def __post_init__(self) -> None:
+        ranks = self.group.world_size
+        self.shards = Shards(self.shard, ranks, self.shapes)
+        if self.gathered is not None and self.split is None:
+            self.split = Split.equal(self.shard[0].shape[0], ranks)
 
 
-class CombineCall:
+@dataclass(eq=False)
+class CombineCall(_OfOperands):
     """Calls `combine(shards of all ranks)` once, when all have arrived.
 
     `shapes` gives the shape of each rank's shard where they differ.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        shard: torch.Tensor,
-        combine: Combine,
-        name: bytes,
-        *,
-        shapes: Sequence[Shape] | None = None,
-    ) -> None:
-        self.group, self.combine, self.name = group, combine, name
-        parts = None if shapes is None else [(shape,) for shape in shapes]
-        self.device, self.shards = shard.device, Shards([shard], group.world_size, parts)
+    group: Group
+    shard: torch.Tensor
+    combine: Combine
+    name: bytes
+    shapes: Sequence[Shape] | None = None
+
+    def __post_init__(self) -> None:
+        parts = None if self.shapes is None else [(shape,) for shape in self.shapes]
+        self.shards = Shards([self.shard], self.group.world_size, parts)
 
 
-class GatherIntoCall(NamedTuple):
+@dataclass(eq=False)
+class GatherIntoCall(_OfOperands):
     """Gathers the tensors of a shard, of any strides, into contiguous `outputs`.
 
     `split` divides the gathered dimension of each output.
@@ -161,13 +182,9 @@ class GatherIntoCall(NamedTuple):
     split: Split
     name: bytes
 
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return self.shard[0].device
 
-
-class PollCall(NamedTuple):
+@dataclass(eq=False)
+class PollCall(_OfOperands):
     """Calls `kernel` once, while the peers' shards are in flight: it polls for them.
 
     All ranks' shards have equal shapes. `gathered`, if given, is contiguous and receives them,
@@ -181,13 +198,9 @@ class PollCall(NamedTuple):
     name: bytes
     gathered: torch.Tensor | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return self.shard.device
 
-
-class TogetherCall(NamedTuple):
+@dataclass(eq=False)
+class TogetherCall(_OfOperands):
     """Calls `consume()`, and `consume_others` once, when the shards of all peers have arrived.
 
     `shard` is one or more contiguous tensors, whose rows are positions of a sequence spread by
@@ -202,13 +215,9 @@ class TogetherCall(NamedTuple):
     name: bytes
     layout: SequenceLayout
 
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return self.shard[0].device
 
-
-class ScatterCall:
+@dataclass(eq=False)
+class ScatterCall(_OfResult):
     """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
 
     `produce` writes this rank's contribution to rank r's output into the contiguous `partial`, of
@@ -216,23 +225,21 @@ class ScatterCall:
     float32 for the 16-bit types.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        produce: Produce,
-        out: torch.Tensor,
-        name: bytes,
-        *,
-        shapes: Sequence[Shape] | None = None,
-        mean: bool = False,
-    ) -> None:
-        self.group, self.produce, self.out, self.name = group, produce, out, name
-        self.device, self.mean = out.device, mean
-        self.partials = (tuple(out.shape),) * group.world_size if shapes is None else shapes
-        self.nbytes = _bytes_of(self.partials, out)
+    group: Group
+    produce: Produce
+    out: torch.Tensor
+    name: bytes
+    shapes: Sequence[Shape] | None = None
+    mean: bool = False
+
+    def __post_init__(self) -> None:
+        alike = (tuple(self.out.shape),) * self.group.world_size
+        self.partials = alike if self.shapes is None else self.shapes
+        self.nbytes = _bytes_of(self.partials, self.out)
 
 
-class CountCall(NamedTuple):
+@dataclass(eq=False)
+class CountCall(_OfResult):
     """Calls `kernel` once, which produces for all ranks; `out` is the sum over ranks.
 
     Like `ScatterCall` with equal shapes. Data that the kernel reports as written is sent to the
@@ -245,13 +252,9 @@ class CountCall(NamedTuple):
     name: bytes
     mean: bool
 
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return self.out.device
 
-
-class AllReduceCall(NamedTuple):
+@dataclass(eq=False)
+class AllReduceCall(_OfResult):
     """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
 
     `produce` writes this rank's contribution to part r of `out`, which is contiguous and whose
@@ -267,13 +270,9 @@ class AllReduceCall(NamedTuple):
     split: Split | None = None
     mean: bool = False
 
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return self.out.device
 
-
-class ExchangeCall(NamedTuple):
+@dataclass(eq=False)
+class ExchangeCall:
     """Calls `give(r, memory)` for each peer r, `consume()`, and `take(r, memory)` for each.
 
     `give` writes the data for r to the memory, and `take` finds there the data from r, which
@@ -289,7 +288,8 @@ class ExchangeCall(NamedTuple):
     sizes: Sizes
 
 
-class BoxesCall(NamedTuple):
+@dataclass(eq=False)
+class BoxesCall(_OfOperands):
     """Exchanges parts of tensors, and writes them to their places in `outputs`.
 
     Tensors may have any strides, except that the last dimension's must be 1.
@@ -297,18 +297,13 @@ class BoxesCall(NamedTuple):
 
     group: Group
     packed: PackedBoxes
-    tensors: Sequence[torch.Tensor]
+    shard: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
     name: bytes
 
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return self.tensors[0].device
-
     def by_messages(self) -> ExchangeCall:
         """The same call with messages that kernels of torch write and read."""
-        packed, tensors, outputs = self.packed, self.tensors, self.outputs
+        packed, tensors, outputs = self.packed, self.shard, self.outputs
         return ExchangeCall(
             self.group,
             lambda to, memory: packed.give(tensors, to, memory),
@@ -320,7 +315,8 @@ class BoxesCall(NamedTuple):
         )
 
 
-class GatherAndScatterCall:
+@dataclass(eq=False)
+class GatherAndScatterCall(_OfResult):
     """Calls `consume(shard of rank r, r, partial)` for each rank r; sums the partials in `out`.
 
     Like `GatherCall`, but `consume` also writes this rank's contribution to rank r into the
@@ -329,24 +325,22 @@ class GatherAndScatterCall:
     room for two of them at a time instead of one for each rank.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: ConsumeAndProduce,
-        out: torch.Tensor,
-        name: bytes,
-        *,
-        shapes: Sequence[Shapes] | None,
-        partials: Sequence[Shape],
-        ring: bool = False,
-    ) -> None:
-        self.group, self.consume, self.out, self.name = group, consume, out, name
-        self.device, self.shards = out.device, Shards(shard, group.world_size, shapes)
-        self.partials, self.nbytes, self.ring = partials, _bytes_of(partials, out), ring
+    group: Group
+    shard: Sequence[torch.Tensor]
+    consume: ConsumeAndProduce
+    out: torch.Tensor
+    name: bytes
+    shapes: Sequence[Shapes] | None
+    partials: Sequence[Shape]
+    ring: bool = False
+
+    def __post_init__(self) -> None:
+        self.shards = Shards(self.shard, self.group.world_size, self.shapes)
+        self.nbytes = _bytes_of(self.partials, self.out)
 
 
-class TogetherAndScatterCall(NamedTuple):
+@dataclass(eq=False)
+class TogetherAndScatterCall(_OfResult):
     """Calls `consume(partial)` for this rank's shard, then `consume_others` once for all peers.
 
     Like `TogetherCall`, but both functions also write contributions, in the dtype of `out`:
@@ -361,11 +355,6 @@ class TogetherAndScatterCall(NamedTuple):
     out: torch.Tensor
     name: bytes
     layout: SequenceLayout
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return self.out.device
 
 
 #: A call of any pattern.

@@ -116,7 +116,7 @@ class CpuRuntime(Runtime):
             traced(group, "take", name, partial(call.take, peer, arrived[peer]), peer)
 
     def _exchange_boxes(self, call: BoxesCall) -> None:
-        exchange.exchange_boxes(call.group, call.packed, call.tensors, call.outputs, call.name)
+        exchange.exchange_boxes(call.group, call.packed, call.shard, call.outputs, call.name)
 
     def _gather_into(self, call: GatherIntoCall) -> None:
         for tensor, output in zip(call.shard, call.outputs, strict=True):

@@ -270,7 +270,7 @@ def traced(
         of, results = group.rank if index is None else index, list[T]()
         recorder.active.kernel(lambda _: results.append(run()), kernel, of, name, epoch)
         return results[0]
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C, too: the peers wait for this rank
         if before:
             group.refuse("sync", error)
         reported(error)

@@ -74,16 +74,10 @@ class Watch(TorchDispatchMode):
 
     def over(self, call: Any) -> Any:
         """Returns a call whose kernels run under this watch."""
-        fields = call._asdict() if isinstance(call, tuple) else vars(call)
-        functions = {
-            name: self._watched(field)
-            for name, field in fields.items()
-            if callable(field) and not isinstance(field, torch.Tensor)
-        }
-        if isinstance(call, tuple):
-            return call._replace(**functions)  # type: ignore[attr-defined]
         twin = copy.copy(call)
-        vars(twin).update(functions)
+        for name, field in vars(call).items():
+            if callable(field) and not isinstance(field, torch.Tensor):
+                setattr(twin, name, self._watched(field))
         return twin
 
     def _watched(self, function: Callable[..., object]) -> Callable[..., None]:

@@ -148,7 +148,8 @@ def _note_exchange(
 class _Runtime(cpu.CpuRuntime):
     def _exchange_boxes(self, call: Any) -> None:
         """Notes an exchange; checks that peers agree on the pieces that they give and take."""
-        group, parcels, tensors, outputs, call_name = call
+        group, parcels, call_name = call.group, call.packed, call.name
+        tensors, outputs = call.shard, call.outputs
         strides = tuple([t.stride() for t in (*tensors, *outputs)])
         given, taken = parcels.boxes(strides, 4096)
         group.notes.append(("exchange", parcels.sizes, call_name, parcels.joins))

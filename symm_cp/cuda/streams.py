@@ -23,7 +23,6 @@ from symm_cp.cuda.stream_call import StreamCall, add_rows, staging_for, viewing_
 from symm_cp.cuda.stream_launches import (
     Exchange,
     all_reduce_launch,
-    combine_launch,
     exchange_and_consume_launch,
     exchange_launch,
     exchange_together_launch,
@@ -40,7 +39,6 @@ from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.calls import (
     AllReduceCall,
     Collective,
-    CombineCall,
     CountCall,
     ExchangeCall,
     GatherAndScatterCall,
@@ -105,36 +103,21 @@ class StreamRuntime(BackgroundRuntime):
             used = [*shards.own, staging, *(() if gathered is None else (gathered,))]
             here.run(launch, space, epoch, operands, kernels, *used)
 
-    def _combine(self, call: CombineCall) -> None:
-        """Pulls all shards, this rank's as well."""
-        ranks, shards = call.group.world_size, call.shards.packed()
-        here = StreamCall.of(shards, call.group, call.name)
-        addresses = here.in_place(call.shards.own, some_empty=shards.sizes.some_empty)
-        launch = combine_launch(call.group.rank, shards.sizes, here.slots, addresses is not None)
-        staging = staging_for(shards, ranks)
-
-        def run_combine(_: int) -> None:
-            view_at = viewing(staging)
-            call.combine([shards.views(r, view_at, r * shards.nbytes)[0] for r in range(ranks)])
-
-        operands = [shards.own[0].data_ptr(), staging.data_ptr(), *(addresses or ())]
-        with here.workspace(0 if addresses is not None else shards.nbytes) as (space, epoch):
-            kernels: dict[str, Kernel] = {"combine": run_combine}
-            here.run(launch, space, epoch, operands, kernels, *shards.own, staging)
-
     def _gather_into(self, call: GatherIntoCall) -> None:
         """Copies the parts to their final places, without a kernel."""
         group, outputs, split = call.group, call.outputs, call.split
-        agree(group, call.name)
         here = StreamCall(group, call.device, call.name)
         shapes = split.shard_shapes(*call.shard)
         shards = Shards(call.shard, group.world_size, shapes).packed()
         places = tuple((tuple(output.shape), output.element_size()) for output in outputs)
-        launch = gather_into_launch(group.rank, shards.sizes, split, places, here.slots)
+        addresses = here.in_place(call.shard, some_empty=shards.sizes.some_empty)
+        in_place = addresses is not None
+        launch = gather_into_launch(group.rank, shards.sizes, split, places, here.slots, in_place)
         used = [*shards.own, *outputs]
-        with here.workspace(shards.nbytes) as (space, epoch):
+        operands = [*(t.data_ptr() for t in used), *(addresses or ())]
+        with here.workspace(0 if in_place else shards.nbytes) as (space, epoch):
             kernels: dict[str, Kernel] = {"combine": lambda _: None}
-            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
+            here.run(launch, space, epoch, operands, kernels, *used)
 
     def _poll(self, call: PollCall) -> None:
         group, shard, gathered = call.group, call.shard, call.gathered

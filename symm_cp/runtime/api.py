@@ -13,7 +13,6 @@ from symm_cp.runtime.calls import (
     AllReduceCall,
     BoxesCall,
     Collective,
-    CombineCall,
     CountCall,
     ExchangeCall,
     GatherAndScatterCall,
@@ -37,9 +36,6 @@ class Runtime(ABC):
 
     @abstractmethod
     def _gather(self, call: GatherCall) -> None: ...
-
-    @abstractmethod
-    def _combine(self, call: CombineCall) -> None: ...
 
     @abstractmethod
     def _scatter(self, call: ScatterCall) -> None: ...
@@ -83,7 +79,6 @@ class Runtime(ABC):
 
 _METHODS: dict[type[Any], Callable[[Runtime, Any], None]] = {
     GatherCall: lambda runtime, call: runtime._gather(call),
-    CombineCall: lambda runtime, call: runtime._combine(call),
     GatherIntoCall: lambda runtime, call: runtime._gather_into(call),
     PollCall: lambda runtime, call: runtime._poll(call),
     TogetherCall: lambda runtime, call: runtime._gather_together(call),

@@ -28,8 +28,6 @@ Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
 ConsumeOthers: TypeAlias = Callable[[list[torch.Tensor]], None]
 #: Takes the same rows, and memory for the contributions to them.
 ConsumeOthersAndProduce: TypeAlias = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-#: Takes the shards of all ranks, in rank order.
-Combine: TypeAlias = Callable[[list[torch.Tensor]], None]
 #: Takes a rank and the memory for this rank's contribution to it.
 Produce: TypeAlias = Callable[[int, torch.Tensor], None]
 #: Takes the tensors of a rank's shard, the rank, and the memory for the contribution to it.
@@ -152,28 +150,11 @@ class GatherCall(_OfOperands):
 
 
 @dataclass(eq=False)
-class CombineCall(_OfOperands):
-    """Calls `combine(shards of all ranks)` once, when all have arrived.
-
-    `shapes` gives the shape of each rank's shard where they differ.
-    """
-
-    group: Group
-    shard: torch.Tensor
-    combine: Combine
-    name: bytes
-    shapes: Sequence[Shape] | None = None
-
-    def __post_init__(self) -> None:
-        parts = None if self.shapes is None else [(shape,) for shape in self.shapes]
-        self.shards = Shards([self.shard], self.group.world_size, parts)
-
-
-@dataclass(eq=False)
 class GatherIntoCall(_OfOperands):
     """Gathers the tensors of a shard, of any strides, into contiguous `outputs`.
 
-    `split` divides the gathered dimension of each output.
+    `split` divides the gathered dimension of each output. Streams read a single tensor in place if
+    the ranks have agreed on that (cuda/in_place.py).
     """
 
     group: Group
@@ -360,7 +341,6 @@ class TogetherAndScatterCall(_OfResult):
 #: A call of any pattern.
 PatternCall: TypeAlias = (
     GatherCall
-    | CombineCall
     | GatherIntoCall
     | PollCall
     | TogetherCall

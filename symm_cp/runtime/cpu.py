@@ -21,7 +21,6 @@ from symm_cp.runtime.api import Runtime
 from symm_cp.runtime.calls import (
     AllReduceCall,
     BoxesCall,
-    CombineCall,
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
@@ -56,14 +55,6 @@ class CpuRuntime(Runtime):
             else:
                 shards = _in_place(call.group, call.shards, call.name, places)
             _consume(call, shards)
-
-    def _combine(self, call: CombineCall) -> None:
-        """Gathers all shards, then combines them."""
-        group, shards = call.group, call.shards
-        view_at = viewing(exchange.all_gather_shards(group, shards, call.name))
-        ranks = range(group.world_size)
-        gathered = [shards.views(source, view_at, source * shards.nbytes)[0] for source in ranks]
-        traced(group, "combine", call.name, partial(call.combine, gathered))
 
     def _scatter(self, call: ScatterCall) -> None:
         """Produces for all ranks, then reduce-scatters."""

@@ -43,7 +43,7 @@ from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, BackwardOp, Op, arguments, declare
 from symm_cp.runtime import exchange
-from symm_cp.runtime.calls import CombineCall, Consume, GatherCall
+from symm_cp.runtime.calls import Consume, GatherCall, GatherIntoCall
 from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
 from symm_cp.tensors.results import new_result
@@ -341,32 +341,24 @@ def _multiply_blocks(
     gathered: torch.Tensor | None,
 ) -> None:
     """For 16-bit types: products of shards would each be rounded, whole rows are rounded once."""
-    count = x_columns.shape[0]
+    count, split = x_columns.shape[0], call.front.along(1)
+    at_a_time = _BLOCK_ROWS if x_columns.device.type == "cpu" else max(1, count)
 
     def multiply(block: torch.Tensor, rows: slice) -> None:
-        if gathered is not None:
-            gathered[rows] = block
         for out, weight in zip(outs, weights, strict=True):
             torch.mm(block, weight, out=out[rows])
 
-    if runtime.exchanges(group, x_columns):
-        split = call.front.along(1)
-        with group.own_lock():  # no other call of this rank comes in between
-            for begin in range(0, max(1, count), _BLOCK_ROWS):
-                rows = slice(begin, begin + _BLOCK_ROWS)
-                block = exchange.all_gather(group, x_columns[rows], split, call.name)
-                run, more = partial(multiply, block, rows), rows.stop < count
-                exchange.traced(group, "consume", call.name, run, before=more)
-        return
-
-    def combine(shards: list[torch.Tensor]) -> None:
-        at_a_time = _BLOCK_ROWS if x_columns.device.type == "cpu" else max(1, count)
-        for begin in range(0, count, at_a_time):
-            rows = slice(begin, begin + at_a_time)
-            multiply(torch.cat([shard[rows] for shard in shards], 1), rows)
-
-    shapes = None if call.shapes is None else [shape for (shape,) in call.shapes]
-    runtime.run(CombineCall(group, x_columns, combine, call.name, shapes=shapes))
+    with group.own_lock():  # no other call of this rank comes in between
+        for begin in range(0, max(1, count), at_a_time):
+            rows = slice(begin, min(count, begin + at_a_time))
+            if gathered is None:
+                block = new_result(x_columns, (rows.stop - begin, split.length))
+            else:
+                block = gathered[rows]
+            runtime.run(GatherIntoCall(group, [x_columns[rows]], [block], split, call.name))
+            more = rows.stop < count and runtime.exchanges(group, x_columns)
+            run = partial(multiply, block, rows)
+            exchange.traced(group, "consume", call.name, run, before=more)
 
 
 def fake_results(

@@ -1,8 +1,7 @@
-"""All-gather and combine: one kernel that reads all shards at once; also one-shot all-reduce.
+"""All-gather and combine: one kernel that reads all shards at once.
 
-``Compute("combine", rank, reads, ("output",))`` reads the shards of all ranks, in rank order. For
-kernels that need all shards together, and for sums of small tensors, where the exchange costs more
-than reading W times as much.
+``Compute("combine", rank, reads, ("output",))`` reads the shards of all ranks, in rank order. Where
+copies have put the shards in their places in the results, the kernel has nothing to do.
 
 Options
     ``in_place``  the shards are symmetric tensors, which peers read where they lie

@@ -41,24 +41,6 @@ int64_t guarded(F body) {
 
 Group& of(void* group) { return **static_cast<std::shared_ptr<Group>*>(group); }
 
-// Runs a native step of the call under way on the channel `sync`. A failure ends that call.
-template <class F>
-int64_t guarded_in_call(void* handle, F body) {
-  Group& group = of(handle);
-  try {
-    if (group.current() == nullptr) throw std::logic_error("no call is under way");
-    return body(*group.workspace(kSync).channel(), *group.current());
-  } catch (const std::exception& error) {
-    last_error = error.what();
-    if (group.current() != nullptr) {
-      const int64_t number = group.current()->number;
-      group.end_current();
-      group.failed(kSync, number, error);
-    }
-    return -1;
-  }
-}
-
 }  // namespace
 
 extern "C" {
@@ -102,32 +84,6 @@ void symm_cp_set_timeout(void* group, int64_t timeout_ms) {
 
 // Makes the group refuse later calls, on this rank and its peers: a wait in Python has timed out.
 void symm_cp_timed_out(void* group, const char* why) { of(group).note_time_out(TimedOut(why)); }
-
-// Begins a call on the channel `sync`; returns its epoch: calls are counted from the first one on
-// this memory.
-int64_t symm_cp_begin(void* group, int64_t slot_bytes, const char* call_name) {
-  return guarded([&]() -> int64_t {
-    of(group).check_owned(call_name);
-    const int64_t number = of(group).next(kSync);
-    of(group).end_current();
-    try {
-      of(group).set_current(of(group).workspace(kSync).begin(number, slot_bytes, call_name));
-    } catch (const std::exception& error) {
-      of(group).failed(kSync, number, error);
-      throw;
-    }
-    return of(group).current()->epoch;
-  });
-}
-
-// Ends the call under way as failed, unless a failed native step has ended it already.
-void symm_cp_fail(void* group, const char* cause) {
-  const Call* call = of(group).current();
-  if (call == nullptr) return;
-  const int64_t number = call->number;
-  of(group).end_current();
-  of(group).failed(kSync, number, PeerError(cause));
-}
 
 void symm_cp_refuse(void* group, int channel, const char* reason) {
   of(group).refuse(channel, reason);
@@ -185,24 +141,10 @@ void symm_cp_move(void* group, int channel, int64_t offset) {
   of(group).workspace(channel).drop();
 }
 
-int64_t symm_cp_run(void* group, const Command* commands, int count, const Reference* references,
-                    void* const* operands) {
-  return guarded_in_call(group, [&](Channel& channel, Call& call) -> int64_t {
-    channel.run(commands, count, references, operands, call);
-    return 0;
-  });
-}
-
-// Sets the steps of a kind of exchange in a group; `published` of them hand this rank's data to the
-// peers.
-void symm_cp_set_loop(void* group, int channel, int kind, int loop_kind, const LoopStep* steps,
-                      int count, const Area* sources, int source_count, int published, int parted,
-                      int slotted) {
-  Loop loop{{steps, steps + count},
-            {sources, sources + source_count},
-            static_cast<size_t>(published),
-            parted != 0,
-            slotted != 0};
+// Sets the steps of a kind of exchange in a group.
+void symm_cp_set_loop(void* group, int channel, int kind, int loop_kind, const Command* steps,
+                      int count, const Place* sources, int source_count) {
+  Loop loop({steps, steps + count}, {sources, sources + source_count});
   of(group).set_loop(channel, static_cast<ExchangeKind>(kind), static_cast<LoopKind>(loop_kind),
                      std::move(loop));
 }
@@ -249,26 +191,6 @@ void symm_cp_explain(const char* why) { explain(why); }
 void symm_cp_explain_interruption(void* group, void* exception) {
   auto* const known = static_cast<std::shared_ptr<Group>*>(group);
   explain_interruption(known == nullptr ? nullptr : *known, exception);
-}
-
-// Returns the address of a peer's shard in the call under way, or null on failure.
-void* symm_cp_shard(void* group, int peer) {
-  void* result = nullptr;
-  guarded_in_call(group, [&](Channel& channel, Call& call) -> int64_t {
-    result = channel.shard_of(peer, call);
-    return 0;
-  });
-  return result;
-}
-
-// Returns the address of this rank's slot in the call under way, or null.
-void* symm_cp_slot(void* group) {
-  void* result = nullptr;
-  guarded_in_call(group, [&](Channel& channel, Call& call) -> int64_t {
-    result = channel.slot(channel.mapping().rank(), call.epoch);
-    return 0;
-  });
-  return result;
 }
 
 // Exchanges `rounds` signals with another rank and returns the nanoseconds that they took,
@@ -399,7 +321,7 @@ void* symm_cp_streams_open(const char* driver, char* const* bases, int world_siz
 
 void symm_cp_streams_close(void* streams) { delete static_cast<Streams*>(streams); }
 
-int64_t symm_cp_streams_run(void* streams, const StreamCommand* commands, int count,
+int64_t symm_cp_streams_run(void* streams, const Command* commands, int count,
                             void* const* operands, void* const* lanes, uint32_t epoch,
                             int capturing, const char* call_name) {
   return guarded([&]() -> int64_t {
@@ -518,15 +440,33 @@ void symm_cp_probe_begin(uint64_t seed, int64_t delay_us, int64_t fatal) {
 
 int64_t symm_cp_probe_end() { return Probe::instance().end(); }
 
-// Python calls this before each step that it carries out.
-void symm_cp_probe_step() { Probe::instance().step(); }
-
 // From now on threads pause at random around waits, for up to `longest_us`; 0 ends that.
 void symm_cp_set_pauses(uint64_t seed, int64_t longest_us) { set_pauses(seed, longest_us); }
 
-// 1 when `address` lies in symmetric memory that was rendezvoused with the group.
-int symm_cp_is_symmetric(const void* address, const char* group) {
-  return find_mapping(address, std::string(group)) != nullptr ? 1 : 0;
+// Sets the number of the rendezvous with the group that made the symmetric memory of `address`, and
+// the offset in it. Returns 0 for other memory, else 1.
+int symm_cp_symmetric_place(const void* address, const char* group, int64_t* place) {
+  const auto mapping = find_mapping(address, std::string(group));
+  if (mapping == nullptr) return 0;
+  place[0] = mapping->sequence();
+  place[1] = static_cast<const char*>(address) -
+             static_cast<const char*>(mapping->data()[mapping->rank()]);
+  return 1;
+}
+
+// Returns the address of such a place of a rank; null if this rank has freed the memory.
+void* symm_cp_symmetric_address(void* group, int rank, int64_t sequence, int64_t offset) {
+  void* result = nullptr;
+  guarded([&]() -> int64_t {
+    const auto peers = of(group).known_peers();
+    const auto mapping = peers == nullptr ? nullptr : find_mapping(*peers, sequence);
+    if (mapping == nullptr)
+      throw PeerError("rank " + std::to_string(rank) + " gave a symmetric tensor that rank " +
+                      std::to_string(of(group).rank()) + " has freed");
+    result = static_cast<char*>(mapping->data()[rank]) + offset;
+    return 0;
+  });
+  return result;
 }
 
 }  // extern "C"

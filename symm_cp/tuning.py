@@ -27,7 +27,6 @@ from symm_cp import accelerators, env, native, trusted
 from symm_cp.group.liveness import read, share
 from symm_cp.group.memory import Group, StateKey, is_fake, on_first_use
 from symm_cp.measured import machine_key
-from symm_cp.runtime import small
 
 ALGORITHMS = ("shards", "whole")
 #: The algorithm of fused matmuls that only GPUs have.
@@ -78,7 +77,6 @@ def forced(algorithm: str | None) -> Iterator[None]:
 def _force(algorithms: dict[tuple[str, ...], str]) -> None:
     global _forced
     _forced = algorithms
-    small.enabled = not algorithms
     native.drop_plans()
 
 

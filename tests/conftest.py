@@ -64,7 +64,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     also_on_cpu = "cpu" in marker.args
     marks = {
         "cpu": (),
-        "patterns": (),
         "simulated": pytest.mark.exhaustive if also_on_cpu else (),
         "cuda": pytest.mark.gpu,
     }

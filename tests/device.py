@@ -1,7 +1,6 @@
 """Where the ops of a test run, which its marker ``devices`` says: ``@devices("cpu", "cuda")``.
 
 cpu        (without a marker) as a user without a GPU does
-patterns   CPU tensors, with the steps of the patterns even in small calls; only where a test asks
 simulated  CPU tensors through the CUDA runtime, over the stand-in of tests/cuda/driver.cpp
 cuda       on GPUs, which several ranks may share; marked ``gpu``, and skipped where there is none
 
@@ -14,16 +13,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import native
 from symm_cp.context_parallel import layouts
-from symm_cp.runtime import small
 
 NAMES = ("cpu", "simulated", "cuda")
 devices = pytest.mark.devices
@@ -32,7 +28,7 @@ _in_use = "cpu"
 
 
 def chosen() -> str:
-    """The device in use on this rank, one of `NAMES`, or "patterns"."""
+    """The device in use on this rank, one of `NAMES`."""
     return _in_use
 
 
@@ -63,11 +59,6 @@ def _ops_on(device: str, rank: int) -> Iterator[None]:
 
         with simulation():
             yield
-    elif device == "patterns":
-        with mock.patch.object(small, "enabled", False):
-            native.drop_plans()
-            yield
-        native.drop_plans()
     elif device == "cuda":
         gpu = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(gpu)

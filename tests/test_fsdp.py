@@ -168,7 +168,9 @@ def assert_in_place(model: Model, x: torch.Tensor, group: dist.ProcessGroup) -> 
     with symm_cp.trace() as recording:
         one_backward(model, x)
     steps = [event.step for event in recording.timeline.events]
-    sources = [step.src for step in steps if isinstance(step, Copy) and step.src.buffer == "shard"]
+    sources = [
+        step.src for step in steps if isinstance(step, Copy) and step.src.buffer == "symmetric"
+    ]
     from_peers = [source.rank for source in sources if source.rank != group.rank()]
     assert len(from_peers) == 2 * LAYERS * (group.size() - 1)
 

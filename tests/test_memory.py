@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import resource
-import threading
 import time
 from pathlib import Path
 
@@ -20,8 +19,8 @@ import symm_cp
 from symm_cp import tuning
 from symm_cp.group import memory
 from symm_cp.native import wire
-from symm_cp.runtime.program import probing
 from symm_cp.testing import Ranks
+from symm_cp.testing.delays import probing
 from tests.exhaustive import some
 from tests.faults import soak
 from tests.faults.ops import ALL, results
@@ -45,23 +44,20 @@ def test_the_formula(world_size: int, slot: int, expected: int) -> None:
 
 
 def sizes(group: dist.ProcessGroup) -> None:
-    with tuning.forced("shards"):  # small native calls take slots of whole pieces
-        grow(group)
-
-
-def grow(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))
     state = memory.resolve(own)
     workspace = state.workspace("sync")
     assert workspace.nbytes == 0
-    x, w = torch.ones(100, 64), torch.ones(64, 8)
-    symm_cp.all_gather_matmul(x, w, group=own)
-    assert workspace.nbytes == memory.workspace_bytes(own.size(), 100 * 64 * 4)
-    symm_cp.all_gather_matmul(x[:10], w, group=own)
-    assert workspace.epoch == 2  # a smaller call fits
-    symm_cp.all_gather_matmul(torch.ones(200, 64), w, group=own)
-    assert workspace.nbytes == memory.workspace_bytes(own.size(), 200 * 64 * 4)
-    symm_cp.reserve(own, 1 << 20)
+    w = torch.ones(64, 8)
+    with tuning.forced("shards"):
+        for rows in (100, 10, 20_000):  # exchanges of any size go through slots of two pieces
+            symm_cp.all_gather_matmul(torch.ones(rows, 64), w, group=own)
+    slot = 2 * wire.EXCHANGE_PIECE
+    if own.size() > 1:
+        assert workspace.nbytes == memory.workspace_bytes(own.size(), slot)
+        assert workspace.epoch == 2 + own.size() - 1  # large shards arrive one after the other
+    symm_cp.reserve(own, 4 * slot)
+    assert workspace.nbytes == memory.workspace_bytes(own.size(), 4 * slot)
     reserved = [symm_cp.get_workspace(own, 0, channel=c).nbytes for c in wire.CHANNELS]
     for _ in range(3):
         symm_cp.all_gather_matmul(torch.ones(4096, 64), w, group=own)
@@ -181,13 +177,13 @@ def without_memory(group: dist.ProcessGroup, victim: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def sync(elements: int) -> torch.Tensor:
-        with tuning.forced("shards"):  # in one native call slots are small
-            return symm_cp.all_gather_matmul(torch.ones(elements, 1), torch.ones(1, 1), group=own)
+        symm_cp.get_workspace(own, 4 * elements)
+        return symm_cp.all_gather_matmul(torch.ones(4, 1), torch.ones(1, 1), group=own)
 
     def background(elements: int) -> torch.Tensor:
         return symm_cp.low_contention_all_gather(torch.ones(elements), group=own).sum()
 
-    # A rank on its own gathers without shared memory.
+    # A rank on its own gathers in the background without shared memory.
     for call in (sync, background) if own.size() > 1 else (sync,):
         small = call(4)
         if own.rank() == victim:
@@ -279,27 +275,6 @@ def names(group: dist.ProcessGroup) -> None:
 
 def test_names_of_groups(ranks: Ranks) -> None:
     ranks.run(4, names)
-
-
-def dropped_calls(group: dist.ProcessGroup) -> None:
-    state = memory.resolve(dist.new_group(list(range(group.size()))))
-    call = state.call(64, b"dropped")
-    call.__enter__()
-    del call  # as when Ctrl-C comes just before __exit__
-    epochs: list[int] = []
-
-    def next_call() -> None:
-        with state.call(64, b"next") as (_, epoch):
-            epochs.append(epoch)
-
-    thread = threading.Thread(target=next_call, daemon=True)
-    thread.start()
-    thread.join(10)
-    assert epochs == [2]
-
-
-def test_a_call_that_is_dropped_ends(ranks: Ranks) -> None:
-    ranks.run(1, dropped_calls)
 
 
 def page_sizes(group: dist.ProcessGroup, asking: list[int]) -> list[int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +14,8 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
-from symm_cp.runtime import cpu
 from symm_cp.schedule import patterns
-from symm_cp.schedule.simulate import Event
-from symm_cp.schedule.steps import Compute, Copy, Schedule, Signal, Step, Wait
+from symm_cp.schedule.steps import Compute, Schedule, Signal, Step, Wait
 from symm_cp.testing import Ranks
 
 OPS = torch.ops.symm_mem
@@ -35,49 +31,6 @@ def told(step: Step) -> tuple[object, ...]:
     if isinstance(step, Compute):
         return ("compute", step.kernel, step.index)
     return ("copy",)
-
-
-def follows(events: tuple[Event, ...], schedule: Schedule, calls: int) -> None:
-    steps = [told(step) for lane in schedule.lanes.values() for step in lane]
-    assert [told(event.step) for event in events] == steps * calls
-    for before, after in itertools.pairwise(events):
-        assert before.start <= before.end <= after.start + 1e-9
-    assert [event.call - events[0].call for event in events] == [
-        call for call in range(calls) for _ in steps
-    ]
-
-
-def matmuls(group: dist.ProcessGroup) -> None:
-    W, rank = group.size(), group.rank()
-    a, b, wide = torch.randn(6, 4), torch.randn(4, 5), torch.randn(6 * W, 4)
-    ops: list[tuple[Callable[[], object], Schedule]] = [
-        (
-            lambda: symm_cp.all_gather_matmul(a, b, group=group),
-            patterns.ALL_GATHER_AND_CONSUME.direct().schedule(rank, W),
-        ),
-        (
-            lambda: symm_cp.matmul_reduce_scatter(wide, b, group=group),
-            patterns.PRODUCE_AND_REDUCE_SCATTER.direct().schedule(rank, W),
-        ),
-    ]
-    # In groups with symmetric memory ranks first tell each other where shards lie.
-    plain = mock.patch.object(cpu, "has_symmetric", return_value=False)
-    with tuning.forced("shards"), plain:
-        for run, schedule in ops:
-            run()  # not recorded
-            with symm_cp.trace() as recording:
-                run()
-                run()
-            run()
-            events = recording.timeline.events
-            assert all(event.rank == rank and event.lane == "compute" for event in events)
-            assert len({event.op.split()[0] for event in events}) == 1
-            follows(events, schedule, 2)
-
-
-@WORLD_SIZES
-def test_a_recording_has_the_steps_of_the_schedule(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, matmuls)
 
 
 def native_products(group: dist.ProcessGroup) -> None:
@@ -208,17 +161,3 @@ def one_at_a_time(group: dist.ProcessGroup) -> None:
 
 def test_recordings_do_not_mix(ranks: Ranks) -> None:
     ranks.run(2, one_at_a_time)
-
-
-def strided(group: dist.ProcessGroup) -> None:
-    """A copy that Python makes is recorded as a copy."""
-    a = torch.randn(4, 6).t()
-    plain = mock.patch.object(cpu, "has_symmetric", return_value=False)
-    with symm_cp.trace() as recording, tuning.forced("shards"), plain:
-        symm_cp.all_gather_matmul(a, torch.randn(4, 2), group=group)
-    copies = [event.step for event in recording.timeline.events if isinstance(event.step, Copy)]
-    assert [(step.src.buffer, step.dst.buffer) for step in copies] == [("input", "slot")]
-
-
-def test_copies_by_python(ranks: Ranks) -> None:
-    ranks.run(2, strided)

@@ -7,11 +7,7 @@
 
 #include "base/error.h"
 #include "base/probe.h"
-#include "base/team.h"
 #include "channel/group.h"
-#include "exchange/copy.h"
-#include "exchange/reduce.h"
-#include "exchange/trace.h"
 
 namespace symm_cp {
 
@@ -236,15 +232,15 @@ void Channel::wait_for(Word* word, int peer, Call& call, Ready ready, Awaited aw
   if (at_once) mapping_->peers()->board(mapping_->rank()).set_processor(sched_getcpu());
 }
 
-void Channel::wait(int peer, int flag, int lag, Call& call, uint32_t piece) {
-  const uint32_t needed = ticket(call.epoch - static_cast<uint32_t>(lag), piece);
+void Channel::wait(int peer, int flag, Call& call, uint32_t piece) {
+  const uint32_t needed = ticket(call.epoch, piece);
   wait_for(
       flag_word(mapping_->rank(), peer, flag), peer, call,
       [needed](uint32_t seen) { return reached(seen, needed); },
       [&] {
         return std::string("flag '") + kFlagNames[flag] + "' of rank " + std::to_string(peer);
       });
-  if (lag == 0) verify(peer, call);
+  verify(peer, call);
 }
 
 void Channel::announce(Call& call, const void* shard) {
@@ -325,7 +321,7 @@ void Channel::agree_to_replace(Call& call) {
   announce(call, nullptr);
   const int rank = mapping_->rank(), size = mapping_->world_size();
   for (int step = 1; step < size; ++step) signal((rank + step) % size, kReadyFlag, call);
-  for (int step = 1; step < size; ++step) wait((rank + step) % size, kReadyFlag, 0, call);
+  for (int step = 1; step < size; ++step) wait((rank + step) % size, kReadyFlag, call);
 }
 
 void* Channel::shard_of(int peer, const Call& call) {
@@ -342,89 +338,6 @@ void* Channel::shard_of(int peer, const Call& call) {
     in_place_[theirs.sequence] = mapping;
   }
   return at<void>(mapping->data()[peer], theirs.offset);
-}
-
-void* Channel::resolve(const Reference& reference, void* const* operands, const Call& call) {
-  switch (reference.space) {
-    case Space::kOperand: return at<void>(operands[reference.index], reference.offset);
-    case Space::kSlot: return at<void>(slot(reference.index, call.epoch), reference.offset);
-    default: return at<void>(shard_of(reference.index, call), reference.offset);
-  }
-}
-
-void Channel::copy_rows(const Command& command, void* const* operands, const Call& call) {
-  char* to = static_cast<char*>(resolve(command.to, operands, call));
-  const char* from = static_cast<const char*>(resolve(command.source, operands, call));
-  if (to == from) return;
-  if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
-  const bool to_slot = command.to.space == Space::kSlot;
-  const auto copy = [&](bool past_caches) {
-    divide_rows(command.rows, command.rows * command.bytes, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row)
-        copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes,
-                   past_caches, to_slot);
-    });
-    return command.rows * command.bytes;
-  };
-  if (to_slot)
-    slot_stores_.run(command.rows * command.bytes, copy);
-  else
-    copy(false);
-}
-
-void Channel::reduce_rows(const Command& command, const Reference* references,
-                          void* const* operands, const Call& call) {
-  std::vector<const void*> sources;
-  for (int i = 0; i < command.sources; ++i)
-    sources.push_back(resolve(references[command.first_source + i], operands, call));
-  char* to = static_cast<char*>(resolve(command.to, operands, call));
-  if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
-  const auto dtype = static_cast<DType>(command.dtype);
-  divide_rows(command.rows, command.rows * command.bytes, [&](int64_t first, int64_t last) {
-    std::vector<const void*> row_of(sources);
-    for (int64_t row = first; row < last; ++row) {
-      for (size_t i = 0; i < sources.size(); ++i)
-        row_of[i] = static_cast<const char*>(sources[i]) + row * command.from_pitch;
-      reduce(to + row * command.to_pitch, row_of.data(), command.sources,
-             command.bytes / element_bytes(dtype), dtype,
-             command.mean != 0 ? ReduceOp::kAvg : ReduceOp::kSum, false,
-             command.to.space == Space::kSlot);
-    }
-  });
-}
-
-void Channel::run_one(const Command& c, const Reference* references, void* const* operands,
-                      Call& call) {
-  switch (c.kind) {
-    case Kind::kCopy: copy_rows(c, operands, call); break;
-    case Kind::kSignal: signal(c.peer, c.flag, call, static_cast<uint32_t>(c.piece)); break;
-    case Kind::kWait: wait(c.peer, c.flag, c.lag, call, static_cast<uint32_t>(c.piece)); break;
-    case Kind::kReduce: reduce_rows(c, references, operands, call); break;
-    case Kind::kPublish:
-      announce(call, c.mean != 0 ? resolve(c.source, operands, call) : nullptr);
-      break;
-    case Kind::kVerify: verify_all(call); break;
-    case Kind::kProduce:
-    case Kind::kConsume: throw std::logic_error("channels run no kernels");
-  }
-}
-
-void Channel::run(const Command* commands, int count, const Reference* references,
-                  void* const* operands, Call& call) {
-  Recorder& recorder = Recorder::instance();
-  Probe& probe = Probe::instance();
-  const Team team(mapping_->cores());
-  if (!recorder.on() && !probe.on()) {
-    for (const Command* c = commands; c != commands + count; ++c)
-      run_one(*c, references, operands, call);
-    return;
-  }
-  for (const Command* c = commands; c != commands + count; ++c) {
-    if (probe.on()) probe.step();
-    const int64_t start = Recorder::now();
-    run_one(*c, references, operands, call);
-    if (recorder.on()) recorder.add(*c, start, Recorder::now(), call.epoch, call.call_name.c_str());
-  }
 }
 
 }  // namespace symm_cp

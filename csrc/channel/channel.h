@@ -1,5 +1,4 @@
-// The memory of one channel of a group. Runs the channel's calls, one after the other, as native
-// steps of a schedule.
+// The memory of one channel of a group. Its calls run one after the other, as steps of a schedule.
 //
 // When a call fails on a rank, its peers fail it, too. The rank marks the call as failed and raises
 // all its flags to the call's epoch, so that no peer waits for it; a peer checks the mark before it
@@ -72,10 +71,6 @@ class Channel {
   bool begin(Call& call, bool movable);
   // Whether `begin` has to wait for the peers to enter a failed call.
   bool has_failed_call() const { return failed_epoch_ != 0; }
-  // Carries out native steps in order in the calling thread. Throws PeerError; the caller then
-  // calls `fail`.
-  void run(const Command* commands, int count, const Reference* references, void* const* operands,
-           Call& call);
   // Fails a call of this rank, begun or not: peers that wait for it throw `cause`.
   void fail(uint32_t epoch, const std::string& cause, const CallSite* other = nullptr);
   // Waits until all ranks are at this call and need larger memory for it.
@@ -83,7 +78,8 @@ class Channel {
   // Throws if the peer has failed this call.
   void throw_if_failed(int peer, const Call& call);
 
-  // The steps that exchange_run.cpp and plans consist of:
+  // The steps that exchange_run.cpp consists of. They throw PeerError; the caller then calls
+  // `fail`.
 
   // Writes this call's record; `shard` is null unless the shard is read in place.
   void announce(Call& call, const void* shard);
@@ -91,9 +87,9 @@ class Channel {
   void signal(int peer, int flag, const Call& call, uint32_t piece = 0) {
     raise(peer, flag, ticket(call.epoch, piece));
   }
-  // Returns once `peer` has raised its flag here for this piece of the call `lag` calls ago; or
-  // throws, naming the step.
-  void wait(int peer, int flag, int lag, Call& call, uint32_t piece = 0);
+  // Returns once `peer` has raised its flag here for this piece of the call; or throws, naming the
+  // step.
+  void wait(int peer, int flag, Call& call, uint32_t piece = 0);
   // Throws unless all peers are in this call, and none has failed it: data read in place or in
   // slots was intact unless its owner left the call meanwhile.
   void verify_all(const Call& call);
@@ -136,12 +132,6 @@ class Channel {
   // Throws unless the peer's record is of this call, and the peer has not failed it.
   void verify(int peer, const Call& call);
   [[noreturn]] void throw_failure(int peer, const Call& call);
-  void* resolve(const Reference& reference, void* const* operands, const Call& call);
-  void run_one(const Command& command, const Reference* references, void* const* operands,
-               Call& call);
-  void reduce_rows(const Command& command, const Reference* references, void* const* operands,
-                   const Call& call);
-  void copy_rows(const Command& command, void* const* operands, const Call& call);
 
   Group& group_;
   int index_;

@@ -166,10 +166,6 @@ class Group {
   int64_t generation(int index) const;
   void set_generation(int index, int64_t number);
   void set_entered(int index, int64_t number);
-  // The call that is under way on the channel `sync`.
-  Call* current() { return current_ ? &*current_ : nullptr; }
-  void set_current(Call call) { current_ = std::move(call); }
-  void end_current() { current_.reset(); }
   // Throws PeerError in a fork of the process that made this object.
   void check_owned(const std::string& call_name) const;
   bool owned() const { return forks_ == fork_count(); }
@@ -207,7 +203,6 @@ class Group {
   std::atomic<int64_t> in_step_[kOrdinals]{};              // of the last calls of kAsync
   int64_t last_in_step_ = 0;
   std::atomic<bool> sync_failed_{false};
-  std::optional<Call> current_;
   Clock::time_point mismatch_since_[kChannels]{};  // since when a peer seems to use other memory
   Clock::time_point apart_since_[kChannels]{};     // since when it seems to make another first call
   std::atomic<bool> closing_{false};

@@ -13,59 +13,54 @@ namespace symm_cp {
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
 
-// Where a step's bytes are: kOperand is an address given with the call (operands[index]), kSlot the
-// workspace slot of rank `index` in this call, kShard the shard that rank `index` published in this
-// call (its slot, or its symmetric tensor).
-enum class Space : int32_t { kOperand, kSlot, kShard };
+// The memory of a step: an operand of the call, a rank's slot or, in loops, this rank's input or
+// output, or a rank's input in symmetric memory.
+enum class Buffer : int32_t { kOperand, kSlot, kInput, kOutput, kSymmetric };
 
-struct Reference {
-  Space space;
+// Where a step's bytes begin. Streams know the sizes of a call, and give the number of the operand,
+// or the rank, and an offset in bytes. Loops serve calls of any size, and give the rank, and a part
+// of the buffer (-1: all of it).
+struct Place {
+  Buffer buffer;
   int32_t index;
+  int32_t chunk;
   int64_t offset;
 };
 
-// The steps of native programs. kPublish writes the record of this rank's call; kVerify is the last
-// step of a call and throws if a peer has failed it meanwhile. kProduce makes the caller write this
-// rank's data; only loops have it. kConsume is for recordings: a kernel on gathered data.
-enum class Kind : int32_t { kCopy, kSignal, kWait, kReduce, kPublish, kVerify, kProduce, kConsume };
-
-// `bytes` is per row; rows are `pitch` bytes apart.
-struct Command {
-  Kind kind;
-  int32_t peer;      // signal: to; wait: from
-  int32_t flag;      // signal, wait: index in kFlagNames
-  int32_t lag;       // wait: for the signal of that many calls ago
-  Reference to;      // copy, reduce
-  Reference source;  // copy; publish: the shard when it is in place
-  int64_t bytes;     // copy, reduce
-  int64_t rows;
-  int64_t to_pitch;
-  int64_t from_pitch;
-  int32_t dtype;         // reduce: DType
-  int32_t mean;          // reduce: 1 to average; publish: 1 when the shard is in place
-  int32_t first_source;  // reduce: its sources are references[first_source ...]
-  int32_t sources;
-  int32_t piece;  // signal, wait: of the call, from 0
+// The steps of programs: of loops on CPU (exchange/exchange.h) and of streams (cuda/streams.h),
+// which refuse each other's. Loops: kPublish writes the record of this rank's call; kProduce makes
+// the caller write this rank's data for `peer`, and kConsume read that of `peer`, or work. Streams:
+// kRecord records an event on the lane, kWaitEvent makes the lane wait for one; kArrived writes the
+// epoch to this rank's own flag `flag` for writer `peer`, which a kernel polls.
+enum class Kind : int32_t {
+  kCopy,
+  kSignal,
+  kWait,
+  kReduce,
+  kPublish,
+  kProduce,
+  kConsume,
+  kRecord,
+  kWaitEvent,
+  kArrived
 };
 
-// The steps of programs for streams. kRecord records an event on the lane, kWaitEvent makes the
-// lane wait for one; kArrived writes the epoch to this rank's own flag `flag` for writer `peer`,
-// which a kernel polls.
-enum class StreamKind : int32_t { kCopy, kSignal, kWait, kRecord, kWaitEvent, kArrived };
-
 // Only the fields of its kind are read.
-struct StreamCommand {
-  StreamKind kind;
-  int32_t lane;
-  int32_t peer;      // signal: to; wait: from
-  int32_t flag;      // signal, wait, arrived: index in kFlagNames
-  int32_t lag;       // wait: for the signal of that many calls ago
-  int32_t event;     // record, wait for an event
-  int32_t alone;     // copy: depends on the copy before it and must not share its batch
-  int32_t remote;    // copy: reads or writes the memory of a peer
-  Reference to;      // copy; never kShard: the caller has the peers' addresses
-  Reference source;  // copy
-  int64_t bytes;     // per row
+struct Command {
+  Kind kind;
+  int32_t lane;     // streams
+  int32_t peer;     // signal, produce: to; wait, consume: from
+  int32_t flag;     // signal, wait, arrived: index in kFlagNames
+  int32_t lag;      // wait: for the signal of that many calls ago
+  int32_t event;    // record, wait for an event
+  int32_t alone;    // copy: depends on the copy before it and must not share its batch
+  int32_t remote;   // copy: reads or writes the memory of a peer
+  Place to;         // copy, reduce, produce
+  Place source;     // copy
+  int32_t sources;  // reduce: how many, and the first of them in the program's sources
+  int32_t first_source;
+  // Copies on streams: bytes of a row, and how far apart the rows begin.
+  int64_t bytes;
   int64_t rows;
   int64_t to_pitch;
   int64_t from_pitch;
@@ -117,28 +112,6 @@ enum class ExchangeKind : int32_t {
 // The loops of a kind of exchange, by where the input lies; not every kind has both.
 enum class LoopKind : int32_t { kPlain, kInPlace };
 inline constexpr int kLoopKinds = 2;
-
-// The buffers of a loop: this rank's input and output, a rank's slot, and a rank's input in
-// symmetric memory.
-enum class Buffer : int32_t { kInput, kOutput, kPeerSlot, kSymmetric };
-
-// Part `chunk` of a buffer, or all of it (-1).
-struct Area {
-  Buffer buffer;
-  int32_t rank;
-  int32_t chunk;
-};
-
-// A step of the loop over the pieces of an exchange. Only the fields of its kind are read.
-struct LoopStep {
-  Kind kind;
-  int32_t peer;          // signal: to; wait: from
-  int32_t flag;          // signal, wait: index in kFlagNames
-  Area to;               // copy, reduce, produce
-  Area source;           // copy
-  int32_t first_source;  // reduce: its sources are sources[first_source ...]
-  int32_t source_count;
-};
 
 // Elements of a tensor that travel in one piece of an exchange with strides: `planes` times `rows`
 // runs of `row` bytes. They lie in the slot without gaps.

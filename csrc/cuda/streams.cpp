@@ -1,6 +1,7 @@
 #include "cuda/streams.h"
 
 #include <algorithm>
+#include <stdexcept>
 #include <string_view>
 
 namespace symm_cp {
@@ -89,15 +90,14 @@ driver::Address Streams::sent(int word) const {
   return reinterpret_cast<driver::Address>(bases_[rank_] + layout_.flags + offset);
 }
 
-driver::Address Streams::resolve(const Reference& reference, void* const* operands,
-                                 uint32_t epoch) const {
+driver::Address Streams::resolve(const Place& place, void* const* operands, uint32_t epoch) const {
   char* base = nullptr;
-  if (reference.space == Space::kOperand) {
-    base = static_cast<char*>(operands[reference.index]);
+  if (place.buffer == Buffer::kOperand) {
+    base = static_cast<char*>(operands[place.index]);
   } else {
-    base = bases_[reference.index] + layout_.slot_offset(epoch);
+    base = bases_[place.index] + layout_.slot_offset(epoch);
   }
-  return reinterpret_cast<driver::Address>(base + reference.offset);
+  return reinterpret_cast<driver::Address>(base + place.offset);
 }
 
 void Streams::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name) {
@@ -127,7 +127,7 @@ void Streams::gather(Gathered kind, driver::Stream lane) {
   gathered_ = kind;
 }
 
-void Streams::add_signal(const StreamCommand& command, driver::Stream lane, uint32_t epoch) {
+void Streams::add_signal(const Command& command, driver::Stream lane, uint32_t epoch) {
   int word = kConstantOne;
   if (!reset_flags_) {
     word = command.lane;
@@ -144,11 +144,11 @@ void Streams::add_signal(const StreamCommand& command, driver::Stream lane, uint
   sizes_.push_back(sizeof(Word));
 }
 
-void Streams::add_mem_op(const StreamCommand& command, driver::Stream lane, uint32_t epoch,
+void Streams::add_mem_op(const Command& command, driver::Stream lane, uint32_t epoch,
                          const char* call_name) {
   gather(Gathered::kMemOps, lane);
   driver::Address mine = flag(rank_, command.peer, command.flag);
-  if (command.kind == StreamKind::kArrived) {
+  if (command.kind == Kind::kArrived) {
     mem_ops_.push_back({driver::kWriteValue32, mine, epoch, 0, 0, 0});
     return;
   }
@@ -162,7 +162,7 @@ void Streams::add_mem_op(const StreamCommand& command, driver::Stream lane, uint
   mem_ops_.push_back({driver::kWriteValue32, mine, 0, 0, 0, 0});
 }
 
-void Streams::add_copy(const StreamCommand& command, void* const* operands, driver::Stream lane,
+void Streams::add_copy(const Command& command, void* const* operands, driver::Stream lane,
                        uint32_t epoch) {
   driver::Address to = resolve(command.to, operands, epoch);
   driver::Address from = resolve(command.source, operands, epoch);
@@ -235,7 +235,7 @@ void Streams::flush_copies(driver::Stream lane) {
   api_.expect(result, "cuMemcpyBatchAsync");
 }
 
-void Streams::run(const StreamCommand* commands, int count, void* const* operands,
+void Streams::run(const Command* commands, int count, void* const* operands,
                   driver::Stream const* lanes, uint32_t epoch, bool capturing,
                   const char* call_name) {
   InContext scope(api_, context_);
@@ -244,24 +244,25 @@ void Streams::run(const StreamCommand* commands, int count, void* const* operand
   last_lanes_.assign(lanes, lanes + kLanes);
   int32_t lane = count > 0 ? commands[0].lane : 0;
   for (int i = 0; i < count; ++i) {
-    const StreamCommand& command = commands[i];
+    const Command& command = commands[i];
     if (command.lane != lane) flush(lanes[lane]);
     lane = command.lane;
     driver::Stream stream = lanes[lane];
     switch (command.kind) {
-      case StreamKind::kCopy: add_copy(command, operands, stream, epoch); break;
-      case StreamKind::kSignal: add_signal(command, stream, epoch); break;
-      case StreamKind::kWait:
-      case StreamKind::kArrived: add_mem_op(command, stream, epoch, call_name); break;
-      case StreamKind::kRecord:
+      case Kind::kCopy: add_copy(command, operands, stream, epoch); break;
+      case Kind::kSignal: add_signal(command, stream, epoch); break;
+      case Kind::kWait:
+      case Kind::kArrived: add_mem_op(command, stream, epoch, call_name); break;
+      case Kind::kRecord:
         flush(stream);
         api_.expect(api_.event_record(events_.at(command.event), stream), "cuEventRecord");
         break;
-      case StreamKind::kWaitEvent:
+      case Kind::kWaitEvent:
         flush(stream);
         api_.expect(api_.stream_wait_event(stream, events_.at(command.event), 0),
                     "cuStreamWaitEvent");
         break;
+      default: throw std::logic_error("streams reduce nothing, and have no records");
     }
   }
   flush(lanes[lane]);

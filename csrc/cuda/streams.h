@@ -41,8 +41,8 @@ class Streams {
   // Puts the commands of call `call_name` on the streams `lanes`, in order. Does not wait for the
   // device. While the streams are `capturing`, copies are issued one by one: batches cannot be
   // captured. Throws driver::Error.
-  void run(const StreamCommand* commands, int count, void* const* operands,
-           driver::Stream const* lanes, uint32_t epoch, bool capturing, const char* call_name);
+  void run(const Command* commands, int count, void* const* operands, driver::Stream const* lanes,
+           uint32_t epoch, bool capturing, const char* call_name);
   // Announces a stream's wait that `run` does not issue.
   void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
   // Reports to the peers that this rank completes no further call; its streams end as watch.h says.
@@ -69,13 +69,12 @@ class Streams {
 
   driver::Address flag(int owner, int writer, int flag) const;
   driver::Address sent(int word) const;
-  driver::Address resolve(const Reference& reference, void* const* operands, uint32_t epoch) const;
+  driver::Address resolve(const Place& place, void* const* operands, uint32_t epoch) const;
   void gather(Gathered kind, driver::Stream lane);
-  void add_signal(const StreamCommand& command, driver::Stream lane, uint32_t epoch);
-  void add_mem_op(const StreamCommand& command, driver::Stream lane, uint32_t epoch,
+  void add_signal(const Command& command, driver::Stream lane, uint32_t epoch);
+  void add_mem_op(const Command& command, driver::Stream lane, uint32_t epoch,
                   const char* call_name);
-  void add_copy(const StreamCommand& command, void* const* operands, driver::Stream lane,
-                uint32_t epoch);
+  void add_copy(const Command& command, void* const* operands, driver::Stream lane, uint32_t epoch);
   void flush(driver::Stream lane);
   void flush_copies(driver::Stream lane);
   void forget();

@@ -13,8 +13,8 @@ namespace symm_cp {
 
 namespace {
 
-bool reads_input(const Area& area) {
-  return area.buffer == Buffer::kInput || area.buffer == Buffer::kSymmetric;
+bool reads_input(const Place& place) {
+  return place.buffer == Buffer::kInput || place.buffer == Buffer::kSymmetric;
 }
 
 bool starts_at_once(Group& group, int64_t slot_bytes) {
@@ -31,19 +31,39 @@ Lane::Program program_of(int64_t number, ExchangeRun exchange) {
 
 }  // namespace
 
+Loop::Loop(std::vector<Command> own_steps, std::vector<Place> own_sources)
+    : steps(std::move(own_steps)), sources(std::move(own_sources)) {
+  const auto first_wait = std::find_if(
+      steps.begin(), steps.end(), [](const Command& step) { return step.kind == Kind::kWait; });
+  for (auto step = steps.begin(); step != first_wait; ++step)
+    if (step->kind == Kind::kSignal) published = static_cast<size_t>(step - steps.begin()) + 1;
+  // A single rank has no peers: all of its data leaves the input at once.
+  if (first_wait == steps.end()) published = steps.size();
+  const auto note = [this](const Place& place) {
+    if (place.buffer != Buffer::kSlot) return;
+    slotted = true;
+    parted |= place.chunk >= 0;
+  };
+  for (const Command& step : steps) {
+    note(step.to);
+    note(step.source);
+  }
+  std::for_each(sources.begin(), sources.end(), note);
+}
+
 bool Loop::reads_input_later() const {
   return std::any_of(steps.begin() + static_cast<ptrdiff_t>(published), steps.end(),
-                     [this](const LoopStep& step) {
+                     [this](const Command& step) {
                        if (step.kind == Kind::kCopy) return reads_input(step.source);
                        if (step.kind != Kind::kReduce) return false;
-                       const Area* first = sources.data() + step.first_source;
-                       return std::any_of(first, first + step.source_count, reads_input);
+                       const Place* first = sources.data() + step.first_source;
+                       return std::any_of(first, first + step.sources, reads_input);
                      });
 }
 
 bool Loop::helps_later() const {
   return std::any_of(steps.begin() + static_cast<ptrdiff_t>(published), steps.end(),
-                     [](const LoopStep& step) { return step.kind == Kind::kSignal; });
+                     [](const Command& step) { return step.kind == Kind::kSignal; });
 }
 
 Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes, bool joining) {

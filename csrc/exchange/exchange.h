@@ -36,12 +36,14 @@ struct Extent {
 
 // The steps of one piece.
 struct Loop {
-  std::vector<LoopStep> steps;
-  std::vector<Area> sources;  // of reductions
-  size_t published = 0;       // the number of steps that hand this rank's data to the peers
-  bool parted = false;        // the slot holds a part for each rank
-  bool slotted = false;       // data goes through the slot
+  std::vector<Command> steps;
+  std::vector<Place> sources;  // of reductions
+  // These follow from the steps:
+  size_t published = 0;  // the number of steps that hand this rank's data to the peers
+  bool parted = false;   // the slot holds a part for each rank
+  bool slotted = false;  // data goes through the slot
 
+  Loop(std::vector<Command> steps, std::vector<Place> sources);
   // Whether the input is read after this rank's data has been handed over.
   bool reads_input_later() const;
   // Whether peers need later steps of this rank, too: a rank that has begun must then go on.

@@ -106,26 +106,26 @@ void ExchangeRun::measure() {
                                 std::to_string(kMaxPieces * room_) + " in one call");
 }
 
-char* ExchangeRun::address(Channel& channel, const Call& call, const Area& area, int64_t piece,
+char* ExchangeRun::address(Channel& channel, const Call& call, const Place& place, int64_t piece,
                            int64_t* left) {
-  const size_t chunk = area.chunk < 0 ? 0 : static_cast<size_t>(area.chunk);
-  switch (area.buffer) {
-    case Buffer::kPeerSlot: {
+  const size_t chunk = place.chunk < 0 ? 0 : static_cast<size_t>(place.chunk);
+  switch (place.buffer) {
+    case Buffer::kSlot: {
       const int64_t half = piece % 2 * exchange_->piece_bytes;
-      const int64_t part = area.chunk < 0 ? 0 : area.chunk * room_;
-      return static_cast<char*>(channel.slot(area.rank, call.epoch)) + half + part;
+      const int64_t part = place.chunk < 0 ? 0 : place.chunk * room_;
+      return static_cast<char*>(channel.slot(place.index, call.epoch)) + half + part;
     }
     case Buffer::kSymmetric: {
       // All ranks' tensors have the same layout.
       const auto& own = exchange_->input;
       const char* first = static_cast<const char*>(own.front().data);
       const int64_t offset = static_cast<const char*>(own[chunk].data) - first;
-      char* theirs = area.rank == rank_ ? static_cast<char*>(own.front().data)
-                                        : static_cast<char*>(channel.shard_of(area.rank, call));
+      char* theirs = place.index == rank_ ? static_cast<char*>(own.front().data)
+                                          : static_cast<char*>(channel.shard_of(place.index, call));
       return theirs + offset + piece * room_;
     }
     default: {
-      const auto& extents = area.buffer == Buffer::kInput ? exchange_->input : exchange_->output;
+      const auto& extents = place.buffer == Buffer::kInput ? exchange_->input : exchange_->output;
       const Extent& extent = extents[chunk];
       const int64_t offset = piece * room_;
       *left = std::min(room_, std::max<int64_t>(0, extent.bytes - offset));
@@ -135,15 +135,15 @@ char* ExchangeRun::address(Channel& channel, const Call& call, const Area& area,
 }
 
 std::vector<PlaneCopy> ExchangeRun::copies_of(Channel& channel, const Call& call,
-                                              const LoopStep& step, int64_t piece,
+                                              const Command& step, int64_t piece,
                                               bool past_caches) {
   const Boxes& boxes = *exchange_->boxes;
   const Boxes::Operands& operands = exchange_->operands;
   int64_t unused = 0;
-  if (step.source.buffer == Buffer::kPeerSlot)
+  if (step.source.buffer == Buffer::kSlot)
     return boxes.takes(step.to.chunk, piece, operands,
                        address(channel, call, step.source, piece, &unused), past_caches);
-  if (step.to.buffer == Buffer::kPeerSlot)
+  if (step.to.buffer == Buffer::kSlot)
     return boxes.gives(step.to.chunk, piece, operands,
                        address(channel, call, step.to, piece, &unused), past_caches);
   return boxes.keeps(rank_, piece, operands, past_caches);
@@ -173,9 +173,8 @@ int64_t ExchangeRun::copy_pass(Channel& channel, const Call& call, size_t first,
                                int64_t piece) {
   int64_t to_slots = 0;
   for (size_t at = first; at < last; ++at) {
-    const Area& to = loop_->steps[at].to;
-    if (to.buffer == Buffer::kPeerSlot)
-      to_slots += std::min(room_, exchange_->input[to.chunk].bytes);
+    const Place& to = loop_->steps[at].to;
+    if (to.buffer == Buffer::kSlot) to_slots += std::min(room_, exchange_->input[to.chunk].bytes);
   }
   const auto copy = [&](bool past_caches) {
     return copy_boxes(channel, call, first, last, piece, past_caches);
@@ -201,22 +200,21 @@ int64_t ExchangeRun::stored_result(const Store& store) {
 }
 
 template <class Store>
-int64_t ExchangeRun::stored(Channel& channel, const Area& to, int64_t bytes, const Store& store) {
-  return to.buffer == Buffer::kPeerSlot ? stored_in_slot(channel, bytes, store)
-                                        : stored_result(store);
+int64_t ExchangeRun::stored(Channel& channel, const Place& to, int64_t bytes, const Store& store) {
+  return to.buffer == Buffer::kSlot ? stored_in_slot(channel, bytes, store) : stored_result(store);
 }
 
-int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece) {
+int64_t ExchangeRun::copy(Channel& channel, const Call& call, const Command& step, int64_t piece) {
   int64_t bytes = room_;
   char* to = address(channel, call, step.to, piece, &bytes);
   int64_t given = bytes;
   const char* from = address(channel, call, step.source, piece, &given);
   // A copy between slots copies a part of the output.
-  if (step.to.buffer == Buffer::kPeerSlot && step.source.buffer == Buffer::kPeerSlot)
-    address(channel, call, {Buffer::kOutput, rank_, step.to.chunk}, piece, &given);
+  if (step.to.buffer == Buffer::kSlot && step.source.buffer == Buffer::kSlot)
+    address(channel, call, {Buffer::kOutput, rank_, step.to.chunk, 0}, piece, &given);
   bytes = std::min(bytes, given);
   if (bytes <= 0 || to == from) return bytes;
-  const bool to_slot = step.to.buffer == Buffer::kPeerSlot;
+  const bool to_slot = step.to.buffer == Buffer::kSlot;
   const auto copy = [&](bool past_caches) {
     divide_bytes(to, bytes, 1, [&](int64_t begin, int64_t end) {
       const int64_t offset = piece * room_ + begin;
@@ -235,30 +233,29 @@ int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& st
   return stored(channel, step.to, bytes, copy);
 }
 
-const Extent* ExchangeRun::extent_of(const Area& area) const {
-  const size_t chunk = area.chunk < 0 ? 0 : static_cast<size_t>(area.chunk);
-  switch (area.buffer) {
+const Extent* ExchangeRun::extent_of(const Place& place) const {
+  const size_t chunk = place.chunk < 0 ? 0 : static_cast<size_t>(place.chunk);
+  switch (place.buffer) {
     case Buffer::kInput: return &exchange_->input[chunk];
     case Buffer::kOutput: return &exchange_->output[chunk];
     default: return nullptr;
   }
 }
 
-int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopStep& step,
+int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const Command& step,
                                 int64_t piece) {
   int64_t bytes = 0, unused = 0;
   // A sum that goes to the slot is a part of the output, too.
-  address(channel, call, {Buffer::kOutput, rank_, step.to.chunk}, piece, &bytes);
+  address(channel, call, {Buffer::kOutput, rank_, step.to.chunk, 0}, piece, &bytes);
   char* to = address(channel, call, step.to, piece, &unused);
   if (bytes == 0) return 0;
   sources_.clear();
-  for (int i = 0; i < step.source_count; ++i)
+  for (int i = 0; i < step.sources; ++i)
     sources_.push_back(
         address(channel, call, loop_->sources[step.first_source + i], piece, &unused));
   const auto sum = [&](bool past_caches) {
-    reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_->dtype),
-           exchange_->dtype, exchange_->reduce_op, past_caches,
-           step.to.buffer == Buffer::kPeerSlot);
+    reduce(to, sources_.data(), step.sources, bytes / element_bytes(exchange_->dtype),
+           exchange_->dtype, exchange_->reduce_op, past_caches, step.to.buffer == Buffer::kSlot);
     return bytes;
   };
   return stored(channel, step.to, bytes, sum);
@@ -312,7 +309,7 @@ void ExchangeRun::compare_sizes(Channel& channel, int peer, const Call& call) {
                   ", which takes " + std::to_string(wanted));
 }
 
-int64_t ExchangeRun::step(Channel& channel, Call& call, const LoopStep& step, int64_t piece) {
+int64_t ExchangeRun::step(Channel& channel, Call& call, const Command& step, int64_t piece) {
   switch (step.kind) {
     case Kind::kPublish:
       if (piece == 0) announce(channel, call);
@@ -321,7 +318,7 @@ int64_t ExchangeRun::step(Channel& channel, Call& call, const LoopStep& step, in
       channel.signal(step.peer, step.flag, call, static_cast<uint32_t>(piece));
       return 0;
     case Kind::kWait:
-      channel.wait(step.peer, step.flag, 0, call, static_cast<uint32_t>(piece));
+      channel.wait(step.peer, step.flag, call, static_cast<uint32_t>(piece));
       if (piece == 0 && (step.flag == kReadyFlag || step.flag == kPartialFlag)) {
         compare_sizes(channel, step.peer, call);
         pieces_ = std::max<int64_t>(pieces_, channel.pieces_of(step.peer, call));
@@ -331,9 +328,8 @@ int64_t ExchangeRun::step(Channel& channel, Call& call, const LoopStep& step, in
     case Kind::kReduce: return reduce_all(channel, call, step, piece);
     case Kind::kProduce: return produce(channel, call, step.peer);
     case Kind::kConsume: return consume(channel, call, step.peer);
-    case Kind::kVerify: return 0;
+    default: throw std::logic_error("exchanges have no events");
   }
-  return 0;
 }
 
 void ExchangeRun::steps(Channel& channel, Call& call, int64_t piece, size_t first, size_t last) {
@@ -343,7 +339,7 @@ void ExchangeRun::steps(Channel& channel, Call& call, int64_t piece, size_t firs
   const Team team(channel.mapping().cores());
   for (size_t at = first, end = 0; at < last; at = end) {
     end = end_of_pass(at, last);
-    const LoopStep& each = loop_->steps[end - 1];
+    const Command& each = loop_->steps[end - 1];
     const auto carry_out = [&] {
       return exchange_->boxes != nullptr && each.kind == Kind::kCopy
                  ? copy_pass(channel, call, at, end, piece)
@@ -357,22 +353,9 @@ void ExchangeRun::steps(Channel& channel, Call& call, int64_t piece, size_t firs
     const int64_t start = Recorder::now();
     const int64_t bytes = carry_out();
     if (!recorder.on()) continue;
-    Command shown{};
-    shown.kind = each.kind;
-    shown.peer = each.peer;
-    shown.flag = each.flag;
+    Command shown = each;
     shown.bytes = bytes;
-    shown.to = reference_of(each.to);
-    shown.source = reference_of(each.source);
     recorder.add(shown, start, Recorder::now(), call.epoch, call.call_name.c_str());
-  }
-}
-
-Reference ExchangeRun::reference_of(const Area& area) {
-  switch (area.buffer) {
-    case Buffer::kPeerSlot: return {Space::kSlot, area.rank, 0};
-    case Buffer::kSymmetric: return {Space::kShard, area.rank, 0};
-    default: return {Space::kOperand, area.buffer == Buffer::kOutput ? 1 : 0, 0};
   }
 }
 

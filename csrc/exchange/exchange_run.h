@@ -61,31 +61,31 @@ class ExchangeRun {
   void compare_sizes(Channel& channel, int peer, const Call& call);
   void steps(Channel& channel, Call& call, int64_t piece, size_t first, size_t last);
   // Returns the bytes that were moved.
-  int64_t step(Channel& channel, Call& call, const LoopStep& step, int64_t piece);
-  int64_t copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  int64_t step(Channel& channel, Call& call, const Command& step, int64_t piece);
+  int64_t copy(Channel& channel, const Call& call, const Command& step, int64_t piece);
   // Consecutive copies of boxes form one pass: the steps from `first` to before `last`.
   size_t end_of_pass(size_t at, size_t last) const;
   int64_t copy_pass(Channel& channel, const Call& call, size_t first, size_t last, int64_t piece);
   int64_t copy_boxes(Channel& channel, const Call& call, size_t first, size_t last, int64_t piece,
                      bool past_caches);
-  std::vector<PlaneCopy> copies_of(Channel& channel, const Call& call, const LoopStep& step,
+  std::vector<PlaneCopy> copies_of(Channel& channel, const Call& call, const Command& step,
                                    int64_t piece, bool past_caches);
-  // Calls `store(past_caches)`, which writes about that many bytes to an area and returns how many.
+  // Calls `store(past_caches)`, which writes about that many bytes to a place and returns how many.
   template <class Store>
-  int64_t stored(Channel& channel, const Area& to, int64_t bytes, const Store& store);
+  int64_t stored(Channel& channel, const Place& to, int64_t bytes, const Store& store);
   // The same for the result: all its stores use the same method, and are timed together.
   template <class Store>
   int64_t stored_result(const Store& store);
-  int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  int64_t reduce_all(Channel& channel, const Call& call, const Command& step, int64_t piece);
   // Makes the handler give data to a peer.
   int64_t produce(Channel& channel, const Call& call, int peer);
   // Makes the handler work, or take a peer's data.
   int64_t consume(Channel& channel, const Call& call, int peer);
-  // Where a piece of an area begins; sets `left` to its bytes, if this rank gives or takes them.
-  char* address(Channel& channel, const Call& call, const Area& area, int64_t piece, int64_t* left);
+  // Where a piece of a place begins; sets `left` to its bytes, if this rank gives or takes them.
+  char* address(Channel& channel, const Call& call, const Place& place, int64_t piece,
+                int64_t* left);
   // This rank's input or output there; null for other memory.
-  const Extent* extent_of(const Area& area) const;
-  static Reference reference_of(const Area& area);
+  const Extent* extent_of(const Place& place) const;
 
   HeldExchange exchange_;
   const Loop* loop_;

@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/team.h"
 
 #ifndef MFD_HUGE_SHIFT
 #define MFD_HUGE_SHIFT 26
@@ -27,7 +26,6 @@ namespace symm_cp {
 namespace {
 constexpr unsigned kHugePageLog = 21;
 constexpr size_t kHugePage = size_t{1} << kHugePageLog;
-constexpr size_t kPrefault = size_t{1} << 20;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 // The memory that can be taken without invoking the OOM killer: the lesser of the numbers of the
@@ -145,23 +143,6 @@ Segment Segment::map(Descriptor fd, size_t size) {
   segment.attach(false);
   segment.fd_.reset();  // the mapping keeps the memory
   return segment;
-}
-
-void prefault(void* address, size_t size) {
-  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  const auto begin = (reinterpret_cast<uintptr_t>(address) + page - 1) / page * page;
-  const auto end = (reinterpret_cast<uintptr_t>(address) + size) / page * page;
-  if (size < kPrefault || end <= begin) return;
-  // Checks one page in the middle: an allocator hands out large blocks that are fresh throughout.
-  unsigned char resident = 1;
-  const auto middle = (begin + (end - begin) / 2) / page * page;
-  if (mincore(reinterpret_cast<void*>(middle), page, &resident) != 0 || (resident & 1) != 0) return;
-  const auto populate = [&](int64_t from, int64_t to) {
-    const auto part = reinterpret_cast<void*>(begin + static_cast<uintptr_t>(from));
-    // If this fails, the pages fault in later.
-    madvise(part, static_cast<size_t>(to - from), MADV_POPULATE_WRITE);
-  };
-  divide_bytes(reinterpret_cast<void*>(begin), static_cast<int64_t>(end - begin), 1, populate);
 }
 
 void Segment::attach(bool populate) {

@@ -63,8 +63,4 @@ class Segment {
 
 size_t round_to_pages(size_t size);
 
-// Takes the pages of a large fresh result in one system call, at half the cost of the page faults
-// in the copy or matmul that fills it. Does nothing if the pages exist already.
-void prefault(void* address, size_t size);
-
 }  // namespace symm_cp

@@ -106,16 +106,13 @@ void check_sizes(const char* op, const std::vector<int64_t>& sizes, int ranks) {
     TORCH_CHECK_VALUE(size >= 0, op, ": sizes=[", joined(sizes, ", "), "] must not be negative");
 }
 
-// Null for a group that cannot meet, as torch's backend "fake", in torch's test mode: the unfused
-// definitions need no meeting.
 std::shared_ptr<Group> look_up(const char* op, const std::string& name) {
   try {
     return group_named(name);
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
   } catch (const std::runtime_error& error) {
-    TORCH_CHECK(in_test_mode(), op, ": ", error.what());
-    return nullptr;
+    TORCH_CHECK(false, op, ": ", error.what());
   }
 }
 
@@ -414,7 +411,6 @@ bool guarded(const char* op, const Arguments& arguments, size_t group_name, int 
              c10::function_ref<void(const std::shared_ptr<Group>&)> body) {
   if (!serves_cpu()) return false;
   const std::shared_ptr<Group> group = look_up(op, arguments.text(group_name));
-  if (group == nullptr) return false;
   const auto together = group->on_one_host();
   if (together == false) return false;
   try {

@@ -132,8 +132,7 @@ SYMM_CP_EXPORT PyObject* symm_cp_plan_launch(void* handle, void* streams, PyObje
   END_HANDLE_TH_ERRORS
 }
 
-SYMM_CP_EXPORT void symm_cp_plan_commands(void* handle, const symm_cp::StreamCommand* first,
-                                          int count) {
+SYMM_CP_EXPORT void symm_cp_plan_commands(void* handle, const symm_cp::Command* first, int count) {
   recording_of(handle).commands(first, count);
 }
 

@@ -122,7 +122,7 @@ struct LaunchStep {
   std::function<void(const std::vector<at::Tensor>&, const std::string& error)> fail;
 };
 struct CommandStep {
-  std::vector<StreamCommand> commands;
+  std::vector<Command> commands;
 };
 struct EndStep {
   std::vector<int> last;
@@ -149,7 +149,7 @@ class Recording {
   virtual ~Recording() = default;
   virtual void launch(LaunchStep step, uint32_t epoch,
                       const std::vector<const void*>& operands) = 0;
-  virtual void commands(const StreamCommand* first, int count) = 0;
+  virtual void commands(const Command* first, int count) = 0;
   // Begins a kernel on a lane; returns its number, for the ops in it.
   virtual int kernel(int lane) = 0;
   virtual void end_launch() = 0;

@@ -135,7 +135,7 @@ std::shared_ptr<Group> group_of(const c10::OperatorHandle& op, const Key& key, b
     return nullptr;
   } catch (const std::runtime_error& error) {
     // Perhaps a signal's handler raised while Python made the group: that must not be lost.
-    TORCH_CHECK(!on_cpu || in_test_mode(), kernels::name_of(op), ": ", error.what());
+    TORCH_CHECK(!on_cpu, kernels::name_of(op), ": ", error.what());
     return nullptr;
   }
 }

@@ -36,7 +36,7 @@ class PlanRecording final : public Recording {
     plan_.steps.emplace_back(std::move(step));
   }
 
-  void commands(const StreamCommand* first, int count) override {
+  void commands(const Command* first, int count) override {
     plan_.steps.emplace_back(CommandStep{{first, first + count}});
   }
 

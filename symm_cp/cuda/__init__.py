@@ -9,7 +9,6 @@ from __future__ import annotations
 from symm_cp.cuda import gpu as _gpu  # noqa: F401 - registers itself
 from symm_cp.cuda import streams as _streams  # noqa: F401 - registers itself
 from symm_cp.cuda.base import (
-    LANES,
     Device,
     DeviceWorkspace,
     Pending,
@@ -29,7 +28,6 @@ from symm_cp.cuda.registry import (
     spans_hosts,
 )
 from symm_cp.cuda.workspaces import (
-    give_up,
     give_up_on,
     hold,
     reserve,
@@ -39,7 +37,6 @@ from symm_cp.cuda.workspaces import (
 )
 
 __all__ = [
-    "LANES",
     "Device",
     "DeviceWorkspace",
     "InPlace",
@@ -50,7 +47,6 @@ __all__ = [
     "device_of",
     "events_needed",
     "found_in_place",
-    "give_up",
     "give_up_on",
     "has_streams",
     "hold",

@@ -15,7 +15,7 @@ from symm_cp.cuda.stream_call import StreamCall, add_rows
 from symm_cp.cuda.stream_launches import background_launch
 from symm_cp.cuda.workspaces import workspace
 from symm_cp.group.memory import Group
-from symm_cp.runtime.program import Kernel
+from symm_cp.runtime.lowering import Kernel
 from symm_cp.schedule import patterns
 from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.shards import Extent, Split

@@ -48,10 +48,6 @@ TRIAL = "self-test"
 
 _POLL = 1e-4  # seconds between polls of a stream; more delays the first call, less costs CPU
 
-#: Lanes of schedules: the caller's stream, a stream that drives the copy engines, and a stream that
-#: signals concurrently with the caller's.
-LANES = ("compute", "copy", "signal")
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -103,7 +99,7 @@ class Device(ABC):
 
     @abstractmethod
     def streams(self, channel: str) -> tuple[int, int, int]:
-        """The driver's handles of the streams of `LANES`: the caller's current one first.
+        """The driver's handles of the streams of `lowering.LANES`: the caller's current one first.
 
         Each `user_of_streams` has its own other streams, so background transfers delay nothing.
         """
@@ -349,7 +345,7 @@ class DeviceWorkspace(Calls, ABC):
 
     def issue(
         self,
-        commands: ctypes.Array[wire.StreamCommand],
+        commands: ctypes.Array[wire.Command],
         operands: ctypes.Array[ctypes.c_void_p],
         lanes: ctypes.Array[ctypes.c_void_p],
         epoch: int,

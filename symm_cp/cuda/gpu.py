@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from symm_cp.cuda import registry, selftest
-from symm_cp.cuda.base import LANES, Device, DeviceWorkspace, Pending, Verdict
+from symm_cp.cuda.base import Device, DeviceWorkspace, Pending, Verdict
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group.memory import Group
+from symm_cp.runtime.lowering import LANES
 from symm_cp.runtime.recorder import Mark
 
 # The polling kernels use tensor cores for bfloat16 and asynchronous copies to shared memory.

@@ -250,7 +250,7 @@ class NvshmemWorkspace(DeviceWorkspace):
 
     def issue(
         self,
-        commands: ctypes.Array[wire.StreamCommand],
+        commands: ctypes.Array[wire.Command],
         operands: ctypes.Array[ctypes.c_void_p],
         lanes: ctypes.Array[ctypes.c_void_p],
         epoch: int,
@@ -264,7 +264,7 @@ class NvshmemWorkspace(DeviceWorkspace):
 
         def issue_here(first: int, end: int) -> None:
             if first < end:
-                part = (wire.StreamCommand * (end - first))(*commands[first:end])
+                part = (wire.Command * (end - first))(*commands[first:end])
                 super(NvshmemWorkspace, self).issue(part, operands, lanes, epoch, False, call_name)
 
         first = 0
@@ -276,21 +276,21 @@ class NvshmemWorkspace(DeviceWorkspace):
             first = index + 1
         issue_here(first, len(commands))
 
-    def _is_remote(self, command: wire.StreamCommand) -> bool:
-        if command.kind in (wire.StreamKind.SIGNAL, wire.StreamKind.WAIT):
+    def _is_remote(self, command: wire.Command) -> bool:
+        if command.kind in (wire.Kind.SIGNAL, wire.Kind.WAIT):
             return True
-        return bool(command.kind == wire.StreamKind.COPY and command.remote)
+        return bool(command.kind == wire.Kind.COPY and command.remote)
 
     def _issue_remote(
         self,
-        command: wire.StreamCommand,
+        command: wire.Command,
         operands: ctypes.Array[ctypes.c_void_p],
         stream: int,
         epoch: int,
         call_name: bytes,
     ) -> None:
         bindings, peer = self.heap.bindings, command.peer
-        if command.kind == wire.StreamKind.SIGNAL:
+        if command.kind == wire.Kind.SIGNAL:
             place = wire.flag_offset(command.flag, self.rank, self.world_size)
             bindings.signal_op_on_stream(
                 self.remote[peer] + place,
@@ -299,7 +299,7 @@ class NvshmemWorkspace(DeviceWorkspace):
                 self.pes[peer],
                 stream,
             )
-        elif command.kind == wire.StreamKind.WAIT:
+        elif command.kind == wire.Kind.WAIT:
             place = wire.flag_offset(command.flag, peer, self.world_size)
             mine = self.remote[self.rank] + place
             at_least = self.heap.core.ComparisonType.CMP_GE

@@ -24,7 +24,7 @@ from symm_cp import env, native
 from symm_cp.cuda.base import Device, DeviceWorkspace
 from symm_cp.cuda.workspaces import give_up_on, hold
 from symm_cp.native import wire
-from symm_cp.runtime.program import Kernel
+from symm_cp.runtime.lowering import Kernel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -128,7 +128,7 @@ class Recording(TorchDispatchMode):
             *(joined, workspace, functools.partial(_failed, workspace)),
         )
 
-    def commands(self, commands: ctypes.Array[wire.StreamCommand]) -> None:
+    def commands(self, commands: ctypes.Array[wire.Command]) -> None:
         """Records commands that were issued."""
         self._glue.symm_cp_plan_commands(self._handle, commands, len(commands))
 

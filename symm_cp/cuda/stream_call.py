@@ -17,7 +17,7 @@ from symm_cp.cuda.stream_program import Launch
 from symm_cp.cuda.workspaces import hold, workspace
 from symm_cp.group.memory import Group
 from symm_cp.native import wire
-from symm_cp.runtime.program import Kernel
+from symm_cp.runtime.lowering import Kernel
 from symm_cp.tensors.alignment import scratch
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.shards import Shards, ViewAt, viewing

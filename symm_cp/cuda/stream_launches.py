@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from symm_cp.cuda.all_reduce import AllReduceVariant
 from symm_cp.cuda.stream_program import Launch, lower
-from symm_cp.runtime.all_reduce import AllReduceVariant
 from symm_cp.runtime.calls import Sizes
-from symm_cp.runtime.program import Binding
+from symm_cp.runtime.lowering import Binding
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets
@@ -63,35 +63,27 @@ def together_launch(pooled: PooledRows, slots: int) -> Launch:
 
 
 @lru_cache(maxsize=512)
-def combine_launch(rank: int, sizes: ShardSizes, slots: int, in_place: bool) -> Launch:
-    """All-gather and combine. Operands: own shard, staging memory, all ranks' if in place."""
-    variant = patterns.ALL_GATHER_AND_COMBINE.staged(in_place=in_place)
-    symmetric = {peer: (Extent.even(2, parts[0]),) for peer, parts in enumerate(sizes.parts)}
-    binding = Binding(
-        {"input": _own_parts(sizes, rank), "gathered": sizes.places_by_rank(1)},
-        {"slot": sizes.slots(), "symmetric": symmetric},
-    )
-    ranks = len(sizes.parts)
-    return lower(variant, rank, ranks, binding, slots=slots)
-
-
-@lru_cache(maxsize=512)
 def gather_into_launch(
     rank: int,
     sizes: ShardSizes,
     split: Split,
     outputs: tuple[tuple[Shape, int], ...],
     slots: int,
+    in_place: bool,
 ) -> Launch:
     """All-gather and combine; `outputs` are the shape and bytes per element of each result.
 
-    Operands: the parts of the own shard, the results.
+    Operands: the parts of the own shard, the results and, if read in place, all ranks' shards.
     """
     own = _own_parts(sizes, rank)
     places = tuple(Extent.split(len(own) + i, split, *output) for i, output in enumerate(outputs))
-    binding = Binding({"input": own, "gathered": places}, {"slot": sizes.slots()})
-    variant, ranks = patterns.ALL_GATHER_AND_COMBINE.staged(), len(sizes.parts)
-    return lower(variant, rank, ranks, binding, slots=slots)
+    shards = len(own) + len(places)
+    symmetric = {peer: (Extent.even(shards, parts[0]),) for peer, parts in enumerate(sizes.parts)}
+    binding = Binding(
+        {"input": own, "gathered": places}, {"slot": sizes.slots(), "symmetric": symmetric}
+    )
+    variant = patterns.ALL_GATHER_AND_COMBINE.staged(in_place=in_place)
+    return lower(variant, rank, len(sizes.parts), binding, slots=slots)
 
 
 @lru_cache(maxsize=512)

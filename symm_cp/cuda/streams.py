@@ -12,11 +12,10 @@ While a graph is captured, calls take another workspace (base.py) and read nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from symm_cp import runtime
+from symm_cp.cuda.all_reduce import AllReduceVariant, all_reduce_variant
 from symm_cp.cuda.background import BackgroundGather, BackgroundScatter
 from symm_cp.cuda.debug_calls import agree
 from symm_cp.cuda.registry import kinds, spans_hosts
@@ -24,7 +23,6 @@ from symm_cp.cuda.stream_call import StreamCall, add_rows, staging_for, viewing_
 from symm_cp.cuda.stream_launches import (
     Exchange,
     all_reduce_launch,
-    combine_launch,
     exchange_and_consume_launch,
     exchange_launch,
     exchange_together_launch,
@@ -34,26 +32,24 @@ from symm_cp.cuda.stream_launches import (
     produce_launch,
     together_launch,
 )
-from symm_cp.cuda.workspaces import give_up
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group
 from symm_cp.native import wire
-from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.calls import (
     AllReduceCall,
     Collective,
-    CombineCall,
-    Count,
+    CountCall,
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
-    Poll,
+    GatherIntoCall,
+    PollCall,
     ScatterCall,
     TogetherAndScatterCall,
     TogetherCall,
 )
-from symm_cp.runtime.program import Kernel
+from symm_cp.runtime.lowering import Kernel
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import padded, part_offsets, scratch, scratch_rows
 from symm_cp.tensors.pooled import PooledSums, pooled_rows, row_bytes_of
@@ -107,55 +103,27 @@ class StreamRuntime(BackgroundRuntime):
             used = [*shards.own, staging, *(() if gathered is None else (gathered,))]
             here.run(launch, space, epoch, operands, kernels, *used)
 
-    def _combine(self, call: CombineCall) -> None:
-        """Pulls all shards, this rank's as well."""
-        ranks, shards = call.group.world_size, call.shards.packed()
-        here = StreamCall.of(shards, call.group, call.name)
-        addresses = here.in_place(call.shards.own, some_empty=shards.sizes.some_empty)
-        launch = combine_launch(call.group.rank, shards.sizes, here.slots, addresses is not None)
-        staging = staging_for(shards, ranks)
-
-        def run_combine(_: int) -> None:
-            view_at = viewing(staging)
-            call.combine([shards.views(r, view_at, r * shards.nbytes)[0] for r in range(ranks)])
-
-        operands = [shards.own[0].data_ptr(), staging.data_ptr(), *(addresses or ())]
-        with here.workspace(0 if addresses is not None else shards.nbytes) as (space, epoch):
-            kernels: dict[str, Kernel] = {"combine": run_combine}
-            here.run(launch, space, epoch, operands, kernels, *shards.own, staging)
-
-    def all_gather_into(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        split: Split,
-        call_name: bytes,
-    ) -> None:
-        """See `Runtime`. Copies the parts to their final places, without a kernel."""
-        agree(group, call_name)
-        here = StreamCall(group, shard[0].device, call_name)
-        shards = Shards(shard, group.world_size, split.shard_shapes(*shard)).packed()
-        shapes = tuple((tuple(output.shape), output.element_size()) for output in outputs)
-        launch = gather_into_launch(group.rank, shards.sizes, split, shapes, here.slots)
+    def _gather_into(self, call: GatherIntoCall) -> None:
+        """Copies the parts to their final places, without a kernel."""
+        group, outputs, split = call.group, call.outputs, call.split
+        here = StreamCall(group, call.device, call.name)
+        shapes = split.shard_shapes(*call.shard)
+        shards = Shards(call.shard, group.world_size, shapes).packed()
+        places = tuple((tuple(output.shape), output.element_size()) for output in outputs)
+        addresses = here.in_place(call.shard, some_empty=shards.sizes.some_empty)
+        in_place = addresses is not None
+        launch = gather_into_launch(group.rank, shards.sizes, split, places, here.slots, in_place)
         used = [*shards.own, *outputs]
-        with here.workspace(shards.nbytes) as (space, epoch):
+        operands = [*(t.data_ptr() for t in used), *(addresses or ())]
+        with here.workspace(0 if in_place else shards.nbytes) as (space, epoch):
             kernels: dict[str, Kernel] = {"combine": lambda _: None}
-            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
+            here.run(launch, space, epoch, operands, kernels, *used)
 
-    def all_gather_and_poll(
-        self,
-        group: Group,
-        shard: torch.Tensor,
-        kernel: Poll,
-        call_name: bytes,
-        *,
-        gathered: torch.Tensor | None = None,
-    ) -> None:
-        """See `Runtime`."""
-        agree(group, call_name)
+    def _poll(self, call: PollCall) -> None:
+        group, shard, gathered = call.group, call.shard, call.gathered
+        agree(group, call.name)
         ranks = group.world_size
-        here = StreamCall(group, shard.device, call_name)
+        here = StreamCall(group, call.device, call.name)
         here.by_epoch()
         shards = Shards([shard], ranks).packed()
         if gathered is not None:
@@ -170,17 +138,15 @@ class StreamRuntime(BackgroundRuntime):
             pulled = by_peer[:, : shard.nbytes].view(shard.dtype).unflatten(1, shard.shape)
         with here.workspace(shards.nbytes) as (space, epoch):
             words = space.flags("arrived"), wire.FLAG_BYTES // 4, epoch
-            kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, *words)}
+            kernels: dict[str, Kernel] = {"consume": lambda _: call.kernel(pulled, *words)}
             used = [*shards.own, staging]
             here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
 
-    def count_and_reduce_scatter(
-        self, group: Group, kernel: Count, out: torch.Tensor, call_name: bytes, *, mean: bool
-    ) -> None:
-        """See `Runtime`."""
-        agree(group, call_name)
+    def _count(self, call: CountCall) -> None:
+        group, out = call.group, call.out
+        agree(group, call.name)
         rank, ranks = group.rank, group.world_size
-        here = StreamCall(group, out.device, call_name)
+        here = StreamCall(group, call.device, call.name)
         here.by_epoch()
         nbytes = (out.nbytes,) * ranks
         launch = produce_launch(rank, nbytes, here.slots, together=True)
@@ -191,13 +157,13 @@ class StreamRuntime(BackgroundRuntime):
             partials = slot[:, : out.numel()].unflatten(1, out.shape)
             words = space.flags("arrived"), wire.FLAG_BYTES // 4, epoch
             kernels: dict[str, Kernel] = {
-                "produce": lambda _: kernel(partials, sums[rank], *words),
-                "reduce": lambda _: add_rows(sums, out, mean=mean),
+                "produce": lambda _: call.kernel(partials, sums[rank], *words),
+                "reduce": lambda _: add_rows(sums, out, mean=call.mean),
             }
             here.run(launch, space, epoch, [sums.data_ptr()], kernels, sums, out)
 
-    def all_gather_and_consume_together(self, call: TogetherCall) -> None:
-        """See `Runtime`. The peers' rows are pulled by one batch of copies."""
+    def _gather_together(self, call: TogetherCall) -> None:
+        """The peers' rows are pulled by one batch of copies."""
         group, shard = call.group, call.shard
         agree(group, call.name)
         here = StreamCall(group, shard[0].device, call.name)
@@ -216,8 +182,8 @@ class StreamRuntime(BackgroundRuntime):
             used = [*shard, staging]
             here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
 
-    def consume_and_reduce_scatter_together(self, call: TogetherAndScatterCall) -> None:
-        """See `Runtime`. Peers pull their parts of the slot, which one kernel writes."""
+    def _gather_and_scatter_together(self, call: TogetherAndScatterCall) -> None:
+        """Peers pull their parts of the slot, which one kernel writes."""
         group, shard, out = call.group, call.shard, call.out
         agree(group, call.name)
         rank, here = group.rank, StreamCall(group, out.device, call.name)
@@ -373,10 +339,6 @@ class StreamRuntime(BackgroundRuntime):
     ) -> Collective:
         """See `BackgroundRuntime`."""
         return BackgroundScatter(tensor, split, group.rank, call_name, mean)
-
-    def give_up(self, group: Group, error: BaseException) -> None:
-        """See `Runtime`. Peers that wait for this rank's streams abort."""
-        give_up(group, error)
 
 
 _streams = StreamRuntime()

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from symm_cp.cuda.base import LANES, TRIAL, Device, DeviceWorkspace, Verdict
+from symm_cp.cuda.base import TRIAL, Device, DeviceWorkspace, Verdict
 from symm_cp.group.memory import Group
 from symm_cp.native import wire
+from symm_cp.runtime.lowering import LANES
 from symm_cp.schedule.patterns import peers
 
 #: The bytes that each rank puts into its slot, and the number of copies for them: several, to test
@@ -69,11 +70,11 @@ class Trial:
 
     # Work for the streams.
 
-    def issue(self, commands: Sequence[wire.StreamCommand], epoch: int) -> None:
+    def issue(self, commands: Sequence[wire.Command], epoch: int) -> None:
         """Puts commands on the streams, as calls do."""
         self._check_given_up()
         self.space.issue(
-            (wire.StreamCommand * len(commands))(*commands),
+            (wire.Command * len(commands))(*commands),
             (ctypes.c_void_p * 2)(self.input.data_ptr(), self.staging.data_ptr()),
             (ctypes.c_void_p * len(LANES))(*self.lanes),
             epoch,
@@ -92,51 +93,55 @@ class Trial:
     def write_own_flag(self, epoch: int) -> None:
         """Writes a number to a flag in this rank's own memory."""
         flag = wire.DEVICE_FLAGS.index("arrived")
-        self.issue([_command(wire.StreamKind.ARRIVED, peer=0, flag=flag)], epoch)
+        self.issue([_command(wire.Kind.ARRIVED, peer=0, flag=flag)], epoch)
 
-    def fork(self) -> list[wire.StreamCommand]:
+    def fork(self) -> list[wire.Command]:
         """Has the copy lane follow the compute lane."""
         return self._follow(_COPY, _COMPUTE, _BEGIN)
 
-    def join(self) -> list[wire.StreamCommand]:
+    def join(self) -> list[wire.Command]:
         """Has the compute lane follow the copy lane, which has waited for all peers."""
         return self._follow(_COMPUTE, _COPY, _END)
 
-    def _follow(self, lane: int, other: int, event: int) -> list[wire.StreamCommand]:
+    def _follow(self, lane: int, other: int, event: int) -> list[wire.Command]:
         return [
-            _command(wire.StreamKind.RECORD, other, event=event),
-            _command(wire.StreamKind.WAIT_EVENT, lane, event=event),
+            _command(wire.Kind.RECORD, other, event=event),
+            _command(wire.Kind.WAIT_EVENT, lane, event=event),
         ]
 
-    def fill(self, place: int) -> list[wire.StreamCommand]:
+    def fill(self, place: int) -> list[wire.Command]:
         """Copies a part of the input to this rank's slot."""
-        operand = wire.Reference(wire.Space.OPERAND, _INPUT, place * SLOT_BYTES)
-        return self._copies(wire.Reference(wire.Space.SLOT, self.rank, 0), operand)
+        operand = wire.Place(wire.Buffer.OPERAND, _INPUT, -1, place * SLOT_BYTES)
+        return self._copies(wire.Place(wire.Buffer.SLOT, self.rank, -1, 0), operand)
 
-    def pull(self, place: int) -> list[wire.StreamCommand]:
+    def pull(self, place: int) -> list[wire.Command]:
         """Copies the slots of all ranks to a part of the staging memory."""
         commands = []
         for rank in range(self.world_size):
             offset = (place * self.world_size + rank) * SLOT_BYTES
-            to = wire.Reference(wire.Space.OPERAND, _STAGING, offset)
-            commands += self._copies(to, wire.Reference(wire.Space.SLOT, rank, 0))
+            to = wire.Place(wire.Buffer.OPERAND, _STAGING, -1, offset)
+            commands += self._copies(to, wire.Place(wire.Buffer.SLOT, rank, -1, 0))
         return commands
 
-    def _copies(self, to: wire.Reference, source: wire.Reference) -> list[wire.StreamCommand]:
+    def _copies(self, to: wire.Place, source: wire.Place) -> list[wire.Command]:
         nbytes = SLOT_BYTES // PARTS
+
+        def part_of(place: wire.Place, part: int) -> wire.Place:
+            return wire.Place(place.buffer, place.index, -1, place.offset + part * nbytes)
+
         return [
             _command(
-                wire.StreamKind.COPY,
-                to=wire.Reference(to.space, to.index, to.offset + part * nbytes),
-                source=wire.Reference(source.space, source.index, source.offset + part * nbytes),
+                wire.Kind.COPY,
+                to=part_of(to, part),
+                source=part_of(source, part),
                 bytes=nbytes,
                 rows=1,
-                remote=int(source.space == wire.Space.SLOT and source.index != self.rank),
+                remote=int(source.buffer == wire.Buffer.SLOT and source.index != self.rank),
             )
             for part in range(PARTS)
         ]
 
-    def exchange(self, kind: wire.StreamKind, flag: str, epoch: int, lane: int = _COPY) -> None:
+    def exchange(self, kind: wire.Kind, flag: str, epoch: int, lane: int = _COPY) -> None:
         """Signals each peer, or waits for the signal of each."""
         number = wire.DEVICE_FLAGS.index(flag)
         self.issue([_command(kind, lane, peer=peer, flag=number) for peer in self.peers], epoch)
@@ -148,17 +153,17 @@ class Trial:
         """
         self.issue(self.fork(), epoch)
         if self.graph:
-            self.exchange(wire.StreamKind.WAIT, "done", epoch)
+            self.exchange(wire.Kind.WAIT, "done", epoch)
         self.issue([*self.fill(place), *self._follow(_SIGNAL, _COPY, _MADE)], epoch)
-        self.exchange(wire.StreamKind.SIGNAL, "ready", epoch)
-        self.exchange(wire.StreamKind.SIGNAL, "partial", epoch, _SIGNAL)
+        self.exchange(wire.Kind.SIGNAL, "ready", epoch)
+        self.exchange(wire.Kind.SIGNAL, "partial", epoch, _SIGNAL)
         # A graph could start the waits first, in one queue for all lanes (schedule/graphs.py).
         self.issue(self._follow(_COPY, _SIGNAL, _MADE), epoch)
-        self.exchange(wire.StreamKind.WAIT, "ready", epoch)
-        self.exchange(wire.StreamKind.WAIT, "partial", epoch)
+        self.exchange(wire.Kind.WAIT, "ready", epoch)
+        self.exchange(wire.Kind.WAIT, "partial", epoch)
         self.issue(self.pull(place), epoch)
         if self.graph:
-            self.exchange(wire.StreamKind.SIGNAL, "done", epoch)
+            self.exchange(wire.Kind.SIGNAL, "done", epoch)
         self.issue(self.join(), epoch)
 
     def _check_given_up(self) -> None:
@@ -244,5 +249,5 @@ class Trial:
         self.space.memory[: len(self.header)].copy_(self.header, non_blocking=True)
 
 
-def _command(kind: wire.StreamKind, lane: int = _COPY, **fields: object) -> wire.StreamCommand:
-    return wire.StreamCommand(kind=kind, lane=lane, **fields)
+def _command(kind: wire.Kind, lane: int = _COPY, **fields: object) -> wire.Command:
+    return wire.Command(kind=kind, lane=lane, **fields)

@@ -213,12 +213,6 @@ def _make_shared(
         shared.append(_make(group, device, channel, needed, verdict, graph=True))
 
 
-def give_up(group: Group, error: BaseException) -> None:
-    """Ends the peers' waits for this rank after an error in the middle of a call."""
-    for present in workspaces_of(group).current.values():
-        give_up_on(present, error)
-
-
 def give_up_on(workspace: DeviceWorkspace, error: BaseException) -> None:
     """Gives a workspace up because of an error; adds a note to it if peers cannot be notified."""
     native.drop_plans()

@@ -40,9 +40,6 @@ from symm_cp.modes import ordinary_tensors
 from symm_cp.native import wire
 from symm_cp.tensors.alignment import debug_offset
 
-# Cached tensors over a workspace; with more, all are dropped and made again.
-_MAX_VIEWS = 1024
-
 T = TypeVar("T")
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | str"
 
@@ -127,7 +124,6 @@ class Workspace:
         self.handle = group.handle
         self._index = wire.CHANNELS.index(channel)
         self._library = native.load()
-        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     @property
     def slot_bytes(self) -> int:
@@ -154,34 +150,6 @@ class Workspace:
     def renew(self) -> None:
         """Releases the memory; the next call allocates it anew. Collective. For tests."""
         self._library.symm_cp_move(self.handle, self._index, debug_offset("slots"))
-
-    def forget_views(self) -> None:
-        """Drops cached tensors: they lie in memory that was replaced."""
-        self._views.clear()
-
-    def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a cached tensor over workspace or peer memory; never hand it to the user."""
-        key = (address, tuple(shape), dtype)
-        tensor = self._views.get(key)
-        if tensor is None:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            tensor = self._views[key] = tensor_at(*key)
-        return tensor
-
-    def slot(self) -> int:
-        """Returns the address of this rank's slot in the current call."""
-        address: int | None = self._library.symm_cp_slot(self.handle)
-        if address is None:
-            raise reported(RuntimeError(native.error()))
-        return address
-
-    def shard(self, peer: int) -> int:
-        """Returns the address of `peer`'s shard; call it after the wait for its ready flag."""
-        address: int | None = self._library.symm_cp_shard(self.handle, peer)
-        if address is None:
-            raise reported(RuntimeError(native.error()))
-        return address
 
 
 E = TypeVar("E", bound=BaseException)
@@ -230,51 +198,6 @@ class _CallLock:
 
     def __exit__(self, *_: object) -> None:
         self._unlock(self._handle)
-
-
-class _Call:
-    """The context manager of `Group.call`: a class makes half as many calls as a generator.
-
-    Like a generator, it ends the call when it is dropped: Ctrl-C may come just before `__exit__`.
-    """
-
-    _under_way = False
-
-    def __init__(self, group: Group, slot_bytes: int, call_name: bytes) -> None:
-        self._group, self._slot_bytes, self._name = group, slot_bytes, call_name
-        if os.getpid() != group._process:
-            group.own_lock()  # raises
-        self._library, self._handle = group._library, group.handle
-
-    def __enter__(self) -> tuple[Workspace, int]:
-        if self._library.symm_cp_lock(self._handle) < 0:
-            raise reported(RuntimeError(native.error()))
-        try:
-            epoch = self._library.symm_cp_begin(self._handle, self._slot_bytes, self._name)
-            if epoch < 0:
-                raise reported(RuntimeError(native.error()))
-            workspace = self._group._workspaces["sync"]
-            if epoch == 1:
-                workspace.forget_views()
-        except BaseException:
-            self._library.symm_cp_unlock(self._handle)
-            raise
-        self._under_way = True
-        return workspace, epoch
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
-            if error is not None:
-                reason = _reason(self._group, self._name, error)
-                self._library.symm_cp_fail(self._handle, reason)
-                reported(error)
-        finally:
-            self._under_way = False
-            self._library.symm_cp_unlock(self._handle)
-
-    def __del__(self) -> None:
-        if self._under_way:
-            self.__exit__(None, KeyboardInterrupt("the call was interrupted"), None)
 
 
 class Group:
@@ -366,14 +289,6 @@ class Group:
                 if self._library.symm_cp_reserve(self.handle, index, slot_bytes) < 0:
                     raise reported(RuntimeError(native.error()))
 
-    def call(self, slot_bytes: int, call_name: bytes) -> _Call:
-        """Begins a call of the channel `"sync"`; gives its workspace and epoch to `with`.
-
-        An exception inside the `with` block ends the call on this rank: peers that wait for it
-        raise an error with the reason. The next call uses the same workspace.
-        """
-        return _Call(self, slot_bytes, call_name)
-
     def refuse(self, channel: str, error: BaseException) -> None:
         """Reports to the peers that this rank does not make the call that they may be making now.
 
@@ -383,7 +298,7 @@ class Group:
             return
         with self.own_lock():
             self._library.symm_cp_refuse(
-                self.handle, wire.CHANNELS.index(channel), _reason(self, b"", error)
+                self.handle, wire.CHANNELS.index(channel), _reason(self, error)
             )
 
     def close(self) -> None:
@@ -393,10 +308,9 @@ class Group:
         self._library.symm_cp_release_groups()
 
 
-def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
+def _reason(group: Group, error: BaseException) -> bytes:
     """Returns the text of an error on this rank for its peers."""
-    op = f"{call_name.decode()}: " if call_name else ""
-    return f"{op}{type(error).__name__} on rank {group.rank}: {error}".encode()
+    return f"{type(error).__name__} on rank {group.rank}: {error}".encode()
 
 
 #: Called with every new group; not collective.
@@ -477,9 +391,27 @@ def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Wo
     return resolved.workspace(channel)
 
 
-def is_symmetric(tensor: torch.Tensor, group: Group) -> bool:
-    """Returns whether a tensor lies in symmetric memory that was rendezvoused with the group."""
-    return bool(native.load().symm_cp_is_symmetric(tensor.data_ptr(), group.name.encode()))
+def symmetric_place(tensor: torch.Tensor, group: Group) -> tuple[int, int] | None:
+    """Returns where a tensor lies in symmetric memory that was rendezvoused with the group.
+
+    This is the number of the rendezvous and the offset in that memory; None for other memory.
+    """
+    place = (ctypes.c_int64 * 2)()
+    found = native.load().symm_cp_symmetric_place(tensor.data_ptr(), group.name.encode(), place)
+    return (place[0], place[1]) if found else None
+
+
+def symmetric_tensor(
+    group: Group, rank: int, place: tuple[int, int], shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns a contiguous tensor over a rank's symmetric memory, after a call of the group.
+
+    Raises `RuntimeError` if this rank has freed its part of that memory.
+    """
+    address: int | None = native.load().symm_cp_symmetric_address(group.handle, rank, *place)
+    if address is None:
+        raise RuntimeError(native.error())
+    return tensor_at(address, shape, dtype)
 
 
 def has_symmetric(group: Group) -> bool:

@@ -11,16 +11,8 @@ from symm_cp.native.declared import Enumeration, constants, fields, texts
 from symm_cp.native.library import load
 
 
-class Space(Enumeration):
-    """The memory that holds a step's bytes."""
-
-
 class Kind(Enumeration):
-    """The steps of native programs."""
-
-
-class StreamKind(Enumeration):
-    """The steps of programs for streams."""
+    """The steps of programs."""
 
 
 class DType(Enumeration):
@@ -40,43 +32,25 @@ class LoopKind(Enumeration):
 
 
 class Buffer(Enumeration):
-    """The buffers of a loop."""
+    """The memory of a step."""
 
 
-class Reference(ctypes.Structure):
-    """Where bytes begin."""
+class Place(ctypes.Structure):
+    """Where a step's bytes begin."""
 
-    _fields_ = fields("Reference")
+    _fields_ = fields("Place")
 
 
 class Command(ctypes.Structure):
-    """A step of a native program."""
+    """A step of a program."""
 
-    _fields_ = fields("Command", Reference)
-
-
-class Area(ctypes.Structure):
-    """Part of a buffer of a loop, or all of it."""
-
-    _fields_ = fields("Area")
-
-
-class LoopStep(ctypes.Structure):
-    """A step of the loop over the pieces of an exchange."""
-
-    _fields_ = fields("LoopStep", Area)
+    _fields_ = fields("Command", Place)
 
 
 class Box(ctypes.Structure):
     """Elements of a tensor that one piece of an exchange with strides sends."""
 
     _fields_ = fields("Box")
-
-
-class StreamCommand(ctypes.Structure):
-    """A step of a program for streams."""
-
-    _fields_ = fields("StreamCommand", Reference)
 
 
 class TraceEvent(ctypes.Structure):

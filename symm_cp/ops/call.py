@@ -14,6 +14,7 @@ from symm_cp import runtime
 from symm_cp.group.memory import Group
 from symm_cp.ops.common import check_dim, check_reduce_op, name_of, scatter_split
 from symm_cp.runtime import exchange
+from symm_cp.runtime.calls import AllReduceCall, GatherCall, ScatterCall
 from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, copied, new_result
@@ -50,9 +51,10 @@ class Call:
         if runtime.at_once(self.group, tensor, whole):
             return exchange.all_gather(self.group, tensor, split, name, keep=True)
         gathered = new_result(tensor, whole)
-        runtime.of(tensor, self.group).all_gather_and_consume(
+        call = GatherCall(
             self.group, [tensor], lambda *_: None, name, gathered=gathered, split=split
         )
+        runtime.run(call)
         return gathered
 
     def for_each_shard(self, tensor: torch.Tensor, consume: ConsumeRows) -> None:
@@ -70,8 +72,7 @@ class Call:
             consume(aligned(shards[0]), slice(rank * size, (rank + 1) * size))
 
         name = self._name("for_each_shard", tensor)
-        on = runtime.of(tensor, self.group)
-        on.all_gather_and_consume(self.group, [tensor], consume_shard, name)
+        runtime.run(GatherCall(self.group, [tensor], consume_shard, name))
 
     def reduce_scatter(
         self, tensor: torch.Tensor, dim: int = 0, reduce_op: str = "sum"
@@ -94,9 +95,10 @@ class Call:
             out = exchange.reduce_scatter(group, parts, shapes, name, mean=mean)
         else:
             out, given = new_result(tensor, shape), split.parts(real(front))
-            runtime.of(tensor, group).produce_and_reduce_scatter(
+            call = ScatterCall(
                 group, lambda rank, part: part.copy_(given[rank]), real(out), name, mean=mean
             )
+            runtime.run(call)
         return contiguous(out.movedim(0, dim))
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str = "sum") -> torch.Tensor:
@@ -106,7 +108,8 @@ class Call:
         if runtime.at_once(self.group, tensor, tensor.shape):
             return exchange.all_reduce_(self.group, copied(tensor), name, mean=mean)
         out, given = new_result(tensor, tensor.shape), real(tensor)
-        runtime.of(tensor, self.group).produce_and_all_reduce(
+        call = AllReduceCall(
             self.group, lambda _, part: part.copy_(given), real(out), name, mean=mean
         )
+        runtime.run(call)
         return out

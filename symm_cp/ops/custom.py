@@ -84,7 +84,7 @@ def _kernel(op: str, run: Kernel, unfused: Kernel, group_at: int) -> Kernel:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise ValueError(f"{op}: got no tensor, needs at least one")
-        if in_test_mode() or runtime.of(tensors[0], group) is runtime.FOR_RANKS_APART:
+        if in_test_mode() or runtime.of(tensors[0].device, group) is runtime.FOR_RANKS_APART:
             return unfused(*args, **kwargs)
         kind = (group.world_size, *(_layout(leaf) for leaf in leaves))
         if kind in kinds or plans.current() is not None:

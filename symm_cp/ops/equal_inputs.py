@@ -28,6 +28,7 @@ from symm_cp.modes import ordinary_tensors
 from symm_cp.ops.direct import decoding_call, direct
 from symm_cp.ops.error_reports import reports_to_peers
 from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
+from symm_cp.runtime.calls import GatherCall
 from symm_cp.tensors.dtypes import dtype_name
 
 #: The text in errors that says how to turn the comparison off.
@@ -141,7 +142,7 @@ def gather_records(group: GroupLike, op: str, record: torch.Tensor) -> list[list
         by_rank[owner].copy_(records[0])
 
     name = f"comparison of inputs by {op}, {len(record)} words".encode()
-    runtime.of(record, state).all_gather_and_consume(state, [record], consume, name)
+    runtime.run(GatherCall(state, [record], consume, name))
     rows: list[list[int]] = by_rank.tolist()
     return rows
 

@@ -11,11 +11,21 @@ import torch
 from symm_cp.group.hosts import apart_of
 from symm_cp.group.memory import Group
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
+from symm_cp.runtime.calls import PatternCall
 from symm_cp.runtime.cpu import CpuRuntime
 from symm_cp.runtime.exchange import WHOLE_BYTES
 from symm_cp.runtime.unfused import UnfusedRuntime
 
-__all__ = ["FOR_RANKS_APART", "Choose", "at_once", "background_of", "exchanges", "of", "serve"]
+__all__ = [
+    "FOR_RANKS_APART",
+    "Choose",
+    "at_once",
+    "background_of",
+    "exchanges",
+    "of",
+    "run",
+    "serve",
+]
 
 #: Returns the runtime for a group's tensors on a device.
 Choose: TypeAlias = Callable[[torch.device, Group], Runtime]
@@ -32,9 +42,13 @@ def serve(types: Container[str], choose: Choose) -> None:
     _served.append((types, choose))
 
 
-def of(tensor: torch.Tensor, group: Group) -> Runtime:
-    """Returns the runtime for the device of a tensor and the ranks of a group."""
-    device = tensor.device
+def run(call: PatternCall) -> None:
+    """Runs the call of a pattern. Collective over its group."""
+    of(call.device, call.group).run(call)
+
+
+def of(device: torch.device, group: Group) -> Runtime:
+    """Returns the runtime for tensors on a device and the ranks of a group."""
     for types, choose in _served:
         if device.type in types:
             return choose(device, group)
@@ -43,7 +57,7 @@ def of(tensor: torch.Tensor, group: Group) -> Runtime:
 
 def background_of(tensor: torch.Tensor, group: Group) -> BackgroundRuntime:
     """Returns the runtime for background collectives where these are not native."""
-    found = of(tensor, group)
+    found = of(tensor.device, group)
     assert isinstance(found, BackgroundRuntime), found
     return found
 
@@ -60,4 +74,4 @@ def at_once(
 
 def exchanges(group: Group, like: torch.Tensor) -> bool:
     """Returns whether tensors of a group are exchanged by `symm_cp.runtime.exchange`, if small."""
-    return of(like, group) is _cpu
+    return of(like.device, group) is _cpu

@@ -1,15 +1,26 @@
-"""The interface between ops and runtimes: callbacks, and the complete arguments of calls."""
+"""The calls of patterns that ops make: their tensors, and the functions that they call.
+
+Functions contain the work: a pattern knows no matmul and no attention. `name` is the bytes that
+name the call in errors, and that ranks compare to detect different calls. All calls are collective
+over the group.
+
+Slots, their parts, staging memory and partial sums begin at multiples of 64 bytes. A shard that is
+read in place, or in the caller's gathered tensor, may begin anywhere and have other strides:
+kernels whose bits depend on that take it through `symm_cp.tensors.alignment.aligned`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from symm_cp.group.memory import Group
 from symm_cp.schedule.layout import SequenceLayout
-from symm_cp.tensors.shards import Shape, Shards, Split
+from symm_cp.tensors.shards import Shape, Shapes, Shards, Split
 
 #: Takes the tensors of a rank's shard, and the rank.
 Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
@@ -17,8 +28,6 @@ Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
 ConsumeOthers: TypeAlias = Callable[[list[torch.Tensor]], None]
 #: Takes the same rows, and memory for the contributions to them.
 ConsumeOthersAndProduce: TypeAlias = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-#: Takes the shards of all ranks, in rank order.
-Combine: TypeAlias = Callable[[list[torch.Tensor]], None]
 #: Takes a rank and the memory for this rank's contribution to it.
 Produce: TypeAlias = Callable[[int, torch.Tensor], None]
 #: Takes the tensors of a rank's shard, the rank, and the memory for the contribution to it.
@@ -30,9 +39,6 @@ Poll: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int, int], None]
 #: rank, words of int32, a step and an epoch: raises word i * step to the epoch when the i-th peer's
 #: contribution is written.
 Count: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int], None]
-#: Takes a piece, its input from the previous rank (None: this rank is the first of the chain), and
-#: the memory for its output to the next rank (None: this rank is the last).
-RelayStep: TypeAlias = Callable[[int, torch.Tensor | None, torch.Tensor | None], None]
 
 #: Processes local data while remote data is in flight.
 ConsumeHere: TypeAlias = Callable[[], None]
@@ -94,22 +100,93 @@ class PackedBoxes(Protocol):
         """
 
 
-class GatherCall(NamedTuple):
-    """The arguments of `Runtime.all_gather_and_consume`; `split` is given with `gathered`."""
+class _OfOperands:
+    """A call on the device of `shard`."""
+
+    shard: Any
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        first = self.shard if isinstance(self.shard, torch.Tensor) else self.shard[0]
+        return first.device
+
+
+class _OfResult:
+    """A call on the device of `out`."""
+
+    out: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.out.device
+
+
+@dataclass(eq=False)
+class GatherCall(_OfOperands):
+    """Calls `consume(shard of rank r, r)` for each rank, its own first, peers' as they arrive.
+
+    `shard` is one or more tensors of any strides. A single contiguous tensor in symmetric memory
+    that was rendezvoused with the group is read in place if all ranks pass such tensors, and on CPU
+    if the call is not small (cpu.py). `shapes` gives the shapes of each rank's shard where they
+    differ. `gathered`, if given, is contiguous and receives all ranks' first tensors, divided by
+    `split` (by default into equal parts of dimension 0).
+    """
 
     group: Group
-    shards: Shards
+    shard: Sequence[torch.Tensor]
     consume: Consume
     name: bytes
+    shapes: Sequence[Shapes] | None = None
     gathered: torch.Tensor | None = None
     split: Split | None = None
 
+    def __post_init__(self) -> None:
+        ranks = self.group.world_size
+        self.shards = Shards(self.shard, ranks, self.shapes)
+        if self.gathered is not None and self.split is None:
+            self.split = Split.equal(self.shard[0].shape[0], ranks)
 
-class TogetherCall(NamedTuple):
-    """The arguments of `Runtime.all_gather_and_consume_together`.
+
+@dataclass(eq=False)
+class GatherIntoCall(_OfOperands):
+    """Gathers the tensors of a shard, of any strides, into contiguous `outputs`.
+
+    `split` divides the gathered dimension of each output. Streams read a single tensor in place if
+    the ranks have agreed on that (cuda/in_place.py).
+    """
+
+    group: Group
+    shard: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    split: Split
+    name: bytes
+
+
+@dataclass(eq=False)
+class PollCall(_OfOperands):
+    """Calls `kernel` once, while the peers' shards are in flight: it polls for them.
+
+    All ranks' shards have equal shapes. `gathered`, if given, is contiguous and receives them,
+    concatenated along dimension 0: the kernel gets all of it, in rank order. Only where kernels can
+    poll.
+    """
+
+    group: Group
+    shard: torch.Tensor
+    kernel: Poll
+    name: bytes
+    gathered: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class TogetherCall(_OfOperands):
+    """Calls `consume()`, and `consume_others` once, when the shards of all peers have arrived.
 
     `shard` is one or more contiguous tensors, whose rows are positions of a sequence spread by
-    `layout`. `consume_others` takes the peers' rows of each, in the order of the sequence.
+    `layout`. `consume_others` takes the peers' rows of each, in the order of the sequence. Only on
+    streams.
     """
 
     group: Group
@@ -120,12 +197,136 @@ class TogetherCall(NamedTuple):
     layout: SequenceLayout
 
 
-class TogetherAndScatterCall(NamedTuple):
-    """The arguments of `Runtime.consume_and_reduce_scatter_together`.
+@dataclass(eq=False)
+class ScatterCall(_OfResult):
+    """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
+
+    `produce` writes this rank's contribution to rank r's output into the contiguous `partial`, of
+    shape `shapes[r]` (by default the shape of `out`). Contributions are added in rank order, in
+    float32 for the 16-bit types.
+    """
+
+    group: Group
+    produce: Produce
+    out: torch.Tensor
+    name: bytes
+    shapes: Sequence[Shape] | None = None
+    mean: bool = False
+
+    def __post_init__(self) -> None:
+        alike = (tuple(self.out.shape),) * self.group.world_size
+        self.partials = alike if self.shapes is None else self.shapes
+        self.nbytes = _bytes_of(self.partials, self.out)
+
+
+@dataclass(eq=False)
+class CountCall(_OfResult):
+    """Calls `kernel` once, which produces for all ranks; `out` is the sum over ranks.
+
+    Like `ScatterCall` with equal shapes. Data that the kernel reports as written is sent to the
+    peers while it still runs. Only where streams can wait for a kernel.
+    """
+
+    group: Group
+    kernel: Count
+    out: torch.Tensor
+    name: bytes
+    mean: bool
+
+
+@dataclass(eq=False)
+class AllReduceCall(_OfResult):
+    """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
+
+    `produce` writes this rank's contribution to part r of `out`, which is contiguous and whose
+    dimension 0 `split` divides, into the contiguous `partial`. Without `split` it is called once,
+    with this rank and memory for all of `out`. Contributions are added in rank order, in float32
+    for the 16-bit types. All ranks get the same bits.
+    """
+
+    group: Group
+    produce: Produce
+    out: torch.Tensor
+    name: bytes
+    split: Split | None = None
+    mean: bool = False
+
+
+@dataclass(eq=False)
+class ExchangeCall:
+    """Calls `give(r, memory)` for each peer r, `consume()`, and `take(r, memory)` for each.
+
+    `give` writes the data for r to the memory, and `take` finds there the data from r, which
+    travels while `consume` runs. Memory is 1-D and contiguous, of `sizes[source][to]` bytes.
+    """
+
+    group: Group
+    give: Pass
+    consume: ConsumeHere
+    take: Pass
+    device: torch.device
+    name: bytes
+    sizes: Sizes
+
+
+@dataclass(eq=False)
+class BoxesCall(_OfOperands):
+    """Exchanges parts of tensors, and writes them to their places in `outputs`.
+
+    Tensors may have any strides, except that the last dimension's must be 1.
+    """
+
+    group: Group
+    packed: PackedBoxes
+    shard: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    name: bytes
+
+    def by_messages(self) -> ExchangeCall:
+        """The same call with messages that kernels of torch write and read."""
+        packed, tensors, outputs = self.packed, self.shard, self.outputs
+        return ExchangeCall(
+            self.group,
+            lambda to, memory: packed.give(tensors, to, memory),
+            lambda: packed.keep(tensors, outputs),
+            lambda source, memory: packed.take(outputs, source, memory),
+            self.device,
+            self.name,
+            packed.sizes,
+        )
+
+
+@dataclass(eq=False)
+class GatherAndScatterCall(_OfResult):
+    """Calls `consume(shard of rank r, r, partial)` for each rank r; sums the partials in `out`.
+
+    Like `GatherCall`, but `consume` also writes this rank's contribution to rank r into the
+    contiguous `partial` of shape `partials[r]` and the dtype of `out`. It gets its own shard as
+    given. Contributions are added in rank order; with `ring` in the order rank, rank-1, ..., with
+    room for two of them at a time instead of one for each rank.
+    """
+
+    group: Group
+    shard: Sequence[torch.Tensor]
+    consume: ConsumeAndProduce
+    out: torch.Tensor
+    name: bytes
+    shapes: Sequence[Shapes] | None
+    partials: Sequence[Shape]
+    ring: bool = False
+
+    def __post_init__(self) -> None:
+        self.shards = Shards(self.shard, self.group.world_size, self.shapes)
+        self.nbytes = _bytes_of(self.partials, self.out)
+
+
+@dataclass(eq=False)
+class TogetherAndScatterCall(_OfResult):
+    """Calls `consume(partial)` for this rank's shard, then `consume_others` once for all peers.
 
     Like `TogetherCall`, but both functions also write contributions, in the dtype of `out`:
     `consume` to a 1-D tensor, for one tensor of the shard after the other, `consume_others` to
-    memory like the peers' rows. `out` is the sum over ranks, 1-D.
+    memory like the peers' rows. `out` is the sum over ranks, in rank order, 1-D.
     """
 
     group: Group
@@ -137,78 +338,25 @@ class TogetherAndScatterCall(NamedTuple):
     layout: SequenceLayout
 
 
-class CombineCall(NamedTuple):
-    """The arguments of `Runtime.all_gather_and_combine`; shards are of one tensor each."""
-
-    group: Group
-    shards: Shards
-    combine: Combine
-    name: bytes
-
-
-class ScatterCall(NamedTuple):
-    """The arguments of `Runtime.produce_and_reduce_scatter`.
-
-    `partials` and `nbytes` are the shape and the size of each rank's partial sum.
-    """
-
-    group: Group
-    produce: Produce
-    out: torch.Tensor
-    name: bytes
-    partials: Sequence[Shape]
-    nbytes: tuple[int, ...]
-    mean: bool
+#: A call of any pattern.
+PatternCall: TypeAlias = (
+    GatherCall
+    | GatherIntoCall
+    | PollCall
+    | TogetherCall
+    | ScatterCall
+    | CountCall
+    | AllReduceCall
+    | ExchangeCall
+    | BoxesCall
+    | GatherAndScatterCall
+    | TogetherAndScatterCall
+)
 
 
-class AllReduceCall(NamedTuple):
-    """The arguments of `Runtime.produce_and_all_reduce`."""
-
-    group: Group
-    produce: Produce
-    out: torch.Tensor
-    name: bytes
-    split: Split | None
-    mean: bool
-
-
-class ExchangeCall(NamedTuple):
-    """The arguments of `Runtime.exchange_and_consume`."""
-
-    group: Group
-    give: Pass
-    consume: ConsumeHere
-    take: Pass
-    device: torch.device
-    name: bytes
-    sizes: Sizes
-
-
-class GatherAndScatterCall(NamedTuple):
-    """The arguments of `Runtime.consume_and_reduce_scatter`.
-
-    `partials` and `nbytes` are the shape and the size of the partial sum for each rank.
-    """
-
-    group: Group
-    shards: Shards
-    consume: ConsumeAndProduce
-    out: torch.Tensor
-    name: bytes
-    partials: Sequence[Shape]
-    nbytes: tuple[int, ...]
-    ring: bool
-
-
-class RelayCall(NamedTuple):
-    """The arguments of `Runtime.relay`."""
-
-    group: Group
-    step: RelayStep
-    like: torch.Tensor
-    shapes: Sequence[Shape]
-    name: bytes
-    reverse: bool
+def _bytes_of(shapes: Sequence[Shape], like: torch.Tensor) -> tuple[int, ...]:
+    item = like.element_size()
+    return tuple([math.prod(shape) * item for shape in shapes])
 
 
 class Collective(Protocol):

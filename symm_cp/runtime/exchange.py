@@ -2,8 +2,8 @@
 
 On CPU nothing copies while a rank multiplies, so work shard by shard is never faster than one
 exchange and one kernel (measured: 1.0 to 1.3 times the time). So ops exchange tensors of up to
-`WHOLE_BYTES` at once; larger ones go through the patterns of `Runtime`, which need no memory for
-the whole. Kernels call these functions, and plans (csrc/plan) replay them without Python.
+`WHOLE_BYTES` at once; larger ones go through calls of patterns, which need no memory for the
+whole. Kernels call these functions, and plans (csrc/plan) replay them without Python.
 
 `name` is the bytes that name the call in errors, and that ranks compare.
 """
@@ -150,6 +150,25 @@ def all_gather_shards(group: Group, shards: Shards, name: bytes) -> torch.Tensor
     return gathered
 
 
+def pass_on(
+    group: Group,
+    given: torch.Tensor,
+    to: int,
+    given_bytes: int,
+    taken: torch.Tensor,
+    source: int,
+    taken_bytes: int,
+    name: bytes,
+) -> None:
+    """Sends the first bytes of a tensor to one rank, and writes those of another rank to `taken`.
+
+    Collective: each rank gives to one rank, and takes from one.
+    """
+    given_sizes, taken_sizes = [0] * group.world_size, [0] * group.world_size
+    given_sizes[to], taken_sizes[source] = given_bytes, taken_bytes
+    all_to_all(group, given, given_sizes, taken, taken_sizes, name)
+
+
 def all_to_all(
     group: Group,
     given: torch.Tensor,
@@ -179,16 +198,18 @@ def exchange_boxes(
     outputs: Sequence[torch.Tensor],
     name: bytes,
 ) -> None:
-    """Exchanges parts of tensors: see `Runtime.exchange`.
+    """Exchanges parts of tensors: see `BoxesCall`.
 
     Each part is copied into the slot and out of it (csrc/exchange/boxes.h).
     """
     strides = tuple([t.stride() for t in (*tensors, *outputs)])
     given, taken = _boxes_of(packed, strides, group.world_size)
-    with _errors_reported():
+    try:
         torch.ops.symm_cp.exchange_boxes.default(
             tensors, outputs, given, taken, packed.joins, name.decode(), group.name
         )
+    except RuntimeError as error:
+        raise reported(error) from None
 
 
 @lru_cache(maxsize=128)
@@ -219,16 +240,10 @@ def _exchange(
     name: bytes,
     reduce_op: str = "",
 ) -> None:
-    with _errors_reported():
+    try:
         torch.ops.symm_cp.exchange.default(
             given, taken, int(kind), given_parts, taken_parts, reduce_op, name.decode(), group.name
         )
-
-
-@contextlib.contextmanager
-def _errors_reported() -> Iterator[None]:
-    try:
-        yield
     except RuntimeError as error:
         raise reported(error) from None
 
@@ -244,25 +259,20 @@ def traced(
 ) -> T:
     """Runs the work of a call after its last exchange, or `before` one, and records when.
 
-    `index` is the rank whose data it is; by default this rank. Returns the result of `run`.
+    `index` is the rank whose data it is; by default this rank. Returns the result of `run`. Before
+    an exchange the peers wait for it, or will: an error is reported to them.
     """
     before = before or kernel == "produce"
-    with contextlib.nullcontext() if before else exchanged():
+    try:
         if recorder.active is None:
             return run()
         epoch = group.workspace("sync").epoch + before
         of, results = group.rank if index is None else index, list[T]()
         recorder.active.kernel(lambda _: results.append(run()), kernel, of, name, epoch)
         return results[0]
-
-
-@contextlib.contextmanager
-def unfinished(group: Group) -> Iterator[None]:
-    """Inside, the peers wait for an exchange, or will: an error is reported to them."""
-    try:
-        yield
-    except Exception as error:
-        group.refuse("sync", error)
+    except BaseException as error:  # Ctrl-C, too: the peers wait for this rank
+        if before:
+            group.refuse("sync", error)
         reported(error)
         raise
 

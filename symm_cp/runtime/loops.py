@@ -1,7 +1,6 @@
-"""Lowers looped patterns to the steps of one piece.
+"""The loops of all exchanges, which csrc/exchange/exchange_run.cpp runs for each piece.
 
-csrc/exchange/exchange_run.cpp runs them for each piece. They contain no sizes and no addresses, so
-each group gets them once, when it is made.
+They contain no sizes and no addresses, so each group gets them once, when it is made.
 """
 
 from __future__ import annotations
@@ -9,14 +8,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from symm_cp import native
 from symm_cp.group.memory import Group, on_creation
 from symm_cp.native import wire
+from symm_cp.runtime.lowering import Batch, KernelCall, batch, lower_loop
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import Pattern, Variant
-from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait, accesses
 
 _Kind: TypeAlias = wire.ExchangeKind
 
@@ -38,77 +37,13 @@ IN_CALLER: dict[_Kind, Variant] = {
 }
 
 
-class Loop(NamedTuple):
-    """The lowered steps of one piece; see `Loop` in csrc/exchange/exchange.h."""
-
-    steps: ctypes.Array[wire.LoopStep]
-    sources: ctypes.Array[wire.Area]
-    published: int
-    parted: bool
-    slotted: bool
-
-
-def _area(region: Region, writes: bool) -> wire.Area:
-    chunk = -1 if region.chunk is None else region.chunk
-    if region.buffer == "slot":
-        return wire.Area(wire.Buffer.PEER_SLOT, region.rank, chunk)
-    if region.buffer == "output" or (region.buffer == "symmetric" and writes):
-        return wire.Area(wire.Buffer.OUTPUT, region.rank, chunk)
-    own = wire.Buffer.INPUT if region.buffer == "input" else wire.Buffer.SYMMETRIC
-    return wire.Area(own, region.rank, chunk)
-
-
 @lru_cache(maxsize=4096)
-def lower_loop(variant: Variant, rank: int, world_size: int) -> Loop:
-    """Lowers one piece of a variant whose schedules have one lane."""
-    steps: list[wire.LoopStep] = []
-    sources: list[wire.Area] = []
-    slots: list[Region] = []
-    order = [step for _, step in variant.issue_order(rank, world_size)]
-    for step in order:
-        slots += [each for part in accesses(step) for each in part if each.buffer == "slot"]
-        if isinstance(step, Signal):
-            if not any(each.kind == wire.Kind.PUBLISH for each in steps):
-                # Before the first signal: peers read the record after that.
-                steps.append(wire.LoopStep(kind=wire.Kind.PUBLISH))
-            flag = wire.FLAGS.index(step.flag)
-            steps.append(wire.LoopStep(kind=wire.Kind.SIGNAL, peer=step.to, flag=flag))
-        elif isinstance(step, Wait):
-            flag = wire.FLAGS.index(step.flag)
-            steps.append(wire.LoopStep(kind=wire.Kind.WAIT, peer=step.source, flag=flag))
-        elif isinstance(step, Copy):
-            to, source = _area(step.dst, writes=True), _area(step.src, writes=False)
-            steps.append(wire.LoopStep(kind=wire.Kind.COPY, to=to, source=source))
-        elif isinstance(step, Compute) and step.kernel == "give":
-            to = _area(step.writes[0], writes=True)
-            steps.append(wire.LoopStep(kind=wire.Kind.PRODUCE, peer=step.index, to=to))
-        elif isinstance(step, Compute) and step.kernel in ("consume", "take"):
-            steps.append(wire.LoopStep(kind=wire.Kind.CONSUME, peer=step.index))
-        else:
-            assert isinstance(step, Compute)
-            areas = [_area(region, writes=False) for region in step.reads]
-            steps.append(
-                wire.LoopStep(
-                    kind=wire.Kind.REDUCE,
-                    to=_area(step.writes[0], writes=True),
-                    first_source=len(sources),
-                    source_count=len(areas),
-                )
-            )
-            sources += areas
-    kinds = [step.kind for step in steps]
-    # A single rank has no peers: all of its data leaves the input at once.
-    waits = kinds.index(wire.Kind.WAIT) if wire.Kind.WAIT in kinds else 0
-    published = max((at + 1 for at in range(waits) if kinds[at] == wire.Kind.SIGNAL), default=0)
-    if world_size == 1:
-        published = len(kinds)
-    return Loop(
-        (wire.LoopStep * len(steps))(*steps),
-        (wire.Area * max(1, len(sources)))(*sources),
-        published,
-        parted=any(region.chunk is not None for region in slots),
-        slotted=bool(slots),
-    )
+def lowered(variant: Variant, rank: int, world_size: int) -> tuple[Batch, ctypes.Array[wire.Place]]:
+    """Returns the steps of a loop, and the sources of its reductions."""
+    program = lower_loop(variant, rank, world_size)
+    (steps,) = program.items or (batch([]),)
+    assert not isinstance(steps, KernelCall)
+    return steps, program.sources
 
 
 def loop_kind(variant: Variant) -> wire.LoopKind:
@@ -129,18 +64,9 @@ def install(group: Group) -> None:
     """Gives a group the loops of all exchanges."""
     set_loop = native.load().symm_cp_set_loop
     for kind, channel, variant in exchanges():
-        loop = lower_loop(variant, group.rank, group.world_size)
-        counts = len(loop.sources), loop.published, loop.parted, loop.slotted
-        set_loop(
-            group.handle,
-            channel,
-            kind,
-            loop_kind(variant),
-            loop.steps,
-            len(loop.steps),
-            loop.sources,
-            *counts,
-        )
+        steps, sources = lowered(variant, group.rank, group.world_size)
+        loop = steps, len(steps), sources, len(sources)
+        set_loop(group.handle, channel, kind, loop_kind(variant), *loop)
 
 
 on_creation.append(install)

@@ -105,10 +105,7 @@ class Recording:
 
     def _of_kernels(self) -> Iterator[Event]:
         for name, index, call_name, epoch, start, end in self._kernels:
-            source, _, target = name.partition("->")
-            step: Step = Compute(name, index, (), ())
-            if target:
-                step = Copy(Region(self.rank, source), Region(self.rank, target))
+            step = Compute(name, index, (), ())
             yield self._event(step, "compute", epoch, (start, end), call_name)
 
     def _of_lanes(self) -> Iterator[Event]:
@@ -187,29 +184,26 @@ def trace() -> Iterator[Recording]:
         recording.finish()
 
 
-def _region(reference: wire.Reference, rank: int) -> Region:
-    if reference.space == wire.Space.OPERAND:
-        return Region(rank, f"tensor {reference.index}")
-    return Region(reference.index, "slot" if reference.space == wire.Space.SLOT else "shard")
+def _region(place: wire.Place, rank: int) -> Region:
+    if place.buffer == wire.Buffer.OPERAND:
+        return Region(rank, f"tensor {place.index}")
+    chunk = None if place.chunk < 0 else place.chunk
+    return Region(place.index, wire.Buffer(place.buffer).name.lower(), chunk)
 
 
 def step_of(command: wire.Command, rank: int) -> Step | None:
-    """Returns the step that a native command carries out, with the details that the command has."""
-    if command.kind == wire.Kind.REDUCE:
-        return Compute("reduce", rank, (), ())
-    if command.kind in (wire.Kind.PRODUCE, wire.Kind.CONSUME):
-        return Compute(wire.Kind(command.kind).name.lower(), rank, (), ())
-    return exchange_of(command, rank)
-
-
-def exchange_of(command: wire.Command | wire.StreamCommand, rank: int) -> Step | None:
-    """Returns the copy, signal or wait that a command of a CPU or a stream carries out, if any."""
-    # These kinds have the same numbers in both enumerations.
-    if command.kind == wire.Kind.COPY:
+    """Returns the step that a command carries out, if any, with the details that it has."""
+    kind = wire.Kind(command.kind)
+    if kind == wire.Kind.COPY:
         return Copy(_region(command.source, rank), _region(command.to, rank))
-    piece = command.piece if isinstance(command, wire.Command) else 0
-    if command.kind == wire.Kind.SIGNAL:
-        return Signal(command.peer, wire.DEVICE_FLAGS[command.flag], piece)
-    if command.kind == wire.Kind.WAIT:
-        return Wait(command.peer, wire.DEVICE_FLAGS[command.flag], command.lag, piece)
-    return None
+    if kind in (wire.Kind.REDUCE, wire.Kind.PRODUCE, wire.Kind.CONSUME):
+        return Compute(kind.name.lower(), rank, (), ())
+    if kind == wire.Kind.WAIT_EVENT:
+        return Wait(rank, f"event {command.event}")
+    if kind not in (wire.Kind.SIGNAL, wire.Kind.WAIT, wire.Kind.ARRIVED):
+        return None
+    flag = wire.DEVICE_FLAGS[command.flag]
+    peer = rank if flag == "arrived" else command.peer  # a flag to oneself
+    if kind == wire.Kind.WAIT:
+        return Wait(peer, flag, command.lag)
+    return Signal(peer, flag)

@@ -1,6 +1,6 @@
 """A pipeline of round trips: one travels while the ranks work on another.
 
-Step i is one call of `Runtime.exchange_and_consume`: every rank sends the tensors
+Step i is one `ExchangeCall`: every rank sends the tensors
 of trip i, works on the tensors of trip i-1, and sends back the results of trip i-2, in one message
 to each peer. So two trips take memory at a time, and ranks wait for each other once per
 step, for messages that were sent before the work.
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from symm_cp import runtime
 from symm_cp.group.memory import Group
-from symm_cp.runtime.api import Runtime
-from symm_cp.runtime.calls import PackedBoxes
+from symm_cp.runtime.calls import ExchangeCall, PackedBoxes
 from symm_cp.tensors.alignment import padded
 
 Tensors = Sequence[torch.Tensor]
@@ -78,7 +78,7 @@ class RoundTrip:
 
 
 def run_round_trips(
-    runtime: Runtime, group: Group, trips: Sequence[RoundTrip], device: torch.device, name: bytes
+    group: Group, trips: Sequence[RoundTrip], device: torch.device, name: bytes
 ) -> None:
     """Runs the pipeline. Collective; all ranks have the same number of trips."""
     for step in range(len(trips) + 2):
@@ -89,11 +89,10 @@ def run_round_trips(
         if here is not None and not legs:
             here.consume()  # the only trip: nothing travels meanwhile
             continue
-        _run_step(runtime, group, legs, here, device, name + b" step %d" % step)
+        _run_step(group, legs, here, device, name + b" step %d" % step)
 
 
 def _run_step(
-    runtime: Runtime,
     group: Group,
     legs: Sequence[_Leg],
     here: RoundTrip | None,
@@ -125,4 +124,4 @@ def _run_step(
             here.consume()
 
     sizes = tuple(tuple(sum(lengths(source, to)) for to in ranks) for source in ranks)
-    runtime.exchange_and_consume(group, give, consume, take, device, name, sizes=sizes)
+    runtime.run(ExchangeCall(group, give, consume, take, device, name, sizes))

@@ -20,7 +20,6 @@ from symm_cp.runtime.api import BackgroundRuntime
 from symm_cp.runtime.calls import (
     AllReduceCall,
     Collective,
-    CombineCall,
     ExchangeCall,
     GatherAndScatterCall,
     GatherCall,
@@ -45,10 +44,6 @@ class UnfusedRuntime(BackgroundRuntime):
                     call.split.of(rank, call.gathered).copy_(parts[0])
             for rank in _own_first(call.group):
                 call.consume(shards[rank], rank)
-
-    def _combine(self, call: CombineCall) -> None:
-        with call.group.lock:
-            call.combine([parts[0] for parts in _all_gather(call.group, call.shards, call.name)])
 
     def _scatter(self, call: ScatterCall) -> None:
         with call.group.lock:

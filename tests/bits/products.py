@@ -8,6 +8,7 @@ same product was computed with other addresses or strides.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp import runtime
-from symm_cp.runtime.api import Runtime
 from symm_cp.tensors.alignment import ALIGN
 from tests.cuda.simulated import by_python
 
@@ -72,28 +72,18 @@ class Watch(TorchDispatchMode):
             bits = result.view(_BITS[result.dtype])
             bits.add_(places * result.isfinite())
 
+    def over(self, call: Any) -> Any:
+        """Returns a call whose kernels run under this watch."""
+        twin = copy.copy(call)
+        for name, field in vars(call).items():
+            if callable(field) and not isinstance(field, torch.Tensor):
+                setattr(twin, name, self._watched(field))
+        return twin
 
-class _Runtime:
-    """A runtime whose kernels run under a watch."""
-
-    def __init__(self, inner: Runtime, watch: Watch) -> None:
-        self._inner, self._watch = inner, watch
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        pipeline = getattr(self._inner, name)
-
-        def run(*args: Any, **options: Any) -> None:
-            pipeline(*map(self._watched, args), **options)
-
-        return run
-
-    def _watched(self, argument: Any) -> Any:
-        if not callable(argument) or isinstance(argument, torch.Tensor):
-            return argument
-
+    def _watched(self, function: Callable[..., object]) -> Callable[..., None]:
         def kernel(*args: Any) -> None:
-            with self._watch:
-                argument(*args)
+            with self:
+                function(*args)
 
         return kernel
 
@@ -101,7 +91,6 @@ class _Runtime:
 @contextmanager
 def watched(ulps: int = 0) -> Iterator[list[tuple[str, tuple[Place, ...]]]]:
     """Records the products of pipelines in the list that it yields."""
-    watch, chosen = Watch(ulps), runtime.of
-    of = mock.patch.object(runtime, "of", lambda *args: _Runtime(chosen(*args), watch))
-    with by_python(), of:
+    watch, run = Watch(ulps), runtime.run
+    with by_python(), mock.patch.object(runtime, "run", lambda call: run(watch.over(call))):
         yield watch.calls

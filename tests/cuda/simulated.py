@@ -48,7 +48,7 @@ __all__ = ["SimulatedDevice", "build", "simulated_device", "simulation"]
 #: A variable of the environment: options of `simulation`, as JSON.
 SIMULATION = "SYMM_CP_TEST_SIMULATION"
 
-_POLLING = "all_gather_and_poll"  # the runtime's method whose kernel polls
+_POLLING = "StreamRuntime._poll"  # the runtime's method whose kernel polls
 
 
 class _Event:

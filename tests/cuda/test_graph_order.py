@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp import cuda
-from symm_cp.cuda import stream_program
 from symm_cp.group import memory
+from symm_cp.runtime import lowering
 from symm_cp.schedule import GraphOrder
 from symm_cp.schedule.graphs import Ordered
 from symm_cp.testing import Ranks
@@ -130,7 +130,7 @@ def in_any_order(order: Any, rank: int) -> GraphOrder:
 
 
 def without_edges(group: dist.ProcessGroup, seed: int) -> None:
-    with mock.patch.object(stream_program, "graph_order", in_any_order):
+    with mock.patch.object(lowering, "graph_order", in_any_order):
         replays(group, ["scatter", "all-reduce", "ulysses"], 60, seed)
 
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from symm_cp import cuda
 from symm_cp.cuda import workspace
-from symm_cp.cuda.stream_program import Launch, StreamLowering, _KernelCall, lower
+from symm_cp.cuda.stream_program import Launch, lower
 from symm_cp.group import memory
 from symm_cp.native import wire
-from symm_cp.runtime.program import Binding
+from symm_cp.runtime.lowering import LANES, Binding, KernelCall, StreamLowering
 from symm_cp.schedule import Copy, Region, Step, patterns
 from symm_cp.tensors.shards import Extent
 from symm_cp.testing import Ranks
@@ -32,23 +31,23 @@ BINDING = Binding(
 
 def described(launch: Launch) -> list[str]:
     lines = []
-    for item in launch.items:
-        if isinstance(item, _KernelCall):
+    for item in launch.program.items:
+        if isinstance(item, KernelCall):
             lines.append(f"{item.lane}: call {item.name}({item.index})")
             continue
         for command in item:
-            assert isinstance(command, wire.StreamCommand)
-            kind = wire.StreamKind(command.kind)
-            with_event = kind in (wire.StreamKind.RECORD, wire.StreamKind.WAIT_EVENT)
+            assert isinstance(command, wire.Command)
+            kind = wire.Kind(command.kind)
+            with_event = kind in (wire.Kind.RECORD, wire.Kind.WAIT_EVENT)
             event = f" {command.event}" if with_event else ""
             alone = " alone" if command.alone else ""
-            lines.append(f"{cuda.LANES[command.lane]}: {kind.name.lower()}{event}{alone}")
+            lines.append(f"{LANES[command.lane]}: {kind.name.lower()}{event}{alone}")
     return lines
 
 
 def test_each_lane_has_a_word_to_signal_with() -> None:
     """The word that holds 1 follows the lanes' words, so native code counts the lanes by it."""
-    assert len(cuda.LANES) == wire.CONSTANT_ONE
+    assert len(LANES) == wire.CONSTANT_ONE
 
 
 def test_events_take_the_place_of_flags_to_oneself() -> None:
@@ -123,7 +122,7 @@ def test_copies_that_depend_on_each_other_are_not_batched(depends: bool) -> None
     first = Copy(Region(0, "input"), Region(0, "gathered", 0))
     second = Copy(Region(0, "gathered", 0 if depends else 1), Region(0, "output", 0))
     order: Sequence[tuple[str, Step]] = [("copy", first), ("copy", second)]
-    launch = StreamLowering(order, 0, 1, BINDING, joined=True).launch()
+    launch = Launch(StreamLowering(tuple(order), 0, BINDING, joined=True).lowered())
     copies = [line for line in described(launch) if ": copy" in line]
     assert copies == ["copy: copy", "copy: copy alone" if depends else "copy: copy"]
 
@@ -131,15 +130,12 @@ def test_copies_that_depend_on_each_other_are_not_batched(depends: bool) -> None
 def many_memory_operations(group: dist.ProcessGroup) -> int:
     """Returns how many driver calls a batch of 300 takes; checks that all were carried out."""
     flag = wire.DEVICE_FLAGS.index("arrived")
-    commands = [
-        wire.StreamCommand(kind=wire.StreamKind.ARRIVED, lane=0, peer=0, flag=flag)
-        for _ in range(300)
-    ]
+    commands = [wire.Command(kind=wire.Kind.ARRIVED, lane=0, peer=0, flag=flag) for _ in range(300)]
     with simulation() as made:
         space = workspace(memory.resolve(group), made, "sync", 64)
         lanes = (ctypes.c_void_p * 3)(*made.streams("sync"))
         made.count()
-        batch = (wire.StreamCommand * len(commands))(*commands)
+        batch = (wire.Command * len(commands))(*commands)
         space.issue(batch, (ctypes.c_void_p * 1)(), lanes, 7, False, b"test")
         made.synchronize()
         counted = made.count()

@@ -21,8 +21,8 @@ from symm_cp.native import wire
 from symm_cp.testing import Ranks
 from tests.cuda.simulated import SimulatedDevice, simulation
 
-Commands = list[wire.StreamCommand]
-COPY, SIGNAL = wire.StreamKind.COPY, wire.StreamKind.SIGNAL
+Commands = list[wire.Command]
+COPY, SIGNAL = wire.Kind.COPY, wire.Kind.SIGNAL
 CPU = torch.device("cpu")
 exhaustive = pytest.mark.exhaustive
 
@@ -49,7 +49,7 @@ class FaultyWorkspace(SymmetricWorkspace):
         if self.rank == 1:
             capturing = self.slots == 1
             kept = self.device.fault(list(commands), single=self.single, capturing=capturing)
-            commands = (wire.StreamCommand * len(kept))(*kept)
+            commands = (wire.Command * len(kept))(*kept)
         super().issue(commands, *rest, **named)
 
 

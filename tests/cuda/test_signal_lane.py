@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from symm_cp.cuda import workspace
-from symm_cp.cuda.stream_program import StreamLowering
+from symm_cp.cuda.stream_program import Launch
 from symm_cp.group import memory
-from symm_cp.runtime.program import Binding
+from symm_cp.runtime.lowering import Binding, StreamLowering
 from symm_cp.schedule import Compute, Signal, Variant, patterns
 from symm_cp.schedule.patterns import IssueOrder
 from symm_cp.tensors.shards import Extent
@@ -83,8 +83,8 @@ def next_kernel(group: dist.ProcessGroup, case: Case, beside: bool) -> str:
     order = case.variant.issue_order(rank, world_size)
     if not beside:
         order = in_the_callers_lane(order)
-    lowering = StreamLowering(order, rank, world_size, binding(world_size), joined=True)
-    launch = lowering.launch()
+    lowering = StreamLowering(order, rank, binding(world_size), joined=True)
+    launch = Launch(lowering.lowered())
     operands = torch.zeros(4, world_size * CHUNK, dtype=torch.uint8)
     begun, over, numbers = threading.Event(), threading.Event(), itertools.count()
     with simulation(copy_engines=1, deferred=True) as made:

@@ -12,7 +12,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from symm_cp.group import memory
-from symm_cp.runtime.program import probing
+from symm_cp.testing.delays import probing
 from tests.faults.ops import ALL
 
 TIMEOUT_MS = 400  # for ranks that wait for a stopped rank

@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
 from symm_cp import tuning
-from symm_cp.runtime.program import probing
+from symm_cp.testing.delays import probing
 
 OPS = torch.ops.symm_mem
 

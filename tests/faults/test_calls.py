@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
+from symm_cp import runtime
 from symm_cp.group import memory
+from symm_cp.runtime import cpu
+from symm_cp.runtime.calls import GatherCall
 from symm_cp.testing import Ranks
 from tests.exhaustive import exhaustive, some
 from tests.patience import patient
@@ -198,6 +202,29 @@ def interrupted_twice(own: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("new_host", [False, True], ids=["known host", "new host"])
 def test_ctrl_c(ranks: Ranks, new_host: bool) -> None:
     ranks.run(2, interrupted, new_host)
+
+
+def interrupted_kernels(group: dist.ProcessGroup) -> None:
+    """Peers that wait for a rank's kernel hear of its Ctrl-C."""
+    own = fresh(group)
+    works(own)
+    state, shard = memory.resolve(own), torch.ones(50)
+
+    def consume(shards: list[torch.Tensor], owner: int) -> None:
+        if own.rank() == 0:
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        failure = KeyboardInterrupt if own.rank() == 0 else RuntimeError
+        text = "" if own.rank() == 0 else "KeyboardInterrupt on rank 0"
+        with mock.patch.object(cpu, "GATHERED_BYTES", 0), pytest.raises(failure, match=text):
+            runtime.run(GatherCall(state, [shard], consume, b"interrupted"))
+        works(own)
+
+
+@SIZES
+def test_ctrl_c_in_a_kernel(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, interrupted_kernels)
 
 
 def interrupted_transfers(group: dist.ProcessGroup) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp.runtime.program import probing
 from symm_cp.testing import Ranks
+from symm_cp.testing.delays import probing
 from tests.exhaustive import some
 from tests.faults.ops import ALL, results
 

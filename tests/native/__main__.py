@@ -26,7 +26,7 @@ from pathlib import Path
 from symm_cp import native
 from symm_cp.native.sources import Sources, Unit
 from symm_cp.native.wire import FLAGS
-from tests.native import plans
+from tests.native import loops
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -39,10 +39,8 @@ SANITIZERS = {
 #: With AddressSanitizer, compiling takes three times as long at -O1; some warnings need -O1.
 LEVEL = {"thread": ("-O1", "-g"), "address,undefined": ("-O0", "-g1")}
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
-CALLS = 200
-#: Flags: without waiting for them ranks race, in plans and in exchanges.
-NEEDED = ("partial", "reduced", "done")
-NEEDED_IN_EXCHANGES = ("ready", "reduced", "done")
+#: Flags: without waiting for them ranks race.
+NEEDED = ("ready", "reduced", "done")
 TESTS = ("tests/test_symmetric_memory.py", "tests/ops/test_in_flight.py", "tests/test_trace.py")
 #: Tests of one process with one thread, in which nothing can race.
 ALONE = ("tests/ops/test_attention_kernels.py", "tests/ops/test_native_tiles.py")
@@ -167,7 +165,7 @@ def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
 
 
 def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:
-    """Runs plans, exchanges, messages and faults on 1 to 4 ranks; omitted waits must show as races.
+    """Runs exchanges, messages and faults on 1 to 4 ranks; omitted waits must show as races.
 
     Exchanges also run with several threads in each rank.
     """
@@ -187,24 +185,19 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
                 return
         _expect(done, False)
 
-    _say(sanitizer, f"ranks as threads: {CALLS} calls each, seed {seed}")
+    _say(sanitizer, f"ranks as threads, seed {seed}")
     for world_size in (1, 2, 3, 4):
-        calls, loops = folder / f"calls {world_size}", folder / f"loops {world_size}"
-        calls.write_bytes(plans.write(world_size, CALLS, random.Random(seed + world_size)))
-        loops.write_bytes(plans.write_loops(world_size))
-        expect_ok("calls", str(calls))
-        expect_ok("exchanges", str(loops), str(seed))
-        expect_ok("exchanges", str(loops), str(seed + 1), RANK_THREADS=3)
+        path = folder / f"loops {world_size}"
+        path.write_bytes(loops.written(world_size))
+        expect_ok("exchanges", str(path), str(seed))
+        expect_ok("exchanges", str(path), str(seed + 1), RANK_THREADS=3)
     expect_ok("faults")
     expect_ok("messages", str(seed))
     expect_ok("signals")
     if sanitizer != "thread":
         return
-    for flag in NEEDED:
-        # A rank may find that another one has gone on, which ends the program, before they race.
-        expect_race(*[["calls", str(folder / "calls 3"), str(FLAGS.index(flag))]] * 9)
     exchanges = "exchanges", str(folder / "loops 3")
-    for flag in NEEDED_IN_EXCHANGES:
+    for flag in NEEDED:
         # Only few exchanges of a plan may need the flag, and their order may be right by chance.
         skip = str(FLAGS.index(flag))
         expect_race(*([*exchanges, str(plan), skip] for plan in range(seed, seed + 5)))

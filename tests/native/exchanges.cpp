@@ -29,14 +29,13 @@ std::vector<Loops> read_loops(const char* path, int* world_size) {
     read(file, &loops.channel);
     read(file, &loops.loop_kind);
     for (int rank = 0; rank < *world_size; ++rank) {
-      int64_t sizes[5];
-      read(file, sizes, 5);
-      Loop loop{std::vector<LoopStep>(static_cast<size_t>(sizes[0])),
-                std::vector<Area>(static_cast<size_t>(sizes[1])), static_cast<size_t>(sizes[2]),
-                sizes[3] != 0, sizes[4] != 0};
-      read(file, loop.steps.data(), loop.steps.size());
-      read(file, loop.sources.data(), loop.sources.size());
-      loops.by_rank.push_back(std::move(loop));
+      int64_t sizes[2];
+      read(file, sizes, 2);
+      std::vector<Command> steps(static_cast<size_t>(sizes[0]));
+      std::vector<Place> sources(static_cast<size_t>(sizes[1]));
+      read(file, steps.data(), steps.size());
+      read(file, sources.data(), sources.size());
+      loops.by_rank.emplace_back(std::move(steps), std::move(sources));
     }
   }
   return all;
@@ -46,7 +45,7 @@ std::vector<Loops> read_loops(const char* path, int* world_size) {
 void install(Rank& rank, const std::vector<Loops>& all, int skip) {
   for (const Loops& loops : all) {
     Loop loop = loops.by_rank[static_cast<size_t>(rank.rank())];
-    std::erase_if(loop.steps, [&](const LoopStep& step) {
+    std::erase_if(loop.steps, [&](const Command& step) {
       return step.kind == Kind::kWait && step.flag == skip;
     });
     rank.group->set_loop(static_cast<int>(loops.channel), static_cast<ExchangeKind>(loops.kind),

@@ -52,7 +52,7 @@ class Notes : public symm_cp::Bootstrap {
   std::map<std::string, std::string> values_;
 };
 
-// Reads from a file that plans.py has written.
+// Reads from a file that loops.py has written.
 template <class T>
 void read(std::istream& file, T* to, size_t count = 1) {
   file.read(reinterpret_cast<char*>(to), static_cast<std::streamsize>(count * sizeof(T)));

@@ -1,7 +1,6 @@
-// Plans that ranks as threads of one process carry out, and what goes wrong with them.
+// Exchanges that ranks as threads of one process carry out, and what goes wrong with them.
 //
-//   ranks calls FILE [FLAG]            carries out what plans.py wrote, without the waits for a
-//   flag ranks faults                       ranks that give up, with work in flight, and strangers
+//   ranks faults                       ranks that give up, with work in flight, and strangers
 //   ranks exchanges FILE SEED [FLAG]   see exchanges.cpp
 //   ranks messages SEED                see send_receive.cpp
 //   ranks signals                      one-sided puts, and signals of both kinds, in a ring
@@ -32,136 +31,7 @@ namespace {
 using namespace symm_cp;
 using namespace native_test;
 
-// --- calls ---------------------------------------------------------------------------------------
-
-enum Role : int64_t { kInput = 0, kSymmetric, kScratch, kGathered, kSum };
-
-struct Operand {
-  Role role;
-  int64_t bytes;
-};
-
-struct Part {  // of a rank
-  std::vector<Command> commands;
-  std::vector<Reference> references;
-  std::vector<Operand> operands;
-};
-
-struct Pattern {
-  char name[40];
-  std::vector<Part> parts;
-};
-
-constexpr size_t kSlotBytes = 1 << 16;
-
-std::vector<Pattern> read_calls(const char* path, int64_t* world_size) {
-  std::ifstream file(path, std::ios::binary);
-  int64_t count = 0;
-  read(file, world_size);
-  read(file, &count);
-  std::vector<Pattern> calls(static_cast<size_t>(count));
-  for (Pattern& call : calls) {
-    read(file, call.name, sizeof(call.name));
-    call.parts.resize(static_cast<size_t>(*world_size));
-    for (Part& part : call.parts) {
-      int64_t sizes[3];
-      read(file, sizes, 3);
-      part.commands.resize(static_cast<size_t>(sizes[0]));
-      part.references.resize(static_cast<size_t>(sizes[1]));
-      part.operands.resize(static_cast<size_t>(sizes[2]));
-      read(file, part.commands.data(), part.commands.size());
-      read(file, part.references.data(), part.references.size());
-      read(file, part.operands.data(), part.operands.size());
-    }
-  }
-  return calls;
-}
-
-float value_of(int rank, size_t number) {
-  return static_cast<float>(static_cast<size_t>(rank + 1) * 100 + number % 50);
-}
-
-// A call under way: its operands must stay.
-struct Running {
-  size_t number;
-  std::vector<std::vector<float>> memory;
-  std::vector<void*> addresses;
-};
-
-Running begin(Rank& rank, const Part& part, size_t number) {
-  Running running{number, {}, {}};
-  for (const Operand& operand : part.operands) {
-    const auto elements = static_cast<size_t>(operand.bytes) / sizeof(float);
-    const float value = operand.role == kInput ? value_of(rank.rank(), number) : -1.0F;
-    running.memory.emplace_back(elements, value);
-    void* at = running.memory.back().data();
-    if (operand.role == kSymmetric) {
-      at = rank.shared.data();  // the caller overwrites it as soon as the call before is over
-      std::fill_n(static_cast<float*>(at), elements, value_of(rank.rank(), number));
-    }
-    running.addresses.push_back(at);
-  }
-  return running;
-}
-
-void check_results(const Rank& rank, const Pattern& call, const Running& running) {
-  const Part& part = call.parts[static_cast<size_t>(rank.rank())];
-  for (size_t i = 0; i < part.operands.size(); ++i) {
-    const std::vector<float>& found = running.memory[i];
-    const auto chunk = found.size() / static_cast<size_t>(rank.world_size());
-    float sum = 0;
-    for (int r = 0; r < rank.world_size(); ++r) sum += value_of(r, running.number);
-    for (size_t at = 0; at < found.size(); ++at) {
-      const int source = static_cast<int>(at / (chunk == 0 ? 1 : chunk));
-      const Role role = part.operands[i].role;
-      if (role == kGathered)
-        expect(found[at] == value_of(source, running.number), std::string("wrong: ") + call.name);
-      if (role == kSum) expect(found[at] == sum, std::string("wrong: ") + call.name);
-    }
-  }
-}
-
-// One command at a time, so that ranks meet in all sorts of ways.
-void run_steps(Rank& rank, const Part& part, const Running& running, const char* name, int skip,
-               std::mt19937& random) {
-  Workspace& workspace = rank.group->workspace(kSync);
-  const int64_t number = rank.group->next(kSync);
-  try {
-    Call call = workspace.begin(number, kSlotBytes, name);
-    for (const Command& command : part.commands) {
-      if (random() % 4 == 0) std::this_thread::yield();
-      if (random() % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
-      if (skip >= 0 && command.kind == Kind::kVerify) continue;
-      if (command.kind == Kind::kWait && command.flag == skip) continue;
-      workspace.channel()->run(&command, 1, part.references.data(), running.addresses.data(), call);
-    }
-  } catch (const std::exception& error) {
-    rank.group->failed(kSync, number, error);
-    expect(skip >= 0, error.what());  // without a wait, ranks may find that others have gone on
-    throw;
-  }
-}
-
-void run_calls(Rank& rank, const std::vector<Pattern>& calls, int skip) {
-  std::mt19937 random(static_cast<unsigned>(rank.rank()));
-  for (size_t number = 0; number < calls.size(); ++number) {
-    const Pattern& call = calls[number];
-    const Part& part = call.parts[static_cast<size_t>(rank.rank())];
-    const Running running = begin(rank, part, number);
-    run_steps(rank, part, running, call.name, skip, random);
-    if (skip < 0) check_results(rank, call, running);
-  }
-}
-
 // --- faults --------------------------------------------------------------------------------------
-
-Command step_of(Kind kind, int peer, int flag = 0) {
-  Command command{};
-  command.kind = kind;
-  command.peer = peer;
-  command.flag = flag;
-  return command;
-}
 
 // A call in which each rank signals each peer and waits for it.
 void meet(Rank& rank, const std::string& what) {
@@ -169,13 +39,15 @@ void meet(Rank& rank, const std::string& what) {
   const int64_t number = rank.group->next(kSync);
   try {
     Call call = workspace.begin(number, 0, what);
-    std::vector<Command> commands{step_of(Kind::kPublish, 0)};
-    for (const Kind kind : {Kind::kSignal, Kind::kWait})
-      for (int peer = 0; peer < rank.world_size(); ++peer)
-        if (peer != rank.rank()) commands.push_back(step_of(kind, peer));
-    commands.push_back(step_of(Kind::kVerify, 0));
-    workspace.channel()->run(commands.data(), static_cast<int>(commands.size()), nullptr, nullptr,
-                             call);
+    Channel& channel = *workspace.channel();
+    channel.announce(call, nullptr);
+    for (const bool waits : {false, true}) {
+      for (int peer = 0; peer < rank.world_size(); ++peer) {
+        if (peer == rank.rank()) continue;
+        waits ? channel.wait(peer, kReadyFlag, call) : channel.signal(peer, kReadyFlag, call);
+      }
+    }
+    channel.verify_all(call);
   } catch (const std::exception& error) {
     rank.group->failed(kSync, number, error);
     throw;
@@ -246,10 +118,8 @@ void time_is_over(Rank& rank) {
   rank.group->set_timeout(std::chrono::milliseconds(120));
   const int64_t number = rank.group->next(kSync);
   Call call = rank.group->workspace(kSync).begin(number, 0, "op");
-  const Command command = step_of(Kind::kWait, peer, 1);
-  expect_failure(
-      [&] { rank.group->workspace(kSync).channel()->run(&command, 1, nullptr, nullptr, call); },
-      "op: rank ");
+  const auto wait = [&] { rank.group->workspace(kSync).channel()->wait(peer, kPartialFlag, call); };
+  expect_failure(wait, "op: rank ");
 }
 
 void segments() {
@@ -356,11 +226,7 @@ int main(int argc, char** argv) {
   } else if (mode == "exchanges" && argc >= 4) {
     check_exchanges(argv[2], static_cast<unsigned>(std::atoi(argv[3])), flag(4));
   } else {
-    expect(mode == "calls" && argc >= 3, "see the head of ranks.cpp");
-    int64_t world_size = 0;
-    const auto calls = read_calls(argv[2], &world_size);
-    on_all_ranks(static_cast<int>(world_size), std::chrono::seconds(60),
-                 [&](Rank& rank) { run_calls(rank, calls, flag(3)); });
+    expect(false, "see the head of ranks.cpp");
   }
   expect(!has_mappings(), "segments are still mapped");
   std::puts("ok");

@@ -1,14 +1,18 @@
-"""How much memory context-parallel attention takes: peers' keys are read where they lie."""
+"""How much memory context-parallel attention takes: peers' keys arrive one after the other."""
 
 from __future__ import annotations
 
+import functools
 import math
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from symm_cp import set_rotate_method, tuning
 from symm_cp.group.memory import resolve
+from symm_cp.native import wire
+from symm_cp.runtime import cpu
 from symm_cp.testing import Ranks
 from tests.allocations import peak_of
 from tests.exhaustive import exhaustive
@@ -16,39 +20,42 @@ from tests.exhaustive import exhaustive
 B, H, S, E = 1, 2, 256, 32
 
 
-def measure(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
+def measure(group: dist.ProcessGroup) -> tuple[dict[str, int], int]:
     group = dist.new_group(list(range(group.size())))  # with a workspace of its own
-    q, k, v = (torch.randn(B, H, S, E) for _ in range(3))
+    q, k, v = (torch.randn(B, H, S, E, requires_grad=True) for _ in range(3))
     name, op = group.group_name, torch.ops.symm_mem.fused_all_gather_attention
     peaks = {}
-    with tuning.forced("pipeline"):  # by default so few tokens would be gathered
+
+    def backward() -> None:
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    with tuning.forced("pipeline"), mock.patch.object(cpu, "GATHERED_BYTES", 0):
         for causal in (False, True):
-            op(q, k, v, name, is_causal=causal)  # makes the workspace
+            forward = functools.partial(op, q.detach(), k.detach(), v.detach(), name)
+            forward(is_causal=causal)  # makes the workspace
             dist.barrier(group)
-            peaks[f"{causal=}"] = peak_of(lambda causal=causal: op(q, k, v, name, is_causal=causal))
-    workspace = resolve(name).workspace("sync")
-    slots = {"forward": workspace.slot_bytes}
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    set_rotate_method("alltoall")
-    try:
-        with tuning.forced("pipeline"):
-            torch.autograd.grad(op(*leaves, name)[0].sum(), leaves)
-    finally:
-        set_rotate_method("allgather")
-    slots["ring"] = workspace.slot_bytes
+            peaks[f"{causal=}"] = peak_of(functools.partial(forward, is_causal=causal))
+        set_rotate_method("alltoall")
+        try:
+            out = op(q, k, v, name)[0]
+            backward()
+            out = op(q, k, v, name)[0]
+            dist.barrier(group)
+            peaks["ring"] = peak_of(backward)
+        finally:
+            set_rotate_method("allgather")
     dist.barrier(group)
-    return peaks, slots
+    return peaks, resolve(name).workspace("sync").slot_bytes
 
 
 def test_memory_does_not_depend_on_the_number_of_ranks(ranks: Ranks) -> None:
     # The last rank attends to all others under a causal mask.
     found = {world_size: ranks.run(world_size, measure)[-1] for world_size in (2, 3, 4)}
-    peaks, slots = found[2]
+    peaks, slot = found[2]
     shard = B * H * S * E * 4
-    assert slots["forward"] == 2 * shard  # keys and values
-    assert slots["ring"] == 2 * shard + 2 * 2 * shard  # and two partial sums of their gradients
+    assert slot == 2 * wire.EXCHANGE_PIECE
     for world_size in (3, 4):
-        assert found[world_size][1] == slots
+        assert found[world_size][1] == slot
         for name, peak in found[world_size][0].items():
             # Three or more parts are merged in a buffer of their own, whatever their number.
             assert peak <= peaks[name] + 2 * shard, (world_size, name, peak, peaks)
@@ -130,9 +137,10 @@ def test_memory_of_each_method(ranks: Ranks) -> None:
     kernels = 5 * shard // 8  # log-sum-exps, and buffers that do not depend on the sizes
     for world_size in (2, 4):
         for (forward, backward), slot in ranks.run(world_size, method_peaks, "allgather"):
-            assert forward <= 2 * shard + kernels, (world_size, forward / shard)
-            assert backward <= 7 * shard + kernels, (world_size, backward / shard)
-            assert slot == (2 + 2 * world_size) * shard
+            partials = 2 * world_size  # of the gradients of all ranks' keys and values
+            assert forward <= 4 * shard + kernels, (world_size, forward / shard)
+            assert backward <= (9 + partials) * shard + kernels, (world_size, backward / shard)
+            assert slot == 2 * wire.EXCHANGE_PIECE
         for (forward, backward), slot in ranks.run(world_size, method_peaks, "ulysses"):
             # Queries, keys, values and the output of this rank's heads; or instead the output.
             assert forward <= 4 * shard + kernels, (world_size, forward / shard)

@@ -18,7 +18,7 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive, some
 
-pytestmark = device.devices("cpu", "simulated", "patterns")
+pytestmark = device.devices("cpu", "simulated")
 
 Tensors = list[torch.Tensor]
 RULES: dict[bool, Any] = {True: symm_cp.gated_delta_rule, False: symm_cp.gated_linear_attention}

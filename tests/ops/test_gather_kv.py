@@ -12,7 +12,7 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.reference import reduce_scatter
 
-pytestmark = device.devices(*device.NAMES, "patterns")
+pytestmark = device.devices(*device.NAMES)
 
 
 def gathers(group: dist.ProcessGroup, seed: int) -> None:

@@ -12,7 +12,7 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive
 
-pytestmark = device.devices(*device.NAMES, "patterns")
+pytestmark = device.devices(*device.NAMES)
 
 OPS = torch.ops.symm_mem
 

@@ -15,7 +15,7 @@ from tests import device
 from tests.exhaustive import some
 from tests.reference import reduce
 
-pytestmark = device.devices(*device.NAMES, "patterns")
+pytestmark = device.devices(*device.NAMES)
 D, E = 10, 4
 
 

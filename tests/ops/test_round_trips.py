@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import runtime
 from symm_cp.group.memory import resolve
 from symm_cp.ops.heads.packing import HeadPart, HeadRanges, head_exchange
 from symm_cp.runtime.round_trips import RoundTrip, Tensors, run_round_trips
@@ -55,9 +54,8 @@ def pipelines(group: dist.ProcessGroup, groups: int, dtype: torch.dtype) -> None
         return RoundTrip(there, given, new, work, back, [out])
 
     mine = resolve(group)
-    on = runtime.of(x, mine)
     for _ in range(2):
-        run_round_trips(on, mine, [step(i) for i in range(groups)], x.device, b"groups")
+        run_round_trips(mine, [step(i) for i in range(groups)], x.device, b"groups")
         want = (x.cumsum(2)[..., :3].flip(2) * y)[:, :, rows]
         torch.testing.assert_close(out, want)
         out.fill_(torch.nan)
@@ -87,7 +85,7 @@ def fails(group: dist.ProcessGroup) -> None:
 
     mine = resolve(group)
     with pytest.raises((ValueError, RuntimeError), match="no work today"):
-        run_round_trips(runtime.of(given[0], mine), mine, [one(), one()], torch.device("cpu"), b"f")
+        run_round_trips(mine, [one(), one()], torch.device("cpu"), b"f")
 
 
 @device.devices("cpu")

@@ -14,7 +14,7 @@ from symm_cp.testing import Ranks
 from tests import device
 from tests.exhaustive import exhaustive
 
-pytestmark = device.devices(*device.NAMES, "patterns")
+pytestmark = device.devices(*device.NAMES)
 
 OPS = torch.ops.symm_mem
 Tensors = list[torch.Tensor]
@@ -190,8 +190,8 @@ def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
 
 def fails_in_the_middle(group: dist.ProcessGroup) -> None:
     """A rank of a chain fails; later ranks that do not hear from it directly are told, too."""
-    from symm_cp import runtime
     from symm_cp.group.memory import resolve
+    from symm_cp.runtime.relay import relay
 
     own, like = resolve(group), torch.zeros(1)
     for failing in range(group.size()):
@@ -204,7 +204,7 @@ def fails_in_the_middle(group: dist.ProcessGroup) -> None:
         needs_it = group.rank() >= failing
         raises = pytest.raises((ValueError, RuntimeError), match="for a test")
         with raises if needs_it else contextlib.suppress(RuntimeError):
-            runtime.of(like, own).relay(own, step, like, [(1,)] * 3, b"relay")
+            relay(own, step, like, [(1,)] * 3, b"relay")
         state = torch.ones(2)
         found = symm_cp.scan_states(state, decay=state, group=group)
         assert torch.equal(found, state * group.rank())

@@ -1,14 +1,13 @@
 """All ranks of a world as threads of one process: what each op decides there, without memory.
 
-Every rank runs an op's kernel with its own arguments, on a runtime that executes nothing: it
-notes the bytes of the slot, the name of the call and the signals and waits of each program. Ranks
+Every rank runs an op's kernel with its own arguments, on a runtime whose exchanges give zeros: it
+notes the kind, the name and the bytes of each exchange. Ranks
 really exchange the numbers that they tell each other (`numbers_of_all`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,10 +16,9 @@ from unittest import mock
 import torch
 
 from symm_cp import tuning
-from symm_cp.group.memory import tensor_at
 from symm_cp.native import wire
 from symm_cp.ops import common
-from symm_cp.runtime import cpu, exchange, program, small
+from symm_cp.runtime import cpu, exchange
 
 #: A decision of a rank: its kind, and the values on which all ranks must agree.
 Note = tuple[Any, ...]
@@ -32,7 +30,6 @@ class Rank:
     def __init__(self, world: World, rank: int) -> None:
         self.name, self.rank, self.world_size, self.world = "world", rank, world.size, world
         self.notes: list[Note] = []
-        self.pairs: list[tuple[str, int, int, int]] = []
         self.states: dict[Any, Any] = {}
         #: The tensors that lie in symmetric memory.
         self.symmetric: list[torch.Tensor] = []
@@ -46,20 +43,6 @@ class Rank:
     def own_lock(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def call(self, slot_bytes: int, call_name: bytes) -> Iterator[tuple[Rank, int]]:
-        self.notes.append(("call", slot_bytes, call_name))
-        yield self, len(self.notes)
-
-    def slot(self) -> int:
-        return ctypes.addressof(self.world.memory)
-
-    def shard(self, peer: int) -> int:
-        return self.slot()
-
-    def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return tensor_at(address, shape, dtype)
-
     def tell(self, name: str | bytes, numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         self.notes.append(("numbers", name, len(numbers)))
         return self.world.exchange(self.rank, tuple(numbers))
@@ -72,7 +55,6 @@ class World:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=20)
         self.peers: list[Any] = [None] * size
-        self.memory = (ctypes.c_char * (1 << 20))()
         self.here = threading.local()
 
     def exchange(self, rank: int, value: Any) -> tuple[Any, ...]:
@@ -122,10 +104,11 @@ class World:
             mock.patch.object(
                 cpu, "numbers_on_host", lambda group, name, numbers: group.tell(name, numbers)
             ),
-            mock.patch.object(small, "enabled", False),  # these decide by sizes only
             mock.patch.object(cpu, "has_symmetric", return_value=True),
-            mock.patch.object(cpu, "is_symmetric", _is_symmetric),
-            mock.patch.object(program.Program, "run", _note_program),
+            mock.patch.object(cpu, "symmetric_place", _place),
+            mock.patch.object(
+                cpu, "symmetric_tensor", lambda *args: torch.zeros(args[3], dtype=args[4])
+            ),
         ]
         with contextlib.ExitStack() as stack:
             for patch in patches:
@@ -133,34 +116,10 @@ class World:
             yield
 
 
-def _is_symmetric(tensor: torch.Tensor, group: Rank) -> bool:
+def _place(tensor: torch.Tensor, group: Rank) -> tuple[int, int] | None:
     storage = tensor.untyped_storage().data_ptr()
-    return any(each.untyped_storage().data_ptr() == storage for each in group.symmetric)
-
-
-def _note_program(
-    self: program.Program,
-    workspace: Rank,
-    epoch: int,
-    operands: Sequence[int],
-    call_name: bytes,
-    kernels: Any = None,
-) -> None:
-    """Notes which flags the rank signals to and awaits from whom; runs none of it."""
-    flags, in_place = set(), False
-    for item, _ in self.items:
-        if isinstance(item, str):
-            continue
-        for command in item:  # type: ignore[attr-defined]
-            if command.kind == wire.Kind.PUBLISH:
-                in_place = command.mean != 0
-            if command.kind in (wire.Kind.SIGNAL, wire.Kind.WAIT):
-                kind = "signal" if command.kind == wire.Kind.SIGNAL else "wait"
-                flags.add((kind, wire.FLAGS[command.flag], command.lag))
-                if command.lag == 0:
-                    workspace.pairs.append((kind, command.flag, command.peer, command.piece))
-    if not call_name.startswith(b"scan"):  # a chain has ends
-        workspace.notes.append(("program", in_place, frozenset(flags)))
+    places = [each.untyped_storage().data_ptr() for each in group.symmetric]
+    return (places.index(storage), 0) if storage in places else None
 
 
 def _note_exchange(
@@ -180,15 +139,17 @@ def _note_exchange(
     of_all = group.world.exchange(group.rank, gives)
     if kind == wire.ExchangeKind.ALL_GATHER:
         assert [bytes_given for (bytes_given,) in of_all] == takes, name
+    if kind == wire.ExchangeKind.ALL_TO_ALL:
+        assert [each[group.rank] for each in of_all] == takes, name
     if kind == wire.ExchangeKind.REDUCE_SCATTER:
         assert all(each[group.rank : group.rank + 1] == takes for each in of_all), name
 
 
 class _Runtime(cpu.CpuRuntime):
-    def exchange(  # type: ignore[override]
-        self, group: Rank, parcels: Any, tensors: Any, outputs: Any, call_name: bytes
-    ) -> None:
+    def _exchange_boxes(self, call: Any) -> None:
         """Notes an exchange; checks that peers agree on the pieces that they give and take."""
+        group, parcels, call_name = call.group, call.packed, call.name
+        tensors, outputs = call.shard, call.outputs
         strides = tuple([t.stride() for t in (*tensors, *outputs)])
         given, taken = parcels.boxes(strides, 4096)
         group.notes.append(("exchange", parcels.sizes, call_name, parcels.joins))
@@ -205,20 +166,8 @@ class _Runtime(cpu.CpuRuntime):
 
 
 def check_alike(ranks: list[Rank], case: str) -> None:
-    """Checks that all ranks noted the same, and that each wait has its signal."""
+    """Checks that all ranks noted the same."""
     for rank in ranks[1:]:
         assert rank.notes == ranks[0].notes, (
             f"{case}: rank {rank.rank} decides {rank.notes}, rank 0 {ranks[0].notes}"
         )
-    signals, waits = (
-        sorted(
-            (*((rank.rank, to) if kind == "signal" else (to, rank.rank)), flag, piece)
-            for rank in ranks
-            for noted, flag, to, piece in rank.pairs
-            if noted == kind
-        )
-        for kind in ("signal", "wait")
-    )
-    # A relay sends "done" signals that nobody awaits; but each awaited signal must be sent.
-    missing = [wait for wait in set(waits) if wait not in set(signals)]
-    assert not missing, f"{case}: nobody signals {missing}"

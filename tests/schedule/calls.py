@@ -62,10 +62,3 @@ LOOPS = [
     if place.variant.looped
     for pieces in (2, 3, 5)
 ]
-#: Chains: each piece has memory of its own, and the steps of all pieces are listed.
-CHAINS = [
-    Place(place.variant, place.workspace, pieces)
-    for place in PLACES
-    if place.variant.chained
-    for pieces in (2, 3, 5)
-]

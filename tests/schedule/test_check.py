@@ -154,7 +154,7 @@ def test_chunks_tell_apart_within_a_call_only() -> None:
 
 def test_the_caller_overwrites_the_symmetric_tensor_after_the_call() -> None:
     def hasty(rank: int) -> Schedule:
-        full = patterns.ALL_GATHER_AND_COMBINE.direct(in_place=True).schedule(rank, 2)
+        full = patterns.ALL_REDUCE.direct(in_place=True).schedule(rank, 2)
         return schedule(rank, *full.lanes["compute"][:-1])  # without the wait for "done"
 
     report = check([[hasty(0), hasty(1)]])
@@ -269,7 +269,7 @@ def test_a_kernel_that_polls_starts_when_the_peers_have_what_they_wait_for(missi
 
 
 def test_a_report_says_what_was_checked() -> None:
-    report = check([patterns.ALL_GATHER_AND_CONSUME.direct().schedules(3)] * 5)
+    report = check([patterns.ALL_GATHER_AND_CONSUME.staged().schedules(3)] * 5)
     assert (report.ok, report.calls, report.world_size) == (True, 5, 3)
     assert str(report) == "5 calls on 3 ranks: no problem"
 

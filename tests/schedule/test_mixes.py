@@ -10,7 +10,6 @@ from symm_cp.schedule import Compute, Copy, Region, Schedule, Signal, Step, Wait
 from symm_cp.schedule.patterns import Channel
 from tests.exhaustive import some
 from tests.schedule.calls import (
-    CHAINS,
     CHANNELS,
     LOOPS,
     MIX,
@@ -38,18 +37,6 @@ def test_a_loop_is_right_for_any_number_of_pieces(place: Place) -> None:
     for world_size in (1, 2, 3, 4, 8):
         report = check([place.schedules(world_size)] * (4 if world_size <= 4 else 2))
         assert report.ok, f"{world_size} ranks: {report}"
-
-
-@pytest.mark.parametrize("place", CHAINS, ids=str)
-def test_a_chain_is_right_for_any_number_of_pieces(place: Place) -> None:
-    for world_size in (1, 2, 3, 4, 8):
-        call = place.schedules(world_size)
-        report = check([call] * (4 if world_size <= 4 else 2))
-        assert report.ok, f"{world_size} ranks: {report}"
-        for other in place.workspace.variants if world_size in (2, 3) else ():
-            calls = [call, other.schedules(world_size, place.workspace.slots)]
-            report = check([calls[which] for which in MIX])
-            assert report.ok, f"{world_size} ranks, {place} and {other}: {report}"
 
 
 @pytest.mark.parametrize("place", LOOPS, ids=str)

@@ -23,7 +23,7 @@ from symm_cp.schedule import (
 )
 from symm_cp.schedule.check import _Lane, _Run
 from tests.exhaustive import some
-from tests.schedule.calls import CHAINS, LOOPS, MIX, PLACES, Place
+from tests.schedule.calls import LOOPS, MIX, PLACES, Place
 
 
 def with_lane(
@@ -43,20 +43,6 @@ def synchronisation(call: Sequence[Schedule]) -> Iterator[tuple[int, str, int]]:
                     yield schedule.rank, lane, index
 
 
-def implied(place: Place, rank: int, step: Step) -> bool:
-    """Whether other steps imply the order that this step gives, through other ranks.
-
-    This holds between ranks of a chain that are not neighbours. Such steps stay for calls that
-    fail, which schedules do not model.
-    """
-    if place.variant.name != "RELAY":
-        return False
-    towards = -1 if "reverse" in place.variant.options else 1
-    if isinstance(step, Signal):
-        return (step.to - rank) * towards > 1
-    return isinstance(step, Wait) and (rank - step.source) * towards > 1
-
-
 @pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_no_signal_or_wait_is_redundant(place: Place, world_size: int) -> None:
@@ -67,8 +53,6 @@ def test_no_signal_or_wait_is_redundant(place: Place, world_size: int) -> None:
     for rank, lane, index in synchronisation(call):
         steps = call[rank].lanes[lane]
         tried += 1
-        if implied(place, rank, steps[index]):
-            continue
         mutant = with_lane(call, rank, lane, (*steps[:index], *steps[index + 1 :]))
         noticed = not check([mutant] * (slots + 2)).ok or any(
             not check([(mutant, other)[which] for which in MIX]).ok for other in others
@@ -124,8 +108,6 @@ def test_every_wait_acquires(place: Place, world_size: int) -> None:
     assert len(relaxed) >= world_size * (world_size - 1)
     for wait in relaxed:
         rank, lane, index, step = wait
-        if implied(place, rank, step):
-            continue
         mixes: list[list[Sequence[Schedule]]] = [[call] * (slots + 2)]
         mixes += [[(call, other)[which] for which in MIX] for other in others]
         mine = [set(range(slots + 2)), *[{i for i, it in enumerate(MIX) if it == 0}] * len(others)]
@@ -149,26 +131,6 @@ def test_no_signal_or_wait_of_a_loop_is_redundant(place: Place) -> None:
         size = len(body[rank].lanes[lane])
         steps = [step for at, step in enumerate(call[rank].lanes[lane]) if at % size != index]
         assert not check([with_lane(call, rank, lane, steps)] * 4).ok, f"rank {rank}: {index}"
-
-
-@pytest.mark.parametrize("place", [place for place in CHAINS if place.pieces == 3], ids=str)
-def test_every_piece_of_a_chain_is_awaited(place: Place) -> None:
-    """The last signal is needed, too; without an earlier one the next rank only begins later."""
-    call = place.schedules(3)
-    for rank, lane, index in synchronisation(call):
-        steps = call[rank].lanes[lane]
-        step = steps[index]
-        if implied(place, rank, step):
-            continue
-        mutant = with_lane(call, rank, lane, (*steps[:index], *steps[index + 1 :]))
-        later = [s for s in steps[index + 1 :] if isinstance(s, Signal)]
-        costs_time = isinstance(step, Signal) and any(s.to == step.to for s in later)
-        mixes = [[mutant] * 4]
-        for other in place.workspace.variants:
-            calls = mutant, other.schedules(3, place.workspace.slots)
-            mixes.append([calls[which] for which in MIX])
-        right = all(check(mix).ok for mix in (mixes[:1] if costs_time else mixes))
-        assert right is costs_time, f"rank {rank}: {step}"
 
 
 @pytest.mark.parametrize("place", [place for place in LOOPS if place.pieces == 5], ids=str)

@@ -30,6 +30,7 @@ from symm_cp.ops.common import (
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, BackwardOp, Gradient, Op, arguments, declare, untouched
+from symm_cp.runtime.calls import GatherIntoCall, ScatterCall
 from symm_cp.tensors.results import copied, new_result
 
 _GATHER = "all_gather_kv"
@@ -65,7 +66,7 @@ def _gather_kernel(
     keys, values = (new_result(t, split.whole_shape(t.shape)) for t in (key, value))
 
     name = call_signature(_GATHER, key, value, split=split, detail=f"seq_dim={dim}")
-    runtime.of(key, group).all_gather_into(group, [key, value], [keys, values], split, name)
+    runtime.run(GatherIntoCall(group, [key, value], [keys, values], split, name))
     return keys, values
 
 
@@ -101,8 +102,7 @@ def _scatter_kernel(
 
     name = call_signature(_SCATTER, *grads, split=split, detail=f"seq_dim={dim}")
     shapes = [(count,) for count in counts]
-    on = runtime.of(grad_key, group)
-    on.produce_and_reduce_scatter(group, produce, total, name, shapes=shapes)
+    runtime.run(ScatterCall(group, produce, total, name, shapes=shapes))
     # Copies, because an op's results must share no memory.
     key, value = parts_of(group.rank, total)
     return copied(key), copied(value)

@@ -18,6 +18,7 @@ from symm_cp.ops.attention.tiles import (
     empty_output,
     rows_first,
 )
+from symm_cp.runtime.calls import GatherAndScatterCall, GatherCall
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 
@@ -65,7 +66,7 @@ def consume_keys(
         consume(shard, 0)
         return
     rank, sent = group.rank, _sent(spec, group.rank, shard)
-    runtime.of(key, group).all_gather_and_consume(
+    call = GatherCall(
         group,
         sent,
         lambda shards, owner: consume(
@@ -74,6 +75,7 @@ def consume_keys(
         spec.call_name(op, key, *details),
         shapes=spec.shard_shapes(key),
     )
+    runtime.run(call)
 
 
 def reduce_gradients(
@@ -117,7 +119,7 @@ def reduce_gradients(
         for part, rows in zip(grads_in(partial, sent), shared, strict=True):
             part.copy_(rows)
 
-    runtime.of(key, group).consume_and_reduce_scatter(
+    call = GatherAndScatterCall(
         group,
         sent,
         write,
@@ -127,6 +129,7 @@ def reduce_gradients(
         partials=partials,
         ring=spec.method == "alltoall",
     )
+    runtime.run(call)
     if shared:
         for rows, part in zip(shared, grads_in(total, sent), strict=True):
             rows.copy_(part)

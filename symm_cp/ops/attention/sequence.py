@@ -15,6 +15,7 @@ from symm_cp import runtime
 from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
 from symm_cp.ops.common import call_signature, group_of
 from symm_cp.ops.op import LEFT_TO_TORCH, NoGradient, Op, arguments, declare, untouched
+from symm_cp.runtime.calls import GatherCall
 from symm_cp.schedule.layout import head_tail, sequential
 
 _GATHER = "_gather_sequence"
@@ -43,8 +44,7 @@ def _gather_kernel(
     name = call_signature(_GATHER, shard[:, :0], detail=f"{length} positions, layout {digest:08x}")
     shapes = [((shard.shape[0], held),) for held in layout.lengths]
     # Uses the channel of attention: if a peer refuses its next attention, this call fails as well.
-    on = runtime.of(shard, group)
-    on.all_gather_and_consume(group, [shard.contiguous()], consume, name, shapes=shapes)
+    runtime.run(GatherCall(group, [shard.contiguous()], consume, name, shapes=shapes))
     return whole
 
 

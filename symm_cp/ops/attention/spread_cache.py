@@ -25,8 +25,11 @@ from symm_cp.ops.common import OnRank, count_attention_run, kernel_and_fake, nam
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, NoGradient, Op, arguments, declare
+from symm_cp.runtime.calls import GatherIntoCall
+from symm_cp.runtime.exchange import exchanged
 from symm_cp.tensors.dtypes import FLOATING, wide
 from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Split
 
 _OP = "spread_cache_attention"
 
@@ -197,11 +200,13 @@ def _merged(
     out = torch.zeros_like(packed[..., :features], memory_format=torch.contiguous_format)
     lse = torch.full_like(packed[..., 0], -torch.inf, memory_format=torch.contiguous_format)
 
-    def combine(parts: list[torch.Tensor]) -> None:
+    ranks = group.world_size
+    parts = new_result(packed, (ranks, *packed.shape))
+    split = Split.equal(1, ranks)
+    runtime.run(GatherIntoCall(group, [packed.unsqueeze(0)], [parts], split, name))
+    with exchanged():
         for part in parts:
             kernels.merge(out, lse, part[..., :features], part[..., features])
-
-    runtime.of(query, group).all_gather_and_combine(group, packed, combine, name)
     if sinks is not None and lse.numel() > 0:
         of_sinks = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
         kernels.merge(out, lse, torch.zeros_like(out), of_sinks)

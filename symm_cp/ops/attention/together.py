@@ -87,7 +87,7 @@ def consume_keys(
         spec.call_name(op, key),
         spec.layout,
     )
-    runtime.of(key, group).all_gather_and_consume_together(call)
+    runtime.run(call)
 
 
 def reduce_gradients(
@@ -114,7 +114,7 @@ def reduce_gradients(
         spec.call_name(op, key),
         spec.layout,
     )
-    runtime.of(key, group).consume_and_reduce_scatter_together(call)
+    runtime.run(call)
     return grads_in(total, own)
 
 

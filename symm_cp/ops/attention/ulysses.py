@@ -33,6 +33,7 @@ from symm_cp.ops.common import group_of
 from symm_cp.ops.heads.packing import HeadPart, head_exchange
 from symm_cp.ops.heads.packing import rows_first as rows_of_heads
 from symm_cp.ops.heads.shares import HeadShares, shares_of
+from symm_cp.runtime.calls import BoxesCall
 from symm_cp.runtime.round_trips import RoundTrip, run_round_trips
 from symm_cp.schedule.layout import SequenceLayout, sequential
 from symm_cp.tensors.dtypes import wide
@@ -155,8 +156,7 @@ class UlyssesCall:
             )
             arrivals = partial(there.new_outputs, given)
             steps.append(RoundTrip(there, given, arrivals, partial(work, index), back, outputs))
-        on = runtime.of(given[0], self.group)
-        run_round_trips(on, self.group, steps, given[0].device, name)
+        run_round_trips(self.group, steps, given[0].device, name)
         return outputs
 
     def _at_once(
@@ -169,13 +169,13 @@ class UlyssesCall:
         new_outputs: Callable[[], Tensors],
     ) -> Tensors:
         """Like `_pipeline`, with one group of heads."""
-        rank, shares, on = self.group.rank, self.shares[0], runtime.of(given[0], self.group)
+        rank, shares = self.group.rank, self.shares[0]
         there = head_exchange(rank, True, self._parts(shares, kinds, given))
         heads, mesh = self.group.name, self.of_keys is not None
         keys = () if self.of_keys is None else (self.of_keys.name,)
         with propagates_failure(*keys, calling=heads, mesh=mesh):
             arrived = there.new_outputs(given)
-            on.exchange(self.group, there, given, arrived, name)
+            runtime.run(BoxesCall(self.group, there, given, arrived, name))
         with propagates_failure(heads, calling=keys[0] if keys else None, mesh=mesh):
             results = [dense_features(result) for result in work(arrived)]
         arrived.clear()  # frees it before the next allocation
@@ -188,7 +188,7 @@ class UlyssesCall:
                 else rows_of_heads(output, part.arriving_shape(rank, to_heads=False))
                 for output, part in zip(outputs, back.parts, strict=True)
             ]
-            on.exchange(self.group, back, results, places, name)
+            runtime.run(BoxesCall(self.group, back, results, places, name))
         for output, found in zip(outputs, back.summed(places), strict=True):
             if found is not output:
                 output.copy_(found)

@@ -16,6 +16,7 @@ import torch
 from symm_cp import runtime
 from symm_cp.group.memory import Group
 from symm_cp.ops.common import name_of
+from symm_cp.runtime.calls import ExchangeCall, GatherCall
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import contiguous
 from symm_cp.tensors.shards import viewing
@@ -102,9 +103,7 @@ class Table:
             copy(self.given(packed, self.rank), self.arriving(rows, self.rank))
 
         sizes = tuple(tuple(count * item for count in row) for row in counts)
-        runtime.of(rows, group).exchange_and_consume(
-            group, give, keep, take, rows.device, name, sizes=sizes
-        )
+        runtime.run(ExchangeCall(group, give, keep, take, rows.device, name, sizes))
 
 
 def _collect(message: torch.Tensor, parts: Iterator[torch.Tensor]) -> None:
@@ -130,7 +129,7 @@ def gathered_counts(
         everybody[rank].copy_(shards[0])
 
     name = name_of(op, own.dtype, own.shape, detail)
-    runtime.of(own, group).all_gather_and_consume(group, [own], consume, name)
+    runtime.run(GatherCall(group, [own], consume, name))
     return everybody.tolist()
 
 

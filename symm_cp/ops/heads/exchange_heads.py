@@ -24,6 +24,7 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.heads.packing import HeadExchange, HeadPart, HeadRanges, head_exchange
 from symm_cp.ops.op import ONE_BY_ONE, BackwardOp, Op, arguments, declare, untouched
+from symm_cp.runtime.calls import BoxesCall
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.results import contiguous
 
@@ -225,7 +226,7 @@ def run_exchange(
     dense = [t if t.stride(3) == 1 or t.shape[3] == 1 else contiguous(t) for t in tensors]
     outputs = exchange.new_outputs(dense) if outputs is None else outputs
     name = name or exchange_name(exchange)
-    runtime.of(dense[0], group).exchange(group, exchange, dense, outputs, name)
+    runtime.run(BoxesCall(group, exchange, dense, outputs, name))
     return exchange.summed(outputs)
 
 

@@ -23,6 +23,7 @@ from symm_cp.ops.heads.packing import HeadExchange
 from symm_cp.ops.matmul.operands import check_matrices, check_multiplied
 from symm_cp.ops.matmul.products import Sum
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
+from symm_cp.runtime.calls import ExchangeCall
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import viewing
 
@@ -147,15 +148,16 @@ def _project_kernel(
     products = _projected(x, weights, biases, features)
     group, exchange = exchange_of(products, True, *options, op=PROJECT)
     projection = _Projection(exchange, x, weights, biases)
-    runtime.of(x, group).exchange_and_consume(
+    call = ExchangeCall(
         group,
         projection.give,
         projection.keep,
         projection.take,
         x.device,
         exchange_name(exchange, PROJECT),
-        sizes=exchange.sizes,
+        exchange.sizes,
     )
+    runtime.run(call)
     return projection.outputs
 
 
@@ -225,15 +227,16 @@ def _collect_kernel(
         exchange.take(arrived, source, memory)
         add(source)
 
-    runtime.of(out, group).exchange_and_consume(
+    call = ExchangeCall(
         group,
         lambda to, memory: exchange.give(tensors, to, memory),
         keep,
         take,
         out.device,
         exchange_name(exchange, COLLECT),
-        sizes=exchange.sizes,
+        exchange.sizes,
     )
+    runtime.run(call)
     collected = exchange.summed(arrived)
     for part, tensor, weight in zip(exchange.parts, collected, weights, strict=True):
         if not part.disjoint:

@@ -44,6 +44,7 @@ from symm_cp.ops.matmul.products import Terms
 from symm_cp.ops.matmul.scaled_mm import ANY_SIZE, NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import ONE_BY_ONE, BackwardOp, Op, arguments, declare, untouched
 from symm_cp.runtime import exchange
+from symm_cp.runtime.calls import AllReduceCall
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 from symm_cp.tuning import ALGORITHMS, choose
@@ -108,7 +109,7 @@ def produce_and_all_reduce(
     by_size = algorithms.for_sum(out.device, rows, columns)
     whole = choose(group, out.device, question, ALGORITHMS, by_size) == "whole"
     name = call_signature(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}")
-    runtime.of(out, group).produce_and_all_reduce(
+    call = AllReduceCall(
         group,
         lambda rank, partial: produce(None if whole else rank, partial),
         out,
@@ -116,6 +117,7 @@ def produce_and_all_reduce(
         split=None if whole else split,
         mean=reduce_op == "avg",
     )
+    runtime.run(call)
 
 
 def _multiply_and_all_reduce(

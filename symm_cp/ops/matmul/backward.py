@@ -28,6 +28,7 @@ from symm_cp.ops.matmul.derivatives import (
 from symm_cp.ops.matmul.products import Sum, as_rows, at_last
 from symm_cp.ops.op import ONE_BY_ONE, Op, arguments, declare, untouched
 from symm_cp.runtime import exchange
+from symm_cp.runtime.calls import GatherCall
 from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -120,8 +121,7 @@ def _weight_grad_columns(
             torch.mm(left, grad.flatten(0, -2), out=rows.of(rank, out))
 
     shapes = split.along(1).shard_shapes(x_columns)
-    on = runtime.of(x_shard, group)
-    on.all_gather_and_consume(group, [x_columns], consume, name, shapes=shapes)
+    runtime.run(GatherCall(group, [x_columns], consume, name, shapes=shapes))
 
 
 def _weight_grad_rows(
@@ -153,7 +153,7 @@ def _weight_grad_rows(
         for out, grad in zip(outs, grads, strict=True):
             torch.mm(gathered.flatten(0, -2).mH, as_rows(grad, split.dim), out=out)
 
-    runtime.of(shard, group).all_gather_and_consume(
+    gather = GatherCall(
         group,
         [shard],
         at_last(multiply, group) if whole else consume,
@@ -162,6 +162,7 @@ def _weight_grad_rows(
         gathered=gathered,
         split=front,
     )
+    runtime.run(gather)
     for total in sums:
         total.finish()
 
@@ -247,8 +248,7 @@ def _backward_columns(
             columns.of(rank, grad_weight).copy_(torch.mm(a_rows.mH, grad))
 
     shapes = split.shard_shapes(grad_shard)
-    on = runtime.of(grad_shard, group)
-    on.all_gather_and_consume(group, [grad_shard], consume, name, shapes=shapes)
+    runtime.run(GatherCall(group, [grad_shard], consume, name, shapes=shapes))
     if a_sum is not None:
         a_sum.finish()
 
@@ -291,7 +291,7 @@ def _backward_rows(
         if grad_weight is not None:
             torch.mm(a_front.flatten(0, -2).mH, grad, out=grad_weight)
 
-    runtime.of(shard, group).all_gather_and_consume(
+    gather = GatherCall(
         group,
         [shard],
         at_last(multiply, group) if whole else consume,
@@ -300,6 +300,7 @@ def _backward_rows(
         gathered=gathered,
         split=front,
     )
+    runtime.run(gather)
     for total in sums:
         total.finish()
 

@@ -16,6 +16,7 @@ from symm_cp import runtime
 from symm_cp.cuda import kernels_count
 from symm_cp.group.memory import Group
 from symm_cp.ops.matmul.products import Terms
+from symm_cp.runtime.calls import CountCall, PollCall
 from symm_cp.tensors.dtypes import NARROW
 
 _DTYPES = (*NARROW, torch.float32)
@@ -63,13 +64,8 @@ def gather(
         for weight, out in zip(weights, outs, strict=True):
             arrival_matmul(rows, pulled, first_place, weight, out.flatten(0, -2), rank, arrivals)
 
-    runtime.of(shard, group).all_gather_and_poll(
-        group,
-        rows,
-        kernel,
-        call_name,
-        gathered=None if gathered is None else gathered.flatten(0, -2),
-    )
+    whole = None if gathered is None else gathered.flatten(0, -2)
+    runtime.run(PollCall(group, rows, kernel, call_name, gathered=whole))
 
 
 def scatters(group: Group, terms: Terms) -> bool:
@@ -104,4 +100,4 @@ def scatter(group: Group, terms: Terms, out: torch.Tensor, call_name: bytes, *, 
         stacked, mine = partials.flatten(1, -2), own.flatten(0, -2)
         counted_matmul(a, weight, stacked, mine, rank, Words(words, step, epoch))
 
-    runtime.of(out, group).count_and_reduce_scatter(group, kernel, out, call_name, mean=mean)
+    runtime.run(CountCall(group, kernel, out, call_name, mean=mean))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
@@ -43,7 +43,7 @@ from symm_cp.ops.matmul.products import Sum, at_last
 from symm_cp.ops.matmul.scaled_mm import RowScales, ScaledRows
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, BackwardOp, Op, arguments, declare
 from symm_cp.runtime import exchange
-from symm_cp.runtime.calls import Consume
+from symm_cp.runtime.calls import Consume, GatherCall, GatherIntoCall
 from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
 from symm_cp.tensors.results import new_result
@@ -253,9 +253,10 @@ def gather_rows(
         for part, weight in zip(parts, weights, strict=True):
             multiply(rows, weight, out=part[rank])
 
-    runtime.of(x_shard, group).all_gather_and_consume(
+    gather = GatherCall(
         group, shard, consume, call.name, shapes=shapes, gathered=gathered, split=call.front
     )
+    runtime.run(gather)
 
 
 def gather_shards(
@@ -266,14 +267,11 @@ def gather_shards(
     gathered: torch.Tensor | None,
 ) -> None:
     """Calls `consume` for the shards of all ranks as they arrive; collects them, if wanted."""
-    runtime.of(shard, group).all_gather_and_consume(
-        group,
-        [shard],
-        consume,
-        call.name,
-        shapes=call.shapes,
-        gathered=gathered,
-        split=call.front,
+    shapes, split = call.shapes, call.front
+    runtime.run(
+        GatherCall(
+            group, [shard], consume, call.name, shapes=shapes, gathered=gathered, split=split
+        )
     )
 
 
@@ -343,23 +341,24 @@ def _multiply_blocks(
     gathered: torch.Tensor | None,
 ) -> None:
     """For 16-bit types: products of shards would each be rounded, whole rows are rounded once."""
-    count = x_columns.shape[0]
+    count, split = x_columns.shape[0], call.front.along(1)
     at_a_time = _BLOCK_ROWS if x_columns.device.type == "cpu" else max(1, count)
 
-    def combine(shards: list[torch.Tensor]) -> None:
-        memory = new_result(x_columns, (min(count, at_a_time), call.front.length))
-        for begin in range(0, count, at_a_time):
-            rows = slice(begin, begin + at_a_time)
-            block = memory[: count - begin]
-            torch.cat([shard[rows] for shard in shards], 1, out=block)
-            if gathered is not None:
-                gathered[rows] = block
-            for out, weight in zip(outs, weights, strict=True):
-                torch.mm(block, weight, out=out[rows])
+    def multiply(block: torch.Tensor, rows: slice) -> None:
+        for out, weight in zip(outs, weights, strict=True):
+            torch.mm(block, weight, out=out[rows])
 
-    shapes = None if call.shapes is None else [shape for (shape,) in call.shapes]
-    on = runtime.of(x_columns, group)
-    on.all_gather_and_combine(group, x_columns, combine, call.name, shapes=shapes)
+    with group.own_lock():  # no other call of this rank comes in between
+        for begin in range(0, max(1, count), at_a_time):
+            rows = slice(begin, min(count, begin + at_a_time))
+            if gathered is None:
+                block = new_result(x_columns, (rows.stop - begin, split.length))
+            else:
+                block = gathered[rows]
+            runtime.run(GatherIntoCall(group, [x_columns[rows]], [block], split, call.name))
+            more = rows.stop < count and runtime.exchanges(group, x_columns)
+            run = partial(multiply, block, rows)
+            exchange.traced(group, "consume", call.name, run, before=more)
 
 
 def fake_results(

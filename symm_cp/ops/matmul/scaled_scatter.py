@@ -47,6 +47,7 @@ from symm_cp.ops.matmul.products import as_rows
 from symm_cp.ops.matmul.scaled_mm import ANY_SIZE, NO_GRADIENT, finish, scaled_mm_out
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Arguments, Caller, Op, arguments, declare
 from symm_cp.runtime import exchange
+from symm_cp.runtime.calls import ScatterCall
 from symm_cp.tensors.dtypes import dtype_name
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -216,9 +217,8 @@ def _unfused(group: Group, product: _Product, reduce_op: str) -> torch.Tensor:
 def _by_shards(group: Group, product: _Product, name: bytes, *, mean: bool) -> torch.Tensor:
     front, moved = product.split.leading(product.shape)
     total = new_result(product.a, front.shape_of(group.rank, moved), product.dtype)
-    runtime.of(total, group).produce_and_reduce_scatter(
-        group, product.multiply, total, name, shapes=front.shapes(moved), mean=mean
-    )
+    shapes = front.shapes(moved)
+    runtime.run(ScatterCall(group, product.multiply, total, name, shapes=shapes, mean=mean))
     return total
 
 

@@ -44,6 +44,7 @@ from symm_cp.ops.op import (
     untouched,
 )
 from symm_cp.runtime import exchange
+from symm_cp.runtime.calls import ScatterCall
 from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -128,9 +129,7 @@ def _multiply_and_reduce_scatter(
     if algorithm == TILES:
         by_tiles.scatter(group, terms, out, name, mean=mean)
     else:
-        runtime.of(out, group).produce_and_reduce_scatter(
-            group, produce, numbers, name, shapes=shapes, mean=mean
-        )
+        runtime.run(ScatterCall(group, produce, numbers, name, shapes=shapes, mean=mean))
     return out if terms.by_columns else contiguous(out.movedim(0, split.dim))
 
 

@@ -26,6 +26,7 @@ from symm_cp.ops.common import (
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare, untouched
+from symm_cp.runtime.calls import GatherCall
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import copied, new_result
 from symm_cp.tensors.shards import Split
@@ -106,8 +107,7 @@ def _exchange_kernel(
 
     name = call_signature(_EXCHANGE, x, split=split, detail=f"{left=} {right=} {dim=}")
     own = [x.narrow(dim, length - tail, tail), x.narrow(dim, 0, head)]
-    on = runtime.of(x, group)
-    on.all_gather_and_consume(group, own, consume, name, shapes=shapes)
+    runtime.run(GatherCall(group, own, consume, name, shapes=shapes))
     return padded
 
 
@@ -155,8 +155,7 @@ def _add_kernel(
         total.narrow(dim, at, rows).add_(shards[side].narrow(dim, begin, rows))
 
     name = call_signature(_ADD, own, split=split, detail=f"{left=} {right=} {dim=}")
-    on = runtime.of(padded, group)
-    on.all_gather_and_consume(group, halos, consume, name, shapes=shapes)
+    runtime.run(GatherCall(group, halos, consume, name, shapes=shapes))
     return total if total.dtype == padded.dtype else total.to(padded.dtype)
 
 

@@ -3,7 +3,7 @@
 A rank's part of a sequence takes a state h to T h + S, where T is its transition (a decay of each
 element, or a matrix) and S its last state if it begins with zeros. The state that a rank begins
 with follows from the ranks before it. Ranks form a chain and pass states on in pieces
-(`Runtime.relay`): no rank computes more than one product T h, and none receives other ranks' T.
+(runtime/relay.py): no rank computes more than one product T h, and none receives other ranks' T.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import call_signature, group_of, world_size_of
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
+from symm_cp.runtime.relay import relay
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -102,7 +102,7 @@ def _kernel(
 
     name = call_signature(_OP, state, detail=f"{matrices=} {reverse=}")
     shapes = [(size, *rows[1:]) for size in split.sizes]
-    runtime.of(state, group).relay(group, step, own, shapes, name, reverse=reverse)
+    relay(group, step, own, shapes, name, reverse=reverse)
     return result.view(state.shape).to(state.dtype)
 
 

@@ -4,7 +4,7 @@ Shapes: R rows that are independent of each other, N chunks of C positions of th
 features. A chunk takes the state S_i to S_{i+1} = d_i S_i + k_i^T (u_i - w_i S_i); a recurrence
 without `erased` (w) to d_i S_i + k_i^T u_i. The states form a chain over all chunks of all ranks,
 which is computed once, not twice: ranks work on different rows at the same time, and pass the
-states of a row on to the next rank (`Runtime.relay`). With P pieces and W ranks the chain takes
+states of a row on to the next rank (runtime/relay.py). With P pieces and W ranks the chain takes
 P + W - 1 steps instead of P.
 
 The chunks of a rank belong to F fragments, and the chain passes the ranks in F sweeps
@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from symm_cp import runtime
 from symm_cp.ops import autocast
 from symm_cp.ops.common import call_signature, group_of, world_size_of
 from symm_cp.ops.op import LEFT_TO_TORCH, Gradient, NoGradient, Op, arguments, declare
 from symm_cp.ops.recurrent.scan import pieces_of
+from symm_cp.runtime.relay import relay
 from symm_cp.tensors.results import contiguous, new_result
 
 _STATES = "_delta_rule_states"
@@ -128,9 +128,8 @@ def _states_kernel(
         detail += f" documents and layout #{zlib.crc32(agreed.numpy().tobytes()):08x}"
     name = call_signature(_STATES, values.new_empty(0), detail=detail)
     shapes = [(size, features, width) for size in split.sizes]
-    on = runtime.of(values, group)
     for each in _bounds(counts):
-        on.relay(group, partial(step, each), values, shapes, name, reverse=each[0] % 2 == 1)
+        relay(group, partial(step, each), values, shapes, name, reverse=each[0] % 2 == 1)
     return written, states
 
 
@@ -189,9 +188,8 @@ def _grads_kernel(
     detail = f"{rows=} {features=} {width=} sweeps={len(counts)}"
     name = call_signature(_GRADS, grad_states.new_empty(0), detail=detail)
     shapes = [(size, features, width) for size in split.sizes]
-    on = runtime.of(grad_states, group)
     for each in reversed(_bounds(counts)):
-        on.relay(group, partial(step, each), grad_states, shapes, name, reverse=each[0] % 2 == 0)
+        relay(group, partial(step, each), grad_states, shapes, name, reverse=each[0] % 2 == 0)
     return total_written, totals
 
 

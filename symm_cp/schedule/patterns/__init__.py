@@ -27,7 +27,6 @@ from symm_cp.schedule.patterns.pattern import (
 from symm_cp.schedule.patterns.produce_and_all_reduce import PRODUCE_AND_ALL_REDUCE
 from symm_cp.schedule.patterns.produce_and_reduce_scatter import PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.reduce_scatter import BACKGROUND_REDUCE_SCATTER, REDUCE_SCATTER
-from symm_cp.schedule.patterns.relay import RELAY
 from symm_cp.schedule.patterns.two_shot_all_reduce import (
     BACKGROUND_TWO_SHOT_ALL_REDUCE,
     TWO_SHOT_ALL_REDUCE,
@@ -42,7 +41,6 @@ PATTERNS: tuple[Pattern, ...] = (
     PRODUCE_AND_ALL_REDUCE,
     EXCHANGE_AND_CONSUME,
     CONSUME_AND_REDUCE_SCATTER,
-    RELAY,
     ALL_GATHER,
     ALL_REDUCE,
     TWO_SHOT_ALL_REDUCE,
@@ -87,7 +85,6 @@ __all__ = [
     "JOINING_ALL_TO_ALL",
     "PRODUCE_AND_REDUCE_SCATTER",
     "REDUCE_SCATTER",
-    "RELAY",
     "TWO_SHOT_ALL_REDUCE",
     "Channel",
     "FormName",

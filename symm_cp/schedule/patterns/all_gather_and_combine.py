@@ -1,8 +1,7 @@
-"""All-gather and combine: one kernel that reads all shards at once; also one-shot all-reduce.
+"""All-gather and combine: one kernel that reads all shards at once.
 
-``Compute("combine", rank, reads, ("output",))`` reads the shards of all ranks, in rank order. For
-kernels that need all shards together, and for sums of small tensors, where the exchange costs more
-than reading W times as much.
+``Compute("combine", rank, reads, ("output",))`` reads the shards of all ranks, in rank order. Where
+copies have put the shards in their places in the results, the kernel has nothing to do.
 
 Options
     ``in_place``  the shards are symmetric tensors, which peers read where they lie
@@ -14,18 +13,6 @@ from __future__ import annotations
 
 from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
 from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
-
-# Rank 0 of 3, direct. The kernel reads the slots of all ranks.
-#
-#   compute  copy>slot | signal 1, 2 | wait 1, 2 | combine
-
-
-def _direct(draft: Draft, options: Options) -> None:
-    source = draft.source(options)
-    parts = tuple(draft.shard(owner, options) for owner in range(draft.world_size))
-    combine = Compute("combine", draft.rank, parts, (draft.own("output"),))
-    draft.publish_and_reduce("compute", source, combine)
-
 
 # Rank 0 of 3, staged. The own shard is copied to "gathered", too.
 #
@@ -58,6 +45,5 @@ def _staged(draft: Draft, options: Options) -> None:
 ALL_GATHER_AND_COMBINE = Pattern(
     "ALL_GATHER_AND_COMBINE",
     "sync",
-    direct=Form(_direct, subsets("in_place")),
     staged=Form(_staged, subsets("in_place"), one_slot=True),
 )

@@ -6,8 +6,8 @@
 Options
     ``in_place``  the shards are symmetric tensors, which peers read where they lie
     ``keep``      all shards are also copied to the private buffer ``"gathered"``
-    ``bounded``   staged only: ``"gathered"`` has room for two shards, used in turn; excludes keep
-    ``together``  staged only: one kernel consumes the peers' shards, when all have arrived;
+    ``bounded``   ``"gathered"`` has room for two shards, used in turn; excludes keep
+    ``together``  one kernel consumes the peers' shards, when all have arrived;
                   excludes the others. ``Compute("consume", rank, ...)`` is followed by
                   ``Compute("consume others", rank, reads=(all of them), ...)``
 
@@ -19,34 +19,6 @@ from __future__ import annotations
 
 from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
-
-# Rank 0 of 3, direct. The kernels read peers' slots.
-#
-#   compute  copy>slot | signal 1, 2 | consume 0 | wait 1 | consume 1 | wait 2 | consume 2
-
-
-def _direct(draft: Draft, options: Options) -> None:
-    in_place = "in_place" in options
-    source = draft.source(options)
-
-    def consume(shard: Region) -> None:
-        if "keep" in options:
-            draft.compute(Copy(shard, draft.own("gathered", shard.rank)))
-        draft.compute(Compute("consume", shard.rank, (shard,), (draft.own("output"),)))
-
-    if draft.peers:
-        # Publishes the shard: the copy just made or, in place, the caller's tensor.
-        draft.compute(*draft.publish(source))
-    consume(source)
-    for peer in draft.peers:
-        # Awaits the peer's shard.
-        draft.compute(Wait(peer, "ready"))
-        consume(draft.shard(peer, options))
-        draft.compute(*draft.release(peer, in_place=in_place))
-    if in_place:
-        # Awaits the end of all peers' reads here: the caller may overwrite the tensor after this.
-        draft.compute(*draft.waits("done"))
-
 
 # Rank 0 of 3, staged. Each pull is handed out before the kernel that it overlaps.
 #
@@ -132,7 +104,6 @@ def _together(draft: Draft) -> None:
 ALL_GATHER_AND_CONSUME = Pattern(
     "ALL_GATHER_AND_CONSUME",
     "sync",
-    direct=Form(_direct, subsets("in_place", "keep")),
     staged=Form(
         _staged,
         (

@@ -10,7 +10,7 @@ Options
               each to ``"output"`` as it arrives, in the order rank, rank-1, ... Both orders are
               fixed, so results do not depend on timing.
 
-    ``together``  staged only, without ring: the peers' shards are consumed by one kernel, when all
+    ``together``  without ring: the peers' shards are consumed by one kernel, when all
               have arrived: ``Compute("consume others", rank, ...)`` writes the partial sums for all
               peers.
 
@@ -35,46 +35,6 @@ def _publish_shard(draft: Draft, lane: str, late: list[bool]) -> None:
         turn = (draft.rank - peer - 1) % draft.world_size  # in which the peer reads this shard
         if not late[turn]:
             draft.add(lane, Signal(peer, "ready"))
-
-
-# Rank 0 of 3, direct. "c 1" is "consume 1"; its partial sum is signalled to rank 1.
-#
-#   compute  copy>slot | signal 1, 2 | c 0 | wait 1 | c 1 | signal 1 | wait 2 | c 2 | signal 2 |
-#            wait 1, 2 | reduce
-#
-# With ring: after "c 1 | signal 1", "wait 2 | add 2": in turn t, the rank t+1 behind computed for
-# this rank. From turn 2 on, "c" waits until the partial sum of two turns ago has been taken.
-
-
-def _direct(draft: Draft, options: Options) -> None:
-    rank, world_size, others = draft.rank, draft.world_size, draft.peers
-    ring, output = "ring" in options, draft.own("output")
-    late = [ring and 2 * turn >= world_size - 1 for turn in range(len(others))]
-    if others:
-        _publish_shard(draft, "compute", late)
-    draft.compute(Compute("consume", rank, (draft.own("input"),), (output,)))
-    for turn, peer in enumerate(others):
-        partial = draft.own("slot", turn % 2 if ring else peer)
-        if not late[turn]:
-            # Awaits the peer's shard.
-            draft.compute(Wait(peer, "ready"))
-        if ring and turn >= 2:
-            # The partial sum that lies there has been taken.
-            draft.compute(Wait(others[turn - 2], "taken"))
-        draft.compute(Compute("consume", peer, (Region(peer, "slot", world_size),), (partial,)))
-        # Publishes the peer's partial sum.
-        draft.compute(Signal(peer, "partial"))
-        if ring:
-            source = (rank - turn - 1) % world_size
-            draft.compute(Wait(source, "partial"))
-            theirs = Region(source, "slot", turn % 2)
-            draft.compute(Compute("add", source, (theirs, output), (output,)))
-            if turn + 2 < len(others):
-                draft.compute(Signal(source, "taken"))
-    if not ring:
-        # Awaits the peers' partial sums for this rank.
-        draft.compute(*draft.waits("partial"))
-        draft.compute(Compute("reduce", rank, draft.partials_in_slots(), (output,)))
 
 
 # Rank 0 of 3, staged, without ring. Sums are pulled after all shards; their waits are handed out
@@ -236,6 +196,5 @@ def _staged_ring(draft: Draft) -> None:
 CONSUME_AND_REDUCE_SCATTER = Pattern(
     "CONSUME_AND_REDUCE_SCATTER",
     "sync",
-    direct=Form(_direct, subsets("ring")),
     staged=Form(_staged, (*subsets("ring"), frozenset({"together"})), one_slot=True),
 )

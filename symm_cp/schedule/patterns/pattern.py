@@ -50,9 +50,6 @@ Pieces
     on the two pieces before it only. Ranks may differ in how many pieces they have data for: each
     announces its number, and all go on to the largest.
 
-    In a chained form each piece has a chunk of the slot to itself, which no rank writes twice in a
-    call. So a rank waits only for the pieces that it needs; the promise holds for the call.
-
 Flags between ranks
     The writer is the same lane in all patterns of a channel and form, as given here.
 
@@ -67,7 +64,7 @@ Flags between ranks
     ``"reduced"``  all-reduces in two shots only: this rank's chunk has been reduced, so its reads
                    of the peer's memory have ended. Writer: signal; in direct form the only lane.
     ``"taken"``    ring only: the peer's partial sum has been read, so the peer may overwrite it
-                   within the call. Writer: copy; in direct form compute.
+                   within the call. Writer: copy.
     ``"done"``     this rank has read the peer's memory. Signalled in three cases. *In place*: the
                    caller may overwrite the symmetric tensor once the call has returned, so the call
                    ends by waiting for it. *One slot*: the next call overwrites the data that this
@@ -137,8 +134,6 @@ class Draft:
         self.rank, self.world_size, self.slots = rank, world_size, slots
         #: The current piece of a loop; None elsewhere.
         self.piece: int | None = None
-        #: The number of pieces of a chained form, which lists the steps of all of them.
-        self.pieces = 1
         self.peers = peers(rank, world_size)
         self.order: list[tuple[str, Step]] = []
 
@@ -225,13 +220,6 @@ class Draft:
             # The caller may overwrite its tensor once all peers have read it.
             self.add(lane, *self.signals("done"), *self.waits("done"))
 
-    def partials_in_slots(self) -> tuple[Region, ...]:
-        """The partial sums for this rank, in rank order: its own in the output, others in slots."""
-        return tuple(
-            self.own("output") if source == self.rank else Region(source, "slot", self.rank)
-            for source in range(self.world_size)
-        )
-
     def begin_staged(self, source: Region) -> None:
         """Publishes from the copy lane; in place, once the caller's stream has written it."""
         if source.buffer == "symmetric":
@@ -264,7 +252,7 @@ class Form:
 
     With ``one_slot`` its variants also run on one slot, except variants that read in place or have
     an option of ``two_slots``. With ``looped`` the builder lists the steps of one piece, and is
-    called for each piece of a call; with `chained` it lists the steps of all pieces.
+    called for each piece of a call.
     """
 
     build: Builder
@@ -272,7 +260,6 @@ class Form:
     one_slot: bool = False
     two_slots: tuple[str, ...] = ()
     looped: bool = False
-    chained: bool = False
 
 
 #: Lists the steps of a rank on a lane.
@@ -313,7 +300,6 @@ class Variant:
     min_slots: int
     build: Builder
     looped: bool = False
-    chained: bool = False
 
     def schedule(self, rank: int, world_size: int, slots: int = 2, pieces: int = 1) -> Schedule:
         """The schedule of a rank, for a call of ``pieces`` pieces.
@@ -353,11 +339,9 @@ def _issue_order(
     check_place(str(variant), rank, world_size, slots)
     if slots < variant.min_slots:
         raise ValueError(f"{variant}: {slots=} must be at least {variant.min_slots}")
-    in_pieces = variant.looped or variant.chained
-    if pieces < 1 or (pieces > 1 and not in_pieces):
-        raise ValueError(f"{variant}: {pieces=} must be {'at least ' if in_pieces else ''}1")
+    if pieces < 1 or (pieces > 1 and not variant.looped):
+        raise ValueError(f"{variant}: {pieces=} must be {'at least ' if variant.looped else ''}1")
     draft = Draft(rank, world_size, slots)
-    draft.pieces = pieces
     for piece in range(pieces if variant.looped else 1):
         draft.piece = piece if variant.looped else None
         variant.build(draft, variant.options)
@@ -412,7 +396,6 @@ class Pattern:
                 min_slots,
                 form.build,
                 form.looped,
-                form.chained,
             )
         return found
 

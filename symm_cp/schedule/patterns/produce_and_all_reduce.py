@@ -42,45 +42,6 @@ def _contributions(draft: Draft, options: Options) -> tuple[Region, ...]:
     return tuple(Region(source, "slot", chunk) for source in range(draft.world_size))
 
 
-# Rank 0 of 3, direct: "sum 0" reads chunk 0 of all slots and writes it to the own one, from where
-# all ranks copy it.
-#
-#   compute  produce 1 | signal 1 | produce 2 | signal 2 | produce 0 | wait 1, 2 | sum 0 |
-#            signal 1, 2 "reduced" | copy 0 | wait 1 | copy 1 | wait 2 | copy 2
-#
-# With ``whole`` the lane begins with "produce | signal 1, 2". With ``one_shot``:
-#
-#   compute  produce | signal 1, 2 | wait 1, 2 | sum
-
-
-def _direct(draft: Draft, options: Options) -> None:
-    rank = draft.rank
-    if not draft.peers:
-        _produce_alone(draft)
-        return
-    if options:
-        draft.compute(Compute("produce", rank, (), (draft.own("slot"),)))
-        draft.compute(*draft.signals("partial"))
-    else:
-        for peer in draft.peers:
-            draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
-            # Publishes the contribution to the peer's chunk.
-            draft.compute(Signal(peer, "partial"))
-        draft.compute(Compute("produce", rank, (), (draft.own("slot", rank),)))
-    contributions = _contributions(draft, options)
-    draft.compute(*draft.waits("partial"))
-    if "one_shot" in options:
-        draft.compute(Compute("reduce", rank, contributions, (draft.own("output"),)))
-        return
-    summed = draft.own("slot", rank)
-    draft.compute(Compute("reduce", rank, contributions, (summed,)))
-    # Publishes the sum.
-    draft.compute(*draft.signals("reduced"), Copy(summed, draft.own("output", rank)))
-    for peer in draft.peers:
-        draft.compute(draft.wait(peer, "reduced"))
-        draft.compute(Copy(Region(peer, "slot", peer), draft.own("output", peer)))
-
-
 # Rank 0 of 3, staged. "get p" waits for rank p, then pulls its contribution to chunk 0. As in
 # produce_and_reduce_scatter, rank r produces for r+t+1 in turn t and pulls from r-t-1. Copies read
 # the own slot in lane "copy", from where later calls may write to it.
@@ -144,6 +105,5 @@ def _exchange_sums(draft: Draft, parts: tuple[Region, ...]) -> None:
 PRODUCE_AND_ALL_REDUCE = Pattern(
     "PRODUCE_AND_ALL_REDUCE",
     "sync",
-    direct=Form(_direct, _COMBINATIONS),
     staged=Form(_staged, _COMBINATIONS, one_slot=True),
 )

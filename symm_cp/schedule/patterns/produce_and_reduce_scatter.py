@@ -6,7 +6,7 @@ caller's choice. ``Compute("reduce", rank, ...)`` adds the partial sums of all r
 order, so that the result does not depend on timing.
 
 Options
-    ``together``  staged only, with two slots: one kernel produces for all ranks, and raises an own
+    ``together``  with two slots: one kernel produces for all ranks, and raises an own
                   flag ``"counted<i>"`` when it has written the chunk of the i-th peer. It compares
                   epochs, which a graph cannot change.
 
@@ -17,23 +17,6 @@ from __future__ import annotations
 
 from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
-
-# Rank 0 of 3, direct. The own partial sum lies in "output"; "reduce" reads the peers' slots.
-#
-#   compute  produce 1 | signal 1 | produce 2 | signal 2 | produce 0 | wait 1, 2 | reduce
-
-
-def _direct(draft: Draft, options: Options) -> None:
-    rank, output = draft.rank, draft.own("output")
-    for peer in draft.peers:
-        draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
-        # Publishes the peer's chunk.
-        draft.compute(Signal(peer, "partial"))
-    draft.compute(Compute("produce", rank, (), (output,)))
-    # Awaits chunk ``rank`` of every peer.
-    draft.compute(*draft.waits("partial"))
-    draft.compute(Compute("reduce", rank, draft.partials_in_slots(), (output,)))
-
 
 # Rank 0 of 3, staged. In turn t rank r produces for r+t+1 and pulls from r-t-1, which produced for
 # r in the same turn. The wait for it is handed out after this rank's signal of that turn.
@@ -80,6 +63,5 @@ def _staged(draft: Draft, options: Options) -> None:
 PRODUCE_AND_REDUCE_SCATTER = Pattern(
     "PRODUCE_AND_REDUCE_SCATTER",
     "sync",
-    direct=Form(_direct),
     staged=Form(_staged, subsets("together"), one_slot=True, two_slots=("together",)),
 )

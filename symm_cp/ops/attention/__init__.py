@@ -23,6 +23,7 @@ In reading order:
     sequence    `_gather_sequence`, which gives graphs a tensor of all positions
     gather_kv   `all_gather_kv`, for attention that needs all keys at once
     spread_cache  attention of new tokens to a cache that is spread over ranks
+    spread_cache_heads  the same, with each rank's heads of the result
 
 To add a mask kind:
 
@@ -43,8 +44,22 @@ tensors that require gradients (sinks, bias) need code in `op` as well.
 
 from __future__ import annotations
 
-from symm_cp.ops.attention import gather_kv, op, sequence, spread_cache  # these declare ops
+from symm_cp.ops.attention import (  # these declare ops
+    gather_kv,
+    op,
+    sequence,
+    spread_cache,
+    spread_cache_heads,
+)
 from symm_cp.ops.attention.flex import graph
 from symm_cp.ops.attention.methods import set_rotate_method
 
-__all__ = ["gather_kv", "graph", "op", "sequence", "set_rotate_method", "spread_cache"]
+__all__ = [
+    "gather_kv",
+    "graph",
+    "op",
+    "sequence",
+    "set_rotate_method",
+    "spread_cache",
+    "spread_cache_heads",
+]

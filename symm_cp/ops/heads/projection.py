@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from symm_cp import runtime
+from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
 from symm_cp.ops.heads.exchange_heads import exchange_fake, exchange_name, exchange_of
 from symm_cp.ops.heads.packing import HeadExchange
@@ -30,13 +31,13 @@ PROJECT = "project_to_heads"
 COLLECT = "project_from_heads"
 
 # The options of `exchange_heads`.
-_OPTIONS = (
+OPTIONS = (
     "str group_name, int[]? head_ranges=None, int[]? chunk_order=None, "
     "SymInt[]? chunk_lengths=None, int? rank=None"
 )
 
 
-def _projected(
+def projected(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], features: int
 ) -> list[torch.Tensor]:
     """Checks arguments; returns stand-ins for the products: (B, H, s, E), without memory."""
@@ -73,8 +74,8 @@ def _projected(
     ]
 
 
-class _Projection:
-    """The products of one call on this rank."""
+class Projection:
+    """The products of one call on this rank, on the way to the ranks of their heads."""
 
     def __init__(
         self,
@@ -85,9 +86,22 @@ class _Projection:
     ) -> None:
         self.exchange = exchange
         self.batch = x.shape[0]
-        self.x = _rows(x)
+        self.x = rows_of(x)
         self.weights, self.biases = weights, biases
         self.outputs = exchange.new_outputs([x for _ in exchange.parts])
+
+    def run(self, group: Group, op: str) -> list[torch.Tensor]:
+        """Multiplies and exchanges; returns this rank's heads."""
+        runtime.of(self.x, group).exchange_and_consume(
+            group,
+            self.give,
+            self.keep,
+            self.take,
+            self.x.device,
+            exchange_name(self.exchange, op),
+            sizes=self.exchange.sizes,
+        )
+        return self.outputs
 
     def multiply(self, index: int, rank: int, out: torch.Tensor) -> None:
         """Writes the heads of a rank, (B * s, h * E)."""
@@ -144,19 +158,9 @@ def _project_kernel(
     features: int,
     *options: Any,
 ) -> list[torch.Tensor]:
-    products = _projected(x, weights, biases, features)
+    products = projected(x, weights, biases, features)
     group, exchange = exchange_of(products, True, *options, op=PROJECT)
-    projection = _Projection(exchange, x, weights, biases)
-    runtime.of(x, group).exchange_and_consume(
-        group,
-        projection.give,
-        projection.keep,
-        projection.take,
-        x.device,
-        exchange_name(exchange, PROJECT),
-        sizes=exchange.sizes,
-    )
-    return projection.outputs
+    return Projection(exchange, x, weights, biases).run(group, PROJECT)
 
 
 def _project_fake(
@@ -166,7 +170,7 @@ def _project_fake(
     features: int,
     *options: Any,
 ) -> list[torch.Tensor]:
-    products = _projected(x, weights, biases, features)
+    products = projected(x, weights, biases, features)
     return exchange_fake(products, True, *options, op=PROJECT)
 
 
@@ -215,7 +219,7 @@ def _collect_kernel(
         for part, tensor, weight in zip(exchange.parts, arrived, weights, strict=True):
             if part.disjoint and part.heads(source) > 0:
                 begin, end = (head * part.shape[3] for head in part.ranges[source])
-                total.add_product(_flat(tensor)[:, begin:end], weight[begin:end])
+                total.add_product(flat(tensor)[:, begin:end], weight[begin:end])
 
     def keep() -> None:
         exchange.keep(tensors, arrived)
@@ -237,12 +241,12 @@ def _collect_kernel(
     collected = exchange.summed(arrived)
     for part, tensor, weight in zip(exchange.parts, collected, weights, strict=True):
         if not part.disjoint:
-            total.add_product(_flat(tensor), weight)
+            total.add_product(flat(tensor), weight)
     total.finish()
-    return out, [_flat(t).view(batch, rows, t.shape[1] * t.shape[3]) for t in collected]
+    return out, [flat(t).view(batch, rows, t.shape[1] * t.shape[3]) for t in collected]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """(B, H, s, E) with the heads of a position side by side as (B * s, H * E)."""
     batch, heads, rows, features = tensor.shape
     return tensor.transpose(1, 2).view(batch * rows, heads * features)
@@ -263,7 +267,7 @@ def _collect_fake(
 # --- gradients -------------------------------------------------------------------------------
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     # vmap supports reshape, unlike `flatten`; -1 rows would be ambiguous for an empty tensor.
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
@@ -279,14 +283,14 @@ def _project_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     grad_x, local = torch.ops.symm_mem.project_from_heads(
         list(grads), [weight.mH for weight in weights], *ctx.others
     )
-    rows = _rows(x)
+    rows = rows_of(x)
     _, of_weights, of_biases, *rest = ctx.needs_input_grad
     grad_weights = [
-        rows.mH @ _rows(grad) if needed else None
+        rows.mH @ rows_of(grad) if needed else None
         for grad, needed in zip(local, of_weights, strict=True)
     ]
     grad_biases = [
-        _rows(grad).sum(0) if needed else None
+        rows_of(grad).sum(0) if needed else None
         for grad, needed in zip(local, of_biases, strict=False)
     ]
     return (grad_x, grad_weights, grad_biases, *(None for _ in rest))
@@ -310,7 +314,7 @@ def _collect_backward(
     if grad_out is not None:
         for index, needed in enumerate(ctx.needs_input_grad[1]):
             if needed:
-                of_weights[index] = _rows(local[index]).mH @ _rows(grad_out)
+                of_weights[index] = rows_of(local[index]).mH @ rows_of(grad_out)
     equal = all(features == ctx.features[0] for features in ctx.features)
     if equal and grad_out is not None:
         of_tensors = torch.ops.symm_mem.project_to_heads(
@@ -347,7 +351,7 @@ declare(
     Op(
         name=PROJECT,
         schema=(
-            f"(Tensor x, Tensor[] weights, Tensor[] biases, SymInt features, {_OPTIONS})"
+            f"(Tensor x, Tensor[] weights, Tensor[] biases, SymInt features, {OPTIONS})"
             " -> Tensor[]"
         ),
         kernel=_project_kernel,
@@ -363,7 +367,7 @@ declare(
     # Also returns the factors: all heads of this rank's positions, (B, s, H * E) of each tensor.
     Op(
         name=COLLECT,
-        schema=f"(Tensor[] tensors, Tensor[] weights, {_OPTIONS}) -> (Tensor, Tensor[])",
+        schema=f"(Tensor[] tensors, Tensor[] weights, {OPTIONS}) -> (Tensor, Tensor[])",
         kernel=_collect_kernel,
         fake=_collect_fake,
         gradient=Gradient(_collect_backward, _setup_collect),

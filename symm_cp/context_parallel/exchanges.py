@@ -204,7 +204,7 @@ def ulysses_projection(
     options = reporting_to_peers(
         name, _options, PROJECT, name, len(matrices), load_balancer, by_tensor
     )
-    if norms is None and rope is None:
+    if norms is None and rope is None and rotated is None:
         results = torch.ops.symm_mem.project_to_heads(x, matrices, added, features, name, *options)
     else:
         shaping = reporting_to_peers(name, _shaping, len(matrices), norms, eps, rope, rotated)
@@ -222,13 +222,14 @@ def _shaping(
     rotated: bool | Sequence[bool] | None,
 ) -> list[Any]:
     """Returns the arguments of `project_normed_to_heads` after `features`."""
-    by_matrix = [norms] * matrices if norms is None or isinstance(norms, torch.Tensor) else [*norms]
+    alike = norms is None or isinstance(norms, torch.Tensor)
+    by_matrix: list[Any] = [norms] * matrices if alike else [*norms]
     turned = [bool(rotated)] * matrices if not isinstance(rotated, Sequence) else [*rotated]
     for what, given in (("norms", by_matrix), ("rotated", turned)):
         if len(given) != matrices:
             raise ValueError(
-                f"{PROJECT}: {what} has {len(given)} entries for {matrices} matrices, must have one "
-                "for each"
+                f"{PROJECT}: {what} has {len(given)} entries for {matrices} matrices, must have "
+                "one for each"
             )
     for index, norm in enumerate(by_matrix):
         if norm is not None and not isinstance(norm, torch.Tensor):

@@ -118,8 +118,8 @@ def compare(case: Case, problems: list[Problem], results: list[Any]) -> None:
     rows = {"out": case.new, "lse": case.new, "q": case.new, "k": case.keys, "v": case.keys}
     of_sinks = 0.0
     for sample, problem in enumerate(problems):
-        exact, dense, size = problem.solve(torch.float64), problem.solve(case.dtype), None
         size = problem.terms()
+        exact, dense = problem.solve(torch.float64), problem.solve(case.dtype)
         for part, found in {"out": out, "lse": lse, **grads}.items():
             attention_reference.check(
                 part, found[sample : sample + 1], exact[part], dense[part],

@@ -4,8 +4,8 @@ Norms and rotations of heads are the same work before and after an exchange. Bef
 the positions of its own part of the sequence, and its peers' heads travel meanwhile.
 
 Shapes as in projection.py: x (B, s, D) varies with the rank's positions, weights (D, H * E) and
-norms (E,) are replicated, results (B, h, S, E) vary with the rank's heads; the gradients of weights,
-biases and norms are this rank's part of sums.
+norms (E,) are replicated, results (B, h, S, E) vary with the rank's heads; the gradients of
+weights, biases and norms are partial sums.
 
 Source: `fused_qk_norm_rope` of FlashInfer and TensorRT-LLM, which do it on one GPU.
 """
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from symm_cp.ops import autocast
 from symm_cp.ops.call import Call
 from symm_cp.ops.custom import own_op
 from symm_cp.ops.heads.exchange_heads import exchange_fake, exchange_of, run_exchange
@@ -32,7 +33,6 @@ from symm_cp.ops.heads.projection import (
     rows_of,
 )
 from symm_cp.ops.op import BackwardOp, Caller, NoGradient, arguments
-from symm_cp.ops import autocast
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 

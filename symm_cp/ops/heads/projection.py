@@ -268,6 +268,7 @@ def _collect_fake(
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as a matrix of its last dimension's rows."""
     # vmap supports reshape, unlike `flatten`; -1 rows would be ambiguous for an empty tensor.
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 

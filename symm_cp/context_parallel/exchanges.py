@@ -208,9 +208,7 @@ def ulysses_projection(
         results = torch.ops.symm_mem.project_to_heads(x, matrices, added, features, name, *options)
     else:
         shaping = reporting_to_peers(name, _shaping, len(matrices), norms, eps, rope, rotated)
-        results, _ = torch.ops.symm_mem.project_normed_to_heads(
-            x, matrices, added, features, *shaping, name, *options
-        )
+        results, _ = direct(PROJECT_NORMED)(x, matrices, added, features, *shaping, name, *options)
     return results[0] if one else tuple(results)
 
 
@@ -221,7 +219,7 @@ def _shaping(
     rope: Rope | None,
     rotated: bool | Sequence[bool] | None,
 ) -> list[Any]:
-    """Returns the arguments of `project_normed_to_heads` after `features`."""
+    """Returns the arguments of `_project_normed_to_heads` after `features`."""
     alike = norms is None or isinstance(norms, torch.Tensor)
     by_matrix: list[Any] = [norms] * matrices if alike else [*norms]
     turned = [bool(rotated)] * matrices if not isinstance(rotated, Sequence) else [*rotated]

@@ -323,7 +323,7 @@ def modified(group: dist.ProcessGroup) -> None:
             for out in outputs:
                 out.mul_(factor)
         # Their backward passes read the result; torch's wait_tensor returns a view.
-        reads = (*ATTENTION, "scan_states", "fused_dispatch_grouped_matmul")
+        reads = (*ATTENTION, "scan_states", "fused_dispatch_grouped_matmul", SCATTERED)
         if name in reads or name.startswith("_low_contention"):
             continue
         inputs = leaves(call.inputs)

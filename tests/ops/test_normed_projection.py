@@ -53,11 +53,14 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, terms: int)
 
 
 def problem(
-    W: int, shaping: str, uneven: bool, batched: bool
+    W: int, shaping: str, parts_of: str
 ) -> tuple[Any, Any, list[list[tuple[int, int]]], torch.Tensor, dict[str, Any], Any]:
+    uneven = parts_of == "uneven"
     (H, G), given, (queries, keys) = heads_of(W, uneven)
     counts, ranges = [H, G, G], [queries, keys, keys]
     balancer = symm_cp.HeadTail(4 * W + 3, W) if uneven else None
+    if parts_of == "empty":
+        balancer = symm_cp.Sequential(1, W)
     layout = balancer or symm_cp.Sequential(3 * W, W)
 
     def rand(*shape: int) -> torch.Tensor:
@@ -69,17 +72,17 @@ def problem(
         "biases": [rand(count * E) for count in counts] if uneven else [],
         "norms": [rand(E) if normed else None for normed in SHAPINGS[shaping][0]],
     }
-    rope = [torch.rand(*((2,) if batched else ()), S, E, dtype=torch.float64) for _ in range(2)]
+    # A table for each sample, or one for all.
+    rope = [torch.rand(*((2,) if uneven else ()), S, E, dtype=torch.float64) for _ in range(2)]
     heads = None if given is None else [given[0], given[1], given[1]]
     return balancer, heads, ranges, rand(2, S, D), parts, (layout, counts, rope)
 
 
 def projects(
-    group: dist.ProcessGroup, shaping: str, uneven: bool, dtype: torch.dtype, how: str
+    group: dist.ProcessGroup, shaping: str, parts_of: str, dtype: torch.dtype, how: str
 ) -> None:
-    W, rank = group.size(), group.rank()
-    # A table for each sample, and one for all.
-    balancer, heads, ranges, x, parts, (layout, counts, rope) = problem(W, shaping, uneven, uneven)
+    W, rank, uneven = group.size(), group.rank(), parts_of == "uneven"
+    balancer, heads, ranges, x, parts, (layout, counts, rope) = problem(W, shaping, parts_of)
     rotated, rows = SHAPINGS[shaping][1], layout.positions(rank)
     grads = [torch.randn(2, H, len(x[0]), E, dtype=torch.float64) for H in counts]
     loss, wholes = x.new_zeros(()), []
@@ -126,12 +129,13 @@ def projects(
 
 
 PLAIN: list[Any] = [
-    ("qwen3", False, torch.float32, "planned", 2),
-    ("mixed", True, torch.bfloat16, "planned", 3),
+    ("qwen3", "equal", torch.float32, "planned", 2),
+    ("mixed", "uneven", torch.bfloat16, "planned", 3),
+    ("qwen3", "empty", torch.float32, "planned", 3),
 ]
 COMBINATIONS = pairs(
     SHAPINGS,
-    (False, True),
+    ("equal", "uneven", "empty"),
     (torch.float64, torch.float32, torch.bfloat16),
     ("planned",),
     (1, 2, 3, 4),
@@ -140,20 +144,20 @@ COMBINATIONS = pairs(
 
 
 @pytest.mark.parametrize(
-    ("shaping", "uneven", "dtype", "how", "world_size"),
+    ("shaping", "parts_of", "dtype", "how", "world_size"),
     [pytest.param(*c, marks=() if c in PLAIN else exhaustive) for c in COMBINATIONS],
 )
 def test_projection(
-    ranks: Ranks, world_size: int, shaping: str, uneven: bool, dtype: torch.dtype, how: str
+    ranks: Ranks, world_size: int, shaping: str, parts_of: str, dtype: torch.dtype, how: str
 ) -> None:
-    ranks.run(world_size, projects, shaping, uneven, dtype, how)
+    ranks.run(world_size, projects, shaping, parts_of, dtype, how)
 
 
 @device.devices("cpu")
 @exhaustive
 @pytest.mark.parametrize("shaping", SHAPINGS)
 def test_compiled(ranks: Ranks, shaping: str) -> None:
-    ranks.run(2, projects, shaping, False, torch.float32, "compiled")
+    ranks.run(2, projects, shaping, "equal", torch.float32, "compiled")
 
 
 def modes(group: dist.ProcessGroup) -> None:
@@ -179,7 +183,7 @@ def modes(group: dist.ProcessGroup) -> None:
     run(x, w.detach(), norm)
     run(x, w.detach(), norm)
     calls = python_calls(
-        lambda: torch.ops.symm_mem.project_normed_to_heads(
+        lambda: torch.ops.symm_mem._project_normed_to_heads(
             x, [w.detach()], [], E, [norm], [True], 1e-6, *tables, [True], group.group_name
         )
     )

@@ -103,10 +103,9 @@ class Projection:
         )
         return self.outputs
 
-    def multiply(self, index: int, rank: int, out: torch.Tensor) -> None:
-        """Writes the heads of a rank, (B * s, h * E)."""
-        part = self.exchange.parts[index]
-        begin, end = (head * part.shape[3] for head in part.ranges[rank])
+    def multiply(self, index: int, heads: tuple[int, int], out: torch.Tensor) -> None:
+        """Writes a range of heads, (B * s, h * E)."""
+        begin, end = (head * self.exchange.parts[index].shape[3] for head in heads)
         weight = self.weights[index][:, begin:end]
         if self.biases:
             torch.addmm(self.biases[index][begin:end], self.x, weight, out=out)
@@ -119,7 +118,7 @@ class Projection:
         for index, part in enumerate(self.exchange.parts):
             shape = len(self.x), part.heads(to) * part.shape[3]
             if shape[1] > 0:
-                self.multiply(index, to, view_at(offsets[index], shape, part.dtype))
+                self.multiply(index, part.ranges[to], view_at(offsets[index], shape, part.dtype))
 
     def keep(self) -> None:
         """Multiplies this rank's heads."""
@@ -129,7 +128,7 @@ class Projection:
             if len(self.x) * columns == 0:
                 continue
             memory = new_result(output, (len(self.x), columns))
-            self.multiply(index, rank, memory)
+            self.multiply(index, part.ranges[rank], memory)
             self._place(index, rank, memory)
 
     def take(self, source: int, memory: torch.Tensor) -> None:

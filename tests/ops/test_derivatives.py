@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 import symm_cp
+from symm_cp.ops.attention.spread_cache import SCATTERED
 from symm_cp.testing import Ranks
 from tests.ops.calls import ATTENTION, OPS, Call, Tensors, calls, leaves, trained, waited
 

@@ -220,8 +220,9 @@ def _shaping(
     rotated: bool | Sequence[bool] | None,
 ) -> list[Any]:
     """Returns the arguments of `_project_normed_to_heads` after `features`."""
-    alike = norms is None or isinstance(norms, torch.Tensor)
-    by_matrix: list[Any] = [norms] * matrices if alike else [*norms]
+    if norms is None or isinstance(norms, torch.Tensor):
+        norms = [norms] * matrices
+    by_matrix: list[Any] = [*norms]
     turned = [bool(rotated)] * matrices if not isinstance(rotated, Sequence) else [*rotated]
     for what, given in (("norms", by_matrix), ("rotated", turned)):
         if len(given) != matrices:

@@ -25,8 +25,8 @@ from symm_cp.ops.attention.spread_cache import (
 from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.ops.call import Call
 from symm_cp.ops.common import count_attention_run, world_size_of
-from symm_cp.ops.custom import own_op
 from symm_cp.ops.op import BackwardOp, Caller, NoGradient, arguments
+from symm_cp.ops.recipe import own_op
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 
@@ -183,9 +183,12 @@ def _attention_backward(
     grads = Gradients(*(new_result(t, t.shape, lse.dtype).zero_() for t in (query, key, value)))
     if query.numel() > 0 and key.shape[2] > 0:
         visible = additive_mask(query, mask, key_positions, first_query, window_left)
+        q, k, v = (dense_features(tensor) for tensor in (query, key, value))
         native_tiles.add_gradients(
             grad.to(query.dtype).contiguous(),
-            *(dense_features(tensor) for tensor in (query, key, value)),
+            q,
+            k,
+            v,
             lse.masked_fill(lse == -torch.inf, torch.inf),
             inners.contiguous(),
             Scoring(scale=factor_of(query, scale), softcap=softcap),

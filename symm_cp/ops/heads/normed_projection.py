@@ -22,7 +22,6 @@ import torch
 from symm_cp import runtime
 from symm_cp.ops import autocast
 from symm_cp.ops.call import Call
-from symm_cp.ops.custom import own_op
 from symm_cp.ops.heads.exchange_heads import exchange_fake, exchange_name, exchange_of, run_exchange
 from symm_cp.ops.heads.packing import HeadExchange
 from symm_cp.ops.heads.projection import (
@@ -34,6 +33,7 @@ from symm_cp.ops.heads.projection import (
     rows_of,
 )
 from symm_cp.ops.op import BackwardOp, Caller, NoGradient, arguments
+from symm_cp.ops.recipe import own_op
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 

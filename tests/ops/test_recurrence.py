@@ -144,8 +144,8 @@ def runs(
         if grad.dim() == 1:  # of a parameter: the ranks' sum
             dist.all_reduce(grad, group=group)
         torch.testing.assert_close(grad, needed)
-    with torch.inference_mode():
-        assert torch.equal(layer(*mine)[0], out)
+    with torch.inference_mode():  # compiled again, perhaps with other roundings
+        torch.testing.assert_close(layer(*mine)[0], out)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -130,7 +130,7 @@ def compare(case: Case, problems: list[Problem], results: list[Any]) -> None:
             of_sinks = of_sinks + exact["sinks"]
     if problems[0].sinks is not None:
         summed = sum(found[6].double() for found in results)
-        eps = 64 * torch.finfo(case.dtype).eps
+        eps = 64 * max(torch.finfo(case.dtype).eps, torch.finfo(problems[0].sinks.dtype).eps)
         torch.testing.assert_close(summed, of_sinks, rtol=eps, atol=eps)
 
 
@@ -236,8 +236,9 @@ def refused(group: dist.ProcessGroup) -> None:
         with pytest.raises(error, match=f"spread_cache_attention: .*{text}"):
             attend(**change)
         # The error of one rank reaches the other.
-        with pytest.raises((error, RuntimeError), match=f"spread_cache_attention: .*{text}"):
-            attend(**(change if group.rank() == 1 else {}))
+        if device.chosen() == "cpu":  # on streams the host does not wait for the other rank
+            with pytest.raises((error, RuntimeError), match=f"spread_cache_attention: .*{text}"):
+                attend(**(change if group.rank() == 1 else {}))
         assert torch.equal(attend(), good)
     if device.chosen() == "cpu":  # on streams, ranks compare calls only if asked to
         with pytest.raises(RuntimeError, match=r"ranks disagree.*all_to_all 1 \(2, None"):

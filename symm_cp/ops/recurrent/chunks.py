@@ -96,17 +96,21 @@ class Decay:
         summed = g.cumsum(2)
         self._summed = summed if g.dim() == 4 else summed.unsqueeze(-1)
         self._seen = seen
-        factors = self._summed.exp()
-        #: From before the chunk to each position, with its own factor, and without it.
-        self.since_begin = factors
-        self.before = F.pad(factors[:, :, :-1], (0, 0, 1, 0), value=1.0)
+        #: From before the chunk to each position, with its own factor.
+        self.since_begin = self._summed.exp()
         #: From behind each position to the end of its chunk, and from before the chunk.
         self.to_end = (self._summed[..., -1:, :] - self._summed).exp()
-        at_end = factors[..., -1, :]
+        at_end = self._summed[..., -1, :].exp()
         if seen is not None:
-            self.since_begin, self.before = (t * seen.begin for t in (factors, self.before))
-            self.to_end, at_end = self.to_end * seen.end, at_end * seen.both
+            self.since_begin, self.to_end = self.since_begin * seen.begin, self.to_end * seen.end
+            at_end = at_end * seen.both
         self.at_end = at_end if g.dim() == 4 else at_end.squeeze(-1)
+
+    @property
+    def before(self) -> torch.Tensor:
+        """From before the chunk to each position, without its own factor."""
+        earlier = F.pad(self._summed[:, :, :-1], (0, 0, 1, 0)).exp()
+        return earlier if self._seen is None else earlier * self._seen.begin
 
     def pairs(self, lefts: Sequence[torch.Tensor], right: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns for each left [.., t, s] = left[.., t] @ right[.., s] * (factors after s to t).

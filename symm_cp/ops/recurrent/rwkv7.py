@@ -109,6 +109,8 @@ def rwkv7(
                 f"{_OP}: {name} {list(tensor.shape)} must be (B, S, H, K), v (B, S, H, V), as r "
                 f"{list(r.shape)}"
             )
+    if not torch.compiler.is_compiling():  # shorter parts need no padding to whole chunks
+        chunk_size = min(chunk_size, max(1, r.shape[1]))
     return recur(
         _OP, partial(_summary, scale), _local, (r, k, v, a, b), w, group_name(group),
         chunk_size=chunk_size, cu_seqlens=cu_seqlens, sizes=sizes, layout=layout,

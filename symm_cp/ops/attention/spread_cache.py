@@ -349,7 +349,8 @@ def spread_cache_attention(
         scale, softcap: as in `all_gather_attention`; equal on all ranks, like `first_query`.
         sinks: (H,), a logit for each head that takes a part of the weights; equal on all ranks.
         scatter_heads: return this rank's H / W heads only, as tensor parallelism needs them for the
-            output projection; W must divide H. 1 / W of the results travels.
+            output projection; W must divide H. 1 / W of the results travels. With `key_positions`
+            this makes a mask of S x K numbers.
 
     Returns the output (B, H, S, V), and its log-sum-exp (B, H, S) in float32 or float64, both
     contiguous, with the same bits on all ranks: results are merged in rank order, in float32 for

@@ -127,6 +127,12 @@ class Shaping(NamedTuple):
         return self.norms[sum(self.normed[:index])] if self.normed[index] else None
 
 
+def _saved(products: torch.Tensor, columns: tuple[int, int], rows: int) -> torch.Tensor:
+    """Returns a matrix's part of the saved products, one after the other: (B * s, H * E)."""
+    begin, end = columns
+    return products[rows * begin : rows * end].view(rows, end - begin)
+
+
 def _rotate(
     heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
 ) -> None:
@@ -169,7 +175,7 @@ class _Normed(Projection):
         self.shaping, self.tables = shaping, shaping.tables(x)
         self.columns = shaping.columns(weights)
         width = max((at[1] for at in self.columns if at is not None), default=0)
-        self.products = new_result(x, (len(self.x), width))
+        self.products = new_result(x, (len(self.x) * width,))
 
     def multiply(self, index: int, heads: tuple[int, int], out: torch.Tensor) -> None:
         """Writes a range of heads, normed and rotated."""
@@ -177,8 +183,8 @@ class _Normed(Projection):
         rotates = shaping.rotated[index] and self.tables is not None
         features, product = shaping.features, out
         if saved is not None:
-            begin, end = (saved[0] + head * features for head in heads)
-            product = self.products[:, begin:end]
+            product = _saved(self.products, saved, len(self.x))
+            product = product[:, heads[0] * features : heads[1] * features]
         elif rotates:
             product = new_result(out, out.shape)
         super().multiply(index, heads, product)
@@ -217,7 +223,7 @@ def _fake(
     products = projected(x, weights, biases, shaping.features)
     width = sum(w.shape[1] for w, normed in zip(weights, shaping.normed, strict=True) if normed)
     heads = exchange_fake(products, True, *others[count:], op=PROJECT)
-    return heads, x.new_empty(x.shape[0] * x.shape[1], width)
+    return heads, x.new_empty(x.shape[0] * x.shape[1] * width)
 
 
 @own_op(
@@ -256,10 +262,10 @@ def _check_backward(
     _check(ranks, x, weights, biases, *others)
     shaping, _ = _divided(others)
     width = sum(w.shape[1] for w, normed in zip(weights, shaping.normed, strict=True) if normed)
-    rows = x.shape[0] * x.shape[1]
-    if list(products.shape) != [rows, width] or len(some_grads) <= len(weights):
+    numbers = x.shape[0] * x.shape[1] * width
+    if list(products.shape) != [numbers] or len(some_grads) <= len(weights):
         raise ValueError(
-            f"{_BACKWARD}: products {list(products.shape)} must be {[rows, width]}, and there must "
+            f"{_BACKWARD}: products {list(products.shape)} must be {[numbers]}, and there must "
             f"be {len(weights) + 1} gradients, not {len(some_grads)}"
         )
 
@@ -311,7 +317,7 @@ def _project_backward(
             heads = _rotate_back(heads, tables)
         norm, saved = shaping.norm_of(index), columns[index]
         if norm is not None and saved is not None:
-            product = products[:, saved[0] : saved[1]].view(heads.shape)
+            product = _saved(products, saved, len(rows)).view(heads.shape)
             heads, of_norm = _norm_backward(heads, product, norm, shaping.eps)
             of_norms.append(of_norm)
         grad = heads.reshape(len(rows), weight.shape[1])
@@ -361,5 +367,5 @@ def _example_backward(on: Caller) -> Any:
     x, weights, biases, *shaping = _example(on)
     W = on.world_size
     grads = [on.rand(2, 2, 3 * W, 2), on.rand(2, 1, 3 * W, 2), on.rand(1).bool()[:0]]
-    products, needed = on.rand(6, 4 * W), [True] * 4 + [False] * 2
+    products, needed = on.rand(6 * 4 * W), [True] * 4 + [False] * 2
     return arguments(grads, x, weights, biases, products, needed, *shaping, on.group_name)

@@ -63,6 +63,8 @@ if _everything:
     from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
     from symm_cp.ops.recurrent.halo import exchange_halo
     from symm_cp.ops.recurrent.linear_attention import gated_linear_attention
+    from symm_cp.ops.recurrent.recurrence import recurrence
+    from symm_cp.ops.recurrent.rwkv7 import rwkv7
     from symm_cp.ops.recurrent.scan import scan_states
     from symm_cp.runtime.recorder import Recording, trace
     from symm_cp.tensors.results import empty_cache
@@ -99,7 +101,9 @@ __all__ = [
     "op",
     "override_cuda_ops",
     "read_in_place",
+    "recurrence",
     "reserve",
+    "rwkv7",
     "scaled_all_gather_matmul",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",

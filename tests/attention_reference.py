@@ -41,7 +41,7 @@ class Problem:
 
     def solve(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Results and gradients, computed densely in `dtype`."""
-        q, k, v = (t.to(dtype).requires_grad_() for t in (self.q, self.k, self.v))
+        q, k, v = (t.to(dtype, copy=True).requires_grad_() for t in (self.q, self.k, self.v))
         repeats = q.shape[1] // max(1, k.shape[1])
         keys, values = (t.repeat_interleave(repeats, 1) for t in (k, v))
         wide = torch.float64 if dtype == torch.float64 else torch.float32

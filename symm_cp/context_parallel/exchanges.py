@@ -14,6 +14,7 @@ from symm_cp.ops.common import rank_in
 from symm_cp.ops.direct import direct
 from symm_cp.ops.error_reports import entry_point
 from symm_cp.ops.heads.exchange_heads import OP
+from symm_cp.ops.heads.normed_projection import PROJECT_NORMED
 from symm_cp.ops.heads.projection import COLLECT, PROJECT
 from symm_cp.ops.tensor_checks import missing_memory
 from symm_cp.runtime.exchange import exchanged
@@ -22,6 +23,8 @@ from symm_cp.tensors.shards import Split
 #: The heads of each rank: consecutive with the sizes of a `Split`, or any ranges (begin, end).
 Heads: TypeAlias = Split | Sequence[tuple[int, int]]
 Tensors: TypeAlias = Sequence[torch.Tensor]
+#: Cosines and sines of each position and feature.
+Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @overload
@@ -129,6 +132,10 @@ def ulysses_projection(
     biases: torch.Tensor | None = None,
     load_balancer: LoadBalancer | None = None,
     heads: Heads | None = None,
+    norms: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    rotated: bool | None = None,
 ) -> torch.Tensor: ...
 @overload
 def ulysses_projection(
@@ -140,8 +147,12 @@ def ulysses_projection(
     biases: Tensors | None = None,
     load_balancer: LoadBalancer | None = None,
     heads: Sequence[Heads] | None = None,
+    norms: Sequence[torch.Tensor | None] | None = None,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    rotated: Sequence[bool] | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
-@entry_point(PROJECT)
+@entry_point(PROJECT, {PROJECT_NORMED: "ulysses_projection"})
 def ulysses_projection(
     x: torch.Tensor,
     weights: torch.Tensor | Tensors,
@@ -151,12 +162,19 @@ def ulysses_projection(
     biases: torch.Tensor | Tensors | None = None,
     load_balancer: LoadBalancer | None = None,
     heads: Heads | Sequence[Heads] | None = None,
+    norms: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    eps: float = 1e-6,
+    rope: Rope | None = None,
+    rotated: bool | Sequence[bool] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Projects a sequence to heads, and sends each rank its heads as soon as they are multiplied.
 
     Same result as, for each weight::
 
         projected = (x @ weight + bias).unflatten(2, (-1, features)).transpose(1, 2)
+        projected = F.rms_norm(projected, (features,), norm, eps)  # if it has a norm
+        first, second = projected.chunk(2, -1)  # if it is rotated
+        projected = projected * cos + torch.cat([-second, first], -1) * sin
         sequence_to_heads(projected, group=group, load_balancer=load_balancer, heads=heads)
 
     Args:
@@ -166,11 +184,17 @@ def ulysses_projection(
         features: E, the features of a head.
         biases: (H * E,) for each matrix.
         group, load_balancer, heads: as for `sequence_to_heads`.
+        norms: (E,), the weight of an RMSNorm over the features of each head, or None, for each
+            matrix; as for queries and keys of Qwen3.
+        eps: of the norms.
+        rope: cosines and sines for the positions of this rank's part, (s, E) or (B, s, E).
+        rotated: for each matrix, whether its heads are rotated by `rope`.
 
     Returns a contiguous tensor of shape (B, h, S, E) for each matrix. Differentiable, any number of
-    times; the gradient of a bias or a weight is this rank's part, to be summed over ranks. Autocast
-    as for matmuls. Errors as for `sequence_to_heads`. Source: DeepSpeed-Ulysses (Jacobs et al.,
-    2023), torch's `_pipelined_produce_and_all2all`.
+    times, or once with `norms` or `rope` (which has no gradient); the gradient of a bias, a weight
+    or a norm is this rank's part, to be summed over ranks. Autocast as for matmuls. Errors as for
+    `sequence_to_heads`. Source: DeepSpeed-Ulysses (Jacobs et al., 2023), torch's
+    `_pipelined_produce_and_all2all`; for norms and rope, FlashInfer's `fused_qk_norm_rope`.
     """
     name = group_name(group)
     one = isinstance(weights, torch.Tensor)
@@ -180,8 +204,45 @@ def ulysses_projection(
     options = reporting_to_peers(
         name, _options, PROJECT, name, len(matrices), load_balancer, by_tensor
     )
-    results = torch.ops.symm_mem.project_to_heads(x, matrices, added, features, name, *options)
+    if norms is None and rope is None and rotated is None:
+        results = torch.ops.symm_mem.project_to_heads(x, matrices, added, features, name, *options)
+    else:
+        shaping = reporting_to_peers(name, _shaping, len(matrices), norms, eps, rope, rotated)
+        results, _ = direct(PROJECT_NORMED)(x, matrices, added, features, *shaping, name, *options)
     return results[0] if one else tuple(results)
+
+
+def _shaping(
+    matrices: int,
+    norms: torch.Tensor | Sequence[torch.Tensor | None] | None,
+    eps: float,
+    rope: Rope | None,
+    rotated: bool | Sequence[bool] | None,
+) -> list[Any]:
+    """Returns the arguments of `_project_normed_to_heads` after `features`."""
+    if norms is None or isinstance(norms, torch.Tensor):
+        norms = [norms] * matrices
+    by_matrix: list[Any] = [*norms]
+    turned = [bool(rotated)] * matrices if not isinstance(rotated, Sequence) else [*rotated]
+    for what, given in (("norms", by_matrix), ("rotated", turned)):
+        if len(given) != matrices:
+            raise ValueError(
+                f"{PROJECT}: {what} has {len(given)} entries for {matrices} matrices, must have "
+                "one for each"
+            )
+    for index, norm in enumerate(by_matrix):
+        if norm is not None and not isinstance(norm, torch.Tensor):
+            raise TypeError(f"{PROJECT}: norms[{index}] is {norm!r}, must be a tensor or None")
+    cos, sin = (None, None) if rope is None else rope
+    if (rope is None) == any(turned):
+        raise ValueError(
+            f"{PROJECT}: rope and {rotated=} must be given together: which matrices' heads rotate"
+        )
+    for table, at in ((cos, "cos"), (sin, "sin")):
+        if table is not None and table.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"{PROJECT}: {at} of rope has no gradient: detach it")
+    given_norms = [norm for norm in by_matrix if norm is not None]
+    return [given_norms, [n is not None for n in by_matrix], eps, cos, sin, turned]
 
 
 @entry_point(COLLECT, {"tensors": "x", "weights": "weight"})

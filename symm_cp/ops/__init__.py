@@ -7,7 +7,7 @@ from symm_cp.ops import (
     experts,
     matmul,
 )
-from symm_cp.ops.heads import exchange_heads, projection
+from symm_cp.ops.heads import exchange_heads, normed_projection, projection
 from symm_cp.ops.recurrent import halo, scan, states
 from symm_cp.ops.registration import register, register_plans, register_without_native
 
@@ -19,6 +19,7 @@ __all__ = [
     "experts",
     "halo",
     "matmul",
+    "normed_projection",
     "projection",
     "register",
     "register_plans",

@@ -9,16 +9,27 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
+import torch.distributed._functional_collectives as funcol
 
 from symm_cp import runtime
 from symm_cp.group.memory import Group
-from symm_cp.ops.common import check_dim, check_reduce_op, name_of, scatter_split
+from symm_cp.ops.common import (
+    check_dim,
+    check_reduce_op,
+    group_of,
+    name_of,
+    rank_in,
+    scatter_split,
+    unfused_all_gather,
+    unfused_reduce_scatter,
+    world_size_of,
+)
 from symm_cp.runtime import exchange
-from symm_cp.runtime.calls import AllReduceCall, GatherCall, ScatterCall
+from symm_cp.runtime.calls import AllReduceCall, ExchangeCall, GatherCall, ScatterCall
 from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, copied, new_result
-from symm_cp.tensors.shards import Split
+from symm_cp.tensors.shards import Split, viewing
 
 #: Takes rows of the gathered tensor, and which rows these are.
 ConsumeRows: TypeAlias = Callable[[torch.Tensor, slice], object]
@@ -35,11 +46,16 @@ class Call:
         self.group, self.rank, self.world_size = group, group.rank, group.world_size
         self._op = op
         self._collectives = 0
+        self._agreed = ""
+
+    def agree(self, values: object) -> None:
+        """Makes the ranks compare the text of some values in the next collective."""
+        self._agreed = f" {values}"
 
     def _name(self, collective: str, tensor: torch.Tensor, detail: str = "") -> bytes:
         """Returns the name of the next collective, which all ranks compare."""
         self._collectives += 1
-        detail = f"{collective} {self._collectives}{detail}"
+        detail, self._agreed = f"{collective} {self._collectives}{detail}{self._agreed}", ""
         return name_of(self._op, tensor.dtype, tensor.shape, detail)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -101,6 +117,33 @@ class Call:
             runtime.run(call)
         return contiguous(out.movedim(0, dim))
 
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the same shape, contiguous, whose part r of dimension 0 is rank r's.
+
+        Each rank gets the part with its own number of every rank's tensor; parts are equal.
+        """
+        size, group = tensor.shape[0], self.group
+        split = scatter_split(self._op, "dim", 0, size, None, self.world_size, any_sizes=False)
+        name, given = self._name("all_to_all", tensor), contiguous(tensor)
+        if runtime.at_once(group, given, given.shape):
+            return exchange.all_to_all_rows(group, given, name)
+        taken = new_result(given, given.shape)
+        sent, arrived = split.parts(given), split.parts(taken)
+        shape, dtype = tuple(sent[0].shape), given.dtype
+        sizes = ((sent[0].nbytes,) * self.world_size,) * self.world_size
+
+        def give(to: int, memory: torch.Tensor) -> None:
+            viewing(memory)(0, shape, dtype).copy_(sent[to])
+
+        def keep() -> None:
+            arrived[self.rank].copy_(sent[self.rank])
+
+        def take(source: int, memory: torch.Tensor) -> None:
+            arrived[source].copy_(viewing(memory)(0, shape, dtype))
+
+        runtime.run(ExchangeCall(group, give, keep, take, given.device, name, sizes))
+        return taken
+
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str = "sum") -> torch.Tensor:
         """Returns the sum or mean over ranks, with the same bits on all of them, contiguous."""
         mean = check_reduce_op(self._op, "the tensor", tensor.dtype, reduce_op)
@@ -113,3 +156,58 @@ class Call:
         )
         runtime.run(call)
         return out
+
+
+class UnfusedCall(Call):
+    """The same collectives by torch's functional ones, on any tensors, also without values."""
+
+    def __init__(self, op: str, group_name: str) -> None:
+        self.rank, self.world_size = rank_in(group_name), world_size_of(group_name)
+        self._op, self._group_name = op, group_name
+
+    def agree(self, values: object) -> None:
+        """Does nothing: torch's collectives compare nothing."""
+
+    @property
+    def group(self) -> Group:  # type: ignore[override]
+        """The group, which fake calls do not need."""
+        return group_of(self._group_name)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Like `Call.all_gather`."""
+        dim = check_dim(self._op, "dim", dim, tensor.dim())
+        return unfused_all_gather(tensor, dim, self._group_name)
+
+    def for_each_shard(self, tensor: torch.Tensor, consume: ConsumeRows) -> None:
+        """Calls `consume` once, with the rows of all ranks."""
+        consume(self.all_gather(tensor), slice(0, tensor.shape[0] * self.world_size))
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, dim: int = 0, reduce_op: str = "sum"
+    ) -> torch.Tensor:
+        """Like `Call.reduce_scatter`."""
+        dim = check_dim(self._op, "dim", dim, tensor.dim())
+        check_reduce_op(self._op, "the tensor", tensor.dtype, reduce_op)
+        size, ranks = tensor.shape[dim], self.world_size
+        scatter_split(self._op, "dim", dim, size, None, ranks, any_sizes=False)
+        return unfused_reduce_scatter(tensor, reduce_op, dim, self._group_name)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Like `Call.all_to_all`."""
+        size, ranks = tensor.shape[0], self.world_size
+        scatter_split(self._op, "dim", 0, size, None, ranks, any_sizes=False)
+        taken = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        # Bytes: gloo's exchange takes no 16-bit types.
+        given, into = (real(t).view(torch.uint8) for t in (tensor.contiguous(), taken))
+        into.copy_(
+            funcol.wait_tensor(
+                funcol.all_to_all_single(given, None, None, self._group_name)  # type: ignore[arg-type]
+            )
+        )
+        return taken
+
+    def all_reduce(self, tensor: torch.Tensor, reduce_op: str = "sum") -> torch.Tensor:
+        """Like `Call.all_reduce`."""
+        check_reduce_op(self._op, "the tensor", tensor.dtype, reduce_op)
+        given = tensor.contiguous()
+        return funcol.wait_tensor(funcol.all_reduce(given, reduce_op, self._group_name))

@@ -180,15 +180,23 @@ def all_to_all(
     """Exchanges parts of these sizes in bytes, one for each rank, placed as by `part_offsets`."""
     of_given = zip(part_offsets(given_sizes), given_sizes, strict=False)
     of_taken = zip(part_offsets(taken_sizes), taken_sizes, strict=False)
-    _exchange(
-        group,
-        [given],
-        taken,
-        wire.ExchangeKind.ALL_TO_ALL,
-        [each for offset, size in of_given for each in (offset, size)],
-        [each for offset, size in of_taken for each in (offset, size, 0, 0)],
-        name,
-    )
+    given_parts = [each for offset, size in of_given for each in (offset, size)]
+    taken_parts = [each for offset, size in of_taken for each in (offset, size, 0, 0)]
+    kind = wire.ExchangeKind.ALL_TO_ALL
+    _exchange(group, [given], taken, kind, given_parts, taken_parts, name)
+
+
+def all_to_all_rows(group: Group, given: torch.Tensor, name: bytes) -> torch.Tensor:
+    """Exchanges equal parts of dimension 0 of a contiguous tensor; results are in rank order."""
+    if group.world_size == 1:
+        return copied(given)
+    taken, size = new_result(given, given.shape), given.nbytes // group.world_size
+    offsets = [rank * size for rank in range(group.world_size)]
+    given_parts = [each for offset in offsets for each in (offset, size)]
+    taken_parts = [each for offset in offsets for each in (offset, size, 0, 0)]
+    kind = wire.ExchangeKind.ALL_TO_ALL
+    _exchange(group, [given], taken, kind, given_parts, taken_parts, name)
+    return taken
 
 
 def exchange_boxes(

@@ -388,6 +388,14 @@ def _entry_points() -> dict[str, Op]:
         "gated_linear_attention": Op(
             lambda W: _recurrence(W)[:4], lambda t, g: s.gated_linear_attention(*t, group=g)
         ),
+        "rwkv7": Op(
+            lambda W: [_r(1, 4, 2, 3), -_r(1, 4, 2, 3).abs(), *(_r(1, 4, 2, 3) for _ in range(4))],
+            lambda t, g: s.rwkv7(*t, group=g),
+        ),
+        "spread_cache_attention_scattered_entry": Op(
+            lambda W: [_r(1, 2 * W, 1, 3), _r(1, W, 4, 3), _r(1, W, 4, 3)],
+            lambda t, g: s.spread_cache_attention(*t, group=g, scatter_heads=True),
+        ),
         "causal_convolution": Op(
             lambda W: [_r(1, 2, 4), _r(2, 3)],
             lambda t, g: s.causal_convolution(*t, group=g),

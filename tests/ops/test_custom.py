@@ -48,6 +48,10 @@ def scatter(tensor: torch.Tensor, reduce_op: str, dim: int, name: str) -> torch.
     return run(tensor, reduce_op, dim, name)
 
 
+def unfused(x: torch.Tensor, w: torch.Tensor, name: str) -> torch.Tensor:
+    return F.silu(gather(x, 0, name)) @ w
+
+
 def inputs(
     group: dist.ProcessGroup, seed: int, dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -135,7 +139,7 @@ def modes(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(op(x, w, name), y.detach())
         plans_run()
         for _ in range(3):
-            torch.testing.assert_close(op(longer, w, name), own.unfused(longer, w, name))
+            torch.testing.assert_close(op(longer, w, name), unfused(longer, w, name))
     assert plans_run() == 0  # nothing that is recorded then runs in later calls
     fake = op(x.to("meta"), w.to("meta"), name)
     assert (fake.shape, fake.stride()) == (y.shape, y.stride())
@@ -180,20 +184,24 @@ def test_the_third_call_runs_without_python(ranks: Ranks) -> None:
 # --- the collectives of a call ---------------------------------------------------------------
 
 
+def _transposed(gathered: torch.Tensor, name: str) -> torch.Tensor:
+    """The part with this rank's number of every rank's rows."""
+    group = dist.distributed_c10d._resolve_process_group(name)
+    by_rank = gathered.unflatten(0, (group.size(), group.size(), -1))[:, group.rank()]
+    return by_rank.flatten(0, 1) + 0
+
+
 def all_unfused(x: torch.Tensor, dim: int, reduce_op: str, group_name: str) -> list[torch.Tensor]:
     return [
         gather(x, dim % x.dim(), group_name),
         scatter(x, reduce_op, dim % x.dim(), group_name),
         funcol.all_reduce(x, reduce_op, group_name),
         gather(x * 2, 0, group_name),
+        _transposed(gather(x, 0, group_name), group_name),
     ]
 
 
-@symm_cp.op(
-    "tests::collectives(Tensor x, int dim, str reduce_op, str group_name) -> Tensor[]",
-    unfused=all_unfused,
-)
-def collectives(call: Call, x: torch.Tensor, dim: int, reduce_op: str) -> list[torch.Tensor]:
+def collectives_of(call: Call, x: torch.Tensor, dim: int, reduce_op: str) -> list[torch.Tensor]:
     doubled = x.new_empty(x.shape[0] * call.world_size, *x.shape[1:])
     call.for_each_shard(x, lambda rows, where: torch.mul(rows, 2, out=doubled[where]))
     return [
@@ -201,7 +209,19 @@ def collectives(call: Call, x: torch.Tensor, dim: int, reduce_op: str) -> list[t
         call.reduce_scatter(x, dim, reduce_op),
         call.all_reduce(x, reduce_op),
         doubled,
+        call.all_to_all(x),
     ]
+
+
+collectives = symm_cp.op(
+    "tests::collectives(Tensor x, int dim, str reduce_op, str group_name) -> Tensor[]",
+    unfused=all_unfused,
+)(collectives_of)
+
+
+@symm_cp.op("tests::by_default(Tensor x, int dim, str reduce_op, str group_name) -> Tensor[]")
+def by_default(call: Call, x: torch.Tensor, dim: int, reduce_op: str) -> list[torch.Tensor]:
+    return collectives_of(call, x, dim, reduce_op)
 
 
 def every_collective(group: dist.ProcessGroup, whole_bytes: int) -> None:
@@ -216,9 +236,11 @@ def every_collective(group: dist.ProcessGroup, whole_bytes: int) -> None:
                     expected = collectives(x.contiguous(), dim, reduce_op, name)
                     with torch_symm_mem._test_mode():
                         unfused = collectives(x, dim, reduce_op, name)
-                    for got, want in zip(expected, unfused, strict=True):
+                        default = by_default(x, dim, reduce_op, name)
+                    for got, want, same in zip(expected, unfused, default, strict=True):
                         near = 8 * torch.finfo(dtype).eps * size
                         torch.testing.assert_close(got, want, rtol=near, atol=near)
+                        assert torch.equal(same, want)
                     strided = x.mT.contiguous().mT
                     for given in (x, strided, strided, strided):
                         found = collectives(given, dim, reduce_op, name)
@@ -308,6 +330,42 @@ def test_results_unlike_the_fake_ones_are_refused(ranks: Ranks) -> None:
 def test_schemas_that_are_refused(schema: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         symm_cp.op(schema, unfused=lambda *_: None)
+
+
+@symm_cp.op("tests::agreed(Tensor x, int number, str group_name) -> Tensor")
+def agreed(call: Call, x: torch.Tensor, number: int) -> torch.Tensor:
+    call.agree((number,))
+    return call.all_reduce(call.all_reduce(x))
+
+
+def disagree(group: dist.ProcessGroup) -> None:
+    name, x, W = group.group_name, torch.ones(2, 3), group.size()
+    for _ in range(4):  # in Python, recorded, by a plan
+        assert torch.equal(agreed(x, 5, name), x * W * W)
+        with pytest.raises(RuntimeError, match=r"ranks disagree.*all_reduce 1 sum \(1,\)"):
+            agreed(x, group.rank(), name)
+
+
+def test_values_that_ranks_compare(ranks: Ranks) -> None:
+    ranks.run(2, disagree)
+
+
+def gradient_op(schema: str) -> Any:
+    return symm_cp.op(schema)(lambda call, grad, x: grad * x)
+
+
+def test_gradients_that_do_not_fit() -> None:
+    op = "tests::f(Tensor x, str group_name) -> Tensor"
+    unnamed = gradient_op("tests::g1(Tensor grad, Tensor x, str group_name) -> Tensor")
+    with pytest.raises(ValueError, match=r"tests::g1 have names \[''\], must have names of the"):
+        symm_cp.op(op, gradient=unnamed)
+    far = gradient_op("other::g(Tensor grad, Tensor x, str group_name) -> (Tensor x)")
+    with pytest.raises(ValueError, match="other::g must be in the namespace of tests::f"):
+        symm_cp.op(op, gradient=far)
+    with pytest.raises(ValueError, match="has setup_context=, but gradient= is an op"):
+        symm_cp.op(op, gradient=far, setup_context=lambda *_: None)
+    with pytest.raises(ValueError, match="has setup_context=, which needs gradient="):
+        symm_cp.op(op, setup_context=lambda *_: None)
 
 
 @exhaustive

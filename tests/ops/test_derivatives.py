@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 import symm_cp
+from symm_cp.ops.attention.spread_cache import SCATTERED
 from symm_cp.testing import Ranks
 from tests.ops.calls import ATTENTION, OPS, Call, Tensors, calls, leaves, trained, waited
 
@@ -323,7 +324,7 @@ def modified(group: dist.ProcessGroup) -> None:
             for out in outputs:
                 out.mul_(factor)
         # Their backward passes read the result; torch's wait_tensor returns a view.
-        reads = (*ATTENTION, "scan_states", "fused_dispatch_grouped_matmul")
+        reads = (*ATTENTION, "scan_states", "fused_dispatch_grouped_matmul", SCATTERED)
         if name in reads or name.startswith("_low_contention"):
             continue
         inputs = leaves(call.inputs)

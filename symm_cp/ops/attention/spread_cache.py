@@ -10,11 +10,12 @@ Shapes: query (B, H, S, E), key (B, G, K, E), value (B, G, K, V); K differs from
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from symm_cp import runtime
-from symm_cp.group.memory import Group, GroupLike, group_name
+from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import kernels, native_tiles
 from symm_cp.ops.attention.checks import check_tensors
@@ -32,6 +33,7 @@ from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
 
 _OP = "spread_cache_attention"
+SCATTERED = "spread_cache_attention_scattered"  # declared in spread_cache_heads.py
 
 
 def _check_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> None:
@@ -89,6 +91,37 @@ def _check_sinks(query: torch.Tensor, sinks: torch.Tensor) -> None:
         raise TypeError(f"{_OP}: sinks is {sinks.dtype}, must be floating")
 
 
+def check_arguments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    key_positions: torch.Tensor | None,
+    first_query: int | None,
+    window_left: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Raises `ValueError` or `TypeError` for arguments that do not fit."""
+    check_tensors(_OP, query, key, value, enable_gqa=True)
+    if query.shape[3] == 0 or value.shape[3] == 0:
+        raise ValueError(
+            f"{_OP}: query {list(query.shape)} and value {list(value.shape)} must have features"
+        )
+    if mask is not None:
+        _check_mask(query, key, mask)
+    _check_positions(query, key, key_positions, first_query, window_left)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"{_OP}: {softcap=} must be positive and finite; None is no cap")
+    if sinks is not None:
+        _check_sinks(query, sinks)
+
+
+def _check_no_gradient(mask: torch.Tensor | None) -> None:
+    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(f"{_OP}: mask has no gradient: detach it")
+
+
 def _spread_cache_attention(
     place: OnRank,
     query: torch.Tensor,
@@ -103,18 +136,8 @@ def _spread_cache_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_tensors(_OP, query, key, value, enable_gqa=True)
-    if query.shape[3] == 0 or value.shape[3] == 0:
-        raise ValueError(
-            f"{_OP}: query {list(query.shape)} and value {list(value.shape)} must have features"
-        )
-    if mask is not None:
-        _check_mask(query, key, mask)
-    _check_positions(query, key, key_positions, first_query, window_left)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"{_OP}: {softcap=} must be positive and finite; None is no cap")
-    if sinks is not None:
-        _check_sinks(query, sinks)
+    places = key_positions, first_query, window_left
+    check_arguments(query, key, value, mask, *places, softcap, sinks)
     group = place.group
     if group is None:
         shape = (*query.shape[:3], value.shape[3])
@@ -124,12 +147,19 @@ def _spread_cache_attention(
         count_attention_run()  # on CPU the native kernel counts
     if key_positions is not None and bool((key_positions.diff() <= 0).any()):
         raise ValueError(f"{_OP}: key_positions must ascend")
-    visible = _visible(query, key_positions, first_query, window_left)
     scoring = Scoring(scale=factor_of(query, scale), softcap=softcap)
-    packed = _attend(query, key, value, _joined(query, mask, visible), scoring)
+    packed = attend(query, key, value, additive_mask(query, mask, *places), scoring)
     details = (first_query, window_left, scale, softcap, sinks is not None)
     name = _name(query, key, value, details)
-    return _merged(group, query, packed, sinks, name)
+    merged = Merged(query, query.shape[1], value.shape[3])
+    ranks = group.world_size
+    parts = new_result(packed, (ranks, *packed.shape))
+    split = Split.equal(1, ranks)
+    runtime.run(GatherIntoCall(group, [packed.unsqueeze(0)], [parts], split, name))
+    with exchanged():
+        merged.add(parts)
+    merged.add_sinks(sinks)
+    return merged.result()
 
 
 def _name(
@@ -154,10 +184,15 @@ def _visible(
     return visible if window_left is None else visible & (behind <= window_left)
 
 
-def _joined(
-    query: torch.Tensor, mask: torch.Tensor | None, visible: torch.Tensor | None
+def additive_mask(
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    first_query: int | None,
+    window_left: int | None,
 ) -> torch.Tensor | None:
-    """Combines both masks into one additive mask; None if there is no mask."""
+    """Combines the mask and the positions into one additive mask; None if there is neither."""
+    visible = _visible(query, positions, first_query, window_left)
     if mask is None and visible is None:
         return None
     if mask is None or visible is None or mask.dtype == torch.bool:
@@ -167,7 +202,7 @@ def _joined(
     return mask.masked_fill(visible.logical_not(), -torch.inf)
 
 
-def _attend(
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -177,40 +212,84 @@ def _attend(
     """Attends to this rank's keys: (B, H, S, V + 1), the log-sum-exp after the features."""
     dtype, features = wide(query.dtype), value.shape[3]
     packed = new_result(query, (*query.shape[:3], features + 1), dtype)
-    packed.zero_()[..., features].fill_(-torch.inf)
     if query.numel() == 0 or key.shape[2] == 0:
+        packed.zero_()[..., features].fill_(-torch.inf)
         return packed
-    out, lse = packed[..., :features].contiguous(), packed[..., features].contiguous()
     query, key, value = (dense_features(tensor) for tensor in (query, key, value))
-    native_tiles.attend(query, key, value, scoring, TileMask(mask=mask), out, lse)
+    if _few_rows(query, key, value, mask, scoring):
+        out, lse = _attend_few_rows(query, key, value, mask, scoring.scale)
+    else:
+        out = torch.zeros_like(packed[..., :features], memory_format=torch.contiguous_format)
+        lse = torch.full_like(packed[..., 0], -torch.inf, memory_format=torch.contiguous_format)
+        native_tiles.attend(query, key, value, scoring, TileMask(mask=mask), out, lse)
     packed[..., :features].copy_(out)
     packed[..., features].copy_(lse)
     return packed
 
 
-def _merged(
-    group: Group,
-    query: torch.Tensor,
-    packed: torch.Tensor,
-    sinks: torch.Tensor | None,
-    name: bytes,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges the results of all ranks, and the sinks as a result without values."""
-    features = packed.shape[3] - 1
-    out = torch.zeros_like(packed[..., :features], memory_format=torch.contiguous_format)
-    lse = torch.full_like(packed[..., 0], -torch.inf, memory_format=torch.contiguous_format)
+# As in csrc/ops/spread_cache.cpp, which says why.
+_TORCHS_ROWS = 64
+_TORCHS_KEYS = 16
 
-    ranks = group.world_size
-    parts = new_result(packed, (ranks, *packed.shape))
-    split = Split.equal(1, ranks)
-    runtime.run(GatherIntoCall(group, [packed.unsqueeze(0)], [parts], split, name))
-    with exchanged():
+
+def _few_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+) -> bool:
+    """Whether torch's kernel is faster, with the heads that share keys as rows of one head."""
+    rows = query.shape[2] * (query.shape[1] // key.shape[1])
+    one_mask = mask is None or mask.dim() == 2 or mask.shape[1] == 1
+    one_mask &= mask is None or query.shape[2] == 1 or mask.shape[-2] == 1
+    fits = scoring.softcap is None and key.shape[3] == value.shape[3] and one_mask
+    on_cpu = query.device.type == "cpu"
+    return on_cpu and fits and rows <= _TORCHS_ROWS and key.shape[2] >= _TORCHS_KEYS
+
+
+def _attend_few_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    B, H, S, E = query.shape
+    folded = query.reshape(B, key.shape[1], H // key.shape[1] * S, E)
+    if mask is not None:
+        mask = mask.to(wide(query.dtype))
+        mask = mask.expand(*(1,) * (4 - mask.dim()), *mask.shape[:-1], key.shape[2])
+    out, lse = kernels.forward(folded, key, value, mask, causal=False, scale=scale)
+    if mask is not None:  # the kernel returns no log-sum-exp for rows that see no key
+        hidden = mask.eq(-torch.inf).all(-1)
+        out, lse = out.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, -torch.inf)
+    return out.reshape(B, H, S, E), lse.reshape(B, H, S)
+
+
+class Merged:
+    """Attention merged over the keys of ranks: no key so far."""
+
+    def __init__(self, query: torch.Tensor, heads: int, features: int) -> None:
+        dtype, (B, _, S, _) = wide(query.dtype), query.shape
+        self._dtype = query.dtype
+        self.out = new_result(query, (B, heads, S, features), dtype).zero_()
+        self.lse = query.new_full((B, heads, S), -torch.inf, dtype=dtype)
+
+    def add(self, parts: Sequence[torch.Tensor]) -> None:
+        """Adds results of `attend`."""
         for part in parts:
-            kernels.merge(out, lse, part[..., :features], part[..., features])
-    if sinks is not None and lse.numel() > 0:
-        of_sinks = sinks.to(lse.dtype)[None, :, None].expand_as(lse)
-        kernels.merge(out, lse, torch.zeros_like(out), of_sinks)
-    return out.to(query.dtype), lse
+            kernels.merge(self.out, self.lse, part[..., :-1], part[..., -1])
+
+    def add_sinks(self, sinks: torch.Tensor | None) -> None:
+        """Adds sinks, which have no values."""
+        if sinks is not None and self.lse.numel() > 0:
+            of_sinks = sinks.to(self.lse.dtype)[None, :, None].expand_as(self.lse)
+            kernels.merge(self.out, self.lse, torch.zeros_like(self.out), of_sinks)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output in the dtype of the query, and its log-sum-exp."""
+        return self.out.to(self._dtype), self.lse
 
 
 _kernel, _fake = kernel_and_fake(_spread_cache_attention)
@@ -226,7 +305,8 @@ declare(
         kernel=_kernel,  # csrc/ops/spread_cache.cpp serves CPU tensors
         fake=_fake,
         gradient=NoGradient(
-            "attend to a cache under torch.no_grad(); all_gather_attention has gradients"
+            "attend to a cache under torch.no_grad(), or with scatter_heads=True; "
+            "all_gather_attention has gradients"
         ),
         autocast=autocast.cast_query_key_value,
         vmap=ONE_BY_ONE,
@@ -239,7 +319,7 @@ declare(
 )  # fmt: skip
 
 
-@entry_point()
+@entry_point(words={SCATTERED: _OP})
 def spread_cache_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -253,6 +333,7 @@ def spread_cache_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    scatter_heads: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends to keys and values that are spread over ranks, with the same queries on all ranks.
 
@@ -261,6 +342,7 @@ def spread_cache_attention(
 
         keys, values, masks = (all_gather_tensor(each) for each in (key, value, mask))
         F.scaled_dot_product_attention(query, keys, values, masks, scale=scale, enable_gqa=True)
+        # [:, rank * H // W : (rank + 1) * H // W] with scatter_heads
 
     Args:
         query: (B, H, S, E), equal on all ranks.
@@ -274,16 +356,24 @@ def spread_cache_attention(
             key, nor any more than `window_left` positions before it.
         scale, softcap: as in `all_gather_attention`; equal on all ranks, like `first_query`.
         sinks: (H,), a logit for each head that takes a part of the weights; equal on all ranks.
+        scatter_heads: return this rank's H / W heads only, as tensor parallelism needs them for the
+            output projection; W must divide H. 1 / W of the results travels. With `key_positions`
+            this makes a mask of S x K numbers.
 
     Returns the output (B, H, S, V), and its log-sum-exp (B, H, S) in float32 or float64, both
     contiguous, with the same bits on all ranks: results are merged in rank order, in float32 for
-    16-bit types. A query that sees no key gets zeros and -inf. No gradient. Makes one all-gather
-    of a result for each query, on CPU in one native call. Raises `ValueError` or `TypeError` for
-    arguments that do not fit, before any communication; `RuntimeError` when a peer fails or
-    disagrees.
-    Source: split-key decoding (flash-decoding), with the parts on different ranks.
+    16-bit types. A query that sees no key gets zeros and -inf. Makes one all-gather (with
+    `scatter_heads`, all-to-all) of a result for each query. With `scatter_heads` once
+    differentiable: each rank gets the gradients of its keys and values, and its part of those of
+    `query` and `sinks`, to be summed over ranks; else there is no gradient, and the op is one
+    native call on CPU. Raises `ValueError` or `TypeError` for arguments that do not fit, before any
+    communication; `RuntimeError` when a peer fails or disagrees.
+    Source: split-key decoding (flash-decoding), with the parts on different ranks; for
+    `scatter_heads`, Bhatia et al., "Helix Parallelism" (2025).
     """
-    result: tuple[torch.Tensor, torch.Tensor] = direct(_OP)(
+    if scatter_heads:
+        _check_no_gradient(mask)
+    result: tuple[torch.Tensor, torch.Tensor] = direct(SCATTERED if scatter_heads else _OP)(
         query, key, value, group_name(group), mask, key_positions, first_query, window_left, scale,
         softcap, sinks,
     )  # fmt: skip

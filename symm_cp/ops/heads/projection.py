@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from symm_cp import runtime
+from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
 from symm_cp.ops.heads.exchange_heads import exchange_fake, exchange_name, exchange_of
 from symm_cp.ops.heads.packing import HeadExchange
@@ -31,13 +32,13 @@ PROJECT = "project_to_heads"
 COLLECT = "project_from_heads"
 
 # The options of `exchange_heads`.
-_OPTIONS = (
+OPTIONS = (
     "str group_name, int[]? head_ranges=None, int[]? chunk_order=None, "
     "SymInt[]? chunk_lengths=None, int? rank=None"
 )
 
 
-def _projected(
+def projected(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], features: int
 ) -> list[torch.Tensor]:
     """Checks arguments; returns stand-ins for the products: (B, H, s, E), without memory."""
@@ -74,8 +75,8 @@ def _projected(
     ]
 
 
-class _Projection:
-    """The products of one call on this rank."""
+class Projection:
+    """The products of one call on this rank, on the way to the ranks of their heads."""
 
     def __init__(
         self,
@@ -86,14 +87,20 @@ class _Projection:
     ) -> None:
         self.exchange = exchange
         self.batch = x.shape[0]
-        self.x = _rows(x)
+        self.x = rows_of(x)
         self.weights, self.biases = weights, biases
         self.outputs = exchange.new_outputs([x for _ in exchange.parts])
 
-    def multiply(self, index: int, rank: int, out: torch.Tensor) -> None:
-        """Writes the heads of a rank, (B * s, h * E)."""
-        part = self.exchange.parts[index]
-        begin, end = (head * part.shape[3] for head in part.ranges[rank])
+    def run(self, group: Group, op: str) -> list[torch.Tensor]:
+        """Multiplies and exchanges; returns this rank's heads."""
+        name, sizes = exchange_name(self.exchange, op), self.exchange.sizes
+        passing = self.give, self.keep, self.take
+        runtime.run(ExchangeCall(group, *passing, self.x.device, name, sizes))
+        return self.outputs
+
+    def multiply(self, index: int, heads: tuple[int, int], out: torch.Tensor) -> None:
+        """Writes a range of heads, (B * s, h * E)."""
+        begin, end = (head * self.exchange.parts[index].shape[3] for head in heads)
         weight = self.weights[index][:, begin:end]
         if self.biases:
             torch.addmm(self.biases[index][begin:end], self.x, weight, out=out)
@@ -106,7 +113,7 @@ class _Projection:
         for index, part in enumerate(self.exchange.parts):
             shape = len(self.x), part.heads(to) * part.shape[3]
             if shape[1] > 0:
-                self.multiply(index, to, view_at(offsets[index], shape, part.dtype))
+                self.multiply(index, part.ranges[to], view_at(offsets[index], shape, part.dtype))
 
     def keep(self) -> None:
         """Multiplies this rank's heads."""
@@ -116,7 +123,7 @@ class _Projection:
             if len(self.x) * columns == 0:
                 continue
             memory = new_result(output, (len(self.x), columns))
-            self.multiply(index, rank, memory)
+            self.multiply(index, part.ranges[rank], memory)
             self._place(index, rank, memory)
 
     def take(self, source: int, memory: torch.Tensor) -> None:
@@ -145,20 +152,9 @@ def _project_kernel(
     features: int,
     *options: Any,
 ) -> list[torch.Tensor]:
-    products = _projected(x, weights, biases, features)
+    products = projected(x, weights, biases, features)
     group, exchange = exchange_of(products, True, *options, op=PROJECT)
-    projection = _Projection(exchange, x, weights, biases)
-    call = ExchangeCall(
-        group,
-        projection.give,
-        projection.keep,
-        projection.take,
-        x.device,
-        exchange_name(exchange, PROJECT),
-        exchange.sizes,
-    )
-    runtime.run(call)
-    return projection.outputs
+    return Projection(exchange, x, weights, biases).run(group, PROJECT)
 
 
 def _project_fake(
@@ -168,7 +164,7 @@ def _project_fake(
     features: int,
     *options: Any,
 ) -> list[torch.Tensor]:
-    products = _projected(x, weights, biases, features)
+    products = projected(x, weights, biases, features)
     return exchange_fake(products, True, *options, op=PROJECT)
 
 
@@ -217,7 +213,7 @@ def _collect_kernel(
         for part, tensor, weight in zip(exchange.parts, arrived, weights, strict=True):
             if part.disjoint and part.heads(source) > 0:
                 begin, end = (head * part.shape[3] for head in part.ranges[source])
-                total.add_product(_flat(tensor)[:, begin:end], weight[begin:end])
+                total.add_product(flat(tensor)[:, begin:end], weight[begin:end])
 
     def keep() -> None:
         exchange.keep(tensors, arrived)
@@ -240,12 +236,12 @@ def _collect_kernel(
     collected = exchange.summed(arrived)
     for part, tensor, weight in zip(exchange.parts, collected, weights, strict=True):
         if not part.disjoint:
-            total.add_product(_flat(tensor), weight)
+            total.add_product(flat(tensor), weight)
     total.finish()
-    return out, [_flat(t).view(batch, rows, t.shape[1] * t.shape[3]) for t in collected]
+    return out, [flat(t).view(batch, rows, t.shape[1] * t.shape[3]) for t in collected]
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """(B, H, s, E) with the heads of a position side by side as (B * s, H * E)."""
     batch, heads, rows, features = tensor.shape
     return tensor.transpose(1, 2).view(batch * rows, heads * features)
@@ -266,7 +262,8 @@ def _collect_fake(
 # --- gradients -------------------------------------------------------------------------------
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as a matrix of its last dimension's rows."""
     # vmap supports reshape, unlike `flatten`; -1 rows would be ambiguous for an empty tensor.
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
@@ -282,14 +279,14 @@ def _project_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     grad_x, local = torch.ops.symm_mem.project_from_heads(
         list(grads), [weight.mH for weight in weights], *ctx.others
     )
-    rows = _rows(x)
+    rows = rows_of(x)
     _, of_weights, of_biases, *rest = ctx.needs_input_grad
     grad_weights = [
-        rows.mH @ _rows(grad) if needed else None
+        rows.mH @ rows_of(grad) if needed else None
         for grad, needed in zip(local, of_weights, strict=True)
     ]
     grad_biases = [
-        _rows(grad).sum(0) if needed else None
+        rows_of(grad).sum(0) if needed else None
         for grad, needed in zip(local, of_biases, strict=False)
     ]
     return (grad_x, grad_weights, grad_biases, *(None for _ in rest))
@@ -313,7 +310,7 @@ def _collect_backward(
     if grad_out is not None:
         for index, needed in enumerate(ctx.needs_input_grad[1]):
             if needed:
-                of_weights[index] = _rows(local[index]).mH @ _rows(grad_out)
+                of_weights[index] = rows_of(local[index]).mH @ rows_of(grad_out)
     equal = all(features == ctx.features[0] for features in ctx.features)
     if equal and grad_out is not None:
         of_tensors = torch.ops.symm_mem.project_to_heads(
@@ -350,7 +347,7 @@ declare(
     Op(
         name=PROJECT,
         schema=(
-            f"(Tensor x, Tensor[] weights, Tensor[] biases, SymInt features, {_OPTIONS})"
+            f"(Tensor x, Tensor[] weights, Tensor[] biases, SymInt features, {OPTIONS})"
             " -> Tensor[]"
         ),
         kernel=_project_kernel,
@@ -366,7 +363,7 @@ declare(
     # Also returns the factors: all heads of this rank's positions, (B, s, H * E) of each tensor.
     Op(
         name=COLLECT,
-        schema=f"(Tensor[] tensors, Tensor[] weights, {_OPTIONS}) -> (Tensor, Tensor[])",
+        schema=f"(Tensor[] tensors, Tensor[] weights, {OPTIONS}) -> (Tensor, Tensor[])",
         kernel=_collect_kernel,
         fake=_collect_fake,
         gradient=Gradient(_collect_backward, _setup_collect),

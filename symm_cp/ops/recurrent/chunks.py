@@ -1,4 +1,4 @@
-"""Positions in chunks, and products with the decay between the positions of a chunk."""
+"""Positions in chunks, and the decay between the positions of a chunk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+
+from symm_cp.ops.recurrent.documents import Seen
 
 
 def counts_of(lengths: Sequence[int], chunk_size: int) -> list[int]:
@@ -81,3 +83,46 @@ def pairs_by_feature(
         blocks = torch.cat([upper, torch.cat([between, second], -1)], -2)
         half *= 2
     return blocks.squeeze(-3).unbind()
+
+
+class Decay:
+    """How much is left of a state between positions: factors, 0 across documents.
+
+    Shapes: `since_begin`, `before` and `to_end` (R, N, C, 1 or K), `at_end` (R, N) or (R, N, K).
+    """
+
+    def __init__(self, g: torch.Tensor, seen: Seen | None) -> None:
+        """`g`, (R, N, C) or (R, N, C, K), has the logarithm of each position's factor."""
+        summed = g.cumsum(2)
+        self._summed = summed if g.dim() == 4 else summed.unsqueeze(-1)
+        self._seen = seen
+        #: From before the chunk to each position, with its own factor.
+        self.since_begin = self._summed.exp()
+        #: From behind each position to the end of its chunk, and from before the chunk.
+        self.to_end = (self._summed[..., -1:, :] - self._summed).exp()
+        at_end = self._summed[..., -1, :].exp()
+        if seen is not None:
+            self.since_begin, self.to_end = self.since_begin * seen.begin, self.to_end * seen.end
+            at_end = at_end * seen.both
+        self.at_end = at_end if g.dim() == 4 else at_end.squeeze(-1)
+
+    @property
+    def before(self) -> torch.Tensor:
+        """From before the chunk to each position, without its own factor."""
+        earlier = F.pad(self._summed[:, :, :-1], (0, 0, 1, 0)).exp()
+        return earlier if self._seen is None else earlier * self._seen.begin
+
+    def pairs(self, lefts: Sequence[torch.Tensor], right: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns for each left [.., t, s] = left[.., t] @ right[.., s] * (factors after s to t).
+
+        The result is 0 for s > t. Shapes: left and right (R, N, C, K).
+        """
+        decayed = pairs if self._summed.shape[-1] == 1 else pairs_by_feature
+        found = decayed(lefts, right, self._summed)
+        return found if self._seen is None else tuple(each * self._seen.pairs for each in found)
+
+    def pairs_before(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Returns the same with the factors after s to t - 1; 0 for s >= t."""
+        (found,) = self.pairs((F.pad(left[:, :, 1:], (0, 0, 0, 1)),), right)
+        found = F.pad(found[:, :, :-1], (0, 0, 1, 0))
+        return found if self._seen is None else found * self._seen.pairs

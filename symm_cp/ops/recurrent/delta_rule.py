@@ -1,4 +1,8 @@
-"""The gated delta rule over a sequence that is spread over ranks in order."""
+"""The gated delta rule over a sequence that is spread over ranks in order.
+
+Sources: Yang et al., "Gated Delta Networks" (2024), for the form in chunks; Kimi Team, "Kimi
+Linear" (2025), for a decay of each feature.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,27 @@ import torch
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.error_reports import entry_point
-from symm_cp.ops.recurrent.recurrence import recur
+from symm_cp.ops.recurrent.chunks import Decay
+from symm_cp.ops.recurrent.gated import gated
+from symm_cp.ops.recurrent.recurrence import Summary
 from symm_cp.schedule.layout import SequenceLayout
+
+
+def _summary(
+    decay: Decay, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor
+) -> Summary:
+    strength = beta[..., None]
+    weighted = k * strength
+    attended, system = decay.pairs((q, weighted), k)
+    # Within a chunk a position erases the writes of earlier ones: a triangular system.
+    solved = torch.linalg.solve_triangular(
+        system,
+        torch.cat([v * strength, weighted * decay.since_begin], -1),
+        upper=False,
+        unitriangular=True,
+    )
+    values, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
+    return Summary(k * decay.to_end, values, erased, kept=(q, attended))
 
 
 @entry_point()
@@ -66,8 +89,9 @@ def gated_delta_rule(
     before any communication; `RuntimeError` when a peer fails or disagrees. Source:
     `chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention, and of transformers.
     """
-    return recur(
+    return gated(
         "gated_delta_rule",
+        _summary,
         {"query": query, "key": key, "value": value, "g": g, "beta": beta},
         group_name(group),
         scale=scale,

@@ -8,8 +8,14 @@ import torch
 
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.error_reports import entry_point
-from symm_cp.ops.recurrent.recurrence import recur
+from symm_cp.ops.recurrent.chunks import Decay
+from symm_cp.ops.recurrent.gated import gated
+from symm_cp.ops.recurrent.recurrence import Summary
 from symm_cp.schedule.layout import SequenceLayout
+
+
+def _summary(decay: Decay, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Summary:
+    return Summary(k * decay.to_end, v, kept=(q, *decay.pairs((q,), k)))
 
 
 @entry_point()
@@ -45,8 +51,9 @@ def gated_linear_attention(
     flash-linear-attention.
     """
     named = {"query": query, "key": key, "value": value, "g": g}
-    return recur(
+    return gated(
         "gated_linear_attention",
+        _summary,
         named,
         group_name(group),
         scale=scale,

@@ -1,170 +1,166 @@
 """Recurrences of a state for each head over a sequence that is spread over ranks in order.
 
-Shapes: B samples, S positions of this rank, H heads of values (a multiple of the heads of keys),
-K and V features; R = B * H rows that are independent of each other, N chunks of C positions.
+Three stages, of which only the second needs other ranks:
 
-Only the states around the chunks (`states`) need other ranks; all else is computed from this rank's
-part, before and after them.
+    summary  what each chunk of positions does to any state: S to decay * S + keys^T (values -
+             erased S)
+    fold     the states around all chunks of all ranks (states.py)
+    local    the outputs, from the states before the chunks
 
-Sources: Yang et al., "Gated Delta Networks" (2024), for the form in chunks; Kimi Team, "Kimi
-Linear" (2025), for a decay of each feature; Dao and Gu, "Transformers are SSMs" (2024), for the
-form without erasing.
+Linear attention, delta rules and their relatives differ in `summary` and `local` only, which are
+functions of tensors in chunks.
+
+Shapes: B samples, S positions of this rank, H heads of values; R = B * H rows that are independent
+of each other, N chunks of C positions; states (K, V).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from symm_cp.ops.recurrent.chunks import (
-    counts_of,
-    in_chunks,
-    out_of_chunks,
-    pairs,
-    pairs_by_feature,
-)
-from symm_cp.ops.recurrent.documents import Seen, documents_of, seen_within
+from symm_cp.group.memory import GroupLike, group_name
+from symm_cp.ops.error_reports import entry_point
+from symm_cp.ops.recurrent.chunks import Decay, counts_of, in_chunks, out_of_chunks
+from symm_cp.ops.recurrent.documents import documents_of, seen_within
 from symm_cp.ops.recurrent.fragments import fragments_of
 from symm_cp.ops.recurrent.states import before_chunks
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.dtypes import FLOATING, one_of
 
 
-def _check(op: str, named: dict[str, torch.Tensor], chunk_size: int) -> None:
+class Summary(NamedTuple):
+    """What chunks do to a state S: decay * S + keys^T (values - erased S), where decay is given.
+
+    Shapes: keys and erased (R, N, M, K), values (R, N, M, V), for any number M of writes.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    erased: torch.Tensor | None = None
+    kept: tuple[torch.Tensor, ...] = ()  # for the local stage
+
+
+#: Takes the decay and the tensors in chunks, (R, N, C, ...).
+Summarise: TypeAlias = Callable[..., Summary]
+#: Takes the decay, the states before chunks (R, N, K, V), what they wrote, `values - erased S`, and
+#: what was kept; returns the output (R, N, C, V).
+Local: TypeAlias = Callable[..., torch.Tensor]
+
+
+def check_tensors(op: str, named: dict[str, torch.Tensor], chunk_size: int) -> None:
+    """Raises `ValueError` or `TypeError` for tensors of a recurrence that do not fit."""
+    first, *_ = named
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{op}: {name} is {tensor!r}, must be a tensor")
         if tensor.dtype not in FLOATING:
             raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {one_of(FLOATING)}")
-        device = named["query"].device
+        device = named[first].device
         if tensor.device != device:
-            raise ValueError(f"{op}: {name} is on {tensor.device} and query on {device}")
-    query, key, value, g = (named[name] for name in ("query", "key", "value", "g"))
-    if key.dim() != 4 or value.dim() != 4 or query.shape != key.shape:
-        raise ValueError(
-            f"{op}: query {list(query.shape)} and key {list(key.shape)} must be (B, S, H, K), "
-            f"value {list(value.shape)} (B, S, heads, V)"
-        )
-    heads = key.shape[2]
-    if value.shape[:2] != key.shape[:2] or heads == 0 or value.shape[2] % heads != 0:
-        raise ValueError(
-            f"{op}: value {list(value.shape)} must have the batch and length of key "
-            f"{list(key.shape)}, and a multiple of its heads"
-        )
-    of_heads = value.shape[:3]
-    beta = named.get("beta")
-    if beta is not None and beta.shape != of_heads:
-        raise ValueError(
-            f"{op}: beta {list(beta.shape)} must be {list(of_heads)}: one number for each "
-            "position and head of value"
-        )
-    of_features = (*of_heads, key.shape[3])
-    if g.shape not in (of_heads, of_features):
-        raise ValueError(
-            f"{op}: g {list(g.shape)} must be {list(of_heads)} or {list(of_features)}: one number "
-            "for each position and head of value, or one for each feature of its key"
-        )
+            raise ValueError(f"{op}: {name} is on {tensor.device} and {first} on {device}")
     if chunk_size < 1:
         raise ValueError(f"{op}: {chunk_size=} must be at least 1")
 
 
-def _normalised(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
+@entry_point()
+def recurrence(
+    summary: Summarise,
+    local: Local,
+    tensors: Sequence[torch.Tensor],
+    g: torch.Tensor,
+    *,
+    group: GroupLike,
+    chunk_size: int = 64,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
+    sizes: Sequence[int] | None = None,
+    layout: SequenceLayout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Applies a recurrence that two functions define to a sequence spread over ranks in order.
+
+    Same result as, for the chunks of the whole sequence (per sample and head)::
+
+        S = torch.zeros(K, V)  # with several ranks: the last state of the rank before
+        decay, (keys, values, erased, kept) = Decay(g), summary(decay, *tensors)
+        for chunk in chunks:
+            before, written = S, values[chunk] - erased[chunk] @ S
+            S = decay.at_end[chunk].unsqueeze(-1) * S + keys[chunk].T @ written
+            out[chunk] = local(decay, before, written, *kept)
+
+    All chunks of a rank are computed at once, but for the two lines in the middle, for which ranks
+    wait for each other. `recurrent/linear_attention.py` and `recurrent/delta_rule.py` are examples.
+
+    Args:
+        summary: takes a `Decay` (chunks.py) and tensors in chunks, (R, N, C, ...) for R = B * heads
+            rows and N chunks of C positions, padded with zeros; returns a `Summary`. A function of
+            torch's differentiable ops.
+        local: takes the decay, the states before chunks (R, N, K, V), what they wrote (R, N, M, V)
+            and what the summary kept; returns the output in chunks, (R, N, C, V).
+        tensors: (B, S, heads, ...), S positions of this rank: any number, even 0.
+        g: (B, S, heads), the logarithm of the decay, at most 0; or (B, S, heads, K).
+        group, chunk_size, cu_seqlens, sizes, layout: as in `gated_delta_rule`.
+
+    Returns the output (B, S, heads, V) in the dtype of the first tensor, and the state (B, heads,
+    K, V) at the end of this rank's part. Computed in float32, or float64 if an input is. Once
+    differentiable. Dtypes and errors as in `gated_delta_rule`. Source: flash-linear-attention's
+    `ops/common`, whose recurrences share one pass over chunk states.
+    """
+    op = "recurrence"
+    if not callable(summary) or not callable(local):
+        raise TypeError(f"{op}: {summary=} and {local=} must be functions")
+    named = {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
+    check_tensors(op, {**named, "g": g}, chunk_size)
+    shape = g.shape[:3]
+    for name, tensor in {**named, "g": g}.items():
+        if tensor.dim() < 3 or tensor.shape[:3] != shape:
+            raise ValueError(
+                f"{op}: {name} {list(tensor.shape)} must begin with {list(shape)}, as g "
+                f"{list(g.shape)}: (batch, positions, heads)"
+            )
+    if not named or g.dim() > 4:
+        raise ValueError(f"{op}: needs tensors, and g {list(g.shape)} of 3 or 4 dimensions")
+    return recur(
+        op, summary, local, tensors, g, group_name(group), chunk_size=chunk_size,
+        cu_seqlens=cu_seqlens, sizes=sizes, layout=layout,
+    )  # fmt: skip
 
 
 def recur(
     op: str,
-    named: dict[str, torch.Tensor],
+    summary: Summarise,
+    local: Local,
+    tensors: Sequence[torch.Tensor],
+    g: torch.Tensor,
     group_name: str,
     *,
-    scale: float | None,
     chunk_size: int,
     cu_seqlens: torch.Tensor | Sequence[int] | None,
     sizes: Sequence[int] | None,
     layout: SequenceLayout | None,
-    normalise: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and the last state of `op`; `named` are its tensors by argument.
-
-    Without "beta", positions do not erase earlier writes.
-    """
-    _check(op, named, chunk_size)
+    """`recurrence`, for checked tensors; `op` is its name in errors."""
+    batch, length, heads = g.shape[:3]
     dtype = torch.float32
-    for each in named.values():
+    for each in (*tensors, g):
         dtype = torch.promote_types(dtype, each.dtype)
-    query, key, value, g = (named[name] for name in ("query", "key", "value", "g"))
-    batch, length, heads, _ = value.shape
     fragments = fragments_of(op, sizes, layout, length, group_name)
     lengths = fragments.lengths
-    by_feature = g.dim() == 4
-    if by_feature:
+    if g.dim() == 4:
         chunk_size = 1 << (chunk_size - 1).bit_length()
-    with torch.autocast(value.device.type, enabled=False):
-        repeats = heads // key.shape[2]
-        if repeats > 1:
-            query, key = (t.repeat_interleave(repeats, 2) for t in (query, key))
-        q, k, v, decay = (in_chunks(t, lengths, chunk_size, dtype) for t in (query, key, value, g))
-        if normalise:
-            q, k = _normalised(q), _normalised(k)
-        q = q * (key.shape[-1] ** -0.5 if scale is None else scale)
-        summed = decay.cumsum(2) if by_feature else decay.cumsum(2).unsqueeze(-1)
-        strength = None
-        if "beta" in named:
-            strength = in_chunks(named["beta"], lengths, chunk_size, dtype)[..., None]
+    with torch.autocast(g.device.type, enabled=False):
+        chunks = [in_chunks(tensor, lengths, chunk_size, dtype) for tensor in (*tensors, g)]
         seen, counts = None, counts_of(lengths, chunk_size)
         agreed = None if layout is None else torch.tensor(fragments.agreed)
         if cu_seqlens is not None:
-            agreed, documents = documents_of(op, cu_seqlens, fragments, value.device)
+            agreed, documents = documents_of(op, cu_seqlens, fragments, g.device)
             seen = seen_within(documents, counts, chunk_size)
-        out, final = _chunked(q, k, v, summed, strength, seen, agreed, counts, group_name)
-        out = out_of_chunks(out, lengths, batch)
-        return out.to(query.dtype), final.view(batch, heads, *final.shape[1:])
-
-
-def _chunked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    strength: torch.Tensor | None,
-    seen: Seen | None,
-    agreed: torch.Tensor | None,
-    counts: list[int],
-    group_name: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output (R, N, C, V) and the last states.
-
-    `decay` is summed within each chunk: (R, N, C, 1) or (R, N, C, K). `seen` is for documents.
-    """
-    decayed = pairs if decay.shape[-1] == 1 else pairs_by_feature
-    since_begin, to_end = decay.exp(), (decay[..., -1:, :] - decay).exp()
-    weighted = None if strength is None else k * strength
-    lefts = (q,) if weighted is None else (q, weighted)
-    attended, *systems = decayed(lefts, k, decay)
-    at_end = decay[..., -1, :].exp()
-    if seen is not None:
-        attended, systems = attended * seen.pairs, [each * seen.pairs for each in systems]
-        since_begin, to_end = since_begin * seen.begin, to_end * seen.end
-        at_end = at_end * seen.both
-    values, erased = v, None
-    if weighted is not None:
-        # Within a chunk a position erases the writes of earlier ones: a triangular system.
-        solved = torch.linalg.solve_triangular(
-            systems[0],
-            torch.cat([v * strength, weighted * since_begin], -1),
-            upper=False,
-            unitriangular=True,
+        decay = Decay(chunks.pop(), seen)
+        keys, values, erased, kept = summary(decay, *chunks)
+        written, states = torch.ops.symm_mem._delta_rule_states(
+            keys, erased, values, decay.at_end, agreed, counts, group_name
         )
-        values, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
-    written, states = torch.ops.symm_mem._delta_rule_states(
-        k * to_end,
-        erased,
-        values,
-        at_end.squeeze(-1) if decayed is pairs else at_end,
-        agreed,
-        counts,
-        group_name,
-    )
-    out = (q * since_begin) @ before_chunks(states, counts) + attended @ written
-    return out, states[:, -1]
+        out = local(decay, before_chunks(states, counts), written, *kept)
+        out = out_of_chunks(out, lengths, batch).to(tensors[0].dtype)
+        return out, states[:, -1].view(batch, heads, *states.shape[2:])

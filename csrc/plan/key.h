@@ -36,7 +36,7 @@ class Key {
       else
         add_value(value);
     }
-    if (tensors_.empty() || group_name_ == nullptr) unusable_ = "it takes no tensor";
+    if (usable() && (tensors_.empty() || group_name_ == nullptr)) unusable_ = "it takes no tensor";
     if (usable()) add_settings();
   }
 
@@ -125,6 +125,7 @@ class Key {
   }
 
   void add_values(const at::Tensor& tensor) {
+    if (tensor.numel() == 0) return;
     if (!host_values_ || !tensor.is_cpu() || tensor.numel() > kMostValues ||
         !tensor.is_contiguous()) {
       unusable_ = "kernels may read the values of a long tensor of integers";

@@ -24,9 +24,9 @@ from symm_cp.tensors.shards import Extent, Split
 class _Transfer(Work):
     """The work that `wait_tensor` waits for: the current stream then follows the transfer."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, user: str) -> None:
         super().__init__()
-        self._device, self._ended = device, device.copies_ended("async")
+        self._device, self._ended = device, device.copies_ended(user)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         with self._device.guard():  # the waiting thread may be new, or on another device
@@ -34,10 +34,10 @@ class _Transfer(Work):
         return True
 
 
-def _started(device: Device, used: list[torch.Tensor]) -> None:
+def _started(device: Device, user: str, used: list[torch.Tensor]) -> None:
     """Makes `wait_tensor` of the last tensor that a transfer uses wait for the transfer's end."""
-    device.used_by_copies("async", *used)
-    _register_work(used[-1], _Transfer(device))
+    device.used_by_copies(user, *used)
+    _register_work(used[-1], _Transfer(device, user))
 
 
 def _start(
@@ -64,7 +64,7 @@ def _start(
         operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
         used = [source, target, result]
         call.run(launch, space, space.next_epoch(), operands, kernels, *used)
-        plans.in_python(partial(_started, device), used)
+        plans.in_python(partial(_started, device, space.user), used)
 
 
 class BackgroundGather:

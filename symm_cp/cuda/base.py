@@ -98,14 +98,15 @@ class Device(ABC):
         return f"{type(self).__name__}({self.torch_device})"
 
     @abstractmethod
-    def streams(self, channel: str) -> tuple[int, int, int]:
+    def streams(self, user: str) -> tuple[int, int, int]:
         """The driver's handles of the streams of `lowering.LANES`: the caller's current one first.
 
-        Each `user_of_streams` has its own other streams, so background transfers delay nothing.
+        Each `user_of_streams` has its own other streams: background transfers delay nothing, and
+        ranks may call two groups in different orders from two streams or threads.
         """
 
     @abstractmethod
-    def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
+    def launch(self, lane: str, user: str, kernel: Callable[[], object]) -> None:
         """Calls a function whose kernels go to the stream of a lane."""
 
     def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
@@ -113,7 +114,7 @@ class Device(ABC):
         raise NotImplementedError(f"{self}: has no self-test")
 
     @abstractmethod
-    def mark(self, lane: str, channel: str) -> Mark:
+    def mark(self, lane: str, user: str) -> Mark:
         """Records the time at which the stream of a lane reaches this point."""
 
     @abstractmethod
@@ -121,11 +122,11 @@ class Device(ABC):
         """Returns when all work on the device has ended."""
 
     @abstractmethod
-    def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
+    def used_by_copies(self, user: str, *tensors: torch.Tensor) -> None:
         """Keeps tensors' memory allocated until the copies issued so far have ended."""
 
     @abstractmethod
-    def copies_ended(self, channel: str) -> Pending:
+    def copies_ended(self, user: str) -> Pending:
         """Returns the copies issued so far, as pending work."""
 
     @abstractmethod
@@ -146,9 +147,9 @@ class Device(ABC):
         """Whether the current stream is being captured into a graph."""
         return False
 
-    def user_of_streams(self, channel: str) -> tuple[str, int]:
+    def user_of_streams(self, user: str) -> tuple[str, int]:
         """The key of the other lanes' streams; while it captures, a thread has its own streams."""
-        return channel, threading.get_ident() if self.capturing() else 0
+        return user, threading.get_ident() if self.capturing() else 0
 
     def capture_id(self) -> int:
         """Returns the number of the capture that the current stream is in."""
@@ -283,6 +284,8 @@ class DeviceWorkspace(Calls, ABC):
         verdict: Verdict,
     ) -> None:
         self.device, self.channel = device, channel
+        #: Whose streams the lanes of its calls are.
+        self.user = f"{channel} {group.name}"
         self.rank, self.world_size = group.rank, group.world_size
         self.slots = 1 if graph else wire.SLOTS
         offset = debug_offset("slots", slot_bytes)

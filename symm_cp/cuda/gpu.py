@@ -34,27 +34,27 @@ class CudaDevice(Device):
         self._side: dict[tuple[str, int], dict[str, torch.cuda.Stream]] = {}
         self._origin: tuple[torch.cuda.Event, int] | None = None
 
-    def _side_streams(self, channel: str) -> dict[str, torch.cuda.Stream]:
+    def _side_streams(self, user: str) -> dict[str, torch.cuda.Stream]:
         """The streams of the other lanes: of high priority, so that none waits behind kernels."""
-        user = self.user_of_streams(channel)
-        if user not in self._side:
-            self._side[user] = {
+        key = self.user_of_streams(user)
+        if key not in self._side:
+            self._side[key] = {
                 lane: torch.cuda.Stream(self.torch_device, priority=-1) for lane in LANES[1:]
             }
-        return self._side[user]
+        return self._side[key]
 
-    def streams(self, channel: str) -> tuple[int, int, int]:
+    def streams(self, user: str) -> tuple[int, int, int]:
         """The driver's handles of the streams of `LANES`."""
         current: int = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
-        side = self._side_streams(channel)
+        side = self._side_streams(user)
         return current, side["copy"].cuda_stream, side["signal"].cuda_stream
 
-    def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
+    def launch(self, lane: str, user: str, kernel: Callable[[], object]) -> None:
         """Calls a function whose kernels go to the stream of a lane."""
         if lane == "compute":
             kernel()
         else:
-            with torch.cuda.stream(self._side_streams(channel)[lane]):
+            with torch.cuda.stream(self._side_streams(user)[lane]):
                 kernel()
 
     def using(self, stream: int) -> AbstractContextManager[object]:
@@ -93,12 +93,12 @@ class CudaDevice(Device):
         self.launch_on(stream, record)
         return lambda: self.launch_on(stream, graph.replay)
 
-    def mark(self, lane: str, channel: str) -> Mark:
+    def mark(self, lane: str, user: str) -> Mark:
         """Records the time at which the stream of a lane reaches this point."""
         if lane == "compute":
             stream = torch.cuda.current_stream(self.torch_device)
         else:
-            stream = self._side_streams(channel)[lane]
+            stream = self._side_streams(user)[lane]
         if self._origin is None:
             origin = torch.cuda.Event(enable_timing=True)
             origin.record(stream)
@@ -124,15 +124,15 @@ class CudaDevice(Device):
         """Returns when all work on the device has ended."""
         torch.cuda.synchronize(self.torch_device)
 
-    def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
+    def used_by_copies(self, user: str, *tensors: torch.Tensor) -> None:
         """Keeps tensors' memory allocated until the copies issued so far have ended."""
         for tensor in tensors:
-            tensor.record_stream(self._side_streams(channel)["copy"])
+            tensor.record_stream(self._side_streams(user)["copy"])
 
-    def copies_ended(self, channel: str) -> Pending:
+    def copies_ended(self, user: str) -> Pending:
         """Returns an event that follows the copies issued so far."""
         event = torch.cuda.Event()
-        event.record(self._side_streams(channel)["copy"])
+        event.record(self._side_streams(user)["copy"])
         return event
 
     def polls(self) -> bool:

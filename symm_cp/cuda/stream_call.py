@@ -110,7 +110,7 @@ class StreamCall:
             if not self.capturing:
                 hold(space, *used)
                 with contextlib.suppress(RuntimeError):  # the device may have failed
-                    self.device.used_by_copies(space.channel, *used)
+                    self.device.used_by_copies(space.user, *used)
             raise
 
 

@@ -54,7 +54,7 @@ class Launch:
     ) -> None:
         """Issues the program. Raises `RuntimeError` when a call of the driver fails."""
         device = workspace.device
-        compute, copy, signal = device.streams(workspace.channel)
+        compute, copy, signal = device.streams(workspace.user)
         lanes = _Lanes(compute, copy, signal)
         addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
         call = addresses, lanes, epoch, capturing, call_name
@@ -81,8 +81,8 @@ class Launch:
                         plan.commands(item)
                 else:
                     for step, lane, part in _apart(item, workspace.rank):
-                        channel = workspace.channel
-                        with recording.on_lane(step, device, lane, channel, epoch, call_name):
+                        user = workspace.user
+                        with recording.on_lane(step, device, lane, user, epoch, call_name):
                             workspace.issue(part, *call)
             if plan is not None:
                 plan.end_launch()
@@ -107,14 +107,14 @@ def _call(
     epoch: int,
     call_name: bytes,
 ) -> None:
-    device, channel = workspace.device, workspace.channel
+    device, user = workspace.device, workspace.user
     kernel = partial(function, item.index)
     if recording is None:
-        device.launch(item.lane, channel, kernel)
+        device.launch(item.lane, user, kernel)
         return
     step = Compute(item.name, item.index, (), ())
-    with recording.on_lane(step, device, item.lane, channel, epoch, call_name):
-        device.launch(item.lane, channel, kernel)
+    with recording.on_lane(step, device, item.lane, user, epoch, call_name):
+        device.launch(item.lane, user, kernel)
 
 
 def _apart(commands: Batch, rank: int) -> Iterator[tuple[Step | None, str, Batch]]:

@@ -33,7 +33,7 @@ Mark: TypeAlias = Callable[[], int]
 class Clock(Protocol):
     """A device whose lanes work on their own; see `symm_cp.cuda.base.Device`."""
 
-    def mark(self, lane: str, channel: str) -> Mark:
+    def mark(self, lane: str, user: str) -> Mark:
         """Records the time at which a lane reaches this point."""
 
     def synchronize(self) -> None:
@@ -66,7 +66,7 @@ class Recording:
         step: Step | None,
         device: Clock,
         lane: str,
-        channel: str,
+        user: str,
         epoch: int,
         call_name: bytes,
     ) -> Iterator[None]:
@@ -74,9 +74,9 @@ class Recording:
         if step is None:
             yield
             return
-        begin = device.mark(lane, channel)
+        begin = device.mark(lane, user)
         yield
-        end = device.mark(lane, channel)
+        end = device.mark(lane, user)
         self._marked.append((step, lane, epoch, call_name, begin, end))
         self._devices[id(device)] = device
 

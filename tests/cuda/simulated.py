@@ -154,8 +154,8 @@ class SimulatedDevice(cuda.Device):
 
     # --- streams
 
-    def _side(self, lane: str, channel: str) -> int:
-        place = lane, *self.user_of_streams(channel)
+    def _side(self, lane: str, user: str) -> int:
+        place = lane, *self.user_of_streams(user)
         if place not in self._sides:
             self._sides[place] = self.machine.stream(self.index)
         return self._sides[place]
@@ -195,19 +195,19 @@ class SimulatedDevice(cuda.Device):
         finally:
             self.tree = False
 
-    def streams(self, channel: str) -> tuple[int, int, int]:
+    def streams(self, user: str) -> tuple[int, int, int]:
         chosen: int = getattr(self._chosen, "stream", 0)
-        return chosen, self._side("copy", channel), self._side("signal", channel)
+        return chosen, self._side("copy", user), self._side("signal", user)
 
     def lane_stream(self) -> int:
         """The stream that ops go to while a graph is captured."""
         return self._lane or self.current_stream()
 
-    def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
+    def launch(self, lane: str, user: str, kernel: Callable[[], object]) -> None:
         self.machine.raise_errors()
         function = getattr(kernel, "func", kernel)
         name = getattr(function, "__qualname__", "a kernel")
-        stream = self.current_stream() if lane == "compute" else self._side(lane, channel)
+        stream = self.current_stream() if lane == "compute" else self._side(lane, user)
         if self.graph is not None:  # its ops are recorded one by one
             self._lane = stream
             try:
@@ -255,9 +255,9 @@ class SimulatedDevice(cuda.Device):
         keep = None if self.graph is None else self.graph.kept
         self.machine.call(stream or self.current_stream(), function, keep=keep)
 
-    def mark(self, lane: str, channel: str) -> Mark:
+    def mark(self, lane: str, user: str) -> Mark:
         times: list[int] = []
-        stream = self.current_stream() if lane == "compute" else self._side(lane, channel)
+        stream = self.current_stream() if lane == "compute" else self._side(lane, user)
         self.call(stream, lambda: times.append(time.monotonic_ns()))
         return lambda: times[0]
 
@@ -272,16 +272,16 @@ class SimulatedDevice(cuda.Device):
             self.library.simulated_drain(self.current_stream())
             self.machine.raise_errors()
 
-    def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
+    def used_by_copies(self, user: str, *tensors: torch.Tensor) -> None:
         # Memory here is freed at once: the stream itself keeps it until it is past this point.
         if self.graph is not None:
             self.graph.kept.extend(tensors)
             return
         held = list(tensors)
-        self.call(self._side("copy", channel), held.clear)
+        self.call(self._side("copy", user), held.clear)
 
-    def copies_ended(self, channel: str) -> Any:
-        return _Event(self, self._side("copy", channel))
+    def copies_ended(self, user: str) -> Any:
+        return _Event(self, self._side("copy", user))
 
     # --- what the runtime asks a Device
 

@@ -99,11 +99,11 @@ def no_memory(at: int) -> Iterator[list[int]]:
     """Makes launch number `at` and all later ones fail; yields a list with an item per launch."""
     original, launches = SimulatedDevice.launch, []
 
-    def launch(device: SimulatedDevice, lane: str, channel: str, kernel: Any) -> None:
+    def launch(device: SimulatedDevice, lane: str, user: str, kernel: Any) -> None:
         launches.append(len(launches))
         if len(launches) > at:
             raise MemoryError(f"launch {at}")
-        original(device, lane, channel, kernel)
+        original(device, lane, user, kernel)
 
     with unittest.mock.patch.object(SimulatedDevice, "launch", launch):
         yield launches

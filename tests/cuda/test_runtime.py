@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 import unittest.mock
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -96,6 +98,34 @@ def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> No
 def test_background_ops_of_late_peers_do_not_hold_up_the_caller(ranks: Ranks) -> None:
     mode = {"one_queue": False, "lazy_loading": False}
     ranks.run(3, begun_before_the_peers, mode)
+
+
+def groups_in_any_order(group: dist.ProcessGroup) -> None:
+    """Each rank calls two groups from two threads, and every second rank in another order."""
+    W, rank = group.size(), group.rank()
+    other = dist.new_group(list(range(W)))
+    rows, weight = stacked(group, 8, 4), torch.randn(4, 3)
+    with simulation(one_queue=False, lazy_loading=False) as made:
+
+        def call(over: dist.ProcessGroup) -> torch.Tensor:
+            with made.stream():
+                return symm_cp.all_gather_matmul(rows[rank], weight, gather_dim=0, group=over)
+
+        for over in (group, other):  # makes the workspaces
+            call(over)
+        with ThreadPoolExecutor(2) as pool:
+            calls = []
+            for over in (group, other) if rank % 2 else (other, group):
+                calls.append(pool.submit(call, over))
+                time.sleep(0.2)  # the first call's copies are issued before those of the second
+            for each in calls:
+                torch.testing.assert_close(each.result(), rows.flatten(0, 1) @ weight)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_threads_may_call_groups_in_different_orders(ranks: Ranks, world_size: int) -> None:
+    """Streams of one group never wait behind those of another one."""
+    ranks.run(world_size, groups_in_any_order)
 
 
 def batches(group: dist.ProcessGroup) -> dict[str, int]:

@@ -1,8 +1,9 @@
 """Whether a parallel program trains as one process does, and if not, where and why.
 
 `compare_with_one_process` runs steps of a model in one process and on ranks; `symm-cp compare` runs
-a whole script (commands/compare.py). Both compare, for each optimizer step: losses, gradients by
-the names of parameters, norms and weights. Programs need no op of this package.
+a whole script (commands/compare.py). Both compare, for each optimizer step: gradients by the names
+of parameters, norms and weights; losses are noted if they differ. Programs need no op of this
+package.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def compare_with_one_process(
         timeout: of each of the two runs, in seconds.
         ranks: a pool that runs already, as the fixture `ranks` of `pytest -p symm_cp.testing`.
 
-    Functions must be at the top level of their modules. Returns the comparison: losses, gradients
+    Functions must be at the top level of their modules. Returns the comparison: gradients
     (DTensors, and shards of plain tensors, are put together), norms that `clip_grad_norm_` returned
     and weights. Raises `RankError` if a run fails.
     """
@@ -132,12 +133,12 @@ def compared(one: Sequence[Step], ranks: OfRanks) -> Comparison:
         difference = _differs(expected, found, first=number == 1)
         if difference is not None:
             causes = tuple(_causes(expected, found))
-            return Comparison(f"step {number}: {difference}", causes, ())
+            return Comparison(f"step {number}: {difference}", causes, _losses(expected, found))
     names = {name for step in ranks for name in step[0].grads}
     note = (
         f"{len(one)} steps of {len(ranks)} ranks: gradients and weights of {len(names)} parameters"
     )
-    return Comparison(None, (), (note,))
+    return Comparison(None, (), (note, *_losses(one[0], [steps[0] for steps in ranks])))
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,18 @@ def _joined(expected: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor |
             ):
                 return torch.cat(shards, dim)
     return None
+
+
+def _losses(expected: Step, found: Sequence[Step]) -> tuple[str, ...]:
+    """Returns a note if the ranks' losses are not the loss of one process, nor add up to it."""
+    one, of_ranks = sum(expected.losses), [sum(step.losses) for step in found if step.losses]
+    if not of_ranks:
+        return ()
+    total = sum(of_ranks)
+    if any(math.isclose(each, one, rel_tol=1e-3) for each in (total, total / len(of_ranks))):
+        return ()
+    shown = ", ".join(f"{each:.4g}" for each in of_ranks)
+    return (f"losses: {shown} on ranks, {one:.4g} in one process",)
 
 
 def _differs(expected: Step, found: Sequence[Step], *, first: bool) -> str | None:

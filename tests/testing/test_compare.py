@@ -276,6 +276,13 @@ def test_norms_of_clipped_gradients_are_compared(factor: float, cause: str) -> N
     assert cause in found.causes[0]
 
 
+@pytest.mark.parametrize(("losses", "noted"), [([2.0, 2.0], 0), ([1.0, 1.0], 0), ([1.0, 2.0], 1)])
+def test_losses_that_make_up_no_whole_are_noted(losses: list[float], noted: int) -> None:
+    found = compared([Step(losses=[2.0])], [[Step(losses=[each])] for each in losses])
+    assert found.equal
+    assert len(found.notes) == 1 + noted
+
+
 def test_fewer_steps_are_a_difference() -> None:
     assert "one process made 1 optimizer steps, ranks [0, 1]" in str(
         compared([Step()], [[Step()], []])

@@ -61,8 +61,8 @@ def test_a_program_of_two_ranks(tmp_path: Path) -> None:
     ]
 
 
-#: The same block uncompiled, twice; a sum that is no longer a sum of products; and two calls whose
-#: matrix is too large for one exchange.
+#: The same block uncompiled, twice; a sum that is no longer a sum of products; and two calls with
+#: more numbers of documents than a plan compares.
 EAGER = """
     import torch
     import torch.distributed as dist
@@ -81,8 +81,9 @@ EAGER = """
     x = torch.randn(9, 9)
     dist.all_reduce((x @ x).mul_(2))
     import symm_cp
+    q, documents = torch.ones(1, 1, 256, 8), torch.zeros(1, 512, dtype=torch.int64)
     for _ in range(2):
-        symm_cp.all_gather_matmul(torch.ones(1 << 24, 1), torch.ones(1, 1), group=dist.group.WORLD)
+        symm_cp.all_gather_attention(q, q, q, group=dist.group.WORLD, document_ids=documents)
     dist.destroy_process_group()
 """
 
@@ -98,7 +99,9 @@ def test_an_eager_program_of_two_ranks(tmp_path: Path) -> None:
     assert line + "addmm: symm_cp.matmul_all_reduce could run here" in done.stdout
     assert "rank 0: 0 of 7 collectives fused\n" in done.stdout
     assert "other graphs" not in done.stdout
-    refused = "- fused_all_gather_matmul: it uses the group step by step, as for large tensors"
+    refused = (
+        "- fused_all_gather_attention: kernels may read the values of a long tensor of integers"
+    )
     assert "made by Python at each call" in done.stdout
     assert refused in done.stdout
     graphs = json.loads((tmp_path / "o").read_text())["graphs"]

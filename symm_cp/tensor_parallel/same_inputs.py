@@ -49,6 +49,8 @@ _counting: list[RemovableHandle] = []
 
 def _count(module: nn.Module, *_: Any) -> None:
     global _registrations
+    if torch.compiler.is_dynamo_compiling():  # it would guard all members, which may die meanwhile
+        return
     if module in _members:
         _registrations += 1
 

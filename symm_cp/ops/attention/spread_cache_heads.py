@@ -118,6 +118,13 @@ def _check_backward(
     _check(ranks, query, key, value, *options)  # type: ignore[arg-type]
     B, H, S, _ = query.shape
     shape = [B, H // ranks, S]
+    saved = ("out", out, query.dtype), ("logsumexp", logsumexp, wide(query.dtype))
+    for name, tensor, dtype in saved:
+        if tensor.dtype != dtype or tensor.device != query.device:
+            raise TypeError(
+                f"{_BACKWARD}: {name} is {tensor.dtype} on {tensor.device}, must be {dtype} on "
+                f"{query.device}"
+            )
     if list(out.shape) != [*shape, value.shape[3]] or out.shape != grad_out.shape:
         raise ValueError(
             f"{_BACKWARD}: out {list(out.shape)} and grad_out {list(grad_out.shape)} must be "

@@ -263,6 +263,11 @@ def _check_backward(
     shaping, _ = _divided(others)
     width = sum(w.shape[1] for w, normed in zip(weights, shaping.normed, strict=True) if normed)
     numbers = x.shape[0] * x.shape[1] * width
+    if products.dtype != x.dtype or products.device != x.device:
+        raise TypeError(
+            f"{_BACKWARD}: products is {products.dtype} on {products.device}, x {x.dtype} on "
+            f"{x.device}: they must agree"
+        )
     if list(products.shape) != [numbers] or len(some_grads) <= len(weights):
         raise ValueError(
             f"{_BACKWARD}: products {list(products.shape)} must be {[numbers]}, and there must "

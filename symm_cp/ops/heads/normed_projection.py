@@ -263,11 +263,14 @@ def _check_backward(
     shaping, _ = _divided(others)
     width = sum(w.shape[1] for w, normed in zip(weights, shaping.normed, strict=True) if normed)
     numbers = x.shape[0] * x.shape[1] * width
-    if products.dtype != x.dtype or products.device != x.device:
-        raise TypeError(
-            f"{_BACKWARD}: products is {products.dtype} on {products.device}, x {x.dtype} on "
-            f"{x.device}: they must agree"
-        )
+    given = {f"some_grads[{index}]": grad for index, grad in enumerate(some_grads)}
+    for name, tensor in {**given, "products": products}.items():
+        missing = name != "products" and tensor.dtype == torch.bool and tensor.numel() == 0
+        if not missing and (tensor.dtype != x.dtype or tensor.device != x.device):
+            raise TypeError(
+                f"{_BACKWARD}: {name} is {tensor.dtype} on {tensor.device}, x {x.dtype} on "
+                f"{x.device}: they must agree"
+            )
     if list(products.shape) != [numbers] or len(some_grads) <= len(weights):
         raise ValueError(
             f"{_BACKWARD}: products {list(products.shape)} must be {[numbers]}, and there must "

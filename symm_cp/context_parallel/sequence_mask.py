@@ -65,7 +65,7 @@ class SequenceMask(MaskOptions):
     @property
     def is_function(self) -> bool:
         """Whether the mask is more than its options say."""
-        by_matrix = self.matrix is not None and self.score_mod is None
+        by_matrix = self.matrix is not None and self.matrix.dtype == torch.bool
         return by_matrix or self.mask_mod is not None or self.block_mask is not None
 
     @property

@@ -179,6 +179,7 @@ def test_a_heap_that_is_full_on_one_rank_is_an_error_on_all(ranks: Ranks) -> Non
 def no_index(group: dist.ProcessGroup) -> None:
     """Each rank binds its current GPU, whatever form of its device it was given."""
     rank, gpus = group.rank(), mock.MagicMock()
+    bindings = {"cuda": mock.MagicMock(core=gpus), "cuda.core": gpus}
     own, other = torch.device("cuda", rank), torch.device("cuda", rank + 1)
     core = mock.MagicMock()
     core.get_unique_id.return_value = {"id": 42}
@@ -186,10 +187,12 @@ def no_index(group: dist.ProcessGroup) -> None:
     for given in (None, "cuda", torch.device("cuda"), own):
         with (
             mock.patch.object(nvshmem, "library", return_value=(core, None)),
-            mock.patch.dict(sys.modules, {"cuda": mock.MagicMock(core=gpus), "cuda.core": gpus}),
+            pytest.MonkeyPatch.context() as patch,
             mock.patch.object(torch.cuda, "current_device", return_value=rank),
             mock.patch.object(torch.cuda, "synchronize"),
         ):
+            for name, module in bindings.items():
+                patch.setitem(sys.modules, name, module)
             nvshmem.init(device=given)
             gpus.Device.assert_called_with(rank)
             nvshmem.enable(group, device=given)

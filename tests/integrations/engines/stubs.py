@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -56,14 +55,24 @@ def modules(**contents: dict[str, object]) -> Iterator[None]:
                 parent = made[".".join(parts[: count - 1])]
                 vars(parent).setdefault(parts[count - 1], made[path])
         vars(made[".".join(parts)]).update(names)
-    with mock.patch.dict(sys.modules, made):
-        yield
+    before = set(sys.modules)
+    # Not `mock.patch.dict(sys.modules)`: it would also forget libraries that are first imported
+    # inside, and some (Triton) end a process that imports them again.
+    with pytest.MonkeyPatch.context() as patch:
+        for path, module in made.items():
+            patch.setitem(sys.modules, path, module)
+        try:
+            yield
+        finally:
+            for path in sys.modules.keys() - before:
+                if path.startswith("symm_cp.integrations."):  # it refers to stand-ins
+                    del sys.modules[path]
 
 
 def vllm_communicator() -> type:
     """Returns the communicator's class, derived from vLLM's base class or from the stub."""
     path = "symm_cp.integrations.vllm.communicator"
-    if HAS_VLLM or path in sys.modules:
+    if HAS_VLLM:
         return importlib.import_module(path).SymmCommunicator
     base = "vllm__distributed__device_communicators__base_device_communicator"
     with modules(**{base: {"DeviceCommunicatorBase": DeviceCommunicatorBase}}):

@@ -211,7 +211,6 @@ def expert_override(checking: bool = False) -> Iterator[ModuleType]:
         },
     ):
         yield importlib.import_module("symm_cp.integrations.torchtitan.experts")
-        sys.modules.pop("symm_cp.integrations.torchtitan.experts")
 
 
 def spreads_experts(group: dist.ProcessGroup, sizes: list[int], dtype: torch.dtype) -> None:

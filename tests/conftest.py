@@ -40,7 +40,8 @@ _SETUP = Setup(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.hypothesis_seed is None:  # repeats the draws of hypothesis, too
+    # Repeats the draws of hypothesis, too, where it is installed.
+    if getattr(config.option, "hypothesis_seed", 0) is None:
         config.option.hypothesis_seed = str(session_seed(config))
     # A shell that starts pytest in the background has it, and all that it starts, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,10 +3,12 @@
     python benchmarks/loopback.py --json loopback.json --trace traces       # on a GPU
     python benchmarks/loopback.py --driver idle --json benchmarks/results/host_time.json
     python benchmarks/loopback.py --driver simulated --ranks 2              # to try it out
+    symm-cp run --nproc-per-node 8 benchmarks/loopback.py                   # with a GPU per rank
 
 The process is a rank of a group whose other ranks do not exist; loopback_device.py says how the
 peers' memory comes to be its own. Links are not measured: a copy from a "peer" stays within the
-GPU, and no peer is ever late. The drivers:
+GPU, and no peer is ever late. Started as ranks, the peers are these, and rank 0 reports. The
+drivers:
 
 real       a GPU: streams, kernels and calls of the driver are those of a real call
 idle       a GPU that does nothing (loopback_idle.py): the host's CPU time to issue a call, for tiny
@@ -29,155 +31,46 @@ Results are checked as far as one rank can know them.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import gc
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 
 import symm_cp
 from benchmarks import kernel_timeline
 from benchmarks.kernel_timeline import Profile
-from benchmarks.loopback_cases import MODELS, Call, Case, Model, cases, tiny
+from benchmarks.loopback_cases import Call, Case, Model, cases
 from benchmarks.loopback_device import (
-    Loopback,
     LoopbackGpu,
     TimedDriver,
     forget_slots,
     group_of,
-    loopback,
+    place_of,
+    timed,
 )
 from benchmarks.loopback_idle import idle
+from benchmarks.loopback_labs import CALLS, Gpu, Lab
 from symm_cp import cuda, native, tuning
 from symm_cp.commands.harness import report
+from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group.memory import Group, resolve
-from symm_cp.ranks import positive
+from symm_cp.ranks import exit_as_rank, is_rank, positive
 from symm_cp.schedule import trace as drawing
 
 DRIVERS = ("real", "idle", "simulated")
-#: Calls of a block: few enough that their launches fit into the driver's queue (1024 on GPUs).
-CALLS = 4
-#: Blocks that are taken at least, however short the time.
-_LEAST_BLOCKS = 3
 #: Calls that are checked: one by Python, the recorded one, and the record's, in both slots.
 _CHECKED = 4
-_PROFILED = 3
-# Cycles of a GPU for each microsecond: at most 2.1 today; more keeps the device busy for longer.
-_CYCLES = 2500
-# How much longer the host takes to issue a call while the profiler records.
-_PROFILER_SLOWDOWN = 5
-_MOST_SPIN_US = 50_000.0
-
-
-class Lab:
-    """A device in loopback that carries out nothing; subclasses have a clock and a profiler."""
-
-    #: The type of its torch device, and its name in `report`.
-    kind = "cpu"
-    #: Whether ops have results, and the device takes time.
-    works = False
-    #: Whether torch's pipelines run, too: they need streams of torch.cuda.
-    runs_torchs = True
-    #: Nanoseconds of the host.
-    clock: Callable[[], int] = staticmethod(time.thread_time_ns)
-
-    def __init__(self, device: Loopback) -> None:
-        self.device = device
-
-    def models(self, ranks: int) -> Sequence[Model]:
-        """Returns the models whose layers are measured."""
-        return [tiny(ranks)]
-
-    def device_us(self, call: Call, host_us: float) -> float:
-        """Returns microseconds per call, of `CALLS` in a row; the host issues one in `host_us`."""
-        raise NotImplementedError
-
-    def profile(self, call: Call, host_us: float, trace: Path | None) -> Profile | None:
-        """Profiles calls, and writes the timeline to a file; None if `symm_cp.trace` shows more."""
-        raise NotImplementedError
-
-    def in_graph(self, group: Group, call: Call, nbytes: int) -> Call:
-        """Captures a call with slots of `nbytes`; returns its replay, which gives the results."""
-        raise NotImplementedError
-
-
-class Gpu(Lab):
-    """The current GPU."""
-
-    kind = "cuda"
-    works = True
-    clock = staticmethod(time.perf_counter_ns)
-
-    def models(self, ranks: int) -> Sequence[Model]:
-        """See `Lab`."""
-        return MODELS
-
-    def _spin(self, us: float) -> None:
-        torch.cuda._sleep(int(min(us, _MOST_SPIN_US) * _CYCLES))
-
-    def device_us(self, call: Call, host_us: float) -> float:
-        """See `Lab`."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._spin(CALLS * host_us)
-        begin.record()
-        for _ in range(CALLS):
-            call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / CALLS * 1e3
-
-    def profile(self, call: Call, host_us: float, trace: Path | None) -> Profile | None:
-        """See `Lab`."""
-        activities = [
-            torch.profiler.ProfilerActivity.CPU,
-            torch.profiler.ProfilerActivity.CUDA,
-        ]
-        with _trace_file(trace, ".kineto.json") as path:
-            with torch.profiler.profile(activities=activities) as profiler:
-                for _ in range(_PROFILED):
-                    self._spin(_PROFILER_SLOWDOWN * host_us)
-                    call()
-                    torch.cuda.synchronize()
-            profiler.export_chrome_trace(str(path))
-            return kernel_timeline.of_trace(path)
-
-    def in_graph(self, group: Group, call: Call, nbytes: int) -> Call:
-        """See `Lab`."""
-        cuda.reserve_on(group, self.device, nbytes)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()  # libraries allocate memory at first use
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = call()
-
-        def replay() -> object:
-            graph.replay()
-            return result
-
-        return replay
-
-
-@contextmanager
-def _trace_file(stem: Path | None, suffix: str) -> Iterator[Path]:
-    """Yields the file of a trace, or without `stem` a temporary file."""
-    if stem is not None:
-        yield stem.with_name(stem.name + suffix)
-        return
-    with TemporaryDirectory() as folder:
-        yield Path(folder, "trace" + suffix)
 
 
 @dataclass
@@ -247,7 +140,7 @@ def host_us(lab: Lab, call: Call, seconds: float) -> float:
     gc.collect()
     gc.disable()
     try:
-        while len(times) < _LEAST_BLOCKS or time.monotonic() < end:
+        while lab.goes_on(times, end):
             lab.device.synchronize()
             begin = lab.clock()
             for _ in range(CALLS):
@@ -263,7 +156,7 @@ def device_us(lab: Lab, call: Call, host: float, seconds: float) -> float:
     """Microseconds of a call on the device: the median of blocks."""
     times: list[float] = []
     end = time.monotonic() + seconds
-    while len(times) < _LEAST_BLOCKS or time.monotonic() < end:
+    while lab.goes_on(times, end):
         times.append(lab.device_us(call, host))
     return statistics.median(times)
 
@@ -311,6 +204,8 @@ def fill_torchs(row: Row, call: Call, lab: Lab, seconds: float) -> None:
         if lab.works:
             row.torch_device_us = device_us(lab, call, row.torch_us, seconds)
     except Exception as error:
+        if lab.peers:
+            raise
         row.torch_error = f"{type(error).__name__}: {error}"
 
 
@@ -361,23 +256,25 @@ def algorithms_of(case: Case) -> Iterator[tuple[str, bool]]:
 
 
 def rows_of(
-    ranks: int, model: Model, lab: Lab, driver: TimedDriver, how: Options, only: Callable[..., bool]
-) -> Iterator[Row]:
-    """Measures the cases of a model at a number of ranks; a failed case is a row with its error."""
-    group = group_of(ranks, lab.kind)
+    group: dist.ProcessGroup, model: Model, lab: Lab, driver: TimedDriver, how: Options,
+    only: Callable[..., bool],
+) -> Iterator[Row]:  # fmt: skip
+    """Measures the cases of a model in a group; a failed case is a row with its error."""
     known = resolve(group)
     try:
-        for case in cases(group, model, lab.device.place):
+        for case in cases(group, model, place_of(lab.device), peers=lab.peers):
             if not only(case.name, *case.algorithms, ""):
                 continue
             for algorithm, by_size in algorithms_of(case):
                 if not only(case.name, algorithm):
                     continue
-                row = Row(case.name, model.name, ranks, algorithm, by_size)
+                row = Row(case.name, model.name, group.size(), algorithm, by_size)
                 try:
                     with tuning.forced(algorithm or None):
                         fill(row, case, lab, driver, known, how)
                 except Exception as error:
+                    if lab.peers:
+                        raise  # these would go on
                     row.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 yield row
     finally:
@@ -403,16 +300,17 @@ def _parse() -> argparse.Namespace:
 
 
 @contextmanager
-def _lab(driver: str) -> Iterator[Lab]:
+def _lab(driver: str, *, peers: bool) -> Iterator[Lab]:
     if driver == "real":
-        yield Gpu(LoopbackGpu(torch.device("cuda", torch.cuda.current_device())))
+        kind = CudaDevice if peers else LoopbackGpu
+        yield Gpu(kind(torch.device("cuda", torch.cuda.current_device())))
     elif driver == "idle":
         with idle() as device:
             yield Lab(device)
     else:
         from tests.cuda.looped import simulated_lab
 
-        with simulated_lab() as lab:
+        with simulated_lab(peers=peers) as lab:
             yield lab
 
 
@@ -421,40 +319,57 @@ def _is_wanted(args: argparse.Namespace, name: str, *algorithms: str) -> bool:
     return args.case in name and chosen
 
 
-def main() -> int:
-    """Runs the benchmark; returns 1 if a case failed, 2 if none ran."""
-    args = _parse()
-    if args.driver == "real" and not torch.cuda.is_available():
-        print("loopback: needs a CUDA device, and this machine has none", file=sys.stderr)
-        return 2
-    native.load()
-    if args.driver == "idle":
-        torch.set_num_threads(1)
+def measured(args: argparse.Namespace, group: dist.ProcessGroup | None) -> Iterator[Row]:
+    """Measures the cases in a group of real ranks, or in loopback at the numbers of `--ranks`."""
+    if group is not None and group.rank() != 0:
+        args.trace = None
     if args.trace is not None:
         args.trace.mkdir(parents=True, exist_ok=True)
     how = Options(args.seconds, args.trace, args.graphs)
+    with _lab(args.driver, peers=group is not None) as lab, timed(lab.device) as driver:
+        for ranks in args.ranks if group is None else [group.size()]:
+            members = group_of(ranks, lab.kind) if group is None else group
+            for model in lab.models(ranks):
+                if args.model in model.name:
+                    only = functools.partial(_is_wanted, args)
+                    yield from rows_of(members, model, lab, driver, how, only)
+
+
+def run(args: argparse.Namespace, group: dist.ProcessGroup | None = None) -> int:
+    """Measures and reports; returns 1 if a case failed, 2 if none ran."""
+    speaks = group is None or group.rank() == 0
+    head = report.heading(["python", *sys.argv], "cuda" if args.driver == "real" else "cpu")
     rows: list[Row] = []
-    with _lab(args.driver) as lab, loopback(lab.device) as driver, contextlib.ExitStack() as stack:
-        head = report.heading(["python", *sys.argv], lab.kind)
-        measured = (
-            row
-            for ranks in args.ranks
-            for model in lab.models(ranks)
-            if args.model in model.name
-            for row in rows_of(ranks, model, lab, driver, how, lambda *n: _is_wanted(args, *n))
-        )
-        stack.callback(measured.close)
-        for row in measured:
+    for row in measured(args, group):
+        rows.append(row)
+        if speaks:
             print(row.line(), flush=True)
-            rows.append(row)
             if args.json is not None:  # after each case: whoever runs this may have a time limit
                 report.write_json(args.json, head, [asdict(row) for row in rows])
     if not rows:
         print("loopback: no case has that name", file=sys.stderr)
         return 2
     failed = sum(bool(row.error) for row in rows)
-    print(f"loopback: {len(rows)} cases, {failed} failed")
+    if speaks:
+        print(f"loopback: {len(rows)} cases, {failed} failed")
     return int(failed > 0)
+
+
+def main() -> int:
+    """Runs the benchmark, as one of the ranks if it was started so."""
+    args = _parse()
+    if args.driver == "real" and not torch.cuda.is_available():
+        print("loopback: needs a CUDA device, and this machine has none", file=sys.stderr)
+        return 2
+    native.load()
+    if is_rank():
+        if args.driver == "idle":
+            raise SystemExit("loopback: --driver idle has no peers; start it alone")
+        backend = "cpu:gloo,cuda:gloo" if args.driver == "real" else "gloo"
+        exit_as_rank(lambda group: run(args, group), None, backend)
+    if args.driver == "idle":
+        torch.set_num_threads(1)
+    return run(args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The ops that loopback.py measures, at the shapes of a layer of a model.
 
 Each peer's memory is this rank's own: gathers give W copies of this rank's shard, so their results
-are known. In scatters, only this rank's own part is known; the others are 0.
+are known. In scatters, only this rank's own part is known; the others are 0. Real peers draw the
+same numbers: gathers give the same, and scatters W times a rank's own part.
 """
 
 from __future__ import annotations
@@ -77,9 +78,11 @@ class Case:
     algorithms: tuple[str, ...] = ()
 
 
-def cases(group: dist.ProcessGroup, model: Model, device: torch.device) -> Iterator[Case]:
-    """Yields the cases of a model."""
-    inputs = _Inputs(group, model, device)
+def cases(
+    group: dist.ProcessGroup, model: Model, device: torch.device, *, peers: bool = False
+) -> Iterator[Case]:
+    """Yields the cases of a model; `peers`: the group's other ranks exist."""
+    inputs = _Inputs(group, model, device, peers)
     yield from _matmuls(inputs)
     yield from _matmul_gradients(inputs)
     if device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
@@ -93,8 +96,12 @@ def cases(group: dist.ProcessGroup, model: Model, device: torch.device) -> Itera
 class _Inputs:
     """A rank's tensors for a model."""
 
-    def __init__(self, group: dist.ProcessGroup, model: Model, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, model: Model, device: torch.device, peers: bool
+    ) -> None:
+        torch.manual_seed(0)
         self.group, self.ranks, self.name = group, group.size(), group.group_name
+        self.rank, self.terms = group.rank(), group.size() if peers else 1
         self.model, self.device = model, device
         self.rows, self.columns = model.tokens // self.ranks, model.feed // self.ranks
         #: The bytes of a product of all rows with this rank's part of the matrix down.
@@ -106,6 +113,10 @@ class _Inputs:
     def gathered(self, shard: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Returns the result of a gather of a shard in loopback."""
         return torch.cat([shard] * self.ranks, dim)
+
+    def scattered(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the result of a scatter of a whole tensor, summed over ranks."""
+        return whole.chunk(self.ranks)[self.rank] * self.terms
 
     def up(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows that a rank has, and its columns of the matrix up."""
@@ -205,7 +216,7 @@ def _matmuls(inputs: _Inputs) -> Iterator[Case]:
         "matmul-reduce-scatter",
         lambda: scatter(wide, down, group=group),
         lambda: wide @ down,
-        equals(lambda: wide[: inputs.rows] @ down),
+        equals(lambda: inputs.scattered(wide @ down)),
         inputs.product_bytes,
         lambda: torch_symm_mem._fused_matmul_reduce_scatter(wide, down, "sum", 0, name),
         algorithms,
@@ -272,7 +283,7 @@ def _scaled(inputs: _Inputs) -> Iterator[Case]:
         "scaled matmul-reduce-scatter",
         lambda: symm_cp.scaled_matmul_reduce_scatter(wide8, down8, one, one, **options),
         lambda: multiply(wide8, down8),
-        equals(lambda: multiply(wide8[: inputs.rows], down8)),
+        equals(lambda: inputs.scattered(multiply(wide8, down8))),
         inputs.model.tokens * inputs.model.hidden * to.itemsize,
         lambda: torch_symm_mem._fused_scaled_matmul_reduce_scatter(
             wide8, down8, one, one, "sum", 0, 0, name, [len(wide), down.shape[1]], None, None, to
@@ -333,8 +344,8 @@ def _moves(inputs: _Inputs) -> Iterator[Case]:
     )
 
     def own_positions(result: torch.Tensor) -> None:
-        own = q[:, : inputs.model.heads // inputs.ranks]
-        assert torch.equal(result[:, :, : inputs.rows], own), "the own positions are wrong"
+        own = q.chunk(inputs.ranks, 1)[inputs.rank]
+        assert torch.equal(result.chunk(inputs.ranks, 2)[inputs.rank], own), "own positions"
 
     yield Case(
         "exchange of a sequence for heads",
@@ -355,7 +366,7 @@ def _moves(inputs: _Inputs) -> Iterator[Case]:
         "low-contention reduce-scatter",
         lambda: wait(ops._low_contention_reduce_scatter(whole, "sum", name)),
         None,
-        equals(lambda: whole[: inputs.rows]),
+        equals(lambda: inputs.scattered(whole)),
         torchs=lambda: wait(torch_symm_mem._low_contention_reduce_scatter(whole, "sum", name)),
     )
     wide, down = inputs.down()

@@ -172,13 +172,17 @@ class TimedDriver:
 # --- the device ------------------------------------------------------------------------------
 
 
+def place_of(device: cuda.Device) -> torch.device:
+    """Returns the torch device of its tensors: those on CPU have no index."""
+    return torch.device("cpu") if device.torch_type == "cpu" else device.torch_device
+
+
 class LoopbackWorkspace(cuda.DeviceWorkspace):
     """A workspace that every rank has at the same address, and whose waits pass."""
 
     def allocate(self, group: memory.Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
         """Allocates as symmetric memory does, of which streams may treat flags differently."""
-        assert isinstance(self.device, Loopback)
-        place = self.device.place
+        place = place_of(self.device)
         memory = _SymmetricMemory.empty_strided_p2p((nbytes,), [1], torch.uint8, place)
         memory.zero_()
         return memory, [memory.data_ptr()] * self.world_size
@@ -204,11 +208,6 @@ class LoopbackWorkspace(cuda.DeviceWorkspace):
 
 class Loopback(cuda.Device):
     """A device with such workspaces; a mixin that precedes the device's class among the bases."""
-
-    @property
-    def place(self) -> torch.device:
-        """The device of its tensors: those on CPU have no index."""
-        return torch.device("cpu") if self.torch_type == "cpu" else self.torch_device
 
     def verdict(self, group: memory.Group) -> cuda.Verdict:
         """Assumes that everything works: there are no peers for the self-test."""
@@ -236,10 +235,10 @@ class LoopbackGpu(Loopback, CudaDevice):
 
 
 def forget_slots(group: memory.Group) -> None:
-    """Sets the slots of all of a group's workspaces to zero."""
+    """Sets the slots of all of a group's workspaces to zero, if its peers are itself."""
     for workspace in cuda.workspaces_of(group).all():
-        assert isinstance(workspace, LoopbackWorkspace)
-        workspace.forget_slots()
+        if isinstance(workspace, LoopbackWorkspace):
+            workspace.forget_slots()
 
 
 class _Handle:
@@ -284,15 +283,17 @@ def _torchs_pipelines(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def loopback(device: Loopback) -> Iterator[TimedDriver]:
-    """Inside, ops on a device's tensors run in loopback, over a driver that is timed."""
+def timed(device: cuda.Device) -> Iterator[TimedDriver]:
+    """Inside, ops on a device's tensors run over a driver that is timed; in loopback if it is."""
+    place = place_of(device)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         driver = TimedDriver(folder, device.driver)
         device.driver = driver.path
-        stack.enter_context(answered())
-        stack.enter_context(_torchs_pipelines(device.place))
-        stack.enter_context(cuda.replaced(device.place, device))
-        if device.place.type == "cuda":
+        if isinstance(device, Loopback):
+            stack.enter_context(answered())
+            stack.enter_context(_torchs_pipelines(place))
+        stack.enter_context(cuda.replaced(place, device))
+        if place.type == "cuda":
             stack.enter_context(symm_cp.override_cuda_ops())
         yield driver

@@ -14,9 +14,10 @@ import torch
 
 from benchmarks import kernel_timeline
 from benchmarks.kernel_timeline import Profile
-from benchmarks.loopback import CALLS, Gpu, Row
+from benchmarks.loopback import Row
 from benchmarks.loopback_cases import equals, like
 from benchmarks.loopback_device import TimedDriver, driver_functions
+from benchmarks.loopback_labs import CALLS, Gpu
 from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal
 from tests.cuda.machine import build
@@ -117,6 +118,16 @@ def test_every_op_is_issued_without_a_gpu(tmp_path: Path) -> None:
         theirs = "attention" not in name and not name.startswith(("matmul-all", "all-gather of"))
         theirs &= not any(part in name for part in ("backward", "exchange", "beside"))
         assert (row["torch_us"] is not None, row["torch_error"]) == (theirs, ""), name
+
+
+@pytest.mark.exhaustive
+def test_real_peers(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    start = ("-m", "symm_cp", "run", "--nproc-per-node", "2")
+    done = python(*start, *SCRIPT, *SIMULATED, "--case", "reduce-scatter", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads(file.read_text())["rows"]) == 6
+    assert done.stdout.count("6 cases, 0 failed") == 1  # rank 0 speaks
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""The simulated device in loopback: `python benchmarks/loopback.py --driver simulated`.
+"""The simulated device, in loopback or not: `python benchmarks/loopback.py --driver simulated`.
 
 With TRITON_INTERPRET=1 it also has the kernels that poll, with small tiles.
 """
@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 
 from benchmarks.kernel_timeline import Profile
-from benchmarks.loopback import CALLS, Lab
 from benchmarks.loopback_cases import SMALL, Call, Model
 from benchmarks.loopback_device import Loopback
+from benchmarks.loopback_labs import CALLS, Lab
 from symm_cp import cuda
 from symm_cp.group.memory import Group
 from tests.cuda.simulated import SimulatedDevice, simulation
@@ -43,9 +43,6 @@ class SimulatedLab(Lab):
     works = True
     runs_torchs = False
 
-    def __init__(self) -> None:
-        super().__init__(SimulatedLoopback())
-
     def models(self, ranks: int) -> Sequence[Model]:
         # Triton's interpreter has no bfloat16.
         interprets = SimulatedLoopback.interprets
@@ -65,9 +62,10 @@ class SimulatedLab(Lab):
     def in_graph(self, group: Group, call: Call, nbytes: int) -> Call:
         """Each replay is captured anew, over the same workspace."""
         device = self.device
-        assert isinstance(device, SimulatedLoopback)
+        assert isinstance(device, SimulatedDevice)
         cuda.reserve_on(group, device, nbytes, graphs=1)
-        device.graphs += 1
+        if isinstance(device, SimulatedLoopback):
+            device.graphs += 1
 
         def replay() -> object:
             device.in_capture = True
@@ -80,7 +78,7 @@ class SimulatedLab(Lab):
 
 
 @contextlib.contextmanager
-def simulated_lab() -> Iterator[SimulatedLab]:
+def simulated_lab(*, peers: bool) -> Iterator[SimulatedLab]:
     with contextlib.ExitStack() as stack:
         if os.environ.get("TRITON_INTERPRET") == "1":
             from symm_cp.cuda.kernels import tile_matmul
@@ -90,5 +88,5 @@ def simulated_lab() -> Iterator[SimulatedLab]:
             fitting = tile_matmul.Tiling(64, 64, 64, 4, 1), 3
             stack.enter_context(mock.patch.object(tile_matmul, "_fitting", return_value=fitting))
             stack.enter_context(mock.patch.object(SimulatedLoopback, "interprets", True))
-        stack.enter_context(simulation(delays_us=0, patience_ms=10_000))
-        yield SimulatedLab()
+        device = stack.enter_context(simulation(delays_us=0, patience_ms=10_000))
+        yield SimulatedLab(device if peers else SimulatedLoopback())

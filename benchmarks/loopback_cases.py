@@ -83,14 +83,14 @@ def cases(
 ) -> Iterator[Case]:
     """Yields the cases of a model; `peers`: the group's other ranks exist."""
     inputs = _Inputs(group, model, device, peers)
+    if cuda.device_of(device).polls():
+        yield from _tiles_alone(inputs)  # first: kernels that wait for copies could hang
     yield from _matmuls(inputs)
     yield from _matmul_gradients(inputs)
     if device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
         yield from _scaled(inputs)
     yield from _attentions(inputs)
     yield from _moves(inputs)
-    if cuda.device_of(device).polls():
-        yield from _tiles_alone(inputs)
 
 
 class _Inputs:

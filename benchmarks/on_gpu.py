@@ -6,10 +6,10 @@
     python benchmarks/on_gpu.py --driver simulated  # without a GPU: the first list, shortened
 
 The first list takes nine minutes; a second one follows if time is left. Each step runs in processes
-of its own, which are killed when it takes twice its time, or when the minutes are over: what it has
-found by then counts. The report says of each claim in the table of symm_cp/cuda/README.md whether
-it held, did not hold or was not run. Nothing but torch and this repository is needed; without
-pytest, its steps fail. Exits with 1 if a step failed, with 2 if none passed.
+of its own, which are killed when it takes half as long again, or when the minutes are over: what it
+has found by then counts. The report says of each claim in the table of symm_cp/cuda/README.md
+whether it held, did not hold or was not run. Nothing but torch and this repository is needed, and
+pytest for some steps. Exits with 1 if a step failed, with 2 if none passed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from benchmarks.on_gpu_steps import (  # noqa: E402
     FIRST,
     RESULTS,
     STEPS,
-    Command,
     Item,
     Step,
 )
@@ -52,6 +51,8 @@ _STATE, _REPORT, _ARCHIVE = "on_gpu.json", "report.txt", "results.tar.gz"
 _DETAIL = 110
 #: A step begins if at least this share of its time is left.
 _LEAST_SHARE = 0.5
+#: A step is killed when it has taken its time this often.
+_LIMIT = 1.5
 _MACHINE_SECONDS = 60.0
 #: Seconds between the signal on which Python writes its stacks and the one that kills.
 _STACKS_SECONDS = 3.0
@@ -191,26 +192,21 @@ def judge(step: Step, code: int | None, folder: Path, seconds: float) -> tuple[s
     return PASSED, last
 
 
-def take(
-    step: Step, state: State, command: Command, variables: Mapping[str, str], seconds: float
-) -> Outcome:
+def take(step: Step, state: State, seconds: float) -> Outcome:
     """Runs a step to its end, or to the end of its time."""
     for path in state.folder.glob(f"{step.name}.*"):
         path.unlink()
-    line = [part.replace(RESULTS, str(state.folder)) for part in command]
+    command = [part.replace(RESULTS, str(state.folder)) for part in step.command]
     output, began = state.folder / f"{step.name}.txt", time.monotonic()
     try:
-        code = run_limited(line, seconds=seconds, variables=variables, output=output)
+        code = run_limited(command, seconds=seconds, variables=step.variables, output=output)
     except OSError as error:
         return Outcome(FAILED, f"does not start: {error}", str(step))
     took = time.monotonic() - began
     return Outcome(*judge(step, code, state.folder, took), str(step), round(took, 1))
 
 
-def run(
-    steps: Sequence[Step], state: State, *, minutes: float, again: bool = False,
-    simulated: bool = False,
-) -> None:  # fmt: skip
+def run(steps: Sequence[Step], state: State, *, minutes: float, again: bool = False) -> None:
     """Runs steps in their order until the time is over."""
     deadline = time.monotonic() + minutes * 60
     for number, step in enumerate(steps, 1):
@@ -218,9 +214,6 @@ def run(
         if state.finished(step) and not again:
             print(f"{begin}: {state.outcomes[step.name].verdict} before", flush=True)
             continue
-        command, variables = step.command, step.variables
-        if simulated and step.simulated is not None:
-            command, variables = step.simulated
         left, reason = deadline - time.monotonic(), step.missing()
         if not reason and left < _LEAST_SHARE * step.seconds:
             reason = f"takes {step.seconds:g} s, {max(0, left):.0f} s are left"
@@ -228,7 +221,7 @@ def run(
             outcome = Outcome(SKIPPED, reason, str(step))
         else:
             print(f"{begin}: {step.why} ({step.seconds:g} s)", flush=True)
-            outcome = take(step, state, command, variables, min(2 * step.seconds, left))
+            outcome = take(step, state, min(_LIMIT * step.seconds, left))
         # An earlier result says more than the reason for not repeating it.
         if outcome.verdict != SKIPPED or not state.finished(step):
             state.outcomes[step.name] = outcome
@@ -334,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     simulated = args.driver == "simulated"
     steps = (COLLECT, *FIRST) if simulated else STEPS
+    steps = [step.on(simulated=simulated) for step in steps]
     steps = [step for step in steps if args.only is None or step.name in args.only]
     if args.list:
         print("\n".join(f"{s.name:20} {s.seconds:4.0f} s  {s.why}\n    {s}" for s in steps))
@@ -355,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with _ends_by_exception():
         try:
-            run(steps, state, minutes=args.minutes, again=args.again, simulated=simulated)
+            run(steps, state, minutes=args.minutes, again=args.again)
         finally:
             state.write()
             state.archive()

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 #: In a command: the folder of the results.
@@ -21,7 +21,7 @@ Command = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """A command that is expected to take some seconds, and is killed after twice as many.
+    """A command that is expected to take some seconds, and is killed after half as many more.
 
     `simulated`: the command, and variables, for the simulated driver of the tests; none without
     one. `program` must be installed.
@@ -34,6 +34,13 @@ class Step:
     variables: Mapping[str, str] = field(default_factory=dict)
     simulated: tuple[Command, Mapping[str, str]] | None = None
     program: str = ""
+
+    def on(self, *, simulated: bool) -> Step:
+        """Returns the step as it runs on a GPU, or on the simulated driver."""
+        if not simulated or self.simulated is None:
+            return self
+        command, variables = self.simulated
+        return replace(self, command=command, variables=variables)
 
     def __str__(self) -> str:
         """The step as a shell command, except for the folder of the results."""
@@ -68,7 +75,7 @@ def _tests(
     variables: Mapping[str, str] | None = None,
 ) -> Step:  # fmt: skip
     short = (_pytest(name, *simulated), variables or {}) if simulated else None
-    return Step(name, why, seconds, _pytest(name, "--all", "-m", "gpu", *arguments), {}, short)
+    return Step(name, why, seconds, _pytest(name, "-m", "gpu", *arguments), {}, short)
 
 
 def _loopback(
@@ -129,17 +136,17 @@ FIRST: tuple[Step, ...] = (
     ),
     _tests(
         "graphs", "all ops in graphs, replayed with other inputs on 2 ranks", 55,
-        f"{_ON_GPUS}::test_graphs_are_replayed_with_other_inputs[cuda-2]",
+        "--all", f"{_ON_GPUS}::test_graphs_are_replayed_with_other_inputs[cuda-2]",
         simulated=("tests/cuda/test_programs.py",),
     ),
     _tests(
         "reduce-overhead", 'torch.compile(mode="reduce-overhead") on 2 ranks', 60,
-        f"{_ON_GPUS}::test_graphs_of_torch_compile[cuda-2]",
+        "--all", f"{_ON_GPUS}::test_graphs_of_torch_compile[cuda-2]",
         simulated=("tests/cuda/test_graph_trees.py", "-k", "captured_without_reserve"),
     ),
     _tests(
         "polling", "kernels that poll on 2 ranks that share a GPU", 45,
-        f"{_ON_GPUS}::test_matmuls_by_tiles[cuda-2]",
+        "--all", f"{_ON_GPUS}::test_matmuls_by_tiles[cuda-2]",
         simulated=("tests/cuda/test_tiles.py", "-k", "where_kernels_and_streams"),
     ),
 )  # fmt: skip

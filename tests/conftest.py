@@ -147,9 +147,10 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
+def ranks(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterator[Ranks]:
     """Rank processes for multi-rank tests: ``ranks.run(world_size, function, *args)``."""
-    simulated.build()  # once, instead of by each rank
+    if not all(item.get_closest_marker("gpu") for item in request.session.items):
+        simulated.build()  # once, instead of by each rank
     setup = replace(_SETUP, threads=pytestconfig.getoption("--ranks-threads"))
     pool = Ranks(session_seed(pytestconfig), SIZE, setup)
     yield pool

@@ -252,6 +252,8 @@ def report(state: State) -> str:
     lines.append("")
     for claim in CLAIMS:
         verdict, detail = claim.verdict(items)
+        if claim.figures is not None and "driver" in known:
+            verdict, detail = "not run", ""  # its times mean nothing
         lines.append(f"{verdict:8}  {claim.name}{': ' if detail else ''}{detail[: 4 * _DETAIL]}")
     text = state.folder / "loopback.txt"
     measured = text.read_text(errors="replace").splitlines() if text.exists() else []

@@ -78,7 +78,7 @@ class Row:
     """Times of a case, in microseconds; with an `error`, only the times measured before it.
 
     `gap_us`, `busy_us`: the longest time without a kernel, the time with one. `driver`: calls and
-    microseconds of each function of the driver.
+    microseconds of each function of the driver, unless it does nothing.
     """
 
     case: str
@@ -95,6 +95,7 @@ class Row:
     copies: int | None = None
     gap_us: float | None = None
     busy_us: float | None = None
+    driver_calls: int | None = None
     driver: dict[str, tuple[int, float]] = field(default_factory=dict)
     error: str = ""
     #: The compute alone, where the op computes.
@@ -104,6 +105,10 @@ class Row:
     torch_us: float | None = None
     torch_device_us: float | None = None
     torch_error: str = ""
+
+    def written(self) -> dict[str, object]:
+        """Returns what is known, for a file."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "", {})}
 
     def line(self) -> str:
         """Returns the row as text, as far as it is known."""
@@ -121,9 +126,9 @@ class Row:
             add(f"{self.device_us / self.alone_us:.2f} of alone", self.alone_us)
         add("torch", self.torch_us, self.torch_device_us)
         add("replayed", self.replay_us)
-        if self.driver:
-            calls, us = (sum(numbers) for numbers in zip(*self.driver.values(), strict=True))
-            cells.append(f"driver {calls} calls {us:.1f} us")
+        if self.driver_calls is not None:
+            us = sum(us for _, us in self.driver.values())
+            cells.append(f"driver {self.driver_calls} calls {us:.1f} us")
         if self.gap_us is not None:
             cells.append(f"{self.kernels} kernels {self.copies} copies gap {self.gap_us:.1f} us")
         if self.error:
@@ -221,7 +226,9 @@ def fill(row: Row, case: Case, lab: Lab, driver: TimedDriver, group: Group, how:
     finally:
         record_at(1)
     row.host_us = host_us(lab, case.run, seconds)
-    row.driver = driver.calls_of(case.run)
+    counted = driver.calls_of(case.run)
+    row.driver_calls = sum(calls for calls, _ in counted.values())
+    row.driver = counted if lab.works else {}
     lab.device.synchronize()
     if case.torchs is not None and lab.runs_torchs:
         fill_torchs(row, case.torchs, lab, seconds)
@@ -345,7 +352,7 @@ def run(args: argparse.Namespace, group: dist.ProcessGroup | None = None) -> int
         if speaks:
             print(row.line(), flush=True)
             if args.json is not None:  # after each case: whoever runs this may have a time limit
-                report.write_json(args.json, head, [asdict(row) for row in rows])
+                report.write_json(args.json, head, [row.written() for row in rows])
     if not rows:
         print("loopback: no case has that name", file=sys.stderr)
         return 2

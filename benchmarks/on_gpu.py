@@ -158,8 +158,8 @@ def _parts_of(step: Step, path: Path) -> Iterator[Item]:
     for item in (item for part in known.get("parts", []) for item in part["items"]):
         yield Item(step.name, item["name"], item["state"] == "ok", item["detail"])
     for row in known.get("rows", []):
-        name = f"{row['case']} {row['algorithm']}"
-        yield Item(step.name, name, not row["error"], row["error"], row)
+        name, error = f"{row['case']} {row.get('algorithm', '')}", row.get("error", "")
+        yield Item(step.name, name, not error, error, row)
 
 
 def items_of(step: Step, folder: Path) -> list[Item]:
@@ -251,7 +251,10 @@ def report(state: State) -> str:
             items += found
     lines.append("")
     for claim in CLAIMS:
-        verdict, detail = claim.verdict(items)
+        try:
+            verdict, detail = claim.verdict(items)
+        except Exception as error:  # the next steps must run
+            verdict, detail = "UNREADABLE", f"{type(error).__name__}: {error}"
         if claim.figures is not None and "driver" in known:
             verdict, detail = "not run", ""  # its times mean nothing
         lines.append(f"{verdict:8}  {claim.name}{': ' if detail else ''}{detail[: 4 * _DETAIL]}")

@@ -215,7 +215,7 @@ Figures = Callable[[Sequence[Mapping[str, Any]]], Iterable[tuple[bool, str]]]
 
 
 def _named(row: Mapping[str, Any]) -> str:
-    return f"{row['case']} {row['algorithm']}".strip()
+    return f"{row['case']} {row.get('algorithm', '')}".strip()
 
 
 def _matmuls(rows: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
@@ -224,27 +224,27 @@ def _matmuls(rows: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
 
 def _is_ahead(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[bool, str]]:
     for row in _matmuls(rows):
-        if row["host_us"] and row["device_us"]:
+        if "host_us" in row and "device_us" in row:
             figures = f"{_named(row)}: host {row['host_us']:.0f}, device {row['device_us']:.0f} us"
             yield row["host_us"] < row["device_us"], figures
 
 
 def _as_fast_as_torchs(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[bool, str]]:
     for row in _matmuls(rows):
-        if row["torch_device_us"] and row["device_us"] and row["by_size"]:
+        if row.get("torch_device_us") and row.get("device_us") and row["by_size"]:
             ratio = row["device_us"] / row["torch_device_us"]
             yield ratio <= 1.02, f"{_named(row)}: {ratio:.2f} of torch's"
 
 
 def _small_gaps(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[bool, str]]:
     for row in _matmuls(rows):
-        if row["gap_us"] is not None and row["algorithm"] == "shards":
+        if "gap_us" in row and row.get("algorithm") == "shards":
             yield row["gap_us"] <= 10, f"{_named(row)}: {row['gap_us']:.1f} us"
 
 
 def _tiles(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[bool, str]]:
     for row in rows:
-        if row["case"] in ("tiles alone, polling", "tiles alone, counting") and row["device_us"]:
+        if row["case"] in ("tiles alone, polling", "tiles alone, counting") and row.get("alone_us"):
             speed = row["alone_us"] / row["device_us"]
             yield speed >= 0.95, f"{row['case']}: {speed:.2f} of torch.mm"
 
@@ -252,9 +252,9 @@ def _tiles(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[bool, str]]:
 def _chosen(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[bool, str]]:
     for name in dict.fromkeys(row["case"] for row in rows):
         times = {
-            row["algorithm"]: (row["device_us"], row["by_size"])
+            row.get("algorithm", ""): (row["device_us"], row["by_size"])
             for row in rows
-            if row["case"] == name and row["device_us"]
+            if row["case"] == name and "device_us" in row
         }
         taken = [algorithm for algorithm, (_, by_size) in times.items() if by_size]
         if len(times) > 1 and taken:

@@ -50,7 +50,7 @@ def check_rows(found: list[dict[str, Any]], *, graphs: bool) -> None:
         # A kernel for each rank's part, or one for all, and one that adds.
         assert row["kernels"] <= 2 * ranks + 1, name
         assert row["copies"] >= 1, name
-        assert row["torch_us"] is None, name
+        assert "torch_us" not in row, name
         driver = row["driver"]
         assert all(calls > 0 and us > 0 for calls, us in driver.values()), name
         assert "cuStreamBatchMemOp_v2" in driver, name
@@ -58,7 +58,7 @@ def check_rows(found: list[dict[str, Any]], *, graphs: bool) -> None:
         by_rows = name == "all-gather of keys and values"
         assert ("cuMemcpy2DAsync_v2" if by_rows else "cuMemcpyBatchAsync_v2") in driver, name
         replayed = graphs and "backward" not in name and "low-contention" not in name
-        assert (row["replay_us"] is not None) == replayed, name
+        assert ("replay_us" in row) == replayed, name
 
 
 def test_a_case_of_each_kind(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_case_of_each_kind(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     options = ("--ranks", "4", "--case", "all-gather-matmul", "--graphs", "--trace", str(traces))
     found = rows(tmp_path, *options)
-    assert [(row["case"], row["algorithm"], row["by_size"]) for row in found] == [
+    assert [(row["case"], row.get("algorithm", ""), row["by_size"]) for row in found] == [
         ("all-gather-matmul", "shards", False),
         ("all-gather-matmul", "whole", True),
         ("all-gather-matmul, with the gathered", "shards", False),
@@ -112,12 +112,12 @@ def test_every_op_is_issued_without_a_gpu(tmp_path: Path) -> None:
     assert len(found) == 2 * 26
     for row in found:
         name = row["case"]
-        assert row["driver"], name
-        assert row["device_us"] is None, name
+        assert row["driver_calls"], name
+        assert "device_us" not in row, name
         assert row["host_us"] < row["python_us"], name  # C++ makes the call
         theirs = "attention" not in name and not name.startswith(("matmul-all", "all-gather of"))
         theirs &= not any(part in name for part in ("backward", "exchange", "beside"))
-        assert (row["torch_us"] is not None, row["torch_error"]) == (theirs, ""), name
+        assert ("torch_us" in row, "torch_error" in row) == (theirs, False), name
 
 
 @pytest.mark.exhaustive
@@ -188,7 +188,7 @@ def test_rows_as_text() -> None:
     assert row.line().endswith("2 ranks  host     10.0 us  FAILED: RuntimeError: no driver")
     row = Row("a case", "small", 2, "whole", host_us=10.0, python_us=50.0, device_us=30.0,
               kernels=2, copies=1, gap_us=1.5, driver={"a": (1, 2.0), "b": (3, 4.0)},
-              alone_us=20.0, torch_us=70.0, torch_device_us=40.0)  # fmt: skip
+              driver_calls=4, alone_us=20.0, torch_us=70.0, torch_device_us=40.0)  # fmt: skip
     assert " whole*    small " in row.line()
     assert "host     10.0 /    50.0 us  device     30.0 us  1.50 of alone     20.0 us" in row.line()
     assert "torch     70.0 /    40.0 us  driver 4 calls 6.0 us" in row.line()

@@ -270,7 +270,7 @@ def rows_of(
     known = resolve(group)
     try:
         for case in cases(group, model, place_of(lab.device), peers=lab.peers):
-            if not only(case.name, *case.algorithms, ""):
+            if not only(case.name, *(case.algorithms or ("",))):
                 continue
             for algorithm, by_size in algorithms_of(case):
                 if not only(case.name, algorithm):
@@ -298,7 +298,8 @@ def _parse() -> argparse.Namespace:
     add("--ranks", type=positive, nargs="+", default=[2, 4, 8, 16], help="(2 4 8 16)")
     add("--model", default="", help="only models with this in their name")
     add("--case", default="", help="only cases with this in their name")
-    add("--algorithm", nargs="+", help="only these; '': of ops that have one alone")
+    add("--algorithm", nargs="+", metavar="NAME", help="only these")
+    add("--without", nargs="+", metavar="NAME", default=[], help="all algorithms but these")
     add("--graphs", action="store_true", help="capture calls into CUDA graphs as well")
     add("--seconds", type=float, default=1.0, help="time for a case (%(default)s)")
     add("--json", type=Path, help="write the rows, the machine and the date here")
@@ -322,8 +323,8 @@ def _lab(driver: str, *, peers: bool) -> Iterator[Lab]:
 
 
 def _is_wanted(args: argparse.Namespace, name: str, *algorithms: str) -> bool:
-    chosen = args.algorithm is None or not set(algorithms).isdisjoint(args.algorithm)
-    return args.case in name and chosen
+    chosen = set(algorithms if args.algorithm is None else args.algorithm) - set(args.without)
+    return args.case in name and not chosen.isdisjoint(algorithms)
 
 
 def measured(args: argparse.Namespace, group: dist.ProcessGroup | None) -> Iterator[Row]:

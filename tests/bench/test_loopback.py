@@ -146,7 +146,7 @@ def spoil(space):
     space.memory[space.header_bytes:].fill_(65)
 loopback_device.LoopbackWorkspace.forget_slots = spoil
 options = ["--seconds", "0", "--ranks", "2", "--case", "reduce-scatter"]
-options += ["--algorithm", "", "shards"]
+options += ["--without", "whole"]
 sys.argv = ["loopback", "--driver", "simulated", *options]
 sys.exit(loopback.main())
 """

@@ -54,7 +54,7 @@ DEVICE = torch.device("cuda")
 #: tiles where large tiles would leave multiprocessors idle.
 TILES = ((128, 256, 1.0), (128, 128, 0.8), (64, 128, 0.5))
 #: Seconds that the host takes to issue a pass of attention, by `backward`: for a call, and for each
-#: rank (host_time.py). torch's launches on a real driver come on top.
+#: rank (loopback.py --driver idle). torch's launches on a real driver come on top.
 HOST = {
     False: {"pipeline": (180e-6, 18e-6), "together": (190e-6, 1e-6)},
     True: {"pipeline": (400e-6, 80e-6), "together": (460e-6, 20e-6)},

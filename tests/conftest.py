@@ -40,7 +40,8 @@ _SETUP = Setup(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.hypothesis_seed is None:  # repeats the draws of hypothesis, too
+    # Repeats the draws of hypothesis, too, where it is installed.
+    if getattr(config.option, "hypothesis_seed", 0) is None:
         config.option.hypothesis_seed = str(session_seed(config))
     # A shell that starts pytest in the background has it, and all that it starts, ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -146,9 +147,10 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
+def ranks(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterator[Ranks]:
     """Rank processes for multi-rank tests: ``ranks.run(world_size, function, *args)``."""
-    simulated.build()  # once, instead of by each rank
+    if not all(item.get_closest_marker("gpu") for item in request.session.items):
+        simulated.build()  # once, instead of by each rank
     setup = replace(_SETUP, threads=pytestconfig.getoption("--ranks-threads"))
     pool = Ranks(session_seed(pytestconfig), SIZE, setup)
     yield pool

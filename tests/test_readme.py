@@ -137,8 +137,7 @@ def test_links_and_paths_exist(page: Path) -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", text):
         assert (page.parent / target).exists(), target
     for path in re.findall(r"\b(?:benchmarks|csrc|symm_cp|tests)/[\w./]*\w", text):
-        # The result of a run on GPUs, which is still to be made.
-        assert (ROOT / path).exists() or path == "benchmarks/results/cuda_suite.json", path
+        assert (ROOT / path).exists(), path
 
 
 def test_the_floors_list_every_room() -> None:

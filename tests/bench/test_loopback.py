@@ -14,16 +14,17 @@ import torch
 
 from benchmarks import kernel_timeline
 from benchmarks.kernel_timeline import Profile
-from benchmarks.loopback import CALLS, Gpu, Row
+from benchmarks.loopback import Row
 from benchmarks.loopback_cases import equals, like
-from benchmarks.loopback_device import TimedDriver
-from benchmarks.one_rank import driver_functions
+from benchmarks.loopback_device import TimedDriver, driver_functions
+from benchmarks.loopback_labs import CALLS, Gpu
 from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal
 from tests.cuda.machine import build
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ("benchmarks/loopback.py", "--simulated", "--seconds", "0")
+SCRIPT = ("benchmarks/loopback.py", "--seconds", "0")
+SIMULATED = ("--driver", "simulated")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,8 +34,9 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def rows(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    done = python(*SCRIPT, "--json", str(folder / "rows.json"), *arguments)
+def rows(folder: Path, *arguments: str, driver: str = "simulated") -> list[dict[str, Any]]:
+    options = ("--driver", driver, "--json", str(folder / "rows.json"))
+    done = python(*SCRIPT, *options, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     found: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())["rows"]
     return found
@@ -48,6 +50,7 @@ def check_rows(found: list[dict[str, Any]], *, graphs: bool) -> None:
         # A kernel for each rank's part, or one for all, and one that adds.
         assert row["kernels"] <= 2 * ranks + 1, name
         assert row["copies"] >= 1, name
+        assert "torch_us" not in row, name
         driver = row["driver"]
         assert all(calls > 0 and us > 0 for calls, us in driver.values()), name
         assert "cuStreamBatchMemOp_v2" in driver, name
@@ -55,7 +58,7 @@ def check_rows(found: list[dict[str, Any]], *, graphs: bool) -> None:
         by_rows = name == "all-gather of keys and values"
         assert ("cuMemcpy2DAsync_v2" if by_rows else "cuMemcpyBatchAsync_v2") in driver, name
         replayed = graphs and "backward" not in name and "low-contention" not in name
-        assert (row["replay_us"] is not None) == replayed, name
+        assert ("replay_us" in row) == replayed, name
 
 
 def test_a_case_of_each_kind(tmp_path: Path) -> None:
@@ -63,12 +66,15 @@ def test_a_case_of_each_kind(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     options = ("--ranks", "4", "--case", "all-gather-matmul", "--graphs", "--trace", str(traces))
     found = rows(tmp_path, *options)
-    assert [row["case"] for row in found] == [
-        "all-gather-matmul",
-        "all-gather-matmul, with the gathered",
-        "all-gather-matmul of columns",
-        "all-gather-matmul, backward",
-        "scaled all-gather-matmul",
+    assert [(row["case"], row.get("algorithm", ""), row["by_size"]) for row in found] == [
+        ("all-gather-matmul", "shards", False),
+        ("all-gather-matmul", "whole", True),
+        ("all-gather-matmul, with the gathered", "shards", False),
+        ("all-gather-matmul, with the gathered", "whole", True),
+        ("all-gather-matmul of columns", "", True),
+        ("all-gather-matmul, backward", "shards", False),
+        ("all-gather-matmul, backward", "whole", True),
+        ("scaled all-gather-matmul", "", True),
     ]
     check_rows(found, graphs=True)
     first = found[0]
@@ -76,15 +82,52 @@ def test_a_case_of_each_kind(tmp_path: Path) -> None:
     assert first["alone_us"] > 0
     files = sorted(path.name for path in traces.iterdir())
     assert len(files) == len(found)
-    assert files[0] == "all-gather-matmul-backward-small-4-ranks.steps.json"
+    assert files[0] == "all-gather-matmul-backward-shards-small-4-ranks.steps.json"
     assert json.loads((traces / files[0]).read_text())["traceEvents"]
 
 
 @pytest.mark.exhaustive
 def test_all_cases(tmp_path: Path) -> None:
     found = rows(tmp_path, "--ranks", "2", "4", "8", "16", "--graphs")
-    assert len(found) == 4 * 16
+    assert len(found) == 4 * 26
     check_rows(found, graphs=True)
+
+
+@pytest.mark.exhaustive
+def test_kernels_that_poll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = rows(tmp_path, "--ranks", "2", "--algorithm", "tiles")
+    assert [row["case"] for row in found if row["kernels"]] == [
+        "all-gather-matmul",
+        "all-gather-matmul, with the gathered",
+        "matmul-reduce-scatter",
+        "all-gather-matmul, backward",
+    ]
+    assert sum("tiles alone" in row["case"] for row in found) == 5
+
+
+@pytest.mark.exhaustive
+def test_every_op_is_issued_without_a_gpu(tmp_path: Path) -> None:
+    found = rows(tmp_path, "--ranks", "2", "8", driver="idle")
+    assert len(found) == 2 * 26
+    for row in found:
+        name = row["case"]
+        assert row["driver_calls"], name
+        assert "device_us" not in row, name
+        assert row["host_us"] < row["python_us"], name  # C++ makes the call
+        theirs = "attention" not in name and not name.startswith(("matmul-all", "all-gather of"))
+        theirs &= not any(part in name for part in ("backward", "exchange", "beside"))
+        assert ("torch_us" in row, "torch_error" in row) == (theirs, False), name
+
+
+@pytest.mark.exhaustive
+def test_real_peers(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    start = ("-m", "symm_cp", "run", "--nproc-per-node", "2")
+    done = python(*start, *SCRIPT, *SIMULATED, "--case", "reduce-scatter", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(json.loads(file.read_text())["rows"]) == 6
+    assert done.stdout.count("6 cases, 0 failed") == 1  # rank 0 speaks
 
 
 @pytest.mark.exhaustive
@@ -102,7 +145,9 @@ from benchmarks import loopback, loopback_device
 def spoil(space):
     space.memory[space.header_bytes:].fill_(65)
 loopback_device.LoopbackWorkspace.forget_slots = spoil
-sys.argv = ["loopback", "--simulated", "--seconds", "0", "--ranks", "2", "--case", "reduce-scatter"]
+options = ["--seconds", "0", "--ranks", "2", "--case", "reduce-scatter"]
+options += ["--without", "whole"]
+sys.argv = ["loopback", "--driver", "simulated", *options]
 sys.exit(loopback.main())
 """
 
@@ -118,7 +163,7 @@ def test_wrong_results_and_unknown_cases_are_reported() -> None:
         "low-contention reduce-scatter",
     ]
     assert "4 cases, 3 failed" in done.stdout
-    done = python(*SCRIPT, "--case", "nothing", "--ranks", "2")
+    done = python(*SCRIPT, *SIMULATED, "--case", "nothing", "--ranks", "2")
     assert done.returncode == 2
     assert "no case has that name" in done.stderr
 
@@ -141,9 +186,12 @@ def test_checks_of_results() -> None:
 def test_rows_as_text() -> None:
     row = Row("a case", "small", 2, host_us=10.0, error="RuntimeError: no driver")
     assert row.line().endswith("2 ranks  host     10.0 us  FAILED: RuntimeError: no driver")
-    row = Row("a case", "small", 2, host_us=10.0, device_us=30.0, kernels=2, copies=1,
-              gap_us=1.5, driver={"a": (1, 2.0), "b": (3, 4.0)}, alone_us=20.0)  # fmt: skip
-    assert "device      30.0 us  alone      20.0 us (1.50)  driver 4 calls 6.0 us" in row.line()
+    row = Row("a case", "small", 2, "whole", host_us=10.0, python_us=50.0, device_us=30.0,
+              kernels=2, copies=1, gap_us=1.5, driver={"a": (1, 2.0), "b": (3, 4.0)},
+              driver_calls=4, alone_us=20.0, torch_us=70.0, torch_device_us=40.0)  # fmt: skip
+    assert " whole*    small " in row.line()
+    assert "host     10.0 /    50.0 us  device     30.0 us  1.50 of alone     20.0 us" in row.line()
+    assert "torch     70.0 /    40.0 us  driver 4 calls 6.0 us" in row.line()
     assert row.line().endswith("2 kernels 1 copies gap 1.5 us")
 
 

@@ -115,8 +115,9 @@ def _mask_of(
     return TileMask(mask=band + mask, fully_masked=fully_masked)
 
 
-# The fewest queries and keys for which this project's kernels are faster than torch's.
-_OWN_LENGTH = 128
+# The fewest queries and keys for which this project's kernels are faster than torch's: 0.4 to 0.8
+# of its time forward, 0.1 to 0.95 backward, for up to 128 of each on an AMD EPYC.
+_OWN_LENGTH = 16
 
 
 def _own(
@@ -131,7 +132,7 @@ def _own(
     """Returns the arguments of this project's kernels for a tile; None if torch's compute it.
 
     This project's kernels compute all tiles if `scored` is given; on CPU also bands, where they
-    skip hidden scores, and large tiles, where they are faster. Their backward pass uses one thread
+    skip hidden scores, and all but small tiles, where they are faster. Their backward pass uses one thread
     for each key head of a sample.
     """
     if scored is not None or query.device.type != "cpu":

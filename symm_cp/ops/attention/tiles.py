@@ -132,8 +132,8 @@ def _own(
     """Returns the arguments of this project's kernels for a tile; None if torch's compute it.
 
     This project's kernels compute all tiles if `scored` is given; on CPU also bands, where they
-    skip hidden scores, and all but small tiles, where they are faster. Their backward pass uses one thread
-    for each key head of a sample.
+    skip hidden scores, and all but small tiles, where they are faster. Their backward pass uses one
+    thread for each key head of a sample.
     """
     if scored is not None or query.device.type != "cpu":
         return scored
